@@ -1,0 +1,71 @@
+"""The environment variables of this package, read in one place.
+
+An unknown `MOE_OPTIMIZER_*` variable is an error: a misspelt switch would otherwise be off in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_optimizer.errors import InputError
+
+PROFILE = "MOE_OPTIMIZER_PROFILE"
+"""Plan with this profile inside a plain `vllm serve`."""
+PLAN = "MOE_OPTIMIZER_PLAN"
+"""Apply this plan.json inside a vLLM process (the launcher sets it)."""
+RUN_DIR = "MOE_OPTIMIZER_RUN_DIR"
+"""Folder for plans, proofs and server logs."""
+DISABLE = "MOE_OPTIMIZER_DISABLE"
+"""1: the plugin changes nothing at all, whatever else is set."""
+HARDWARE = "MOE_OPTIMIZER_HARDWARE"
+"""Plan for this entry of configs/hardware instead of the machine at hand."""
+
+NAMES = (PROFILE, PLAN, RUN_DIR, DISABLE, HARDWARE)
+_PREFIX = "MOE_OPTIMIZER_"
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("", "0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The settings that came from environment variables; None where a variable is not set."""
+
+    profile: str | None
+    plan: Path | None
+    run_dir: Path | None
+    disabled: bool
+    hardware: str | None
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """Return the package's settings from `environ` (default: this process's).
+
+    Raises:
+        InputError: an unknown MOE_OPTIMIZER_* variable, or a value that is not a boolean for DISABLE.
+    """
+    environ = os.environ if environ is None else environ
+    for name in environ:
+        if name.startswith(_PREFIX) and name not in NAMES:
+            close = difflib.get_close_matches(name, NAMES, n=1)
+            hint = f"did you mean {close[0]}?" if close else "unset it"
+            raise InputError(f"environment: unknown variable {name}, expected one of {', '.join(NAMES)}", hint=hint)
+    return Environment(
+        profile=environ.get(PROFILE) or None,
+        plan=Path(environ[PLAN]) if environ.get(PLAN) else None,
+        run_dir=Path(environ[RUN_DIR]) if environ.get(RUN_DIR) else None,
+        disabled=_boolean(DISABLE, environ.get(DISABLE, "")),
+        hardware=environ.get(HARDWARE) or None,
+    )
+
+
+def _boolean(name: str, text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    raise InputError(f"environment: {name}: got {text!r}, expected one of {', '.join(_TRUE + _FALSE[1:])}")

@@ -1,0 +1,1 @@
+"""The Plan: frozen decisions with reasons, as data. Nothing here decides or applies anything."""

@@ -1,0 +1,120 @@
+"""Frozen dataclasses to JSON values and back, strictly: an unknown or missing field is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from moe_optimizer.errors import InputError
+
+T = TypeVar("T")
+
+
+def encode(value: Any) -> Any:
+    """Return `value` as JSON values: dataclasses and mappings as objects, tuples as arrays, enums by value.
+
+    Raises:
+        TypeError: a value of a type that JSON has no form for.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encode(item) for item in value]
+    raise TypeError(f"no JSON form for {type(value).__name__}: {value!r}")
+
+
+def decode(kind: type[T], data: object, *, origin: str) -> T:
+    """Build a `kind` (a dataclass) from JSON values.
+
+    Raises:
+        InputError: a field is unknown, missing or of the wrong type; the message names `origin` and the field.
+    """
+    return cast(T, _decode(kind, data, origin))
+
+
+def _decode(kind: Any, data: Any, where: str) -> Any:
+    if kind is Any:
+        return data
+    if dataclasses.is_dataclass(kind):
+        return _decode_dataclass(cast(type, kind), data, where)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _decode_enum(kind, data, where)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if data is None and type(None) in arguments:
+            return None
+        (member,) = [argument for argument in arguments if argument is not type(None)]
+        return _decode(member, data, where)
+    if origin is typing.Literal:
+        if data not in arguments:
+            raise InputError(f"{where}: got {data!r}, expected one of {', '.join(map(repr, arguments))}")
+        return data
+    if origin is tuple:
+        return _decode_tuple(arguments, data, where)
+    if origin is not None and issubclass(origin, Mapping):
+        _expect(isinstance(data, dict), data, "an object", where)
+        return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
+    return _decode_scalar(kind, data, where)
+
+
+def _decode_dataclass(kind: type, data: Any, where: str) -> Any:
+    _expect(isinstance(data, dict), data, "an object", where)
+    kinds = _field_kinds(kind)
+    for name in data:
+        if name not in kinds:
+            close = difflib.get_close_matches(name, kinds, n=1)
+            raise InputError(
+                f"{where}: unknown field {name!r}, expected one of {', '.join(kinds)}",
+                hint=f"did you mean {close[0]!r}?" if close else None,
+            )
+    for field in dataclasses.fields(kind):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in data:
+            raise InputError(f"{where}: field {field.name!r} is missing")
+    return kind(**{name: _decode(kinds[name], item, f"{where}.{name}") for name, item in data.items()})
+
+
+@cache
+def _field_kinds(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _decode_enum(kind: type[Enum], data: Any, where: str) -> Enum:
+    try:
+        return kind(data)
+    except ValueError:
+        expected = ", ".join(repr(member.value) for member in kind)
+        raise InputError(f"{where}: got {data!r}, expected one of {expected}") from None
+
+
+def _decode_tuple(arguments: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+    _expect(isinstance(data, list), data, "an array", where)
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    _expect(len(data) == len(arguments), data, f"an array of {len(arguments)}", where)
+    return tuple(_decode(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(arguments, data, strict=True)))
+
+
+def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    _expect(isinstance(data, kind) and (kind is bool or not isinstance(data, bool)), data, f"a {kind.__name__}", where)
+    return data
+
+
+def _expect(condition: bool, data: Any, expected: str, where: str) -> None:
+    if not condition:
+        raise InputError(f"{where}: got {type(data).__name__} {data!r:.80}, expected {expected}")

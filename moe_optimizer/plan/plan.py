@@ -1,0 +1,107 @@
+"""The Plan, its digest and its JSON form."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.plan.decision import Decision
+from moe_optimizer.plan.json_codec import decode, encode
+from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.specs.hardware import HardwareSpec
+from moe_optimizer.specs.model import ModelSpec
+from moe_optimizer.specs.workload import WorkloadSpec
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that was decided for one server, with reasons. Equal inputs give an equal Plan."""
+
+    model: ModelSpec
+    hardware: HardwareSpec
+    workload: WorkloadSpec
+    profile_name: str
+    profile: Mapping[str, Any]
+    """The profile as resolved, JSON values, for the record."""
+    engine: str
+    """"vllm" or "embedded"."""
+    vllm_version: str | None
+    """The version planned for; None when no vLLM is installed."""
+    num_gpus: int
+    """GPUs used; 0 on the CPU build."""
+    decisions: tuple[Decision, ...]
+    memory: MemoryPlan
+    serve_args: tuple[str, ...]
+    """Arguments of `vllm serve` after the model: the planner's own, every decision's, then the user's."""
+    plain_args: tuple[str, ...]
+    """What a user would give plain `vllm serve` for the same model, devices and port: the stock side of every comparison."""
+    serve_env: Mapping[str, str]
+    """Environment variables of the server processes (without those that carry the plan itself)."""
+    warnings: tuple[str, ...]
+    schema_version: int = SCHEMA_VERSION
+
+    def decision(self, pass_name: str) -> Decision:
+        """Return the decision of one pass.
+
+        Raises:
+            KeyError: the plan has none by that name.
+        """
+        for decision in self.decisions:
+            if decision.pass_name == pass_name:
+                return decision
+        raise KeyError(f"{pass_name}: not in the plan, which has {[d.pass_name for d in self.decisions]}")
+
+    @property
+    def digest(self) -> str:
+        """First 16 hexadecimal digits of the SHA-256 over the canonical JSON form."""
+        return hashlib.sha256(self.to_json(indent=None).encode()).hexdigest()[:16]
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return the plan as JSON with sorted keys; `from_json` restores an equal Plan."""
+        return json.dumps(encode(self), indent=indent, sort_keys=True, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str, *, origin: str) -> Plan:
+        """Read a plan back.
+
+        Raises:
+            InputError: not JSON, another schema version, or an unknown, missing or ill-typed field;
+                the message names `origin` and the field.
+        """
+        try:
+            data = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise InputError(f"{origin}: not a plan: {error}") from None
+        if not isinstance(data, dict):
+            raise InputError(f"{origin}: not a plan: got a JSON {type(data).__name__}, expected an object")
+        if data.get("schema_version") != SCHEMA_VERSION:
+            raise InputError(
+                f"{origin}: schema_version: got {data.get('schema_version')!r}, expected {SCHEMA_VERSION}",
+                hint="make the plan again with this version of moe-optimizer",
+            )
+        return decode(Plan, data, origin=origin)
+
+    @staticmethod
+    def load(path: Path) -> Plan:
+        """Read the plan file at `path`.
+
+        Raises:
+            InputError: it cannot be read, or `from_json` refuses it.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}: cannot read the plan: {error}") from None
+        return Plan.from_json(text, origin=str(path))
+
+    def replace(self, **changes: Any) -> Plan:
+        """Return a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)

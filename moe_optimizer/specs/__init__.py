@@ -1,0 +1,1 @@
+"""Frozen facts about models, hardware and workloads; no decisions, no I/O."""

@@ -1,0 +1,98 @@
+"""What a model is: counts and shapes read from its configuration and weight headers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+AttentionKind = Literal["mha", "gqa", "mla", "hybrid", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The attention of the decoder layers."""
+
+    kind: AttentionKind
+    """mha: as many key/value heads as query heads; gqa: fewer; mla: a compressed latent is cached;
+    hybrid: some layers are not attention (state space, linear attention, convolution); none: no layer is."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Width of one query/key head, in elements. For mla: the decompressed query/key head."""
+    sliding_window: int | None
+    """Tokens that a windowed layer keeps; None when no layer is windowed."""
+    num_attention_layers: int
+    """Layers that keep a key/value cache growing with the sequence (windowed layers included)."""
+    num_windowed_layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A causal language model as far as planning needs it.
+
+    Counts are exact where the configuration determines them; vision and audio towers are counted in
+    total_params only when safetensors headers are present, and `warnings` says when they are left out.
+    """
+
+    name: str
+    """What the user named: a hub id or a folder's last component."""
+    path: str
+    """The folder that holds config.json."""
+    architecture: str
+    """First entry of config.json's `architectures`; "" when the file names none."""
+    model_type: str
+    is_moe: bool
+    num_experts: int
+    """Routed experts in each MoE layer, zero (identity) experts not counted; 0 for a dense model."""
+    top_k: int
+    """Routed experts that one token uses; 0 for a dense model."""
+    num_shared_experts: int
+    """Experts in each MoE layer that every token uses."""
+    moe_intermediate_size: int
+    """Width I of one routed expert, in elements; 0 for a dense model."""
+    expert_hidden_size: int
+    """Input width of one routed expert: hidden_size unless the experts read a latent; 0 for a dense model."""
+    expert_matrices: int
+    """Weight matrices of one expert: 3 gated (gate, up, down), 2 not gated (up, down); 0 for a dense model."""
+    expert_activation: str
+    """The config's activation name of the experts, for example "silu"; "" for a dense model."""
+    expert_has_bias: bool
+    hidden_size: int
+    num_layers: int
+    """Decoder layers, multi-token-prediction layers not counted."""
+    moe_layers: tuple[int, ...]
+    """Indices of the layers with routed experts."""
+    vocab_size: int
+    total_params: int
+    """Parameters of the language model as served, multi-token-prediction layers left out."""
+    active_params: int
+    """Parameters that one token uses: total_params less the routed experts it is not sent to; embeddings included."""
+    expert_params: int
+    """Parameters of all routed experts of all layers together."""
+    quant_method: str | None
+    """As the checkpoint names it ("fp8", "gptq", "mxfp4", "modelopt", ...); None when not quantised."""
+    weight_bits: float
+    """Bits of one weight of the quantised part (of every weight when not quantised), scales left out."""
+    weight_bytes: int
+    """Bytes of all weights as stored in the checkpoint, scales included; exact with safetensors headers."""
+    expert_weight_bytes: int
+    """The routed experts' share of `weight_bytes`."""
+    dtype: str
+    """The dtype of the parts that are not quantised: "bfloat16", "float16" or "float32"."""
+    attention: AttentionSpec
+    kv_bytes_per_token: int
+    """Cache bytes that one more token costs on all layers together, at 2 bytes an element (windowed layers
+    included as if the window were not yet full), before any tensor-parallel split."""
+    max_position: int
+    """Longest position the configuration allows, in tokens; 0 when it does not say."""
+    needs_remote_code: bool
+    """The configuration names code of its own (auto_map) and no built-in class of that model_type is known."""
+    servable: bool | None
+    """Whether the installed (or targeted) vLLM has the architecture; None when that cannot be told."""
+    servable_reason: str
+    warnings: tuple[str, ...]
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with routed experts."""
+        return len(self.moe_layers)

