@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Every check of the project: lint, types, import contracts, tests. Stops at the first that fails.
+#
+#   scripts/check.sh          all of it
+#   scripts/check.sh lint     without the tests
+#   scripts/check.sh quick    without the tests that start vLLM
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PATH="$PWD/.venv/bin:$PATH"
+# Nothing is fetched while testing.
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+
+what="${1:-all}"
+case "$what" in all | lint | quick) ;; *) echo "check: got '$what', expected lint, quick or nothing" >&2; exit 2 ;; esac
+
+step() { printf '\n== %s\n' "$*"; "$@"; }
+step ruff check .
+step ruff format --check .
+step pyright --level error
+step lint-imports
+[ "$what" = lint ] && exit 0
+# Two workers suit the two cores of a small CI machine. The tests that start vLLM run after the others and one
+# at a time: each server takes both cores, and its start-up would time the other tests out.
+step pytest -q -n "${PYTEST_WORKERS:-2}" -m "not vllm"
+[ "$what" = quick ] && exit 0
+step pytest -q -m vllm

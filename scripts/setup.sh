@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Makes .venv in the checkout: locked dependencies, the built kernels, and this package.
+#
+#   scripts/setup.sh [--device auto|cpu|cuda]
+#
+# A second run finds its stamp and does nothing but ask build.sh whether csrc changed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+readonly TORCH_CPU="torch==2.13.0+cpu"
+# Asked only when the configured indexes have no CPU build of torch.
+readonly TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
+
+fail() { # message, hint
+  printf 'setup: %s\n\nhint: %s\n' "$1" "$2" >&2
+  exit 3
+}
+
+device=auto
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --device) device="${2:-}"; shift 2 || fail "--device needs a value" "one of auto, cpu, cuda" ;;
+    *) fail "unknown argument $1, expected --device auto|cpu|cuda" "run it without arguments" ;;
+  esac
+done
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
+case "$device" in
+  auto) if has_gpu; then device=cuda; else device=cpu; fi ;;
+  cpu | cuda) ;;
+  *) fail "--device: got '$device', expected auto, cpu or cuda" "leave it out to decide by the GPUs found" ;;
+esac
+
+python="${PYTHON:-python3}"
+command -v "$python" >/dev/null || fail "$python not found" "install Python 3.11 or newer, or set PYTHON"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  fail "$("$python" --version) is too old, expected 3.11 or newer" "set PYTHON to a newer interpreter"
+
+stamp_of() {
+  "$python" - "$device" <<'PYTHON'
+import hashlib, pathlib, sys
+digest = hashlib.sha256(f"{sys.argv[1]} {sys.version}".encode())
+for name in ("requirements/cpu.lock", "requirements/dev.lock", "requirements/cuda.txt", "pyproject.toml", "scripts/setup.sh"):
+    digest.update(pathlib.Path(name).read_bytes())
+print(digest.hexdigest())
+PYTHON
+}
+wanted="$(stamp_of)"
+if [ "$(cat .venv/.setup-stamp 2>/dev/null)" != "$wanted" ]; then
+  echo "setup: installing into .venv for $device (a few minutes the first time)" >&2
+  [ -x .venv/bin/python ] || "$python" -m venv .venv ||
+    fail "could not make a virtual environment" "on Debian and Ubuntu: apt install python3-venv"
+  rm -f .venv/.setup-stamp
+  pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet)
+  if [ "$device" = cpu ]; then
+    if ! "${pip[@]}" install --no-deps "$TORCH_CPU" 2>/dev/null; then
+      echo "setup: the configured package indexes lack $TORCH_CPU; asking PyTorch's own CPU index" >&2
+      "${pip[@]}" install --no-deps --extra-index-url "$TORCH_CPU_INDEX" "$TORCH_CPU"
+    fi
+    "${pip[@]}" install --no-deps -r requirements/cpu.lock -r requirements/dev.lock
+  else
+    "${pip[@]}" install -r requirements/cuda.txt
+  fi
+fi
+
+PYTHON=.venv/bin/python bash build.sh
+if [ "$(cat .venv/.setup-stamp 2>/dev/null)" != "$wanted" ]; then
+  # build.sh has built the extension in place; building it again here would only take time.
+  .venv/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation \
+    --config-settings=wheel.cmake=false -e .
+  echo "$wanted" >.venv/.setup-stamp
+fi
