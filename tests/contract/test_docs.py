@@ -1,0 +1,72 @@
+"""What the documents name exists: paths, make targets, commands, environment variables and records."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moe_optimizer import env
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _documents() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split("\n")  # fmt: skip
+    return [ROOT / name for name in listed if name and (ROOT / name).is_file()]
+
+
+DOCUMENTS = _documents()
+# A path as the documents write it: backticked, with a slash or a known ending, no placeholder.
+_CODE = re.compile(r"`([^`\n]+)`")
+_PATH = re.compile(
+    r"^(?:moe_optimizer|csrc|configs|tests|scripts|docs|examples|benchmarks|requirements)/[\w./-]*$"
+    r"|^[\w-]+\.(?:md|toml|sh|py|lock|yaml)$"
+)
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+# Files that exist at run time only, or in the user's model folder.
+_ELSEWHERE = {"plan.json", "config.json", "FILE.yaml"}
+
+
+def test_there_are_documents() -> None:
+    assert (ROOT / "README.md") in DOCUMENTS
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_paths_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    missing = [
+        name
+        for name in _CODE.findall(text)
+        if _PATH.match(name) and name not in _ELSEWHERE
+        and not any((base / name).exists() for base in (ROOT, document.parent, ROOT / "moe_optimizer"))
+    ]  # fmt: skip
+    missing += [
+        target
+        for target in _LINK.findall(text)
+        if "://" not in target and not (document.parent / target).exists()
+    ]  # fmt: skip
+    assert not missing, f"{document.relative_to(ROOT)} names paths that do not exist: {missing}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_make_targets_exist(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", document.read_text(encoding="utf-8"), re.MULTILINE))
+    assert named <= targets, f"{document.relative_to(ROOT)}: no such make target: {sorted(named - targets)}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_environment_variables_exist(document: Path) -> None:
+    named = set(re.findall(r"\bMOE_OPTIMIZER_[A-Z_]+\b", document.read_text(encoding="utf-8")))
+    assert named <= set(env.NAMES), f"{document.relative_to(ROOT)}: unknown variables {sorted(named - set(env.NAMES))}"
+
+
+def test_readme_names_the_test_command_that_ci_runs() -> None:
+    assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "make test" in (ROOT / "README.md").read_text(encoding="utf-8")

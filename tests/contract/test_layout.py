@@ -1,0 +1,65 @@
+"""The layout rules that the import contracts cannot express."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "moe_optimizer"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_no_source_file_exceeds_600_lines() -> None:
+    sizes = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert {name: size for name, size in sizes.items() if size > 600} == {}
+
+
+def test_only_the_plugin_names_vllm_in_an_import() -> None:
+    offenders = [
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if "vllm_plugin" not in path.parts and any(name.split(".")[0] == "vllm" for name in _imports(path))
+    ]
+    assert offenders == []
+
+
+def test_autoload_imports_only_the_standard_library_at_module_level() -> None:
+    tree = ast.parse((PACKAGE / "autoload.py").read_text(encoding="utf-8"))
+    names = {name.split(".")[0] for node in tree.body for name in _imported_by(node)}
+    assert names <= set(sys.stdlib_module_names) | {"__future__"}
+
+
+def test_device_headers_include_no_torch() -> None:
+    headers = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".h", ".cuh", ".cu", ".cpp", ".hpp"}]
+    assert headers
+    offenders = [path.name for path in headers if re.search(r"#include\s*[<\"](torch|ATen|c10)/", path.read_text())]
+    assert offenders == []
+
+
+@pytest.mark.parametrize("module", ["moe_optimizer", "moe_optimizer.planner", "moe_optimizer.cli.main"])
+def test_importing_loads_no_heavy_package(module: str) -> None:
+    code = (
+        f"import sys, {module}; "
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'vllm', 'triton', 'transformers', 'numpy'}))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert shown.strip() == "[]"
+
+
+def _imports(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [name for node in ast.walk(tree) for name in _imported_by(node)]
+
+
+def _imported_by(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [node.module]
+    return []
