@@ -105,7 +105,9 @@ def _decode_tuple(arguments: tuple[Any, ...], data: Any, where: str) -> tuple[An
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     _expect(len(data) == len(arguments), data, f"an array of {len(arguments)}", where)
-    return tuple(_decode(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(arguments, data, strict=True)))
+    return tuple(
+        _decode(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(arguments, data, strict=True))
+    )
 
 
 def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
