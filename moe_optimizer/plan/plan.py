@@ -42,7 +42,7 @@ class Plan:
     serve_args: tuple[str, ...]
     """Arguments of `vllm serve` after the model: the planner's own, every decision's, then the user's."""
     plain_args: tuple[str, ...]
-    """What a user would give plain `vllm serve` for the same model, devices and port: the stock side of a comparison."""
+    """What a user would give plain `vllm serve` for the same model, devices, port: the stock side of a comparison."""
     serve_env: Mapping[str, str]
     """Environment variables of the server processes (without those that carry the plan itself)."""
     warnings: tuple[str, ...]
