@@ -1,0 +1,138 @@
+"""From a profile's name or file to a checked Profile."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.profiles.schema import Profile
+from moe_optimizer.profiles.yaml_document import MAX_BYTES, YamlDocument, parse_yaml
+from moe_optimizer.resources import config_dir
+
+_ENDINGS = (".yaml", ".yml")
+
+
+def profile_names() -> tuple[str, ...]:
+    """Return the names of the shipped profiles, sorted."""
+    return tuple(sorted(path.stem for path in config_dir().glob("*.yaml")))
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """Return a shipped profile by name, or the one in a YAML file.
+
+    A text with a folder separator or a .yaml ending is a file, anything else a name.
+
+    Raises:
+        InputError: no such profile, or the file is not a valid one; the message names file, line and field.
+    """
+    if "/" in name_or_path or name_or_path.endswith(_ENDINGS):
+        return read_profile(Path(name_or_path), origin=name_or_path)
+    names = profile_names()
+    if name_or_path not in names:
+        close = difflib.get_close_matches(name_or_path, names, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else "a file needs a path with .yaml at its end"
+        raise InputError(f"profile: got {name_or_path!r}, expected one of {', '.join(names)} or a file", hint=hint)
+    path = config_dir() / f"{name_or_path}.yaml"
+    return read_profile(path, origin=f"configs/{path.name}")
+
+
+def read_profile(path: Path, *, origin: str) -> Profile:
+    """Read and check one profile file; `origin` names it in messages.
+
+    Raises:
+        InputError: see `load_profile`.
+    """
+    if path.exists() and not path.is_file():
+        # A pipe or a device could block for ever or never end.
+        raise InputError(f"profile {origin}: not a regular file")
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+        text = raw.decode("utf-8")
+    except OSError as error:
+        raise InputError(f"profile {origin}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"profile {origin}: not UTF-8 text") from None
+    if len(raw) > MAX_BYTES:
+        raise InputError(f"{origin}: too large: expected at most {MAX_BYTES} bytes")
+    document = parse_yaml(text, origin=origin)
+    if not isinstance(document.data, dict):
+        raise InputError(f"{origin}:1: got {_kind(document.data)}, expected a mapping of profile keys")
+    try:
+        return Profile.model_validate(document.data)
+    except ValidationError as error:
+        raise _input_error(error, document, origin) from None
+
+
+def _input_error(error: ValidationError, document: YamlDocument, origin: str) -> InputError:
+    """Turn the first complaint, in file order, into a sentence."""
+    complaints = error.errors(include_url=False, include_context=True)
+    first = min(complaints, key=lambda complaint: document.line(tuple(complaint["loc"])))
+    path = tuple(first["loc"])
+    place = f"{origin}:{document.line(path)}"
+    owner = ".".join(map(str, path[:-1])) or "top level"
+    if first["type"] == "extra_forbidden":
+        return _unknown_key(str(path[-1]), path[:-1], place, owner)
+    if first["type"] == "missing":
+        return InputError(f"{origin}: key `{'.'.join(map(str, path))}` is missing")
+    field = ".".join(map(str, path))
+    return InputError(f"{place} ({field}): got {_kind(first['input'])}, expected {_expected(first)}")
+
+
+def _unknown_key(key: str, parent: Sequence[str | int], place: str, owner: str) -> InputError:
+    known = tuple(_section_at(parent).model_fields)
+    close = difflib.get_close_matches(key, known, n=1)
+    expected = ", ".join(f"`{name}`" for name in known)
+    return InputError(
+        f"unknown key in {place} ({owner}): got `{key:.80}`, expected one of {expected}",
+        hint=f"did you mean `{close[0]}`?" if close else None,
+    )
+
+
+def _section_at(path: Sequence[str | int]) -> type[BaseModel]:
+    section: type[BaseModel] = Profile
+    for key in path:
+        annotation = section.model_fields[str(key)].annotation
+        assert isinstance(annotation, type), f"{path}: {annotation}"
+        assert issubclass(annotation, BaseModel), f"{path}: {annotation}"
+        section = annotation
+    return section
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, str):
+        return f"the text {value!r:.80}"
+    return f"{'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"[:80]
+
+
+_EXPECTED = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a text",
+    "tuple_type": "a list",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+}
+
+
+def _expected(complaint: Any) -> str:
+    kind, context = complaint["type"], complaint.get("ctx", {})
+    if kind == "literal_error":
+        return str(context["expected"]).replace("'", "`")
+    if kind == "greater_than_equal":
+        return f"at least {context['ge']}"
+    if kind == "less_than_equal":
+        return f"at most {context['le']}"
+    return _EXPECTED.get(kind, complaint["msg"])

@@ -1,0 +1,150 @@
+"""What a profile may say. Every field is checked: an unknown key or a wrong type is an error.
+
+A profile is a wish. The planner resolves it into a Plan, a second type; the profile itself never changes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Mode = Literal["auto", "on", "off"]
+
+
+class Section(BaseModel):
+    """Base of every part of a profile: frozen, no unknown key, no conversion between types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Workload(Section):
+    """The load to plan for."""
+
+    batch_size: int = Field(64, ge=1, le=65_536)
+    """Requests decoded at the same time."""
+    input_tokens: int = Field(1024, ge=1, le=16_777_216)
+    """Typical prompt length."""
+    output_tokens: int = Field(512, ge=1, le=16_777_216)
+    """Typical completion length."""
+
+
+class PassSection(Section):
+    """What every pass can be told."""
+
+    mode: Mode = "auto"
+    """auto: when it fits and pays; on: wished, refused with a reason where it cannot be; off: never."""
+    required: bool = False
+    """True: no plan is made without it, and the server does not count as started when it did not run."""
+
+
+class FlashDmoeSection(PassSection):
+    """Our expert kernel in place of vLLM's."""
+
+
+class Fp8Section(PassSection):
+    """8-bit floating point weights."""
+
+    experts: Mode = "auto"
+    """The routed experts' weights."""
+    linears: Mode = "auto"
+    """The other matrix weights."""
+    granularity: Literal["block", "channel"] = "block"
+    """One scale per 128x128 block, or per output channel."""
+    quantizer: Literal["auto", "builtin", "transformer_engine"] = "auto"
+    """auto: Transformer Engine where it can be imported, else the built-in one."""
+    keep_bf16_layers: Annotated[tuple[str, ...], Field(strict=False)] = ("router", "embeddings", "lm_head")
+    """Parts that stay in the checkpoint's dtype."""
+
+
+class ExpertPlacementSection(PassSection):
+    """Which GPU holds which expert, and replicas of the busy ones."""
+
+    redundant_experts: int = Field(0, ge=0, le=1024)
+    """Replicas per MoE layer."""
+
+
+class TunedConfigsSection(PassSection):
+    """Triton configurations of vLLM's own MoE kernel."""
+
+    folder: str | None = None
+    """Folder with tuned configurations to use; null: only those that vLLM ships."""
+
+
+class ParallelismSection(PassSection):
+    """How the model is split over GPUs."""
+
+    tensor_parallel_size: int | None = Field(None, ge=1, le=1024)
+    """GPUs that share each layer; null: as many as there are and the model's heads allow."""
+    expert_parallel: Mode = "auto"
+    """Whole experts on each GPU instead of a slice of every expert."""
+    data_parallel_size: int | None = Field(None, ge=1, le=1024)
+    """Copies of the attention part; null: 1."""
+    max_gpus: int | None = Field(None, ge=1, le=4096)
+    """Use at most so many GPUs; null: all."""
+
+
+class GraphCaptureSection(PassSection):
+    """CUDA graphs and compilation. Mode off gives plain eager execution."""
+
+    max_capture_size: int | None = Field(None, ge=1, le=8192)
+    """Largest batch with a captured graph; null: chosen from the batch size."""
+
+
+class KvCacheSection(PassSection):
+    """The key/value cache."""
+
+    dtype: Literal["model", "fp8"] = "model"
+    """Element type of the cache. fp8 holds twice the tokens and changes the output slightly."""
+    tiering: Mode = "off"
+    """Move cold cache blocks to host memory."""
+
+
+class DisaggregationSection(PassSection):
+    """Prefill and decode in separate servers."""
+
+
+class DualBatchOverlapSection(PassSection):
+    """Two half batches that overlap communication with computation."""
+
+
+class Sparsity24Section(PassSection):
+    """Experts pruned to two of four weights."""
+
+
+class SchedulerSection(PassSection):
+    """How many requests and tokens one step takes."""
+
+    max_num_batched_tokens: int | None = Field(None, ge=1, le=1_048_576)
+    """Tokens in one step; null: sized from memory."""
+
+
+class Passes(Section):
+    """One section per pass; a section that is left out has its defaults."""
+
+    flash_dmoe: FlashDmoeSection = FlashDmoeSection()
+    fp8: Fp8Section = Fp8Section()
+    expert_placement: ExpertPlacementSection = ExpertPlacementSection()
+    tuned_configs: TunedConfigsSection = TunedConfigsSection()
+    parallelism: ParallelismSection = ParallelismSection()
+    graph_capture: GraphCaptureSection = GraphCaptureSection()
+    kv_cache: KvCacheSection = KvCacheSection()
+    disaggregation: DisaggregationSection = DisaggregationSection()
+    dual_batch_overlap: DualBatchOverlapSection = DualBatchOverlapSection()
+    sparsity_24: Sparsity24Section = Sparsity24Section(mode="off")
+    scheduler: SchedulerSection = SchedulerSection()
+
+
+class Profile(Section):
+    """A wish: what the server is for and how far optimization may go."""
+
+    name: str = Field(min_length=1, max_length=64)
+    description: str = Field("", max_length=1000)
+    gpu_memory_utilization: float = Field(0.90, ge=0.1, le=0.99)
+    """Share of each GPU's memory that the server may use."""
+    max_model_len: int | None = Field(None, ge=1, le=16_777_216)
+    """Longest prompt plus completion; null: the model's own, as far as memory allows."""
+    workload: Workload = Workload()
+    performance: Literal["balanced", "interactivity", "throughput"] = "balanced"
+    """vLLM's own --performance-mode."""
+    passes: Passes = Passes()
