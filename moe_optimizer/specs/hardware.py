@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_optimizer.specs.quantity import Quantity
@@ -31,6 +31,11 @@ class GpuSpec:
     """bytes"""
     sm_count: int
     max_gpus_per_node: int
+    nominal_memory: Quantity | None = None
+    """What the vendor sells it as, in bytes; None when only the driver was asked."""
+    measured: Mapping[str, Quantity] = field(default_factory=dict)
+    """Rates seen on the hardware beside the datasheet's: "copy_bandwidth" (bytes/s), "bf16_flops" (flop/s).
+    Empty when nobody measured."""
 
     def supports(self, dtype: str) -> bool:
         """Whether the matrix units take this dtype."""

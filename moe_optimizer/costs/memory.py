@@ -1,0 +1,192 @@
+"""The memory of one device: weights, activations, workspace, and what is left for the key/value cache.
+
+The terms follow vLLM's own start-up accounting: it may use gpu_memory_utilization * total, loads the weights,
+measures the peak of one forward pass at max_num_batched_tokens and of one sampling step at max_num_seqs, and
+subtracts what lies outside the tensor allocator and in CUDA graphs; the rest becomes the key/value cache. The
+CUDA context itself is not in that budget: it lives in the share that the utilisation leaves free.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from moe_optimizer.costs.weights import device_weight_bytes, kv_head_share, splits_over, weight_parts
+from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.specs.model import ModelSpec
+
+MIB = 1024**2
+GIB = 1024**3
+
+TRIED_DEVICE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+MIN_KV_TOKENS = 2048
+"""Cache tokens that a plan must leave when no sequence length is asked for (chosen: one short conversation)."""
+
+# assumed: total memory that the driver reports minus what CUDA offers to a process, which is what vLLM multiplies
+# by the utilisation. Public logs show 480 MiB (H100), 615 MiB (H200) and 717 MiB (B200).
+_DRIVER_RESERVE = 512 * MIB
+# assumed: memory outside the tensor allocator. Public vLLM logs show 0.13 GiB on one GPU, 0.55 GiB with TP=2
+# (NCCL channels and the custom all-reduce buffers).
+_NON_TORCH_ONE = round(0.13 * GIB)
+_NON_TORCH_GROUP = round(0.55 * GIB)
+# assumed: captured CUDA graphs with vLLM's default capture sizes. Public logs show 17 to 29 MiB a layer.
+_GRAPH_PER_LAYER = 25 * MIB
+# assumed: interpreter, libraries and compiled code of one CPU worker process, before weights.
+_CPU_PROCESS = round(1.5 * GIB)
+# Read from vLLM 0.32's sampler: logits once in the model's dtype (half), and in FP32 the logits, the
+# probabilities and the noise; half a copy more for the row buffers of its top-k kernel.
+_SAMPLER_LOGIT_COPIES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRequest:
+    """What `plan_memory` computes from."""
+
+    model: ModelSpec
+    device_bytes: int
+    """Total memory of one device as the driver reports it; on the CPU build the share of one process."""
+    num_devices: int
+    """Devices that share one copy of the model (tensor parallel size)."""
+    gpu_memory_utilization: float
+    """Share of `device_bytes` that the server may use, in (0, 1]."""
+    max_num_batched_tokens: int
+    """Tokens of the largest forward pass."""
+    max_num_seqs: int
+    """Sequences sampled in one step."""
+    max_model_len: int | None
+    """Longest sequence that must fit the cache, as vLLM demands at start-up; None: MIN_KV_TOKENS must."""
+    expert_bits: float | None = None
+    """Bits of one routed-expert weight when converted at load time; None: as the checkpoint stores them."""
+    linear_bits: float | None = None
+    """The same for attention, dense MLP and shared-expert matrices."""
+    kv_bits: float = 16
+    """Bits of one cache element."""
+    expert_parallel: bool = False
+    """Whole experts on each device instead of a slice of every expert."""
+    cuda_graphs: bool = True
+    device: Literal["cuda", "cpu"] = "cuda"
+
+
+def plan_memory(request: MemoryRequest) -> MemoryPlan:
+    """Return the memory of the fullest device, and the fewest devices of this kind that would do."""
+    plan = _plan_for(request)
+    return replace(plan, min_devices=_min_devices(request))
+
+
+def sequence_kv_bytes(request: MemoryRequest, tokens: int) -> int:
+    """Return the cache bytes that one sequence of `tokens` needs on one device.
+
+    A windowed layer keeps its window plus the tokens of one forward pass, as vLLM allocates them.
+    """
+    attention = request.model.attention
+    if not attention.num_attention_layers:
+        return 0
+    windowed_tokens = tokens
+    if attention.sliding_window is not None:
+        windowed_tokens = min(tokens, attention.sliding_window + request.max_num_batched_tokens)
+    full_layers = attention.num_attention_layers - attention.num_windowed_layers
+    layer_tokens = full_layers * tokens + attention.num_windowed_layers * windowed_tokens
+    return math.ceil(kv_bytes_per_token(request) * layer_tokens / attention.num_attention_layers)
+
+
+def kv_bytes_per_token(request: MemoryRequest) -> float:
+    """Return the cache bytes of one token on one device, all layers together."""
+    share = kv_head_share(request.model, request.num_devices)
+    return request.model.kv_bytes_per_token * request.kv_bits / 16 * share
+
+
+def activation_bytes(request: MemoryRequest) -> int:
+    """Return the peak bytes of intermediate tensors on one device: the larger of forward pass and sampling.
+
+    forward  = T * 2 bytes * (3 * hidden + the largest of
+                 attention: 2 * (heads + 2 * kv_heads) * head_dim / n,
+                 experts:   top_k * (max(2 * I / n, H) + I / n) + H,
+                 dense MLP: 3 * width / n)           with T = max_num_batched_tokens, n devices
+    sampling = max_num_seqs * vocab * 4 bytes * 4
+    """
+    model, devices = request.model, request.num_devices
+    element = 4 if model.dtype == "float32" else 2
+    attention = model.attention
+    heads = attention.num_heads / devices + 2 * attention.num_kv_heads * kv_head_share(model, devices)
+    # With EP a device computes whole experts; the buffers still have a row for every (token, choice) pair.
+    width = model.moe_intermediate_size / (1 if request.expert_parallel else devices)
+    experts = model.top_k * (max(2 * width, model.expert_hidden_size) + width) + model.expert_hidden_size
+    widest = max(2 * heads * attention.head_dim, experts, 3 * _dense_mlp_width(model) / devices)
+    forward = request.max_num_batched_tokens * element * (3 * model.hidden_size + widest)
+    sampling = request.max_num_seqs * model.vocab_size * 4 * _SAMPLER_LOGIT_COPIES
+    return math.ceil(max(forward, sampling))
+
+
+def workspace_bytes(request: MemoryRequest) -> int:
+    """Return the bytes outside weights, activations and cache on one device."""
+    if request.device == "cpu":
+        return _CPU_PROCESS
+    reserve = round(_DRIVER_RESERVE * request.gpu_memory_utilization)
+    communication = _NON_TORCH_ONE if request.num_devices == 1 else _NON_TORCH_GROUP
+    graphs = request.model.num_layers * _GRAPH_PER_LAYER if request.cuda_graphs else 0
+    return reserve + communication + graphs
+
+
+def _plan_for(request: MemoryRequest) -> MemoryPlan:
+    model = request.model
+    parts = weight_parts(model, expert_bits=request.expert_bits, linear_bits=request.linear_bits)
+    weights = device_weight_bytes(
+        model, parts, num_devices=request.num_devices, expert_parallel=request.expert_parallel
+    )
+    budget = math.floor(request.device_bytes * request.gpu_memory_utilization)
+    activations = activation_bytes(request)
+    workspace = workspace_bytes(request)
+    kv_cache = max(0, budget - weights - activations - workspace)
+    per_token = kv_bytes_per_token(request)
+    wanted = request.max_model_len if request.max_model_len is not None else MIN_KV_TOKENS
+    room = budget - weights - activations - workspace
+    splits, _ = splits_over(model, request.num_devices, expert_parallel=request.expert_parallel)
+    return MemoryPlan(
+        total_bytes=request.device_bytes,
+        budget_bytes=budget,
+        weight_bytes=weights,
+        activation_bytes=activations,
+        workspace_bytes=workspace,
+        kv_cache_bytes=kv_cache,
+        kv_bytes_per_token=per_token,
+        kv_tokens=math.floor(kv_cache / per_token) if per_token else 0,
+        fits=splits and room >= sequence_kv_bytes(request, wanted),
+        num_devices=request.num_devices,
+        min_devices=None,
+        ref=_ref(request),
+    )
+
+
+def _min_devices(request: MemoryRequest) -> int | None:
+    # CPU processes share one host memory: more of them do not bring more.
+    counts = (request.num_devices,) if request.device == "cpu" else TRIED_DEVICE_COUNTS
+    for count in counts:
+        if _plan_for(replace(request, num_devices=count)).fits:
+            return count
+    return None
+
+
+def _dense_mlp_width(model: ModelSpec) -> float:
+    # The ModelSpec has no dense width: what is left of the matrices after attention, as one gated MLP a layer.
+    attention = model.attention
+    projections = 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim * model.hidden_size
+    other = model.total_params - model.expert_params - 2 * model.vocab_size * model.hidden_size
+    left = other - projections * attention.num_attention_layers
+    return max(0.0, left / (3 * model.hidden_size * model.num_layers)) if model.num_layers else 0.0
+
+
+def _ref(request: MemoryRequest) -> str:
+    kind = "EP" if request.expert_parallel else "TP"
+    if request.device == "cpu":
+        workspace = "1.5 GiB per process"
+    else:
+        group = "0.13 GiB" if request.num_devices == 1 else "0.55 GiB"
+        graphs = "25 MiB a layer of CUDA graphs" if request.cuda_graphs else "no CUDA graphs"
+        workspace = f"driver reserve 0.5 GiB, {group} outside the allocator, {graphs}"
+    return (
+        f"modelled after vLLM's start-up accounting: weights split {request.num_devices} ways ({kind}); "
+        f"activations = max(forward at {request.max_num_batched_tokens} tokens, "
+        f"sampling {request.max_num_seqs} x vocabulary in FP32 x {_SAMPLER_LOGIT_COPIES}); "
+        f"workspace assumed: {workspace}; recurrent state of non-attention layers not counted"
+    )

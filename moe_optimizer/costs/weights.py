@@ -1,0 +1,159 @@
+"""How a model's weights divide into parts, and what one device of a parallel group holds of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moe_optimizer.specs.model import ModelSpec
+
+FP8_BLOCK = 128
+"""Rows and columns that share one FP32 scale in block-wise FP8."""
+
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# vLLM pads the vocabulary to a multiple of this many rows before it splits it.
+_VOCAB_PADDING = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightParts:
+    """Bytes of a whole model by the way tensor parallelism treats them. The parts add up to the model."""
+
+    experts: int
+    """Routed experts: split along their width (TP) or by expert (EP)."""
+    linears: int
+    """Attention, dense MLP and shared-expert matrices that are split."""
+    kv_projections: int
+    """Key and value projections: split until every device has one head, then replicated."""
+    vocabulary: int
+    """Input embedding and output head: split along the vocabulary."""
+    replicated: int
+    """Router, norms, and the down-projections of latent attention: whole on every device."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return self.experts + self.linears + self.kv_projections + self.vocabulary + self.replicated
+
+
+def weight_element_bytes(bits: float) -> float:
+    """Return the stored bytes of one weight at `bits`: scales of block-wise FP8 are included below 16 bits.
+
+    FP8 stores one FP32 scale per 128x128 block; 16 bits and more store none.
+    """
+    return bits / 8 + (4 / FP8_BLOCK**2 if bits < 16 else 0.0)
+
+
+def weight_parts(
+    model: ModelSpec, *, expert_bits: float | None = None, linear_bits: float | None = None
+) -> WeightParts:
+    """Divide a model's weight bytes by the way they are split over devices.
+
+    Args:
+        model: the whole model.
+        expert_bits: bits of one routed-expert weight when they are converted at load time; None: as stored.
+        linear_bits: the same for the other split matrices (never for embeddings, router and norms).
+
+    The ModelSpec says the bytes of the experts and of the rest. The rest is divided by shape: vocabulary
+    (2 * vocab * hidden, at most what is there), router and norms from the layer counts, key/value projections
+    from the heads; what remains are the other matrices.
+    """
+    dtype_bytes = _DTYPE_BYTES.get(model.dtype, 2)
+    other_params = model.total_params - model.expert_params
+    other_bytes = model.weight_bytes - model.expert_weight_bytes
+
+    vocabulary_params = min(2 * model.vocab_size * model.hidden_size, other_params)
+    replicated_params = min(_replicated_params(model), other_params - vocabulary_params)
+    kv_params = min(_kv_projection_params(model), other_params - vocabulary_params - replicated_params)
+    linear_params = other_params - vocabulary_params - replicated_params - kv_params
+
+    # Embeddings, router and norms stay in the model's dtype in every quantised checkpoint that vLLM serves.
+    # Where the stored bytes are fewer than that (quantised embeddings), everything shrinks alike.
+    unquantised = (vocabulary_params + replicated_params) * dtype_bytes
+    shrink = min(1.0, other_bytes / unquantised) if unquantised else 1.0
+    vocabulary = round(vocabulary_params * dtype_bytes * shrink)
+    replicated = round(replicated_params * dtype_bytes * shrink)
+    matrices = max(0, other_bytes - vocabulary - replicated)
+    kv_share = kv_params / (kv_params + linear_params) if kv_params + linear_params else 0.0
+    kv_projections = round(matrices * kv_share)
+    linears = matrices - kv_projections
+
+    experts = model.expert_weight_bytes
+    if expert_bits is not None:
+        experts = round(model.expert_params * weight_element_bytes(expert_bits))
+    if linear_bits is not None:
+        linears = round(linear_params * weight_element_bytes(linear_bits))
+        kv_projections = round(kv_params * weight_element_bytes(linear_bits))
+    return WeightParts(
+        experts=experts,
+        linears=linears,
+        kv_projections=kv_projections,
+        vocabulary=vocabulary,
+        replicated=replicated,
+    )
+
+
+def device_weight_bytes(model: ModelSpec, parts: WeightParts, *, num_devices: int, expert_parallel: bool) -> int:
+    """Return the weight bytes of the fullest device when `num_devices` share one copy of the model.
+
+    Experts are split evenly by TP; with EP the fullest device holds ceil(E / n) of E experts.
+    """
+    experts = parts.experts / num_devices
+    if expert_parallel and model.num_experts:
+        experts = parts.experts * math.ceil(model.num_experts / num_devices) / model.num_experts
+    vocabulary = parts.vocabulary / num_devices
+    if model.vocab_size and num_devices > 1:
+        row_bytes = parts.vocabulary / model.vocab_size
+        padded_rows = math.ceil(model.vocab_size / (_VOCAB_PADDING * num_devices)) * _VOCAB_PADDING
+        vocabulary = row_bytes * padded_rows
+    kv_projections = parts.kv_projections * kv_head_share(model, num_devices)
+    return math.ceil(experts + parts.linears / num_devices + kv_projections + vocabulary + parts.replicated)
+
+
+def kv_head_share(model: ModelSpec, num_devices: int) -> float:
+    """Return the share of the key/value heads that one of `num_devices` holds, in (0, 1].
+
+    Latent attention caches one vector for all heads: every device holds all of it. Otherwise heads are
+    divided, and once there are fewer heads than devices each device holds one whole head.
+    """
+    attention = model.attention
+    if attention.kind == "mla" or attention.num_kv_heads <= 1:
+        return 1.0
+    return max(1, math.ceil(attention.num_kv_heads / num_devices)) / attention.num_kv_heads
+
+
+def splits_over(model: ModelSpec, num_devices: int, *, expert_parallel: bool) -> tuple[bool, str]:
+    """Return whether vLLM can split this model over `num_devices` by tensor parallelism, and if not, why."""
+    if num_devices == 1:
+        return True, ""
+    attention = model.attention
+    if attention.num_heads % num_devices:
+        return False, f"{attention.num_heads} attention heads do not divide by {num_devices}"
+    heads = attention.num_kv_heads
+    if attention.kind != "mla" and heads and heads % num_devices and num_devices % heads:
+        return False, f"{heads} key/value heads neither divide by {num_devices} nor divide it"
+    if not expert_parallel and model.is_moe and model.moe_intermediate_size % num_devices:
+        return False, f"expert width {model.moe_intermediate_size} does not divide by {num_devices}"
+    return True, ""
+
+
+def _replicated_params(model: ModelSpec) -> int:
+    router = model.num_moe_layers * model.num_experts * model.hidden_size
+    norms = (2 * model.num_layers + 1) * model.hidden_size
+    return router + norms + _latent_projection_params(model)
+
+
+def _latent_projection_params(model: ModelSpec) -> int:
+    # The cached latent (rank + rope part) is what the replicated down-projection produces.
+    # kv_bytes_per_token counts it at 2 bytes an element over all layers.
+    if model.attention.kind != "mla":
+        return 0
+    return model.kv_bytes_per_token // 2 * model.hidden_size
+
+
+def _kv_projection_params(model: ModelSpec) -> int:
+    attention = model.attention
+    if attention.kind in ("mla", "none"):
+        return 0
+    width = attention.num_kv_heads * attention.head_dim
+    return 2 * model.hidden_size * width * attention.num_attention_layers
