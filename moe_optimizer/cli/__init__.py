@@ -1,0 +1,1 @@
+"""The command line: `moe-optimizer` and `run_optimizer.py`. One file per command."""

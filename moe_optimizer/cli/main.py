@@ -1,0 +1,87 @@
+"""Entry point of `moe-optimizer` and `run_optimizer.py`: runs one command and turns every failure into an exit code.
+
+Nothing is imported at the top but the standard library's cheap parts, so that an interrupt during the slower
+imports is already caught here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as shells report it."""
+PIPE_CLOSED = 128 + signal.SIGPIPE
+"""Exit code when the reader of stdout or stderr went away, as shells report it."""
+
+
+def main(argv: Sequence[str] | None = None, *, program: str = "moe-optimizer", command: str | None = None) -> int:
+    """Run one command line and return its exit code; never raises for what a user or the system did.
+
+    Args:
+        argv: the arguments after the program's name; default: this process's.
+        program: the name that help and errors show.
+        command: run this command with all of `argv` as its arguments; default: the first of `argv` names it.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        from moe_optimizer.cli.app import run
+
+        code = run(arguments, program=program, command=command)
+        # Here, not at interpreter exit: a closed pipe or a full disk must still be able to change the exit code.
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        # A second Ctrl-C must not tear the interpreter's own clean-up apart with a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return INTERRUPTED
+    except BrokenPipeError:
+        _silence(sys.stdout)
+        return PIPE_CLOSED
+    except OSError as error:
+        _silence(sys.stdout)
+        return _system_failure(error)
+    except Exception as error:  # noqa: BLE001 - the last resort: our bug, reported as one
+        return _our_bug(error, verbose=_asks_for_verbose(arguments))
+
+
+def _system_failure(error: OSError) -> int:
+    from moe_optimizer.cli.messages import write_error_lines
+    from moe_optimizer.errors import ExitCode
+
+    write_error_lines(f"the system refused an operation: {error}", hint=None)
+    return ExitCode.BUG
+
+
+def _our_bug(error: Exception, *, verbose: bool) -> int:
+    import traceback
+
+    from moe_optimizer.cli.messages import write_error_lines
+    from moe_optimizer.errors import ExitCode
+
+    write_error_lines(
+        f"internal error: {type(error).__name__}: {error}",
+        hint="this is a bug in moe-optimizer; please report it"
+        + ("" if verbose else " with the traceback that --verbose prints"),
+    )
+    if verbose:
+        traceback.print_exception(error)
+    return ExitCode.BUG
+
+
+def _asks_for_verbose(arguments: Sequence[str]) -> bool:
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return "--verbose" in own
+
+
+def _silence(stream: object) -> None:
+    """Point `stream` at nothing, so that the interpreter's flush at exit does not fail a second time."""
+    try:
+        descriptor = stream.fileno()  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)

@@ -1,0 +1,106 @@
+"""What reaches the terminal: data on stdout, messages on stderr, an error always first."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from moe_optimizer import log
+from moe_optimizer.errors import MoeOptimizerError, ServerFailedError, printable
+
+PLAIN_WIDTH = 80
+"""Columns of output that does not go to a terminal."""
+
+
+def make_streams_safe() -> None:
+    """Let stdout and stderr write any text: what their encoding lacks is escaped instead of raising.
+
+    A file name that is not valid UTF-8 would otherwise end the command inside its own error message.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def use_color(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal that takes colours and nobody asked for none (NO_COLOR, TERM=dumb)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def output_width() -> int:
+    """Columns of stdout: the terminal's, or COLUMNS, or 80."""
+    return shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
+
+
+def write_data(text: str) -> None:
+    """Write one block of data to stdout."""
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def write_warnings(warnings: Iterable[str]) -> None:
+    """Write each warning as a line of its own to stderr."""
+    for warning in warnings:
+        sys.stderr.write(f"warning: {_one_line(warning)}\n")
+
+
+def write_error(error: MoeOptimizerError) -> None:
+    """Write the error to stderr: one line that says what is wrong, then the hint if there is one.
+
+    A dead server's last log lines follow its first line as they were.
+    """
+    if isinstance(error, ServerFailedError):
+        first, _, rest = str(error).partition("\n")
+        write_error_lines(first, hint=None)
+        sys.stderr.write(f"{rest}\n" if rest else "")
+        sys.stderr.write(f"\nhint: {_one_line(error.hint)}\n" if error.hint else "")
+        return
+    write_error_lines(str(error), hint=error.hint)
+
+
+def write_error_lines(message: str, *, hint: str | None) -> None:
+    """Write `error: MESSAGE`, a blank line and `hint: HINT` to stderr."""
+    sys.stderr.write(f"error: {_one_line(message)}\n")
+    if hint:
+        sys.stderr.write(f"\nhint: {_one_line(hint)}\n")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(printable(text).split("\n")).strip()
+
+
+class _Held(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record.getMessage())
+
+
+@contextmanager
+def held_messages(*, verbose: bool) -> Iterator[None]:
+    """Keep this package's log messages back until the block has succeeded; drop them when it raises.
+
+    A command that fails says why in its first stderr line; a warning written on the way would push that line
+    down. With `verbose` everything is written at once instead, for the person who watches.
+    """
+    if verbose:
+        log.configure(verbose=True)
+        yield
+        return
+    logger = logging.getLogger(log.LOGGER_NAME)
+    held = _Held()
+    logger.handlers = [held]
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        log.configure(verbose=False)
+    write_warnings(held.records)

@@ -1,0 +1,329 @@
+"""The options of every command, declared once as dataclasses and turned into command signatures."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from moe_optimizer.cli.near_match import did_you_mean
+from moe_optimizer.errors import InputError
+
+PASS_FLAGS: Mapping[str, str] = {
+    "flash-dmoe": "flash_dmoe",
+    "fp8": "fp8",
+    "expert-placement": "expert_placement",
+    "tuned-configs": "tuned_configs",
+    "parallelism": "parallelism",
+    "graph-capture": "graph_capture",
+    "kv-tiering": "kv_cache",
+    "disaggregation": "disaggregation",
+    "dual-batch-overlap": "dual_batch_overlap",
+    "sparsity": "sparsity_24",
+    "scheduler": "scheduler",
+}
+"""X of --enable-X -> name of the pass. Written out, because asking the passes would slow --help down."""
+
+_PASS_HELP = {
+    "flash-dmoe": "Our expert kernels in place of vLLM's.",
+    "fp8": "8-bit weights of experts and linears.",
+    "expert-placement": "Experts on GPUs by measured load, busy ones replicated.",
+    "tuned-configs": "Tuned Triton configurations where vLLM has none.",
+    "parallelism": "Split over several GPUs.",
+    "graph-capture": "CUDA graphs and compilation.",
+    "kv-tiering": "Cold KV cache blocks in host memory.",
+    "disaggregation": "Prefill and decode in separate servers.",
+    "dual-batch-overlap": "Communication of one half batch behind the other's computation.",
+    "sparsity": "Experts pruned to two of four weights.",
+    "scheduler": "Step size from the batch size.",
+}
+
+ENGINES = ("vllm", "embedded")
+DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
+DEFAULT_PROFILE = "balanced"
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+DEFAULT_READY_TIMEOUT_S = 1800.0
+
+
+def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers in [lowest, highest] whose error says what was got and what is expected."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not lowest <= value <= highest:
+            raise typer.BadParameter(f"got {text!r}, expected a whole number from {lowest} to {highest}")
+        return value
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    """Parse a positive, finite number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise typer.BadParameter(f"got {text!r}, expected a positive number of seconds")
+    return value
+
+
+def _complete(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    return lambda incomplete: [value for value in values() if value.startswith(incomplete)]
+
+
+def _profiles() -> Iterable[str]:
+    from moe_optimizer.profiles import profile_names
+
+    return profile_names()
+
+
+def _hardware() -> Iterable[str]:
+    from moe_optimizer.inspection import hardware_names
+
+    return hardware_names()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonOptions:
+    """What every command takes."""
+
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print every message, and the traceback of an internal error.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(CommonOptions):
+    """A command about one model."""
+
+    model_argument: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+    ] = None
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="Hugging Face id, or folder with config.json.")
+    ] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let vLLM run Python code that comes with the model.")
+    ] = False
+
+    @property
+    def model_name(self) -> str:
+        """The model that was named.
+
+        Raises:
+            InputError: none was, or two different ones.
+        """
+        if self.model and self.model_argument and self.model != self.model_argument:
+            raise InputError(f"two models: got {self.model_argument!r} and --model {self.model!r}, expected one")
+        name = self.model or self.model_argument
+        if not name:
+            raise InputError("--model: is missing", hint="name a Hugging Face id or a folder: --model DIR")
+        return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(ModelOptions):
+    """Everything a plan depends on; None where the command line does not say."""
+
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", parser=whole_number(1, 65_536), metavar="N", help="GPUs to use.")
+    ] = None
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            metavar="NAME|FILE",
+            help="conservative, balanced, aggressive, single_h100, or a YAML file.  [default: balanced]",
+            autocompletion=_complete(_profiles),
+        ),
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size", parser=whole_number(1, 65_536), metavar="B", help="Requests decoded at the same time."
+        ),
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-model-len",
+            parser=whole_number(1, 16_777_216),
+            metavar="TOKENS",
+            help="Longest prompt plus completion.",
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help=", ".join(DTYPES) + ".  [default: auto]")
+    ] = None
+    host: Annotated[
+        str | None, typer.Option("--host", metavar="HOST", help=f"Address to serve on.  [default: {DEFAULT_HOST}]")
+    ] = None
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--port",
+            parser=whole_number(1, 65_535),
+            metavar="PORT",
+            help=f"Port to serve on.  [default: {DEFAULT_PORT}]",
+        ),
+    ] = None
+    engine: Annotated[
+        str | None, typer.Option("--engine", metavar="|".join(ENGINES), help="What serves.  [default: vllm]")
+    ] = None
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            metavar="NAME",
+            help="Plan for this machine of configs/hardware instead of the one at hand, for example h100_sxm; "
+            "cpu: this one without its GPUs.",
+            autocompletion=_complete(_hardware),
+        ),
+    ] = None
+    require: Annotated[
+        list[str],
+        typer.Option(
+            "--require", metavar="X", help="Optimization that must run in every worker, or exit 6. May be repeated."
+        ),
+    ] = field(default_factory=list)
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="No fallback: a refused wish exits 3, a planned one that does not run 6."),
+    ] = False
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print every setting with where it comes from, and stop.")
+    ] = False
+    switches: Mapping[str, bool] = field(default_factory=dict)
+    """X of --enable-X (True) and --disable-X (False); absent where neither was given."""
+    vllm_args: tuple[str, ...] = ()
+    """What followed `--`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommandOptions(PlanOptions):
+    """`moe-optimizer plan`."""
+
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Add evidence, rejected alternatives and limits of every decision.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(PlanOptions):
+    """`moe-optimizer serve` and `run_optimizer.py`."""
+
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the exact vLLM command, and stop.")] = (
+        False
+    )
+    run_dir: Annotated[
+        str | None,
+        typer.Option("--run-dir", metavar="DIR", help="Folder for plan, proofs, log.  [default: a new one in runs/]"),
+    ] = None
+    ready_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--ready-timeout",
+            parser=seconds,
+            metavar="SECONDS",
+            help=f"Give up when the server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(CommonOptions):
+    """`moe-optimizer doctor`."""
+
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="Also check that this model's files are whole.")
+    ] = None
+    drift: Annotated[
+        bool, typer.Option("--drift", help="Also compare what we use of vLLM with the installed one (imports it).")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions(CommonOptions):
+    """`moe-optimizer build`."""
+
+    check: Annotated[bool, typer.Option("--check", help="Only report what is built.")] = False
+
+
+Options = TypeVar("Options", bound=CommonOptions)
+
+
+def takes(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable[..., int]]:
+    """Give a command function the signature that `kind` declares; it is called with one `kind`.
+
+    A field without a typer annotation is not an option of its own: `switches` becomes a pair --enable-X/--disable-X
+    for each pass, `vllm_args` receives what followed `--`.
+    """
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields = dataclasses.fields(kind)
+    parameters = {f.name: (hints[f.name], _default(f)) for f in fields if hasattr(hints[f.name], "__metadata__")}
+    # What every command takes comes last in its help.
+    common = {f.name: parameters.pop(f.name) for f in dataclasses.fields(CommonOptions)}
+    has_switches = any(f.name == "switches" for f in fields)
+    if has_switches:
+        parameters |= {_switch_field(flag): (_switch_type(flag), None) for flag in PASS_FLAGS}
+    parameters |= common
+
+    def decorate(function: Callable[[Options], int]) -> Callable[..., int]:
+        def command(context: typer.Context, **values: Any) -> int:
+            if has_switches:
+                given = {flag: values.pop(_switch_field(flag)) for flag in PASS_FLAGS}
+                values["switches"] = {flag: value for flag, value in given.items() if value is not None}
+                values["vllm_args"] = tuple(context.obj or ())
+            return function(kind(**values))
+
+        annotations = {"context": typer.Context} | {name: hint for name, (hint, _) in parameters.items()}
+        command.__annotations__ = annotations
+        command.__doc__, command.__name__ = function.__doc__, function.__name__
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+            + [
+                inspect.Parameter(name, keyword, default=default, annotation=hint)
+                for name, (hint, default) in parameters.items()
+            ]
+        )
+        return command
+
+    return decorate
+
+
+def _default(declared: dataclasses.Field[Any]) -> Any:
+    factory = declared.default_factory
+    return declared.default if factory is dataclasses.MISSING else factory()
+
+
+def _switch_field(flag: str) -> str:
+    return "switch_" + flag.replace("-", "_")
+
+
+def _switch_type(flag: str) -> Any:
+    declaration = f"--enable-{flag}/--disable-{flag}"
+    return Annotated[bool | None, typer.Option(declaration, help=_PASS_HELP[flag])]
+
+
+def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not one of `choices`; None passes.
+
+    Raises:
+        InputError: with the nearest choice as hint.
+    """
+    if value is not None and value not in choices:
+        raise InputError(
+            f"{name}: got {value!r}, expected one of {', '.join(choices)}", hint=did_you_mean(value, choices)
+        )

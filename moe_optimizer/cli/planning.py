@@ -1,0 +1,97 @@
+"""From settings to a plan: inspect the model, read the hardware and software, load the profile, plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moe_optimizer.cli import messages
+from moe_optimizer.cli.options import PlanOptions
+from moe_optimizer.cli.settings import Settings, resolve
+from moe_optimizer.env import read_environment
+
+if TYPE_CHECKING:
+    from moe_optimizer.plan.plan import Plan
+    from moe_optimizer.profiles import Profile
+    from moe_optimizer.specs.hardware import HardwareSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan with what it was made from."""
+
+    settings: Settings
+    profile: Profile
+    plan: Plan
+
+
+def read_settings(options: PlanOptions) -> tuple[Settings, Profile]:
+    """Return the settings and the profile they name.
+
+    Raises:
+        InputError, UnsupportedError: see `resolve` and `load_profile`.
+    """
+    from moe_optimizer.profiles import load_profile
+
+    settings = resolve(options, read_environment())
+    return settings, load_profile(settings["profile"])
+
+
+def make(options: PlanOptions) -> Planned:
+    """Plan what the command line asks for; prints nothing.
+
+    Raises:
+        InputError, UnsupportedError, DoesNotFitError: the first thing that is wrong, in the order above.
+    """
+    settings, profile = read_settings(options)
+
+    from moe_optimizer.inspection import ModelInspector, find_vllm, read_kernel_inventory
+    from moe_optimizer.planner import PlanRequest, make_plan
+    from moe_optimizer.specs.software import SoftwareSpec
+
+    model = ModelInspector(trust_remote_code=settings["trust_remote_code"]).inspect(settings["model"])
+    dtype = settings["dtype"]
+    request = PlanRequest(
+        model=model,
+        hardware=read_hardware(settings["hardware"], settings["gpus"]),
+        software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
+        profile=profile,
+        num_gpus=settings["gpus"],
+        wishes=settings.wishes,
+        required=settings.required,
+        engine=settings["engine"],
+        batch_size=settings["batch_size"],
+        host=settings["host"],
+        port=settings["port"],
+        max_model_len=settings["max_model_len"],
+        vllm_args=tuple(settings["vllm_args"]),
+        trust_remote_code=settings["trust_remote_code"],
+        dtype=None if dtype == "auto" else dtype,
+    )
+    return Planned(settings, profile, make_plan(request))
+
+
+def read_hardware(name: str | None, num_gpus: int | None) -> HardwareSpec:
+    """Return the named machine, or this one when `name` is None.
+
+    Raises:
+        InputError: no hardware of that name.
+    """
+    from moe_optimizer.inspection import load_hardware, probe_hardware
+
+    return probe_hardware() if name is None else load_hardware(name, num_gpus)
+
+
+def show_plan(plan: Plan, *, as_json: bool, explain: bool = False) -> None:
+    """Write the plan to stdout and its warnings to stderr."""
+    import sys
+
+    if as_json:
+        messages.write_data(plan.to_json())
+    else:
+        from moe_optimizer.plan.explain import render_plan
+
+        messages.write_data(
+            render_plan(plan, width=messages.output_width(), color=messages.use_color(sys.stdout), explain=explain)
+        )
+    messages.write_warnings(plan.warnings)

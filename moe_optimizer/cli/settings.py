@@ -1,0 +1,123 @@
+"""Which value every setting has, and who said so: flag, environment, profile or default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moe_optimizer import env
+from moe_optimizer.cli.near_match import did_you_mean
+from moe_optimizer.cli.options import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    DEFAULT_PROFILE,
+    DTYPES,
+    ENGINES,
+    PASS_FLAGS,
+    PlanOptions,
+    check_choice,
+)
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.plan.decision import Wish
+
+if TYPE_CHECKING:
+    from moe_optimizer.env import Environment
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: its value and where it comes from."""
+
+    value: Any
+    origin: str
+    """"flag --X", "environment NAME", "profile NAME" or "default"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that flags and environment say, before the profile is read."""
+
+    values: Mapping[str, Setting]
+    wishes: Mapping[str, tuple[Wish, str]]
+    """Pass name -> what a flag or the environment asks, and who; absent where neither says anything."""
+    required: frozenset[str]
+    """Names of the passes that must run."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name].value
+
+
+def resolve(options: PlanOptions, environment: Environment) -> Settings:
+    """Merge flags over environment over defaults.
+
+    Raises:
+        InputError: a value outside its choices, an unknown --require, or flags and environment that contradict.
+        UnsupportedError: the embedded engine, which this version does not have.
+    """
+    check_choice("--engine", options.engine, ENGINES)
+    check_choice("--dtype", options.dtype, DTYPES)
+    if options.engine == "embedded":
+        raise UnsupportedError("--engine embedded: not available in this version", hint="use --engine vllm")
+    values = {
+        "model": Setting(options.model_name, "flag --model"),
+        "profile": _first(
+            (options.profile, "flag --profile"),
+            (environment.profile, f"environment {env.PROFILE}"),
+            (DEFAULT_PROFILE, "default"),
+        ),
+        "hardware": _first(
+            (options.hardware, "flag --hardware"), (environment.hardware, f"environment {env.HARDWARE}")
+        ),
+        "gpus": _first((options.gpus, "flag --gpus")),
+        "batch_size": _first((options.batch_size, "flag --batch-size")),
+        "max_model_len": _first((options.max_model_len, "flag --max-model-len")),
+        "dtype": _first((options.dtype, "flag --dtype"), ("auto", "default")),
+        "host": _first((options.host, "flag --host"), (DEFAULT_HOST, "default")),
+        "port": _first((options.port, "flag --port"), (DEFAULT_PORT, "default")),
+        "engine": _first((options.engine, "flag --engine"), ("vllm", "default")),
+        "strict": _first((options.strict or None, "flag --strict"), (False, "default")),
+        "trust_remote_code": _first(
+            (options.trust_remote_code or None, "flag --trust-remote-code"), (False, "default")
+        ),
+        "vllm_args": _first((list(options.vllm_args) or None, "after --"), ([], "default")),
+    }
+    required = frozenset(_pass_name(name) for name in options.require)
+    return Settings(values, _wishes(options, environment, required), required)
+
+
+def _first(*candidates: tuple[Any, str]) -> Setting:
+    for value, origin in candidates:
+        if value is not None:
+            return Setting(value, origin)
+    return Setting(None, "default")
+
+
+def _pass_name(text: str) -> str:
+    """The pass that `--require` names, by flag or by pass name."""
+    if text in PASS_FLAGS.values():
+        return text
+    if text not in PASS_FLAGS:
+        raise InputError(
+            f"--require: got {text!r}, expected one of {', '.join(PASS_FLAGS)}", hint=did_you_mean(text, PASS_FLAGS)
+        )
+    return PASS_FLAGS[text]
+
+
+def _wishes(options: PlanOptions, environment: Environment, required: Iterable[str]) -> dict[str, tuple[Wish, str]]:
+    flags = {name: flag for flag, name in PASS_FLAGS.items()}
+    if environment.disabled:
+        wanted = [f"--enable-{flag}" for flag, on in options.switches.items() if on]
+        wanted += [f"--require {flags[name]}" for name in required]
+        if wanted:
+            raise InputError(f"{wanted[0]} contradicts {env.DISABLE}=1 in the environment", hint=f"unset {env.DISABLE}")
+        return dict.fromkeys(PASS_FLAGS.values(), (Wish.OFF, f"environment {env.DISABLE}"))
+    wishes: dict[str, tuple[Wish, str]] = {}
+    for flag, enabled in options.switches.items():
+        switch = f"--{'enable' if enabled else 'disable'}-{flag}"
+        wishes[PASS_FLAGS[flag]] = (Wish.ON if enabled else Wish.OFF, f"flag {switch}")
+    for name in required:
+        wish, origin = wishes.setdefault(name, (Wish.ON, f"flag --require {flags[name]}"))
+        if wish is Wish.OFF:
+            raise InputError(f"--require {flags[name]} and {origin.removeprefix('flag ')} contradict each other")
+    return wishes

@@ -1,0 +1,66 @@
+"""`--show-config`: every setting, its value, and who said so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from moe_optimizer.cli import messages
+from moe_optimizer.cli.settings import Setting, Settings
+from moe_optimizer.errors import printable
+
+if TYPE_CHECKING:
+    from moe_optimizer.profiles.schema import Profile, Section
+
+_FROM_PROFILE = {"batch_size": "workload.batch_size", "max_model_len": "max_model_len"}
+"""Settings that a profile can also say, and under which key."""
+
+
+def show_config(settings: Settings, profile: Profile, *, as_json: bool) -> None:
+    """Write every setting to stdout, flags over environment over profile over defaults."""
+    merged = effective_settings(settings, profile)
+    if as_json:
+        import json
+
+        rows = {name: {"value": setting.value, "origin": setting.origin} for name, setting in merged.items()}
+        messages.write_data(json.dumps(rows, indent=2))
+        return
+    width = max(map(len, merged))
+    for name, setting in merged.items():
+        messages.write_data(printable(f"{name:<{width}}  {_text(setting.value)}  ({setting.origin})"))
+
+
+def effective_settings(settings: Settings, profile: Profile) -> dict[str, Setting]:
+    """Return the value that wins for every setting, with its origin."""
+    stated = dict(_profile_settings(profile, f"profile {profile.name}"))
+    from_profile = {name: stated.pop(key) for name, key in _FROM_PROFILE.items()}
+    merged = {
+        name: from_profile[name] if setting.value is None and name in from_profile else setting
+        for name, setting in settings.values.items()
+    } | stated
+    for name, (wish, origin) in settings.wishes.items():
+        merged[f"passes.{name}.mode"] = Setting(wish.value, origin)
+    for name in settings.required:
+        merged[f"passes.{name}.required"] = Setting(True, "flag --require")
+    return merged
+
+
+def _profile_settings(section: Section, origin: str, prefix: str = "") -> Iterator[tuple[str, Setting]]:
+    """Every leaf of the profile; what its file leaves out is a default."""
+    from pydantic import BaseModel
+
+    for field in type(section).model_fields:
+        value: Any = getattr(section, field)
+        stated = origin if field in section.model_fields_set else "default"
+        if isinstance(value, BaseModel):
+            yield from _profile_settings(value, stated, f"{prefix}{field}.")  # type: ignore[arg-type]
+        elif prefix or field not in ("name", "description"):
+            yield prefix + field, Setting(list(value) if isinstance(value, tuple) else value, stated)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return " ".join(map(str, value)) or "-" if isinstance(value, list) else str(value)

