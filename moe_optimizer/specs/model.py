@@ -69,6 +69,21 @@ class ModelSpec:
     """Parameters that one token uses: total_params less the routed experts it is not sent to; embeddings included."""
     expert_params: int
     """Parameters of all routed experts of all layers together."""
+    embedding_params: int
+    """Input embedding tables (token and learned position tables)."""
+    lm_head_params: int
+    """The output matrix; 0 when it is the input embedding."""
+    attention_params: int
+    """All token mixers (attention, recurrent and convolution layers) with their biases and inner norms."""
+    kv_params: int
+    """The part of attention_params that makes keys and values. Tensor parallelism over more devices than
+    key/value heads copies it instead of splitting it further."""
+    dense_params: int
+    """Feed-forward parts that every token uses, shared experts not counted."""
+    shared_expert_params: int
+    """Shared experts and their gates."""
+    router_params: int
+    """Routers: gate weights, biases and selection-correction biases. Kept whole on every device."""
     quant_method: str | None
     """As the checkpoint names it ("fp8", "gptq", "mxfp4", "modelopt", ...); None when not quantised."""
     weight_bits: float
@@ -83,6 +98,8 @@ class ModelSpec:
     kv_bytes_per_token: int
     """Cache bytes that one more token costs on all layers together, at 2 bytes an element (windowed layers
     included as if the window were not yet full), before any tensor-parallel split."""
+    state_bytes_per_sequence: int
+    """Fixed-size state of recurrent and convolution layers for one sequence, at 2 bytes an element."""
     max_position: int
     """Longest position the configuration allows, in tokens; 0 when it does not say."""
     needs_remote_code: bool

@@ -1,0 +1,144 @@
+"""Attention layers: what their fields are and how many parameters and cache elements they have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_optimizer.inspection.config import Config, Names
+from moe_optimizer.inspection.shapes import Mixer
+
+HIDDEN: Names = ("hidden_size", "n_embd", "d_model", "dim", "model_dim")
+HEADS: Names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+KV_HEADS: Names = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "num_attention_groups")
+HEAD_DIM: Names = ("head_dim", "attention_head_dim", "hidden_size_per_head", "kv_channels")
+MAX_HEADS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Multi-head, grouped or multi-query attention."""
+
+    heads: Names = HEADS
+    kv_heads: Names = KV_HEADS
+    """Absent in the file: as many as query heads."""
+    head_dim: Names = HEAD_DIM
+    """Absent in the file: hidden size over heads."""
+    value_dim: Names = ()
+    """Width of a value head where it differs from the query's."""
+    input_width: int = 1
+    """Multiple of the hidden size that the projections read."""
+    qkv_bias: Names | bool = "attention_bias"
+    v_bias: Names | bool | None = None
+    """Where the value projection differs from query and key; None: as qkv_bias."""
+    o_bias: Names | bool = "attention_bias"
+    qk_norm: Literal["none", "head", "width", "each_head"] = "none"
+    """head: one weight vector of head_dim for all query heads and one for all key heads; width: over all heads
+    together; each_head: a vector for each head."""
+    qk_norm_when: Names | bool = True
+    qk_norm_bias: bool = False
+    v_norm: bool = False
+    gate: Literal["none", "width", "head"] = "none"
+    """Output gate computed from the layer's input: one value for each channel, or for each head."""
+    gate_when: Names | bool = True
+    sinks: Names | bool = False
+    """One learned logit for each query head."""
+    inner_norm: bool = False
+    """A norm over the concatenated heads before the output projection."""
+    shares_key_as_value: Names | bool = False
+    """No value projection: the key projection's output is used."""
+
+    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+        """Return the layer's shape."""
+        heads = config.required(self.heads, maximum=MAX_HEADS)
+        kv_heads = config.integer(self.kv_heads, heads, minimum=1, maximum=MAX_HEADS) or heads
+        head_dim = self.head_size(config, hidden_size, heads)
+        value_dim = (config.integer(self.value_dim, head_dim, minimum=1) if self.value_dim else None) or head_dim
+        width_in = hidden_size * self.input_width
+        q, k, v = heads * head_dim, kv_heads * head_dim, kv_heads * value_dim
+        o_in = heads * value_dim
+        projected_v = 0 if config.flag(self.shares_key_as_value) else v
+        qk_bias = config.flag(self.qkv_bias)
+        v_bias = qk_bias if self.v_bias is None else config.flag(self.v_bias)
+        kv_params = width_in * (k + projected_v) + k * qk_bias + projected_v * v_bias
+        params = width_in * q + q * qk_bias + kv_params
+        params += o_in * hidden_size + hidden_size * config.flag(self.o_bias)
+        params += self._norms(config, q, k, head_dim)
+        if self.gate != "none" and config.flag(self.gate_when):
+            params += width_in * (o_in if self.gate == "width" else heads)
+        params += heads * config.flag(self.sinks) + o_in * self.inner_norm
+        return Mixer(
+            kind="attention",
+            params=params,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            cache_elements=k + v,
+            window=window,
+            kv_params=kv_params,
+        )
+
+    def head_size(self, config: Config, hidden_size: int, heads: int) -> int:
+        """Return the width of a query head: the field, or the hidden size shared out among the heads."""
+        head_dim = config.integer(self.head_dim, 0) or hidden_size // heads
+        if not head_dim:
+            raise config.error(_first(self.heads), heads, f"at most the hidden size {hidden_size}")
+        return head_dim
+
+    def _norms(self, config: Config, q: int, k: int, head_dim: int) -> int:
+        if self.qk_norm == "none" or not config.flag(self.qk_norm_when):
+            return 0
+        width = 2 * head_dim if self.qk_norm == "head" else q + k
+        return width * (2 if self.qk_norm_bias else 1) + (head_dim if self.v_norm else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention: keys and values are decompressed from one cached latent per token."""
+
+    heads: Names = HEADS
+    bias: Names | bool = "attention_bias"
+    q_norm: bool = True
+    indexer: bool = False
+    """A sparse-attention indexer sits beside the attention."""
+
+    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+        """Return the layer's shape."""
+        heads = config.required(self.heads, maximum=MAX_HEADS)
+        nope = config.required(("qk_nope_head_dim",), minimum=0)
+        rope = config.required(("qk_rope_head_dim",), minimum=0)
+        value = config.required(("v_head_dim",))
+        latent = config.required(("kv_lora_rank",))
+        q_latent = config.integer("q_lora_rank", 0) or 0
+        bias = config.flag(self.bias)
+        q_width = heads * (nope + rope)
+        if q_latent:
+            q = hidden_size * q_latent + q_latent * bias + q_latent * self.q_norm + q_latent * q_width
+        else:
+            q = hidden_size * q_width
+        down = hidden_size * (latent + rope) + (latent + rope) * bias + latent
+        up = latent * heads * (nope + value)
+        out = heads * value * hidden_size + hidden_size * bias
+        params = q + down + up + out
+        if self.indexer:
+            params += self._indexer_params(config, hidden_size, q_latent)
+        return Mixer(
+            kind="mla",
+            params=params,
+            num_heads=heads,
+            num_kv_heads=config.integer(KV_HEADS, heads, minimum=1, maximum=MAX_HEADS) or heads,
+            head_dim=nope + rope,
+            cache_elements=latent + rope,
+            window=window,
+            kv_params=down + hidden_size * q_latent + q_latent,
+        )
+
+    def _indexer_params(self, config: Config, hidden_size: int, q_latent: int) -> int:
+        """wq_b, wk with its LayerNorm (weight and bias), and one weight for each index head."""
+        heads = config.integer("index_n_heads", 0) or 0
+        width = config.integer("index_head_dim", 0) or 0
+        return q_latent * heads * width + hidden_size * width + 2 * width + hidden_size * heads
+
+
+def _first(names: Names) -> str:
+    return names if isinstance(names, str) else names[0]

@@ -1,0 +1,219 @@
+"""Typed, checked access to the raw fields of a model configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.inspection.json_file import shown
+
+MAX_COUNT = 1 << 32
+"""Largest accepted value of any size field; beyond it the arithmetic means nothing."""
+
+Names = str | Sequence[str]
+"""One field name, or several in order of preference; "a.b" looks into a nested object."""
+
+
+class Config:
+    """One (sub)object of config.json with the defaults of its family.
+
+    A field is looked up in the file first, then in `defaults`; null counts as absent. Nothing else is invented.
+
+    Args:
+        raw: the object as parsed.
+        where: how messages name it, for example "config.json: text_config."; ends with a separator.
+        defaults: what the family's config class assumes for fields that a file leaves out.
+    """
+
+    def __init__(self, raw: Mapping[str, object], *, where: str, defaults: Mapping[str, object] | None = None) -> None:
+        self.raw = raw
+        self.where = where
+        self.defaults = defaults or {}
+
+    def with_defaults(self, defaults: Mapping[str, object]) -> Config:
+        """Return the same object; `defaults` fill in after the ones it already has."""
+        return Config(self.raw, where=self.where, defaults={**defaults, **self.defaults})
+
+    def get(self, names: Names, default: object = None) -> object:
+        """Return the first field that is present and not null."""
+        found = self._find(names)
+        return default if found is None else found[1]
+
+    def has(self, names: Names) -> bool:
+        """Whether the file itself (not the defaults) has one of the fields, not null."""
+        return any(_lookup(self.raw, name) is not None for name in _each(names))
+
+    def integer(
+        self, names: Names, default: int | None = None, *, minimum: int = 0, maximum: int = MAX_COUNT
+    ) -> int | None:
+        """Return an integer field, or `default` where it is absent.
+
+        Raises:
+            InputError: not an integer, or out of range.
+        """
+        found = self._find(names)
+        if found is None:
+            return default
+        return self._checked(found[0], found[1], minimum, maximum)
+
+    def required(self, names: Names, *, minimum: int = 1, maximum: int = MAX_COUNT) -> int:
+        """Return an integer field that must be there.
+
+        Raises:
+            InputError: absent, not an integer, or out of range.
+        """
+        value = self.integer(names, minimum=minimum, maximum=maximum)
+        if value is None:
+            others = list(_each(names))[1:]
+            raise InputError(
+                f"{self.where}{next(_each(names))}: is missing, expected an integer of at least {minimum}",
+                hint=f"also looked for {', '.join(others)}" if others else None,
+            )
+        return value
+
+    def number(self, names: Names, default: float) -> float:
+        """Return a finite number, or `default` where it is absent.
+
+        Raises:
+            InputError: not a finite number.
+        """
+        found = self._find(names)
+        if found is None:
+            return default
+        name, value = found
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise InputError(f"{self.where}{name}: got {shown(value)}, expected a finite number")
+        return float(value)
+
+    def flag(self, names: Names | bool, default: bool = False) -> bool:
+        """Return a boolean field; a bool instead of a name is returned as it is, 0 and 1 count as booleans.
+
+        Raises:
+            InputError: not a boolean.
+        """
+        if isinstance(names, bool):
+            return names
+        found = self._find(names)
+        if found is None:
+            return default
+        name, value = found
+        if isinstance(value, bool) or value in (0, 1):
+            return bool(value)
+        raise InputError(f"{self.where}{name}: got {shown(value)}, expected true or false")
+
+    def text(self, names: Names, default: str = "") -> str:
+        """Return a string field.
+
+        Raises:
+            InputError: not a string.
+        """
+        found = self._find(names)
+        if found is None:
+            return default
+        name, value = found
+        if not isinstance(value, str):
+            raise InputError(f"{self.where}{name}: got {shown(value)}, expected a string")
+        return value
+
+    def items(self, names: Names) -> list[object] | None:
+        """Return an array field, or None where it is absent.
+
+        Raises:
+            InputError: not an array.
+        """
+        found = self._find(names)
+        if found is None:
+            return None
+        name, value = found
+        if not isinstance(value, list):
+            raise InputError(f"{self.where}{name}: got {shown(value)}, expected an array")
+        return value
+
+    def integers(self, names: Names, *, minimum: int = 0, maximum: int = MAX_COUNT) -> tuple[int, ...] | None:
+        """Return an array of integers, or None where it is absent; a comma-separated string counts as one.
+
+        Raises:
+            InputError: neither, or an element is not an integer in range.
+        """
+        found = self._find(names)
+        if found is None:
+            return None
+        name, value = found
+        if isinstance(value, str):
+            value = [_integer_text(part) for part in value.split(",") if part.strip()]
+        if not isinstance(value, list):
+            raise InputError(f"{self.where}{name}: got {shown(value)}, expected an array of integers")
+        return tuple(self._checked(f"{name}[{i}]", item, minimum, maximum) for i, item in enumerate(value))
+
+    def per_layer(
+        self, names: Names, num_layers: int, default: int | None = None, *, minimum: int = 0
+    ) -> tuple[int, ...] | None:
+        """Return one integer for each layer from a field that holds one for all or an array.
+
+        Raises:
+            InputError: wrong type, out of range, or an array shorter than the layers.
+        """
+        found = self._find(names)
+        if found is None:
+            return None if default is None else (default,) * num_layers
+        name, value = found
+        if not isinstance(value, list):
+            return (self._checked(name, value, minimum, MAX_COUNT),) * num_layers
+        values = self.integers(name, minimum=minimum) or ()
+        if len(values) < num_layers:
+            raise InputError(
+                f"{self.where}{name}: got {len(values)} entries, expected one for each of {num_layers} layers"
+            )
+        return values[:num_layers]
+
+    def sub(self, name: str) -> Config | None:
+        """Return a nested object, or None where it is absent.
+
+        Raises:
+            InputError: not an object.
+        """
+        value = _lookup(self.raw, name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise InputError(f"{self.where}{name}: got {shown(value)}, expected an object")
+        return Config(value, where=f"{self.where}{name}.")
+
+    def error(self, name: str, got: object, expected: str) -> InputError:
+        """Return (not raise) the error for a field whose value makes no sense."""
+        return InputError(f"{self.where}{name}: got {shown(got)}, expected {expected}")
+
+    def _find(self, names: Names) -> tuple[str, object] | None:
+        for source in (self.raw, self.defaults):
+            for name in _each(names):
+                value = _lookup(source, name)
+                if value is not None:
+                    return name, value
+        return None
+
+    def _checked(self, name: str, value: object, minimum: int, maximum: int) -> int:
+        if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise InputError(f"{self.where}{name}: got {shown(value)}, expected an integer from {minimum} to {maximum}")
+        return value
+
+
+def _each(names: Names) -> Iterator[str]:
+    return iter((names,) if isinstance(names, str) else names)
+
+
+def _lookup(raw: Mapping[str, object], name: str) -> object:
+    if name in raw or "." not in name:
+        return raw.get(name)
+    head, _, tail = name.partition(".")
+    inner = raw.get(head)
+    return _lookup(inner, tail) if isinstance(inner, Mapping) else None
+
+
+def _integer_text(part: str) -> object:
+    try:
+        return int(part)
+    except ValueError:
+        return part

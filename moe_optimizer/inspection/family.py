@@ -1,0 +1,142 @@
+"""A family of models: the rules by which its configurations turn into a decoder's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from moe_optimizer.inspection.attention import HIDDEN, Attention
+from moe_optimizer.inspection.config import Config, Names
+from moe_optimizer.inspection.feed_forward import Dense, Experts
+from moe_optimizer.inspection.layer_rules import KindRule, every
+from moe_optimizer.inspection.shapes import NO_MIXER, Decoder, Layer, Mixer
+
+LAYERS: Names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+VOCAB: Names = ("vocab_size", "padded_vocab_size", "n_vocab")
+WINDOW: Names = ("sliding_window", "sliding_window_size", "window_size")
+ACTIVATION: Names = ("hidden_act", "hidden_activation", "activation_function", "activation", "ffn_act_fn.name")
+
+MAX_LAYERS = 1 << 14
+"""More decoder layers than this is taken for a mistake."""
+
+
+class MixerRule(Protocol):
+    """Derives the shape of one kind of token mixer."""
+
+    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+        """Return the shape; `window` is set for a windowed layer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The rules of the models with these `model_types` or `architectures`."""
+
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...] = ()
+    layers: Names = LAYERS
+    kinds: KindRule = field(default=every("attention"))
+    """Name of each layer's mixer: a key of `mixers`, "sliding" and "chunked" (windowed "attention" unless
+    `mixers` says otherwise) or "none"."""
+    mixers: Mapping[str, MixerRule] = field(default_factory=lambda: {"attention": Attention()})
+    window: Names = WINDOW
+    chunk: Names = "attention_chunk_size"
+    dense: Dense | None = field(default_factory=Dense)
+    experts: Experts | None = None
+    feed_forward: Callable[[Config, int], tuple[bool, ...]] | None = None
+    """Which layers have a feed-forward part at all; None: all."""
+    norms: int = 2
+    """Norms of the hidden size in each layer, outside mixer and feed-forward part."""
+    norm: Literal["rms", "layer", "none"] = "rms"
+    """rms: one vector; layer: weight and bias; none: no parameters."""
+    norm_bias: Names | bool = True
+    """For norm="layer": whether it has a bias."""
+    final_norm: bool = True
+    positions: Names = ()
+    """Field with the number of learned positions."""
+    extra_positions: int = 0
+    embedding_norm: bool = False
+    head_bias: Names | bool = False
+    tied: Names | bool = "tie_word_embeddings"
+    layer_extra: Callable[[Config, int, int], int] | None = None
+    """Further parameters of a layer outside its parts: called with config, hidden size, layer index."""
+    model_extra: Callable[[Config, int, int], int] | None = None
+    """Further parameters outside the layers: called with config, hidden size, number of layers."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """What the architecture assumes for fields that real files leave out. Never an expert count."""
+
+    def decoder(self, config: Config) -> Decoder:
+        """Return the decoder that a configuration of this family describes.
+
+        Raises:
+            InputError: a field is missing, of the wrong type, out of range or contradicts another.
+        """
+        config = config.with_defaults(self.defaults)
+        hidden_size = config.required(HIDDEN)
+        vocab_size = config.required(VOCAB)
+        num_layers = config.required(self.layers, maximum=MAX_LAYERS)
+        kinds = self.kinds(config, num_layers)
+        has_feed_forward = self.feed_forward(config, num_layers) if self.feed_forward else (True,) * num_layers
+        experts = self.experts.per_layer(config, hidden_size, num_layers) if self.experts else None
+        dense = self._dense_params(config, hidden_size, num_layers, has_feed_forward, experts)
+        norm_params = self._norm_params(config, hidden_size)
+        shapes = {kind: self._mixer(kind, config, hidden_size) for kind in set(kinds)}
+        layers = tuple(
+            Layer(
+                mixer=shapes[kinds[i]],
+                dense_params=dense[i],
+                experts=experts[i] if experts else None,
+                norm_params=self.norms * norm_params
+                + (self.layer_extra(config, hidden_size, i) if self.layer_extra else 0),
+            )
+            for i in range(num_layers)
+        )
+        tied = config.flag(self.tied)
+        return Decoder(
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            layers=layers,
+            embedding_params=vocab_size * hidden_size + self._position_params(config, hidden_size),
+            lm_head_params=(0 if tied else vocab_size * hidden_size) + vocab_size * config.flag(self.head_bias),
+            final_params=norm_params * (self.final_norm + self.embedding_norm)
+            + (self.model_extra(config, hidden_size, num_layers) if self.model_extra else 0),
+            expert_activation=config.text(ACTIVATION) if experts else "",
+            expert_has_bias=bool(experts and self.experts and config.flag(self.experts.bias)),
+        )
+
+    def _mixer(self, kind: str, config: Config, hidden_size: int) -> Mixer:
+        if kind == "none":
+            return NO_MIXER
+        window = None
+        if kind in ("sliding", "chunked"):
+            window = config.integer(self.window if kind == "sliding" else self.chunk) or None
+        rule = self.mixers.get(kind) or self.mixers["attention"]
+        return rule.shape(config, hidden_size, window)
+
+    def _dense_params(
+        self,
+        config: Config,
+        hidden_size: int,
+        num_layers: int,
+        has_feed_forward: tuple[bool, ...],
+        experts: tuple | None,
+    ) -> tuple[int, ...]:
+        beside = self.experts is not None and self.experts.dense_beside
+        wanted = tuple(
+            has_feed_forward[i] and (beside or experts is None or experts[i] is None) for i in range(num_layers)
+        )
+        if self.dense is None or not any(wanted):
+            return (0,) * num_layers
+        params = self.dense.params(config, hidden_size, num_layers)
+        return tuple(count if want else 0 for count, want in zip(params, wanted, strict=True))
+
+    def _norm_params(self, config: Config, hidden_size: int) -> int:
+        if self.norm == "none":
+            return 0
+        return hidden_size * (2 if self.norm == "layer" and config.flag(self.norm_bias) else 1)
+
+    def _position_params(self, config: Config, hidden_size: int) -> int:
+        if not self.positions:
+            return 0
+        return (config.required(self.positions) + self.extra_positions) * hidden_size

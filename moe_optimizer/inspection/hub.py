@@ -1,0 +1,111 @@
+"""From what the user named to the folder that holds config.json."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from moe_optimizer.errors import InputError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""owner/name (or a bare name for a few old repositories), as the hub allows."""
+METADATA_PATTERNS = ("config.json", "hf_quant_config.json", "*.safetensors.index.json")
+"""Files fetched for a model that is not in the cache; never weights."""
+
+
+def resolve_model(model: str | Path, environ: Mapping[str, str] | None = None) -> Path:
+    """Return the folder of a model: a folder as given, or a hub id's snapshot in the local cache.
+
+    A hub id that is not cached is looked up online, its metadata files only, unless HF_HUB_OFFLINE is set.
+
+    Raises:
+        InputError: neither a readable folder with config.json nor a hub id that can be found.
+    """
+    environ = os.environ if environ is None else environ
+    text = str(model)
+    if not text.strip() or "\0" in text:
+        raise InputError(f"model: got {text!r}, expected a folder or a hub id (owner/name)")
+    folder = Path(text).expanduser()
+    try:
+        exists = folder.exists()
+    except OSError as error:  # a name too long, a symlink loop, a parent that cannot be entered
+        raise InputError(f"model {text}: cannot be read: {error.strerror}") from None
+    if exists:
+        return _checked_folder(folder, text)
+    looks_like_path = isinstance(model, Path) or text.startswith(("/", ".", "~")) or text.count("/") > 1
+    if looks_like_path or not HUB_ID.fullmatch(text):
+        reason = "is a broken or looping symbolic link" if folder.is_symlink() else "no such folder"
+        raise InputError(f"model {text}: {reason}", hint="give a folder that holds config.json, or a hub id")
+    return _cached_snapshot(text, environ) or _fetch_metadata(text, environ)
+
+
+def _checked_folder(folder: Path, text: str) -> Path:
+    if not folder.is_dir():
+        raise InputError(f"model {text}: is a file, expected a folder that holds config.json")
+    try:
+        names = {entry.name for entry in os.scandir(folder)}
+    except OSError as error:
+        raise InputError(f"model {text}: cannot be read: {error.strerror}") from None
+    if "config.json" not in names:
+        gguf = next((name for name in sorted(names) if name.endswith(".gguf")), None)
+        found = f"found {gguf}" if gguf else "expected a Hugging Face model folder"
+        hint = "GGUF files are not supported" if gguf else "is this the folder that holds the weights?"
+        raise InputError(f"model {text}: config.json: is missing, {found}", hint=hint)
+    return folder
+
+
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """Return the local hub cache: HF_HUB_CACHE, HUGGINGFACE_HUB_CACHE, HF_HOME/hub or ~/.cache/huggingface/hub."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if environ.get(name):
+            return Path(environ[name]).expanduser()
+    home = environ.get("HF_HOME")
+    if home:
+        return Path(home).expanduser() / "hub"
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
+
+
+def _cached_snapshot(hub_id: str, environ: Mapping[str, str]) -> Path | None:
+    repository = hub_cache(environ) / f"models--{hub_id.replace('/', '--')}"
+    snapshots = repository / "snapshots"
+    try:
+        revision = (repository / "refs" / "main").read_text(encoding="ascii").strip()
+        candidates = [snapshots / revision] if revision and "/" not in revision else []
+    except (OSError, UnicodeDecodeError):
+        candidates = []
+    try:
+        candidates += sorted(snapshots.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError:
+        pass
+    return next((path for path in candidates if (path / "config.json").is_file()), None)
+
+
+def is_offline(environ: Mapping[str, str]) -> bool:
+    """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids the network."""
+    return any(
+        environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    )
+
+
+def _fetch_metadata(hub_id: str, environ: Mapping[str, str]) -> Path:
+    where = hub_cache(environ)
+    if is_offline(environ):
+        raise InputError(
+            f"model {hub_id}: no such folder, and not in the hub cache {where} (offline)",
+            hint="download it first, or unset HF_HUB_OFFLINE",
+        )
+    # Slow to import (it brings an HTTP client), and only needed here.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        folder = snapshot_download(hub_id, allow_patterns=list(METADATA_PATTERNS), etag_timeout=5, cache_dir=where)
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        raise InputError(
+            f"model {hub_id}: no such folder, and not found on the hub: {type(error).__name__}",
+            hint="check the spelling; a private or gated model needs HF_TOKEN",
+        ) from None
+    return _checked_folder(Path(folder), hub_id)

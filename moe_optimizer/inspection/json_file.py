@@ -1,0 +1,113 @@
+"""Reading JSON that somebody else wrote, with bounds on time and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+
+from moe_optimizer.errors import InputError
+
+MAX_CONFIG_BYTES = 8 << 20
+"""Largest configuration read. Real ones are under 1 MiB; parsing costs up to thirty times the text in memory."""
+MAX_DEPTH = 64
+"""Deepest nesting parsed. Real files stay under ten; json recurses, and would exhaust the stack."""
+
+_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
+
+
+def read_json_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, object]:
+    """Return the object in the JSON file `path`.
+
+    Duplicate keys keep the last value and the tokens NaN and Infinity are read as floats, as Python's own
+    reader (and so transformers and vLLM) does.
+
+    Raises:
+        InputError: not a regular readable file, too large, nested too deeply, not UTF-8, not JSON, not an object.
+    """
+    return parse_json_object(read_bounded(path, max_bytes=max_bytes), name=path.name)
+
+
+def read_bounded(path: Path, *, max_bytes: int) -> bytes:
+    """Return the bytes of a regular file.
+
+    Raises:
+        InputError: missing, not a regular file (a pipe would block, a device never ends), unreadable, too large.
+    """
+    try:
+        # O_NONBLOCK: opening a named pipe would otherwise wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path.name}: cannot be read: {_reason(error)}", hint=f"looked at {path}") from None
+    with os.fdopen(descriptor, "rb") as stream:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"{path.name}: is not a regular file", hint=f"looked at {path}")
+        if status.st_size > max_bytes:
+            raise InputError(
+                f"{path.name}: got {status.st_size} bytes, expected at most {max_bytes}",
+                hint="a model's configuration is a small file; is this one?",
+            )
+        try:
+            return stream.read(max_bytes + 1)[:max_bytes]
+        except OSError as error:
+            raise InputError(f"{path.name}: cannot be read: {_reason(error)}") from None
+
+
+def parse_json_object(data: bytes, *, name: str) -> dict[str, object]:
+    """Parse `data` as a JSON object; `name` is what error messages call the file.
+
+    Raises:
+        InputError: empty, nested too deeply, not UTF-8, not JSON, not an object.
+    """
+    if not data.strip():
+        raise InputError(f"{name}: the file is empty, expected a JSON object")
+    _check_depth(data, name)
+    try:
+        value = json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}: byte {error.start} is not UTF-8 text, expected a JSON object") from None
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{name}:{error.lineno}: not valid JSON: {error.msg} at column {error.colno}",
+            hint="the file may be cut off; download it again" if error.pos >= len(data.rstrip()) - 1 else None,
+        ) from None
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise InputError(f"{name}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{name}: got {kind_of(value)}, expected an object")
+    return value
+
+
+def kind_of(value: object) -> str:
+    """Return the JSON name of a parsed value's type, for error messages."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def shown(value: object) -> str:
+    """Return a value short enough for an error message; objects and arrays by kind only."""
+    if isinstance(value, (dict, list)):
+        return kind_of(value)
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**24:
+        return f"a number of {value.bit_length()} bits"
+    text = json.dumps(value) if isinstance(value, (str, bool, type(None))) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _check_depth(data: bytes, name: str) -> None:
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(data):
+        first = match.group()[:1]
+        if first in b"[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise InputError(f"{name}: nested more than {MAX_DEPTH} levels deep at byte {match.start()}")
+        elif first in b"]}":
+            depth -= 1
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

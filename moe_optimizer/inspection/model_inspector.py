@@ -1,0 +1,63 @@
+"""Reading a model folder into a ModelSpec without running any of its code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.families import find_family
+from moe_optimizer.inspection.hub import resolve_model
+from moe_optimizer.inspection.json_file import read_json_object
+from moe_optimizer.inspection.language_config import find_language_config
+from moe_optimizer.inspection.model_spec import build_spec
+from moe_optimizer.inspection.quantization import read_quantization
+from moe_optimizer.inspection.servable import is_servable
+from moe_optimizer.specs.model import ModelSpec
+
+
+class ModelInspector:
+    """Turns a model folder or hub id into a `ModelSpec`.
+
+    Reads config.json, hf_quant_config.json and safetensors headers; never weights, never code.
+
+    Args:
+        trust_remote_code: accept a model whose class only its own repository has.
+    """
+
+    def __init__(self, trust_remote_code: bool = False) -> None:
+        self.trust_remote_code = trust_remote_code
+
+    def inspect(self, model: str | Path) -> ModelSpec:
+        """Return what the model is.
+
+        Raises:
+            InputError: the model is not found, or a file is broken or contradicts itself.
+            UnsupportedError: well formed, but of a kind that cannot be served safely or is not known.
+        """
+        folder = resolve_model(model)
+        root = Config(read_json_object(folder / "config.json"), where="config.json: ")
+        config = find_language_config(root)
+        architectures = _architectures(root)
+        model_type = config.text("model_type") or root.text("model_type")
+        family = find_family(model_type, architectures)
+        if family is None:
+            raise UnsupportedError(f"config.json: model_type: got {model_type!r}, which is not known")
+        return build_spec(
+            name=str(model),
+            folder=folder,
+            architecture=architectures[0] if architectures else "",
+            model_type=model_type,
+            config=config,
+            decoder=family.decoder(config),
+            quantization=read_quantization(root, config, folder),
+            servable=is_servable(architectures),
+        )
+
+
+def _architectures(root: Config) -> tuple[str, ...]:
+    entries = root.items("architectures") or []
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, str):
+            raise root.error(f"architectures[{i}]", entry, "a string")
+    return tuple(entry for entry in entries if isinstance(entry, str))

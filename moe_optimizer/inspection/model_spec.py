@@ -1,0 +1,133 @@
+"""Adding up a decoder's shapes into a ModelSpec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.quantization import DTYPE_BITS, Quantization
+from moe_optimizer.inspection.shapes import Decoder, Mixer
+from moe_optimizer.specs.model import AttentionKind, AttentionSpec, ModelSpec
+
+MAX_POSITION = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_seq_length",
+    "seq_length",
+    "max_sequence_length",
+    "model_max_length",
+    "n_ctx",
+)
+
+
+def build_spec(
+    *,
+    name: str,
+    folder: Path,
+    architecture: str,
+    model_type: str,
+    config: Config,
+    decoder: Decoder,
+    quantization: Quantization,
+    servable: tuple[bool | None, str],
+) -> ModelSpec:
+    """Return the sums over a decoder's layers, with how and where it is stored."""
+    layers = decoder.layers
+    moe = [(i, layer.experts) for i, layer in enumerate(layers) if layer.experts is not None]
+    experts = [entry for _, entry in moe]
+    widest = max(experts, key=lambda entry: (entry.num_experts, entry.intermediate_size), default=None)
+    expert_params = sum(entry.num_experts * entry.expert_params for entry in experts)
+    idle_params = sum(
+        (entry.num_experts - min(entry.top_k, entry.num_experts)) * entry.expert_params for entry in experts
+    )
+    mixer_params = sum(layer.mixer.params for layer in layers)
+    dense_params = sum(layer.dense_params for layer in layers)
+    shared_params = sum(entry.shared_params for entry in experts)
+    router_params = sum(entry.router_params for entry in experts)
+    latent_params = sum(entry.latent_params for entry in experts)
+    norm_params = sum(layer.norm_params for layer in layers) + decoder.final_params
+    total = expert_params + mixer_params + dense_params + shared_params + router_params + latent_params + norm_params
+    total += decoder.embedding_params + decoder.lm_head_params
+    linear_params = mixer_params + dense_params + shared_params + latent_params
+    expert_bytes = _stored(expert_params, quantization.expert_bits, quantization)
+    rest = total - expert_params - linear_params
+    linear_bytes = _stored(linear_params, quantization.linear_bits, quantization)
+    return ModelSpec(
+        name=name,
+        path=str(folder),
+        architecture=architecture,
+        model_type=model_type,
+        is_moe=bool(moe),
+        num_experts=widest.num_experts if widest else 0,
+        top_k=max((entry.top_k for entry in experts), default=0),
+        num_shared_experts=max((entry.num_shared_experts for entry in experts), default=0),
+        moe_intermediate_size=widest.intermediate_size if widest else 0,
+        expert_hidden_size=widest.hidden_size if widest else 0,
+        expert_matrices=widest.matrices if widest else 0,
+        expert_activation=decoder.expert_activation,
+        expert_has_bias=decoder.expert_has_bias,
+        hidden_size=decoder.hidden_size,
+        num_layers=len(layers),
+        moe_layers=tuple(i for i, _ in moe),
+        vocab_size=decoder.vocab_size,
+        total_params=total,
+        active_params=total - idle_params,
+        expert_params=expert_params,
+        embedding_params=decoder.embedding_params,
+        lm_head_params=decoder.lm_head_params,
+        attention_params=mixer_params,
+        kv_params=sum(layer.mixer.kv_params for layer in layers),
+        dense_params=dense_params,
+        shared_expert_params=shared_params,
+        router_params=router_params,
+        quant_method=quantization.method,
+        weight_bits=quantization.expert_bits if moe else quantization.linear_bits,
+        weight_bytes=expert_bytes + linear_bytes + rest * DTYPE_BITS[quantization.dtype] // 8,
+        expert_weight_bytes=expert_bytes,
+        dtype=quantization.dtype,
+        attention=_attention(config, [layer.mixer for layer in layers]),
+        kv_bytes_per_token=2 * sum(layer.mixer.cache_elements for layer in layers),
+        state_bytes_per_sequence=2 * sum(layer.mixer.state_elements for layer in layers),
+        max_position=_max_position(config),
+        needs_remote_code=False,
+        servable=servable[0],
+        servable_reason=servable[1],
+        warnings=decoder.warnings + quantization.warnings,
+    )
+
+
+def _stored(params: int, bits: float, quantization: Quantization) -> int:
+    full = DTYPE_BITS[quantization.dtype]
+    scales = quantization.scale_bytes_per_weight if bits < full else 0.0
+    return round(params * (bits / 8 + scales))
+
+
+def _attention(config: Config, mixers: list[Mixer]) -> AttentionSpec:
+    caching = [mixer for mixer in mixers if mixer.kind in ("attention", "mla")]
+    windows = [mixer.window for mixer in caching if mixer.window]
+    # Layers of a kind are alike; where kinds differ (windowed beside full), the full ones are described.
+    described = next((mixer for mixer in caching if not mixer.window), caching[0] if caching else None)
+    return AttentionSpec(
+        kind=_kind(mixers, described),
+        num_heads=described.num_heads if described else 0,
+        num_kv_heads=described.num_kv_heads if described else 0,
+        head_dim=described.head_dim if described else 0,
+        sliding_window=max(windows, default=None),
+        num_attention_layers=len(caching),
+        num_windowed_layers=len(windows),
+    )
+
+
+def _kind(mixers: list[Mixer], described: Mixer | None) -> AttentionKind:
+    if described is None:
+        return "none"
+    if any(mixer.kind == "state" for mixer in mixers):
+        return "hybrid"
+    if described.kind == "mla":
+        return "mla"
+    return "mha" if described.num_kv_heads == described.num_heads else "gqa"
+
+
+def _max_position(config: Config) -> int:
+    return config.integer(MAX_POSITION, 0) or 0

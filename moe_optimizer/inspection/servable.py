@@ -1,0 +1,83 @@
+"""Whether vLLM has a class for an architecture, read from its registry's source without importing it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("vllm_architectures.json")
+"""The architectures of the vLLM that this package was made for, used where no vLLM is installed."""
+
+NOT_SERVED = ("_SPECULATIVE_DECODING_MODELS", "_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
+"""Tables of the registry that are not architectures to serve: drafts, former ones, ones in separate plugins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """The architectures that a vLLM knows."""
+
+    served: frozenset[str]
+    origin: str
+    """Which vLLM, for messages."""
+    removed: dict[str, str]
+    """Architectures that an earlier version served, and the last version that did."""
+
+
+@cache
+def vllm_registry() -> Registry:
+    """Return the installed vLLM's registry, or the shipped table of the version this package was made for."""
+    spec = importlib.util.find_spec("vllm")
+    folder = Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+    if folder is not None:
+        registry = parse_registry(folder / "model_executor" / "models" / "registry.py")
+        if registry is not None:
+            return registry
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    return Registry(frozenset(table["served"]), f"vLLM {table['version']} (shipped table)", table["removed"])
+
+
+def parse_registry(path: Path) -> Registry | None:
+    """Return the architectures in a vLLM registry's source, or None when it does not have the expected form."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+    served: set[str] = set()
+    removed: dict[str, str] = {}
+    for statement in tree.body:
+        name, value = _assignment(statement)
+        if not isinstance(value, ast.Dict) or not name.startswith("_") or not name.isupper():
+            continue
+        keys = [key.value for key in value.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+        if name.endswith("_MODELS") and name not in NOT_SERVED:
+            served.update(keys)
+        elif name == "_PREVIOUSLY_SUPPORTED_MODELS":
+            values = [item.value if isinstance(item, ast.Constant) else "" for item in value.values]
+            removed.update({key: str(version) for key, version in zip(keys, values, strict=False)})
+    return Registry(frozenset(served), "the installed vLLM", removed) if served else None
+
+
+def is_servable(architectures: tuple[str, ...]) -> tuple[bool | None, str]:
+    """Return whether vLLM serves the first known of `architectures`, and why or why not."""
+    if not architectures:
+        return None, "config.json names no architecture"
+    registry = vllm_registry()
+    for name in architectures:
+        if name in registry.served:
+            return True, f"{name} is in the registry of {registry.origin}"
+    first = architectures[0]
+    if first in registry.removed:
+        return False, f"{first} was last served by vLLM {registry.removed[first]}, {registry.origin} has it no more"
+    return False, f"{first} is not in the registry of {registry.origin}"
+
+
+def _assignment(statement: ast.stmt) -> tuple[str, ast.expr | None]:
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+        return statement.targets[0].id, statement.value
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+        return statement.target.id, statement.value
+    return "", None

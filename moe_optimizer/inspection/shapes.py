@@ -1,0 +1,83 @@
+"""Shapes and parameter counts of a decoder's parts, as the families' rules derive them from a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixer:
+    """The token mixer of one layer: attention, a recurrent layer, or several side by side."""
+
+    kind: Literal["attention", "mla", "state", "none"]
+    """attention and mla cache something for every token; state keeps a fixed size; none: the layer has no mixer."""
+    params: int
+    """Weights, biases and norms inside the mixer."""
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    cache_elements: int = 0
+    """Elements that one more token adds to the cache."""
+    window: int | None = None
+    """Tokens kept, for a layer that does not see the whole sequence."""
+    state_elements: int = 0
+    """Elements of fixed-size state for one sequence (recurrent and convolution layers)."""
+    kv_params: int = 0
+    """The part of `params` that tensor parallelism copies to every device when there are more devices than
+    key/value heads (key/value projections; for mla the down projections and the latent's norm)."""
+
+
+NO_MIXER = Mixer(kind="none", params=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLayer:
+    """The experts of one MoE layer."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Width of one routed expert."""
+    hidden_size: int
+    """Input width of one routed expert."""
+    matrices: int
+    expert_params: int
+    """Parameters of one routed expert, biases included."""
+    router_params: int
+    """Gate weights and biases, the selection-correction bias, per-expert scales."""
+    num_shared_experts: int
+    shared_params: int
+    """All shared experts of the layer and their gate."""
+    latent_params: int = 0
+    """Projections into and out of a latent that the routed experts work on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One decoder layer."""
+
+    mixer: Mixer
+    dense_params: int
+    """The feed-forward part that every token uses and that is no shared expert; 0 where there is none."""
+    experts: ExpertLayer | None
+    norm_params: int
+    """Norms and scales outside the mixer and the feed-forward part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """A whole causal language model, multi-token-prediction layers left out."""
+
+    hidden_size: int
+    vocab_size: int
+    layers: tuple[Layer, ...]
+    embedding_params: int
+    """Input embedding tables."""
+    lm_head_params: int
+    """0 when the output matrix is the input embedding."""
+    final_params: int
+    """Norms and projections outside the layers."""
+    expert_activation: str
+    expert_has_bias: bool
+    warnings: tuple[str, ...] = ()
