@@ -1,0 +1,222 @@
+"""The least time a step can take: the larger of bytes over bandwidth and operations over peak rate.
+
+Floors, not predictions: no launch latency, no imperfect overlap, each hit expert read once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from moe_optimizer.costs.estimate import derived, divide
+from moe_optimizer.costs.weights import (
+    WeightParts,
+    device_weight_bytes,
+    kv_head_share,
+    weight_element_bytes,
+    weight_parts,
+)
+from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.specs.hardware import GpuSpec
+from moe_optimizer.specs.model import ModelSpec
+from moe_optimizer.specs.quantity import Quantity, Source
+
+Rates = Literal["datasheet", "measured"]
+"""Which rates of a GpuSpec to use: the vendor's, or those seen on the hardware where it has them."""
+
+
+def expected_experts_hit(num_experts: int, top_k: int, tokens: int) -> float:
+    """Return how many of `num_experts` at least one of `tokens` is routed to, under uniform routing.
+
+    E * (1 - (1 - k/E)**T): each token leaves a given expert out with probability 1 - k/E.
+    """
+    if num_experts <= 0 or top_k <= 0 or tokens <= 0:
+        return 0.0
+    return num_experts * (1 - (1 - min(1.0, top_k / num_experts)) ** tokens)
+
+
+def expert_bytes(model: ModelSpec, *, expert_bits: float) -> float:
+    """Return the bytes of one routed expert of one layer at `expert_bits`, scales included."""
+    weights = model.expert_matrices * model.expert_hidden_size * model.moe_intermediate_size
+    return weights * weight_element_bytes(expert_bits)
+
+
+def moe_layer_weight_bytes(model: ModelSpec, tokens: int, *, expert_bits: float) -> float:
+    """Return the routed-expert bytes that one MoE layer reads for `tokens` tokens, each hit expert once."""
+    hit = expected_experts_hit(model.num_experts, model.top_k, tokens)
+    return hit * expert_bytes(model, expert_bits=expert_bits)
+
+
+def moe_layer_flop(model: ModelSpec, tokens: int) -> float:
+    """Return the operations of the routed experts of one layer: 2 per weight, token and chosen expert."""
+    return 2.0 * tokens * model.top_k * model.expert_matrices * model.expert_hidden_size * model.moe_intermediate_size
+
+
+def moe_layer_floor_us(
+    model: ModelSpec, gpu: GpuSpec, tokens: int, *, expert_bits: float, rates: Rates = "datasheet"
+) -> Quantity:
+    """Return the least time of one MoE layer's routed experts on one GPU, in us.
+
+    max(weight bytes / memory bandwidth, operations / peak rate); activations are left out: they are small
+    beside the weights until the compute bound takes over.
+
+    Raises:
+        UnsupportedError: nothing is known about the GPU's rate in the dtype that `expert_bits` computes in.
+    """
+    read = divide(
+        moe_layer_weight_bytes(model, tokens, expert_bits=expert_bits) * 1e6,
+        memory_bandwidth(gpu, rates),
+        unit="us",
+        ref=f"expert weights hit by {tokens} tokens at {expert_bits:g} bits / memory bandwidth",
+    )
+    compute = divide(
+        moe_layer_flop(model, tokens) * 1e6,
+        peak_flops(gpu, expert_bits, rates),
+        unit="us",
+        ref=f"expert operations of {tokens} tokens / peak rate",
+    )
+    return max(read, compute, key=lambda bound: bound.value)
+
+
+def decode_step_floor_us(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    *,
+    batch: int,
+    context: int,
+    num_gpus: int,
+    expert_bits: float,
+    linear_bits: float,
+    kv_bits: float = 16,
+    rates: Rates = "datasheet",
+) -> Quantity:
+    """Return the least time of one decode step of `batch` sequences with `context` cached tokens each, in us.
+
+    (hit experts + the other weights, of the input embedding only the rows looked up + the cache) per GPU
+    / memory bandwidth, or the operations / peak rate where those take longer. Tensor parallel over
+    `num_gpus`; communication is not included (see `comm`).
+    """
+    read = decode_step_bytes(
+        model, batch=batch, context=context, num_gpus=num_gpus,
+        expert_bits=expert_bits, linear_bits=linear_bits, kv_bits=kv_bits,
+    )  # fmt: skip
+    bound = divide(
+        read * 1e6,
+        memory_bandwidth(gpu, rates),
+        unit="us",
+        ref=f"bytes of one decode step, {batch} sequences at {context} tokens on {num_gpus} GPUs / memory bandwidth",
+    )
+    compute = divide(
+        2.0 * model.active_params * batch / num_gpus * 1e6,
+        peak_flops(gpu, max(expert_bits, linear_bits), rates),
+        unit="us",
+        ref=f"operations of {batch} tokens on {num_gpus} GPUs / peak rate",
+    )
+    return max(bound, compute, key=lambda term: term.value)
+
+
+def decode_step_bytes(
+    model: ModelSpec,
+    *,
+    batch: int,
+    context: int,
+    num_gpus: int,
+    expert_bits: float,
+    linear_bits: float,
+    kv_bits: float = 16,
+) -> float:
+    """Return the bytes that one GPU reads in one decode step."""
+    parts = weight_parts(model, linear_bits=linear_bits)
+    # Of the two vocabulary matrices the input embedding is looked up, a few rows; the head is read whole.
+    others = WeightParts(
+        experts=0,
+        linears=parts.linears,
+        kv_projections=parts.kv_projections,
+        vocabulary=parts.vocabulary // 2,
+        replicated=parts.replicated,
+    )
+    dense = device_weight_bytes(model, others, num_devices=num_gpus, expert_parallel=False)
+    experts = model.num_moe_layers * moe_layer_weight_bytes(model, batch, expert_bits=expert_bits) / num_gpus
+    return dense + experts + batch * _cache_read_bytes(model, context) * kv_bits / 16 * kv_head_share(model, num_gpus)
+
+
+def experts_read_ratio(model: ModelSpec, *, batch: int, from_bits: float, to_bits: float) -> Quantity:
+    """Return how many times fewer expert bytes a step of `batch` tokens reads at `to_bits` than at `from_bits`."""
+    before = moe_layer_weight_bytes(model, batch, expert_bits=from_bits)
+    after = moe_layer_weight_bytes(model, batch, expert_bits=to_bits)
+    ref = f"expert bytes at {from_bits:g} bits / at {to_bits:g} bits, scales included"
+    return Quantity(before / after if after else 1.0, "ratio", Source.MODELLED, ref)
+
+
+def decode_step_ratio(
+    model: ModelSpec,
+    *,
+    batch: int,
+    context: int,
+    num_gpus: int,
+    from_bits: tuple[float, float, float],
+    to_bits: tuple[float, float, float],
+) -> Quantity:
+    """Return how many times fewer bytes a whole decode step reads after a change of weight and cache bits.
+
+    `from_bits` and `to_bits` are (expert, linear, cache) bits. While the step is bound by memory this is the
+    upper limit of its speed-up.
+    """
+    before, after = (
+        decode_step_bytes(
+            model, batch=batch, context=context, num_gpus=num_gpus,
+            expert_bits=bits[0], linear_bits=bits[1], kv_bits=bits[2],
+        )
+        for bits in (from_bits, to_bits)
+    )  # fmt: skip
+    ref = (
+        f"bytes of one decode step of {batch} sequences at {context} tokens on {num_gpus} GPUs; "
+        f"expert/linear/cache bits {_slashed(from_bits)} against {_slashed(to_bits)}"
+    )
+    return Quantity(before / after if after else 1.0, "ratio", Source.MODELLED, ref)
+
+
+def memory_bandwidth(gpu: GpuSpec, rates: Rates = "datasheet") -> Quantity:
+    """Return bytes/s: the measured copy rate where asked for and known, else the datasheet's.
+
+    Raises:
+        UnsupportedError: the GpuSpec has no rate (a GPU that is not in the catalog and whose driver does not say).
+    """
+    if rates == "measured" and "copy_bandwidth" in gpu.measured:
+        return gpu.measured["copy_bandwidth"]
+    if not gpu.memory_bandwidth.value:
+        raise UnsupportedError(f"{gpu.name}: memory bandwidth not known", hint="add it to configs/hardware")
+    return gpu.memory_bandwidth
+
+
+def peak_flops(gpu: GpuSpec, bits: float, rates: Rates = "datasheet") -> Quantity:
+    """Return flop/s for weights of `bits`: FP8 at 8 bits and below where the GPU has it, else BF16.
+
+    Measured FP8 that nobody measured is taken as twice the measured BF16.
+
+    Raises:
+        UnsupportedError: the GpuSpec has neither rate.
+    """
+    dtype = "fp8" if bits <= 8 and gpu.supports("fp8") else "bf16"
+    if rates == "measured":
+        if f"{dtype}_flops" in gpu.measured:
+            return gpu.measured[f"{dtype}_flops"]
+        if dtype == "fp8" and "bf16_flops" in gpu.measured:
+            base = gpu.measured["bf16_flops"]
+            return derived(2 * base.value, unit="flop/s", ref="FP8 taken as twice BF16", inputs=(base,))
+    if not gpu.supports(dtype):
+        raise UnsupportedError(f"{gpu.name}: no {dtype} rate known", hint="add it to configs/hardware")
+    return gpu.dense_flops[dtype]
+
+
+def _cache_read_bytes(model: ModelSpec, context: int) -> float:
+    attention = model.attention
+    if not attention.num_attention_layers:
+        return 0.0
+    window = context if attention.sliding_window is None else min(context, attention.sliding_window)
+    full_layers = attention.num_attention_layers - attention.num_windowed_layers
+    layer_tokens = full_layers * context + attention.num_windowed_layers * window
+    return model.kv_bytes_per_token * layer_tokens / attention.num_attention_layers
+
+
+def _slashed(bits: tuple[float, ...]) -> str:
+    return "/".join(f"{value:g}" for value in bits)
