@@ -1,0 +1,126 @@
+"""The host processor and memory that this process may use: affinity and cgroup limits respected."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_optimizer.specs.hardware import CpuSpec
+from moe_optimizer.specs.quantity import Quantity, Source
+
+# Instruction sets that kernels choose between, as /proc/cpuinfo spells them (x86 flags, then Arm features).
+_KERNEL_ISA = (
+    "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16",
+    "amx_tile", "amx_int8", "amx_bf16", "asimd", "bf16", "i8mm", "sve",
+)  # fmt: skip
+
+
+def probe_cpu(root: Path = Path("/")) -> CpuSpec:
+    """Return the processor and memory of this process.
+
+    Args:
+        root: where proc/ and sys/ are.
+    """
+    facts = _cpuinfo(root)
+    present = set((facts.get("flags") or facts.get("Features") or "").split())
+    return CpuSpec(
+        name=facts.get("model name") or platform.processor() or platform.machine(),
+        cores=_usable_cores(root),
+        memory=_usable_memory(root),
+        isa=tuple(name for name in _KERNEL_ISA if name in present),
+    )
+
+
+def _cpuinfo(root: Path) -> dict[str, str]:
+    """Return the first processor's entries of /proc/cpuinfo."""
+    facts: dict[str, str] = {}
+    for line in _text(root / "proc/cpuinfo").splitlines():
+        if not line.strip() and facts:
+            break
+        key, colon, value = line.partition(":")
+        if colon:
+            facts.setdefault(key.strip(), value.strip())
+    return facts
+
+
+def _usable_cores(root: Path) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [*_v2_cpu_quotas(root), *_v1_cpu_quotas(root)]
+    # Half a core more does not feed another thread: round down, but never to none.
+    return max(1, math.floor(min([cores, *quotas])))
+
+
+def _usable_memory(root: Path) -> Quantity:
+    total = _meminfo_total(root)
+    limit = min([*_v2_memory_limits(root), *_v1_memory_limits(root)], default=total)
+    if limit < total:
+        return Quantity(float(limit), "bytes", Source.MEASURED, "cgroup memory limit")
+    return Quantity(float(total), "bytes", Source.MEASURED, "MemTotal of /proc/meminfo")
+
+
+def _meminfo_total(root: Path) -> int:
+    for line in _text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _v2_cpu_quotas(root: Path) -> Iterator[float]:
+    for folder in _cgroup_folders(root, ""):
+        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+        if quota.isdigit() and period.isdigit() and int(period):
+            yield int(quota) / int(period)
+
+
+def _v1_cpu_quotas(root: Path) -> Iterator[float]:
+    for folder in _cgroup_folders(root, "cpu"):
+        quota = _text(folder / "cpu.cfs_quota_us").strip()
+        period = _text(folder / "cpu.cfs_period_us").strip()
+        # -1 means no quota.
+        if quota.isdigit() and period.isdigit() and int(period):
+            yield int(quota) / int(period)
+
+
+def _v2_memory_limits(root: Path) -> Iterator[int]:
+    yield from _numbers(_cgroup_folders(root, ""), "memory.max")
+
+
+def _v1_memory_limits(root: Path) -> Iterator[int]:
+    # Without a limit version 1 reports a number near 2**63, far above any MemTotal.
+    yield from _numbers(_cgroup_folders(root, "memory"), "memory.limit_in_bytes")
+
+
+def _numbers(folders: Iterator[Path], name: str) -> Iterator[int]:
+    for folder in folders:
+        text = _text(folder / name).strip()
+        if text.isdigit():
+            yield int(text)
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """Yield this process's cgroup of a version 1 controller ("" for version 2) and all its ancestors.
+
+    A limit on any of them binds. Inside a container the path in /proc/self/cgroup may not be mounted; the
+    mount's own top is then the container's group, and it is always yielded.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controller not in controllers.split(","):
+            continue
+        # Version 2 may be mounted below the version 1 folders; version 1 joins controllers ("cpu,cpuacct").
+        mounts = ("", "unified") if not controller else (controller, controllers)
+        for mount in dict.fromkeys(mounts):
+            top = root / "sys/fs/cgroup" / mount
+            parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+            for depth in range(len(parts), -1, -1):
+                yield top.joinpath(*parts[:depth])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
