@@ -1,0 +1,77 @@
+"""What the extension module was built from: `hash` prints it, `write` records it next to the module.
+
+Standard library only: it runs inside CMake, before the package is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+SOURCE_DIR = Path(__file__).resolve().parent
+SUFFIXES = (".cpp", ".h", ".txt", ".py")
+CPU_OPS = ("fused_experts",)
+ISA_PATHS = ("generic",)
+
+
+def source_hash(compiler: str) -> str:
+    """Return a hash of everything the module depends on: sources, compiler version, Python ABI."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in SOURCE_DIR.rglob("*") if path.suffix in SUFFIXES and path.is_file()):
+        if "CMakeFiles" in path.parts or path.name == "CMakeCache.txt":
+            continue  # an editable install configures in this folder
+        digest.update(f"{path.relative_to(SOURCE_DIR)}\0".encode())
+        digest.update(path.read_bytes())
+    digest.update(compiler_version(compiler).encode())
+    digest.update(str(sysconfig.get_config_var("SOABI")).encode())
+    return digest.hexdigest()
+
+
+def compiler_version(compiler: str) -> str:
+    """Return the first line of `compiler --version`."""
+    text = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    return text.splitlines()[0].strip()
+
+
+def nvcc_version() -> str | None:
+    """Return nvcc's release (such as "13.0"), or None where there is no nvcc on PATH."""
+    try:
+        text = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    release = re.search(r"release (\d+\.\d+)", text)
+    return release.group(1) if release else None
+
+
+def main() -> None:
+    """Run `build_info.py hash --compiler CXX` or `build_info.py write ... --output FILE`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("action", choices=("hash", "write"))
+    parser.add_argument("--compiler", required=True)
+    parser.add_argument("--extension", type=Path)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if options.action == "hash":
+        print(source_hash(options.compiler))
+        return
+    info = {
+        "source_hash": source_hash(options.compiler),
+        "cpu_ops": list(CPU_OPS),
+        "cuda_ops": [],
+        "cuda_archs": [],
+        "extension": options.extension.name,
+        "compiler": compiler_version(options.compiler),
+        "nvcc": nvcc_version(),
+        "isa_paths": list(ISA_PATHS),
+        "kernels": [],
+    }
+    options.output.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+// What one instruction set provides: the arithmetic of a tile of rows of one expert.
+//
+// The driver (fused_experts.cpp) decides which thread computes which tile; nothing here knows of threads.
+#pragma once
+
+#include <cstdint>
+
+#include "moeopt/fused_experts.h"
+#include "routing.h"
+
+namespace moeopt {
+
+// The buffers a tile reads and writes.
+struct LayerBuffers {
+  const char* x;        // activations as the kernel reads them: row t at x + t * x_row_bytes
+  int64_t x_row_bytes;
+  char* h;              // SwiGLU results: pair p at h + (p - h_first_pair) * h_row_bytes
+  int64_t h_row_bytes;
+  int64_t h_first_pair;
+  float* sum;           // FP32 sums [T, H], contiguous
+  const Pair* pairs;
+};
+
+struct ExpertKernels {
+  // Bytes of one activation row in the kernel's own form; 0 where it reads x in place.
+  int64_t (*packed_x_row_bytes)(const FusedExpertsArgs& args);
+  // Writes row `token` of x into `row` in that form. Never called where packed_x_row_bytes is 0.
+  void (*pack_x_row)(const FusedExpertsArgs& args, int64_t token, char* row);
+  // Bytes of one row of the intermediate.
+  int64_t (*h_row_bytes)(const FusedExpertsArgs& args);
+  // Bytes of scratch memory a thread needs, 64-byte aligned.
+  int64_t (*scratch_bytes)(const FusedExpertsArgs& args);
+
+  // h[p, begin:end) = activation(x[p] @ gate.T, x[p] @ up.T) for the pairs of `run`.
+  void (*gate_up)(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, int64_t begin,
+                  int64_t end, char* scratch);
+  // sum[token(p), begin:end) += weight(p) * (h[p] @ down.T + bias), for the pairs of `run` in order.
+  void (*down)(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, int64_t begin,
+               int64_t end, char* scratch);
+  // out[:, begin:end) = sum[:, begin:end), rounded once.
+  void (*store)(const FusedExpertsArgs& args, const LayerBuffers& buffers, int64_t begin, int64_t end);
+};
+
+// The kernels of `isa` for the dtypes of `args`; null where there are none.
+const ExpertKernels* generic_kernels(const FusedExpertsArgs& args);
+
+}  // namespace moeopt

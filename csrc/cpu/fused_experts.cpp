@@ -1,0 +1,150 @@
+// Routing, tasks and threads of the CPU experts; the arithmetic is in expert_kernels_*.cpp.
+//
+//   topk_ids -- sort --> runs of pairs by expert --> groups whose intermediate fits the cache
+//
+//   for each group:
+//     phase 1  tasks (expert, tile of I)   x --> gate, up --> SwiGLU --> h     [pairs of the group, I]
+//     ------------------------------------------------------- all threads meet
+//     phase 2  tasks (tile of H)           for each expert, ascending: h --> down --> sum [T, H] += w * y
+//     ------------------------------------------------------- all threads meet
+//   last group, phase 2: sum --> out, rounded once
+//
+// Any thread may take any task: a tile of phase 1 belongs to one task, and a column of `sum` to one task
+// that adds the experts in ascending order. So the threads share skewed work, and the result is the same
+// bit for bit whatever their number.
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "expert_kernels.h"
+#include "moeopt/fused_experts.h"
+
+namespace moeopt {
+namespace {
+
+// Bytes of intermediate per group: small enough for the last-level cache slice of a few cores, large enough
+// that the two meetings per group cost nothing beside its arithmetic.
+constexpr int64_t kGroupBytes = 1 << 20;
+constexpr int64_t kAlignment = 64;
+
+int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// Memory that grows and is kept: a fresh buffer per call would be page-faulted in every time.
+class Scratch {
+ public:
+  char* reserve(int64_t bytes) {
+    if (bytes > size_) {
+      data_.reset();
+      size_ = 0;
+      data_.reset(static_cast<char*>(std::aligned_alloc(kAlignment, round_up(bytes, kAlignment))));
+      if (!data_) throw std::bad_alloc();
+      size_ = bytes;
+    }
+    return data_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(char* pointer) const { std::free(pointer); }
+  };
+  std::unique_ptr<char, Free> data_;
+  int64_t size_ = 0;
+};
+
+// Rows per task: the largest tile that still leaves every thread several tasks to balance with.
+int64_t tile_rows(int64_t rows, int64_t parallel_tiles, int threads) {
+  for (int64_t tile = 64; tile > kSizeMultiple; tile /= 2) {
+    if (ceil_div(rows, tile) * parallel_tiles >= 8 * threads) return tile;
+  }
+  return kSizeMultiple;
+}
+
+const ExpertKernels* kernels_for(const FusedExpertsArgs& args, Isa /*isa*/) { return generic_kernels(args); }
+
+}  // namespace
+
+Isa best_isa() { return Isa::kGeneric; }
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::kGeneric: return "generic";
+    case Isa::kAvx2: return "avx2";
+    case Isa::kAvx512: return "avx512";
+    case Isa::kAvx512Bf16: return "avx512_bf16";
+  }
+  return "?";
+}
+
+bool fused_experts_cpu(const FusedExpertsArgs& args, Isa isa, RoutingError* error) {
+  if (args.num_tokens == 0) return true;
+  const ExpertKernels& kernels = *kernels_for(args, isa);
+  const int64_t T = args.num_tokens, H = args.hidden_size, I = args.intermediate_size;
+  const int64_t h_row_bytes = kernels.h_row_bytes(args);
+
+  Routing routing;
+  if (!sort_routing(args, std::max<int64_t>(1, kGroupBytes / h_row_bytes), &routing, error)) return false;
+
+  const int threads = omp_get_max_threads();
+  const int64_t packed_row_bytes = round_up(kernels.packed_x_row_bytes(args), kAlignment);
+  const int64_t packed_bytes = round_up(T * packed_row_bytes, kAlignment);
+  const int64_t h_bytes = round_up(routing.max_group_pairs * h_row_bytes, kAlignment);
+  const int64_t sum_bytes = round_up(T * H * static_cast<int64_t>(sizeof(float)), kAlignment);
+  const int64_t thread_bytes = round_up(kernels.scratch_bytes(args), kAlignment);
+
+  static thread_local Scratch scratch;
+  char* memory = scratch.reserve(packed_bytes + h_bytes + sum_bytes + threads * thread_bytes);
+  char* packed = memory;
+  char* thread_memory = memory + packed_bytes + h_bytes + sum_bytes;
+  const int64_t element_bytes = args.x_dtype == DType::kFloat32 ? 4 : 2;
+
+  LayerBuffers layer;
+  layer.x = packed_row_bytes ? packed : static_cast<const char*>(args.x);
+  layer.x_row_bytes = packed_row_bytes ? packed_row_bytes : args.x_stride * element_bytes;
+  layer.h = memory + packed_bytes;
+  layer.h_row_bytes = h_row_bytes;
+  layer.sum = reinterpret_cast<float*>(memory + packed_bytes + h_bytes);
+  layer.pairs = routing.pairs.data();
+
+  const int64_t down_tile = tile_rows(H, 1, threads);
+  const int64_t down_tasks = ceil_div(H, down_tile);
+
+#pragma omp parallel num_threads(threads)
+  {
+    char* mine = thread_memory + omp_get_thread_num() * thread_bytes;
+    if (packed_row_bytes) {
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < T; ++t) kernels.pack_x_row(args, t, packed + t * packed_row_bytes);
+    }
+    for (const Group& group : routing.groups) {
+      LayerBuffers buffers = layer;
+      buffers.h_first_pair = group.pair_begin;
+      const int64_t runs = group.run_end - group.run_begin;
+      const int64_t tile = tile_rows(I, runs, threads);
+      const int64_t tiles = ceil_div(I, tile);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t task = 0; task < runs * tiles; ++task) {
+        const int64_t begin = task % tiles * tile;
+        kernels.gate_up(args, buffers, routing.runs[group.run_begin + task / tiles], begin, std::min(begin + tile, I),
+                        mine);
+      }
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t task = 0; task < down_tasks; ++task) {
+        const int64_t begin = task * down_tile, end = std::min(begin + down_tile, H);
+        if (&group == &routing.groups.front()) {
+          for (int64_t t = 0; t < T; ++t) std::fill(layer.sum + t * H + begin, layer.sum + t * H + end, 0.0f);
+        }
+        for (int64_t r = group.run_begin; r < group.run_end; ++r) {
+          kernels.down(args, buffers, routing.runs[r], begin, end, mine);
+        }
+        if (&group == &routing.groups.back()) kernels.store(args, buffers, begin, end);
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace moeopt

@@ -1,0 +1,65 @@
+// Scalar conversions between FP32 and the stored formats.
+//
+// Internal linkage on purpose: this header is compiled once per instruction set, and a shared inline
+// function could be linked in its AVX-512 version into the path of a machine without AVX-512.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace moeopt {
+namespace {
+
+inline float float_from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+inline float bf16_to_float(uint16_t value) { return float_from_bits(static_cast<uint32_t>(value) << 16); }
+
+// Round to nearest even; NaN stays NaN.
+inline uint16_t bf16_from_float(float value) {
+  const uint32_t bits = bits_of(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x0040u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Exact: moves exponent and mantissa into place, then multiplies by 2^112, which also normalises subnormals.
+inline float fp16_to_float(uint16_t value) {
+  const uint32_t sign = static_cast<uint32_t>(value & 0x8000u) << 16;
+  const uint32_t rest = static_cast<uint32_t>(value & 0x7fffu) << 13;
+  if ((value & 0x7c00u) == 0x7c00u) return float_from_bits(sign | 0x7f800000u | rest);
+  return float_from_bits(bits_of(float_from_bits(rest) * 0x1p112f) | sign);
+}
+
+// Round to nearest even, overflow to infinity, subnormals kept.
+inline uint16_t fp16_from_float(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return sign | 0x7e00u;
+  if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // 65520 and above round to infinity
+  if (magnitude < 0x38800000u) {                         // below 2^-14: the adder rounds at the right bit
+    return sign | static_cast<uint16_t>(bits_of(float_from_bits(magnitude) + 0.5f) - bits_of(0.5f));
+  }
+  return sign | static_cast<uint16_t>((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13);
+}
+
+// E4M3 "fn": bias 7, no infinities, NaN where all seven low bits are set.
+inline float fp8_e4m3_to_float(uint8_t value) {
+  const uint32_t sign = static_cast<uint32_t>(value & 0x80u) << 24;
+  const uint32_t rest = static_cast<uint32_t>(value & 0x7fu);
+  if (rest == 0x7fu) return float_from_bits(sign | 0x7fc00000u);
+  if (rest < 8u) return float_from_bits(bits_of(static_cast<float>(rest) * 0x1p-9f) | sign);
+  return float_from_bits(((rest << 20) + (120u << 23)) | sign);
+}
+
+}  // namespace
+}  // namespace moeopt

@@ -1,0 +1,64 @@
+"""Finds and imports the compiled extension module, and says why where it cannot."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from moe_optimizer.errors import KernelUnavailableError
+
+_MODULE = "moe_optimizer.ops._kernels"
+_BUILD_HINT = "run: bash build.sh"
+
+
+@functools.cache
+def _import_kernels() -> tuple[ModuleType | None, str]:
+    # torch first: the module then binds to the OpenMP runtime that torch has loaded. Loaded before torch it
+    # would bring the system's, and two runtimes would each start a full set of threads.
+    import torch  # noqa: F401
+
+    try:
+        return importlib.import_module(_MODULE), ""
+    except ModuleNotFoundError as error:
+        if error.name != _MODULE:
+            raise
+        return None, _why_not_found()
+    except ImportError as error:
+        return None, f"kernels not loadable: {error}"
+
+
+def _why_not_found() -> str:
+    others = sorted(path.name for path in Path(__file__).parent.glob("_kernels*.so"))
+    if others:
+        return f"kernels built for another Python: found {', '.join(others)}, this is {sys.implementation.cache_tag}"
+    return "kernels not built"
+
+
+def kernels_available() -> tuple[bool, str]:
+    """Return whether the compiled kernels can be used in this process, and the reason if not ("" if so)."""
+    module, reason = _import_kernels()
+    return module is not None, reason
+
+
+def kernels() -> ModuleType:
+    """Return the extension module.
+
+    Raises:
+        KernelUnavailableError: it is not built, or not loadable here; the message says which.
+    """
+    module, reason = _import_kernels()
+    if module is None:
+        raise KernelUnavailableError(reason, hint=_BUILD_HINT)
+    return module
+
+
+def best_isa() -> str:
+    """Return the instruction set the CPU kernels use here: avx512_bf16, avx512, avx2 or generic.
+
+    Raises:
+        KernelUnavailableError: the kernels are not built.
+    """
+    return kernels().best_isa()

@@ -1,0 +1,282 @@
+"""`fused_experts`: dispatch, both expert GEMMs, SwiGLU and combine of one MoE layer, after the router."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_optimizer.errors import TensorContractError
+from moe_optimizer.log import get_logger
+from moe_optimizer.ops import _load, reference
+from moe_optimizer.ops.tensor_check import TensorChecks
+
+ACTIVATIONS = ("silu", "swigluoai")
+"""Positions are the codes of csrc/include/moeopt/fused_experts.h."""
+
+MAX_EXPERTS = 1024
+MAX_TOP_K = 32
+SIZE_MULTIPLE = 16
+"""H and I that the kernels cover; other sizes run in `reference`."""
+
+_DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
+_X_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NO_SCALE, _BLOCK_SCALE, _CHANNEL_SCALE = 0, 1, 2
+
+_log = get_logger(__name__)
+
+
+class Inputs(NamedTuple):
+    """The inputs of the registered ops, in the order of their schema."""
+
+    x: Tensor
+    w13: Tensor
+    w2: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    expert_map: Tensor | None
+    w13_scale: Tensor | None
+    w2_scale: Tensor | None
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    activation: str
+
+
+def fused_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    expert_map: Tensor | None = None,
+    activation: str = "silu",
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted sum of the outputs of the experts each token was routed to.
+
+    Meaning of every argument: `reference.fused_experts`. Beyond that:
+
+    Args:
+        x: float32, bfloat16 or float16 [T, H], last dimension contiguous.
+        w13: [E, 2I, H], dtype of x or float8_e4m3fn (then both scales are needed), last dimension contiguous.
+            Read in place.
+        w2: [E, H, I], dtype of w13, likewise.
+        w13_bias: float32, or converted on every call.
+        w2_bias: likewise.
+        out: [T, H], dtype of x, last dimension contiguous: written and returned. It may be x itself.
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        TensorContractError: a shape, dtype, device or stride differs from the above, or an id in topk_ids
+            names no expert.
+
+    Numerics: products accumulate in float32; the activation's result is rounded to bfloat16 only where the
+    machine multiplies bfloat16 natively; the experts' outputs are summed in float32 in ascending order of
+    expert and rounded once. The result is the same bit for bit for any number of threads and any other
+    tokens in the batch.
+    Limits: sizes no kernel covers run in plain torch; `why_reference` says so beforehand, a warning once.
+    """
+    optional = (expert_map, w13_scale, w2_scale, w13_bias, w2_bias)
+    inputs = Inputs(x, w13, w2, topk_weights, topk_ids, *optional, activation)
+    if out is None:
+        return torch.ops.moe_optimizer.fused_experts(*inputs)
+    torch.ops.moe_optimizer.fused_experts_out(*inputs, out)
+    return out
+
+
+def why_reference(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor) -> str | None:
+    """Return why a valid call with these tensors runs in plain torch, or None where a kernel runs it."""
+    num_experts, two_i, hidden = w13.shape
+    top_k = topk_ids.shape[-1]
+    if x.device.type != "cpu":
+        return f"no {x.device.type} kernel in this version"
+    available, reason = _load.kernels_available()
+    if not available:
+        return reason
+    if hidden % SIZE_MULTIPLE or w2.shape[-1] % SIZE_MULTIPLE:
+        return f"H and I must be multiples of {SIZE_MULTIPLE}, got H={hidden}, I={two_i // 2}"
+    if num_experts > MAX_EXPERTS:
+        return f"at most {MAX_EXPERTS} experts, got {num_experts}"
+    if top_k > MAX_TOP_K:
+        return f"at most {MAX_TOP_K} experts per token, got {top_k}"
+    return None
+
+
+def _check(inputs: Inputs, out: Tensor | None = None) -> None:
+    check = TensorChecks("fused_experts")
+    x, w13, w2 = inputs.x, inputs.w13, inputs.w2
+    if inputs.activation not in ACTIVATIONS:
+        expected = " or ".join(ACTIVATIONS)
+        raise TensorContractError(f"fused_experts: activation: got {inputs.activation!r}, expected {expected}")
+    check.shape("x", x, "T", "H")
+    check.dtype("x", x, *_X_DTYPES)
+    check.contiguous_rows("x", x)
+
+    check.shape("w2", w2, "E", "H", "I")
+    check.bind("2I", 2 * w2.shape[2], "twice w2 dim 2")
+    check.shape("w13", w13, "E", "2I", "H")
+    check.dtype("w13", w13, x.dtype, torch.float8_e4m3fn)
+    check.dtype("w2", w2, w13.dtype)
+    check.contiguous_rows("w13", w13)
+    check.contiguous_rows("w2", w2)
+
+    check.shape("topk_ids", inputs.topk_ids, "T", "k")
+    check.dtype("topk_ids", inputs.topk_ids, torch.int32, torch.int64)
+    check.shape("topk_weights", inputs.topk_weights, "T", "k")
+    check.dtype("topk_weights", inputs.topk_weights, torch.float32)
+    if inputs.expert_map is not None:
+        check.shape("expert_map", inputs.expert_map, "global experts")
+        check.dtype("expert_map", inputs.expert_map, torch.int32)
+    if inputs.w13_bias is not None:
+        check.shape("w13_bias", inputs.w13_bias, "E", "2I")
+        check.dtype("w13_bias", inputs.w13_bias, torch.float32, x.dtype)
+    if inputs.w2_bias is not None:
+        check.shape("w2_bias", inputs.w2_bias, "E", "H")
+        check.dtype("w2_bias", inputs.w2_bias, torch.float32, x.dtype)
+    _check_scales(check, w13, w2, inputs.w13_scale, inputs.w2_scale)
+    if out is not None:
+        check.shape("out", out, "T", "H")
+        check.dtype("out", out, x.dtype)
+        check.contiguous_rows("out", out)
+
+    tensors = inputs._asdict() | {"out": out}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            check.device(name, tensor, x.device)
+
+
+def _check_scales(
+    check: TensorChecks, w13: Tensor, w2: Tensor, w13_scale: Tensor | None, w2_scale: Tensor | None
+) -> None:
+    quantized = w13.dtype == torch.float8_e4m3fn
+    for name, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
+        if quantized != (scale is not None):
+            expected = "a tensor, as the weights are float8_e4m3fn" if quantized else f"None with {w13.dtype} weights"
+            raise check.error(name, "presence", "None" if scale is None else "a tensor", expected)
+    if w13_scale is None or w2_scale is None:
+        return
+    check.dtype("w13_scale", w13_scale, torch.float32)
+    check.dtype("w2_scale", w2_scale, torch.float32)
+    if w13_scale.dim() == 2:
+        check.shape("w13_scale", w13_scale, "E", "2I")
+        check.shape("w2_scale", w2_scale, "E", "H")
+        return
+    for name, scale, weight in (("w13_scale", w13_scale, w13), ("w2_scale", w2_scale, w2)):
+        blocks = [-(-size // reference.SCALE_BLOCK) for size in weight.shape[1:]]
+        check.shape(name, scale, "E", *blocks)
+
+
+def run(inputs: Inputs, out: Tensor, *, isa: str = "") -> None:
+    """Compute checked inputs into `out`: with the kernel, or in plain torch where `why_reference` has a reason.
+
+    `isa` forces a lesser instruction set than this machine's best; tests and benchmarks compare them.
+    """
+    reason = why_reference(inputs.x, inputs.w13, inputs.w2, inputs.topk_ids)
+    if reason is not None:
+        _warn_once(reason)
+        out.copy_(_in_plain_torch(inputs))
+        return
+
+    x, w13, w2 = inputs.x, inputs.w13, inputs.w2
+    # Small tensors only: the weights are never copied. The names keep them alive during the call.
+    topk_weights, topk_ids = inputs.topk_weights.contiguous(), inputs.topk_ids.contiguous()
+    expert_map = None if inputs.expert_map is None else inputs.expert_map.contiguous()
+    w13_scale, w2_scale = _as_float32(inputs.w13_scale), _as_float32(inputs.w2_scale)
+    w13_bias, w2_bias = _as_float32(inputs.w13_bias), _as_float32(inputs.w2_bias)
+    scale_kind = _NO_SCALE
+    if w13_scale is not None:
+        scale_kind = _CHANNEL_SCALE if w13_scale.dim() == 2 else _BLOCK_SCALE
+    num_global = 0 if expert_map is None else expert_map.shape[0]
+    weights_13 = (w13.data_ptr(), w13.stride(0), w13.stride(1))
+    weights_2 = (w2.data_ptr(), w2.stride(0), w2.stride(1))
+    try:
+        _load.kernels().fused_experts(
+            (x.shape[0], x.shape[1], w2.shape[2], w13.shape[0], num_global, topk_ids.shape[1]),
+            (x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), _DTYPE_CODE[x.dtype]),
+            (*weights_13, *weights_2, _DTYPE_CODE[w13.dtype]),
+            (scale_kind, _address(w13_scale), _address(w2_scale), _address(w13_bias), _address(w2_bias)),
+            (topk_weights.data_ptr(), topk_ids.data_ptr(), topk_ids.dtype == torch.int64, _address(expert_map)),
+            ACTIVATIONS.index(inputs.activation),
+            isa,
+        )
+    except ValueError as error:
+        raise TensorContractError(f"fused_experts: {error}") from None
+
+
+def _in_plain_torch(inputs: Inputs) -> Tensor:
+    return reference.fused_experts(
+        inputs.x,
+        inputs.w13,
+        inputs.w2,
+        inputs.topk_weights,
+        inputs.topk_ids,
+        expert_map=inputs.expert_map,
+        activation=inputs.activation,
+        w13_scale=inputs.w13_scale,
+        w2_scale=inputs.w2_scale,
+        w13_bias=inputs.w13_bias,
+        w2_bias=inputs.w2_bias,
+    )
+
+
+def _as_float32(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float().contiguous()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    _log.warning("fused_experts runs in plain torch: %s", reason)
+
+
+_TENSORS = "Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids"
+_OPTIONAL = "Tensor? expert_map, Tensor? w13_scale, Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias"
+_LIBRARY = torch.library.Library("moe_optimizer", "FRAGMENT")
+_LIBRARY.define(f"fused_experts({_TENSORS}, {_OPTIONAL}, str activation) -> Tensor")
+_LIBRARY.define(f"fused_experts_out({_TENSORS}, {_OPTIONAL}, str activation, Tensor(a!) out) -> ()")
+
+
+def _fused_experts(*arguments: Tensor | str | None) -> Tensor:
+    inputs = Inputs._make(arguments)
+    _check(inputs)
+    out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
+    run(inputs, out)
+    return out
+
+
+def _fused_experts_fake(*arguments: Tensor | str | None) -> Tensor:
+    inputs = Inputs._make(arguments)
+    _check(inputs)
+    return torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
+
+
+def _fused_experts_out(*arguments: Tensor | str | None) -> None:
+    *first, out = arguments
+    inputs = Inputs._make(first)
+    assert isinstance(out, Tensor), type(out)
+    _check(inputs, out)
+    run(inputs, out)
+
+
+def _fused_experts_out_fake(*arguments: Tensor | str | None) -> None:
+    *first, out = arguments
+    assert isinstance(out, Tensor), type(out)
+    _check(Inputs._make(first), out)
+
+
+_LIBRARY.impl("fused_experts", _fused_experts, "CompositeExplicitAutograd")
+_LIBRARY.impl("fused_experts_out", _fused_experts_out, "CompositeExplicitAutograd")
+torch.library.register_fake("moe_optimizer::fused_experts", _fused_experts_fake, lib=_LIBRARY)
+torch.library.register_fake("moe_optimizer::fused_experts_out", _fused_experts_out_fake, lib=_LIBRARY)

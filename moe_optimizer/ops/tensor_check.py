@@ -1,0 +1,63 @@
+"""Checks of tensors against an op's contract, with messages that name the tensor and the dimension."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_optimizer.errors import TensorContractError
+
+
+class TensorChecks:
+    """Checks the tensors of one op call; symbolic dimensions are bound by the first tensor that has them.
+
+    Every failed check raises TensorContractError: op, tensor, what, got, expected.
+    """
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self._bound: dict[str, tuple[int, str]] = {}
+
+    def shape(self, name: str, tensor: Tensor, *dims: str | int) -> None:
+        """Check the rank and the dimensions; a str is a symbol, an int the size itself."""
+        if tensor.dim() != len(dims):
+            wanted = ", ".join(str(dim) for dim in dims)
+            raise self.error(name, "dimensions", list(tensor.shape), f"{len(dims)} ([{wanted}])")
+        for index, dim in enumerate(dims):
+            got = tensor.shape[index]
+            if isinstance(dim, int):
+                if got != dim:
+                    raise self.error(name, f"dim {index}", got, str(dim))
+                continue
+            size, origin = self._bound.setdefault(dim, (got, f"{name} dim {index}"))
+            if got != size:
+                raise self.error(name, f"dim {index} ({dim})", got, f"{size} (bound by {origin})")
+
+    def bind(self, symbol: str, size: int, origin: str) -> None:
+        """Bind a symbol to a size that was computed from another tensor."""
+        self._bound[symbol] = (size, origin)
+
+    def dtype(self, name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+        """Check that the dtype is one of `dtypes`."""
+        if tensor.dtype not in dtypes:
+            raise self.error(name, "dtype", tensor.dtype, " or ".join(str(dtype) for dtype in dtypes))
+
+    def device(self, name: str, tensor: Tensor, device: torch.device) -> None:
+        """Check that the tensor lies on `device`."""
+        if tensor.device != device:
+            raise self.error(name, "device", tensor.device, f"{device} (bound by x)")
+
+    def contiguous_rows(self, name: str, tensor: Tensor) -> None:
+        """Check that the last dimension is contiguous and that no dimension overlaps or runs backwards."""
+        if tensor.numel() == 0:
+            return
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise self.error(name, "stride of the last dimension", tensor.stride(-1), "1")
+        for index in range(tensor.dim() - 1):
+            smallest = tensor.shape[-1]
+            if tensor.shape[index] > 1 and tensor.stride(index) < smallest:
+                raise self.error(name, f"stride of dim {index}", tensor.stride(index), f"at least {smallest}")
+
+    def error(self, name: str, what: str, got: object, expected: str) -> TensorContractError:
+        """Return the error for one failed check."""
+        return TensorContractError(f"{self._op}: {name} {what}: got {got}, expected {expected}")

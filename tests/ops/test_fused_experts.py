@@ -1,0 +1,318 @@
+"""The compiled experts against plain torch: error, permutations, guard rows, determinism, contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_optimizer.errors import TensorContractError
+from moe_optimizer.ops import fused_experts, kernels_available, reference, why_reference
+
+AVAILABLE, REASON = kernels_available()
+needs_kernels = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer and its inputs."""
+
+    x: Tensor
+    w13: Tensor
+    w2: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    expert_map: Tensor | None = None
+    activation: str = "silu"
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+
+    def kernel(self, **changes: object) -> Tensor:
+        return fused_experts(*self._positional(), **(self._keywords() | changes))
+
+    def in_torch(self, dtype: torch.dtype) -> Tensor:
+        """The reference with every step in `dtype`, as float64."""
+        case = self
+        if dtype == torch.float64:  # so that the output is not rounded to x.dtype either
+            case = replace(self, x=self.x.double(), w13=self.w13.double(), w2=self.w2.double())
+        return reference.fused_experts(*case._positional(), **case._keywords(), compute_dtype=dtype).double()
+
+    def _positional(self) -> tuple[Tensor, ...]:
+        return self.x, self.w13, self.w2, self.topk_weights, self.topk_ids
+
+    def _keywords(self) -> dict[str, object]:
+        return {
+            "expert_map": self.expert_map,
+            "activation": self.activation,
+            "w13_bias": self.w13_bias,
+            "w2_bias": self.w2_bias,
+        }
+
+
+def make_case(
+    tokens: int,
+    hidden: int = 64,
+    intermediate: int = 48,
+    experts: int = 8,
+    top_k: int = 2,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    biases: bool = False,
+) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+    return Case(
+        x=normal(tokens, hidden),
+        w13=normal(experts, 2 * intermediate, hidden, scale=hidden**-0.5),
+        w2=normal(experts, hidden, intermediate, scale=intermediate**-0.5),
+        topk_weights=torch.rand(tokens, top_k, generator=generator),
+        topk_ids=torch.randint(experts, (tokens, top_k), generator=generator),
+        w13_bias=normal(experts, 2 * intermediate).float() if biases else None,
+        w2_bias=normal(experts, hidden).float() if biases else None,
+    )
+
+
+def assert_as_exact_as_torch(case: Case, got: Tensor) -> None:
+    want = case.in_torch(torch.float64)
+    same_dtype = case.in_torch(case.x.dtype)
+    error = (got.double() - want).abs().max().item() if got.numel() else 0.0
+    allowed = 2 * (same_dtype - want).abs().max().item() + 1e-5 if got.numel() else 0.0
+    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
+# Sizes: no token; one; fewer and more than a tile of tokens; H and I not multiples of 32 or 128.
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5, 33])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(16, 16), (80, 48), (272, 144)])
+def test_error_is_at_most_twice_torch_in_the_same_dtype(
+    dtype: torch.dtype, tokens: int, hidden: int, intermediate: int
+) -> None:
+    case = make_case(tokens, hidden, intermediate, dtype=dtype)
+    got = case.kernel()
+    assert got.shape == case.x.shape
+    assert got.dtype == dtype
+    assert_as_exact_as_torch(case, got)
+
+
+@needs_kernels
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    tokens=st.integers(0, 40),
+    hidden=st.integers(1, 10).map(lambda n: 16 * n),
+    intermediate=st.integers(1, 10).map(lambda n: 16 * n),
+    experts=st.integers(1, 40),
+    top_k=st.integers(1, 8),
+    dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from(["silu", "swigluoai"]),
+    biases=st.booleans(),
+    ids_dtype=st.sampled_from([torch.int32, torch.int64]),
+    skipped=st.floats(0, 1),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_and_routing_matches_the_reference(
+    tokens: int,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int,
+    dtype: torch.dtype,
+    activation: str,
+    biases: bool,
+    ids_dtype: torch.dtype,
+    skipped: float,
+    seed: int,
+) -> None:
+    case = make_case(tokens, hidden, intermediate, experts, top_k, dtype, seed, biases)
+    ids = case.topk_ids.to(ids_dtype)
+    ids[torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < skipped] = -1
+    case = replace(case, topk_ids=ids, activation=activation)
+    assert_as_exact_as_torch(case, case.kernel())
+
+
+@needs_kernels
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (1024, 32), (3, 32)])
+def test_the_limits_of_experts_and_top_k_are_covered(experts: int, top_k: int) -> None:
+    case = make_case(5, 32, 16, experts, top_k)
+    assert why_reference(case.x, case.w13, case.w2, case.topk_ids) is None
+    assert_as_exact_as_torch(case, case.kernel())
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_tokens_on_one_expert(dtype: torch.dtype) -> None:
+    case = make_case(700, 64, 1024, dtype=dtype)
+    case = replace(case, topk_ids=torch.full_like(case.topk_ids, 3))
+    assert_as_exact_as_torch(case, case.kernel())
+
+
+# Distinct rows through identities: a wrong permutation of tokens, slots or rows cannot cancel.
+@needs_kernels
+def test_identity_weights_return_the_tokens_own_rows() -> None:
+    size, experts = 64, 4
+    eye = torch.eye(size)
+    tokens = 37
+    x = torch.arange(tokens * size, dtype=torch.float32).reshape(tokens, size) / 256 + 20  # silu(v) == v up there
+    ids = torch.stack([torch.arange(tokens) % experts, (torch.arange(tokens) * 3 + 1) % experts], 1)
+    factors = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    ones = torch.zeros(size, size)
+    ones[:, 0] = 1 / x[0, 0]
+    x[:, 0] = x[0, 0]  # up = 1 for every row
+    w13 = torch.cat([eye, ones]).expand(experts, -1, -1).contiguous()
+    w2 = (factors[:, None, None] * eye).contiguous()
+    weights = torch.stack([torch.full((tokens,), 0.5), torch.full((tokens,), 0.25)], 1)
+    got = fused_experts(x, w13, w2, weights, ids)
+    want = x * (weights * factors[ids]).sum(1, keepdim=True)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_permuting_the_tokens_permutes_the_output_bit_for_bit(dtype: torch.dtype) -> None:
+    case = make_case(50, 96, 80, dtype=dtype)
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
+    permuted = replace(case, x=case.x[order], topk_ids=case.topk_ids[order], topk_weights=case.topk_weights[order])
+    assert torch.equal(permuted.kernel(), case.kernel()[order])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tokens_result_does_not_depend_on_the_rest_of_the_batch(dtype: torch.dtype) -> None:
+    case = make_case(45, 160, 112, dtype=dtype)
+    whole = case.kernel()
+    for token in (0, 7, 44):
+        rows = slice(token, token + 1)
+        alone = replace(case, x=case.x[rows], topk_ids=case.topk_ids[rows], topk_weights=case.topk_weights[rows])
+        assert torch.equal(alone.kernel()[0], whole[token])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_runs_and_thread_counts_agree_bit_for_bit(dtype: torch.dtype) -> None:
+    case = make_case(64, 128, 96, dtype=dtype)
+    first = case.kernel()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(case.kernel(), first), f"{threads} threads"
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_is_written_outside_the_output_rows(dtype: torch.dtype) -> None:
+    case = make_case(9, 48, 32, dtype=dtype)
+    guarded = torch.full((11, 80), 7.0, dtype=dtype)
+    out = guarded[1:10, 16:64]
+    assert case.kernel(out=out) is out
+    assert torch.equal(out, case.kernel())
+    inside = torch.zeros_like(guarded, dtype=torch.bool)
+    inside[1:10, 16:64] = True
+    assert (guarded[~inside] == 7.0).all()
+
+
+@needs_kernels
+def test_the_output_may_be_the_input() -> None:
+    case = make_case(30, dtype=torch.bfloat16)
+    want = case.kernel()
+    x = case.x.clone()
+    fused_experts(x, case.w13, case.w2, case.topk_weights, case.topk_ids, out=x)
+    assert torch.equal(x, want)
+
+
+@needs_kernels
+def test_strided_activations_and_weights_are_read_in_place() -> None:
+    case = make_case(6, 64, 32)
+    wide_x = torch.zeros(6, 100)
+    wide_x[:, 4:68] = case.x
+    wide_w13 = torch.zeros(8, 64, 80)
+    wide_w13[:, :, 8:72] = case.w13
+    got = replace(case, x=wide_x[:, 4:68], w13=wide_w13[:, :, 8:72]).kernel()
+    assert torch.equal(got, case.kernel())
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_expert_parallel_ranks_sum_to_the_whole(dtype: torch.dtype, ranks: int) -> None:
+    case = make_case(40, 64, 48, experts=9, top_k=3, dtype=dtype)
+    owner = torch.arange(9) * ranks // 9
+    parts = torch.zeros(40, 64, dtype=torch.float64)
+    for rank in range(ranks):
+        local = torch.nonzero(owner == rank).flatten()
+        expert_map = torch.full((9,), -1, dtype=torch.int32)
+        expert_map[local] = torch.arange(len(local), dtype=torch.int32)
+        part = replace(case, w13=case.w13[local], w2=case.w2[local], expert_map=expert_map)
+        got = part.kernel()
+        assert_as_exact_as_torch(part, got)
+        parts += got.double()
+    want = case.in_torch(torch.float64)
+    allowed = 2 * (case.in_torch(dtype) - want).abs().max().item() + 1e-5
+    assert (parts - want).abs().max().item() <= allowed
+
+
+@needs_kernels
+def test_a_token_without_a_valid_slot_is_zero() -> None:
+    case = make_case(3)
+    poisoned = torch.full_like(case.x, float("nan"))
+    case.kernel(out=poisoned)
+    replace(case, topk_ids=torch.full_like(case.topk_ids, -1)).kernel(out=poisoned)
+    assert torch.equal(poisoned, torch.zeros_like(poisoned))
+
+
+@needs_kernels
+def test_registered_ops_pass_opcheck() -> None:
+    case = make_case(5, dtype=torch.bfloat16)
+    inputs = (*case._positional(), None, None, None, None, None, "silu")
+    torch.library.opcheck(torch.ops.moe_optimizer.fused_experts.default, inputs)
+    torch.library.opcheck(torch.ops.moe_optimizer.fused_experts_out.default, (*inputs, torch.empty_like(case.x)))
+
+
+def test_sizes_without_a_kernel_run_in_torch_and_say_why() -> None:
+    case = make_case(4, hidden=24, intermediate=20)
+    reason = why_reference(case.x, case.w13, case.w2, case.topk_ids)
+    assert reason is not None
+    if AVAILABLE:
+        assert "H=24" in reason
+    torch.testing.assert_close(case.kernel().double(), case.in_torch(torch.float64), rtol=1e-5, atol=1e-5)
+
+
+def _wrong(case: Case) -> dict[str, tuple[Case, str]]:
+    return {
+        "w2 H": (replace(case, w2=case.w2[:, :-1]), r"w2 dim 1 \(H\): got 63, expected 64 \(bound by x dim 1\)"),
+        "w13 2I": (replace(case, w13=case.w13[:, :-2]), r"w13 dim 1 \(2I\): got 94, expected 96"),
+        "w13 E": (replace(case, w13=case.w13[:-1]), r"w13 dim 0 \(E\): got 7, expected 8"),
+        "rank": (replace(case, x=case.x[0]), r"x dimensions: got \[64\], expected 2"),
+        "dtype": (replace(case, w2=case.w2.double()), r"w2 dtype: got torch.float64, expected torch.float32"),
+        "ids": (replace(case, topk_ids=case.topk_ids.to(torch.int16)), r"topk_ids dtype: got torch.int16"),
+        "T": (replace(case, topk_ids=case.topk_ids[:-1]), r"topk_ids dim 0 \(T\): got 2, expected 3"),
+        "weights": (replace(case, topk_weights=case.topk_weights.half()), r"topk_weights dtype: got torch.float16"),
+        "stride": (replace(case, x=case.x.T.contiguous().T), r"x stride of the last dimension: got 3, expected 1"),
+        "overlap": (replace(case, w2=case.w2[:1].expand(8, -1, -1)), r"w2 stride of dim 0: got 0, expected at least"),
+        "activation": (replace(case, activation="relu"), r"activation: got 'relu', expected silu or swigluoai"),
+        "device": (replace(case, w2=case.w2.to("meta")), r"w2 device: got meta, expected cpu"),
+        "id": (replace(case, topk_ids=torch.full_like(case.topk_ids, 8)), r"got expert 8.*expected below 8"),
+        "map": (
+            replace(case, expert_map=torch.full((8,), 8, dtype=torch.int32)),
+            r"expert_map: returns local expert 8.*expected below 8",
+        ),
+    }
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", list(_wrong(make_case(3))))
+def test_a_broken_contract_names_tensor_dimension_got_and_expected(name: str) -> None:
+    case, message = _wrong(make_case(3))[name]
+    with pytest.raises(TensorContractError, match=message):
+        case.kernel()
