@@ -75,19 +75,20 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
 
 
 def sequence_kv_bytes(request: MemoryRequest, tokens: int) -> int:
-    """Return the cache bytes that one sequence of `tokens` needs on one device.
+    """Return the cache bytes that one sequence of `tokens` needs on one device, recurrent state included.
 
     A windowed layer keeps its window plus the tokens of one forward pass, as vLLM allocates them.
     """
     attention = request.model.attention
     if not attention.num_attention_layers:
-        return 0
+        return _state_bytes(request)
     windowed_tokens = tokens
     if attention.sliding_window is not None:
         windowed_tokens = min(tokens, attention.sliding_window + request.max_num_batched_tokens)
     full_layers = attention.num_attention_layers - attention.num_windowed_layers
     layer_tokens = full_layers * tokens + attention.num_windowed_layers * windowed_tokens
-    return math.ceil(kv_bytes_per_token(request) * layer_tokens / attention.num_attention_layers)
+    cache = math.ceil(kv_bytes_per_token(request) * layer_tokens / attention.num_attention_layers)
+    return cache + _state_bytes(request)
 
 
 def kv_bytes_per_token(request: MemoryRequest) -> float:
@@ -137,10 +138,8 @@ def _plan_for(request: MemoryRequest) -> MemoryPlan:
     budget = math.floor(request.device_bytes * request.gpu_memory_utilization)
     activations = activation_bytes(request)
     workspace = workspace_bytes(request)
-    kv_cache = max(0, budget - weights - activations - workspace)
-    per_token = kv_bytes_per_token(request)
-    wanted = request.max_model_len if request.max_model_len is not None else MIN_KV_TOKENS
     room = budget - weights - activations - workspace
+    wanted = request.max_model_len if request.max_model_len is not None else MIN_KV_TOKENS
     splits, _ = splits_over(model, request.num_devices, expert_parallel=request.expert_parallel)
     return MemoryPlan(
         total_bytes=request.device_bytes,
@@ -148,9 +147,9 @@ def _plan_for(request: MemoryRequest) -> MemoryPlan:
         weight_bytes=weights,
         activation_bytes=activations,
         workspace_bytes=workspace,
-        kv_cache_bytes=kv_cache,
-        kv_bytes_per_token=per_token,
-        kv_tokens=math.floor(kv_cache / per_token) if per_token else 0,
+        kv_cache_bytes=max(0, room),
+        kv_bytes_per_token=kv_bytes_per_token(request),
+        kv_tokens=_kv_tokens(request, max(0, room)),
         fits=splits and room >= sequence_kv_bytes(request, wanted),
         num_devices=request.num_devices,
         min_devices=None,
@@ -167,13 +166,23 @@ def _min_devices(request: MemoryRequest) -> int | None:
     return None
 
 
+def _kv_tokens(request: MemoryRequest, kv_cache_bytes: int) -> int:
+    # Recurrent state comes out of the same pool, once for each sequence that runs.
+    left = kv_cache_bytes - request.max_num_seqs * _state_bytes(request)
+    per_token = kv_bytes_per_token(request)
+    return max(0, math.floor(left / per_token)) if per_token else 0
+
+
+def _state_bytes(request: MemoryRequest) -> int:
+    return math.ceil(request.model.state_bytes_per_sequence / request.num_devices)
+
+
 def _dense_mlp_width(model: ModelSpec) -> float:
-    # The ModelSpec has no dense width: what is left of the matrices after attention, as one gated MLP a layer.
-    attention = model.attention
-    projections = 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim * model.hidden_size
-    other = model.total_params - model.expert_params - 2 * model.vocab_size * model.hidden_size
-    left = other - projections * attention.num_attention_layers
-    return max(0.0, left / (3 * model.hidden_size * model.num_layers)) if model.num_layers else 0.0
+    """Return the width of the widest feed-forward part outside the routed experts, taken as one gated MLP a layer."""
+    dense_layers = model.num_layers - model.num_moe_layers or model.num_layers
+    dense = model.dense_params / dense_layers if dense_layers else 0.0
+    shared = model.shared_expert_params / model.num_moe_layers if model.num_moe_layers else 0.0
+    return max(dense, shared) / (3 * model.hidden_size)
 
 
 def _ref(request: MemoryRequest) -> str:
@@ -188,5 +197,5 @@ def _ref(request: MemoryRequest) -> str:
         f"modelled after vLLM's start-up accounting: weights split {request.num_devices} ways ({kind}); "
         f"activations = max(forward at {request.max_num_batched_tokens} tokens, "
         f"sampling {request.max_num_seqs} x vocabulary in FP32 x {_SAMPLER_LOGIT_COPIES}); "
-        f"workspace assumed: {workspace}; recurrent state of non-attention layers not counted"
+        f"workspace assumed: {workspace}"
     )

@@ -105,8 +105,9 @@ def decode_step_floor_us(
         unit="us",
         ref=f"bytes of one decode step, {batch} sequences at {context} tokens on {num_gpus} GPUs / memory bandwidth",
     )
+    multiplied_params = model.active_params - (model.embedding_params if model.lm_head_params else 0)
     compute = divide(
-        2.0 * model.active_params * batch / num_gpus * 1e6,
+        2.0 * multiplied_params * batch / num_gpus * 1e6,
         peak_flops(gpu, max(expert_bits, linear_bits), rates),
         unit="us",
         ref=f"operations of {batch} tokens on {num_gpus} GPUs / peak rate",
@@ -126,12 +127,14 @@ def decode_step_bytes(
 ) -> float:
     """Return the bytes that one GPU reads in one decode step."""
     parts = weight_parts(model, linear_bits=linear_bits)
-    # Of the two vocabulary matrices the input embedding is looked up, a few rows; the head is read whole.
+    # The input embedding is looked up, a few rows; the head is read whole, also where the two are one matrix.
+    head_params = model.lm_head_params or model.embedding_params
+    head_share = head_params / max(1, model.embedding_params + model.lm_head_params)
     others = WeightParts(
         experts=0,
         linears=parts.linears,
         kv_projections=parts.kv_projections,
-        vocabulary=parts.vocabulary // 2,
+        vocabulary=round(parts.vocabulary * head_share),
         replicated=parts.replicated,
     )
     dense = device_weight_bytes(model, others, num_devices=num_gpus, expert_parallel=False)

@@ -24,11 +24,12 @@ class WeightParts:
     linears: int
     """Attention, dense MLP and shared-expert matrices that are split."""
     kv_projections: int
-    """Key and value projections: split until every device has one head, then replicated."""
+    """Key and value projections: split until every device has one head, then replicated. With latent
+    attention its down-projections, which every device has whole."""
     vocabulary: int
     """Input embedding and output head: split along the vocabulary."""
     replicated: int
-    """Router, norms, and the down-projections of latent attention: whole on every device."""
+    """Router and norms: whole on every device."""
 
     @property
     def total(self) -> int:
@@ -53,28 +54,22 @@ def weight_parts(
         model: the whole model.
         expert_bits: bits of one routed-expert weight when they are converted at load time; None: as stored.
         linear_bits: the same for the other split matrices (never for embeddings, router and norms).
-
-    The ModelSpec says the bytes of the experts and of the rest. The rest is divided by shape: vocabulary
-    (2 * vocab * hidden, at most what is there), router and norms from the layer counts, key/value projections
-    from the heads; what remains are the other matrices.
     """
     dtype_bytes = _DTYPE_BYTES.get(model.dtype, 2)
-    other_params = model.total_params - model.expert_params
-    other_bytes = model.weight_bytes - model.expert_weight_bytes
+    vocabulary_params = model.embedding_params + model.lm_head_params
+    linear_params = model.attention_params - model.kv_params + model.dense_params + model.shared_expert_params
+    # What no field of the ModelSpec names are norms, and in some families projections into an expert latent.
+    replicated_params = model.total_params - model.expert_params - vocabulary_params - linear_params - model.kv_params
 
-    vocabulary_params = min(2 * model.vocab_size * model.hidden_size, other_params)
-    replicated_params = min(_replicated_params(model), other_params - vocabulary_params)
-    kv_params = min(_kv_projection_params(model), other_params - vocabulary_params - replicated_params)
-    linear_params = other_params - vocabulary_params - replicated_params - kv_params
-
-    # Embeddings, router and norms stay in the model's dtype in every quantised checkpoint that vLLM serves.
+    # Embeddings, router and norms stay in the model's dtype in the quantised checkpoints that vLLM serves.
     # Where the stored bytes are fewer than that (quantised embeddings), everything shrinks alike.
+    other_bytes = model.weight_bytes - model.expert_weight_bytes
     unquantised = (vocabulary_params + replicated_params) * dtype_bytes
     shrink = min(1.0, other_bytes / unquantised) if unquantised else 1.0
     vocabulary = round(vocabulary_params * dtype_bytes * shrink)
     replicated = round(replicated_params * dtype_bytes * shrink)
     matrices = max(0, other_bytes - vocabulary - replicated)
-    kv_share = kv_params / (kv_params + linear_params) if kv_params + linear_params else 0.0
+    kv_share = model.kv_params / (model.kv_params + linear_params) if model.kv_params else 0.0
     kv_projections = round(matrices * kv_share)
     linears = matrices - kv_projections
 
@@ -83,7 +78,7 @@ def weight_parts(
         experts = round(model.expert_params * weight_element_bytes(expert_bits))
     if linear_bits is not None:
         linears = round(linear_params * weight_element_bytes(linear_bits))
-        kv_projections = round(kv_params * weight_element_bytes(linear_bits))
+        kv_projections = round(model.kv_params * weight_element_bytes(linear_bits))
     return WeightParts(
         experts=experts,
         linears=linears,
@@ -117,7 +112,7 @@ def kv_head_share(model: ModelSpec, num_devices: int) -> float:
     divided, and once there are fewer heads than devices each device holds one whole head.
     """
     attention = model.attention
-    if attention.kind == "mla" or attention.num_kv_heads <= 1:
+    if attention.num_kv_heads <= 1 or _caches_latent(model):
         return 1.0
     return max(1, math.ceil(attention.num_kv_heads / num_devices)) / attention.num_kv_heads
 
@@ -130,30 +125,17 @@ def splits_over(model: ModelSpec, num_devices: int, *, expert_parallel: bool) ->
     if attention.num_heads % num_devices:
         return False, f"{attention.num_heads} attention heads do not divide by {num_devices}"
     heads = attention.num_kv_heads
-    if attention.kind != "mla" and heads and heads % num_devices and num_devices % heads:
+    if heads and heads % num_devices and num_devices % heads and not _caches_latent(model):
         return False, f"{heads} key/value heads neither divide by {num_devices} nor divide it"
     if not expert_parallel and model.is_moe and model.moe_intermediate_size % num_devices:
         return False, f"expert width {model.moe_intermediate_size} does not divide by {num_devices}"
     return True, ""
 
 
-def _replicated_params(model: ModelSpec) -> int:
-    router = model.num_moe_layers * model.num_experts * model.hidden_size
-    norms = (2 * model.num_layers + 1) * model.hidden_size
-    return router + norms + _latent_projection_params(model)
-
-
-def _latent_projection_params(model: ModelSpec) -> int:
-    # The cached latent (rank + rope part) is what the replicated down-projection produces.
-    # kv_bytes_per_token counts it at 2 bytes an element over all layers.
-    if model.attention.kind != "mla":
-        return 0
-    return model.kv_bytes_per_token // 2 * model.hidden_size
-
-
-def _kv_projection_params(model: ModelSpec) -> int:
+def _caches_latent(model: ModelSpec) -> bool:
+    # A hybrid model may have latent attention too; its cache is then narrower than its keys alone.
     attention = model.attention
-    if attention.kind in ("mla", "none"):
-        return 0
-    width = attention.num_kv_heads * attention.head_dim
-    return 2 * model.hidden_size * width * attention.num_attention_layers
+    if attention.kind == "mla" or not attention.num_attention_layers:
+        return attention.kind == "mla"
+    cached_elements = model.kv_bytes_per_token / 2 / attention.num_attention_layers
+    return cached_elements < attention.num_kv_heads * attention.head_dim

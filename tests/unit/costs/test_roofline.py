@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_optimizer.costs.roofline import (
+    decode_step_bytes,
+    decode_step_floor_us,
+    decode_step_ratio,
+    expected_experts_hit,
+    experts_read_ratio,
+    memory_bandwidth,
+    moe_layer_floor_us,
+    moe_layer_flop,
+    moe_layer_weight_bytes,
+    peak_flops,
+)
+from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
+from moe_optimizer.specs.quantity import Source
+
+# One layer of Qwen3-30B-A3B on H200: tokens, experts hit, MB in BF16, GFLOP, floor in us in BF16 and in FP8.
+FLOOR_TABLE = [
+    (1, 8.0, 75.5, 0.0755, 17.6, 8.8),
+    (8, 51.6, 487, 0.604, 113, 57),
+    (64, 125.9, 1189, 4.83, 277, 138),
+    (512, 128, 1208, 38.7, 281, 141),
+    (4096, 128, 1208, 309, 391, 196),
+]
+
+
+@pytest.mark.parametrize(("tokens", "hit", "megabytes", "gflop", "bf16_us", "fp8_us"), FLOOR_TABLE)
+def test_floor_of_one_layer_is_within_one_per_cent_of_the_table(
+    qwen3_30b_a3b, h200_measured, tokens, hit, megabytes, gflop, bf16_us, fp8_us
+):
+    model, gpu = qwen3_30b_a3b, h200_measured
+    assert expected_experts_hit(128, 8, tokens) == pytest.approx(hit, rel=0.01)
+    assert moe_layer_weight_bytes(model, tokens, expert_bits=16) / 1e6 == pytest.approx(megabytes, rel=0.01)
+    assert moe_layer_flop(model, tokens) / 1e9 == pytest.approx(gflop, rel=0.01)
+    assert moe_layer_floor_us(model, gpu, tokens, expert_bits=16).value == pytest.approx(bf16_us, rel=0.01)
+    assert moe_layer_floor_us(model, gpu, tokens, expert_bits=8).value == pytest.approx(fp8_us, rel=0.01)
+
+
+def test_whole_model_floor_at_batch_one(qwen3_30b_a3b, h200_measured):
+    step = {"batch": 1, "context": 0, "num_gpus": 1}
+    bf16 = decode_step_floor_us(qwen3_30b_a3b, h200_measured, **step, expert_bits=16, linear_bits=16)
+    fp8 = decode_step_floor_us(qwen3_30b_a3b, h200_measured, **step, expert_bits=8, linear_bits=8)
+    assert bf16.value == pytest.approx(1410, rel=0.01)
+    assert fp8.value == pytest.approx(780, rel=0.01)
+    assert bf16.source is Source.MODELLED
+
+
+def test_the_catalog_gives_the_same_floor_with_measured_rates(qwen3_30b_a3b, h200_measured):
+    gpu = load_catalog_entry("h200").gpu
+    for tokens in (1, 4096):
+        for bits in (16, 8):
+            measured = moe_layer_floor_us(qwen3_30b_a3b, gpu, tokens, expert_bits=bits, rates="measured")
+            assert measured.value == pytest.approx(
+                moe_layer_floor_us(qwen3_30b_a3b, h200_measured, tokens, expert_bits=bits).value
+            )
+
+
+def test_datasheet_rates_give_a_lower_floor_than_measured_ones(qwen3_30b_a3b):
+    gpu = load_catalog_entry("h200").gpu
+    sheet = moe_layer_floor_us(qwen3_30b_a3b, gpu, 64, expert_bits=16)
+    seen = moe_layer_floor_us(qwen3_30b_a3b, gpu, 64, expert_bits=16, rates="measured")
+    assert sheet.value < seen.value
+
+
+def test_gpu_without_fp8_computes_fp8_weights_at_its_bf16_rate():
+    gpu = load_catalog_entry("a100_80gb").gpu
+    assert peak_flops(gpu, 8) == gpu.dense_flops["bf16"]
+
+
+def test_unknown_rate_is_an_error_not_a_guess(h200_measured):
+    bare = dataclasses.replace(
+        h200_measured, dense_flops={}, memory_bandwidth=dataclasses.replace(h200_measured.memory_bandwidth, value=0.0)
+    )
+    with pytest.raises(UnsupportedError, match="no bf16 rate known"):
+        peak_flops(bare, 16)
+    with pytest.raises(UnsupportedError, match="memory bandwidth not known"):
+        memory_bandwidth(bare)
+
+
+@given(experts=st.integers(1, 1024), top_k=st.integers(1, 32), tokens=st.integers(1, 4096))
+def test_experts_hit_lie_between_one_tokens_and_all(experts, top_k, tokens):
+    top_k = min(top_k, experts)
+    hit = expected_experts_hit(experts, top_k, tokens)
+    assert top_k <= hit * (1 + 1e-12) + 1e-9
+    assert hit <= min(experts, top_k * tokens) * (1 + 1e-12)
+    assert hit <= expected_experts_hit(experts, top_k, tokens + 1) * (1 + 1e-12)
+
+
+def test_experts_hit_agrees_with_drawing_at_random():
+    draw = random.Random(7)
+    trials = [len({e for _ in range(8) for e in draw.sample(range(128), 8)}) for _ in range(2000)]
+    assert sum(trials) / len(trials) == pytest.approx(expected_experts_hit(128, 8, 8), rel=0.01)
+
+
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(0, 0, 5), (8, 2, 0), (0, 2, 3)])
+def test_nothing_is_hit_without_experts_or_tokens(experts, top_k, tokens):
+    assert expected_experts_hit(experts, top_k, tokens) == 0
+
+
+def test_fp8_experts_read_just_under_half(qwen3_30b_a3b):
+    ratio = experts_read_ratio(qwen3_30b_a3b, batch=64, from_bits=16, to_bits=8)
+    assert ratio.value == pytest.approx(2 / (1 + 4 / 128**2))
+    assert (ratio.unit, ratio.source) == ("ratio", Source.MODELLED)
+
+
+def test_gain_of_a_whole_step_is_smaller_than_that_of_the_experts(qwen3_30b_a3b):
+    step = {"batch": 8, "context": 4096, "num_gpus": 1}
+    whole = decode_step_ratio(qwen3_30b_a3b, **step, from_bits=(16, 16, 16), to_bits=(8, 16, 16))
+    assert 1 < whole.value < experts_read_ratio(qwen3_30b_a3b, batch=8, from_bits=16, to_bits=8).value
+
+
+def test_a_tied_embedding_is_read_as_the_head(qwen3_30b_a3b):
+    step = {"batch": 1, "context": 0, "num_gpus": 1, "expert_bits": 16, "linear_bits": 16}
+    model = qwen3_30b_a3b
+    embedding_bytes = 2 * model.embedding_params
+    tied = dataclasses.replace(
+        model,
+        lm_head_params=0,
+        total_params=model.total_params - model.lm_head_params,
+        weight_bytes=model.weight_bytes - embedding_bytes,
+    )
+    assert decode_step_bytes(tied, **step) == pytest.approx(decode_step_bytes(model, **step))
+
+
+def test_a_longer_context_costs_its_cache(qwen3_30b_a3b):
+    step = {"batch": 3, "num_gpus": 1, "expert_bits": 16, "linear_bits": 16}
+    model = qwen3_30b_a3b
+    more = decode_step_bytes(model, context=1100, **step) - decode_step_bytes(model, context=100, **step)
+    assert more == pytest.approx(3 * 1000 * model.kv_bytes_per_token)
+
+
+def test_a_full_window_stops_growing(qwen3_30b_a3b):
+    step = {"batch": 1, "num_gpus": 1, "expert_bits": 16, "linear_bits": 16}
+    attention = dataclasses.replace(qwen3_30b_a3b.attention, sliding_window=128, num_windowed_layers=48)
+    model = dataclasses.replace(qwen3_30b_a3b, attention=attention)
+    assert decode_step_bytes(model, context=100_000, **step) == decode_step_bytes(model, context=128, **step)
+
+
+def test_two_gpus_read_less_than_one_but_not_half(qwen3_30b_a3b):
+    step = {"batch": 8, "context": 1000, "expert_bits": 16, "linear_bits": 16}
+    one = decode_step_bytes(qwen3_30b_a3b, num_gpus=1, **step)
+    two = decode_step_bytes(qwen3_30b_a3b, num_gpus=2, **step)
+    assert one / 2 < two < one
