@@ -111,7 +111,9 @@ def _kind(value: Any) -> str:
         return "a list"
     if isinstance(value, str):
         return f"the text {value!r:.80}"
-    return f"{'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"[:80]
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{value}"[:80]
 
 
 _EXPECTED = {
@@ -135,4 +137,4 @@ def _expected(complaint: Any) -> str:
         return f"at least {context['ge']}"
     if kind == "less_than_equal":
         return f"at most {context['le']}"
-    return _EXPECTED.get(kind, complaint["msg"])
+    return _EXPECTED.get(kind) or str(complaint["msg"])

@@ -21,11 +21,11 @@ class Section(BaseModel):
 class Workload(Section):
     """The load to plan for."""
 
-    batch_size: int = Field(64, ge=1, le=65_536)
+    batch_size: int = Field(default=64, ge=1, le=65_536)
     """Requests decoded at the same time."""
-    input_tokens: int = Field(1024, ge=1, le=16_777_216)
+    input_tokens: int = Field(default=1024, ge=1, le=16_777_216)
     """Typical prompt length."""
-    output_tokens: int = Field(512, ge=1, le=16_777_216)
+    output_tokens: int = Field(default=512, ge=1, le=16_777_216)
     """Typical completion length."""
 
 
@@ -60,7 +60,7 @@ class Fp8Section(PassSection):
 class ExpertPlacementSection(PassSection):
     """Which GPU holds which expert, and replicas of the busy ones."""
 
-    redundant_experts: int = Field(0, ge=0, le=1024)
+    redundant_experts: int = Field(default=0, ge=0, le=1024)
     """Replicas per MoE layer."""
 
 
@@ -74,20 +74,20 @@ class TunedConfigsSection(PassSection):
 class ParallelismSection(PassSection):
     """How the model is split over GPUs."""
 
-    tensor_parallel_size: int | None = Field(None, ge=1, le=1024)
+    tensor_parallel_size: int | None = Field(default=None, ge=1, le=1024)
     """GPUs that share each layer; null: as many as there are and the model's heads allow."""
     expert_parallel: Mode = "auto"
     """Whole experts on each GPU instead of a slice of every expert."""
-    data_parallel_size: int | None = Field(None, ge=1, le=1024)
+    data_parallel_size: int | None = Field(default=None, ge=1, le=1024)
     """Copies of the attention part; null: 1."""
-    max_gpus: int | None = Field(None, ge=1, le=4096)
+    max_gpus: int | None = Field(default=None, ge=1, le=4096)
     """Use at most so many GPUs; null: all."""
 
 
 class GraphCaptureSection(PassSection):
     """CUDA graphs and compilation. Mode off gives plain eager execution."""
 
-    max_capture_size: int | None = Field(None, ge=1, le=8192)
+    max_capture_size: int | None = Field(default=None, ge=1, le=8192)
     """Largest batch with a captured graph; null: chosen from the batch size."""
 
 
@@ -115,7 +115,7 @@ class Sparsity24Section(PassSection):
 class SchedulerSection(PassSection):
     """How many requests and tokens one step takes."""
 
-    max_num_batched_tokens: int | None = Field(None, ge=1, le=1_048_576)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     """Tokens in one step; null: sized from memory."""
 
 
@@ -139,10 +139,10 @@ class Profile(Section):
     """A wish: what the server is for and how far optimization may go."""
 
     name: str = Field(min_length=1, max_length=64)
-    description: str = Field("", max_length=1000)
-    gpu_memory_utilization: float = Field(0.90, ge=0.1, le=0.99)
+    description: str = Field(default="", max_length=1000)
+    gpu_memory_utilization: float = Field(default=0.90, ge=0.1, le=0.99)
     """Share of each GPU's memory that the server may use."""
-    max_model_len: int | None = Field(None, ge=1, le=16_777_216)
+    max_model_len: int | None = Field(default=None, ge=1, le=16_777_216)
     """Longest prompt plus completion; null: the model's own, as far as memory allows."""
     workload: Workload = Workload()
     performance: Literal["balanced", "interactivity", "throughput"] = "balanced"

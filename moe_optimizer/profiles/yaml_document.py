@@ -107,7 +107,7 @@ def _scalar(node: yaml.Node, origin: str) -> Any:
 
 
 def _shown(node: yaml.Node) -> str:
-    value = node.value if isinstance(node, yaml.ScalarNode) else node.id
+    value = node.value if isinstance(node, yaml.ScalarNode) else node.tag.rpartition(":")[2]
     return f"{value!r:.60}"
 
 

@@ -1,0 +1,261 @@
+"""What every pass is given, and the life of a decision."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from moe_optimizer.costs.memory import MemoryRequest, plan_memory
+from moe_optimizer.errors import InputError
+from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.plan.serve_args import read_integer
+from moe_optimizer.specs.hardware import CpuSpec, GpuSpec, HardwareSpec
+from moe_optimizer.specs.model import ModelSpec
+from moe_optimizer.specs.software import SoftwareSpec
+from moe_optimizer.specs.workload import WorkloadSpec
+
+if TYPE_CHECKING:
+    from moe_optimizer.profiles.schema import Profile
+
+WishWithOrigin = tuple[Wish, str]
+"""A wish and who made it, for example (Wish.ON, "flag --enable-fp8")."""
+
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+NOT_AVAILABLE = "not available in this version of moe-optimizer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanContext:
+    """Everything a pass may look at. `decided` holds the decisions of the passes before it."""
+
+    model: ModelSpec
+    hardware: HardwareSpec
+    software: SoftwareSpec
+    workload: WorkloadSpec
+    profile: Profile
+    device: Literal["cuda", "cpu"]
+    """What the server will run on."""
+    num_gpus: int
+    """GPUs that may be used; 0 on the CPU."""
+    dtype: str
+    """What the parts that are not quantised are computed in."""
+    wishes: Mapping[str, WishWithOrigin] = field(default_factory=dict)
+    """From flags: a pass's name, or "pass.setting", to a wish. They go before the profile."""
+    required: frozenset[str] = frozenset()
+    """Passes that must be on."""
+    pinned: Mapping[str, str] = field(default_factory=dict)
+    """The user's own arguments of `vllm serve`: long flag -> value. They go before every decision."""
+    decided: Mapping[str, Decision] = field(default_factory=dict)
+
+    @property
+    def gpu(self) -> GpuSpec:
+        """The GPU planned for; only where `device` is "cuda"."""
+        assert self.hardware.gpu is not None, f"planning for {self.device}"
+        return self.hardware.gpu
+
+    @property
+    def cpu(self) -> CpuSpec:
+        """The host planned for; only where `device` is "cpu"."""
+        assert self.hardware.cpu is not None, f"planning for {self.device}"
+        return self.hardware.cpu
+
+    @property
+    def profile_origin(self) -> str:
+        """How `Decision.wish_origin` names the profile."""
+        return f"profile {self.profile.name}"
+
+    def section(self, pass_name: str) -> Any:
+        """Return the profile's section of one pass."""
+        return getattr(self.profile.passes, pass_name)
+
+    def wish(self, pass_name: str) -> WishWithOrigin:
+        """Return what is asked of a pass: by flag if there is one, else by the profile."""
+        if pass_name in self.wishes:
+            return self.wishes[pass_name]
+        return Wish(self.section(pass_name).mode), self.profile_origin
+
+    def setting(self, pass_name: str, setting: str) -> WishWithOrigin:
+        """Return what is asked of an auto/on/off setting: by flag if there is one, else by the profile."""
+        key = f"{pass_name}.{setting}"
+        if key in self.wishes:
+            return self.wishes[key]
+        return Wish(getattr(self.section(pass_name), setting)), self.profile_origin
+
+    def is_required(self, pass_name: str) -> bool:
+        """Whether the plan may not do without this pass."""
+        return pass_name in self.required or self.section(pass_name).required
+
+    def pinned_integer(self, flag: str) -> int | None:
+        """Return the whole number the user gave for a vLLM flag, None when it is not given.
+
+        Raises:
+            InputError: it is not a whole number of at least 1.
+        """
+        if flag not in self.pinned:
+            return None
+        number = read_integer(self.pinned[flag], flag=flag)
+        if number < 1:
+            raise InputError(f"{flag}: got {number}, expected at least 1")
+        return number
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Devices that share each layer, as decided by the parallelism pass."""
+        return self.decided["parallelism"].params["tensor_parallel_size"]
+
+    @property
+    def expert_parallel(self) -> bool:
+        """Whether experts are divided whole, as decided by the parallelism pass."""
+        return self.decided["parallelism"].params["expert_parallel"]
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the attention part, as decided by the parallelism pass."""
+        return self.decided["parallelism"].params["data_parallel_size"]
+
+    @property
+    def gpu_memory_utilization(self) -> float:
+        """Share of a device's memory for the server: the user's vLLM argument, else the profile's.
+
+        Raises:
+            InputError: the user's value is not a number in (0, 1].
+        """
+        flag = "--gpu-memory-utilization"
+        if flag not in self.pinned:
+            return self.profile.gpu_memory_utilization
+        try:
+            share = float(self.pinned[flag])
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise InputError(f"{flag}: got {self.pinned[flag]!r:.80}, expected a number above 0 and at most 1")
+        return share
+
+    def memory_request(self, **changes: Any) -> MemoryRequest:
+        """Return a MemoryRequest for this model and machine: one device, one token a sequence, and `changes`."""
+        devices = changes.get("num_devices", 1)
+        # The processes of the CPU build share one memory.
+        device_bytes = int(self.gpu.memory.value) if self.device == "cuda" else int(self.cpu.memory.value) // devices
+        defaults: dict[str, Any] = {
+            "model": self._model_as_served(),
+            "device_bytes": device_bytes,
+            "num_devices": 1,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": self.workload.batch_size,
+            "max_model_len": None,
+            "cuda_graphs": self.device == "cuda",
+            "device": self.device,
+        }
+        return MemoryRequest(**(defaults | changes))
+
+    def _model_as_served(self) -> ModelSpec:
+        """Return the model with its weights in `dtype`; a quantised checkpoint keeps its bytes."""
+        if self.model.quant_method is not None or self.dtype == self.model.dtype:
+            return self.model
+        scale = _DTYPE_BYTES[self.dtype] / _DTYPE_BYTES[self.model.dtype]
+        return dataclasses.replace(
+            self.model,
+            dtype=self.dtype,
+            weight_bytes=round(self.model.weight_bytes * scale),
+            expert_weight_bytes=round(self.model.expert_weight_bytes * scale),
+        )
+
+    def memory_terms(self, kv_bits: int) -> dict[str, Any]:
+        """Return what a MemoryRequest takes from the decisions on parallelism, scheduler and graph capture."""
+        scheduler = self.decided["scheduler"].params
+        return {
+            "num_devices": self.tensor_parallel_size,
+            "expert_parallel": self.expert_parallel,
+            "max_num_batched_tokens": scheduler["max_num_batched_tokens"],
+            "max_num_seqs": scheduler["max_num_seqs"],
+            "kv_bits": kv_bits,
+            "cuda_graphs": self.decided["graph_capture"].status is Status.ON,
+        }
+
+    def memory(self, **changes: Any) -> MemoryPlan:
+        """Return the memory of the fullest device; see `memory_request`."""
+        return plan_memory(self.memory_request(**changes))
+
+
+class OptimizationPass(ABC):
+    """One optimization as a decision.
+
+    Lifecycle: a pass is created once and holds no state. For each plan, in the order of the registry,
+    `decide` asks in turn
+      1. is it wished? off -> `when_off`, status OFF;
+      2. `supported`: can this model on this machine with this vLLM do it at all?
+         no -> REFUSED when it was asked for by name (mode on), OFF when it was only auto, with the reason;
+      3. `choose`: the decision itself; UNAVAILABLE where this version lacks the part that applies it.
+    A pass reads its context and returns a Decision. It applies nothing, and it does not know other passes
+    except through `PlanContext.decided`.
+    """
+
+    name: ClassVar[str]
+    """The pass's name in profiles, plans and proofs."""
+    flag: ClassVar[str]
+    """--enable-<flag> and --disable-<flag>."""
+    title: ClassVar[str]
+    """What it does, for --help: a few words."""
+    setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    """Further --enable-/--disable- flags: flag -> (setting of this pass's section, title)."""
+
+    @abstractmethod
+    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+        """Return whether model, machine and vLLM allow it; when not, the reason with what is there and needed."""
+
+    def gain(self, ctx: PlanContext) -> Gain | None:  # noqa: ARG002 - most passes claim nothing
+        """Return the expected gain against stock vLLM, None when nothing is claimed."""
+        return None
+
+    @abstractmethod
+    def choose(self, ctx: PlanContext) -> Decision:
+        """Return the decision for a pass that is wished or auto, and supported."""
+
+    def when_off(self, ctx: PlanContext, reason: str) -> Decision:
+        """Return the decision for a pass that is not used; override where off needs flags too."""
+        return self.decision(ctx, Status.OFF, "off", reason, Applier.NONE)
+
+    def decide(self, ctx: PlanContext) -> Decision:
+        """Return this pass's decision (see the class docstring)."""
+        wish, origin = ctx.wish(self.name)
+        if wish is Wish.OFF:
+            return self.when_off(ctx, f"switched off by {origin}")
+        allowed, reason = self.supported(ctx)
+        if not allowed:
+            return self.refused(ctx, reason)
+        return self.choose(ctx)
+
+    def refused(self, ctx: PlanContext, reason: str) -> Decision:
+        """Return the decision for a pass that cannot be done here."""
+        wish, _ = ctx.wish(self.name)
+        if wish is not Wish.ON:
+            return self.when_off(ctx, reason)
+        return self.decision(ctx, Status.REFUSED, "refused", reason, Applier.NONE)
+
+    def unavailable(self, ctx: PlanContext, lacking: str) -> Decision:
+        """Return the decision for a pass that a later version will apply."""
+        reason = f"{NOT_AVAILABLE}: {lacking}"
+        return self.decision(ctx, Status.UNAVAILABLE, "not available", reason, Applier.NONE, gain=self.gain(ctx))
+
+    def decision(
+        self, ctx: PlanContext, status: Status, value: str, reason: str, applier: Applier, **fields: Any
+    ) -> Decision:
+        """Return a Decision of this pass with wish, origin and required filled in."""
+        wish, origin = ctx.wish(self.name)
+        return Decision(
+            pass_name=self.name,
+            wish=wish,
+            wish_origin=origin,
+            status=status,
+            value=value,
+            reason=reason,
+            applier=applier,
+            required=fields.pop("required", ctx.is_required(self.name)),
+            **fields,
+        )

@@ -1,0 +1,167 @@
+"""The key/value cache: element type, how much of it, and the longest sequence it allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+from moe_optimizer.costs.memory import sequence_kv_bytes
+from moe_optimizer.passes.base import NOT_AVAILABLE, OptimizationPass, PlanContext
+from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.specs.quantity import Quantity, Source
+
+_FP8_WORDS = ("fp8", "fp8_e4m3", "fp8_e5m2")
+_GIB = 2**30
+_LENGTH_MARGIN = 0.9
+"""Chosen: the activation and workspace terms are estimates of about a tenth of the budget."""
+_LENGTH_STEP = 128
+"""vLLM's largest usual cache block, in tokens."""
+
+
+class KvCache(OptimizationPass):
+    """FP8 cache elements where they are asked for, and the sequence length that the cache really holds.
+
+    An FP8 cache holds twice the tokens and changes the output slightly; no quality gate has judged it in this
+    version, so only the aggressive profile or a flag asks for it. Tiering cold blocks to host memory is not
+    available yet. Whatever the wish, the pass works out how long a sequence may be, and on the CPU build how
+    much memory the cache takes, for the planner. Limits: latent (MLA) and hybrid caches keep their type.
+    """
+
+    name = "kv_cache"
+    flag = "kv-cache"
+    title = "FP8 key/value cache"
+    setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "kv-tiering": ("tiering", "move cold cache blocks to host memory")
+    }
+
+    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+        """FP8 needs an attention kind and a device that take it."""
+        if not _fp8_asked(ctx):
+            return True, ""
+        return _fp8_possible(ctx)
+
+    def when_off(self, ctx: PlanContext, reason: str) -> Decision:
+        """Return the model's own type, with the sizes the planner needs."""
+        return self._sized(ctx, Status.OFF, "auto", reason)
+
+    def refused(self, ctx: PlanContext, reason: str) -> Decision:
+        """Return the model's own type when FP8 was asked for by name and cannot be."""
+        if ctx.wish(self.name)[0] is not Wish.ON:
+            return self.when_off(ctx, f"FP8 asked for by {ctx.profile_origin}, but {reason}")
+        return self._sized(ctx, Status.REFUSED, "auto", reason)
+
+    def choose(self, ctx: PlanContext) -> Decision:
+        """Return the cache's type."""
+        pinned = ctx.pinned.get("--kv-cache-dtype")
+        if pinned is not None:
+            status = Status.ON if pinned != "auto" else Status.OFF
+            return self._sized(ctx, status, pinned, f"--kv-cache-dtype {pinned} is given after --")
+        if not _fp8_asked(ctx):
+            return self.when_off(ctx, f"{ctx.profile_origin} keeps the model's own type")
+        reason = "FP8 elements hold twice the tokens; the output changes slightly, and no quality gate has judged it"
+        return self._sized(ctx, Status.ON, "fp8", reason)
+
+    def _sized(self, ctx: PlanContext, status: Status, dtype: str, reason: str) -> Decision:
+        bits = kv_bits(ctx, dtype)
+        wanted, length = _lengths(ctx, bits)
+        cache_gib = _host_cache_gib(ctx, bits, length) if ctx.device == "cpu" else None
+        tiering, warnings = _tiering(ctx)
+        fp8 = status is Status.ON and dtype in _FP8_WORDS
+        return self.decision(
+            ctx,
+            status,
+            f"{dtype if dtype != 'auto' else ctx.dtype} cache",
+            reason,
+            Applier.FLAGS if status is Status.ON else Applier.NONE,
+            rejected={"tiering": tiering},
+            gain=_fp8_gain(ctx) if fp8 else None,
+            vllm_args=("--kv-cache-dtype", dtype) if status is Status.ON else (),
+            params={
+                "dtype": dtype,
+                "kv_bits": bits,
+                "wanted_model_len": wanted,
+                "max_model_len": length,
+                "host_cache_gib": cache_gib,
+            },
+            warnings=warnings,
+        )
+
+
+def kv_bits(ctx: PlanContext, dtype: str) -> int:
+    """Return the bits of one cache element of vLLM's cache type `dtype`."""
+    if dtype in ("auto", ctx.dtype):
+        return 32 if ctx.dtype == "float32" else 16
+    return 8 if dtype in _FP8_WORDS else 16
+
+
+def _fp8_asked(ctx: PlanContext) -> bool:
+    if "--kv-cache-dtype" in ctx.pinned:
+        return False
+    # A flag asks by name; in a profile `on` still follows the section's dtype.
+    wish, origin = ctx.wish("kv_cache")
+    return ctx.profile.passes.kv_cache.dtype == "fp8" or (wish is Wish.ON and origin != ctx.profile_origin)
+
+
+def _fp8_possible(ctx: PlanContext) -> tuple[bool, str]:
+    kind = ctx.model.attention.kind
+    if kind not in ("mha", "gqa"):
+        return False, f"{kind} attention keeps its own cache type here"
+    if ctx.device == "cuda" and not ctx.gpu.supports("fp8"):
+        major, minor = ctx.gpu.compute_capability
+        return False, f"needs FP8 matrix units (sm_89 or later), found sm_{major}{minor}"
+    return True, ""
+
+
+def _lengths(ctx: PlanContext, bits: int) -> tuple[int | None, int | None]:
+    """Return the longest sequence that is wished for, and of it what fits; None: unknown, left to vLLM."""
+    request = ctx.memory_request(**ctx.memory_terms(bits))
+    wanted = ctx.workload.max_model_len or ctx.model.max_position or None
+    room = _room(ctx, bits)
+    if wanted is None or sequence_kv_bytes(request, wanted) <= room:
+        return wanted, wanted
+    low, high = 0, wanted  # [low, high): low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if sequence_kv_bytes(request, middle) <= room:
+            low = middle
+        else:
+            high = middle
+    # vLLM does not start when the length misses the cache by a token, and the room is an estimate.
+    length = int(low * _LENGTH_MARGIN)
+    return wanted, max(1, length - length % _LENGTH_STEP or length)
+
+
+def _room(ctx: PlanContext, bits: int) -> int:
+    """Return the cache bytes of one device; on the CPU build in whole GiB, as it takes them."""
+    available = ctx.memory(**ctx.memory_terms(bits)).kv_cache_bytes
+    return available // _GIB * _GIB if ctx.device == "cpu" else available
+
+
+def _host_cache_gib(ctx: PlanContext, bits: int, length: int | None) -> int:
+    """Return the GiB of cache of one CPU worker: what the workload needs, in whole GiB, at most what is there.
+
+    Host memory is shared with everything else on the machine, so the cache does not take all that is left.
+    """
+    request = ctx.memory_request(**ctx.memory_terms(bits))
+    tokens = ctx.workload.input_tokens + ctx.workload.output_tokens
+    if length is not None:
+        tokens = min(tokens, length)
+    needed = max(
+        ctx.workload.batch_size * sequence_kv_bytes(request, tokens), sequence_kv_bytes(request, length or tokens)
+    )
+    return max(1, min(math.ceil(needed / _GIB), _room(ctx, bits) // _GIB))
+
+
+def _tiering(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:
+    wish, origin = ctx.setting("kv_cache", "tiering")
+    reason = "vLLM moves cache blocks on CUDA only" if ctx.device == "cpu" else NOT_AVAILABLE
+    return reason, ((f"kv tiering ({origin}): {reason}",) if wish is Wish.ON else ())
+
+
+def _fp8_gain(ctx: PlanContext) -> Gain:
+    before = 32 if ctx.dtype == "float32" else 16
+    return Gain(
+        metric="tokens the cache holds per byte",
+        ratio=Quantity(before / 8, "ratio", Source.MODELLED, f"{before} bits / 8 bits an element, scales left out"),
+    )

@@ -1,0 +1,257 @@
+"""Tensor, expert and data parallelism for the GPUs at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from moe_optimizer.costs.weights import FP8_BLOCK, splits_over
+from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.passes.base import OptimizationPass, PlanContext
+from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.specs.model import ModelSpec
+
+
+class Parallelism(OptimizationPass):
+    """How many devices share the model, and how.
+
+    Tensor parallel (TP): every layer is cut into slices, one for each device; all work on the same request.
+    Expert parallel (EP): as TP, but each device holds whole experts instead of a slice of every expert.
+    Data parallel (DP): copies of the attention part take different requests; the experts are shared.
+
+    The plan takes the largest TP that the model's heads allow, EP only where a slice of an expert cannot be
+    formed or it is asked for, DP only when asked for.
+    """
+
+    name = "parallelism"
+    flag = "parallelism"
+    title = "split the model over the GPUs (TP, EP, DP)"
+    setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "expert-parallel": ("expert_parallel", "whole experts on each GPU instead of slices (EP)")
+    }
+
+    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+        """One device needs no split; more are supported where the model divides."""
+        if _asked_size(ctx) in (None, 1) and _asked_data_parallel(ctx) == 1 and _device_limit(ctx) == 1:
+            kind = "GPU" if ctx.device == "cuda" else "CPU process"
+            return False, f"one {kind}: nothing to split"
+        return True, ""
+
+    def when_off(self, ctx: PlanContext, reason: str) -> Decision:
+        """Return the decision for one device."""
+        return self.decision(
+            ctx, Status.OFF, "TP=1", reason, Applier.NONE, params=_params(1, 1, False), warnings=_ignored_wishes(ctx)
+        )
+
+    def choose(self, ctx: PlanContext) -> Decision:
+        """Return the split over the devices of the context.
+
+        Raises:
+            UnsupportedError: a size that was asked for exceeds the devices or does not divide the model.
+        """
+        data_parallel = _asked_data_parallel(ctx)
+        limit = _device_limit(ctx)
+        size = _asked_size(ctx)
+        if size is not None:
+            _check_asked(ctx, size, data_parallel, limit)
+        else:
+            size = max(1, limit // data_parallel)
+            while size > 1 and not _splits(ctx, size, data_parallel)[0]:
+                size -= 1
+        expert_parallel, expert_reason, warnings = _expert_parallel(ctx, size, data_parallel)
+        unused = limit - size * data_parallel if ctx.device == "cuda" else 0
+        rejected = _rejected(ctx, limit // data_parallel, size, data_parallel)
+        if not expert_parallel:
+            rejected["EP"] = expert_reason
+        if unused:
+            why = "; ".join(rejected.values())
+            warnings += (f"{unused} of {limit} GPUs stay unused: TP={size} is the most that fits ({why})",)
+        reason = _in_words(ctx, size, data_parallel, expert_parallel)
+        if expert_parallel:
+            reason = f"{reason}; {expert_reason}"
+        if size * data_parallel == 1:
+            return self.decision(
+                ctx,
+                Status.OFF,
+                "TP=1",
+                reason,
+                Applier.NONE,
+                params=_params(1, 1, False),
+                rejected=rejected,
+                warnings=warnings,
+            )
+        return self.decision(
+            ctx,
+            Status.ON,
+            _value(size, data_parallel, expert_parallel),
+            reason,
+            Applier.FLAGS,
+            rejected=rejected,
+            gain=self.gain(ctx),
+            vllm_args=_vllm_args(size, data_parallel, expert_parallel),
+            env=_environment(ctx, size * data_parallel),
+            params=_params(size, data_parallel, expert_parallel),
+            warnings=warnings,
+        )
+
+    def gain(self, ctx: PlanContext) -> Gain | None:  # noqa: ARG002
+        """Claim nothing: what a split gains depends on the link, which only a measurement shows."""
+        return None
+
+
+def _device_limit(ctx: PlanContext) -> int:
+    """Return how many devices there are: GPUs, or on the CPU the cores, one process each at the least."""
+    return ctx.num_gpus if ctx.device == "cuda" else 1
+
+
+def _asked_size(ctx: PlanContext) -> int | None:
+    pinned = ctx.pinned_integer("--tensor-parallel-size")
+    return pinned if pinned is not None else ctx.profile.passes.parallelism.tensor_parallel_size
+
+
+def _asked_data_parallel(ctx: PlanContext) -> int:
+    pinned = ctx.pinned_integer("--data-parallel-size")
+    return pinned or ctx.profile.passes.parallelism.data_parallel_size or 1
+
+
+def _check_asked(ctx: PlanContext, size: int, data_parallel: int, limit: int) -> None:
+    available = limit if ctx.device == "cuda" else ctx.cpu.cores
+    unit = "GPUs" if ctx.device == "cuda" else "CPU cores"
+    if size * data_parallel > available:
+        raise UnsupportedError(
+            f"tensor parallel size {size} x data parallel size {data_parallel}: got {size * data_parallel} devices, "
+            f"expected at most {available} {unit}"
+        )
+    splits, why = _splits(ctx, size, data_parallel)
+    if not splits:
+        raise UnsupportedError(f"tensor parallel size {size}: {ctx.model.name} does not split: {why}")
+
+
+def _splits(ctx: PlanContext, size: int, data_parallel: int) -> tuple[bool, str]:
+    """Return whether the model splits over `size` devices, with EP where a slice of an expert cannot be formed."""
+    splits, why = _slices(ctx.model, size)
+    if splits:
+        return True, ""
+    whole, whole_why = splits_over(ctx.model, size, expert_parallel=True)
+    if not whole:
+        return False, whole_why
+    possible, no_experts = _experts_divide(ctx, size * data_parallel)
+    return possible, f"{why}; {no_experts}"
+
+
+def _slices(model: ModelSpec, size: int) -> tuple[bool, str]:
+    """Return whether every layer can be sliced `size` ways without EP."""
+    splits, why = splits_over(model, size, expert_parallel=False)
+    if not splits:
+        return False, why
+    width = model.moe_intermediate_size // size
+    if size > 1 and model.is_moe and model.quant_method == "fp8" and width % FP8_BLOCK:
+        return False, f"expert width {model.moe_intermediate_size} / {size} is not a whole number of FP8 blocks of 128"
+    return True, ""
+
+
+def _experts_divide(ctx: PlanContext, devices: int) -> tuple[bool, str]:
+    """Return whether whole experts can be divided over `devices`."""
+    model = ctx.model
+    if not model.is_moe:
+        return False, "the model has no experts"
+    if devices == 1:
+        return False, "one device holds all experts"
+    if model.num_experts % devices:
+        return False, f"{model.num_experts} experts do not divide by {devices}"
+    if ctx.device == "cpu":
+        if "fused_experts" not in ctx.software.kernels.cpu_ops:
+            return False, "vLLM's own CPU expert kernel ignores the expert map, and ours is not built"
+        if ctx.wish("flash_dmoe")[0] is Wish.OFF:
+            return False, "vLLM's own CPU expert kernel ignores the expert map, and flash_dmoe is off"
+    return True, ""
+
+
+def _expert_parallel(ctx: PlanContext, size: int, data_parallel: int) -> tuple[bool, str, tuple[str, ...]]:
+    """Return whether EP is on, why or why not, and warnings."""
+    wish, origin = _expert_wish(ctx)
+    possible, why_not = _experts_divide(ctx, size * data_parallel)
+    sliced, no_slices = _slices(ctx.model, size)
+    if wish is Wish.ON:
+        if possible:
+            return True, f"EP asked for by {origin}", ()
+        return False, why_not, (f"expert parallelism refused ({origin}): {why_not}",)
+    if not possible:
+        return False, why_not, ()
+    if not sliced:
+        return True, f"EP because {no_slices}", ()
+    if data_parallel > 1 and wish is Wish.AUTO:
+        return True, "EP so that the data parallel copies share one set of experts", ()
+    return False, "slices divide evenly, so every GPU has the same work whatever the routing", ()
+
+
+def _expert_wish(ctx: PlanContext) -> tuple[Wish, str]:
+    if "--enable-expert-parallel" in ctx.pinned:
+        negated = ctx.pinned["--enable-expert-parallel"] == "false"
+        return (Wish.OFF if negated else Wish.ON), "--enable-expert-parallel after --"
+    return ctx.setting("parallelism", "expert_parallel")
+
+
+def _ignored_wishes(ctx: PlanContext) -> tuple[str, ...]:
+    wish, origin = _expert_wish(ctx)
+    return (f"expert parallelism refused ({origin}): one device holds all experts",) if wish is Wish.ON else ()
+
+
+def _rejected(ctx: PlanContext, most: int, size: int, data_parallel: int) -> dict[str, str]:
+    """Return the next larger power-of-two or full size that was passed over, with its reason."""
+    for larger in range(most, size, -1):
+        splits, why = _splits(ctx, larger, data_parallel)
+        if not splits:
+            return {f"TP={larger}": why}
+    return {}
+
+
+def _in_words(ctx: PlanContext, size: int, data_parallel: int, expert_parallel: bool) -> str:
+    unit = "GPU" if ctx.device == "cuda" else "process"
+    units = "GPUs" if ctx.device == "cuda" else "processes"
+    if size * data_parallel == 1:
+        return f"one {unit} holds the whole model"
+    words = []
+    if size > 1:
+        words.append(f"every layer is cut into {size} slices, one per {unit}")
+    if data_parallel > 1:
+        words.append(f"{data_parallel} copies of the attention part take different requests")
+    if expert_parallel:
+        devices = size * data_parallel
+        words.append(f"each of {devices} {units} holds {ctx.model.num_experts // devices} whole experts a layer")
+    return "; ".join(words)
+
+
+def _value(size: int, data_parallel: int, expert_parallel: bool) -> str:
+    parts = [f"TP={size}"]
+    if data_parallel > 1:
+        parts.append(f"DP={data_parallel}")
+    if expert_parallel:
+        parts.append(f"EP={size * data_parallel}")
+    return " ".join(parts)
+
+
+def _vllm_args(size: int, data_parallel: int, expert_parallel: bool) -> tuple[str, ...]:
+    arguments: list[str] = []
+    if size > 1:
+        arguments += ["--tensor-parallel-size", str(size)]
+    if data_parallel > 1:
+        arguments += ["--data-parallel-size", str(data_parallel)]
+    if expert_parallel:
+        arguments += ["--enable-expert-parallel"]
+    return tuple(arguments)
+
+
+def _environment(ctx: PlanContext, processes: int) -> dict[str, str]:
+    """Return the core lists of the CPU workers: vLLM's automatic binding wants one NUMA node for each."""
+    if ctx.device == "cuda":
+        return {}
+    each, left = divmod(ctx.cpu.cores, processes)
+    starts = [index * each + min(index, left) for index in range(processes + 1)]
+    ranges = [str(first) if end - first == 1 else f"{first}-{end - 1}" for first, end in pairwise(starts)]
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(ranges)}
+
+
+def _params(size: int, data_parallel: int, expert_parallel: bool) -> dict[str, Any]:
+    return {"tensor_parallel_size": size, "data_parallel_size": data_parallel, "expert_parallel": expert_parallel}

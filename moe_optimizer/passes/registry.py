@@ -1,0 +1,122 @@
+"""All passes in planning order, and the flags that switch them. Passes are imported when first asked for."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.passes.base import OptimizationPass, WishWithOrigin
+from moe_optimizer.plan.decision import Wish
+
+# In planning order: a pass may look only at the decisions of those before it.
+_PASSES = (
+    ("parallelism", "Parallelism"),
+    ("fp8", "Fp8"),
+    ("sparsity_24", "Sparsity24"),
+    ("flash_dmoe", "FlashDmoe"),
+    ("expert_placement", "ExpertPlacement"),
+    ("tuned_configs", "TunedConfigs"),
+    ("graph_capture", "GraphCapture"),
+    ("scheduler", "Scheduler"),
+    ("kv_cache", "KvCache"),
+    ("disaggregation", "Disaggregation"),
+    ("dual_batch_overlap", "DualBatchOverlap"),
+)
+PASS_NAMES = tuple(name for name, _ in _PASSES)
+
+_CONTRADICTIONS = {
+    ("fp8", "sparsity_24"): "the experts are either pruned or quantised",
+}
+"""Pairs of passes that may not both be asked for by flag, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """One pair of flags, --enable-<flag> and --disable-<flag>."""
+
+    flag: str
+    key: str
+    """What it sets in `wishes`: a pass's name, or "pass.setting"."""
+    title: str
+
+    @property
+    def pass_name(self) -> str:
+        """The pass it belongs to."""
+        return self.key.partition(".")[0]
+
+
+@cache
+def all_passes() -> tuple[OptimizationPass, ...]:
+    """Return one instance of every pass, in planning order."""
+    return tuple(getattr(importlib.import_module(f"moe_optimizer.passes.{module}"), name)() for module, name in _PASSES)
+
+
+@cache
+def switches() -> tuple[Switch, ...]:
+    """Return every pair of flags, those of a pass before those of its settings."""
+    found: list[Switch] = []
+    for each in all_passes():
+        found.append(Switch(flag=each.flag, key=each.name, title=each.title))
+        for flag, (setting, title) in each.setting_flags.items():
+            found.append(Switch(flag=flag, key=f"{each.name}.{setting}", title=title))
+    return tuple(found)
+
+
+def pass_named(text: str) -> str:
+    """Return the name of the pass that a user calls `text` (its name or flag, dashes or underscores).
+
+    Raises:
+        InputError: there is none.
+    """
+    wanted = text.strip().lower().replace("_", "-")
+    for each in all_passes():
+        if wanted in (each.flag, each.name.replace("_", "-")):
+            return each.name
+    flags = [each.flag for each in all_passes()]
+    close = difflib.get_close_matches(wanted, flags, n=1)
+    raise InputError(
+        f"optimization: got {text!r:.80}, expected one of {', '.join(flags)}",
+        hint=f"did you mean `{close[0]}`?" if close else None,
+    )
+
+
+def resolve_wishes(enabled: Iterable[str], disabled: Iterable[str]) -> Mapping[str, WishWithOrigin]:
+    """Return the wishes of the flags that were given.
+
+    Args:
+        enabled: the X of every --enable-X.
+        disabled: the X of every --disable-X.
+
+    Raises:
+        InputError: an unknown X, or two flags that contradict each other; the message names both.
+    """
+    on = {switch.key: f"--enable-{switch.flag}" for switch in map(_switch, enabled)}
+    off = {switch.key: f"--disable-{switch.flag}" for switch in map(_switch, disabled)}
+    for key, flag in on.items():
+        if key in off:
+            raise InputError(f"{flag} and {off[key]} contradict each other", hint="give one of them")
+        owner = key.partition(".")[0]
+        if owner in off and owner != key:
+            raise InputError(f"{flag} and {off[owner]} contradict each other: the one is a part of the other")
+    for (first, second), why in _CONTRADICTIONS.items():
+        if first in on and second in on:
+            raise InputError(f"{on[first]} and {on[second]} contradict each other: {why}", hint="give one of them")
+    return {key: (Wish.ON, f"flag {flag}") for key, flag in on.items()} | {
+        key: (Wish.OFF, f"flag {flag}") for key, flag in off.items()
+    }
+
+
+def _switch(flag: str) -> Switch:
+    for switch in switches():
+        if switch.flag == flag:
+            return switch
+    flags = [switch.flag for switch in switches()]
+    close = difflib.get_close_matches(flag, flags, n=1)
+    raise InputError(
+        f"--enable-{flag}: unknown optimization, expected one of {', '.join(flags)}",
+        hint=f"did you mean `{close[0]}`?" if close else None,
+    )

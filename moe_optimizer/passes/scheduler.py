@@ -1,0 +1,105 @@
+"""How many requests and tokens one step takes."""
+
+from __future__ import annotations
+
+from moe_optimizer.passes.base import OptimizationPass, PlanContext
+from moe_optimizer.plan.decision import Applier, Decision, Status
+
+_MOST_TOKENS = {"throughput": 16_384, "balanced": 8192, "interactivity": 4096}
+"""Chosen: vLLM's own default on 80 GB GPUs is 8192; throughput mode doubles it, interactivity halves it so
+that a long prompt does not hold up the running requests."""
+_MOST_TOKENS_CPU = 2048
+"""vLLM's own default for its CPU build."""
+_FEWEST_TOKENS = 1024
+_CACHE_SHARE = 1 / 8
+"""Chosen: larger steps may take at most this share of the cache that the smallest step would leave."""
+
+
+class Scheduler(OptimizationPass):
+    """max-num-seqs from the batch size, max-num-batched-tokens from memory, and vLLM's performance mode.
+
+    A step of T tokens needs activation memory for T tokens, which the cache then lacks. T is the largest
+    of the tried sizes that takes at most an eighth of the cache. Limits: activation memory is modelled.
+    """
+
+    name = "scheduler"
+    flag = "scheduler"
+    title = "requests and tokens in one step, from batch size and memory"
+
+    def supported(self, ctx: PlanContext) -> tuple[bool, str]:  # noqa: ARG002
+        """Every vLLM has these flags."""
+        return True, ""
+
+    def when_off(self, ctx: PlanContext, reason: str) -> Decision:
+        """Return vLLM's own defaults, as the memory plan needs to know them."""
+        tokens, sequences = _vllm_defaults(ctx)
+        tokens = ctx.pinned_integer("--max-num-batched-tokens") or tokens
+        sequences = ctx.pinned_integer("--max-num-seqs") or sequences
+        params = {"max_num_seqs": sequences, "max_num_batched_tokens": tokens}
+        return self.decision(ctx, Status.OFF, "vLLM's defaults", reason, Applier.NONE, params=params)
+
+    def choose(self, ctx: PlanContext) -> Decision:
+        """Return the sizes of one step."""
+        sequences = ctx.pinned_integer("--max-num-seqs") or ctx.workload.batch_size
+        tokens, reason, rejected = _batched_tokens(ctx, sequences)
+        mode = ctx.profile.performance
+        arguments = ["--max-num-seqs", str(sequences), "--max-num-batched-tokens", str(tokens)]
+        if mode != "balanced":
+            arguments += ["--performance-mode", mode]
+        return self.decision(
+            ctx,
+            Status.ON,
+            f"{sequences} requests, {tokens} tokens a step",
+            f"{sequences} requests from the batch size; {reason}; performance mode {mode}",
+            Applier.FLAGS,
+            rejected=rejected,
+            vllm_args=tuple(arguments),
+            params={"max_num_seqs": sequences, "max_num_batched_tokens": tokens},
+        )
+
+
+def _batched_tokens(ctx: PlanContext, sequences: int) -> tuple[int, str, dict[str, str]]:
+    """Return the tokens of a step, why, and the larger sizes that were passed over."""
+    pinned = ctx.pinned_integer("--max-num-batched-tokens")
+    if pinned is not None:
+        return pinned, "tokens given after --", {}
+    asked = ctx.profile.passes.scheduler.max_num_batched_tokens
+    if asked is not None:
+        return max(asked, sequences), f"tokens from {ctx.profile_origin}", {}
+    most = _MOST_TOKENS[ctx.profile.performance] if ctx.device == "cuda" else _MOST_TOKENS_CPU
+    # Every running request needs one token of a step.
+    fewest = max(_FEWEST_TOKENS, sequences)
+    smallest_leaves = _cache_bytes(ctx, fewest, sequences)
+    rejected: dict[str, str] = {}
+    tokens = most
+    while tokens > fewest:
+        leaves = _cache_bytes(ctx, tokens, sequences)
+        if smallest_leaves and leaves >= (1 - _CACHE_SHARE) * smallest_leaves:
+            break
+        share = 1 - leaves / smallest_leaves if smallest_leaves else 1.0
+        rejected[f"{tokens} tokens"] = f"would take {share:.0%} of the cache"
+        tokens //= 2
+    tokens = max(tokens, fewest)
+    return tokens, f"{tokens} tokens take at most an eighth of the cache", rejected
+
+
+def _cache_bytes(ctx: PlanContext, tokens: int, sequences: int) -> int:
+    return ctx.memory(
+        num_devices=ctx.tensor_parallel_size,
+        expert_parallel=ctx.expert_parallel,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=sequences,
+    ).kv_cache_bytes
+
+
+def _vllm_defaults(ctx: PlanContext) -> tuple[int, int]:
+    """Return vLLM's own tokens and requests of a step for its API server, by device memory."""
+    if ctx.device == "cpu":
+        processes = ctx.tensor_parallel_size
+        return 2048 * processes, 128 * processes
+    memory = ctx.gpu.memory.value
+    if memory >= 160 * 2**30:
+        return 16_384, 1024
+    if memory >= 70 * 2**30 and "a100" not in ctx.gpu.name.lower():
+        return 8192, 1024
+    return 2048, 256

