@@ -14,34 +14,22 @@ import typer
 from moe_optimizer.cli.near_match import did_you_mean
 from moe_optimizer.errors import InputError
 
-PASS_FLAGS: Mapping[str, str] = {
-    "flash-dmoe": "flash_dmoe",
-    "fp8": "fp8",
-    "expert-placement": "expert_placement",
-    "tuned-configs": "tuned_configs",
-    "parallelism": "parallelism",
-    "graph-capture": "graph_capture",
-    "kv-tiering": "kv_cache",
-    "disaggregation": "disaggregation",
-    "dual-batch-overlap": "dual_batch_overlap",
-    "sparsity": "sparsity_24",
-    "scheduler": "scheduler",
+SWITCHES: Mapping[str, str] = {
+    "parallelism": "split the model over the GPUs (TP, EP, DP)",
+    "expert-parallel": "whole experts on each GPU instead of slices (EP)",
+    "fp8": "FP8 weights",
+    "sparsity": "2:4 sparse experts",
+    "flash-dmoe": "our expert kernel instead of vLLM's",
+    "expert-placement": "place and replicate experts by their load",
+    "tuned-configs": "find the tuned Triton MoE configuration",
+    "graph-capture": "CUDA graphs and compilation (off: eager execution)",
+    "scheduler": "requests and tokens in one step, from batch size and memory",
+    "kv-cache": "FP8 key/value cache",
+    "kv-tiering": "move cold cache blocks to host memory",
+    "disaggregation": "separate servers for prefill and decode",
+    "dual-batch-overlap": "overlap expert exchange with computation",
 }
-"""X of --enable-X -> name of the pass. Written out, because asking the passes would slow --help down."""
-
-_PASS_HELP = {
-    "flash-dmoe": "Our expert kernels in place of vLLM's.",
-    "fp8": "8-bit weights of experts and linears.",
-    "expert-placement": "Experts on GPUs by measured load, busy ones replicated.",
-    "tuned-configs": "Tuned Triton configurations where vLLM has none.",
-    "parallelism": "Split over several GPUs.",
-    "graph-capture": "CUDA graphs and compilation.",
-    "kv-tiering": "Cold KV cache blocks in host memory.",
-    "disaggregation": "Prefill and decode in separate servers.",
-    "dual-batch-overlap": "Communication of one half batch behind the other's computation.",
-    "sparsity": "Experts pruned to two of four weights.",
-    "scheduler": "Step size from the batch size.",
-}
+"""X of --enable-X and --disable-X -> what it does. Written out, because asking the passes would slow --help down."""
 
 ENGINES = ("vllm", "embedded")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
@@ -267,7 +255,7 @@ def takes(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable[
     """Give a command function the signature that `kind` declares; it is called with one `kind`.
 
     A field without a typer annotation is not an option of its own: `switches` becomes a pair --enable-X/--disable-X
-    for each pass, `vllm_args` receives what followed `--`.
+    for each of SWITCHES, `vllm_args` receives what followed `--`.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
     fields = dataclasses.fields(kind)
@@ -276,13 +264,13 @@ def takes(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable[
     common = {f.name: parameters.pop(f.name) for f in dataclasses.fields(CommonOptions)}
     has_switches = any(f.name == "switches" for f in fields)
     if has_switches:
-        parameters |= {_switch_field(flag): (_switch_type(flag), None) for flag in PASS_FLAGS}
+        parameters |= {_switch_field(flag): (_switch_type(flag), None) for flag in SWITCHES}
     parameters |= common
 
     def decorate(function: Callable[[Options], int]) -> Callable[..., int]:
         def command(context: typer.Context, **values: Any) -> int:
             if has_switches:
-                given = {flag: values.pop(_switch_field(flag)) for flag in PASS_FLAGS}
+                given = {flag: values.pop(_switch_field(flag)) for flag in SWITCHES}
                 values["switches"] = {flag: value for flag, value in given.items() if value is not None}
                 values["vllm_args"] = tuple(context.obj or ())
             return function(kind(**values))
@@ -314,7 +302,7 @@ def _switch_field(flag: str) -> str:
 
 def _switch_type(flag: str) -> Any:
     declaration = f"--enable-{flag}/--disable-{flag}"
-    return Annotated[bool | None, typer.Option(declaration, help=_PASS_HELP[flag])]
+    return Annotated[bool | None, typer.Option(declaration, help=SWITCHES[flag])]
 
 
 def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer import env
-from moe_optimizer.cli.near_match import did_you_mean
 from moe_optimizer.cli.options import (
     DEFAULT_HOST,
     DEFAULT_PORT,
     DEFAULT_PROFILE,
     DTYPES,
     ENGINES,
-    PASS_FLAGS,
     PlanOptions,
     check_choice,
 )
 from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.passes.registry import PASS_NAMES, pass_named, resolve_wishes
 from moe_optimizer.plan.decision import Wish
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class Settings:
 
     values: Mapping[str, Setting]
     wishes: Mapping[str, tuple[Wish, str]]
-    """Pass name -> what a flag or the environment asks, and who; absent where neither says anything."""
+    """Pass name, or "pass.setting" -> what a flag or the environment asks, and who; absent where neither does."""
     required: frozenset[str]
     """Names of the passes that must run."""
 
@@ -82,7 +81,7 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
         ),
         "vllm_args": _first((list(options.vllm_args) or None, "after --"), ([], "default")),
     }
-    required = frozenset(_pass_name(name) for name in options.require)
+    required = frozenset(pass_named(name) for name in options.require)
     return Settings(values, _wishes(options, environment, required), required)
 
 
@@ -93,31 +92,19 @@ def _first(*candidates: tuple[Any, str]) -> Setting:
     return Setting(None, "default")
 
 
-def _pass_name(text: str) -> str:
-    """The pass that `--require` names, by flag or by pass name."""
-    if text in PASS_FLAGS.values():
-        return text
-    if text not in PASS_FLAGS:
-        raise InputError(
-            f"--require: got {text!r}, expected one of {', '.join(PASS_FLAGS)}", hint=did_you_mean(text, PASS_FLAGS)
-        )
-    return PASS_FLAGS[text]
-
-
-def _wishes(options: PlanOptions, environment: Environment, required: Iterable[str]) -> dict[str, tuple[Wish, str]]:
-    flags = {name: flag for flag, name in PASS_FLAGS.items()}
+def _wishes(options: PlanOptions, environment: Environment, required: frozenset[str]) -> Mapping[str, tuple[Wish, str]]:
     if environment.disabled:
         wanted = [f"--enable-{flag}" for flag, on in options.switches.items() if on]
-        wanted += [f"--require {flags[name]}" for name in required]
+        wanted += [f"--require {name}" for name in options.require]
         if wanted:
             raise InputError(f"{wanted[0]} contradicts {env.DISABLE}=1 in the environment", hint=f"unset {env.DISABLE}")
-        return dict.fromkeys(PASS_FLAGS.values(), (Wish.OFF, f"environment {env.DISABLE}"))
-    wishes: dict[str, tuple[Wish, str]] = {}
-    for flag, enabled in options.switches.items():
-        switch = f"--{'enable' if enabled else 'disable'}-{flag}"
-        wishes[PASS_FLAGS[flag]] = (Wish.ON if enabled else Wish.OFF, f"flag {switch}")
+        return dict.fromkeys(PASS_NAMES, (Wish.OFF, f"environment {env.DISABLE}"))
+    wishes = resolve_wishes(
+        enabled=[flag for flag, on in options.switches.items() if on],
+        disabled=[flag for flag, on in options.switches.items() if not on],
+    )
     for name in required:
-        wish, origin = wishes.setdefault(name, (Wish.ON, f"flag --require {flags[name]}"))
+        wish, origin = wishes.get(name, (Wish.ON, ""))
         if wish is Wish.OFF:
-            raise InputError(f"--require {flags[name]} and {origin.removeprefix('flag ')} contradict each other")
+            raise InputError(f"--require {name} and {origin.removeprefix('flag ')} contradict each other")
     return wishes

@@ -39,7 +39,7 @@ def effective_settings(settings: Settings, profile: Profile) -> dict[str, Settin
         for name, setting in settings.values.items()
     } | stated
     for name, (wish, origin) in settings.wishes.items():
-        merged[f"passes.{name}.mode"] = Setting(wish.value, origin)
+        merged[f"passes.{name}" if "." in name else f"passes.{name}.mode"] = Setting(wish.value, origin)
     for name in settings.required:
         merged[f"passes.{name}.required"] = Setting(True, "flag --require")
     return merged

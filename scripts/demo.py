@@ -1,0 +1,190 @@
+"""The main job on the bundled model: plan, serve through vLLM with the plugin, ask, show the proof, stop.
+
+Uses the command a user would type, in a process of its own, and talks to it over HTTP only. Exits 0 when the
+server became ready, answered a completion and a streamed chat, and stopped cleanly; otherwise 1 with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "examples" / "tiny-moe"
+COMMAND = (sys.executable, str(ROOT / "run_optimizer.py"))
+HOST = "127.0.0.1"
+READY_TIMEOUT_S = 420.0
+"""vLLM's CPU build imports and compiles for about a minute on two cores; a busy machine takes several times that."""
+REQUEST_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 90.0
+PROMPT = "def __init__(self, name):"
+CHAT = [{"role": "user", "content": "Write a Python function that reads a file."}]
+
+
+class DemoError(Exception):
+    """A step of the demo did not do what it must."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default=str(MODEL), help="model folder (default: the bundled one)")
+    parser.add_argument("serve_args", nargs="*", help="more arguments of run_optimizer.py, after --")
+    options = parser.parse_args(arguments)
+    try:
+        _demo(options.model, options.serve_args)
+    except DemoError as error:
+        print(f"demo failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _demo(model: str, more: Sequence[str]) -> None:
+    port = _free_port()
+    serve = [*COMMAND, "--model", model, "--port", str(port), *more]
+    _heading("the plan")
+    if subprocess.run([*serve, "--dry-run"], check=False, timeout=60).returncode != 0:
+        raise DemoError("planning failed; the reason is above")
+    _heading("the server")
+    server = subprocess.Popen(serve, stdin=subprocess.DEVNULL)
+    try:
+        _wait_until_ready(server, port)
+        name = _served_model(port)
+        _heading("one completion")
+        _show_completion(port, name)
+        _heading("one streamed chat")
+        _show_chat(port, name)
+        _heading("stopping")
+        code = _stop(server)
+    finally:
+        _kill(server)
+    if code != 0:
+        raise DemoError(f"the server command ended with exit code {code}, expected 0")
+    print("\ndemo finished: served, answered, stopped")
+
+
+def _heading(text: str) -> None:
+    print(f"\n--- {text} ---", flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def _wait_until_ready(server: subprocess.Popen[bytes], port: int) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        code = server.poll()
+        if code is not None:
+            raise DemoError(f"the server command ended with exit code {code} before it was ready")
+        try:
+            if _get(port, "/health", timeout_s=5.0)[0] == http.client.OK:
+                return
+        except OSError:
+            pass
+        time.sleep(0.5)
+    raise DemoError(f"the server was not ready after {READY_TIMEOUT_S:g} s")
+
+
+def _get(port: int, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def _served_model(port: int) -> str:
+    status, body = _get(port, "/v1/models", timeout_s=REQUEST_TIMEOUT_S)
+    if status != http.client.OK:
+        raise DemoError(f"/v1/models: got status {status}")
+    return json.loads(body)["data"][0]["id"]
+
+
+def _show_completion(port: int, model: str) -> None:
+    request = {"model": model, "prompt": PROMPT, "max_tokens": 48, "temperature": 0}
+    answer = json.loads(b"".join(_post(port, "/v1/completions", request)))
+    text, usage = answer["choices"][0]["text"], answer["usage"]
+    if not text.strip() or usage["completion_tokens"] < 1:
+        raise DemoError(f"/v1/completions: an empty answer: {answer}")
+    print(PROMPT + text)
+    print(f"[{usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} completion tokens]")
+
+
+def _show_chat(port: int, model: str) -> None:
+    request = {"model": model, "messages": CHAT, "max_tokens": 48, "temperature": 0, "stream": True}
+    print(f"user: {CHAT[0]['content']}\nassistant: ", end="", flush=True)
+    chunks, text, ended = 0, "", False
+    for line in _post(port, "/v1/chat/completions", request):
+        data = line.strip().removeprefix(b"data: ")
+        if not data:
+            continue
+        if data == b"[DONE]":
+            ended = True
+            break
+        choices = json.loads(data)["choices"]
+        piece = choices[0]["delta"].get("content") or "" if choices else ""
+        print(piece, end="", flush=True)
+        text += piece
+        chunks += bool(piece)
+    print(f"\n[{chunks} chunks]")
+    if not text or chunks < 2 or not ended:
+        raise DemoError(f"/v1/chat/completions: {chunks} chunks, stream {'ended' if ended else 'cut off'}: {text!r}")
+
+
+def _post(port: int, path: str, request: dict[str, Any]) -> Iterator[bytes]:
+    """Send one request and yield the body's lines as they arrive.
+
+    Raises:
+        DemoError: the server refused it or closed the connection.
+    """
+    connection = http.client.HTTPConnection(HOST, port, timeout=REQUEST_TIMEOUT_S)
+    try:
+        connection.request("POST", path, json.dumps(request), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != http.client.OK:
+            raise DemoError(f"{path}: got status {response.status}: {response.read(500).decode(errors='replace')}")
+        yield from response
+    except (OSError, http.client.HTTPException) as error:
+        raise DemoError(f"{path}: {type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
+
+
+def _stop(server: subprocess.Popen[bytes]) -> int:
+    """Ask the command to stop as Ctrl-C does, and return its exit code."""
+    server.send_signal(signal.SIGINT)
+    try:
+        return server.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise DemoError(f"the server command did not stop within {STOP_TIMEOUT_S:g} s") from None
+
+
+def _kill(server: subprocess.Popen[bytes]) -> None:
+    """End the command if it still runs; it ends its own children when it is asked to terminate."""
+    if server.poll() is None:
+        server.terminate()
+        try:
+            server.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Running the real command the way a user does, and looking at everything it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_MARK = "MOE_TEST_MARK"
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended, with all that was seen of it."""
+
+    code: int
+    stdout: str
+    stderr: str
+    wall_s: float
+    left_running: tuple[int, ...]
+    """Processes it started that outlived it (ended by now)."""
+
+    @property
+    def first_line(self) -> str:
+        """The first line of stderr."""
+        return self.stderr.partition("\n")[0]
+
+    @property
+    def hints(self) -> list[str]:
+        """Every hint line of stderr."""
+        return [line for line in self.stderr.splitlines() if line.startswith("hint: ")]
+
+
+@pytest.fixture(scope="session")
+def run_command() -> Callable[..., Finished]:
+    """The function `run`: a fixture, because test modules cannot import each other."""
+    return run
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without the package's own variables, colours off, no network."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MOE_OPTIMIZER_")}
+    return kept | {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
+
+
+def run(
+    arguments: Sequence[str],
+    *,
+    cwd: Path,
+    program: Sequence[str] = (str(ROOT / "run_optimizer.py"),),
+    env: Mapping[str, str] | None = None,
+    interrupt_when: Callable[[list[int]], bool] | None = None,
+    memory_bytes: int | None = _GIB,
+    timeout_s: float = 30.0,
+) -> Finished:
+    """Run `python PROGRAM ARGUMENTS` in `cwd` to its end and report what happened.
+
+    Every descendant inherits a mark in its environment, so that one which outlives the command is found even
+    when it has moved to a session of its own.
+
+    Args:
+        interrupt_when: asked about ten times a second with the ids of all running descendants; once it says yes,
+            the command gets SIGINT.
+        memory_bytes: address space the command and its descendants may have; None: no limit. (The peak resident
+            size that wait4 reports cannot be used: it includes this process's own from before the exec.)
+    """
+    mark = uuid.uuid4().hex
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *program, *arguments],
+        cwd=cwd, env={**clean_environment(), **(env or {}), _MARK: mark}, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, encoding="utf-8", errors="replace",
+    )  # fmt: skip
+    if memory_bytes is not None:
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    deadline = start + timeout_s
+    while interrupt_when is not None and process.poll() is None and time.monotonic() < deadline:
+        if interrupt_when(_marked(mark)):
+            process.send_signal(signal.SIGINT)
+            break
+        time.sleep(0.1)
+    try:
+        stdout, stderr = process.communicate(timeout=deadline - time.monotonic())
+        left = _kill_marked(mark)
+    except subprocess.TimeoutExpired:
+        left = _kill_marked(mark)
+        stdout, stderr = process.communicate()
+    return Finished(process.returncode, stdout, stderr, time.monotonic() - start, tuple(left))
+
+
+def _kill_marked(mark: str) -> list[int]:
+    pids = _marked(mark)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return pids
+
+
+def _marked(mark: str) -> list[int]:
+    """Ids of running processes that carry the mark."""
+    needle = f"{_MARK}={mark}".encode()
+    pids = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if needle in (entry / "environ").read_bytes().split(b"\0"):
+                    pids.append(int(entry.name))
+            except OSError:
+                continue  # it ended, or belongs to somebody else
+    return pids

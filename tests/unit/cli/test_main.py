@@ -1,0 +1,84 @@
+"""Failures become exit codes: interrupts, closed pipes, system errors and our own bugs."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from moe_optimizer.cli import app
+from moe_optimizer.cli.main import INTERRUPTED, main
+from moe_optimizer.errors import DoesNotFitError, ExitCode, InputError, MoeOptimizerError, ServerFailedError
+
+
+@pytest.fixture(autouse=True)
+def _keep_signal_handler() -> Iterator[None]:
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def failing_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise error
+
+    monkeypatch.setattr(app, "_run", fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InputError("bad"), ExitCode.BAD_INPUT),
+        (DoesNotFitError("big"), ExitCode.UNSUPPORTED),
+        (ServerFailedError("dead"), ExitCode.SERVER_FAILED),
+    ],
+)
+def test_each_error_has_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: MoeOptimizerError, code: int
+) -> None:
+    failing_with(monkeypatch, error)
+    assert main(["plan"]) == code
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    failing_with(monkeypatch, KeyboardInterrupt())
+    assert main(["plan"]) == INTERRUPTED == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bug_is_one_line_and_a_hint_without_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_with(monkeypatch, KeyError("x"))
+    assert main(["plan"]) == ExitCode.BUG
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "error: internal error: KeyError: 'x'"
+    assert lines[2].startswith("hint: ")
+    assert "--verbose" in lines[2]
+    assert len(lines) == 3
+
+
+def test_verbose_adds_the_traceback_of_a_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_with(monkeypatch, KeyError("x"))
+    assert main(["plan", "--verbose"]) == ExitCode.BUG
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_verbose_among_vllms_arguments_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_with(monkeypatch, KeyError("x"))
+    main(["serve", "--", "--verbose"])
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_refused_system_call_is_not_called_a_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_with(monkeypatch, OSError(28, "No space left on device"))
+    assert main(["plan"]) == ExitCode.BUG
+    assert capsys.readouterr().err == "error: the system refused an operation: [Errno 28] No space left on device\n"

@@ -1,0 +1,42 @@
+"""Option values: what is got, what is expected."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+
+from moe_optimizer.cli.options import ModelOptions, check_choice, seconds, whole_number
+from moe_optimizer.errors import InputError
+
+
+@pytest.mark.parametrize("text", ["0", "65536", "-1", "8000.5", "x", "", "1e3", "nan"])
+def test_a_number_outside_the_range_is_refused_with_the_range(text: str) -> None:
+    with pytest.raises(typer.BadParameter) as caught:
+        whole_number(1, 65_535)(text)
+    assert caught.value.message == f"got {text!r}, expected a whole number from 1 to 65535"
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", 1), ("65535", 65_535)])
+def test_both_ends_of_the_range_are_taken(text: str, value: int) -> None:
+    assert whole_number(1, 65_535)(text) == value
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "nan", "inf", "soon"])
+def test_a_time_that_is_not_positive_and_finite_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="positive number of seconds"):
+        seconds(text)
+
+
+def test_a_near_miss_is_the_hint() -> None:
+    with pytest.raises(InputError) as caught:
+        check_choice("--engine", "vlm", ("vllm", "embedded"))
+    assert caught.value.hint == "did you mean vllm?"
+
+
+def test_the_model_may_be_named_in_either_way_but_not_two() -> None:
+    assert ModelOptions(model_argument="a").model_name == "a"
+    assert ModelOptions(model="a", model_argument="a").model_name == "a"
+    with pytest.raises(InputError, match="two models"):
+        _ = ModelOptions(model="a", model_argument="b").model_name
+    with pytest.raises(InputError, match="is missing"):
+        _ = ModelOptions().model_name

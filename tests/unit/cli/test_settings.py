@@ -1,0 +1,104 @@
+"""Flag over environment over profile over default, and who said what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_optimizer.cli.options import SWITCHES, PlanOptions
+from moe_optimizer.cli.settings import resolve
+from moe_optimizer.cli.show_config import effective_settings
+from moe_optimizer.env import Environment, read_environment
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.passes.registry import PASS_NAMES, switches
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.profiles import load_profile
+
+NOTHING_SET = read_environment({})
+
+
+def environment(**variables: str) -> Environment:
+    return read_environment({f"MOE_OPTIMIZER_{name.upper()}": value for name, value in variables.items()})
+
+
+def options(**values: Any) -> PlanOptions:
+    return PlanOptions(model="m", **values)
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "want"),
+    [
+        ("aggressive", "conservative", ("aggressive", "flag --profile")),
+        (None, "conservative", ("conservative", "environment MOE_OPTIMIZER_PROFILE")),
+        (None, "", ("balanced", "default")),
+    ],
+)
+def test_a_flag_wins_over_the_environment_and_that_over_the_default(
+    flag: str | None, variable: str, want: tuple[str, str]
+) -> None:
+    setting = resolve(options(profile=flag), environment(profile=variable)).values["profile"]
+    assert (setting.value, setting.origin) == want
+
+
+def test_a_switch_becomes_a_wish_with_its_origin() -> None:
+    wishes = resolve(options(switches={"fp8": True, "sparsity": False}), NOTHING_SET).wishes
+    assert wishes == {
+        "fp8": (Wish.ON, "flag --enable-fp8"),
+        "sparsity_24": (Wish.OFF, "flag --disable-sparsity"),
+    }
+
+
+@pytest.mark.parametrize("name", ["flash-dmoe", "flash_dmoe"])
+def test_a_pass_may_be_required_by_flag_or_by_name(name: str) -> None:
+    assert resolve(options(require=[name]), NOTHING_SET).required == {"flash_dmoe"}
+
+
+def test_requiring_what_is_disabled_is_a_contradiction() -> None:
+    with pytest.raises(InputError, match="--require fp8 and --disable-fp8 contradict"):
+        resolve(options(require=["fp8"], switches={"fp8": False}), NOTHING_SET)
+
+
+def test_an_unknown_pass_in_require_names_the_nearest() -> None:
+    with pytest.raises(InputError) as caught:
+        resolve(options(require=["flash-moe"]), NOTHING_SET)
+    assert caught.value.hint == "did you mean `flash-dmoe`?"
+
+
+def test_every_switch_of_the_passes_is_an_option_and_no_other() -> None:
+    assert {switch.flag: switch.title for switch in switches()} == SWITCHES
+
+
+def test_the_kill_switch_turns_every_pass_off() -> None:
+    wishes = resolve(options(), environment(disable="1")).wishes
+    assert wishes == dict.fromkeys(PASS_NAMES, (Wish.OFF, "environment MOE_OPTIMIZER_DISABLE"))
+
+
+@pytest.mark.parametrize("asked", [{"switches": {"fp8": True}}, {"require": ["fp8"]}])
+def test_asking_for_a_pass_contradicts_the_kill_switch(asked: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="contradicts MOE_OPTIMIZER_DISABLE=1"):
+        resolve(options(**asked), environment(disable="1"))
+
+
+def test_the_embedded_engine_is_not_there_yet() -> None:
+    with pytest.raises(UnsupportedError, match="not available in this version"):
+        resolve(options(engine="embedded"), NOTHING_SET)
+
+
+def test_the_effective_batch_size_is_the_flags_else_the_profiles() -> None:
+    profile = load_profile("balanced")
+    from_flag = effective_settings(resolve(options(batch_size=3), NOTHING_SET), profile)["batch_size"]
+    from_profile = effective_settings(resolve(options(), NOTHING_SET), profile)["batch_size"]
+    assert (from_flag.value, from_flag.origin) == (3, "flag --batch-size")
+    assert (from_profile.value, from_profile.origin) == (profile.workload.batch_size, "profile balanced")
+
+
+def test_what_a_profile_leaves_out_is_shown_as_default() -> None:
+    shown = effective_settings(resolve(options(), NOTHING_SET), load_profile("balanced"))
+    assert shown["passes.fp8.granularity"].origin == "default"
+    assert shown["passes.fp8.mode"].origin == "profile balanced"
+
+
+def test_a_flag_replaces_the_profiles_mode_of_a_pass() -> None:
+    shown = effective_settings(resolve(options(switches={"fp8": True}), NOTHING_SET), load_profile("balanced"))
+    assert (shown["passes.fp8.mode"].value, shown["passes.fp8.mode"].origin) == ("on", "flag --enable-fp8")
