@@ -14,7 +14,7 @@ import sysconfig
 from pathlib import Path
 
 SOURCE_DIR = Path(__file__).resolve().parent
-SUFFIXES = (".cpp", ".h", ".txt", ".py")
+SOURCES = ("CMakeLists.txt", "build_info.py", "bindings/*", "cpu/*", "include/moeopt/*")
 CPU_OPS = ("fused_experts",)
 ISA_PATHS = ("generic",)
 
@@ -22,9 +22,7 @@ ISA_PATHS = ("generic",)
 def source_hash(compiler: str) -> str:
     """Return a hash of everything the module depends on: sources, compiler version, Python ABI."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in SOURCE_DIR.rglob("*") if path.suffix in SUFFIXES and path.is_file()):
-        if "CMakeFiles" in path.parts or path.name == "CMakeCache.txt":
-            continue  # an editable install configures in this folder
+    for path in sorted(path for pattern in SOURCES for path in SOURCE_DIR.glob(pattern)):
         digest.update(f"{path.relative_to(SOURCE_DIR)}\0".encode())
         digest.update(path.read_bytes())
     digest.update(compiler_version(compiler).encode())
