@@ -1,0 +1,114 @@
+"""The entry point that vLLM calls in each of its processes (group vllm.general_plugins).
+
+vLLM swallows an exception while a plugin is imported and serves on as if the plugin were not there, so nothing
+but the standard library is imported here, and everything that can fail is inside `register`. An exception in
+there stops the process: that is wanted for a wrong plan, profile or variable, because the user asked for
+something and would otherwise get stock vLLM in silence.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_optimizer.env import Environment
+    from moe_optimizer.plan.plan import Plan
+    from moe_optimizer.profiles import Profile
+    from moe_optimizer.vllm_plugin.activation import ServerFacts
+
+_PREFIX = "MOE_OPTIMIZER_"
+_DISABLE = "MOE_OPTIMIZER_DISABLE"
+_NO = ("", "0", "false", "no", "off")
+
+
+def register() -> None:
+    """Apply the plan that the environment names, or one made from the profile it names. Harmless when repeated.
+
+    With no MOE_OPTIMIZER_* variable, or with MOE_OPTIMIZER_DISABLE=1, it returns at once and vLLM is as stock.
+
+    Raises:
+        InputError: a variable, the plan file or the profile is wrong.
+        RequiredNotAppliedError: the plan requires a pass that cannot be applied to this vLLM.
+    """
+    if os.environ.get(_DISABLE, "").strip().lower() not in _NO:
+        return
+    if not any(name.startswith(_PREFIX) for name in os.environ):
+        return
+
+    from moe_optimizer.env import read_environment
+
+    environment = read_environment()
+    if environment.plan is not None:
+        _apply_plan_file(environment.plan)
+    elif environment.profile is not None:
+        _plan_later(environment, environment.profile)
+
+
+def _apply_plan_file(path: Path) -> None:
+    from moe_optimizer.plan.plan import Plan
+    from moe_optimizer.vllm_plugin.apply import apply_plan
+
+    apply_plan(Plan.load(path), run_dir=path.resolve().parent)
+
+
+def _plan_later(environment: Environment, profile_name: str) -> None:
+    """Have the plan made when vLLM builds its model: only then its configuration is known."""
+    from moe_optimizer.profiles import load_profile
+    from moe_optimizer.vllm_plugin.apply import apply_later
+
+    profile = load_profile(profile_name)
+
+    def make_plan(facts: ServerFacts) -> Plan:
+        return plan_for_server(facts, profile, environment.hardware)
+
+    apply_later(make_plan, run_dir=_shared_run_dir(environment))
+
+
+def _shared_run_dir(environment: Environment) -> Path:
+    """Return the folder of this server's proofs; the first process names it for all that it starts."""
+    if environment.run_dir is None:
+        name = f"vllm-serve-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        os.environ["MOE_OPTIMIZER_RUN_DIR"] = str(Path("runs", name).resolve())
+        return Path(os.environ["MOE_OPTIMIZER_RUN_DIR"])
+    return environment.run_dir.resolve()
+
+
+def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) -> Plan:
+    """Plan for a vLLM that is starting up, from what it says about itself.
+
+    Raises:
+        MoeOptimizerError: the model cannot be read or does not fit.
+    """
+    from moe_optimizer.inspection import (
+        ModelInspector,
+        find_vllm,
+        load_hardware,
+        probe_hardware,
+        read_kernel_inventory,
+    )
+    from moe_optimizer.planner import PlanRequest, make_plan
+    from moe_optimizer.specs.software import SoftwareSpec
+
+    num_gpus = facts.world_size if facts.device == "cuda" else None
+    return make_plan(
+        PlanRequest(
+            model=ModelInspector(trust_remote_code=facts.trust_remote_code).inspect(facts.model),
+            hardware=load_hardware(hardware, num_gpus) if hardware else probe_hardware(),
+            software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
+            profile=profile,
+            num_gpus=num_gpus,
+            wishes={},
+            required=frozenset(),
+            engine="vllm",
+            batch_size=facts.max_num_seqs,
+            host="127.0.0.1",
+            port=8000,
+            max_model_len=facts.max_model_len,
+            vllm_args=("--tensor-parallel-size", str(facts.tensor_parallel_size)),
+            trust_remote_code=facts.trust_remote_code,
+            dtype=facts.dtype,
+        )
+    )

@@ -1,0 +1,213 @@
+"""What the plan means inside one vLLM process, and what has come of it so far."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import moe_optimizer
+from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.files import write_atomically
+from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.vllm_plugin.patch import PatchReport, patch_reports
+from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, PatchProof, Proof, ProofWriter, described
+from moe_optimizer.vllm_plugin.role import process_role
+
+EXPERTS_PASS = "flash_dmoe"
+"""The pass whose decision puts our experts class into vLLM's kernel choice."""
+PLUGIN_PASSES = frozenset({EXPERTS_PASS})
+"""Passes that this plugin can carry out inside a vLLM process."""
+PLAN_FILE = "plan.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What a running vLLM says about itself, for planning inside a plain `vllm serve`."""
+
+    model: str
+    dtype: str
+    """"float32", "bfloat16" or "float16"."""
+    device: str
+    """"cpu" or "cuda"."""
+    tensor_parallel_size: int
+    world_size: int
+    max_model_len: int
+    max_num_seqs: int
+    trust_remote_code: bool
+
+
+class Activation:
+    """The plan in this process and its proof.
+
+    Args:
+        run_dir: where plan.json and the proofs are.
+        plan: the plan; None when it is made later, from what vLLM says about itself.
+        make_plan: makes it then.
+    """
+
+    def __init__(
+        self, *, run_dir: Path, plan: Plan | None = None, make_plan: Callable[[ServerFacts], Plan] | None = None
+    ) -> None:
+        assert (plan is None) != (make_plan is None), "either a plan or a way to make one"
+        self.run_dir = run_dir
+        self.plan = plan
+        self._make_plan = make_plan
+        self._planning_failure = ""
+        self._layers: dict[int, LayerProof] = {}
+        self.pid = os.getpid()
+        role = process_role()
+        self.writer = ProofWriter(
+            run_dir,
+            Proof(
+                role=role.role,
+                rank=role.rank,
+                pid=self.pid,
+                plan_digest=plan.digest if plan else "",
+                versions=_versions(),
+            ),
+        )
+        if plan is not None:
+            self._request_plugin_passes(plan)
+
+    def after_fork(self) -> Activation:
+        """Return a fresh activation for a forked child: its proof is its own file."""
+        return Activation(run_dir=self.run_dir, plan=self.plan, make_plan=None if self.plan else self._make_plan)
+
+    @property
+    def proof(self) -> Proof:
+        """The proof of this process, to be changed in place and then touched."""
+        return self.writer.proof
+
+    def resolve_plan(self, facts: Callable[[], ServerFacts]) -> Plan | None:
+        """Return the plan, making it first if need be; None when that failed (the proof says why).
+
+        Raises:
+            Exception: nothing; a failure to plan leaves vLLM as it is.
+        """
+        if self.plan is not None or self._planning_failure or self._make_plan is None:
+            return self.plan
+        try:
+            plan = self._make_plan(facts())
+        except Exception as error:  # noqa: BLE001 - vLLM is building its model; it must go on without us
+            self._planning_failure = f"fallback: planning failed: {described(error)}"
+            self._pass(EXPERTS_PASS, requested="auto").why_not = self._planning_failure
+            self.writer.touch()
+            return None
+        self.plan = plan
+        self.proof.plan_digest = plan.digest
+        self._request_plugin_passes(plan)
+        self._report_unapplied_flags(plan)
+        write_atomically(self.run_dir / PLAN_FILE, plan.to_json())
+        self.writer.touch()
+        return plan
+
+    def wanted(self, pass_name: str) -> Decision | None:
+        """Return the plan's decision of a pass if it is on and ours to carry out, else None."""
+        if self.plan is None:
+            return None
+        for decision in plugin_decisions(self.plan):
+            if decision.pass_name == pass_name:
+                return decision
+        return None
+
+    def applied(self, pass_name: str, *, kernel: str, isa: str) -> None:
+        """Note that a pass took effect for at least one layer."""
+        entry = self._pass(pass_name)
+        entry.applied, entry.kernel, entry.isa = True, kernel, isa
+        self.writer.touch()
+
+    def refused(self, pass_name: str, reason: str) -> None:
+        """Note that a pass does not take effect for a layer, or at all.
+
+        Raises:
+            RequiredNotAppliedError: the plan requires the pass; the server should not come up without it.
+        """
+        entry = self._pass(pass_name)
+        if reason not in entry.why_not:
+            entry.why_not = f"{entry.why_not}; {reason}" if entry.why_not else reason
+        self.writer.touch()
+        decision = self.wanted(pass_name)
+        if decision is not None and decision.required:
+            self.writer.write()
+            raise RequiredNotAppliedError(f"{pass_name}: required, but not applied: {reason}")
+
+    def add_layer(self, pass_name: str, address: int, layer: LayerProof) -> None:
+        """Count a layer's calls under the address of its weights."""
+        self._layers[address] = layer
+        self._pass(pass_name).layers += (layer,)
+        self.writer.touch()
+
+    def called(self, pass_name: str, address: int, tokens: int, describe: Callable[[], LayerProof]) -> None:
+        """Note one run of the kernel. Called in every forward: two dictionary reads and three additions."""
+        layer = self._layers.get(address)
+        if layer is None:
+            layer = describe()
+            self.add_layer(pass_name, address, layer)
+        layer.calls += 1
+        layer.tokens += tokens
+        self.proof.passes[pass_name].ran = True
+        self.writer.touch()
+
+    def patches_changed(self, _report: PatchReport | None = None) -> None:
+        """Copy the state of all patches into the proof."""
+        self.proof.patches = tuple(
+            PatchProof(target=report.patch.target, state=report.state.value, detail=report.detail)
+            for report in patch_reports()
+        )
+        self.writer.touch()
+
+    def _pass(self, pass_name: str, *, requested: str = "") -> PassProof:
+        return self.proof.passes.setdefault(pass_name, PassProof(requested=requested))
+
+    def _request_plugin_passes(self, plan: Plan) -> None:
+        for decision in plugin_decisions(plan):
+            self._pass(decision.pass_name).requested = decision.value
+
+    def _report_unapplied_flags(self, plan: Plan) -> None:
+        for decision in plan.decisions:
+            if decision.status is not Status.ON or decision.applier in (Applier.PLUGIN, Applier.NONE):
+                continue
+            needs = " ".join(decision.vllm_args) or ", ".join(f"{k}={v}" for k, v in decision.env.items())
+            entry = self._pass(decision.pass_name, requested=decision.value)
+            entry.why_not = f"not applied: needs {needs}" if needs else f"not applied: needs {decision.applier.value}"
+
+
+def plugin_decisions(plan: Plan) -> tuple[Decision, ...]:
+    """Return the decisions that the plugin carries out."""
+    return tuple(d for d in plan.decisions if d.status is Status.ON and d.applier is Applier.PLUGIN)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"moe_optimizer": moe_optimizer.__version__, "python": platform.python_version()}
+    for name in ("vllm", "torch"):
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            versions[name] = str(version)
+    return versions
+
+
+_current: Activation | None = None
+
+
+def activate(activation: Activation) -> Activation:
+    """Make `activation` this process's own and start its proof file. The first one stays."""
+    global _current  # noqa: PLW0603 - one per process, as vLLM's own plugin state
+    if _current is None:
+        _current = activation
+        activation.writer.start()
+    return _current
+
+
+def current() -> Activation | None:
+    """Return this process's activation; None when the plugin is not active in it."""
+    global _current  # noqa: PLW0603
+    if _current is not None and _current.pid != os.getpid():
+        forked = _current.after_fork()
+        _current = None
+        return activate(forked)
+    return _current

@@ -1,0 +1,37 @@
+"""Keeps compiled graphs with our kernel apart from stock ones in vLLM's compile cache.
+
+vLLM caches compiled models on disk under a key made of its configuration and its environment variables. On CPU
+the MoE layer is part of the graph, but the class that computes it is part of neither: without this factor a
+server with the plugin would load the graph that a stock server left, our kernel would silently not run, and a
+stock server could load ours.
+"""
+
+from __future__ import annotations
+
+from moe_optimizer import __version__
+from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, current
+
+FACTOR = "MOE_OPTIMIZER_EXPERTS"
+"""Key of the factor in vLLM's table of variables. No such environment variable is read."""
+
+
+def add_compile_factor() -> str:
+    """Add the factor to vLLM's table. Returns "" or why that cannot be done."""
+    from vllm import envs
+
+    variables = getattr(envs, "environment_variables", None)
+    if not isinstance(variables, dict) or not callable(getattr(envs, "compile_factors", None)):
+        return "vllm.envs has no table of compile factors"
+    variables[FACTOR] = _factor
+    if FACTOR not in envs.compile_factors():
+        del variables[FACTOR]
+        return "vllm.envs.compile_factors does not read its table"
+    return ""
+
+
+def _factor() -> str | None:
+    activation = current()
+    if activation is None or activation.wanted(EXPERTS_PASS) is None:
+        return None
+    entry = activation.proof.passes.get(EXPERTS_PASS)
+    return f"moe-optimizer {__version__}" if entry is not None and entry.applied else None

@@ -1,0 +1,182 @@
+"""A patch of vLLM as data: what it replaces, why, until when, and which source it was written for."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from moe_optimizer.vllm_plugin.compat import definition_source, fingerprint
+
+_ORIGINAL = "__moe_optimizer_original__"
+
+
+class PatchState(Enum):
+    """Where a patch stands in this process."""
+
+    ARMED = "armed"
+    """Waiting: the module that it changes is not imported in this process."""
+    APPLIED = "applied"
+    REFUSED = "refused"
+    """Not applied; the detail says why."""
+    UNDONE = "undone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """One change to a module-level function of vLLM."""
+
+    target: str
+    """"module:function"."""
+    why: str
+    remove_when: str
+    fingerprints: Mapping[str, str]
+    """vLLM version -> `compat.fingerprint` of the target's source as it was read there. Any of them is accepted;
+    a source that is none of them is refused, because nobody has looked at it."""
+    replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
+    """Makes the new function from the original one."""
+
+    @property
+    def module(self) -> str:
+        """The module part of the target."""
+        return self.target.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        """The function part of the target."""
+        return self.target.partition(":")[2]
+
+
+@dataclass(slots=True)
+class PatchReport:
+    """What became of one patch in this process."""
+
+    patch: Patch
+    state: PatchState
+    detail: str
+
+
+_reports: dict[str, PatchReport] = {}
+
+
+def patch_reports() -> tuple[PatchReport, ...]:
+    """Return every patch that was asked for in this process, in that order."""
+    return tuple(_reports.values())
+
+
+def apply_when_imported(patch: Patch, *, on_change: Callable[[PatchReport], None] | None = None) -> PatchReport:
+    """Apply `patch` now if its module is imported, else right after its import. Harmless when done twice.
+
+    The module is not imported here: the processes that never build a model (the API server) stay as fast and
+    as small as without us. Whatever goes wrong becomes the report's state, never an exception: the importing
+    process is vLLM's.
+    """
+    known = _reports.get(patch.target)
+    if known is not None and known.state in (PatchState.ARMED, PatchState.APPLIED):
+        return known
+    report = PatchReport(patch, PatchState.ARMED, f"{patch.module} is not imported in this process")
+    _reports[patch.target] = report
+
+    def apply(module: ModuleType) -> None:
+        _apply_now(report, module)
+        if on_change is not None:
+            on_change(report)
+
+    if patch.module in sys.modules:
+        apply(sys.modules[patch.module])
+    else:
+        sys.meta_path.insert(0, _AfterImport(patch.module, apply))
+    return report
+
+
+def undo(target: str) -> bool:
+    """Put the original function back. Returns whether there was something to undo."""
+    report = _reports.get(target)
+    if report is None or report.state is not PatchState.APPLIED:
+        return False
+    module = sys.modules[report.patch.module]
+    setattr(module, report.patch.name, getattr(getattr(module, report.patch.name), _ORIGINAL))
+    report.state, report.detail = PatchState.UNDONE, "undone on request"
+    return True
+
+
+def probe(patch: Patch, path: Path) -> str:
+    """Return why `patch` does not fit the source file `path` of its module, or "" when it does."""
+    try:
+        source = definition_source(path, patch.name)
+    except (OSError, SyntaxError) as error:
+        return f"{patch.module}: source cannot be read ({error})"
+    if source is None:
+        return f"{patch.name} is gone from {patch.module}"
+    found = fingerprint(source)
+    if found not in patch.fingerprints.values():
+        return f"{patch.name} changed: source {found}, known are {_listed(patch.fingerprints)}"
+    return ""
+
+
+def _listed(fingerprints: Mapping[str, str]) -> str:
+    return ", ".join(f"{digest} ({version})" for version, digest in fingerprints.items())
+
+
+def _apply_now(report: PatchReport, module: ModuleType) -> None:
+    patch = report.patch
+    try:
+        mismatch = probe(patch, Path(str(module.__file__)))
+        if mismatch:
+            report.state, report.detail = PatchState.REFUSED, mismatch
+            return
+        original = getattr(module, patch.name)
+        if hasattr(original, _ORIGINAL):
+            report.state, report.detail = PatchState.APPLIED, "was in place already"
+            return
+        if original.__module__ != patch.module:
+            report.state = PatchState.REFUSED
+            report.detail = f"{patch.name} was replaced by {original.__module__} before us"
+            return
+        replaced = patch.replacement(original)
+        setattr(replaced, _ORIGINAL, original)
+        setattr(module, patch.name, replaced)
+        in_place = getattr(module, patch.name) is replaced
+        report.state = PatchState.APPLIED if in_place else PatchState.REFUSED
+        report.detail = "" if in_place else f"{patch.name} could not be replaced"
+    except Exception as error:  # noqa: BLE001 - an exception here would end vLLM's own import
+        report.state, report.detail = PatchState.REFUSED, f"{type(error).__name__}: {error}"
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Runs a function once, right after one module was imported."""
+
+    def __init__(self, module: str, then: Callable[[ModuleType], None]) -> None:
+        self._module = module
+        self._then = then
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Find the module as Python would have, with a loader that calls back."""
+        if fullname != self._module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        loader, then = spec.loader, self._then
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            then(module)
+
+        # On the instance: the loader belongs to this one module.
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

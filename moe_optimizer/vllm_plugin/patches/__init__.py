@@ -1,0 +1,1 @@
+"""One file per patch of vLLM. Each is data (see `moe_optimizer.vllm_plugin.patch.Patch`)."""

@@ -1,0 +1,43 @@
+"""Which of vLLM's processes this is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRole:
+    """A process's part in the server."""
+
+    role: str
+    """"frontend" (API server or the user's own script), "engine", "worker" or "helper" (a short-lived one)."""
+    rank: int
+    """Number among its kind, as far as its name tells; 0 where it does not."""
+
+
+_HELPER_MODULES = ("vllm.model_executor.models.registry",)
+"""Modules that vLLM runs as one-shot subprocesses that load plugins too."""
+
+
+def process_role() -> ProcessRole:
+    """Tell the role from the names that vLLM gives its processes ("EngineCore", "EngineCore_DP1", "VllmWorker-0")."""
+    return role_of(multiprocessing.current_process().name, _main_module())
+
+
+def role_of(process_name: str, main_module: str) -> ProcessRole:
+    """As `process_role`, for given names."""
+    if main_module in _HELPER_MODULES:
+        return ProcessRole("helper", 0)
+    match = re.search(r"(EngineCore|Worker|ApiServer)\D*(\d+)?", process_name, re.IGNORECASE)
+    if match is None:
+        return ProcessRole("frontend", 0)
+    role = {"enginecore": "engine", "worker": "worker", "apiserver": "frontend"}[match[1].lower()]
+    return ProcessRole(role, int(match[2] or 0))
+
+
+def _main_module() -> str:
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec.name if spec is not None else ""

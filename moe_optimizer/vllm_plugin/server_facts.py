@@ -1,0 +1,37 @@
+"""What the vLLM around us was started with. Only for use while it builds its model."""
+
+from __future__ import annotations
+
+from moe_optimizer.vllm_plugin.activation import ServerFacts
+
+
+def server_facts() -> ServerFacts:
+    """Read the current vLLM configuration.
+
+    Raises:
+        AssertionError: vLLM is not building a model in this thread.
+    """
+    from vllm.config import get_current_vllm_config
+    from vllm.platforms import current_platform
+
+    config = get_current_vllm_config()
+    model, parallel = config.model_config, config.parallel_config
+    return ServerFacts(
+        model=model.model,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device="cpu" if current_platform.is_cpu() else "cuda",
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        world_size=world()[1],
+        max_model_len=model.max_model_len,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        trust_remote_code=bool(model.trust_remote_code),
+    )
+
+
+def world() -> tuple[int, int]:
+    """Return (rank, number of processes) of the model's process group."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
