@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,8 +21,8 @@ class Attention:
     """Multi-head, grouped or multi-query attention."""
 
     heads: Names = HEADS
-    kv_heads: Names = KV_HEADS
-    """Absent in the file: as many as query heads."""
+    kv_heads: Names | Callable[[Config, int], int] = KV_HEADS
+    """Absent in the file: as many as query heads. A function gets the configuration and the query heads."""
     head_dim: Names = HEAD_DIM
     """Absent in the file: hidden size over heads."""
     value_dim: Names = ()
@@ -51,7 +52,10 @@ class Attention:
     def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
         """Return the layer's shape."""
         heads = config.required(self.heads, maximum=MAX_HEADS)
-        kv_heads = config.integer(self.kv_heads, heads, minimum=1, maximum=MAX_HEADS) or heads
+        if callable(self.kv_heads):
+            kv_heads = self.kv_heads(config, heads)
+        else:
+            kv_heads = config.integer(self.kv_heads, heads, minimum=1, maximum=MAX_HEADS) or heads
         head_dim = self.head_size(config, hidden_size, heads)
         value_dim = (config.integer(self.value_dim, head_dim, minimum=1) if self.value_dim else None) or head_dim
         width_in = hidden_size * self.input_width

@@ -185,11 +185,16 @@ class Config:
         return InputError(f"{self.where}{name}: got {shown(got)}, expected {expected}")
 
     def _find(self, names: Names) -> tuple[str, object] | None:
-        for source in (self.raw, self.defaults):
-            for name in _each(names):
-                value = _lookup(source, name)
-                if value is not None:
-                    return name, value
+        for name in _each(names):
+            value = _lookup(self.raw, name)
+            if value is not None:
+                return name, value
+        if any(name in self.raw for name in _each(names)):
+            return None  # null in the file: the config class would keep it, not fall back to its default
+        for name in _each(names):
+            value = _lookup(self.defaults, name)
+            if value is not None:
+                return name, value
         return None
 
     def _checked(self, name: str, value: object, minimum: int, maximum: int) -> int:

@@ -46,7 +46,7 @@ class Family:
     experts: Experts | None = None
     feed_forward: Callable[[Config, int], tuple[bool, ...]] | None = None
     """Which layers have a feed-forward part at all; None: all."""
-    norms: int = 2
+    norms: int | Callable[[Config], int] = 2
     """Norms of the hidden size in each layer, outside mixer and feed-forward part."""
     norm: Literal["rms", "layer", "none"] = "rms"
     """rms: one vector; layer: weight and bias; none: no parameters."""
@@ -81,14 +81,14 @@ class Family:
         experts = self.experts.per_layer(config, hidden_size, num_layers) if self.experts else None
         dense = self._dense_params(config, hidden_size, num_layers, has_feed_forward, experts)
         norm_params = self._norm_params(config, hidden_size)
+        norms = self.norms if isinstance(self.norms, int) else self.norms(config)
         shapes = {kind: self._mixer(kind, config, hidden_size) for kind in set(kinds)}
         layers = tuple(
             Layer(
                 mixer=shapes[kinds[i]],
                 dense_params=dense[i],
                 experts=experts[i] if experts else None,
-                norm_params=self.norms * norm_params
-                + (self.layer_extra(config, hidden_size, i) if self.layer_extra else 0),
+                norm_params=norms * norm_params + (self.layer_extra(config, hidden_size, i) if self.layer_extra else 0),
             )
             for i in range(num_layers)
         )
@@ -122,7 +122,7 @@ class Family:
         has_feed_forward: tuple[bool, ...],
         experts: tuple | None,
     ) -> tuple[int, ...]:
-        beside = self.experts is not None and self.experts.dense_beside
+        beside = self.experts is not None and config.flag(self.experts.dense_beside)
         wanted = tuple(
             has_feed_forward[i] and (beside or experts is None or experts[i] is None) for i in range(num_layers)
         )

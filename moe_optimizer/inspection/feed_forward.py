@@ -70,7 +70,7 @@ class Experts:
     shared: Shared | None = None
     latent: Names = ()
     """Field with the width of the latent that the experts work on."""
-    dense_beside: bool = False
+    dense_beside: Names | bool = False
     """The dense feed-forward part exists in expert layers too."""
     zero_experts: Names = ()
     """Field with the number of routed choices that have no weights."""

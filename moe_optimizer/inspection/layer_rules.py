@@ -129,6 +129,22 @@ def pattern(field: Names, letters: Mapping[str, str]) -> KindRule:
     return rule
 
 
+def numbered(field: Names, kinds: Mapping[int, str], *, otherwise: KindRule) -> KindRule:
+    """An array holds a number for each layer; without it (or when it is empty) another rule decides."""
+
+    def rule(config: Config, num_layers: int) -> tuple[str, ...]:
+        name = field if isinstance(field, str) else field[0]
+        if not config.items(field):
+            return otherwise(config, num_layers)
+        numbers = config.per_layer(field, num_layers) or ()
+        for i, number in enumerate(numbers):
+            if number not in kinds:
+                raise config.error(f"{name}[{i}]", number, f"one of {', '.join(map(str, kinds))}")
+        return tuple(kinds[number] for number in numbers)
+
+    return rule
+
+
 # --- layers with routed experts ---
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.families import find_family
+from moe_optimizer.inspection.attention import HIDDEN
+from moe_optimizer.inspection.families import class_defaults, find_by_architecture, find_by_model_type
+from moe_optimizer.inspection.family import LAYERS, Family
 from moe_optimizer.inspection.hub import resolve_model
 from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.inspection.language_config import find_language_config
@@ -40,9 +42,8 @@ class ModelInspector:
         config = find_language_config(root)
         architectures = _architectures(root)
         model_type = config.text("model_type") or root.text("model_type")
-        family = find_family(model_type, architectures)
-        if family is None:
-            raise UnsupportedError(f"config.json: model_type: got {model_type!r}, which is not known")
+        family = _family(config, root, model_type, architectures)
+        config = config.with_defaults(_defaults(config, root, model_type, family))
         return build_spec(
             name=str(model),
             folder=folder,
@@ -53,6 +54,27 @@ class ModelInspector:
             quantization=read_quantization(root, config, folder),
             servable=is_servable(architectures),
         )
+
+
+def _family(config: Config, root: Config, model_type: str, architectures: tuple[str, ...]) -> Family:
+    """Return the family: by the language model's own architecture, its model_type, the outer architecture."""
+    own = _architectures(config)
+    family = find_by_architecture(own) or find_by_model_type(model_type) or find_by_architecture(architectures)
+    if family is None:
+        raise UnsupportedError(f"config.json: model_type: got {model_type!r}, which is not known")
+    return family
+
+
+def _defaults(config: Config, root: Config, model_type: str, family: Family) -> dict[str, object]:
+    """Return the class defaults; the sizes that make the model come from them only in a nested object.
+
+    Multi-modal files leave out of a nested object what equals its class's defaults; at the top level such a
+    file is broken.
+    """
+    defaults = class_defaults(model_type, family)
+    if config.raw is not root.raw:
+        return defaults
+    return {name: value for name, value in defaults.items() if name not in (*HIDDEN, *LAYERS)}
 
 
 def _architectures(root: Config) -> tuple[str, ...]:

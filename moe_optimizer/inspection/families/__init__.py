@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 
-from moe_optimizer.inspection.families import deepseek_like, llama_like
+from moe_optimizer.inspection.families import deepseek_like, dense, gemma, hybrid, mixtral_like, older, qwen
 from moe_optimizer.inspection.family import Family
 
-_TABLES = (llama_like, deepseek_like)
+_TABLES = (dense, gemma, older, qwen, mixtral_like, deepseek_like, hybrid)
 
 
-def find_family(model_type: str, architectures: tuple[str, ...]) -> Family | None:
-    """Return the family of a model_type, else of the first known architecture, else None."""
-    by_type, by_architecture = _index()
-    if model_type in by_type:
-        return by_type[model_type]
+def find_by_model_type(model_type: str) -> Family | None:
+    """Return the family that lists a model_type."""
+    return _index()[0].get(model_type)
+
+
+def find_by_architecture(architectures: tuple[str, ...]) -> Family | None:
+    """Return the family that lists one of the architectures; the first known one counts."""
+    by_architecture = _index()[1]
     return next((by_architecture[name] for name in architectures if name in by_architecture), None)
+
+
+def class_defaults(model_type: str, family: Family) -> dict[str, object]:
+    """Return what the config class of a model_type assumes for fields that a file leaves out.
+
+    The table (class_defaults.json) holds no expert counts: a file without one describes a dense model.
+    """
+    table = _class_defaults()
+    names = (model_type, *family.model_types) if model_type in family.model_types else family.model_types
+    return next((table[name] for name in names if name in table), {})
+
+
+@cache
+def _class_defaults() -> dict[str, dict[str, object]]:
+    return json.loads(Path(__file__).with_name("class_defaults.json").read_text(encoding="utf-8"))
 
 
 @cache

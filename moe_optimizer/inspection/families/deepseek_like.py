@@ -1,47 +1,75 @@
-"""DeepSeek and the families that took over its latent attention and its experts."""
+"""DeepSeek and families with its experts: sigmoid routing, dense first layers, latent or grouped attention."""
 
 from __future__ import annotations
 
-from moe_optimizer.inspection.attention import LatentAttention
+from dataclasses import replace
+
+from moe_optimizer.inspection.attention import Attention, LatentAttention
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Experts, Shared
-from moe_optimizer.inspection.layer_rules import after_first, both, multiples
+from moe_optimizer.inspection.layer_rules import after_first, both, first_given, multiples, words
 
-DEEPSEEK_LAYERS = both(after_first("first_k_dense_replace"), multiples("moe_layer_freq"))
+FREQUENCY = both(after_first("first_k_dense_replace"), multiples("moe_layer_freq"))
+FIRST_DENSE = first_given(
+    ("mlp_layer_types", words("mlp_layer_types", "sparse")), otherwise=after_first("first_k_dense_replace")
+)
 
-DEEPSEEK_EXPERTS = Experts(
-    count=("n_routed_experts",),
+EXPERTS = Experts(
+    count=("n_routed_experts", "num_local_experts", "num_experts"),
     top_k=("num_experts_per_tok",),
     width=("moe_intermediate_size",),
-    layers=DEEPSEEK_LAYERS,
+    layers=FREQUENCY,
     shared=Shared(count=("n_shared_experts",)),
 )
-DEEPSEEK_V3_EXPERTS = Experts(
-    count=("n_routed_experts",),
-    top_k=("num_experts_per_tok",),
-    width=("moe_intermediate_size",),
-    layers=DEEPSEEK_LAYERS,
-    correction_bias=True,
-    shared=Shared(count=("n_shared_experts",)),
-)
+CORRECTED = replace(EXPERTS, correction_bias=True)
+CORRECTED_FIRST_DENSE = replace(CORRECTED, layers=FIRST_DENSE)
 
 FAMILIES = (
+    Family(
+        model_types=("deepseek",),
+        architectures=("DeepseekForCausalLM",),
+        experts=EXPERTS,
+    ),
     Family(
         model_types=("deepseek_v2",),
         architectures=("DeepseekV2ForCausalLM",),
         mixers={"attention": LatentAttention()},
-        experts=DEEPSEEK_EXPERTS,
+        experts=EXPERTS,
     ),
     Family(
         model_types=("deepseek_v3", "kimi_k2"),
         architectures=("DeepseekV3ForCausalLM",),
         mixers={"attention": LatentAttention()},
-        experts=DEEPSEEK_V3_EXPERTS,
+        experts=CORRECTED,
     ),
     Family(
         model_types=("deepseek_v32",),
         architectures=("DeepseekV32ForCausalLM",),
         mixers={"attention": LatentAttention(indexer=True)},
-        experts=DEEPSEEK_V3_EXPERTS,
+        experts=CORRECTED,
+    ),
+    Family(
+        model_types=("glm_moe_dsa",),
+        architectures=("GlmMoeDsaForCausalLM",),
+        mixers={"attention": LatentAttention(indexer=True)},
+        experts=CORRECTED_FIRST_DENSE,
+    ),
+    Family(
+        model_types=("glm4_moe_lite",),
+        architectures=("Glm4MoeLiteForCausalLM",),
+        mixers={"attention": LatentAttention()},
+        experts=CORRECTED_FIRST_DENSE,
+    ),
+    Family(
+        model_types=("glm4_moe", "glm4v_moe_text"),
+        architectures=("Glm4MoeForCausalLM",),
+        mixers={"attention": Attention(o_bias=False, qk_norm="head", qk_norm_when="use_qk_norm")},
+        experts=replace(CORRECTED, layers=after_first("first_k_dense_replace")),
+    ),
+    Family(
+        model_types=("dots1",),
+        architectures=("Dots1ForCausalLM",),
+        mixers={"attention": Attention(qk_norm="head")},
+        experts=replace(CORRECTED, layers=after_first("first_k_dense_replace")),
     ),
 )

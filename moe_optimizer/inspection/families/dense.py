@@ -1,0 +1,237 @@
+"""Dense families with rotary positions and, mostly, RMS norms: Llama and its relatives."""
+
+from __future__ import annotations
+
+from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.family import Family
+from moe_optimizer.inspection.feed_forward import Dense
+from moe_optimizer.inspection.layer_rules import every, last_of, listed, windowed_when
+
+NO_BIAS = Attention(qkv_bias=False, o_bias=False)
+PLAIN_MLP = Dense(bias=False)
+BIASED_MLP = Dense(bias="use_bias", gated=False)
+
+
+def _xielu(config: Config, hidden_size: int, layer: int) -> int:
+    """The two learned slopes of the xIELU activation."""
+    return 2
+
+
+FAMILIES = (
+    Family(
+        model_types=("llama", "cwm", "aria_text", "internlm3", "telechat3", "nanbeige", "solar_pro", "iquestcoder"),
+        architectures=(
+            "LlamaForCausalLM",
+            "LLaMAForCausalLM",
+            "InternLM3ForCausalLM",
+            "IQuestCoderForCausalLM",
+            "TeleChat3ForCausalLM",
+            "NanbeigeForCausalLM",
+            "CwmForCausalLM",
+        ),
+        kinds=listed(otherwise=every("attention")),
+    ),
+    Family(
+        model_types=("mistral", "ministral", "ministral3"),
+        architectures=("MistralForCausalLM", "Ministral3ForCausalLM"),
+        kinds=listed(otherwise=windowed_when(True)),
+        mixers={"attention": NO_BIAS},
+        dense=PLAIN_MLP,
+    ),
+    Family(
+        model_types=("arcee",),
+        architectures=("ArceeForCausalLM",),
+        dense=Dense(gated=False),
+    ),
+    Family(
+        model_types=("apertus",),
+        architectures=("ApertusForCausalLM",),
+        mixers={"attention": Attention(qk_norm="head")},
+        dense=Dense(gated=False, bias=False),
+        layer_extra=_xielu,
+    ),
+    Family(model_types=("smollm3",), architectures=("SmolLM3ForCausalLM",), kinds=listed(otherwise=every("attention"))),
+    Family(
+        model_types=("seed_oss",),
+        architectures=("SeedOssForCausalLM",),
+        mixers={"attention": Attention(o_bias="attention_out_bias")},
+    ),
+    Family(
+        model_types=("exaone4", "exaone4_5_text"),
+        architectures=("Exaone4ForCausalLM",),
+        kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding")),
+        mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head")},
+        dense=PLAIN_MLP,
+    ),
+    Family(model_types=("granite", "granite_swa"), architectures=("GraniteForCausalLM", "GraniteSWAForCausalLM")),
+    Family(model_types=("hyperclovax",), architectures=("HyperCLOVAXForCausalLM",)),
+    Family(
+        model_types=("helium",),
+        architectures=("HeliumForCausalLM",),
+        mixers={"attention": Attention(o_bias=False)},
+    ),
+    Family(model_types=("olmo",), architectures=("OlmoForCausalLM",), norm="none", dense=PLAIN_MLP),
+    Family(
+        model_types=("olmo2", "olmo3"),
+        architectures=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+        kinds=listed(otherwise=every("attention")),
+        mixers={"attention": Attention(qk_norm="width")},
+        dense=PLAIN_MLP,
+    ),
+    Family(
+        model_types=("phi3", "phi3_v", "phi4mm", "phi4-siglip", "phi4_multimodal"),
+        architectures=("Phi3ForCausalLM", "Phi3VForCausalLM", "Phi4MMForCausalLM"),
+        kinds=windowed_when(True),
+        mixers={"attention": NO_BIAS},
+        dense=PLAIN_MLP,
+    ),
+    Family(
+        model_types=("phi",),
+        architectures=("PhiForCausalLM",),
+        mixers={
+            "attention": Attention(
+                qkv_bias=True, o_bias=True, qk_norm="head", qk_norm_when="qk_layernorm", qk_norm_bias=True
+            )
+        },
+        dense=Dense(gated=False, bias=True),
+        norms=1,
+        norm="layer",
+        head_bias=True,
+    ),
+    Family(
+        model_types=("stablelm", "stablelm_epoch"),
+        architectures=("StableLmForCausalLM", "StableLMEpochForCausalLM"),
+        mixers={
+            "attention": Attention(
+                qkv_bias="use_qkv_bias", o_bias=False, qk_norm="each_head", qk_norm_when="qk_layernorm"
+            )
+        },
+        dense=PLAIN_MLP,
+        norms=lambda config: 1 if config.flag("use_parallel_residual") else 2,
+        norm="layer",
+    ),
+    Family(
+        model_types=("starcoder2",),
+        architectures=("Starcoder2ForCausalLM",),
+        kinds=windowed_when(True),
+        mixers={"attention": Attention(qkv_bias="use_bias", o_bias="use_bias")},
+        dense=BIASED_MLP,
+        norm="layer",
+    ),
+    Family(
+        model_types=("cohere",),
+        architectures=("CohereForCausalLM",),
+        mixers={"attention": Attention(qk_norm="each_head", qk_norm_when="use_qk_norm")},
+        dense=PLAIN_MLP,
+        norms=1,
+    ),
+    Family(
+        model_types=("cohere2", "cohere_compass_text"),
+        architectures=("Cohere2ForCausalLM",),
+        kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
+        dense=PLAIN_MLP,
+        norms=1,
+    ),
+    Family(
+        model_types=("glm",),
+        architectures=("GlmForCausalLM",),
+        mixers={"attention": Attention(o_bias=False)},
+        dense=PLAIN_MLP,
+    ),
+    Family(
+        model_types=("glm4", "glm4v_text", "glm_ocr_text"),
+        architectures=("Glm4ForCausalLM",),
+        mixers={"attention": Attention(o_bias=False)},
+        dense=PLAIN_MLP,
+        norms=4,
+    ),
+    Family(
+        model_types=("nemotron",),
+        architectures=("NemotronForCausalLM",),
+        dense=Dense(gated=False),
+        norm="layer",
+    ),
+    Family(
+        model_types=("ernie4_5", "paddleocr_vl_text"),
+        architectures=("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
+        mixers={"attention": Attention(qkv_bias="use_bias", o_bias="use_bias")},
+        dense=Dense(bias="use_bias"),
+    ),
+    Family(
+        model_types=("hunyuan_v1_dense", "hunyuan_dense"),
+        architectures=("HunYuanDenseV1ForCausalLM",),
+        mixers={"attention": Attention(qk_norm="head", qk_norm_when="use_qk_norm")},
+        dense=PLAIN_MLP,
+        defaults={"use_qk_norm": True},
+    ),
+    Family(
+        model_types=("mimo",),
+        architectures=("MiMoForCausalLM",),
+        mixers={"attention": Attention(qkv_bias=True, o_bias=False)},
+    ),
+    Family(
+        model_types=("internlm2",),
+        architectures=("InternLM2ForCausalLM",),
+        mixers={"attention": Attention(qkv_bias="bias", o_bias="bias")},
+        dense=PLAIN_MLP,
+    ),
+    Family(
+        model_types=("internlm",),
+        architectures=("InternLMForCausalLM",),
+        mixers={"attention": Attention(qkv_bias="bias", o_bias="bias")},
+        dense=PLAIN_MLP,
+    ),
+    Family(
+        model_types=("exaone",),
+        architectures=("ExaoneForCausalLM",),
+        mixers={"attention": NO_BIAS},
+        dense=PLAIN_MLP,
+    ),
+    Family(
+        model_types=("baichuan", "aquila", "xverse", "teleflm", "step1", "yuan"),
+        architectures=(
+            "BaichuanForCausalLM",
+            "BaiChuanForCausalLM",
+            "AquilaForCausalLM",
+            "AquilaModel",
+            "XverseForCausalLM",
+            "TeleFLMForCausalLM",
+            "Step1ForCausalLM",
+        ),
+        mixers={"attention": NO_BIAS},
+        dense=PLAIN_MLP,
+    ),
+    Family(
+        model_types=(),
+        architectures=("OrionForCausalLM",),
+        norm="layer",
+        mixers={"attention": NO_BIAS},
+        dense=PLAIN_MLP,
+    ),
+    Family(
+        model_types=("telechat", "telechat2"),
+        architectures=("TeleChatForCausalLM", "TeleChat2ForCausalLM"),
+        mixers={"attention": Attention(qkv_bias=False, o_bias=True)},
+        dense=Dense(bias=False),
+    ),
+    Family(model_types=("solar",), architectures=("SolarForCausalLM",)),
+    Family(
+        model_types=("minicpm",),
+        architectures=("MiniCPMForCausalLM",),
+        mixers={"attention": NO_BIAS},
+        dense=PLAIN_MLP,
+    ),
+    Family(
+        model_types=("nanochat",),
+        architectures=("NanoChatForCausalLM",),
+        norm="none",
+        dense=Dense(gated=False, bias=False),
+    ),
+    Family(
+        model_types=("jais2",),
+        architectures=("Jais2ForCausalLM",),
+        norm="layer",
+        dense=Dense(gated=False),
+    ),
+)

@@ -1,0 +1,92 @@
+"""Hybrids: attention in some layers, a state or a convolution in the others (or beside it)."""
+
+from __future__ import annotations
+
+from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.family import Family
+from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
+from moe_optimizer.inspection.layer_rules import after_first, every, every_offset, indexed, listed, periodic
+from moe_optimizer.inspection.recurrent import Mamba1, Mamba2, Parallel, ShortConv
+
+NO_BIAS = Attention(qkv_bias=False, o_bias=False)
+LFM2_MIXERS = {"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head"), "conv": ShortConv()}
+
+FAMILIES = (
+    Family(
+        model_types=("jamba",),
+        architectures=("JambaForCausalLM",),
+        kinds=periodic("attn_layer_period", "attn_layer_offset", "attention", otherwise="mamba"),
+        mixers={"attention": NO_BIAS, "mamba": Mamba1(inner_norms=True)},
+        dense=Dense(bias=False),
+        experts=Experts(
+            count=("num_experts",),
+            top_k=("num_experts_per_tok",),
+            width=("intermediate_size",),
+            layers=every_offset("expert_layer_period", "expert_layer_offset"),
+        ),
+    ),
+    Family(
+        model_types=("mamba", "falcon_mamba"),
+        architectures=("MambaForCausalLM", "FalconMambaForCausalLM"),
+        kinds=every("mamba"),
+        mixers={"mamba": Mamba1(inner=("intermediate_size",))},
+        dense=None,
+        norms=1,
+    ),
+    Family(
+        model_types=("mamba2",),
+        architectures=("Mamba2ForCausalLM",),
+        kinds=every("mamba"),
+        mixers={"mamba": Mamba2()},
+        dense=None,
+        norms=1,
+    ),
+    Family(
+        model_types=("bamba",),
+        architectures=("BambaForCausalLM",),
+        kinds=indexed("attn_layer_indices", "attention", otherwise="mamba"),
+        mixers={"attention": Attention(), "mamba": Mamba2()},
+    ),
+    Family(
+        model_types=("granitemoehybrid",),
+        architectures=("GraniteMoeHybridForCausalLM",),
+        kinds=listed(("layers_block_type", "layer_types"), otherwise=every("attention")),
+        mixers={"attention": Attention(), "mamba": Mamba2()},
+        dense=Dense(width=("shared_intermediate_size",), bias=False),
+        experts=Experts(
+            count=("num_local_experts", "num_experts"),
+            top_k=("num_experts_per_tok",),
+            width=("intermediate_size",),
+            shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
+            one_is_dense=False,
+        ),
+    ),
+    Family(
+        model_types=("falcon_h1",),
+        architectures=("FalconH1ForCausalLM",),
+        mixers={
+            "attention": Parallel(attention=Attention(), state=Mamba2(inner=("mamba_d_ssm",), norm="mamba_rms_norm"))
+        },
+    ),
+    Family(
+        model_types=("lfm2",),
+        architectures=("Lfm2ForCausalLM",),
+        kinds=listed(otherwise=indexed("full_attn_idxs", "attention", otherwise="conv")),
+        mixers=LFM2_MIXERS,
+        dense=Dense(bias=False),
+    ),
+    Family(
+        model_types=("lfm2_moe",),
+        architectures=("Lfm2MoeForCausalLM",),
+        kinds=listed(otherwise=indexed("full_attn_idxs", "attention", otherwise="conv")),
+        mixers=LFM2_MIXERS,
+        dense=Dense(bias=False),
+        experts=Experts(
+            count=("num_experts",),
+            top_k=("num_experts_per_tok",),
+            width=("moe_intermediate_size",),
+            layers=after_first("num_dense_layers"),
+            correction_bias="use_expert_bias",
+        ),
+    ),
+)

@@ -1,0 +1,206 @@
+"""Families with ordinary attention whose layers are all, or by a simple rule, experts."""
+
+from __future__ import annotations
+
+from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.family import Family
+from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
+from moe_optimizer.inspection.layer_rules import (
+    after_first,
+    first_given,
+    flags,
+    last_of,
+    listed,
+    numbered,
+    sparse_step,
+    windowed_when,
+    words,
+)
+from moe_optimizer.inspection.recurrent import LightningAttention
+
+LOCAL = ("num_local_experts", "num_experts")
+PER_TOKEN = ("num_experts_per_tok",)
+NO_BIAS = Attention(qkv_bias=False, o_bias=False)
+
+
+def _arctic_residual(config: Config, hidden_size: int, layer: int) -> int:
+    """A dense residual branch beside the experts: a gated layer as wide as the hidden size, and its norm."""
+    step = config.integer("moe_layer_frequency", 1) or 1
+    wanted = config.flag("parallel_attn_mlp_res") and (layer + 1) % step == 0
+    return (3 * hidden_size * hidden_size + hidden_size) * wanted
+
+
+FAMILIES = (
+    Family(
+        model_types=("mixtral",),
+        architectures=("MixtralForCausalLM", "QuantMixtralForCausalLM"),
+        kinds=windowed_when(True),
+        mixers={"attention": NO_BIAS},
+        experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",)),
+    ),
+    Family(
+        model_types=("olmoe",),
+        architectures=("OlmoeForCausalLM",),
+        mixers={"attention": Attention(qk_norm="width")},
+        experts=Experts(count=("num_experts",), top_k=PER_TOKEN, width=("intermediate_size",)),
+    ),
+    Family(
+        model_types=("flex_olmo",),
+        architectures=("FlexOlmoForCausalLM",),
+        mixers={"attention": Attention(qk_norm="width")},
+        experts=Experts(count=("num_experts",), top_k=PER_TOKEN, width=("intermediate_size",)),
+    ),
+    Family(
+        model_types=("phimoe",),
+        architectures=("PhiMoEForCausalLM", "PhimoeForCausalLM"),
+        kinds=windowed_when(True),
+        norm="layer",
+        head_bias="lm_head_bias",
+        experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",)),
+    ),
+    Family(
+        model_types=("granitemoe",),
+        architectures=("GraniteMoeForCausalLM",),
+        experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",)),
+    ),
+    Family(
+        model_types=("granitemoeshared", "granitemoe_swa"),
+        architectures=("GraniteMoeSharedForCausalLM", "GraniteMoeSWAForCausalLM"),
+        experts=Experts(
+            count=LOCAL,
+            top_k=PER_TOKEN,
+            width=("intermediate_size",),
+            shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
+        ),
+    ),
+    Family(
+        model_types=("gpt_oss",),
+        architectures=("GptOssForCausalLM",),
+        kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
+        mixers={"attention": Attention(sinks=True)},
+        experts=Experts(
+            count=LOCAL,
+            top_k=(*PER_TOKEN, "experts_per_token"),
+            width=("intermediate_size",),
+            bias=True,
+            router_bias=True,
+        ),
+    ),
+    Family(
+        model_types=("dbrx",),
+        architectures=("DbrxForCausalLM",),
+        mixers={"attention": Attention(kv_heads=("attn_config.kv_n_heads",), qkv_bias=False, o_bias=False)},
+        norm="layer",
+        norm_bias=False,
+        dense=None,
+        experts=Experts(
+            count=("ffn_config.moe_num_experts",),
+            top_k=("ffn_config.moe_top_k",),
+            width=("ffn_config.ffn_hidden_size",),
+            default_top_k=1,
+            one_is_dense=False,
+        ),
+    ),
+    Family(
+        model_types=("minimax", "minimax_text_01", "minimax_m1", "MiniMaxText01", "MiniMaxM1"),
+        architectures=("MiniMaxForCausalLM", "MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"),
+        kinds=listed(
+            otherwise=numbered(
+                "attn_type_list",
+                {0: "linear", 1: "attention"},
+                otherwise=last_of((), "linear", otherwise="attention", default=2),
+            )
+        ),
+        mixers={"attention": NO_BIAS, "linear": LightningAttention()},
+        experts=Experts(
+            count=LOCAL,
+            top_k=PER_TOKEN,
+            width=("intermediate_size",),
+            shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
+        ),
+    ),
+    Family(
+        model_types=("minimax_m2",),
+        architectures=("MiniMaxM2ForCausalLM",),
+        mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="width", qk_norm_when="use_qk_norm")},
+        experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",), correction_bias=True),
+        defaults={"use_qk_norm": True},
+    ),
+    Family(
+        model_types=("arctic",),
+        architectures=("ArcticForCausalLM",),
+        layer_extra=_arctic_residual,
+        experts=Experts(
+            count=LOCAL,
+            top_k=PER_TOKEN,
+            width=("intermediate_size",),
+            layers=sparse_step("moe_layer_frequency", default=2),
+        ),
+    ),
+    Family(
+        model_types=("grok-1", "grok1", "grok_1"),
+        architectures=("Grok1ModelForCausalLM", "Grok1ForCausalLM"),
+        mixers={"attention": NO_BIAS},
+        norms=4,
+        dense=Dense(width=("intermediate_size",)),
+        experts=Experts(
+            count=("num_local_experts", "num_experts"),
+            top_k=("num_experts_per_tok", "num_selected_experts"),
+            width=("moe_intermediate_size", "intermediate_size"),
+            dense_beside="residual_moe",
+        ),
+    ),
+    Family(
+        model_types=("afmoe",),
+        architectures=("AfmoeForCausalLM",),
+        kinds=listed(otherwise=last_of("global_attn_every_n_layers", "attention", otherwise="sliding")),
+        mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head", gate="width")},
+        norms=4,
+        experts=Experts(
+            count=("num_experts",),
+            top_k=PER_TOKEN,
+            width=("moe_intermediate_size",),
+            layers=after_first("num_dense_layers"),
+            correction_bias=True,
+            shared=Shared(count=("num_shared_experts",)),
+        ),
+    ),
+    Family(
+        model_types=("llama4_text", "llama4"),
+        architectures=("Llama4ForCausalLM",),
+        kinds=listed(
+            otherwise=numbered(
+                "no_rope_layers",
+                {1: "chunked", 0: "attention"},
+                otherwise=last_of("no_rope_layer_interval", "attention", otherwise="chunked", default=4),
+            )
+        ),
+        dense=Dense(width=("intermediate_size_mlp",), bias=False),
+        experts=Experts(
+            count=LOCAL,
+            top_k=PER_TOKEN,
+            width=("intermediate_size",),
+            layers=sparse_step("interleave_moe_layer_step"),
+            shared=Shared(count=1),
+        ),
+    ),
+    Family(
+        model_types=("exaone_moe",),
+        architectures=("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
+        kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
+        mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head")},
+        experts=Experts(
+            count=("num_experts",),
+            top_k=PER_TOKEN,
+            width=("moe_intermediate_size",),
+            layers=first_given(
+                ("is_moe_layer", flags("is_moe_layer")),
+                ("mlp_layer_types", words("mlp_layer_types", "sparse")),
+                otherwise=after_first("first_k_dense_replace"),
+            ),
+            correction_bias=True,
+            shared=Shared(count=("num_shared_experts",)),
+        ),
+    ),
+)

@@ -1,0 +1,127 @@
+"""Older dense families: learned or ALiBi positions, layer norms with biases, fused projections."""
+
+from __future__ import annotations
+
+from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.family import Family
+from moe_optimizer.inspection.feed_forward import Dense
+
+BIASED = Attention(qkv_bias=True, o_bias=True)
+NO_BIAS = Attention(qkv_bias=False, o_bias=False)
+WIDE_MLP = Dense(gated=False, bias=True, multiple_of_hidden=4)
+
+
+def _one_if_multi_query(config: Config, heads: int) -> int:
+    return 1 if config.flag("multi_query") else heads
+
+
+def _falcon_kv_heads(config: Config, heads: int) -> int:
+    if not config.flag("new_decoder_architecture"):
+        return _one_if_multi_query(config, heads)
+    return config.integer(("num_kv_heads", "n_head_kv"), heads, minimum=1) or heads
+
+
+def _falcon_norms(config: Config) -> int:
+    """Attention and feed-forward side by side share one norm, except where the file asks for two."""
+    if config.flag("new_decoder_architecture"):
+        return config.integer("num_ln_in_parallel_attn", 2, minimum=1) or 2
+    return 1 if config.flag("parallel_attn") else 2
+
+
+FAMILIES = (
+    Family(
+        model_types=("gpt2",),
+        architectures=("GPT2LMHeadModel",),
+        mixers={"attention": BIASED},
+        dense=WIDE_MLP,
+        norm="layer",
+        positions=("n_positions", "max_position_embeddings"),
+    ),
+    Family(
+        model_types=("gpt_bigcode",),
+        architectures=("GPTBigCodeForCausalLM",),
+        mixers={"attention": Attention(kv_heads=_one_if_multi_query, qkv_bias=True, o_bias=True)},
+        dense=WIDE_MLP,
+        norm="layer",
+        positions=("n_positions", "max_position_embeddings"),
+    ),
+    Family(
+        model_types=("gptj",),
+        architectures=("GPTJForCausalLM",),
+        mixers={"attention": NO_BIAS},
+        dense=WIDE_MLP,
+        norms=1,
+        norm="layer",
+        head_bias=True,
+    ),
+    Family(
+        model_types=("gpt_neo",),
+        architectures=("GPTNeoForCausalLM",),
+        mixers={"attention": Attention(qkv_bias=False, o_bias=True)},
+        dense=WIDE_MLP,
+        norm="layer",
+        positions=("max_position_embeddings",),
+    ),
+    Family(
+        model_types=("gpt_neox",),
+        architectures=("GPTNeoXForCausalLM",),
+        dense=Dense(gated=False, bias=True, multiple_of_hidden=4),
+        norm="layer",
+        defaults={"attention_bias": True},
+    ),
+    Family(
+        model_types=("opt",),
+        architectures=("OPTForCausalLM",),
+        mixers={"attention": Attention(qkv_bias="enable_bias", o_bias="enable_bias")},
+        dense=Dense(gated=False, bias="enable_bias"),
+        norm="layer",
+        positions=("max_position_embeddings",),
+        extra_positions=2,
+    ),
+    Family(
+        model_types=("bloom",),
+        architectures=("BloomForCausalLM",),
+        mixers={"attention": BIASED},
+        dense=WIDE_MLP,
+        norm="layer",
+        embedding_norm=True,
+    ),
+    Family(
+        model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
+        architectures=("FalconForCausalLM",),
+        mixers={"attention": Attention(kv_heads=_falcon_kv_heads, qkv_bias="bias", o_bias="bias")},
+        dense=Dense(gated=False, bias="bias", multiple_of_hidden=4),
+        norms=_falcon_norms,
+        norm="layer",
+    ),
+    Family(
+        model_types=("mpt",),
+        architectures=("MPTForCausalLM", "MptForCausalLM"),
+        mixers={"attention": NO_BIAS},
+        dense=Dense(width=(), gated=False, bias=False, multiple_of_hidden=4),
+        norm="layer",
+        norm_bias=False,
+        defaults={"tie_word_embeddings": True},
+    ),
+    Family(
+        model_types=("codegen",),
+        architectures=("CodeGenForCausalLM",),
+        mixers={"attention": NO_BIAS},
+        dense=WIDE_MLP,
+        norms=1,
+        norm="layer",
+        head_bias=True,
+    ),
+    Family(
+        model_types=("persimmon",),
+        architectures=("PersimmonForCausalLM",),
+        mixers={
+            "attention": Attention(
+                qkv_bias=True, o_bias=True, qk_norm="head", qk_norm_when="qk_layernorm", qk_norm_bias=True
+            )
+        },
+        dense=Dense(gated=False, bias=True),
+        norm="layer",
+    ),
+)

@@ -1,0 +1,77 @@
+"""Qwen: dense, experts with a step or an exception list, and the hybrids with gated delta-net layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.family import Family
+from moe_optimizer.inspection.feed_forward import Experts, Shared
+from moe_optimizer.inspection.layer_rules import both, except_indices, last_of, listed, sparse_step, windowed_from
+from moe_optimizer.inspection.recurrent import GatedDeltaNet
+
+SPARSE = both(except_indices("mlp_only_layers"), sparse_step("decoder_sparse_step"))
+WINDOW = listed(otherwise=windowed_from("max_window_layers", flag="use_sliding_window"))
+HYBRID = listed(otherwise=last_of("full_attention_interval", "attention", otherwise="linear", default=4))
+
+QWEN2_EXPERTS = Experts(
+    count=("num_experts", "num_local_experts"),
+    top_k=("num_experts_per_tok",),
+    width=("moe_intermediate_size",),
+    layers=SPARSE,
+    shared=Shared(count=1, width=("shared_expert_intermediate_size",), width_is_total=True, gate=True),
+)
+QWEN3_EXPERTS = replace(QWEN2_EXPERTS, shared=None)
+QWEN3_ATTENTION = Attention(qk_norm="head")
+GATED_ATTENTION = Attention(qk_norm="head", gate="width")
+HYBRID_MIXERS = {"attention": GATED_ATTENTION, "linear": GatedDeltaNet()}
+
+FAMILIES = (
+    Family(
+        model_types=("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_omni_text"),
+        architectures=("Qwen2ForCausalLM",),
+        kinds=WINDOW,
+        mixers={"attention": Attention(qkv_bias=True, o_bias=False)},
+    ),
+    Family(
+        model_types=("qwen2_moe",),
+        architectures=("Qwen2MoeForCausalLM",),
+        kinds=WINDOW,
+        mixers={"attention": Attention(qkv_bias=("qkv_bias",), o_bias=False)},
+        experts=QWEN2_EXPERTS,
+        defaults={"qkv_bias": True},
+    ),
+    Family(
+        model_types=("qwen3", "qwen3_vl_text", "qwen3_omni_moe_talker_code_predictor"),
+        architectures=("Qwen3ForCausalLM",),
+        kinds=WINDOW,
+        mixers={"attention": QWEN3_ATTENTION},
+    ),
+    Family(
+        model_types=("qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text"),
+        architectures=("Qwen3MoeForCausalLM",),
+        kinds=windowed_from("max_window_layers", flag="use_sliding_window"),
+        mixers={"attention": QWEN3_ATTENTION},
+        experts=QWEN3_EXPERTS,
+    ),
+    Family(
+        model_types=("qwen3_next",),
+        architectures=("Qwen3NextForCausalLM",),
+        kinds=HYBRID,
+        mixers=HYBRID_MIXERS,
+        experts=QWEN2_EXPERTS,
+    ),
+    Family(
+        model_types=("qwen3_5_text", "qwen3_5"),
+        architectures=("Qwen3_5ForCausalLM",),
+        kinds=HYBRID,
+        mixers=HYBRID_MIXERS,
+    ),
+    Family(
+        model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
+        architectures=("Qwen3_5MoeForCausalLM",),
+        kinds=HYBRID,
+        mixers=HYBRID_MIXERS,
+        experts=replace(QWEN2_EXPERTS, layers=except_indices("mlp_only_layers")),
+    ),
+)

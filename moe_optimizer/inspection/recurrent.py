@@ -1,0 +1,146 @@
+"""Token mixers with a state of fixed size: state space, linear attention and short convolution."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moe_optimizer.inspection.config import Config, Names
+from moe_optimizer.inspection.shapes import Mixer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba1:
+    """Selective state space (Mamba)."""
+
+    inner: Names = ("mamba_d_inner",)
+    expand: Names = ("mamba_expand", "expand")
+    state: Names = ("mamba_d_state", "state_size")
+    kernel: Names = ("mamba_d_conv", "conv_kernel")
+    dt_rank: Names = ("mamba_dt_rank", "time_step_rank")
+    conv_bias: Names | bool = ("mamba_conv_bias", "use_conv_bias")
+    bias: Names | bool = ("mamba_proj_bias", "use_bias")
+    inner_norms: bool = False
+    """Norms over the step, input and output projections (one weight for each of their channels)."""
+
+    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+        """Return the layer's shape."""
+        inner = config.integer(self.inner, minimum=1) or config.required(self.expand) * hidden_size
+        state, kernel = config.required(self.state), config.required(self.kernel)
+        automatic = config.get(self.dt_rank, "auto") == "auto"
+        rank = math.ceil(hidden_size / 16) if automatic else config.required(self.dt_rank)
+        bias = config.flag(self.bias)
+        params = hidden_size * 2 * inner + 2 * inner * bias
+        params += inner * kernel + inner * config.flag(self.conv_bias)
+        params += inner * (rank + 2 * state) + rank * inner + inner
+        params += inner * state + inner
+        params += inner * hidden_size + hidden_size * bias
+        params += (rank + 2 * state) * self.inner_norms
+        return Mixer(kind="state", params=params, state_elements=inner * (state + kernel - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2:
+    """State space with scalar decay for each head (Mamba 2)."""
+
+    heads: Names = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+    head_dim: Names = ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
+    groups: Names = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+    state: Names = ("mamba_d_state", "ssm_state_size", "state_size")
+    kernel: Names = ("mamba_d_conv", "conv_kernel")
+    conv_bias: Names | bool = ("mamba_conv_bias", "use_conv_bias")
+    bias: Names | bool = ("mamba_proj_bias", "use_bias")
+    norm: Names | bool = True
+    inner: Names = ()
+    """Field with the inner width where it is not heads times head_dim."""
+
+    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+        """Return the layer's shape."""
+        heads = config.required(self.heads)
+        inner = (config.integer(self.inner) if self.inner else None) or heads * self._head_dim(
+            config, hidden_size, heads
+        )
+        groups = config.integer(self.groups, 1, minimum=1) or 1
+        state, kernel = config.required(self.state), config.required(self.kernel)
+        bias = config.flag(self.bias)
+        conv = inner + 2 * groups * state
+        wide = inner + conv + heads
+        params = hidden_size * wide + wide * bias + conv * kernel + conv * config.flag(self.conv_bias) + 3 * heads
+        params += inner * config.flag(self.norm) + inner * hidden_size + hidden_size * bias
+        return Mixer(kind="state", params=params, state_elements=inner * state + conv * (kernel - 1))
+
+    def _head_dim(self, config: Config, hidden_size: int, heads: int) -> int:
+        if config.get(self.head_dim, "auto") == "auto":
+            return config.required(("mamba_expand", "expand")) * hidden_size // heads
+        return config.required(self.head_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaNet:
+    """Linear attention with the gated delta rule."""
+
+    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+        """Return the layer's shape: query, key, value and gate projections, two gates a head, a convolution."""
+        k_heads, v_heads = config.required("linear_num_key_heads"), config.required("linear_num_value_heads")
+        k_dim, v_dim = config.required("linear_key_head_dim"), config.required("linear_value_head_dim")
+        kernel = config.required("linear_conv_kernel_dim")
+        key, value = k_heads * k_dim, v_heads * v_dim
+        conv = 2 * key + value
+        params = hidden_size * (2 * key + 2 * value) + hidden_size * 2 * v_heads + conv * kernel
+        params += 2 * v_heads + v_dim + value * hidden_size
+        return Mixer(kind="state", params=params, state_elements=v_heads * k_dim * v_dim + conv * (kernel - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConv:
+    """A gated depthwise convolution over a few tokens."""
+
+    kernel: Names = ("conv_L_cache",)
+    bias: Names | bool = ("conv_bias",)
+
+    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+        """Return the layer's shape."""
+        kernel, bias = config.required(self.kernel), config.flag(self.bias)
+        params = hidden_size * 3 * hidden_size + hidden_size * kernel + hidden_size * hidden_size
+        params += (3 + 1 + 1) * hidden_size * bias
+        return Mixer(kind="state", params=params, state_elements=hidden_size * (kernel - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LightningAttention:
+    """Linear attention with a fixed decay for each head, an output gate and a norm over all heads."""
+
+    heads: Names = ("num_attention_heads",)
+    head_dim: Names = ("head_dim",)
+
+    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+        """Return the layer's shape."""
+        heads = config.required(self.heads)
+        head_dim = config.integer(self.head_dim) or hidden_size // heads
+        width = heads * head_dim
+        params = hidden_size * 3 * width + hidden_size * width + width * hidden_size + width
+        return Mixer(kind="state", params=params, state_elements=heads * head_dim * head_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """Two mixers side by side in one layer."""
+
+    attention: object
+    state: object
+
+    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+        """Return the sum of both; it caches what the attention caches."""
+        one = self.attention.shape(config, hidden_size, window)  # type: ignore[attr-defined]
+        two = self.state.shape(config, hidden_size, window)  # type: ignore[attr-defined]
+        return Mixer(
+            kind=one.kind,
+            params=one.params + two.params,
+            num_heads=one.num_heads,
+            num_kv_heads=one.num_kv_heads,
+            head_dim=one.head_dim,
+            cache_elements=one.cache_elements,
+            window=one.window,
+            state_elements=two.state_elements,
+            kv_params=one.kv_params,
+        )
