@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -243,11 +244,12 @@ def _memory(context: PlanContext) -> MemoryPlan:
     if context.device == "cuda":
         return memory
     size = cache["host_cache_gib"] * _GIB
-    tokens = int(size / memory.kv_bytes_per_token) if memory.kv_bytes_per_token else 0
     if size > memory.kv_cache_bytes:
         # The CPU build takes whole GiB of cache, so less than one is none.
         return dataclasses.replace(memory, fits=False)
-    return dataclasses.replace(memory, kv_cache_bytes=size, kv_tokens=tokens)
+    unneeded = memory.kv_cache_bytes - size
+    lost_tokens = math.ceil(unneeded / memory.kv_bytes_per_token) if memory.kv_bytes_per_token else 0
+    return dataclasses.replace(memory, kv_cache_bytes=size, kv_tokens=max(0, memory.kv_tokens - lost_tokens))
 
 
 def _require_fit(context: PlanContext, memory: MemoryPlan) -> None:

@@ -175,7 +175,7 @@ class PlanContext:
             "max_num_batched_tokens": scheduler["max_num_batched_tokens"],
             "max_num_seqs": scheduler["max_num_seqs"],
             "kv_bits": kv_bits,
-            "cuda_graphs": self.decided["graph_capture"].status is Status.ON,
+            "cuda_graphs": self.decided["graph_capture"].params["cuda_graphs"],
         }
 
     def memory(self, **changes: Any) -> MemoryPlan:
@@ -202,6 +202,8 @@ class OptimizationPass(ABC):
     """--enable-<flag> and --disable-<flag>."""
     title: ClassVar[str]
     """What it does, for --help: a few words."""
+    limits: ClassVar[str]
+    """What it does not cover, or what it may cost: a sentence for the plan."""
     setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {}
     """Further --enable-/--disable- flags: flag -> (setting of this pass's section, title)."""
 
@@ -256,6 +258,7 @@ class OptimizationPass(ABC):
             value=value,
             reason=reason,
             applier=applier,
+            limits=self.limits,
             required=fields.pop("required", ctx.is_required(self.name)),
             **fields,
         )

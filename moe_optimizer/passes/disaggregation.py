@@ -9,13 +9,16 @@ from moe_optimizer.plan.decision import Decision
 class Disaggregation(OptimizationPass):
     """Some GPUs only read prompts, the others only write answers, with a router between them.
 
-    Long prompts then no longer hold up running answers. Limits: every part holds the whole model, and the
-    cache travels between them; pays with long prompts and strict latency goals only.
+    Long prompts then no longer hold up running answers.
     """
 
     name = "disaggregation"
     flag = "disaggregation"
     title = "separate servers for prefill and decode"
+    limits = (
+        "every part holds the whole model, and the cache travels between them; pays with long prompts and "
+        "strict latency goals only"
+    )
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """Needs a device for each part."""

@@ -9,14 +9,16 @@ from moe_optimizer.plan.decision import Decision
 class DualBatchOverlap(OptimizationPass):
     """While one half of the batch is computed, the other half's tokens travel to their experts.
 
-    Needs data parallel plus expert parallel with a DeepEP all-to-all, as vLLM has it. Limits: pays only where
-    the exchange takes long beside the computation; can fail at start-up for some models, so it must be tried
-    on the very model and machine before it is switched on.
+    Needs data parallel plus expert parallel with a DeepEP all-to-all, as vLLM has it.
     """
 
     name = "dual_batch_overlap"
     flag = "dual-batch-overlap"
     title = "overlap expert exchange with computation"
+    limits = (
+        "pays only where the exchange takes long beside the computation; can fail at start-up for some "
+        "models, so it must be tried on the very model and machine before it is switched on"
+    )
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """Needs experts, CUDA, and DP together with EP."""

@@ -9,13 +9,13 @@ from moe_optimizer.plan.decision import Decision
 class ExpertPlacement(OptimizationPass):
     """Replicas and placement of experts from their measured load, so that no GPU waits for a busy one.
 
-    Matters only with expert parallelism, where each GPU holds whole experts. Limits: needs a load profile of
-    the model under real traffic; vLLM rebalances experts on CUDA only.
+    Matters only with expert parallelism, where each GPU holds whole experts.
     """
 
     name = "expert_placement"
     flag = "expert-placement"
     title = "place and replicate experts by their load"
+    limits = "needs a load profile of the model under real traffic; vLLM rebalances experts on CUDA only"
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """Needs experts, more than one device, and expert parallelism on CUDA."""

@@ -16,14 +16,16 @@ class FlashDmoe(OptimizationPass):
     """The routed experts' two matrix products, activation and combine in one kernel of ours.
 
     Applied by the plugin: its experts class goes before vLLM's in the kernel choice of each MoE layer, and a
-    layer it does not support falls through to vLLM's own. Limits: gated SiLU experts without biases,
-    unquantised weights, at most 1024 experts and top-32. The CUDA kernels count only once a record shows
-    that they ran on a GPU.
+    layer it does not support falls through to vLLM's own.
     """
 
     name = "flash_dmoe"
     flag = "flash-dmoe"
     title = "our expert kernel instead of vLLM's"
+    limits = (
+        "gated SiLU experts without biases, unquantised weights, at most 1024 experts and top-32. The CUDA "
+        "kernels count only once a record shows that they ran on a GPU"
+    )
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """Check the model's experts, then vLLM, then which kernels are built."""

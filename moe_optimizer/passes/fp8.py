@@ -9,13 +9,14 @@ from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
 class Fp8(OptimizationPass):
     """FP8 weights: half the bytes of BF16 for the experts, which is what decoding waits for.
 
-    An existing FP8 checkpoint is served as it is. Converting a BF16 checkpoint needs a quality gate, which
-    this version does not have. Limits: GPUs need FP8 matrix units (compute capability 8.9 and up).
+    An existing FP8 checkpoint is served as it is. Converting a BF16 checkpoint needs a quality gate, which this
+    version does not have.
     """
 
     name = "fp8"
     flag = "fp8"
     title = "FP8 weights"
+    limits = "GPUs need FP8 matrix units (compute capability 8.9 and up)"
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """Check the checkpoint's own quantisation, then the GPU."""

@@ -14,49 +14,60 @@ _STEP = 16
 class GraphCapture(OptimizationPass):
     """Which batch sizes are captured as CUDA graphs.
 
-    On: vLLM's own compilation and capture, with the largest captured batch raised to the planned batch where
-    vLLM's default stops below it. Off: plain eager execution (--enforce-eager), on the CPU build as well.
-    Limits: more graphs cost memory and start-up time; the memory plan counts them with vLLM's default sizes.
+    On: vLLM's own compilation and capture, with the largest captured batch raised to the planned batch where vLLM's
+    default stops below it; or, where the profile says eager, neither. Off: vLLM's default, whatever the batch.
     """
 
     name = "graph_capture"
     flag = "graph-capture"
-    title = "CUDA graphs and compilation (off: eager execution)"
+    title = "CUDA graphs for every planned batch size"
+    limits = "more graphs cost memory and start-up time; the memory plan counts vLLM's default sizes"
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
-        """CUDA graphs need a GPU."""
-        if ctx.device == "cpu":
+        """CUDA graphs need a GPU; eager execution does not."""
+        if ctx.device == "cpu" and not ctx.profile.passes.graph_capture.eager:
             return False, "CUDA graphs need a GPU; vLLM's own compilation for the CPU stays as it is"
         return True, ""
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
-        """Return eager execution when it is wished, nothing when capture is only impossible."""
-        if ctx.wish(self.name)[0] is not Wish.OFF:
-            return super().when_off(ctx, reason)
-        return self.decision(ctx, Status.OFF, "eager", reason, Applier.FLAGS, vllm_args=("--enforce-eager",))
+        """Return vLLM's default."""
+        return self._decide(ctx, Status.OFF, "vLLM's default", reason, eager=_eager_pinned(ctx))
+
+    def refused(self, ctx: PlanContext, reason: str) -> Decision:
+        """Return vLLM's default, refused where capture was asked for by name."""
+        if ctx.wish(self.name)[0] is not Wish.ON:
+            return self.when_off(ctx, reason)
+        return self._decide(ctx, Status.REFUSED, "refused", reason, eager=_eager_pinned(ctx))
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the largest batch to capture."""
-        if ctx.pinned.get("--enforce-eager", "false") != "false":
-            return self.decision(ctx, Status.OFF, "eager", "--enforce-eager is given after --", Applier.NONE)
+        section = ctx.profile.passes.graph_capture
+        if _eager_pinned(ctx):
+            return self._decide(ctx, Status.OFF, "eager", "--enforce-eager is given after --", eager=True)
+        if section.eager:
+            reason = f"{ctx.profile_origin} asks for plain execution: no compilation, no graphs, quick start"
+            return self._decide(ctx, Status.ON, "eager", reason, eager=True, arguments=("--enforce-eager",))
         batch = ctx.pinned_integer("--max-num-seqs") or ctx.workload.batch_size
-        asked = ctx.profile.passes.graph_capture.max_capture_size
         default = min(2 * batch, _VLLM_CAP)
-        if asked is None and batch <= default:
+        if section.max_capture_size is None and batch <= default:
             reason = f"vLLM's own capture sizes reach {default}, which covers a batch of {batch}"
-            return self.decision(ctx, Status.ON, f"up to {default}", reason, Applier.FLAGS)
-        size = asked if asked is not None else -(-batch // _STEP) * _STEP
-        reason = (
-            f"the profile asks for {size}"
-            if asked is not None
-            else f"vLLM's own sizes end at {default}, and a batch of {batch} would run without a graph"
-        )
-        return self.decision(
-            ctx,
-            Status.ON,
-            f"up to {size}",
-            reason,
-            Applier.FLAGS,
-            rejected={f"up to {default}": "vLLM's default"},
-            vllm_args=("--max-cudagraph-capture-size", str(size)),
-        )
+            return self._decide(ctx, Status.ON, f"graphs up to {default}", reason, eager=False)
+        if section.max_capture_size is not None:
+            size, reason = section.max_capture_size, f"{ctx.profile_origin} asks for it"
+        else:
+            size = -(-batch // _STEP) * _STEP
+            reason = f"vLLM's own sizes end at {default}, and a batch of {batch} would run without a graph"
+        arguments = ("--max-cudagraph-capture-size", str(size))
+        return self._decide(ctx, Status.ON, f"graphs up to {size}", reason, eager=False, arguments=arguments)
+
+    def _decide(
+        self, ctx: PlanContext, status: Status, value: str, reason: str, *, eager: bool, arguments: tuple[str, ...] = ()
+    ) -> Decision:
+        applier = Applier.FLAGS if status is Status.ON else Applier.NONE
+        graphs = ctx.device == "cuda" and not eager
+        params = {"cuda_graphs": graphs}
+        return self.decision(ctx, status, value, reason, applier, vllm_args=arguments, params=params)
+
+
+def _eager_pinned(ctx: PlanContext) -> bool:
+    return ctx.pinned.get("--enforce-eager", "false") != "false"

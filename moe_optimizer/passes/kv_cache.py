@@ -25,12 +25,13 @@ class KvCache(OptimizationPass):
     An FP8 cache holds twice the tokens and changes the output slightly; no quality gate has judged it in this
     version, so only the aggressive profile or a flag asks for it. Tiering cold blocks to host memory is not
     available yet. Whatever the wish, the pass works out how long a sequence may be, and on the CPU build how
-    much memory the cache takes, for the planner. Limits: latent (MLA) and hybrid caches keep their type.
+    much memory the cache takes, for the planner.
     """
 
     name = "kv_cache"
     flag = "kv-cache"
     title = "FP8 key/value cache"
+    limits = "latent (MLA) and hybrid caches keep their type"
     setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {
         "kv-tiering": ("tiering", "move cold cache blocks to host memory")
     }

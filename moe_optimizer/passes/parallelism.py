@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from moe_optimizer.costs.weights import FP8_BLOCK, splits_over
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass, PlanContext
-from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.specs.model import ModelSpec
 
 
@@ -27,6 +27,7 @@ class Parallelism(OptimizationPass):
     name = "parallelism"
     flag = "parallelism"
     title = "split the model over the GPUs (TP, EP, DP)"
+    limits = "pipeline parallelism is not planned; DP is used only where it is asked for"
     setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {
         "expert-parallel": ("expert_parallel", "whole experts on each GPU instead of slices (EP)")
     }
@@ -88,16 +89,11 @@ class Parallelism(OptimizationPass):
             reason,
             Applier.FLAGS,
             rejected=rejected,
-            gain=self.gain(ctx),
             vllm_args=_vllm_args(size, data_parallel, expert_parallel),
             env=_environment(ctx, size * data_parallel),
             params=_params(size, data_parallel, expert_parallel),
             warnings=warnings,
         )
-
-    def gain(self, ctx: PlanContext) -> Gain | None:  # noqa: ARG002
-        """Claim nothing: what a split gains depends on the link, which only a measurement shows."""
-        return None
 
 
 def _device_limit(ctx: PlanContext) -> int:
@@ -199,7 +195,7 @@ def _ignored_wishes(ctx: PlanContext) -> tuple[str, ...]:
 
 
 def _rejected(ctx: PlanContext, most: int, size: int, data_parallel: int) -> dict[str, str]:
-    """Return the next larger power-of-two or full size that was passed over, with its reason."""
+    """Return the largest size that was passed over because it does not divide the model, with its reason."""
     for larger in range(most, size, -1):
         splits, why = _splits(ctx, larger, data_parallel)
         if not splits:

@@ -18,13 +18,14 @@ _CACHE_SHARE = 1 / 8
 class Scheduler(OptimizationPass):
     """max-num-seqs from the batch size, max-num-batched-tokens from memory, and vLLM's performance mode.
 
-    A step of T tokens needs activation memory for T tokens, which the cache then lacks. T is the largest
-    of the tried sizes that takes at most an eighth of the cache. Limits: activation memory is modelled.
+    A step of T tokens needs activation memory for T tokens, which the cache then lacks. T is the largest of the
+    tried sizes that takes at most an eighth of the cache.
     """
 
     name = "scheduler"
     flag = "scheduler"
     title = "requests and tokens in one step, from batch size and memory"
+    limits = "activation memory is modelled"
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:  # noqa: ARG002
         """Every vLLM has these flags."""

@@ -9,13 +9,13 @@ from moe_optimizer.plan.decision import Decision
 class Sparsity24(OptimizationPass):
     """Two of every four expert weights are zero and not stored.
 
-    Off in every shipped profile: pruning without training costs quality, and only a quality gate may allow
-    it. Limits: unquantised experts only; vLLM has no such kernels any more, so it needs ours.
+    Off in every shipped profile: pruning without training costs quality, and only a quality gate may allow it.
     """
 
     name = "sparsity_24"
     flag = "sparsity"
     title = "2:4 sparse experts"
+    limits = "unquantised experts only; vLLM has no such kernels any more, so it needs ours"
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """Needs experts that are not quantised."""

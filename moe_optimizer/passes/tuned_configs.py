@@ -17,13 +17,16 @@ class TunedConfigs(OptimizationPass):
 
     vLLM looks for a file named by local experts, expert width on one GPU, device and dtype; without one it uses
     a default and warns. This pass looks the same names up in the installed vLLM and in a folder of the user's
-    (VLLM_TUNED_CONFIG_FOLDER). Limits: it applies where vLLM picks its Triton kernel, which another MoE backend
-    may replace; finding a configuration is done here, making one is not.
+    (VLLM_TUNED_CONFIG_FOLDER).
     """
 
     name = "tuned_configs"
     flag = "tuned-configs"
     title = "find the tuned Triton MoE configuration"
+    limits = (
+        "it applies where vLLM picks its Triton kernel, which another MoE backend may replace; finding a "
+        "configuration is done here, making one is not"
+    )
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """Needs experts, a GPU, a dtype whose file name is known, and a vLLM to look into."""

@@ -83,4 +83,6 @@ class Decision:
     vllm_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
+    limits: str = ""
+    """Where the pass ends: what it does not cover or what it may cost."""
     warnings: tuple[str, ...] = ()

@@ -85,8 +85,10 @@ class ParallelismSection(PassSection):
 
 
 class GraphCaptureSection(PassSection):
-    """CUDA graphs and compilation. Mode off gives plain eager execution."""
+    """CUDA graphs. Mode off leaves vLLM's default."""
 
+    eager: bool = False
+    """Plain execution without compilation and graphs (--enforce-eager): slower, but starts quickly."""
     max_capture_size: int | None = Field(default=None, ge=1, le=8192)
     """Largest batch with a captured graph; null: chosen from the batch size."""
 
