@@ -82,12 +82,13 @@ def _run(arguments: list[str], *, program: str, command: str | None) -> int:
     if command is None and not own:
         own = ["--help"]
     try:
-        code = runnable.main(args=own, prog_name=program, standalone_mode=False, obj=vllm_args)
+        parsed = runnable.main(args=own, prog_name=program, standalone_mode=False, obj=vllm_args)
     except typer.Abort:
         raise KeyboardInterrupt from None
     except _UsageError as error:
         raise _input_error(error, runnable, name) from None
-    return int(code or ExitCode.OK)
+    # Not a command when --help or --version has already answered.
+    return parsed() if callable(parsed) else ExitCode.OK
 
 
 def _input_error(error: Any, root: Any, name: str | None) -> InputError:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.check import Check
 from moe_optimizer.cli.options import DoctorOptions, takes
 from moe_optimizer.errors import ExitCode, printable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `doctor --json` prints."""
+
+    ok: bool
+    """Whether nothing that serving here needs is missing."""
+    checks: tuple[Check, ...]
 
 
 @takes(DoctorOptions)
@@ -31,8 +40,9 @@ def command(options: DoctorOptions) -> int:
             from moe_optimizer.cli.seam_checks import seam_checks
 
             checks += seam_checks()
-    messages.write_data(_to_json(checks) if options.json else render_checks(checks))
-    return ExitCode.UNSUPPORTED if any(check.status == "missing" for check in checks) else ExitCode.OK
+    report = Report(ok=all(check.status != "missing" for check in checks), checks=tuple(checks))
+    messages.write_data(_to_json(report) if options.json else render_checks(checks))
+    return ExitCode.OK if report.ok else ExitCode.UNSUPPORTED
 
 
 def render_checks(checks: Sequence[Check]) -> str:
@@ -46,10 +56,9 @@ def render_checks(checks: Sequence[Check]) -> str:
     return "\n".join(lines)
 
 
-def _to_json(checks: Sequence[Check]) -> str:
+def _to_json(report: Report) -> str:
     import json
 
     from moe_optimizer.plan.json_codec import encode
 
-    data: dict[str, Any] = {"ok": all(c.status != "missing" for c in checks), "checks": encode(list(checks))}
-    return json.dumps(data, indent=2)
+    return json.dumps(encode(report), indent=2)

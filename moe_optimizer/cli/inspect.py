@@ -39,9 +39,9 @@ def render_model(spec: ModelSpec) -> str:
     rows += [
         ("layers", f"{spec.num_layers}, hidden size {spec.hidden_size}"),
         ("attention", _attention(spec)),
-        ("parameters", f"{_billions(spec.total_params)} in all, {_billions(spec.active_params)} used by one token"),
-        ("weights", f"{spec.weight_bytes / 2**30:.3g} GiB, {_weights(spec)}"),
-        ("KV cache", f"{spec.kv_bytes_per_token / 1024:.4g} KiB per token at 2 bytes an element"),
+        ("parameters", f"{_scaled(spec.total_params)}, of which one token uses {_scaled(spec.active_params)}"),
+        ("weights", f"{_scaled(spec.weight_bytes)}B, {_weights(spec)}"),
+        ("KV cache", f"{_scaled(spec.kv_bytes_per_token)}B per token at 2 bytes an element"),
         ("longest", f"{spec.max_position} tokens" if spec.max_position else "not stated"),
         ("servable", _servable(spec)),
     ]
@@ -69,7 +69,7 @@ def _expert_rows(spec: ModelSpec) -> list[tuple[str, str]]:
         ),
         (
             "expert share",
-            f"{_billions(spec.expert_params)} parameters, {spec.expert_params / spec.total_params:.0%} of all",
+            f"{_scaled(spec.expert_params)} parameters, {spec.expert_params / spec.total_params:.0%} of all",
         ),
     ]
 
@@ -97,8 +97,9 @@ def _servable(spec: ModelSpec) -> str:
     return f"{answer}: {spec.servable_reason}" if spec.servable_reason else answer
 
 
-def _billions(count: int) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+def _scaled(count: float) -> str:
+    """Three digits with a decimal prefix: 30.5 G."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
-            return f"{count / size:.4g}{unit}"
-    return str(count)
+            return f"{count / size:.3g} {unit}"
+    return f"{count} "

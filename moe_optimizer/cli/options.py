@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +23,7 @@ SWITCHES: Mapping[str, str] = {
     "flash-dmoe": "our expert kernel instead of vLLM's",
     "expert-placement": "place and replicate experts by their load",
     "tuned-configs": "find the tuned Triton MoE configuration",
-    "graph-capture": "CUDA graphs and compilation (off: eager execution)",
+    "graph-capture": "CUDA graphs for every planned batch size",
     "scheduler": "requests and tokens in one step, from batch size and memory",
     "kv-cache": "FP8 key/value cache",
     "kv-tiering": "move cold cache blocks to host memory",
@@ -251,8 +252,14 @@ class BuildOptions(CommonOptions):
 Options = TypeVar("Options", bound=CommonOptions)
 
 
-def takes(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable[..., int]]:
-    """Give a command function the signature that `kind` declares; it is called with one `kind`.
+Command = Callable[[], int]
+"""A command with its options filled in, ready to run."""
+
+
+def takes(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable[..., Command]]:
+    """Give a command function the signature that `kind` declares; the parser's call returns it ready to run.
+
+    It is not run inside the parser, which would answer an interrupt or a closed pipe in its own way.
 
     A field without a typer annotation is not an option of its own: `switches` becomes a pair --enable-X/--disable-X
     for each of SWITCHES, `vllm_args` receives what followed `--`.
@@ -267,13 +274,13 @@ def takes(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable[
         parameters |= {_switch_field(flag): (_switch_type(flag), None) for flag in SWITCHES}
     parameters |= common
 
-    def decorate(function: Callable[[Options], int]) -> Callable[..., int]:
-        def command(context: typer.Context, **values: Any) -> int:
+    def decorate(function: Callable[[Options], int]) -> Callable[..., Command]:
+        def command(context: typer.Context, **values: Any) -> Command:
             if has_switches:
                 given = {flag: values.pop(_switch_field(flag)) for flag in SWITCHES}
                 values["switches"] = {flag: value for flag, value in given.items() if value is not None}
                 values["vllm_args"] = tuple(context.obj or ())
-            return function(kind(**values))
+            return functools.partial(function, kind(**values))
 
         annotations = {"context": typer.Context} | {name: hint for name, (hint, _) in parameters.items()}
         command.__annotations__ = annotations

@@ -9,6 +9,7 @@ from moe_optimizer.cli import messages
 from moe_optimizer.cli.options import PlanOptions
 from moe_optimizer.cli.settings import Settings, resolve
 from moe_optimizer.env import read_environment
+from moe_optimizer.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
@@ -68,7 +69,26 @@ def make(options: PlanOptions) -> Planned:
         trust_remote_code=settings["trust_remote_code"],
         dtype=None if dtype == "auto" else dtype,
     )
-    return Planned(settings, profile, make_plan(request))
+    plan = make_plan(request)
+    if settings["strict"]:
+        refuse_unmet_wishes(plan)
+    return Planned(settings, profile, plan)
+
+
+def refuse_unmet_wishes(plan: Plan) -> None:
+    """What --strict asks of a plan: everything that was wished on is on.
+
+    Raises:
+        UnsupportedError: a wish was refused, or is not available in this version.
+    """
+    from moe_optimizer.plan.decision import Status, Wish
+
+    for decision in plan.decisions:
+        if decision.wish is Wish.ON and decision.status in (Status.REFUSED, Status.UNAVAILABLE):
+            raise UnsupportedError(
+                f"--strict: {decision.pass_name} ({decision.wish_origin}): {decision.reason}",
+                hint="leave --strict out to serve without it",
+            )
 
 
 def read_hardware(name: str | None, num_gpus: int | None) -> HardwareSpec:

@@ -256,7 +256,7 @@ def test_a_broken_profile_is_refused_with_its_line(
         (["--batch-size", "-1"], ("--batch-size", "'-1'"), ""),
         (["--dtype", "int8"], ("--dtype", "int8"), ""),
         (["--engine", "vlm"], ("--engine", "vlm"), "vllm"),
-        (["--hardware", "h100"], ("h100",), "h100"),
+        (["--hardware", "h100-sxm5"], ("h100-sxm5",), "h100_sxm"),
         (["--hardware", "cpu", "--gpus", "2"], ("cpu", "2"), ""),
         (["--hardware", "h100_sxm"], ("h100_sxm", "this machine"), "--dry-run"),
         (["--max-model-len", "99999999"], ("--max-model-len",), ""),

@@ -1,0 +1,86 @@
+"""Write the JSON Schemas of everything the command line prints with --json to docs/schemas.
+
+The schemas are made from the types that are printed, so they cannot say something else; the committed files are the
+published contract, and a test compares the two. Run it after a deliberate change:  python scripts/write_schemas.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from moe_optimizer.cli.doctor import Report
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.specs.model import ModelSpec
+from moe_optimizer.specs.software import KernelInventory
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "schemas"
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def schemas() -> dict[str, dict[str, Any]]:
+    """Return the schema of each command's --json output, by file name."""
+    inspect = _schema(ModelSpec, "moe-optimizer inspect --json")
+    inspect["properties"]["num_moe_layers"] = {"type": "integer", "description": "Layers with routed experts."}
+    inspect["required"] = sorted(inspect["properties"])
+    return {
+        "inspect.schema.json": inspect,
+        "plan.schema.json": _schema(Plan, "moe-optimizer plan --json and serve --dry-run --json"),
+        "doctor.schema.json": _schema(Report, "moe-optimizer doctor --json"),
+        "build.schema.json": _schema(KernelInventory, "moe-optimizer build --json"),
+        "config.schema.json": _config_schema(),
+    }
+
+
+def _schema(kind: type, title: str) -> dict[str, Any]:
+    schema = _strict(TypeAdapter(kind).json_schema(mode="serialization"))
+    return {"$schema": DIALECT, **schema, "title": title}
+
+
+def _strict(node: Any) -> Any:
+    """Every field of a dataclass is always printed, and nothing else is."""
+    if isinstance(node, list):
+        return [_strict(item) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    strict = {key: _strict(value) for key, value in node.items() if key not in ("title", "default")}
+    if "properties" in strict:
+        # `properties` maps names to schemas, so a field called "title" must survive the line above.
+        strict["properties"] = {name: _strict(value) for name, value in node["properties"].items()}
+        strict |= {"required": sorted(strict["properties"]), "additionalProperties": False}
+    return strict
+
+
+def _config_schema() -> dict[str, Any]:
+    setting = {
+        "type": "object",
+        "properties": {
+            "value": {"type": ["string", "integer", "number", "boolean", "array", "null"]},
+            "origin": {"type": "string", "description": "flag ..., environment ..., profile ... or default"},
+        },
+        "required": ["origin", "value"],
+        "additionalProperties": False,
+    }
+    return {
+        "$schema": DIALECT,
+        "type": "object",
+        "additionalProperties": setting,
+        "title": "--show-config --json: every setting with its value and origin",
+    }
+
+
+def main() -> int:
+    """Write all schemas."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, schema in schemas().items():
+        (FOLDER / name).write_text(json.dumps(schema, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""The published commands, options and exit codes. A change here is a change for every user."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from moe_optimizer.cli.app import app
+from moe_optimizer.errors import ExitCode
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY_MOE = ROOT / "examples" / "tiny-moe"
+
+COMMON = {"--json", "--verbose", "--help"}
+MODEL = {"MODEL", "--model", "--trust-remote-code"}
+SWITCHED = (
+    "parallelism", "expert-parallel", "fp8", "sparsity", "flash-dmoe", "expert-placement", "tuned-configs",
+    "graph-capture", "scheduler", "kv-cache", "kv-tiering", "disaggregation", "dual-batch-overlap",
+)  # fmt: skip
+PLAN = MODEL | {
+    "--gpus", "--profile", "--batch-size", "--max-model-len", "--dtype", "--host", "--port", "--engine", "--hardware",
+    "--require", "--strict", "--show-config",
+    *(f"--enable-{name}" for name in SWITCHED),
+    *(f"--disable-{name}" for name in SWITCHED),
+}  # fmt: skip
+SURFACE = {
+    "serve": COMMON | PLAN | {"--dry-run", "--run-dir", "--ready-timeout"},
+    "inspect": COMMON | MODEL,
+    "plan": COMMON | PLAN | {"--explain"},
+    "doctor": COMMON | {"--model", "--drift"},
+    "build": COMMON | {"--check"},
+}
+
+
+def root() -> Any:
+    return typer.main.get_command(app)
+
+
+def options_of(command: Any) -> set[str]:
+    names = {"--help"}
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            names.add(parameter.metavar)
+        names.update(name for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("-"))
+    return names
+
+
+def test_the_commands_are_the_published_ones() -> None:
+    assert list(root().commands) == list(SURFACE)
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_the_options_are_the_published_ones(name: str) -> None:
+    assert options_of(root().commands[name]) == SURFACE[name]
+
+
+def test_the_exit_codes_are_the_published_ones() -> None:
+    assert {code.name: code.value for code in ExitCode} == {
+        "OK": 0, "BUG": 1, "BAD_INPUT": 2, "UNSUPPORTED": 3, "GOAL_MISSED": 4, "QUALITY_FAILED": 5,
+        "NOT_APPLIED": 6, "SERVER_FAILED": 7,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [None, *SURFACE])
+def test_help_fits_eighty_columns_and_has_no_colours(name: str | None, tmp_path: Path, run_command: Any) -> None:
+    arguments = [name, "--help"] if name else ["--help"]
+    finished = run_command(arguments, program=("-m", "moe_optimizer"), cwd=tmp_path)
+    assert (finished.code, finished.stderr) == (0, "")
+    assert max(map(len, finished.stdout.splitlines())) <= 80
+    assert "\x1b" not in finished.stdout
+
+
+def test_run_optimizer_is_the_serve_command(tmp_path: Path, run_command: Any) -> None:
+    script = run_command(["--help"], cwd=tmp_path).stdout
+    command = run_command(["serve", "--help"], program=("-m", "moe_optimizer"), cwd=tmp_path).stdout
+    assert script.partition("\n")[0] == "Usage: run_optimizer.py [OPTIONS] [MODEL]"
+    assert script.partition("\n")[2] == command.partition("\n")[2]
+
+
+def test_no_argument_shows_the_help(tmp_path: Path, run_command: Any) -> None:
+    finished = run_command([], program=("-m", "moe_optimizer"), cwd=tmp_path)
+    assert finished.code == 0
+    assert "Commands:" in finished.stdout
+
+
+def test_the_version_is_data(tmp_path: Path, run_command: Any) -> None:
+    finished = run_command(["--version"], program=("-m", "moe_optimizer"), cwd=tmp_path)
+    assert (finished.code, finished.stderr) == (0, "")
+    assert re.fullmatch(r"moe-optimizer \d+\.\d+\.\d+\n", finished.stdout)
+
+
+def test_a_mistyped_command_names_the_nearest(tmp_path: Path, run_command: Any) -> None:
+    finished = run_command(["srve"], program=("-m", "moe_optimizer"), cwd=tmp_path)
+    assert finished.code == ExitCode.BAD_INPUT
+    assert finished.first_line.startswith("error: unknown command 'srve'")
+    assert finished.hints == ["hint: did you mean serve?"]
+
+
+@pytest.mark.parametrize("name", ["inspect", "doctor", "build"])
+def test_only_serve_and_plan_take_vllms_arguments(name: str, tmp_path: Path, run_command: Any) -> None:
+    finished = run_command([name, "--", "--seed", "1"], program=("-m", "moe_optimizer"), cwd=tmp_path)
+    assert finished.code == ExitCode.BAD_INPUT
+    assert finished.first_line == f"error: --: {name} takes no arguments for vllm serve"
+
+
+def test_arguments_after_the_separator_reach_the_vllm_command(tmp_path: Path, run_command: Any) -> None:
+    arguments = ["--model", str(TINY_MOE), "--dry-run", "--json", "--", "--seed", "7"]
+    finished = run_command(arguments, cwd=tmp_path)
+    assert finished.code == 0, finished
+    assert '"--seed",' in finished.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--dry-run"], ["--dry-run", "--json"], ["--show-config"]])
+def test_data_goes_to_stdout_and_nothing_else_does(arguments: list[str], tmp_path: Path, run_command: Any) -> None:
+    finished = run_command(["--model", str(TINY_MOE), *arguments], cwd=tmp_path)
+    assert finished.code == 0, finished
+    assert finished.stdout
+    assert "warning:" not in finished.stdout
+    assert all(line.startswith("warning: ") for line in finished.stderr.splitlines())
+    assert "\x1b" not in finished.stdout + finished.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_pipe_is_quiet(tmp_path: Path, run_command: Any) -> None:
+    # The reader ends at once, before the command has written anything.
+    script = (
+        "import subprocess, sys\n"
+        "reader = subprocess.Popen(['true'], stdin=subprocess.PIPE)\n"
+        "reader.wait()\n"
+        "command = [sys.executable, '-m', 'moe_optimizer', 'plan', *sys.argv[1:], '--json']\n"
+        "sys.exit(subprocess.run(command, stdout=reader.stdin).returncode)\n"
+    )
+    finished = run_command([str(TINY_MOE)], program=("-c", script), cwd=tmp_path)
+    assert finished.code == 141
+    assert "Traceback" not in finished.stderr
+    assert "Broken" not in finished.stderr
+
+
+def test_a_full_disk_under_stdout_is_an_error(tmp_path: Path, run_command: Any) -> None:
+    script = (
+        "import subprocess, sys\n"
+        "command = [sys.executable, '-m', 'moe_optimizer', 'inspect', *sys.argv[1:]]\n"
+        "sys.exit(subprocess.run(command, stdout=open('/dev/full', 'w')).returncode)\n"
+    )
+    finished = run_command([str(TINY_MOE)], program=("-c", script), cwd=tmp_path)
+    assert finished.code == ExitCode.BUG
+    assert "No space left on device" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completion_offers_the_commands(shell: str, tmp_path: Path, run_command: Any) -> None:
+    environ = {
+        "_MOE_OPTIMIZER_COMPLETE": f"complete_{shell}", "COMP_WORDS": "moe-optimizer ins", "COMP_CWORD": "1",
+        "_TYPER_COMPLETE_ARGS": "moe-optimizer ins", "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }  # fmt: skip
+    program = ("-c", "import sys; from moe_optimizer.cli.main import main; sys.exit(main())")
+    finished = run_command([], program=program, cwd=tmp_path, env=environ)
+    assert finished.code == 0, finished
+    assert "inspect" in finished.stdout
