@@ -32,8 +32,8 @@ _NON_TORCH_ONE = round(0.13 * GIB)
 _NON_TORCH_GROUP = round(0.55 * GIB)
 # assumed: captured CUDA graphs with vLLM's default capture sizes. Public logs show 17 to 29 MiB a layer.
 _GRAPH_PER_LAYER = 25 * MIB
-# assumed: interpreter, libraries and compiled code of one CPU worker process, before weights.
-_CPU_PROCESS = round(1.5 * GIB)
+# Seen on one worker of vLLM 0.32's CPU build after its warm-up: 0.69 GiB resident besides weights and cache.
+_CPU_PROCESS = round(0.75 * GIB)
 # Read from vLLM 0.32's sampler: logits once in the model's dtype (half), and in FP32 the logits, the
 # probabilities and the noise; half a copy more for the row buffers of its top-k kernel.
 _SAMPLER_LOGIT_COPIES = 4
@@ -45,7 +45,8 @@ class MemoryRequest:
 
     model: ModelSpec
     device_bytes: int
-    """Total memory of one device as the driver reports it; on the CPU build the share of one process."""
+    """Total memory of one device as the driver reports it; on the CPU build what one worker's NUMA node has,
+    divided by the workers on that node."""
     num_devices: int
     """Devices that share one copy of the model (tensor parallel size)."""
     gpu_memory_utilization: float
@@ -188,7 +189,7 @@ def _dense_mlp_width(model: ModelSpec) -> float:
 def _ref(request: MemoryRequest) -> str:
     kind = "EP" if request.expert_parallel else "TP"
     if request.device == "cpu":
-        workspace = "1.5 GiB per process"
+        workspace = "0.75 GiB for the worker process"
     else:
         group = "0.13 GiB" if request.num_devices == 1 else "0.55 GiB"
         graphs = "25 MiB a layer of CUDA graphs" if request.cuda_graphs else "no CUDA graphs"

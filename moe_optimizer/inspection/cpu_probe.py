@@ -31,6 +31,7 @@ def probe_cpu(root: Path = Path("/")) -> CpuSpec:
         cores=_usable_cores(root),
         memory=_usable_memory(root),
         isa=tuple(name for name in _KERNEL_ISA if name in present),
+        node_memory=_node_memory(root),
     )
 
 
@@ -47,18 +48,46 @@ def _cpuinfo(root: Path) -> dict[str, str]:
 
 
 def _usable_cores(root: Path) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [*_v2_cpu_quotas(root), *_v1_cpu_quotas(root)]
     # Half a core more does not feed another thread: round down, but never to none.
-    return max(1, math.floor(min([cores, *quotas])))
+    return max(1, math.floor(min([len(_allowed_cores()), *quotas])))
+
+
+def _allowed_cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _usable_memory(root: Path) -> Quantity:
-    total = _meminfo_total(root)
+    return _limited(_meminfo_total(root), "MemTotal of /proc/meminfo", root)
+
+
+def _node_memory(root: Path) -> Quantity | None:
+    first = min(_allowed_cores())
+    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
+        if first not in _core_list(_text(folder / "cpulist")):
+            continue
+        for line in _text(folder / "meminfo").splitlines():
+            words = line.split()
+            if "MemTotal:" in words[2:3] and words[3].isdigit():
+                return _limited(int(words[3]) * 1024, f"MemTotal of NUMA {folder.name}", root)
+    return None
+
+
+def _core_list(text: str) -> set[int]:
+    """Return the numbers of a list such as "0-3,8"."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (last or first).isdigit():
+            cores.update(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def _limited(total: int, ref: str, root: Path) -> Quantity:
     limit = min([*_v2_memory_limits(root), *_v1_memory_limits(root)], default=total)
     if limit < total:
         return Quantity(float(limit), "bytes", Source.MEASURED, "cgroup memory limit")
-    return Quantity(float(total), "bytes", Source.MEASURED, "MemTotal of /proc/meminfo")
+    return Quantity(float(total), "bytes", Source.MEASURED, ref)
 
 
 def _meminfo_total(root: Path) -> int:

@@ -163,8 +163,8 @@ class _Facts:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{path}: cannot read the hardware facts: {error}") from None
-        loader = yaml.SafeLoader(text)
         try:
+            loader = yaml.SafeLoader(text)
             node = loader.get_single_node()
             if not isinstance(node, yaml.MappingNode):
                 raise InputError(f"{path}: expected a mapping of hardware facts")
@@ -173,8 +173,6 @@ class _Facts:
             data = loader.construct_document(node)
         except (yaml.YAMLError, RecursionError) as error:
             raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-        finally:
-            loader.dispose()
         return _Facts(path, data, lines)
 
     def error(self, key: tuple[str, ...], problem: str, *, hint: str | None = None) -> InputError:

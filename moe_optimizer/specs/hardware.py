@@ -53,6 +53,9 @@ class CpuSpec:
     """bytes this process may use (cgroup limit respected)."""
     isa: tuple[str, ...]
     """Instruction sets that our kernels choose between: "avx2", "avx512f", "avx512_bf16", "amx_bf16", ..."""
+    node_memory: Quantity | None = None
+    """bytes of the NUMA node of the first usable core (cgroup limit respected): what vLLM's CPU build takes its
+    share of, for each worker. None where the system does not say; then it is `memory`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

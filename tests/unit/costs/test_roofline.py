@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -46,7 +47,7 @@ def test_floor_of_one_layer_is_within_one_per_cent_of_the_table(
 
 
 def test_whole_model_floor_at_batch_one(qwen3_30b_a3b, h200_measured):
-    step = {"batch": 1, "context": 0, "num_gpus": 1}
+    step: dict[str, Any] = {"batch": 1, "context": 0, "num_gpus": 1}
     bf16 = decode_step_floor_us(qwen3_30b_a3b, h200_measured, **step, expert_bits=16, linear_bits=16)
     fp8 = decode_step_floor_us(qwen3_30b_a3b, h200_measured, **step, expert_bits=8, linear_bits=8)
     assert bf16.value == pytest.approx(1410, rel=0.01)
