@@ -27,12 +27,18 @@ def encode(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        kinds = _field_kinds(type(value))
+        return {name: _encode_field(kind, getattr(value, name)) for name, kind in kinds.items()}
     if isinstance(value, Mapping):
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [encode(item) for item in value]
     raise TypeError(f"no JSON form for {type(value).__name__}: {value!r}")
+
+
+def _encode_field(kind: Any, value: Any) -> Any:
+    # A whole number in a float field is written as it is read back (16.0): a plan must keep its digest through a file.
+    return float(value) if kind is float and type(value) is int else encode(value)
 
 
 def decode(kind: type[T], data: object, *, origin: str) -> T:
