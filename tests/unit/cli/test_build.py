@@ -1,0 +1,76 @@
+"""Building kernels: the script's failure is ours to report, and an interrupt ends all of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_optimizer.cli import build
+from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.specs.software import KernelInventory
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "build.sh"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_failed_build_is_unsupported_here(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="exit code 4"):
+        build._build(script(tmp_path, "exit 4"))
+
+
+def test_a_missing_script_says_where_kernels_come_from(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        build._build(tmp_path / "build.sh")
+    assert "checkout" in (caught.value.hint or "")
+
+
+def test_the_output_of_the_build_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    build._build(script(tmp_path, "echo compiling"))
+    assert capfd.readouterr() == ("", "compiling\n")
+
+
+def test_an_interrupt_ends_the_compilers_too(tmp_path: Path) -> None:
+    path = script(tmp_path, f"sleep 60 & echo $! > {tmp_path}/pid; wait")
+    threading.Thread(target=_interrupt_when, args=(tmp_path / "pid",)).start()
+    with pytest.raises(KeyboardInterrupt):
+        build._build(path)
+    assert _ends((tmp_path / "pid").read_text(encoding="utf-8").strip())
+
+
+def _interrupt_when(path: Path) -> None:
+    deadline = time.monotonic() + 10
+    while not (path.exists() and path.read_text(encoding="utf-8").strip()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _ends(pid: str) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if Path("/proc", pid, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_what_is_built_is_told_apart_from_what_ran() -> None:
+    inventory = KernelInventory(
+        built=True, reason="", cpu_ops=("fused_experts",), cuda_ops=("fused_experts",), cuda_archs=("sm_90a",),
+        ran_on_gpu=False, source_hash="0123456789abcdef",
+    )  # fmt: skip
+    assert build.render_inventory(inventory).splitlines() == [
+        "kernels  built from sources 0123456789ab",
+        "cpu      fused_experts",
+        "cuda     fused_experts for sm_90a, compiled, not run on a GPU",
+    ]

