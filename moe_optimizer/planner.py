@@ -271,15 +271,16 @@ def _fit_hint(context: PlanContext, size: int) -> str:
     if context.device == "cpu":
         return "use a smaller model or a machine with more memory"
     terms = context.memory_terms(context.decided["kv_cache"].params["kv_bits"]) | {"num_devices": 1}
+    stored = context.memory(**terms).min_devices
     needs = {
-        "as stored": context.memory(**terms).min_devices,
+        f"as stored ({context.model.quant_method or context.dtype})": stored,
         "in BF16": context.memory(**terms, expert_bits=16, linear_bits=16).min_devices,
         "in FP8": context.memory(**terms, expert_bits=8, linear_bits=8).min_devices,
     }
     words = ", ".join(f"{count if count is not None else 'more than 64'} {how}" for how, count in needs.items())
-    stored = needs["as stored"]
-    if stored is not None and size < stored <= context.hardware.num_gpus:
-        return f"GPUs of this kind needed: {words}; this machine has {context.hardware.num_gpus}: use --gpus {stored}"
+    there = context.hardware.num_gpus
+    if stored is not None and size < stored <= there:
+        return f"GPUs of this kind needed: {words}; {there} are there: use --gpus {stored}"
     return f"GPUs of this kind needed: {words}"
 
 
@@ -333,6 +334,11 @@ def _warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan) ->
     warnings = [*request.hardware.warnings, *request.model.warnings]
     if request.hardware.gpu is not None and context.device == "cpu":
         warnings.append("this machine has a GPU, but the installed vLLM is the CPU build; planning for the CPU")
+    vllm = request.software.vllm
+    if vllm is None:
+        warnings.append("no vLLM is installed: the plan cannot be started here")
+    elif context.device == "cuda" and vllm.device == "cpu":
+        warnings.append(f"the installed vLLM {vllm.version} is the CPU build: this plan cannot be started here")
     if not request.model.is_moe:
         warnings.append("the model has no experts: only the passes that do not need any can help")
     cache = context.decided["kv_cache"].params

@@ -31,7 +31,7 @@ class KvCache(OptimizationPass):
     name = "kv_cache"
     flag = "kv-cache"
     title = "FP8 key/value cache"
-    limits = "latent (MLA) and hybrid caches keep their type"
+    limits = "latent (MLA), hybrid and sliding-window caches keep their type"
     setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {
         "kv-tiering": ("tiering", "move cold cache blocks to host memory")
     }
@@ -105,9 +105,11 @@ def _fp8_asked(ctx: PlanContext) -> bool:
 
 
 def _fp8_possible(ctx: PlanContext) -> tuple[bool, str]:
-    kind = ctx.model.attention.kind
-    if kind not in ("mha", "gqa"):
-        return False, f"{kind} attention keeps its own cache type here"
+    attention = ctx.model.attention
+    if attention.kind not in ("mha", "gqa"):
+        return False, f"{attention.kind} attention keeps its own cache type here"
+    if attention.num_windowed_layers:
+        return False, "sliding-window attention keeps its own cache type here"
     if ctx.device == "cuda" and not ctx.gpu.supports("fp8"):
         major, minor = ctx.gpu.compute_capability
         return False, f"needs FP8 matrix units (sm_89 or later), found sm_{major}{minor}"

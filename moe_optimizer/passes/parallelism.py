@@ -63,11 +63,11 @@ class Parallelism(OptimizationPass):
         expert_parallel, expert_reason, warnings = _expert_parallel(ctx, size, data_parallel)
         unused = limit - size * data_parallel if ctx.device == "cuda" else 0
         rejected = _rejected(ctx, limit // data_parallel, size, data_parallel)
+        if unused:
+            why = f", because {'; '.join(rejected.values())}" if rejected else ""
+            warnings += (f"{unused} of {limit} GPUs stay unused with {_value(size, data_parallel, False)}{why}",)
         if not expert_parallel:
             rejected["EP"] = expert_reason
-        if unused:
-            why = "; ".join(rejected.values())
-            warnings += (f"{unused} of {limit} GPUs stay unused: TP={size} is the most that fits ({why})",)
         reason = _in_words(ctx, size, data_parallel, expert_parallel)
         if expert_parallel:
             reason = f"{reason}; {expert_reason}"
@@ -210,7 +210,8 @@ def _in_words(ctx: PlanContext, size: int, data_parallel: int, expert_parallel: 
         return f"one {unit} holds the whole model"
     words = []
     if size > 1:
-        words.append(f"every layer is cut into {size} slices, one per {unit}")
+        what = "the attention part" if expert_parallel else "every layer"
+        words.append(f"{what} is cut into {size} slices, one per {unit}")
     if data_parallel > 1:
         words.append(f"{data_parallel} copies of the attention part take different requests")
     if expert_parallel:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from moe_optimizer.passes.base import OptimizationPass, PlanContext
 from moe_optimizer.plan.decision import Applier, Decision, Status
 
-_MOST_TOKENS = {"throughput": 16_384, "balanced": 8192, "interactivity": 4096}
-"""Chosen: vLLM's own default on 80 GB GPUs is 8192; throughput mode doubles it, interactivity halves it so
-that a long prompt does not hold up the running requests."""
-_MOST_TOKENS_CPU = 2048
-"""vLLM's own default for its CPU build."""
+_MODE_FACTORS = {"throughput": 2.0, "balanced": 1.0, "interactivity": 0.5}
+"""Times vLLM's own default: it doubles it in throughput mode itself; half of it (chosen) keeps a long prompt
+from holding up the running requests."""
 _FEWEST_TOKENS = 1024
 _CACHE_SHARE = 1 / 8
 """Chosen: larger steps may take at most this share of the cache that the smallest step would leave."""
@@ -67,7 +65,7 @@ def _batched_tokens(ctx: PlanContext, sequences: int) -> tuple[int, str, dict[st
     asked = ctx.profile.passes.scheduler.max_num_batched_tokens
     if asked is not None:
         return max(asked, sequences), f"tokens from {ctx.profile_origin}", {}
-    most = _MOST_TOKENS[ctx.profile.performance] if ctx.device == "cuda" else _MOST_TOKENS_CPU
+    most = round(_vllm_defaults(ctx)[0] * _MODE_FACTORS[ctx.profile.performance])
     # Every running request needs one token of a step.
     fewest = max(_FEWEST_TOKENS, sequences)
     smallest_leaves = _cache_bytes(ctx, fewest, sequences)

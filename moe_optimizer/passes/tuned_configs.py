@@ -38,6 +38,8 @@ class TunedConfigs(OptimizationPass):
             return False, f"the Triton kernel is not used for {ctx.model.quant_method} experts"
         if ctx.software.vllm is None:
             return False, "no vLLM is installed to look into"
+        if not (Path(ctx.software.vllm.location) / _SHIPPED).is_dir():
+            return False, f"vLLM {ctx.software.vllm.version} does not keep its configurations in vllm/{_SHIPPED}"
         return True, ""
 
     def choose(self, ctx: PlanContext) -> Decision:

