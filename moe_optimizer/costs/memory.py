@@ -24,7 +24,7 @@ MIN_KV_TOKENS = 2048
 """Cache tokens that a plan must leave when no sequence length is asked for (chosen: one short conversation)."""
 
 # assumed: total memory that the driver reports minus what CUDA offers to a process, which is what vLLM multiplies
-# by the utilisation. Public logs show 480 MiB (H100), 615 MiB (H200) and 717 MiB (B200).
+# by the utilisation. Public listings show 480 MiB (H100), 615 MiB (H200), 717 MiB (B200), up to 980 MiB (H100 NVL).
 _DRIVER_RESERVE = 512 * MIB
 # assumed: memory outside the tensor allocator. Public vLLM logs show 0.13 GiB on one GPU, 0.55 GiB with TP=2
 # (NCCL channels and the custom all-reduce buffers).

@@ -48,6 +48,14 @@ def test_qwen3_30b_fits_one_h100_in_bf16_with_the_cache_it_really_leaves(qwen3_3
     assert 127_000 < plan.kv_tokens < 147_000
 
 
+def test_a_published_vllm_log_is_met_within_two_per_cent(qwen3_30b_a3b):
+    # One 80 GB card at 0.90, a vLLM that did not yet set CUDA graph memory aside, its default of 2048 tokens:
+    # "Model loading took 56.9342 GiB", "GPU KV cache size: 150,272 tokens".
+    plan = plan_memory(request_for(qwen3_30b_a3b, max_num_batched_tokens=2048, cuda_graphs=False))
+    assert plan.weight_bytes / GIB == pytest.approx(56.93, rel=0.005)
+    assert plan.kv_tokens == pytest.approx(150_272, rel=0.02)
+
+
 def test_qwen3_30b_does_not_fit_one_h100_when_the_cache_cannot_hold_its_longest_sequence(qwen3_30b_a3b):
     plan = plan_memory(request_for(qwen3_30b_a3b, max_model_len=262_144))
     assert not plan.fits
