@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from moe_optimizer.cli.doctor import Report
+from moe_optimizer.cli.ready_server import ReadyServer
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.software import KernelInventory
@@ -33,6 +34,7 @@ def schemas() -> dict[str, dict[str, Any]]:
         "plan.schema.json": _schema(Plan, "moe-optimizer plan --json and serve --dry-run --json"),
         "doctor.schema.json": _schema(Report, "moe-optimizer doctor --json"),
         "build.schema.json": _schema(KernelInventory, "moe-optimizer build --json"),
+        "serve.schema.json": _schema(ReadyServer, "moe-optimizer serve --json, once the server is ready"),
         "config.schema.json": _config_schema(),
     }
 

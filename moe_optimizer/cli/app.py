@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -14,7 +15,7 @@ from moe_optimizer.cli.near_match import did_you_mean
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError
 
 # The base class of every mistake on the command line. Typer publishes only this subclass of it.
-_UsageError = typer.BadParameter.__mro__[1]
+_UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 
 _EXTRA_HINT = "arguments of vllm serve go after --"
 
@@ -88,7 +89,7 @@ def _run(arguments: list[str], *, program: str, command: str | None) -> int:
     except _UsageError as error:
         raise _input_error(error, runnable, name) from None
     # Not a command when --help or --version has already answered.
-    return parsed() if callable(parsed) else ExitCode.OK
+    return parsed() if isinstance(parsed, functools.partial) else ExitCode.OK
 
 
 def _input_error(error: Any, root: Any, name: str | None) -> InputError:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import socket
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, ServeOptions, takes
-from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
+from moe_optimizer.errors import ExitCode, InputError, UnsupportedError, printable
 
 if TYPE_CHECKING:
     from moe_optimizer.cli.settings import Settings
     from moe_optimizer.plan.plan import Plan
+    from moe_optimizer.vllm_plugin.launch import ServerInfo
 
 TAKES_VLLM_ARGS = ("serve", "plan")
 """Commands that accept arguments of `vllm serve` after `--`."""
@@ -38,20 +39,19 @@ def command(options: ServeOptions) -> int:
     if options.dry_run:
         planning.show_plan(planned.plan, as_json=options.json)
         return ExitCode.OK
-    return _launch(planned.plan, options)
+    return _launch(planned.plan, options, strict=planned.settings["strict"])
 
 
 def check_can_serve_here(plan: Plan, settings: Settings) -> None:
     """Refuse what is known to fail before any process is started.
 
     Raises:
-        InputError: the machine that was planned for is not this one, or the address cannot be served on.
+        InputError: the machine that was planned for is not this one.
         UnsupportedError: no vLLM is installed, or one for other hardware than the plan's.
     """
     if plan.hardware.origin == "named":
         _check_same_hardware(plan, settings)
     _check_vllm(plan)
-    check_address(settings["host"], settings["port"])
 
 
 def _check_same_hardware(plan: Plan, settings: Settings) -> None:
@@ -87,36 +87,54 @@ def _check_vllm(plan: Plan) -> None:
         )
 
 
-def check_address(host: str, port: int) -> None:
-    """Refuse an address that this process could not listen on either.
-
-    Raises:
-        InputError: the port is taken or reserved, or the host is not an address of this machine.
-    """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"--host: got {host!r}: {getattr(error, 'strerror', None) or error}") from None
-    with socket.socket(family, kind) as probe:
-        # As the server does: a port in TIME_WAIT after the last server is not taken.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            raise InputError(
-                f"--port: {port} on {host}: {error.strerror}", hint="choose another one with --port"
-            ) from None
-
-
-def _launch(plan: Plan, options: ServeOptions) -> int:
+def _launch(plan: Plan, options: ServeOptions, *, strict: bool) -> int:
+    from moe_optimizer.cli.main import INTERRUPTED
     from moe_optimizer.env import read_environment
     from moe_optimizer.vllm_plugin import launch
+    from moe_optimizer.vllm_plugin.activation import plugin_decisions
 
     given = Path(options.run_dir) if options.run_dir else read_environment().run_dir
-    run_dir = given if given is not None else _new_run_dir(plan)
-    timeout_s = DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout
-    messages.write_warnings(plan.warnings)
-    return launch.serve(plan, run_dir=run_dir, require=frozenset(), ready_timeout_s=timeout_s)
+    watcher = _Watcher(plan, as_json=options.json)
+    code = launch.serve(
+        plan,
+        run_dir=given if given is not None else _new_run_dir(plan),
+        require=frozenset(decision.pass_name for decision in plugin_decisions(plan)) if strict else frozenset(),
+        ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
+        on_ready=watcher.on_ready,
+        echo=watcher.echo,
+        verbose=options.verbose,
+    )
+    # Stopped before it ever served: that is an interrupt, not a run that was ended.
+    return code if watcher.ready else INTERRUPTED
+
+
+class _Watcher:
+    """Writes what the launcher has to say: messages to stderr, the ready server to stdout with --json."""
+
+    def __init__(self, plan: Plan, *, as_json: bool) -> None:
+        self.ready = False
+        self._plan = plan
+        self._as_json = as_json
+        self._held_warnings = plan.warnings
+
+    def echo(self, line: str) -> None:
+        """Write one message; the plan's warnings go before the first, once nothing can refuse the start any more."""
+        messages.write_warnings(self._held_warnings)
+        self._held_warnings = ()
+        sys.stderr.write(f"{printable(line)}\n")
+        sys.stderr.flush()
+
+    def on_ready(self, info: ServerInfo) -> None:
+        """Note that the server serves, and describe it on stdout with --json."""
+        self.ready = True
+        if self._as_json:
+            import json
+
+            from moe_optimizer.cli.ready_server import ready_server
+            from moe_optimizer.plan.json_codec import encode
+
+            messages.write_data(json.dumps(encode(ready_server(self._plan, info)), indent=2))
+            sys.stdout.flush()
 
 
 def _new_run_dir(plan: Plan) -> Path:
