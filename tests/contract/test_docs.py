@@ -26,11 +26,11 @@ DOCUMENTS = _documents()
 _CODE = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(
     r"^(?:moe_optimizer|csrc|configs|tests|scripts|docs|examples|benchmarks|requirements)/[\w./-]*$"
-    r"|^[\w-]+\.(?:md|toml|sh|py|lock|yaml)$"
+    r"|^[\w-]+\.(?:md|toml|sh|lock)$|^run_optimizer\.py$"
 )
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 # Files that exist at run time only, or in the user's model folder.
-_ELSEWHERE = {"plan.json", "config.json", "FILE.yaml"}
+_ELSEWHERE = {"config.json"}
 
 
 def test_there_are_documents() -> None:
