@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_optimizer.inspection.config import Config, Names
-from moe_optimizer.inspection.shapes import Mixer
+from moe_optimizer.inspection.shapes import Mixer, Site
 
 HIDDEN: Names = ("hidden_size", "n_embd", "d_model", "dim", "model_dim")
 HEADS: Names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -39,8 +39,9 @@ class Attention:
     qk_norm_when: Names | bool = True
     qk_norm_bias: bool = False
     v_norm: bool = False
-    gate: Literal["none", "width", "head"] = "none"
-    """Output gate computed from the layer's input: one value for each channel, or for each head."""
+    gate: str | Callable[[Config], str] = "none"
+    """Output gate computed from the layer's input: "width" (one value for each channel), "head" (for each head)
+    or "none"."""
     gate_when: Names | bool = True
     sinks: Names | bool = False
     """One learned logit for each query head."""
@@ -48,10 +49,13 @@ class Attention:
     """A norm over the concatenated heads before the output projection."""
     shares_key_as_value: Names | bool = False
     """No value projection: the key projection's output is used."""
+    borrows_cache: bool = False
+    """Uses an earlier layer's keys and values: no projections for them, nothing cached."""
 
-    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+    def shape(self, site: Site) -> Mixer:
         """Return the layer's shape."""
-        heads = config.required(self.heads, maximum=MAX_HEADS)
+        config, hidden_size = site.config, site.hidden_size
+        heads = self._heads(config, site.layer)
         if callable(self.kv_heads):
             kv_heads = self.kv_heads(config, heads)
         else:
@@ -67,9 +71,12 @@ class Attention:
         kv_params = width_in * (k + projected_v) + k * qk_bias + projected_v * v_bias
         params = width_in * q + q * qk_bias + kv_params
         params += o_in * hidden_size + hidden_size * config.flag(self.o_bias)
+        if self.borrows_cache:
+            params, kv_params = params - kv_params, 0
         params += self._norms(config, q, k, head_dim)
-        if self.gate != "none" and config.flag(self.gate_when):
-            params += width_in * (o_in if self.gate == "width" else heads)
+        gate = self.gate(config) if callable(self.gate) else self.gate
+        if gate != "none" and config.flag(self.gate_when):
+            params += width_in * (o_in if gate == "width" else heads)
         params += heads * config.flag(self.sinks) + o_in * self.inner_norm
         return Mixer(
             kind="attention",
@@ -77,10 +84,20 @@ class Attention:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            cache_elements=k + v,
-            window=window,
+            cache_elements=0 if self.borrows_cache else k + v,
+            window=site.window,
             kv_params=kv_params,
         )
+
+    def _heads(self, config: Config, layer: int) -> int:
+        """Return the query heads: a number for all layers, or the layer's entry of an array."""
+        value = config.get(self.heads)
+        if isinstance(value, list):
+            counts = config.integers(self.heads, minimum=1, maximum=MAX_HEADS) or ()
+            if layer >= len(counts):
+                raise config.error(_first(self.heads), f"{len(counts)} entries", f"one for layer {layer}")
+            return counts[layer]
+        return config.required(self.heads, maximum=MAX_HEADS)
 
     def head_size(self, config: Config, hidden_size: int, heads: int) -> int:
         """Return the width of a query head: the field, or the hidden size shared out among the heads."""
@@ -92,7 +109,8 @@ class Attention:
     def _norms(self, config: Config, q: int, k: int, head_dim: int) -> int:
         if self.qk_norm == "none" or not config.flag(self.qk_norm_when):
             return 0
-        width = 2 * head_dim if self.qk_norm == "head" else q + k
+        keys = not self.borrows_cache
+        width = head_dim * (1 + keys) if self.qk_norm == "head" else q + k * keys
         return width * (2 if self.qk_norm_bias else 1) + (head_dim if self.v_norm else 0)
 
 
@@ -105,9 +123,12 @@ class LatentAttention:
     q_norm: bool = True
     indexer: bool = False
     """A sparse-attention indexer sits beside the attention."""
+    copies: int = 1
+    """Attention blocks in one decoder layer."""
 
-    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+    def shape(self, site: Site) -> Mixer:
         """Return the layer's shape."""
+        config, hidden_size = site.config, site.hidden_size
         heads = config.required(self.heads, maximum=MAX_HEADS)
         nope = config.required(("qk_nope_head_dim",), minimum=0)
         rope = config.required(("qk_rope_head_dim",), minimum=0)
@@ -128,13 +149,13 @@ class LatentAttention:
             params += self._indexer_params(config, hidden_size, q_latent)
         return Mixer(
             kind="mla",
-            params=params,
+            params=params * self.copies,
             num_heads=heads,
             num_kv_heads=config.integer(KV_HEADS, heads, minimum=1, maximum=MAX_HEADS) or heads,
             head_dim=nope + rope,
-            cache_elements=latent + rope,
-            window=window,
-            kv_params=down + hidden_size * q_latent + q_latent,
+            cache_elements=(latent + rope) * self.copies,
+            window=site.window,
+            kv_params=(down + hidden_size * q_latent + q_latent) * self.copies,
         )
 
     def _indexer_params(self, config: Config, hidden_size: int, q_latent: int) -> int:

@@ -10,12 +10,15 @@ from moe_optimizer.inspection.attention import HIDDEN, Attention
 from moe_optimizer.inspection.config import Config, Names
 from moe_optimizer.inspection.feed_forward import Dense, Experts
 from moe_optimizer.inspection.layer_rules import KindRule, every
-from moe_optimizer.inspection.shapes import NO_MIXER, Decoder, Layer, Mixer
+from moe_optimizer.inspection.shapes import NO_MIXER, Decoder, Layer, Mixer, Site
 
 LAYERS: Names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 VOCAB: Names = ("vocab_size", "padded_vocab_size", "n_vocab")
 WINDOW: Names = ("sliding_window", "sliding_window_size", "window_size")
 ACTIVATION: Names = ("hidden_act", "hidden_activation", "activation_function", "activation", "ffn_act_fn.name")
+
+LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern", "layer_types", "block_configs")
+"""Fields with an entry for each layer, in files that leave their number out."""
 
 MAX_LAYERS = 1 << 14
 """More decoder layers than this is taken for a mistake."""
@@ -24,8 +27,8 @@ MAX_LAYERS = 1 << 14
 class MixerRule(Protocol):
     """Derives the shape of one kind of token mixer."""
 
-    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
-        """Return the shape; `window` is set for a windowed layer."""
+    def shape(self, site: Site) -> Mixer:
+        """Return the shape."""
         ...
 
 
@@ -59,8 +62,8 @@ class Family:
     embedding_norm: bool = False
     head_bias: Names | bool = False
     tied: Names | bool = "tie_word_embeddings"
-    layer_extra: Callable[[Config, int, int], int] | None = None
-    """Further parameters of a layer outside its parts: called with config, hidden size, layer index."""
+    layer_extra: Callable[[Site], int] | None = None
+    """Further parameters of a layer outside its parts."""
     model_extra: Callable[[Config, int, int], int] | None = None
     """Further parameters outside the layers: called with config, hidden size, number of layers."""
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -75,20 +78,19 @@ class Family:
         config = config.with_defaults(self.defaults)
         hidden_size = config.required(HIDDEN)
         vocab_size = config.required(VOCAB)
-        num_layers = config.required(self.layers, maximum=MAX_LAYERS)
+        num_layers = self._num_layers(config)
         kinds = self.kinds(config, num_layers)
         has_feed_forward = self.feed_forward(config, num_layers) if self.feed_forward else (True,) * num_layers
         experts = self.experts.per_layer(config, hidden_size, num_layers) if self.experts else None
         dense = self._dense_params(config, hidden_size, num_layers, has_feed_forward, experts)
         norm_params = self._norm_params(config, hidden_size)
         norms = self.norms if isinstance(self.norms, int) else self.norms(config)
-        shapes = {kind: self._mixer(kind, config, hidden_size) for kind in set(kinds)}
         layers = tuple(
             Layer(
-                mixer=shapes[kinds[i]],
+                mixer=self._mixer(kinds[i], config, hidden_size, i),
                 dense_params=dense[i],
                 experts=experts[i] if experts else None,
-                norm_params=norms * norm_params + (self.layer_extra(config, hidden_size, i) if self.layer_extra else 0),
+                norm_params=norms * norm_params + (self.layer_extra(Site(config, hidden_size, i, None)) if self.layer_extra else 0),
             )
             for i in range(num_layers)
         )
@@ -101,18 +103,30 @@ class Family:
             lm_head_params=(0 if tied else vocab_size * hidden_size) + vocab_size * config.flag(self.head_bias),
             final_params=norm_params * (self.final_norm + self.embedding_norm)
             + (self.model_extra(config, hidden_size, num_layers) if self.model_extra else 0),
+            idle_params=0,
             expert_activation=config.text(ACTIVATION) if experts else "",
             expert_has_bias=bool(experts and self.experts and config.flag(self.experts.bias)),
         )
 
-    def _mixer(self, kind: str, config: Config, hidden_size: int) -> Mixer:
+    def _num_layers(self, config: Config) -> int:
+        """Return the number of layers: the field, or the length of a field with one entry for each layer."""
+        if config.integer(self.layers) is None:
+            for name in LAYER_LISTS:
+                entries = config.get(name)
+                if isinstance(entries, (str, list)) and entries:
+                    return len(entries)
+        return config.required(self.layers, maximum=MAX_LAYERS)
+
+    def _mixer(self, kind: str, config: Config, hidden_size: int, layer: int) -> Mixer:
         if kind == "none":
             return NO_MIXER
         window = None
-        if kind in ("sliding", "chunked"):
-            window = config.integer(self.window if kind == "sliding" else self.chunk) or None
-        rule = self.mixers.get(kind) or self.mixers["attention"]
-        return rule.shape(config, hidden_size, window)
+        if kind.startswith(("sliding", "chunked")):
+            window = config.integer(self.window if kind.startswith("sliding") else self.chunk) or None
+        rule = self.mixers.get(kind) or self.mixers.get("attention")
+        if rule is None:
+            raise config.error(_first(self.layers), kind, f"layers of kind {' or '.join(self.mixers)}")
+        return rule.shape(Site(config, hidden_size, layer, window))
 
     def _dense_params(
         self,
@@ -140,3 +154,7 @@ class Family:
         if not self.positions:
             return 0
         return (config.required(self.positions) + self.extra_positions) * hidden_size
+
+
+def _first(names: Names) -> str:
+    return names if isinstance(names, str) else names[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_optimizer.inspection.config import Config, Names
@@ -22,6 +23,10 @@ class Dense:
     """One number, or an array with one for each layer."""
     gated: Names | bool = True
     bias: Names | bool = "mlp_bias"
+    adjust: Callable[[Config, int], int] | None = None
+    """Turns the file's width into the one that is built."""
+    copies: int = 1
+    """Feed-forward parts in one decoder layer."""
     multiple_of_hidden: int = 0
     """Width as a multiple of the hidden size where the file gives none; 0: the file must."""
 
@@ -32,8 +37,10 @@ class Dense:
         if widths is None:
             config.required(self.width)
             return ()
+        if self.adjust is not None:
+            widths = tuple(self.adjust(config, width) for width in widths)
         gated, bias = config.flag(self.gated), config.flag(self.bias)
-        return tuple(mlp_params(hidden_size, width, gated=gated, bias=bias) for width in widths)
+        return tuple(self.copies * mlp_params(hidden_size, width, gated=gated, bias=bias) for width in widths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +53,9 @@ class Shared:
     """Field with the width; empty: the routed experts' width. Absent or 0 in the file: no shared expert."""
     width_is_total: bool = False
     """The width covers all shared experts together instead of one."""
+    total_width: Names = ()
+    """Field with the width of all shared experts together that files of this family may have instead of a count;
+    alone it means one shared expert."""
     gate: bool = False
     """A learned scalar gate (one row of the hidden size)."""
     bias: Names | bool = False
@@ -139,6 +149,11 @@ class Experts:
         shared = self.shared
         if shared is None:
             return 0, 0
+        total = (config.integer(shared.total_width, 0) or 0) if shared.total_width else 0
+        if total:
+            params = mlp_params(hidden_size, total, gated=shared.gated, bias=config.flag(shared.bias))
+            named = 0 if isinstance(shared.count, int) else config.integer(shared.count, 0)
+            return named or 1, params + hidden_size * shared.gate
         if isinstance(shared.count, int):
             count = shared.count
         else:

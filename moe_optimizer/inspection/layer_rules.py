@@ -15,6 +15,8 @@ ExpertRule = Callable[[Config, int], tuple[bool, ...]]
 
 LAYER_TYPE_KINDS: Mapping[str, str] = {
     "full_attention": "attention",
+    "mlp": "none",
+    "moe": "none",
     "attention": "attention",
     "global": "attention",
     "sliding_attention": "sliding",
@@ -153,11 +155,11 @@ def all_layers(config: Config, num_layers: int) -> tuple[bool, ...]:  # noqa: AR
     return (True,) * num_layers
 
 
-def after_first(field: Names) -> ExpertRule:
+def after_first(field: Names, *, default: int = 0) -> ExpertRule:
     """The first layers, as many as the field says, are dense."""
 
     def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
-        first = config.integer(field, 0) or 0
+        first = config.integer(field, default) or 0
         return tuple(i >= first for i in range(num_layers))
 
     return rule
@@ -189,6 +191,28 @@ def every_offset(period: Names, offset: Names) -> ExpertRule:
     def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
         every_n, first = config.required(period), config.integer(offset, 0) or 0
         return tuple(i % every_n == first for i in range(num_layers))
+
+    return rule
+
+
+def within(start: Names, end: Names, interval: Names) -> ExpertRule:
+    """From index `start` to index `end` (-1: the last), every interval-th layer counted from one."""
+
+    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
+        first, last, every_n = _scalar(config, start, 0), _scalar(config, end, -1), _scalar(config, interval, 1)
+        last = num_layers - 1 if last == -1 else last
+        return tuple(first <= i <= last and bool(every_n) and (i + 1) % (every_n or 1) == 0 for i in range(num_layers))
+
+    return rule
+
+
+def after_first_every(first: Names, frequency: Names, *, default_first: int) -> ExpertRule:
+    """From layer `first` on, every frequency-th layer counted from there."""
+
+    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
+        start = config.integer(first, default_first) or 0
+        step = config.integer(frequency, 1, minimum=1) or 1
+        return tuple(i >= start and (i - start) % step == 0 for i in range(num_layers))
 
     return rule
 
@@ -254,3 +278,12 @@ def both(*rules: ExpertRule) -> ExpertRule:
         return tuple(all(entry) for entry in zip(*(one(config, num_layers) for one in rules), strict=True))
 
     return rule
+
+
+def _scalar(config: Config, field: Names, default: int) -> int:
+    """Return an integer from -1 up; where an array gives one for each kind of experts, the first (text) counts."""
+    if isinstance(config.get(field), list):
+        values = config.integers(field, minimum=-1) or ()
+        return min(values, default=default)
+    value = config.integer(field, default, minimum=-1)
+    return default if value is None else value

@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_optimizer.errors import UnsupportedError
-from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.attention import HIDDEN
-from moe_optimizer.inspection.families import class_defaults, find_by_architecture, find_by_model_type
+from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.families import GENERIC, class_defaults, find_by_architecture, find_by_model_type
 from moe_optimizer.inspection.family import LAYERS, Family
 from moe_optimizer.inspection.hub import resolve_model
 from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.inspection.language_config import find_language_config
 from moe_optimizer.inspection.model_spec import build_spec
 from moe_optimizer.inspection.quantization import read_quantization
+from moe_optimizer.inspection.safetensors_header import read_tensors
 from moe_optimizer.inspection.servable import is_servable
 from moe_optimizer.specs.model import ModelSpec
 
@@ -42,7 +43,17 @@ class ModelInspector:
         config = find_language_config(root)
         architectures = _architectures(root)
         model_type = config.text("model_type") or root.text("model_type")
-        family = _family(config, root, model_type, architectures)
+        servable = is_servable(architectures)
+        needs_remote_code = root.get("auto_map") is not None and not servable[0]
+        warnings: list[str] = []
+        family = _family(config, model_type, architectures)
+        if family is None:
+            self._check_remote_code(root, model_type, architectures, needs_remote_code)
+            family = GENERIC
+            warnings.append(
+                f"config.json: model_type {model_type!r} is not one of the known families: "
+                "read by its field names, counts are estimates"
+            )
         config = config.with_defaults(_defaults(config, root, model_type, family))
         return build_spec(
             name=str(model),
@@ -52,17 +63,28 @@ class ModelInspector:
             config=config,
             decoder=family.decoder(config),
             quantization=read_quantization(root, config, folder),
-            servable=is_servable(architectures),
+            servable=servable,
+            tensors=read_tensors(folder),
+            needs_remote_code=needs_remote_code,
+            warnings=tuple(warnings),
+        )
+
+    def _check_remote_code(
+        self, root: Config, model_type: str, architectures: tuple[str, ...], needs_remote_code: bool
+    ) -> None:
+        if not needs_remote_code or self.trust_remote_code:
+            return
+        name = architectures[0] if architectures else model_type
+        raise UnsupportedError(
+            f"config.json: auto_map: {name} is only defined by the model's own code, no built-in class has it",
+            hint="--trust-remote-code runs that code in the server; read it first",
         )
 
 
-def _family(config: Config, root: Config, model_type: str, architectures: tuple[str, ...]) -> Family:
+def _family(config: Config, model_type: str, architectures: tuple[str, ...]) -> Family | None:
     """Return the family: by the language model's own architecture, its model_type, the outer architecture."""
     own = _architectures(config)
-    family = find_by_architecture(own) or find_by_model_type(model_type) or find_by_architecture(architectures)
-    if family is None:
-        raise UnsupportedError(f"config.json: model_type: got {model_type!r}, which is not known")
-    return family
+    return find_by_architecture(own) or find_by_model_type(model_type) or find_by_architecture(architectures)
 
 
 def _defaults(config: Config, root: Config, model_type: str, family: Family) -> dict[str, object]:

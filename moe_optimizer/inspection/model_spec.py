@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moe_optimizer.inspection.checkpoint import compare
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.quantization import DTYPE_BITS, Quantization
+from moe_optimizer.inspection.safetensors_header import Tensor
 from moe_optimizer.inspection.shapes import Decoder, Mixer
 from moe_optimizer.specs.model import AttentionKind, AttentionSpec, ModelSpec
 
@@ -31,6 +33,9 @@ def build_spec(
     decoder: Decoder,
     quantization: Quantization,
     servable: tuple[bool | None, str],
+    tensors: tuple[Tensor, ...] | None,
+    needs_remote_code: bool,
+    warnings: tuple[str, ...],
 ) -> ModelSpec:
     """Return the sums over a decoder's layers, with how and where it is stored."""
     layers = decoder.layers
@@ -41,6 +46,7 @@ def build_spec(
     idle_params = sum(
         (entry.num_experts - min(entry.top_k, entry.num_experts)) * entry.expert_params for entry in experts
     )
+    idle_params += sum(layer.mixer.idle_params for layer in layers) + decoder.idle_params
     mixer_params = sum(layer.mixer.params for layer in layers)
     dense_params = sum(layer.dense_params for layer in layers)
     shared_params = sum(entry.shared_params for entry in experts)
@@ -53,6 +59,13 @@ def build_spec(
     expert_bytes = _stored(expert_params, quantization.expert_bits, quantization)
     rest = total - expert_params - linear_params
     linear_bytes = _stored(linear_params, quantization.linear_bits, quantization)
+    weight_bytes = expert_bytes + linear_bytes + rest * DTYPE_BITS[quantization.dtype] // 8
+    notes = (*warnings, *decoder.warnings, *quantization.warnings)
+    if tensors is not None:
+        checkpoint = compare(tensors, decoder, total)
+        weight_bytes, expert_bytes = checkpoint.weight_bytes, checkpoint.expert_weight_bytes
+        total = (total if checkpoint.language_params is None else checkpoint.language_params) + checkpoint.tower_params
+        notes += checkpoint.warnings
     return ModelSpec(
         name=name,
         path=str(folder),
@@ -83,17 +96,17 @@ def build_spec(
         router_params=router_params,
         quant_method=quantization.method,
         weight_bits=quantization.expert_bits if moe else quantization.linear_bits,
-        weight_bytes=expert_bytes + linear_bytes + rest * DTYPE_BITS[quantization.dtype] // 8,
+        weight_bytes=weight_bytes,
         expert_weight_bytes=expert_bytes,
         dtype=quantization.dtype,
         attention=_attention(config, [layer.mixer for layer in layers]),
         kv_bytes_per_token=2 * sum(layer.mixer.cache_elements for layer in layers),
         state_bytes_per_sequence=2 * sum(layer.mixer.state_elements for layer in layers),
         max_position=_max_position(config),
-        needs_remote_code=False,
+        needs_remote_code=needs_remote_code,
         servable=servable[0],
         servable_reason=servable[1],
-        warnings=decoder.warnings + quantization.warnings,
+        warnings=notes,
     )
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from moe_optimizer.inspection.config import Config, Names
-from moe_optimizer.inspection.shapes import Mixer
+from moe_optimizer.inspection.shapes import Mixer, Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,9 @@ class Mamba1:
     inner_norms: bool = False
     """Norms over the step, input and output projections (one weight for each of their channels)."""
 
-    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+    def shape(self, site: Site) -> Mixer:
         """Return the layer's shape."""
+        config, hidden_size = site.config, site.hidden_size
         inner = config.integer(self.inner, minimum=1) or config.required(self.expand) * hidden_size
         state, kernel = config.required(self.state), config.required(self.kernel)
         automatic = config.get(self.dt_rank, "auto") == "auto"
@@ -54,8 +55,9 @@ class Mamba2:
     inner: Names = ()
     """Field with the inner width where it is not heads times head_dim."""
 
-    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+    def shape(self, site: Site) -> Mixer:
         """Return the layer's shape."""
+        config, hidden_size = site.config, site.hidden_size
         heads = config.required(self.heads)
         inner = (config.integer(self.inner) if self.inner else None) or heads * self._head_dim(
             config, hidden_size, heads
@@ -79,8 +81,9 @@ class Mamba2:
 class GatedDeltaNet:
     """Linear attention with the gated delta rule."""
 
-    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+    def shape(self, site: Site) -> Mixer:
         """Return the layer's shape: query, key, value and gate projections, two gates a head, a convolution."""
+        config, hidden_size = site.config, site.hidden_size
         k_heads, v_heads = config.required("linear_num_key_heads"), config.required("linear_num_value_heads")
         k_dim, v_dim = config.required("linear_key_head_dim"), config.required("linear_value_head_dim")
         kernel = config.required("linear_conv_kernel_dim")
@@ -92,14 +95,34 @@ class GatedDeltaNet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDeltaAttention:
+    """Linear attention with the delta rule and a decay for each channel, computed through a low rank."""
+
+    heads: Names = ("linear_num_heads", "linear_attn_config.num_heads")
+    head_dim: Names = ("linear_head_dim", "linear_attn_config.head_dim")
+    kernel: Names = ("linear_conv_kernel_dim", "linear_attn_config.short_conv_kernel_size")
+
+    def shape(self, site: Site) -> Mixer:
+        """Return the layer's shape."""
+        config, hidden_size = site.config, site.hidden_size
+        heads, head_dim = config.required(self.heads), config.required(self.head_dim)
+        kernel, width = config.required(self.kernel), heads * head_dim
+        low_rank = hidden_size * head_dim + head_dim * width
+        params = 3 * hidden_size * width + 3 * width * kernel + 2 * low_rank + width + heads + hidden_size * heads
+        params += head_dim + width * hidden_size
+        return Mixer(kind="state", params=params, state_elements=width * head_dim + 3 * width * (kernel - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConv:
     """A gated depthwise convolution over a few tokens."""
 
     kernel: Names = ("conv_L_cache",)
     bias: Names | bool = ("conv_bias",)
 
-    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+    def shape(self, site: Site) -> Mixer:
         """Return the layer's shape."""
+        config, hidden_size = site.config, site.hidden_size
         kernel, bias = config.required(self.kernel), config.flag(self.bias)
         params = hidden_size * 3 * hidden_size + hidden_size * kernel + hidden_size * hidden_size
         params += (3 + 1 + 1) * hidden_size * bias
@@ -113,8 +136,9 @@ class LightningAttention:
     heads: Names = ("num_attention_heads",)
     head_dim: Names = ("head_dim",)
 
-    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+    def shape(self, site: Site) -> Mixer:
         """Return the layer's shape."""
+        config, hidden_size = site.config, site.hidden_size
         heads = config.required(self.heads)
         head_dim = config.integer(self.head_dim) or hidden_size // heads
         width = heads * head_dim
@@ -129,10 +153,10 @@ class Parallel:
     attention: object
     state: object
 
-    def shape(self, config: Config, hidden_size: int, window: int | None) -> Mixer:
+    def shape(self, site: Site) -> Mixer:
         """Return the sum of both; it caches what the attention caches."""
-        one = self.attention.shape(config, hidden_size, window)  # type: ignore[attr-defined]
-        two = self.state.shape(config, hidden_size, window)  # type: ignore[attr-defined]
+        one = self.attention.shape(site)  # type: ignore[attr-defined]
+        two = self.state.shape(site)  # type: ignore[attr-defined]
         return Mixer(
             kind=one.kind,
             params=one.params + two.params,

@@ -5,6 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_optimizer.inspection.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a part of the decoder sits."""
+
+    config: Config
+    hidden_size: int
+    layer: int
+    """Index of the layer."""
+    window: int | None
+    """Tokens that the layer sees; None: all."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixer:
@@ -14,6 +28,8 @@ class Mixer:
     """attention and mla cache something for every token; state keeps a fixed size; none: the layer has no mixer."""
     params: int
     """Weights, biases and norms inside the mixer."""
+    idle_params: int = 0
+    """The part of `params` that one token does not use (attention experts it is not sent to)."""
     num_heads: int = 0
     num_kv_heads: int = 0
     head_dim: int = 0
@@ -78,6 +94,8 @@ class Decoder:
     """0 when the output matrix is the input embedding."""
     final_params: int
     """Norms and projections outside the layers."""
+    idle_params: int
+    """Parameters outside the routed experts that a text token does not use (experts for other modalities)."""
     expert_activation: str
     expert_has_bias: bool
     warnings: tuple[str, ...] = ()

@@ -6,10 +6,26 @@ import json
 from functools import cache
 from pathlib import Path
 
-from moe_optimizer.inspection.families import deepseek_like, dense, gemma, hybrid, mixtral_like, older, qwen
+from moe_optimizer.inspection.families import (
+    deepseek_like,
+    dense,
+    gemma,
+    generic,
+    hunyuan,
+    hybrid,
+    mixtral_like,
+    nemotron,
+    older,
+    qwen,
+    sigmoid_routed,
+)
 from moe_optimizer.inspection.family import Family
 
-_TABLES = (dense, gemma, older, qwen, mixtral_like, deepseek_like, hybrid)
+_TABLES = (dense, gemma, older, qwen, mixtral_like, deepseek_like, sigmoid_routed, hunyuan, nemotron, hybrid)
+
+
+GENERIC = generic.FAMILY
+"""Rules by field names alone, for a model that no family lists."""
 
 
 def find_by_model_type(model_type: str) -> Family | None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from moe_optimizer.inspection.attention import Attention, LatentAttention
 from moe_optimizer.inspection.family import Family
-from moe_optimizer.inspection.feed_forward import Experts, Shared
-from moe_optimizer.inspection.layer_rules import after_first, both, first_given, multiples, words
+from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
+from moe_optimizer.inspection.layer_rules import after_first, both, first_given, indexed, listed, multiples, words
+from moe_optimizer.inspection.recurrent import KimiDeltaAttention
 
 FREQUENCY = both(after_first("first_k_dense_replace"), multiples("moe_layer_freq"))
 FIRST_DENSE = first_given(
@@ -59,6 +60,54 @@ FAMILIES = (
         architectures=("Glm4MoeLiteForCausalLM",),
         mixers={"attention": LatentAttention()},
         experts=CORRECTED_FIRST_DENSE,
+    ),
+    Family(
+        model_types=("axk1",),
+        architectures=("AXK1ForCausalLM",),
+        mixers={"attention": LatentAttention()},
+        experts=replace(CORRECTED, layers=after_first("first_k_dense_replace")),
+    ),
+    Family(
+        model_types=("youtu", "minicpm3"),
+        architectures=("YoutuForCausalLM", "MiniCPM3ForCausalLM"),
+        mixers={"attention": LatentAttention()},
+    ),
+    Family(
+        model_types=("longcat_flash",),
+        architectures=("LongcatFlashForCausalLM",),
+        layers=("num_layers", "num_hidden_layers"),
+        mixers={"attention": LatentAttention(copies=2)},
+        dense=Dense(width=("ffn_hidden_size", "intermediate_size"), bias=False, copies=2),
+        norms=4,
+        experts=Experts(
+            count=("n_routed_experts",),
+            top_k=("moe_topk", "num_experts_per_tok"),
+            width=("expert_ffn_hidden_size", "moe_intermediate_size"),
+            router_bias="router_bias",
+            correction_bias=True,
+            zero_experts=("zero_expert_num",),
+            dense_beside=True,
+        ),
+    ),
+    Family(
+        model_types=("kimi_linear",),
+        architectures=("KimiLinearForCausalLM",),
+        kinds=listed(
+            otherwise=indexed("linear_attn_config.full_attn_layers", "attention", otherwise="linear", one_based=True)
+        ),
+        mixers={"attention": LatentAttention(), "linear": KimiDeltaAttention()},
+        dense=Dense(bias=False),
+        experts=Experts(
+            count=("num_experts", "num_local_experts"),
+            top_k=("num_experts_per_token", "num_experts_per_tok"),
+            width=("moe_intermediate_size",),
+            layers=first_given(
+                ("mlp_layer_types", words("mlp_layer_types", "sparse")),
+                otherwise=FREQUENCY,
+            ),
+            correction_bias=True,
+            shared=Shared(count=("num_shared_experts", "n_shared_experts")),
+        ),
     ),
     Family(
         model_types=("glm4_moe", "glm4v_moe_text"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
-from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense
 from moe_optimizer.inspection.layer_rules import every, last_of, listed, windowed_when
@@ -13,9 +12,6 @@ PLAIN_MLP = Dense(bias=False)
 BIASED_MLP = Dense(bias="use_bias", gated=False)
 
 
-def _xielu(config: Config, hidden_size: int, layer: int) -> int:
-    """The two learned slopes of the xIELU activation."""
-    return 2
 
 
 FAMILIES = (
@@ -49,7 +45,7 @@ FAMILIES = (
         architectures=("ApertusForCausalLM",),
         mixers={"attention": Attention(qk_norm="head")},
         dense=Dense(gated=False, bias=False),
-        layer_extra=_xielu,
+        layer_extra=lambda site: 2,  # the two learned slopes of xIELU
     ),
     Family(model_types=("smollm3",), architectures=("SmolLM3ForCausalLM",), kinds=listed(otherwise=every("attention"))),
     Family(
@@ -65,7 +61,11 @@ FAMILIES = (
         dense=PLAIN_MLP,
     ),
     Family(model_types=("granite", "granite_swa"), architectures=("GraniteForCausalLM", "GraniteSWAForCausalLM")),
-    Family(model_types=("hyperclovax",), architectures=("HyperCLOVAXForCausalLM",)),
+    Family(
+        model_types=("hyperclovax",),
+        architectures=("HyperCLOVAXForCausalLM",),
+        norms=lambda config: 4 if config.flag("use_post_norm") else 2,
+    ),
     Family(
         model_types=("helium",),
         architectures=("HeliumForCausalLM",),

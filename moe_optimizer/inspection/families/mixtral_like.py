@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
-from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import (
@@ -18,17 +17,18 @@ from moe_optimizer.inspection.layer_rules import (
     words,
 )
 from moe_optimizer.inspection.recurrent import LightningAttention
+from moe_optimizer.inspection.shapes import Site
 
 LOCAL = ("num_local_experts", "num_experts")
 PER_TOKEN = ("num_experts_per_tok",)
 NO_BIAS = Attention(qkv_bias=False, o_bias=False)
 
 
-def _arctic_residual(config: Config, hidden_size: int, layer: int) -> int:
+def _arctic_residual(site: Site) -> int:
     """A dense residual branch beside the experts: a gated layer as wide as the hidden size, and its norm."""
-    step = config.integer("moe_layer_frequency", 1) or 1
-    wanted = config.flag("parallel_attn_mlp_res") and (layer + 1) % step == 0
-    return (3 * hidden_size * hidden_size + hidden_size) * wanted
+    step = site.config.integer("moe_layer_frequency", 1) or 1
+    wanted = site.config.flag("parallel_attn_mlp_res") and (site.layer + 1) % step == 0
+    return (3 * site.hidden_size * site.hidden_size + site.hidden_size) * wanted
 
 
 FAMILIES = (

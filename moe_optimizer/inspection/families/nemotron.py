@@ -1,0 +1,61 @@
+"""Nemotron-H: every layer is one of a state-space mixer, attention, a feed-forward part or experts."""
+
+from __future__ import annotations
+
+from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.family import Family
+from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
+from moe_optimizer.inspection.layer_rules import LAYER_TYPE_KINDS, listed, pattern
+from moe_optimizer.inspection.recurrent import Mamba2
+
+PATTERN = "hybrid_override_pattern"
+TYPES = ("layers_block_type", "layer_types")
+LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+MIXER_KINDS = {"M": "mamba", "*": "attention", "-": "none", "E": "none"}
+TYPE_KINDS = {**LAYER_TYPE_KINDS, "linear_attention": "mamba"}
+
+
+def _words(config: Config, num_layers: int) -> tuple[str, ...]:
+    """What each layer is, from the pattern string or the array of words."""
+    if config.get(TYPES) is not None:
+        names = {word: word for word in TYPE_KINDS}
+        return listed(TYPES, otherwise=pattern(PATTERN, LETTERS), names=names)(config, num_layers)
+    return pattern(PATTERN, LETTERS)(config, num_layers)
+
+
+def _sparse(config: Config, num_layers: int) -> tuple[bool, ...]:
+    return tuple(word == "moe" for word in _words(config, num_layers))
+
+
+def _has_mlp(config: Config, num_layers: int) -> tuple[bool, ...]:
+    return tuple(word == "mlp" for word in _words(config, num_layers))
+
+
+FAMILIES = (
+    Family(
+        model_types=("nemotron_h",),
+        architectures=("NemotronHForCausalLM",),
+        kinds=listed(TYPES, otherwise=pattern(PATTERN, MIXER_KINDS), names=TYPE_KINDS),
+        mixers={
+            "attention": Attention(head_dim=("head_dim", "attention_head_dim"), qkv_bias="attention_bias"),
+            "mamba": Mamba2(heads=("mamba_num_heads",), head_dim=("mamba_head_dim",), bias="use_bias"),
+        },
+        norms=1,
+        dense=Dense(gated=False),
+        feed_forward=_has_mlp,
+        experts=Experts(
+            count=("n_routed_experts",),
+            top_k=("num_experts_per_tok",),
+            width=("moe_intermediate_size",),
+            layers=_sparse,
+            gated=False,
+            bias="mlp_bias",
+            correction_bias=True,
+            latent=("moe_latent_size",),
+            shared=Shared(
+                count=("n_shared_experts",), width=("moe_shared_expert_intermediate_size",), gated=False, bias="mlp_bias"
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,232 @@
+"""Grouped-query attention with DeepSeek's kind of experts: correction bias, shared experts, dense first layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_optimizer.inspection.attention import Attention, LatentAttention
+from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.family import Family
+from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
+from moe_optimizer.inspection.layer_rules import (
+    after_first,
+    after_first_every,
+    all_layers,
+    every,
+    first_given,
+    flags,
+    last_of,
+    listed,
+    numbered,
+    only_indices,
+    within,
+    words,
+)
+from moe_optimizer.inspection.recurrent import LightningAttention
+
+PER_TOKEN = ("num_experts_per_tok",)
+MOE_WIDTH = ("moe_intermediate_size",)
+SPARSE_WORDS = ("mlp_layer_types", words("mlp_layer_types", "sparse"))
+HEAD_NORMED = Attention(qkv_bias=False, o_bias=False, qk_norm="head")
+
+BAILING_ATTENTION = Attention(
+    qkv_bias=("use_qkv_bias", "use_bias"), o_bias="use_bias", qk_norm="head", qk_norm_when="use_qk_norm"
+)
+BAILING_EXPERTS = Experts(
+    count=("num_experts", "num_local_experts"),
+    top_k=PER_TOKEN,
+    width=MOE_WIDTH,
+    layers=after_first("first_k_dense_replace"),
+    bias="use_bias",
+    correction_bias="moe_router_enable_expert_bias",
+    shared=Shared(
+        count=("num_shared_experts",), width=("moe_shared_expert_intermediate_size",), bias="use_bias"
+    ),
+)
+STEP_LAYERS = first_given(("moe_layers_enum", only_indices("moe_layers_enum")), otherwise=after_first((), default=1))
+
+
+def _head_or_width(config: Config) -> str:
+    """How wide the output gate is: true and "per-head" mean a value for each head."""
+    gating = config.get("gating")
+    return "head" if gating is True or gating == "per-head" else "width"
+
+
+FAMILIES = (
+    Family(
+        model_types=("bailing_moe", "bailing_moe_v2", "bailing_moe_linear"),
+        architectures=("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+        mixers={"attention": BAILING_ATTENTION},
+        dense=Dense(bias="use_bias"),
+        experts=BAILING_EXPERTS,
+    ),
+    Family(
+        model_types=("param2moe",),
+        architectures=("Param2MoEForCausalLM",),
+        mixers={"attention": BAILING_ATTENTION},
+        dense=Dense(bias=False),
+        experts=replace(
+            BAILING_EXPERTS,
+            layers=after_first("first_k_dense_replace", default=1),
+            bias=False,
+            shared=Shared(
+                count=("num_shared_experts",), width=("moe_shared_expert_intermediate_size",), width_is_total=True
+            ),
+        ),
+        defaults={"moe_router_enable_expert_bias": True, "num_shared_experts": 1},
+    ),
+    Family(
+        model_types=("sarvam_moe",),
+        architectures=("SarvamMoEForCausalLM",),
+        mixers={"attention": BAILING_ATTENTION},
+        dense=Dense(bias=False),
+        experts=replace(
+            BAILING_EXPERTS, layers=after_first_every("first_k_dense_replace", "moe_layer_freq", default_first=1), bias=False
+        ),
+        defaults={"moe_router_enable_expert_bias": True, "num_shared_experts": 1, "use_qk_norm": True},
+    ),
+    Family(
+        model_types=("sarvam_mla",),
+        architectures=("SarvamMLAForCausalLM",),
+        mixers={"attention": LatentAttention(bias=False)},
+        dense=Dense(bias=False),
+        experts=replace(
+            BAILING_EXPERTS, layers=after_first_every("first_k_dense_replace", "moe_layer_freq", default_first=1), bias=False
+        ),
+        defaults={"moe_router_enable_expert_bias": True, "num_shared_experts": 1},
+    ),
+    Family(
+        model_types=("bailing_hybrid", "bailing_moe_v2_5"),
+        architectures=("BailingMoeV2_5ForCausalLM",),
+        kinds=last_of("layer_group_size", "attention", otherwise="linear"),
+        mixers={"attention": LatentAttention(bias=False), "linear": LightningAttention()},
+        dense=Dense(bias="use_bias"),
+        experts=BAILING_EXPERTS,
+    ),
+    Family(
+        model_types=("ernie4_5_moe", "ernie4_5_moe_vl", "ernie4_5_vl_moe_text"),
+        architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM"),
+        mixers={"attention": Attention(qkv_bias="use_bias", o_bias="use_bias")},
+        dense=Dense(bias="use_bias"),
+        head_bias="use_bias",
+        experts=Experts(
+            count=("moe_num_experts",),
+            top_k=("moe_k", *PER_TOKEN),
+            width=MOE_WIDTH,
+            layers=within("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+            correction_bias=True,
+            shared=Shared(count=("moe_num_shared_experts",), bias="use_bias"),
+        ),
+    ),
+    Family(
+        model_types=("mimo_v2_flash", "mimo_v2"),
+        architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
+        kinds=listed(otherwise=numbered("hybrid_layer_pattern", {0: "attention", 1: "sliding"}, otherwise=every("attention"))),
+        mixers={
+            "attention": Attention(
+                value_dim=("v_head_dim",), o_bias=False, sinks="add_full_attention_sink_bias"
+            ),
+            "sliding": Attention(
+                heads=("swa_num_attention_heads", "num_attention_heads"),
+                kv_heads=lambda config, heads: _swa_kv_heads(config),
+                head_dim=("swa_head_dim", "head_dim"),
+                value_dim=("swa_v_head_dim", "v_head_dim"),
+                o_bias=False,
+                sinks="add_swa_attention_sink_bias",
+            ),
+        },
+        window=("sliding_window", "sliding_window_size"),
+        dense=Dense(bias=False),
+        experts=Experts(
+            count=("n_routed_experts", "num_local_experts"),
+            top_k=PER_TOKEN,
+            width=MOE_WIDTH,
+            layers=first_given(SPARSE_WORDS, ("moe_layer_freq", flags("moe_layer_freq")), otherwise=after_first((), default=1)),
+            correction_bias=True,
+        ),
+        defaults={"add_swa_attention_sink_bias": True},
+    ),
+    Family(
+        model_types=("laguna",),
+        architectures=("LagunaForCausalLM",),
+        kinds=listed(otherwise=every("attention")),
+        mixers={
+            "attention": Attention(
+                heads=("num_attention_heads_per_layer", "num_attention_heads"), qk_norm="head", gate=_head_or_width
+            )
+        },
+        dense=Dense(bias=False),
+        experts=Experts(
+            count=("num_experts", "num_local_experts"),
+            top_k=PER_TOKEN,
+            width=MOE_WIDTH,
+            layers=first_given(SPARSE_WORDS, otherwise=after_first((), default=1)),
+            correction_bias=True,
+            shared=Shared(count=1, width=("shared_expert_intermediate_size",), width_is_total=True),
+        ),
+        defaults={"gating": True},
+    ),
+    Family(
+        model_types=("cohere2_moe",),
+        architectures=("Cohere2MoeForCausalLM",),
+        kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
+        dense=Dense(width=("prefix_dense_intermediate_size", "intermediate_size"), bias=False),
+        norms=1,
+        experts=Experts(
+            count=("num_experts", "num_local_experts"),
+            top_k=PER_TOKEN,
+            width=("intermediate_size",),
+            layers=first_given(SPARSE_WORDS, otherwise=after_first("first_k_dense_replace")),
+            shared=Shared(count=("num_shared_experts",)),
+        ),
+    ),
+    Family(
+        model_types=("hy_v3",),
+        architectures=("HYV3ForCausalLM",),
+        mixers={"attention": Attention(qk_norm="head")},
+        experts=Experts(
+            count=("num_experts", "num_local_experts"),
+            top_k=PER_TOKEN,
+            width=("moe_intermediate_size", "expert_hidden_dim"),
+            layers=first_given(
+                SPARSE_WORDS,
+                ("first_k_dense_replace", after_first("first_k_dense_replace")),
+                otherwise=after_first((), default=1),
+            ),
+            correction_bias=True,
+            shared=Shared(count=("num_shared_experts",)),
+        ),
+    ),
+    Family(
+        model_types=("solar_open",),
+        architectures=("SolarOpenForCausalLM",),
+        mixers={"attention": Attention(o_bias=False)},
+        dense=None,
+        experts=Experts(
+            count=("n_routed_experts", "num_local_experts"),
+            top_k=PER_TOKEN,
+            width=MOE_WIDTH,
+            layers=all_layers,
+            correction_bias=True,
+            shared=Shared(count=("n_shared_experts",)),
+        ),
+    ),
+    Family(
+        model_types=("mellum",),
+        architectures=("MellumForCausalLM",),
+        kinds=listed(otherwise=every("attention")),
+        mixers={"attention": Attention(qk_norm="head")},
+        experts=Experts(
+            count=("num_experts", "num_local_experts"),
+            top_k=PER_TOKEN,
+            width=MOE_WIDTH,
+            layers=first_given(SPARSE_WORDS, otherwise=all_layers),
+        ),
+    ),
+)
+
+
+def _swa_kv_heads(config: Config) -> int:
+    """Key/value heads of the windowed layers: their own field, or twice the full layers'."""
+    own = config.integer("swa_num_key_value_heads", minimum=1)
+    return own or 2 * config.required("num_key_value_heads")

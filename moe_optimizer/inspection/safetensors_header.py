@@ -1,0 +1,163 @@
+"""Names, types, shapes and sizes of a checkpoint's tensors, read from safetensors headers; never the data."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.inspection.json_file import read_json_object
+
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+MAX_TOTAL_HEADER_BYTES = 160_000_000
+"""All headers of a checkpoint together; the largest published one has 30 MB."""
+MAX_INDEX_BYTES = 32 << 20
+"""The index of a checkpoint with 140,000 tensors has 14 MB."""
+
+DTYPE_BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "F4": 4,
+}
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Endings of files whose loading runs code."""
+PICKLES_BESIDE = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "optimizer.bin")
+"""Files with such an ending that trainers leave and that hold no weights to serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a checkpoint."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    @property
+    def elements(self) -> int:
+        """Number of stored elements."""
+        return math.prod(self.shape)
+
+
+def read_tensors(folder: Path) -> tuple[Tensor, ...] | None:
+    """Return the tensors of a checkpoint folder, or None when it holds no weights or only a part of them.
+
+    Raises:
+        InputError: a header or the index is broken.
+        UnsupportedError: the only weights are pickles, which run code when they are loaded.
+    """
+    files = _weight_files(folder)
+    if files is None:
+        return None
+    tensors: list[Tensor] = []
+    budget = MAX_TOTAL_HEADER_BYTES
+    for path in files:
+        header, size = _read_header(path, budget)
+        budget -= size
+        tensors.extend(_tensors(header, path))
+    return tuple(tensors)
+
+
+def _weight_files(folder: Path) -> list[Path] | None:
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder))
+    except OSError as error:
+        raise InputError(f"{folder.name}: cannot be read: {error.strerror}") from None
+    shards = [name for name in names if name.endswith(".safetensors")]
+    pickles = [name for name in names if name.endswith(PICKLES) and name not in PICKLES_BESIDE]
+    if not shards and pickles:
+        raise UnsupportedError(
+            f"{pickles[0]}: pickled weights, expected safetensors",
+            hint="loading a pickle runs code from it; convert the weights to safetensors",
+        )
+    index = "model.safetensors.index.json"
+    if index in names:
+        listed = _indexed_files(folder / index)
+        return [folder / name for name in listed] if set(listed) <= set(shards) else None
+    # A repository may carry the same weights a second time in the layout of another program.
+    own = [name for name in shards if not name.startswith("consolidated")]
+    chosen = ["model.safetensors"] if "model.safetensors" in own else own or shards
+    return [folder / name for name in chosen] or None
+
+
+def _indexed_files(path: Path) -> list[str]:
+    weight_map = read_json_object(path, max_bytes=MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{path.name}: weight_map: got no entries, expected tensor names with their files")
+    files: set[str] = set()
+    for file in weight_map.values():
+        if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(".safetensors"):
+            raise InputError(f"{path.name}: weight_map: got {file!r:.80}, expected a safetensors file of this folder")
+        files.add(file)
+    return sorted(files)
+
+
+def _read_header(path: Path, budget: int) -> tuple[dict[str, object], int]:
+    try:
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            prefix = stream.read(8)
+            if len(prefix) < 8:
+                raise InputError(f"{path.name}: got {size} bytes, expected a safetensors file", hint=_CUT_OFF)
+            length = int.from_bytes(prefix, "little")
+            if not 2 <= length <= min(MAX_HEADER_BYTES, budget):
+                raise InputError(f"{path.name}: got a header of {length} bytes, expected 2 to {MAX_HEADER_BYTES}")
+            if length > size - 8:
+                raise InputError(f"{path.name}: the header says {length} bytes, the file has {size}", hint=_CUT_OFF)
+            data = stream.read(length)
+    except OSError as error:
+        raise InputError(f"{path.name}: cannot be read: {error.strerror}") from None
+    try:
+        header = json.loads(data)
+    except (ValueError, RecursionError):
+        raise InputError(f"{path.name}: the header is not valid JSON", hint=_CUT_OFF) from None
+    if not isinstance(header, dict):
+        raise InputError(f"{path.name}: the header is not an object")
+    header.pop("__metadata__", None)
+    return header, length
+
+
+def _tensors(header: dict[str, object], path: Path) -> Iterator[Tensor]:
+    size = path.stat().st_size
+    for name, entry in header.items():
+        fields = entry if isinstance(entry, dict) else {}
+        dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+        if not (isinstance(dtype, str) and _integers(shape) and _integers(offsets) and len(offsets) == 2):
+            raise InputError(f"{path.name}: tensor {name!r:.80}: expected dtype, shape and data_offsets")
+        start, end = offsets
+        if not start <= end <= size:
+            raise InputError(f"{path.name}: tensor {name!r:.80} ends at {end}, the file has {size} bytes", hint=_CUT_OFF)
+        elements = math.prod(shape)
+        bits = DTYPE_BITS.get(dtype)
+        if bits is not None and (elements * bits + 7) // 8 != end - start:
+            raise InputError(
+                f"{path.name}: tensor {name!r:.80}: {dtype} {shape} needs {elements * bits // 8} bytes, got {end - start}"
+            )
+        yield Tensor(name, dtype, tuple(shape), end - start)
+
+
+def _integers(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)
+
+
+_CUT_OFF = "the file may be cut off; download it again"
