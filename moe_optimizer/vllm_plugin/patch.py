@@ -160,7 +160,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self,
         fullname: str,
-        path: Sequence[str] | None,
+        path: Sequence[str] | None,  # noqa: ARG002 - Python's own interface
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> importlib.machinery.ModuleSpec | None:
         """Find the module as Python would have, with a loader that calls back."""

@@ -53,7 +53,7 @@ class PassProof:
     """The decision's value."""
     applied: bool = False
     ran: bool = False
-    """The kernel computed at least one forward of at least one layer here."""
+    """The kernel computed at least one forward of every layer that it was given here."""
     why_not: str = ""
     """Why it is not applied, or not for some layers; "" when there is nothing to say."""
     kernel: str = ""

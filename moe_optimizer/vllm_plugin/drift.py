@@ -1,0 +1,227 @@
+"""What the installed vLLM offers of the places this package builds on, read from its source without importing it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from moe_optimizer.vllm_plugin import compat
+from moe_optimizer.vllm_plugin.patch import probe
+from moe_optimizer.vllm_plugin.patches.unquantized_oracle import UNQUANTIZED_ORACLE
+
+_PERMANENT = "stays: a public interface"
+
+
+class SeamStatus(Enum):
+    """Whether a seam is as this package knows it."""
+
+    PRESENT = "present"
+    CHANGED = "changed"
+    """It is there, but not as it was when it was read: what stands on it is not applied."""
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seam:
+    """One place in vLLM that this package builds on, as found."""
+
+    name: str
+    status: SeamStatus
+    detail: str
+    why: str
+    """What this package needs it for."""
+    remove_when: str
+    """When this package stops needing it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """A seam as it was read, and how to look for it."""
+
+    name: str
+    look: Callable[[Path], tuple[SeamStatus, str]]
+    why: str
+    remove_when: str = _PERMANENT
+
+
+def probe_seams(root: Path | None = None) -> tuple[Seam, ...]:
+    """Return every seam with its state in the vLLM package folder `root`; default: the installed one.
+
+    Without vLLM every seam is gone.
+    """
+    root = compat.vllm_root() if root is None else root
+    return tuple(_probe(known, root) for known in _SEAMS)
+
+
+def _probe(known: _Known, root: Path | None) -> Seam:
+    if root is None:
+        status, detail = SeamStatus.GONE, "vLLM is not installed"
+    else:
+        try:
+            status, detail = known.look(root)
+        except FileNotFoundError as error:
+            status, detail = SeamStatus.GONE, f"{Path(str(error.filename)).name} is gone"
+        except (OSError, SyntaxError) as error:
+            status, detail = SeamStatus.CHANGED, f"cannot be read: {error}"
+    return Seam(name=known.name, status=status, detail=detail, why=known.why, remove_when=known.remove_when)
+
+
+def _experts_patch(root: Path) -> tuple[SeamStatus, str]:
+    path = compat.module_path(root, UNQUANTIZED_ORACLE.module)
+    source = compat.definition_source(path, UNQUANTIZED_ORACLE.name)
+    if source is None:
+        return SeamStatus.GONE, f"{UNQUANTIZED_ORACLE.name} is gone"
+    mismatch = probe(UNQUANTIZED_ORACLE, path)
+    if mismatch:
+        return SeamStatus.CHANGED, mismatch
+    digest = compat.fingerprint(source)
+    versions = [version for version, known in UNQUANTIZED_ORACLE.fingerprints.items() if known == digest]
+    return SeamStatus.PRESENT, f"source {digest}, as in vLLM {', '.join(versions)}"
+
+
+def _abstract_methods(root: Path) -> tuple[SeamStatus, str]:
+    """Every abstract method of the experts interface must be one that our class provides."""
+    path = compat.module_path(root, "vllm.model_executor.layers.fused_moe.modular_kernel")
+    asked: set[str] = set()
+    for name in ("FusedMoEExperts", "FusedMoEExpertsModular"):
+        source = compat.definition_source(path, name)
+        if source is None:
+            return SeamStatus.GONE, f"{name} is gone"
+        asked |= _abstract_names(source)
+    unknown = asked - _PROVIDED_METHODS
+    if unknown:
+        return SeamStatus.CHANGED, f"new abstract methods: {', '.join(sorted(unknown))}"
+    return SeamStatus.PRESENT, f"{len(asked)} abstract methods, all provided"
+
+
+_PROVIDED_METHODS = frozenset(
+    {
+        "activation_format",
+        "_supports_current_device",
+        "_supports_no_act_and_mul",
+        "_supports_quant_scheme",
+        "_supports_activation",
+        "_supports_parallel_config",
+        "workspace_shapes",
+        "finalize_weight_and_reduce_impl",
+        "apply",
+    }
+)
+"""The abstract methods of vLLM's experts interface that `experts.MoeOptimizerExperts` defines."""
+
+
+def _abstract_names(class_source: str) -> set[str]:
+    (definition,) = ast.parse(class_source).body
+    assert isinstance(definition, ast.ClassDef), class_source[:80]
+    return {
+        method.name
+        for method in definition.body
+        if isinstance(method, ast.FunctionDef)
+        and any(isinstance(mark, ast.Name) and mark.id == "abstractmethod" for mark in method.decorator_list)
+    }
+
+
+def _defined(module: str, name: str, *, arguments: tuple[str, ...] = ()) -> Callable[[Path], tuple[SeamStatus, str]]:
+    """Look for a name in a module; for a function also that it takes `arguments` first."""
+
+    def look(root: Path) -> tuple[SeamStatus, str]:
+        source = compat.definition_source(compat.module_path(root, module), name)
+        if source is None:
+            return SeamStatus.GONE, f"{name} is gone from {module}"
+        (definition,) = ast.parse(source).body
+        if arguments and isinstance(definition, ast.FunctionDef):
+            found = tuple(argument.arg for argument in definition.args.args)[: len(arguments)]
+            if found != arguments:
+                return SeamStatus.CHANGED, f"{name} takes ({', '.join(found)}), known is ({', '.join(arguments)})"
+        return SeamStatus.PRESENT, f"{module}:{name}"
+
+    return look
+
+
+def _text(module: str, pattern: str, found: str) -> Callable[[Path], tuple[SeamStatus, str]]:
+    """Look for a regular expression in a module's source."""
+
+    def look(root: Path) -> tuple[SeamStatus, str]:
+        text = compat.module_path(root, module).read_text(encoding="utf-8")
+        if re.search(pattern, text):
+            return SeamStatus.PRESENT, found
+        return SeamStatus.GONE, f"not in {module}"
+
+    return look
+
+
+def _flag(flag: str, why: str) -> _Known:
+    look = _text("vllm.engine.arg_utils", re.escape(f'"{flag}"'), "argument of vllm serve")
+    return _Known(name=flag, look=look, why=why)
+
+
+_SEAMS = (
+    _Known(
+        name="general plugins",
+        look=_defined("vllm.plugins", "load_general_plugins"),
+        why="vLLM loads this package in each of its processes",
+    ),
+    _Known(
+        name="unquantized kernel choice",
+        look=_experts_patch,
+        why=UNQUANTIZED_ORACLE.why,
+        remove_when=UNQUANTIZED_ORACLE.remove_when,
+    ),
+    _Known(
+        name="fp8 kernel choice",
+        look=_defined(
+            "vllm.model_executor.layers.fused_moe.oracle.fp8", "backend_to_kernel_cls", arguments=("backend",)
+        ),
+        why="place for FP8 experts; not used in this version",
+        remove_when=UNQUANTIZED_ORACLE.remove_when,
+    ),
+    _Known(name="experts interface", look=_abstract_methods, why="the experts class implements it"),
+    _Known(
+        name="compile cache factors",
+        look=_defined("vllm.envs", "compile_factors"),
+        why="keeps compiled graphs with our kernel apart from stock ones",
+        remove_when="vLLM's compile cache key covers the experts class",
+    ),
+    _Known(
+        name="environment table",
+        look=_defined("vllm.envs", "environment_variables"),
+        why="the compile cache factors are read from it",
+        remove_when="vLLM's compile cache key covers the experts class",
+    ),
+    _flag("--moe-backend", "stock MoE backend choice"),
+    _flag("--kv-cache-dtype", "key/value cache in FP8"),
+    _flag("--enable-eplb", "expert load balancing"),
+    _flag("--eplb-config", "expert load balancing"),
+    _flag("--expert-placement-strategy", "where experts live"),
+    _flag("--enable-dbo", "dual batch overlap"),
+    _flag("--kv-offloading-size", "key/value cache tiering"),
+    _flag("--performance-mode", "scheduler defaults"),
+    _flag("--all2all-backend", "expert parallel communication"),
+    _flag("--shutdown-timeout", "requests are finished before a stop"),
+    _Known(
+        name="VLLM_TUNED_CONFIG_FOLDER",
+        look=_text("vllm.envs", '"VLLM_TUNED_CONFIG_FOLDER"', "environment variable"),
+        why="tuned Triton configurations",
+    ),
+    _Known(
+        name="quantization registry",
+        look=_defined(
+            "vllm.model_executor.layers.quantization", "register_quantization_config", arguments=("quantization",)
+        ),
+        why="place for quantization methods; not used in this version",
+    ),
+    _Known(
+        name="pluggable layers",
+        look=_defined("vllm.model_executor.custom_op", "PluggableLayer.register_oot"),
+        why="place for whole layers; not used in this version",
+    ),
+    _Known(
+        name="EPLB policies",
+        look=_defined("vllm.distributed.eplb.policy", "EPLB_POLICIES"),
+        why="place for an expert placement policy; not used in this version",
+    ),
+)

@@ -1,0 +1,73 @@
+"""The few HTTP requests that the launcher makes of its own server."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+from moe_optimizer.plan.serve_args import flag_value
+
+_TIMEOUT_S = 5.0
+
+
+class ServerClient:
+    """Requests to one server. A proxy in the environment is ignored: the server is on this machine.
+
+    Args:
+        base_url: for example "http://127.0.0.1:8000".
+        api_key: what the server was started with; None when it asks for none.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None = None) -> None:
+        self.base_url = base_url
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        # The certificate is made out to the server's public name, which 127.0.0.1 is not.
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        self._opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
+
+    def healthy(self) -> bool:
+        """Whether /health answers 200 now."""
+        try:
+            with self._opener.open(f"{self.base_url}/health", timeout=_TIMEOUT_S) as response:
+                return response.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def models(self) -> tuple[str, ...]:
+        """Return the names under which the server serves.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        return tuple(model["id"] for model in self._request("/v1/models")["data"])
+
+    def complete(self, prompt: str, *, max_tokens: int, timeout_s: float) -> str:
+        """Return a greedy completion.
+
+        Raises:
+            OSError: the server does not answer, or refuses.
+        """
+        body = {"model": self.models()[0], "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        return self._request("/v1/completions", body, timeout_s)["choices"][0]["text"]
+
+    def _request(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = _TIMEOUT_S) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.base_url}{path}", data=data, headers=self._headers)
+        with self._opener.open(request, timeout=timeout_s) as response:
+            return json.load(response)
+
+
+def api_key(serve_args: Sequence[str]) -> str | None:
+    """Return the key that the server will ask for: from its arguments, else from vLLM's variable."""
+    return flag_value(serve_args, "--api-key") or os.environ.get("VLLM_API_KEY") or None

@@ -1,0 +1,159 @@
+"""Plan against Proof: what was requested, what is applied, what ran, and why not."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from moe_optimizer.errors import printable
+from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.vllm_plugin.proof import PassProof, Proof
+
+NO_WORKER = "no worker process reported: the plugin was not loaded (is VLLM_PLUGINS set?)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One pass of the plan in the table."""
+
+    pass_name: str
+    requested: str
+    """What the plan says: the decision's value, or its status where it is not on."""
+    applied: str
+    """"yes", "no", "by flags", "2 of 4 workers" or "-"."""
+    ran: str
+    """As `applied`, with the number of layers; "-" for what vLLM carries out itself and does not prove."""
+    why_not: str
+
+    @property
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """The row as text, in the order of the headings."""
+        return self.pass_name, self.requested, self.applied, self.ran, self.why_not
+
+
+HEADINGS = ("pass", "requested", "applied", "ran", "why not")
+
+
+def proof_rows(plan: Plan, proofs: Sequence[Proof], *, absent: str = NO_WORKER) -> tuple[Row, ...]:
+    """Return one row for each decision of the plan, in its order. `absent`: why there is no proof at all."""
+    return tuple(_row(decision, proofs, absent) for decision in plan.decisions)
+
+
+def model_holders(proofs: Iterable[Proof]) -> tuple[Proof, ...]:
+    """Return the proofs of the processes that hold a part of the model, by rank."""
+    return tuple(sorted((proof for proof in proofs if proof.world_size), key=lambda proof: proof.model_rank))
+
+
+def all_holders_reported(proofs: Iterable[Proof]) -> bool:
+    """Whether every process that holds a part of the model has written a proof."""
+    holders = model_holders(proofs)
+    return bool(holders) and {proof.model_rank for proof in holders} == set(range(holders[0].world_size))
+
+
+def not_running(
+    plan: Plan, proofs: Sequence[Proof], names: Iterable[str], *, absent: str = NO_WORKER
+) -> dict[str, str]:
+    """Return those of the passes `names` that did not run in every process that holds the model, with the reason.
+
+    A pass that flags, files or other servers carry out counts as running when the plan has it on.
+    """
+    missing = {}
+    for name in names:
+        decision = plan.decision(name)
+        if decision.status is not Status.ON:
+            missing[name] = f"the plan has it {decision.status.value}: {decision.reason}"
+        elif decision.applier is Applier.PLUGIN:
+            reason = _why_not_running(name, proofs, absent)
+            if reason:
+                missing[name] = reason
+    return missing
+
+
+def _why_not_running(name: str, proofs: Sequence[Proof], absent: str) -> str:
+    holders = model_holders(proofs)
+    entries = [proof.passes.get(name) for proof in holders]
+    if holders and all_holders_reported(proofs) and all(entry and entry.ran and not entry.why_not for entry in entries):
+        return ""
+    # Processes without a part of the model can know why too, for example that this vLLM is too old.
+    everyone = [proof.passes.get(name) for proof in proofs]
+    reasons = dict.fromkeys(entry.why_not for entry in everyone if entry and entry.why_not)
+    if reasons:
+        return "; ".join(reasons)
+    if not holders:
+        return absent if not proofs else "vLLM did not ask for a kernel of this kind for any layer of this model"
+    reported = len({proof.model_rank for proof in holders})
+    if reported < holders[0].world_size:
+        return f"{reported} of {holders[0].world_size} workers reported"
+    return "no forward pass reached the kernel yet"
+
+
+def _row(decision: Decision, proofs: Sequence[Proof], absent: str) -> Row:
+    requested = decision.value if decision.status is Status.ON else decision.status.value
+    if decision.status is not Status.ON:
+        return Row(pass_name=decision.pass_name, requested=requested, applied="-", ran="-", why_not=decision.reason)
+    if decision.applier is not Applier.PLUGIN:
+        applied = "yes" if decision.applier is Applier.NONE else f"by {decision.applier.value}"
+        return Row(pass_name=decision.pass_name, requested=requested, applied=applied, ran="-", why_not="")
+    entries = [proof.passes.get(decision.pass_name) for proof in model_holders(proofs)]
+    ran = _share([bool(entry and entry.ran) for entry in entries])
+    layers = max((len(entry.layers) for entry in entries if entry), default=0)
+    return Row(
+        pass_name=decision.pass_name,
+        requested=requested,
+        applied=_share([bool(entry and entry.applied) for entry in entries]),
+        ran=f"{ran}, {layers} layers" if layers and ran != "no" else ran,
+        why_not=_why_not_running(decision.pass_name, proofs, absent),
+    )
+
+
+def _share(answers: Sequence[bool]) -> str:
+    if not answers or not any(answers):
+        return "no"
+    if all(answers):
+        return "yes" if len(answers) == 1 else f"yes, {len(answers)} workers"
+    return f"{sum(answers)} of {len(answers)} workers"
+
+
+def kernels_in_use(proofs: Iterable[Proof]) -> tuple[str, ...]:
+    """Return each kernel that ran with its instruction set and dtypes: "fused_experts (cpu), avx512, float32"."""
+    lines = {}
+    for proof in model_holders(proofs):
+        for entry in proof.passes.values():
+            if entry.ran:
+                lines[_kernel_line(entry)] = None
+    return tuple(lines)
+
+
+def _kernel_line(entry: PassProof) -> str:
+    dtypes = sorted({layer.dtype for layer in entry.layers})
+    return ", ".join(part for part in (entry.kernel, entry.isa, *dtypes) if part)
+
+
+def render_table(rows: Sequence[Row], *, width: int = 80) -> str:
+    """Return the table as text of at most `width` columns. Passes that are off are named in one line below it:
+    nothing was requested of them, and the plan has their reasons.
+    """
+    shown = [row for row in rows if row.requested != Status.OFF.value]
+    cells = [tuple(printable(cell) for cell in row.cells) for row in shown]
+    limits = (18, 24, 16, 16)
+    sizes = [min(limit, max(len(line[i]) for line in [HEADINGS, *cells])) for i, limit in enumerate(limits)]
+    sizes.append(max(16, width - sum(sizes) - 2 * len(sizes)))
+    lines = []
+    for line in [HEADINGS, tuple("-" * min(size, 24) for size in sizes), *cells]:
+        lines.extend(_wrapped(line, sizes))
+    off = [row.pass_name for row in rows if row.requested == Status.OFF.value]
+    if off:
+        lines += ["", *textwrap.wrap(f"off: {', '.join(off)}", width, subsequent_indent="     ")]
+    return "\n".join(lines)
+
+
+def _wrapped(cells: Sequence[str], sizes: Sequence[int]) -> list[str]:
+    columns = [textwrap.wrap(cell, size) or [""] for cell, size in zip(cells, sizes, strict=True)]
+    height = max(len(column) for column in columns)
+    padded = [column + [""] * (height - len(column)) for column in columns]
+    return [
+        "  ".join(part.ljust(size) for part, size in zip(parts, sizes, strict=True)).rstrip()
+        for parts in zip(*padded, strict=True)
+    ]

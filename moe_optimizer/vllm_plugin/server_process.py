@@ -1,0 +1,122 @@
+"""The server's process and everything it starts: begun in a session of its own, and never left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from moe_optimizer import env
+
+_PR_SET_PDEATHSIG = 1
+_KILL_WAIT_S = 5.0
+_POLL_S = 0.1
+
+
+class ServerProcess:
+    """A running `vllm serve`.
+
+    vLLM's engine and workers are found by their session and by the plan in their environment, which they inherit
+    even when they change their session or lose their parent.
+
+    Args:
+        command: argument list, no shell.
+        environment: complete; its MOE_OPTIMIZER_PLAN names this server's own plan file.
+        log_path: where stdout and stderr go.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
+        self.log_path = log_path
+        self._marker = environment[env.PLAN]
+        launcher = os.getpid()
+        libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: nothing may be allocated after it
+
+        def die_with_launcher() -> None:
+            # A launcher that is killed with SIGKILL cannot stop the server; the kernel then asks it to.
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != launcher:
+                os._exit(1)
+
+        log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        try:
+            self._process = subprocess.Popen(
+                list(command),
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=subprocess.STDOUT,
+                # Its own session: Ctrl-C at the terminal reaches the launcher only, which then drains the server.
+                start_new_session=True,
+                preexec_fn=die_with_launcher,  # noqa: PLW1509 - calls prctl, getppid and _exit only
+            )
+        finally:
+            os.close(descriptor)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the API server, which is also the id of its session."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the API server's exit status (negative: the signal that ended it), None while it runs."""
+        return self._process.poll()
+
+    def stop(self, *, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Ask the API server to stop, wait up to `grace_s` seconds or until `hurry` says so, then kill what is left.
+
+        Only the API server gets the signal: it drains its requests and then stops the engine and the workers, which
+        a signal of their own would end in the middle of them.
+        """
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            deadline = time.monotonic() + grace_s
+            while self.poll() is None and time.monotonic() < deadline and not hurry():
+                time.sleep(_POLL_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill every process of this server and wait until they are gone."""
+        deadline = time.monotonic() + _KILL_WAIT_S
+        while time.monotonic() < deadline:
+            members = self.members()
+            for process in members:
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    process.kill()
+            self.poll()
+            if not members:
+                break
+            psutil.wait_procs(members, timeout=_POLL_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_KILL_WAIT_S)
+
+    def members(self) -> list[psutil.Process]:
+        """Return the living processes of this server, zombies left out."""
+        return [process for process in psutil.process_iter() if self._is_member(process)]
+
+    def _is_member(self, process: psutil.Process) -> bool:
+        try:
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            return os.getsid(process.pid) == self.pid or process.environ().get(env.PLAN) == self._marker
+        except (psutil.Error, OSError):
+            return False
+
+    def last_lines(self, count: int) -> list[str]:
+        """Return the last lines of the log, at most `count`."""
+        try:
+            with self.log_path.open("rb") as stream:
+                stream.seek(0, os.SEEK_END)
+                stream.seek(max(0, stream.tell() - 400 * count))
+                text = stream.read().decode("utf-8", errors="replace")
+        except OSError:
+            return []
+        return [line for line in text.splitlines() if line.strip()][-count:]
