@@ -1,0 +1,203 @@
+// The few hardware operations that the kernels use, each behind one function.
+//
+// Kernels call nothing else: no intrinsics, no asm of their own. That is what lets the tests run the same kernel
+// source on a CPU: with MOEOPT_EMULATE, `emulated_device.h` (tests/unit/ops/emulation) provides these functions on
+// top of fibers, and every other header here is plain C++. What an instruction means is thus written twice, here as
+// PTX and there as C++; the GPU tests are what compares the two.
+#pragma once
+
+#include <cstdint>
+
+#if defined(MOEOPT_EMULATE)
+
+#include "emulated_device.h"
+
+#else
+
+#include <cuda.h>  // the type CUtensorMap only; nothing of the driver library is linked
+
+#define MOEOPT_KERNEL __global__
+#define MOEOPT_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
+#define MOEOPT_DEVICE __device__ __forceinline__
+#define MOEOPT_GRID_CONSTANT __grid_constant__
+#define MOEOPT_UNROLL _Pragma("unroll")
+// The base of dynamic shared memory. Aligned by hand: 1024 bytes is what a 128-byte swizzled tile needs.
+#define MOEOPT_SHARED_BASE(name)                                                                       \
+  extern __shared__ unsigned char moeopt_shared_raw[];                                                 \
+  unsigned char* const name = moeopt_shared_raw + ((1024u - (smem_address(moeopt_shared_raw) & 1023u)) & 1023u)
+
+namespace moeopt {
+
+using TensorMap = CUtensorMap;
+
+struct alignas(16) Vec4 {
+  uint32_t x, y, z, w;
+};
+
+MOEOPT_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+MOEOPT_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
+MOEOPT_DEVICE int block_index_y() { return static_cast<int>(blockIdx.y); }
+MOEOPT_DEVICE int block_threads() { return static_cast<int>(blockDim.x); }
+MOEOPT_DEVICE int grid_blocks() { return static_cast<int>(gridDim.x); }
+
+MOEOPT_DEVICE uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// --- numbers -------------------------------------------------------------------------------------------------
+
+MOEOPT_DEVICE float float_from_bits(uint32_t bits) { return __uint_as_float(bits); }
+MOEOPT_DEVICE uint32_t bits_from_float(float value) { return __float_as_uint(value); }
+MOEOPT_DEVICE float exp_accurate(float x) { return expf(x); }
+// 2^(x log2 e) on the special function unit: error about 2 units in the last place of FP32, far under BF16's.
+MOEOPT_DEVICE float exp_fast(float x) { return __expf(x); }
+
+// Low half: first; high half: second. Round to nearest even.
+MOEOPT_DEVICE uint32_t pack_bf16x2(float first, float second) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
+  return packed;
+}
+
+// Two E4M3 values (the low 16 bits of `pair`, first in the low byte) to two BF16: exact, NaN stays NaN.
+MOEOPT_DEVICE uint32_t bf16x2_from_e4m3x2(uint32_t pair) {
+  uint32_t half2;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(half2) : "h"(static_cast<uint16_t>(pair)));
+  float first, second;
+  asm("{.reg .f16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi;}"
+      : "=f"(first), "=f"(second)
+      : "r"(half2));
+  return pack_bf16x2(first, second);
+}
+
+// --- memory --------------------------------------------------------------------------------------------------
+
+// Data that nothing writes while the kernel runs: may stay in L1.
+MOEOPT_DEVICE Vec4 load_constant16(const void* pointer) {
+  Vec4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(pointer));
+  return v;
+}
+MOEOPT_DEVICE float load_constant(const float* pointer) { return __ldg(pointer); }
+// Data that another block wrote in this launch: L1 is not coherent, so read it from L2.
+MOEOPT_DEVICE Vec4 load_shared_across_blocks16(const void* pointer) {
+  Vec4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(pointer)
+               : "memory");
+  return v;
+}
+MOEOPT_DEVICE float load_shared_across_blocks(const float* pointer) { return __ldcg(pointer); }
+
+MOEOPT_DEVICE int load_acquire(const int* pointer) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+  return value;
+}
+MOEOPT_DEVICE void fence_gpu() { __threadfence(); }
+MOEOPT_DEVICE int atomic_add_global(int* pointer, int value) { return atomicAdd(pointer, value); }
+MOEOPT_DEVICE int atomic_add_shared(int* pointer, int value) { return atomicAdd(pointer, value); }
+MOEOPT_DEVICE void back_off() { __nanosleep(32); }
+
+// --- threads -------------------------------------------------------------------------------------------------
+
+MOEOPT_DEVICE void sync_block() { __syncthreads(); }
+MOEOPT_DEVICE void sync_warp() { __syncwarp(); }
+MOEOPT_DEVICE void sync_named(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+MOEOPT_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+MOEOPT_DEVICE uint32_t warp_max(uint32_t value) { return __reduce_max_sync(0xffffffffu, value); }
+MOEOPT_DEVICE uint32_t warp_min(uint32_t value) { return __reduce_min_sync(0xffffffffu, value); }
+
+// Programmatic dependent launch: the next kernel may start / the previous kernel's writes are visible.
+MOEOPT_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+MOEOPT_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// --- mbarrier and the copy engine ------------------------------------------------------------------------------
+
+MOEOPT_DEVICE void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals) : "memory");
+}
+// After the inits, before any other thread or the copy engine uses the barriers.
+MOEOPT_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Orders this thread's ordinary accesses to shared memory against the copy engine and the tensor cores.
+MOEOPT_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+MOEOPT_DEVICE void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("{.reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0];}" ::"r"(smem_address(barrier))
+               : "memory");
+}
+MOEOPT_DEVICE void mbarrier_arrive_expect_bytes(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("{.reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;}" ::"r"(
+                   smem_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+// Returns once the phase of the given parity is complete.
+MOEOPT_DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}\n" ::"r"(smem_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// `bytes` contiguous bytes, a multiple of 16, both addresses 16-byte aligned.
+MOEOPT_DEVICE void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   smem_address(shared)),
+               "l"(global), "r"(bytes), "r"(smem_address(barrier))
+               : "memory");
+}
+// One box of a rank-3 tensor map; what lies outside the tensor arrives as zeros and counts as bytes.
+MOEOPT_DEVICE void tensor_copy(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+          smem_address(shared)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(smem_address(barrier))
+      : "memory");
+}
+MOEOPT_DEVICE void prefetch_tensor_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// 16 bytes per thread without registers; zeros are written where `valid` is false (nothing is read then).
+MOEOPT_DEVICE void async_copy16(void* shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(shared)), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+MOEOPT_DEVICE void async_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+MOEOPT_DEVICE void async_copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// --- tensor cores ----------------------------------------------------------------------------------------------
+
+// d += a b, one warp: a 16 x 16 and b 16 x 8 in BF16, d 16 x 8 in FP32. Lane 4 g + t holds
+//   a0 = a[g][2t, 2t+1], a1 = a[g+8][2t, 2t+1], a2 = a[g][2t+8, 2t+9], a3 = a[g+8][2t+8, 2t+9],
+//   b0 = b[2t, 2t+1][g], b1 = b[2t+8, 2t+9][g], d = d[g][2t], d[g][2t+1], d[g+8][2t], d[g+8][2t+1].
+MOEOPT_DEVICE void mma_m16n8k16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+}  // namespace moeopt
+
+#include "moeopt/wgmma.cuh"
+
+#endif

@@ -1,0 +1,356 @@
+// The functions of csrc/include/moeopt/device.cuh in C++, one fiber per GPU thread. Asynchronous work is done as late
+// as the rules allow (cp.async and wgmma when they are waited for, the copy engine at a random moment), so that a
+// kernel which reads too early or reuses memory too soon computes garbage here.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "fibers.h"
+
+#define MOEOPT_KERNEL inline
+#define MOEOPT_BOUNDS(threads, blocks)
+#define MOEOPT_DEVICE inline
+#define MOEOPT_GRID_CONSTANT
+#define MOEOPT_UNROLL
+#define MOEOPT_SHARED_BASE(name) unsigned char* const name = ::emulation::machine()->current->block->shared
+
+namespace moeopt {
+
+struct TensorMap {  // what cuTensorMapEncodeTiled is told; swizzle always 128 bytes, zeros outside
+  const unsigned char* base;
+  int element_bytes;
+  int64_t sizes[3];
+  int64_t strides[3];  // bytes; strides[0] is element_bytes
+  int box[3];
+};
+
+struct alignas(16) Vec4 {
+  uint32_t x, y, z, w;
+};
+
+inline ::emulation::Fiber& fiber() { return *::emulation::machine()->current; }
+inline ::emulation::Block& block() { return *fiber().block; }
+
+inline int thread_index() { return fiber().thread; }
+inline int block_index() { return block().index; }
+inline int block_index_y() { return ::emulation::machine()->block_y; }
+inline int block_threads() { return ::emulation::machine()->threads; }
+inline int grid_blocks() { return ::emulation::machine()->grid; }
+
+constexpr uint32_t kSharedOrigin = 1024;
+inline uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - block().shared) + kSharedOrigin;
+}
+inline unsigned char* shared_at(uint32_t address) { return block().shared + (address - kSharedOrigin); }
+
+// --- numbers -------------------------------------------------------------------------------------------------
+
+inline float float_from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline uint32_t bits_from_float(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+inline float exp_accurate(float x) { return std::exp(x); }
+inline float exp_fast(float x) { return std::exp(x); }
+
+inline uint32_t bf16_bits(float value) {
+  const uint32_t bits = bits_from_float(value);
+  if (value != value) return 0x7fff;
+  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+inline float from_bf16_bits(uint32_t bits) { return float_from_bits(bits << 16); }
+inline uint32_t pack_bf16x2(float first, float second) { return bf16_bits(first) | (bf16_bits(second) << 16); }
+
+inline float float_from_e4m3(uint32_t bits) {
+  const uint32_t exponent = (bits >> 3) & 15u, mantissa = bits & 7u;
+  const float sign = (bits & 0x80u) ? -1.0f : 1.0f;
+  if (exponent == 15 && mantissa == 7) return NAN;
+  if (exponent == 0) return sign * static_cast<float>(mantissa) * 0x1p-9f;
+  return sign * std::ldexp(1.0f + static_cast<float>(mantissa) / 8.0f, static_cast<int>(exponent) - 7);
+}
+inline uint32_t bf16x2_from_e4m3x2(uint32_t pair) {
+  return pack_bf16x2(float_from_e4m3(pair & 0xffu), float_from_e4m3((pair >> 8) & 0xffu));
+}
+inline uint32_t e4m3_bits(float value) {  // round to nearest even, saturate to 448
+  if (value != value) return 0x7f;
+  const uint32_t sign = std::signbit(value) ? 0x80u : 0u;
+  const float magnitude = std::fabs(value);
+  if (magnitude >= 448.0f) return sign | 0x7eu;
+  int exponent = magnitude == 0 ? -6 : std::ilogb(magnitude);
+  if (exponent < -6) exponent = -6;
+  const float quantum = std::ldexp(1.0f, exponent - 3);
+  const auto steps = static_cast<uint32_t>(std::nearbyint(magnitude / quantum));  // 8 .. 16, or 0 .. 8 subnormal
+  return sign | static_cast<uint32_t>((exponent + 6) * 8 + static_cast<int>(steps));
+}
+inline uint32_t pack_e4m3x2(float first, float second) { return e4m3_bits(first) | (e4m3_bits(second) << 8); }
+
+// --- memory --------------------------------------------------------------------------------------------------
+
+inline Vec4 load_constant16(const void* pointer) {
+  if (reinterpret_cast<uintptr_t>(pointer) % 16) ::emulation::fail("16-byte load at a misaligned address");
+  Vec4 v;
+  std::memcpy(&v, pointer, 16);
+  return v;
+}
+inline float load_constant(const float* pointer) { return *pointer; }
+inline Vec4 load_shared_across_blocks16(const void* pointer) { return load_constant16(pointer); }
+inline float load_shared_across_blocks(const float* pointer) { return *pointer; }
+inline int load_acquire(const int* pointer) { return *pointer; }
+inline void fence_gpu() {}
+inline int atomic_add_global(int* pointer, int value) {
+  ::emulation::made_progress();
+  const int old = *pointer;
+  *pointer += value;
+  return old;
+}
+inline int atomic_add_shared(int* pointer, int value) { return atomic_add_global(pointer, value); }
+inline void back_off() { ::emulation::yield("a count of another block"); }
+
+// --- threads -------------------------------------------------------------------------------------------------
+
+inline void meet(::emulation::Barrier& barrier, int threads, const char* what) {
+  const uint64_t generation = barrier.generation;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    ::emulation::made_progress();
+    return;
+  }
+  while (barrier.generation == generation) ::emulation::yield(what);
+}
+inline void sync_block() { meet(block().named[0], block_threads(), "sync_block"); }
+inline void sync_warp() { meet(block().warps[thread_index() / 32], 32, "sync_warp"); }
+inline void sync_named(int barrier, int threads) { meet(block().named[barrier], threads, "a named barrier"); }
+
+inline uint32_t* exchange_of(int lane) {
+  return block().exchange.data() + (static_cast<size_t>(thread_index() / 32) * 32 + lane) * 8;
+}
+template <typename Combine>
+inline uint32_t warp_exchange(uint32_t value, Combine combine) {
+  exchange_of(thread_index() % 32)[0] = value;
+  sync_warp();
+  const uint32_t result = combine();
+  sync_warp();
+  return result;
+}
+inline float shuffle_xor(float value, int mask) {
+  return float_from_bits(
+      warp_exchange(bits_from_float(value), [&] { return exchange_of((thread_index() % 32) ^ mask)[0]; }));
+}
+inline uint32_t warp_max(uint32_t value) {
+  return warp_exchange(value, [] {
+    uint32_t result = 0;
+    for (int lane = 0; lane < 32; ++lane) result = exchange_of(lane)[0] > result ? exchange_of(lane)[0] : result;
+    return result;
+  });
+}
+inline uint32_t warp_min(uint32_t value) {
+  return warp_exchange(value, [] {
+    uint32_t result = 0xffffffffu;
+    for (int lane = 0; lane < 32; ++lane) result = exchange_of(lane)[0] < result ? exchange_of(lane)[0] : result;
+    return result;
+  });
+}
+inline void launch_dependents() {}
+inline void wait_for_previous_kernel() {}
+
+// --- mbarrier and the copy engine ------------------------------------------------------------------------------
+
+inline ::emulation::MBarrier& mbarrier_state(::emulation::Block& owner, uint64_t* barrier) {
+  auto found = owner.mbarriers.find(static_cast<uint32_t>(reinterpret_cast<unsigned char*>(barrier) - owner.shared));
+  if (found == owner.mbarriers.end()) ::emulation::fail("mbarrier used before its init");
+  return found->second;
+}
+inline void mbarrier_settle(::emulation::MBarrier& state) {
+  if (state.pending == 0 && state.bytes == 0) {
+    state.pending = state.expected;
+    ++state.phase;
+    ::emulation::made_progress();
+  }
+}
+inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+  auto& state = block().mbarriers[static_cast<uint32_t>(reinterpret_cast<unsigned char*>(barrier) - block().shared)];
+  state = {};
+  state.expected = state.pending = arrivals;
+}
+inline void fence_mbarrier_init() {}
+inline void fence_async_proxy() {}
+inline void mbarrier_arrive_expect_bytes(uint64_t* barrier, uint32_t bytes) {
+  auto& state = mbarrier_state(block(), barrier);
+  if (state.pending == 0) ::emulation::fail("more arrivals at an mbarrier than it was made for");
+  state.bytes += bytes;
+  --state.pending;
+  ::emulation::made_progress();
+  mbarrier_settle(state);
+}
+inline void mbarrier_arrive(uint64_t* barrier) { mbarrier_arrive_expect_bytes(barrier, 0); }
+inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  auto& state = mbarrier_state(block(), barrier);
+  while ((state.phase & 1u) == parity) ::emulation::yield(parity ? "an mbarrier (1)" : "an mbarrier (0)");
+}
+inline void mbarrier_complete(::emulation::Block* owner, uint64_t* barrier, int64_t bytes) {
+  auto& state = mbarrier_state(*owner, barrier);
+  state.bytes -= bytes;
+  if (state.bytes < 0) {
+    ::emulation::machine()->failure = "an mbarrier got more bytes than it was told to expect";
+    return;
+  }
+  mbarrier_settle(state);
+}
+
+inline void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+  if (bytes % 16 || bytes == 0 || reinterpret_cast<uintptr_t>(global) % 16 || smem_address(shared) % 16) {
+    ::emulation::fail("bulk copy: size or address is not a multiple of 16");
+  }
+  ::emulation::Block* owner = &block();
+  ::emulation::machine()->in_flight.push_back([=] {
+    std::memcpy(shared, global, bytes);
+    mbarrier_complete(owner, barrier, bytes);
+  });
+}
+
+// Address bits 4-6 (the chunk of 16 bytes) xor bits 7-9 (the row in a group of 8).
+inline uint32_t swizzle(uint32_t address) { return address ^ ((address >> 3) & 0x70u); }
+
+inline void tensor_copy(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
+  if (smem_address(shared) % 1024) ::emulation::fail("tensor copy: box is not 1024-byte aligned");
+  if (map->box[0] * map->element_bytes != 128) ::emulation::fail("tensor copy: box rows are not 128 bytes");
+  ::emulation::Block* owner = &block();
+  const uint32_t address = smem_address(shared);
+  const TensorMap m = *map;
+  ::emulation::machine()->in_flight.push_back([=] {
+    for (int row = 0; row < m.box[1]; ++row) {
+      for (int i = 0; i < m.box[0]; ++i) {
+        unsigned char* to =
+            owner->shared + (swizzle(address + row * 128 + i * m.element_bytes) - kSharedOrigin);
+        const bool inside = x + i < m.sizes[0] && y + row < m.sizes[1] && z < m.sizes[2];
+        if (inside) {
+          std::memcpy(to, m.base + (x + i) * m.strides[0] + (y + row) * m.strides[1] + z * m.strides[2],
+                      m.element_bytes);
+        } else {
+          std::memset(to, 0, m.element_bytes);
+        }
+      }
+    }
+    mbarrier_complete(owner, barrier, 128 * m.box[1]);
+  });
+}
+inline void prefetch_tensor_map(const TensorMap*) {}
+
+inline void async_copy16(void* shared, const void* global, bool valid) {
+  if (smem_address(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16) {
+    ::emulation::fail("cp.async: misaligned address");
+  }
+  fiber().open_copies.push_back({shared, global, valid});
+}
+inline void async_copy_commit() {
+  fiber().copy_groups.push_back(std::move(fiber().open_copies));
+  fiber().open_copies.clear();
+}
+template <int kPending>
+inline void async_copy_wait() {
+  auto& groups = fiber().copy_groups;
+  while (groups.size() > static_cast<size_t>(kPending)) {
+    for (const auto& copy : groups.front()) {
+      if (copy.valid) {
+        std::memcpy(copy.to, copy.from, 16);
+      } else {
+        std::memset(copy.to, 0, 16);
+      }
+    }
+    groups.erase(groups.begin());
+  }
+}
+
+// --- tensor cores ----------------------------------------------------------------------------------------------
+
+inline float half_of(uint32_t pair, int index) { return from_bf16_bits(index ? pair >> 16 : pair & 0xffffu); }
+
+inline void mma_m16n8k16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  const int lane = thread_index() % 32, g = lane / 4, t = lane % 4;
+  const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
+  std::memcpy(exchange_of(lane), mine, sizeof(mine));
+  sync_warp();
+  for (int r = 0; r < 4; ++r) {
+    const int row = g + 8 * (r / 2), column = 2 * t + r % 2;
+    float sum = d[r];
+    for (int k = 0; k < 16; ++k) {
+      const uint32_t* a = exchange_of(row % 8 * 4 + k % 8 / 2);
+      const uint32_t* b = exchange_of(column * 4 + k % 8 / 2);
+      sum += half_of(a[(row >= 8) + 2 * (k >= 8)], k % 2) * half_of(b[4 + (k >= 8)], k % 2);
+    }
+    d[r] = sum;
+  }
+  sync_warp();
+}
+
+inline void wgmma_fence() { sync_warp(); }
+inline void wgmma_touch(float&) {}
+inline uint64_t swizzled_descriptor(const void* shared) { return smem_address(shared) >> 4; }
+inline uint64_t advance_descriptor(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
+
+template <int kRegisters>
+inline void wgmma_bf16(float (&d)[kRegisters], uint64_t a, uint64_t b, int accumulate) {
+  fiber().open_wgmma.push_back({d, kRegisters * 2, false, nullptr, a, b, accumulate != 0, false});
+}
+template <int kRegisters>
+inline void wgmma_bf16(float (&d)[kRegisters], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  fiber().open_wgmma.push_back({d, kRegisters * 2, true, a, 0, b, accumulate != 0, false});
+}
+template <int kRegisters>
+inline void wgmma_e4m3(float (&d)[kRegisters], uint64_t a, uint64_t b, int accumulate) {
+  fiber().open_wgmma.push_back({d, kRegisters * 2, false, nullptr, a, b, accumulate != 0, true});
+}
+inline void wgmma_commit() {
+  fiber().wgmma_groups.push_back(std::move(fiber().open_wgmma));
+  fiber().open_wgmma.clear();
+}
+
+// Element k of row r of a tile: 2 bytes each in BF16, 1 in E4M3; 32 bytes per step either way.
+inline float tile_element(uint64_t descriptor, int row, int k, bool fp8) {
+  const uint32_t address = static_cast<uint32_t>(descriptor) * 16 + row * 128 + k * (fp8 ? 1 : 2);
+  const unsigned char* at = shared_at(swizzle(address));
+  if (fp8) return float_from_e4m3(*at);
+  uint16_t bits;
+  std::memcpy(&bits, at, 2);
+  return from_bf16_bits(bits);
+}
+inline void execute_wgmma(const ::emulation::WgmmaOp& op) {
+  const int lane = thread_index() % 32, g = lane / 4, t = lane % 4, warp = thread_index() / 32 % 4;
+  const int depth = op.fp8 ? 32 : 16;
+  if (op.a_in_registers) std::memcpy(exchange_of(lane), op.a_registers, 16);
+  sync_warp();
+  float a[2][32];
+  for (int half = 0; half < 2; ++half) {
+    for (int k = 0; k < depth; ++k) {
+      a[half][k] = op.a_in_registers ? half_of(exchange_of(g * 4 + k % 8 / 2)[half + 2 * (k >= 8)], k % 2)
+                                     : tile_element(op.a, 16 * warp + g + 8 * half, k, op.fp8);
+    }
+  }
+  for (int r = 0; r < op.columns / 2; ++r) {
+    const int column = r / 4 * 8 + 2 * t + r % 2;
+    float sum = op.accumulate ? op.d[r] : 0.0f;
+    for (int k = 0; k < depth; ++k) sum += a[r % 4 / 2][k] * tile_element(op.b, column, k, op.fp8);
+    op.d[r] = sum;
+  }
+  sync_warp();
+}
+template <int kPending>
+inline void wgmma_wait() {
+  sync_warp();
+  auto& groups = fiber().wgmma_groups;
+  while (groups.size() > static_cast<size_t>(kPending)) {
+    for (const auto& op : groups.front()) execute_wgmma(op);
+    groups.erase(groups.begin());
+  }
+  sync_warp();
+}
+
+}  // namespace moeopt

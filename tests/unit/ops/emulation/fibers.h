@@ -1,0 +1,213 @@
+// A grid of GPU threads as fibers of one CPU thread: every thread of every block is a fiber that runs until it has to
+// wait. A seeded random choice says who runs next and when an asynchronous copy lands, so that code which relies on an
+// order nobody promised fails for some seed. When nobody can go on, the run ends with a list of who waits for what.
+#pragma once
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace emulation {
+
+struct Barrier {  // bar.sync and __syncwarp: opens when all have come
+  int arrived = 0;
+  uint64_t generation = 0;
+};
+
+struct MBarrier {
+  int64_t expected = 0, pending = 0, bytes = 0;
+  uint64_t phase = 0;
+  bool live = false;
+};
+
+struct WgmmaOp {
+  float* d;
+  int columns;
+  bool a_in_registers;
+  const uint32_t* a_registers;
+  uint64_t a, b;
+  bool accumulate;
+  bool fp8;
+};
+
+struct AsyncCopy {
+  void* to;
+  const void* from;
+  bool valid;
+};
+
+struct Block {
+  int index = 0;
+  std::vector<unsigned char> storage;
+  unsigned char* shared = nullptr;
+  std::map<int, Barrier> named;
+  std::vector<Barrier> warps;
+  std::vector<uint32_t> exchange;  // [warp][lane][8]
+  std::map<uint32_t, MBarrier> mbarriers;
+};
+
+struct Fiber {
+  ucontext_t context;
+  char* stack = nullptr;
+  Block* block = nullptr;
+  int thread = 0;
+  bool done = false;
+  const char* waits_for = "start";
+  std::vector<AsyncCopy> open_copies;
+  std::vector<std::vector<AsyncCopy>> copy_groups;
+  std::vector<WgmmaOp> open_wgmma;
+  std::vector<std::vector<WgmmaOp>> wgmma_groups;
+};
+
+constexpr size_t kStackBytes = 96 * 1024;
+
+struct Machine {
+  int grid = 0, grid_y = 1, threads = 0, block_y = 0;
+  uint64_t random_state = 1;
+  uint64_t progress = 0;
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<std::function<void()>> in_flight;  // copies of the copy engine
+  std::function<void()> kernel;
+  Fiber* current = nullptr;
+  ucontext_t scheduler;
+  std::string failure;
+
+  uint64_t random() {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state;
+  }
+};
+
+inline Machine*& machine() {
+  static Machine* instance = nullptr;
+  return instance;
+}
+
+inline void made_progress() { ++machine()->progress; }
+
+inline void yield(const char* waits_for) {
+  Machine& m = *machine();
+  m.current->waits_for = waits_for;
+  swapcontext(&m.current->context, &m.scheduler);
+}
+
+inline void fail(const std::string& message) {
+  Machine& m = *machine();
+  if (m.failure.empty()) {
+    m.failure = "block " + std::to_string(m.current->block->index) + ", thread " + std::to_string(m.current->thread) +
+                ": " + message;
+  }
+  m.current->done = true;
+  swapcontext(&m.current->context, &m.scheduler);
+}
+
+inline void fiber_main() {
+  Machine& m = *machine();
+  m.kernel();
+  if (!m.current->copy_groups.empty() || !m.current->wgmma_groups.empty()) fail("ends with asynchronous work pending");
+  m.current->done = true;
+  made_progress();
+  swapcontext(&m.current->context, &m.scheduler);
+}
+
+inline void land_copies(Machine& m, bool all) {
+  for (size_t i = 0; i < m.in_flight.size();) {
+    if (all || m.random() % 16 == 0) {
+      std::function<void()> copy = std::move(m.in_flight[i]);
+      m.in_flight[i] = std::move(m.in_flight.back());
+      m.in_flight.pop_back();
+      copy();
+      made_progress();
+    } else {
+      ++i;
+    }
+  }
+}
+
+inline std::string waiting_list(const Machine& m) {
+  std::map<std::string, int> counts;
+  for (const auto& fiber : m.fibers) {
+    if (!fiber->done) ++counts["block " + std::to_string(fiber->block->index) + ": " + fiber->waits_for];
+  }
+  std::string text = "deadlock:";
+  for (const auto& [what, count] : counts) text += " [" + what + " x" + std::to_string(count) + "]";
+  return text;
+}
+
+// Runs `kernel` on grid x threads; returns an empty string, or what went wrong. All blocks are resident.
+inline std::string launch(int grid, int threads, size_t shared_bytes, uint64_t seed, std::function<void()> kernel,
+                          int block_y = 0) {
+  Machine m;
+  machine() = &m;
+  m.grid = grid;
+  m.threads = threads;
+  m.block_y = block_y;
+  m.random_state = seed * 0x9e3779b97f4a7c15ull + 0x1234567;
+  m.kernel = std::move(kernel);
+  for (int b = 0; b < grid; ++b) {
+    auto block = std::make_unique<Block>();
+    block->index = b;
+    block->storage.resize(shared_bytes + 1024);
+    for (auto& byte : block->storage) byte = 0xff;  // NaN in every format: unwritten memory must not be used
+    const auto address = reinterpret_cast<uintptr_t>(block->storage.data());
+    block->shared = block->storage.data() + (1024 - address % 1024) % 1024;
+    block->warps.resize(threads / 32);
+    block->exchange.resize(static_cast<size_t>(threads) * 8);
+    for (int t = 0; t < threads; ++t) {
+      auto fiber = std::make_unique<Fiber>();
+      fiber->block = block.get();
+      fiber->thread = t;
+      fiber->stack = static_cast<char*>(
+          mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+      getcontext(&fiber->context);
+      fiber->context.uc_stack.ss_sp = fiber->stack;
+      fiber->context.uc_stack.ss_size = kStackBytes;
+      fiber->context.uc_link = &m.scheduler;
+      makecontext(&fiber->context, fiber_main, 0);
+      m.fibers.push_back(std::move(fiber));
+    }
+    m.blocks.push_back(std::move(block));
+  }
+  std::vector<Fiber*> ready;
+  for (auto& fiber : m.fibers) ready.push_back(fiber.get());
+  int idle_rounds = 0;
+  while (!ready.empty() && m.failure.empty()) {
+    const uint64_t before = m.progress;
+    // A warp's threads run one after another, warps in random order: cheap, and what hardware may do.
+    const size_t start = m.random() % ready.size();
+    const bool backwards = m.random() % 2;
+    for (size_t i = 0; i < ready.size() && m.failure.empty(); ++i) {
+      const size_t at = (start + (backwards ? ready.size() - i : i)) % ready.size();
+      if (ready[at]->done) continue;
+      m.current = ready[at];
+      swapcontext(&m.scheduler, &m.current->context);
+    }
+    land_copies(m, idle_rounds > 1);
+    size_t kept = 0;
+    for (Fiber* fiber : ready) {
+      if (!fiber->done) ready[kept++] = fiber;
+    }
+    ready.resize(kept);
+    idle_rounds = m.progress == before ? idle_rounds + 1 : 0;
+    if (idle_rounds > 8 && m.in_flight.empty()) m.failure = waiting_list(m);
+  }
+  if (m.failure.empty() && !m.in_flight.empty()) m.failure = "the grid ended with copies in flight";
+  for (auto& fiber : m.fibers) munmap(fiber->stack, kStackBytes);
+  machine() = nullptr;
+  return m.failure;
+}
+
+}  // namespace emulation
