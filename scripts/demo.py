@@ -7,8 +7,11 @@ server became ready, answered a completion and a streamed chat, and stopped clea
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
+import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -52,15 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _demo(model: str, more: Sequence[str]) -> None:
     port = _free_port()
-    serve = [*COMMAND, "--model", model, "--port", str(port), *more]
+    # Strict: what the plan puts into the workers must be seen running in them, or the command fails.
+    serve = [*COMMAND, "--model", model, "--port", str(port), "--strict", *more]
     _heading("the plan")
     if subprocess.run([*serve, "--dry-run"], check=False, timeout=60).returncode != 0:
         raise DemoError("planning failed; the reason is above")
     _heading("the server")
-    server = subprocess.Popen(serve, stdin=subprocess.DEVNULL)
+    server = subprocess.Popen([*serve, "--json"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     try:
-        _wait_until_ready(server, port)
-        name = _served_model(port)
+        name = _wait_until_ready(server)["model"]
+        if _get(port, "/health") != http.client.OK:
+            raise DemoError("the command says the server is ready, but /health does not")
         _heading("one completion")
         _show_completion(port, name)
         _heading("one streamed chat")
@@ -84,36 +89,34 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _wait_until_ready(server: subprocess.Popen[bytes], port: int) -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while time.monotonic() < deadline:
-        code = server.poll()
-        if code is not None:
-            raise DemoError(f"the server command ended with exit code {code} before it was ready")
-        try:
-            if _get(port, "/health", timeout_s=5.0)[0] == http.client.OK:
-                return
-        except OSError:
-            pass
-        time.sleep(0.5)
+def _wait_until_ready(server: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Return what the command prints on stdout once the server is healthy and its proofs are in."""
+    assert server.stdout is not None
+    deadline, printed = time.monotonic() + READY_TIMEOUT_S, b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(server.stdout, selectors.EVENT_READ)
+        while time.monotonic() < deadline:
+            if not selector.select(timeout=1.0):
+                continue
+            chunk = os.read(server.stdout.fileno(), 65_536)
+            if not chunk:
+                code = server.wait(STOP_TIMEOUT_S)
+                raise DemoError(f"the server command ended with exit code {code} before it was ready")
+            printed += chunk
+            with contextlib.suppress(json.JSONDecodeError):
+                return json.loads(printed)
     raise DemoError(f"the server was not ready after {READY_TIMEOUT_S:g} s")
 
 
-def _get(port: int, path: str, *, timeout_s: float) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
+def _get(port: int, path: str) -> int:
+    connection = http.client.HTTPConnection(HOST, port, timeout=REQUEST_TIMEOUT_S)
     try:
         connection.request("GET", path)
-        response = connection.getresponse()
-        return response.status, response.read()
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        raise DemoError(f"{path}: {type(error).__name__}: {error}") from error
     finally:
         connection.close()
-
-
-def _served_model(port: int) -> str:
-    status, body = _get(port, "/v1/models", timeout_s=REQUEST_TIMEOUT_S)
-    if status != http.client.OK:
-        raise DemoError(f"/v1/models: got status {status}")
-    return json.loads(body)["data"][0]["id"]
 
 
 def _show_completion(port: int, model: str) -> None:

@@ -143,5 +143,5 @@ def _new_run_dir(plan: Plan) -> Path:
     import re
     import time
 
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", plan.model.name).strip("-.") or "model"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(plan.model.name).name).strip("-.") or "model"
     return Path("runs") / f"{name[:60]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
