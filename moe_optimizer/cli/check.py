@@ -1,4 +1,4 @@
-"""One line of the doctor's report."""
+"""The lines of the doctor's report."""
 
 from __future__ import annotations
 
@@ -16,3 +16,16 @@ class Check:
     detail: str
     hint: str | None = None
     """What to do about it; None when nothing is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeamState:
+    """One place in vLLM that this package builds on, as found in the installed one."""
+
+    name: str
+    status: Literal["present", "changed", "gone"]
+    detail: str
+    why: str
+    """What this package needs it for."""
+    remove_when: str
+    """When this package stops needing it."""

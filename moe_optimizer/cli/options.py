@@ -238,7 +238,7 @@ class DoctorOptions(CommonOptions):
         str | None, typer.Option("--model", metavar="MODEL", help="Also check that this model's files are whole.")
     ] = None
     drift: Annotated[
-        bool, typer.Option("--drift", help="Also compare what we use of vLLM with the installed one (imports it).")
+        bool, typer.Option("--drift", help="Also compare the places in vLLM that we build on with the installed vLLM.")
     ] = False
 
 

@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from moe_optimizer import env
-from moe_optimizer.cli.check import Check
+from moe_optimizer.cli.check import Check, SeamState
 from moe_optimizer.errors import InputError
 
 if TYPE_CHECKING:
@@ -82,3 +82,19 @@ def _environment() -> Check:
         return Check("environment", "note", f"{env.DISABLE} switches every optimization off", f"unset {env.DISABLE}")
     names = [name for name in env.NAMES if os.environ.get(name)]
     return Check("environment", "ok", ", ".join(names) or "no MOE_OPTIMIZER_* variable is set")
+
+
+def seam_states() -> tuple[SeamState, ...]:
+    """Return every place in vLLM that the plugin builds on, as found in the installed vLLM's source."""
+    from moe_optimizer.vllm_plugin.drift import probe_seams
+
+    return tuple(
+        SeamState(
+            name=seam.name,
+            status=seam.status.value,
+            detail=seam.detail,
+            why=seam.why,
+            remove_when=seam.remove_when,
+        )
+        for seam in probe_seams()
+    )

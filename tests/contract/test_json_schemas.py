@@ -23,6 +23,7 @@ OUTPUTS = {
     "dry run": (["serve", "--model", TINY_MOE, "--dry-run", "--json"], "plan"),
     "doctor": (["doctor", "--json"], "doctor"),
     "doctor of a model": (["doctor", "--model", TINY_MOE, "--json"], "doctor"),
+    "doctor of vLLM": (["doctor", "--drift", "--json"], "doctor"),
     "build": (["build", "--check", "--json"], "build"),
     "configuration": (["plan", TINY_MOE, "--show-config", "--json"], "config"),
 }

@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 
 from moe_optimizer.cli import doctor, machine_checks, software_checks
-from moe_optimizer.cli.check import Check
+from moe_optimizer.cli.check import Check, SeamState
 from moe_optimizer.cli.main import main
 from moe_optimizer.specs.software import KernelInventory, VllmInstallation
 
@@ -125,3 +125,17 @@ def test_only_what_serving_needs_changes_the_exit_code(
     monkeypatch.setattr(software_checks, "software_checks", list)
     assert main(["doctor", "--json"]) == code
     assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
+
+
+@pytest.mark.parametrize(("status", "code"), [("present", 0), ("changed", 3), ("gone", 3)])
+def test_a_changed_seam_is_told_with_what_it_was_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: str, code: int
+) -> None:
+    seam = SeamState("oracle", status, "takes (x)", "our kernels", "never")  # type: ignore[arg-type]
+    monkeypatch.setattr(machine_checks, "machine_checks", lambda _: [Check("x", "ok", "y")])
+    monkeypatch.setattr(software_checks, "software_checks", list)
+    monkeypatch.setattr(software_checks, "seam_states", lambda: (seam,))
+    assert main(["doctor", "--drift"]) == code
+    shown = capsys.readouterr().out
+    assert f"{status:<7}  oracle  takes (x)" in shown
+    assert ("needed for: our kernels" in shown) is (status != "present")

@@ -1,0 +1,129 @@
+"""The doctor's checks of one model's files: present, readable and whole. Reads headers, never weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_optimizer.cli.check import Check
+from moe_optimizer.errors import MoeOptimizerError
+
+_INDEX = "model.safetensors.index.json"
+_TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("tekken.json",), ("vocab.json", "merges.txt"))
+"""Sets of files, each of which is a whole tokenizer."""
+_MAX_TOKENIZER_BYTES = 64 << 20
+"""The largest published tokenizer.json has 34 MB."""
+_DOWNLOAD = "download the model again"
+
+
+def model_checks(model: str) -> Iterator[Check]:
+    """Yield the checks of configuration, tokenizer, chat template and weights of one model."""
+    from moe_optimizer.inspection import ModelInspector
+    from moe_optimizer.inspection.hub import resolve_model
+
+    try:
+        folder = resolve_model(model)
+        # The code it may bring is not run here, so that it is there is no reason to stop looking.
+        spec = ModelInspector(trust_remote_code=True).inspect(model)
+    except MoeOptimizerError as error:
+        yield Check("model", "missing", str(error), error.hint)
+        return
+    experts = f"{spec.num_experts} experts" if spec.is_moe else "dense"
+    yield Check("model", "ok", f"config.json of {folder}: {spec.architecture or spec.model_type}, {experts}")
+    if spec.servable is False:
+        yield Check("model", "missing", spec.servable_reason)
+    yield _tokenizer(folder)
+    yield _chat_template(folder)
+    yield _weights(folder)
+
+
+def _tokenizer(folder: Path) -> Check:
+    from moe_optimizer.inspection.json_file import read_json_object
+
+    found = next((files for files in _TOKENIZERS if all((folder / name).is_file() for name in files)), None)
+    if found is None and not any(folder.glob("*.tiktoken")):
+        return Check("tokenizer", "missing", f"no {' or '.join(files[0] for files in _TOKENIZERS)}", _DOWNLOAD)
+    names = found or ("*.tiktoken",)
+    try:
+        for name in (*names, "tokenizer_config.json"):
+            if name.endswith(".json") and (folder / name).exists():
+                read_json_object(folder / name, max_bytes=_MAX_TOKENIZER_BYTES)
+    except MoeOptimizerError as error:
+        return Check("tokenizer", "missing", str(error), error.hint or _DOWNLOAD)
+    return Check("tokenizer", "ok", ", ".join(names))
+
+
+def _chat_template(folder: Path) -> Check:
+    from moe_optimizer.inspection.json_file import read_json_object
+
+    for name in ("chat_template.jinja", "chat_template.json"):
+        if (folder / name).is_file():
+            return Check("chat template", "ok", name)
+    try:
+        config = read_json_object(folder / "tokenizer_config.json", max_bytes=_MAX_TOKENIZER_BYTES)
+    except MoeOptimizerError:
+        config = {}
+    if config.get("chat_template"):
+        return Check("chat template", "ok", "tokenizer_config.json")
+    return Check("chat template", "note", "none: /v1/chat/completions refuses requests",
+                 "name one with: -- --chat-template FILE")  # fmt: skip
+
+
+def _weights(folder: Path) -> Check:
+    from moe_optimizer.inspection.safetensors_header import read_tensors
+
+    try:
+        absent = _absent_shards(folder)
+        if absent:
+            detail = f"{len(absent)} files of {_INDEX} are not there, the first is {absent[0]}"
+            return Check("weights", "missing", detail, _DOWNLOAD)
+        tensors = read_tensors(folder)
+        if tensors is None:
+            return Check("weights", "missing", "no safetensors file", _DOWNLOAD)
+        problem = _first_incomplete(folder) or _first_unlisted(folder, {tensor.name for tensor in tensors})
+    except MoeOptimizerError as error:
+        return Check("weights", "missing", str(error), error.hint or _DOWNLOAD)
+    if problem:
+        return Check("weights", "missing", problem, _DOWNLOAD)
+    files = len(list(folder.glob("*.safetensors")))
+    size = sum(tensor.num_bytes for tensor in tensors)
+    return Check("weights", "ok", f"{len(tensors)} tensors, {size / 1e9:.3g} GB in {files} files, every file whole")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file, as the index says; empty without an index."""
+    from moe_optimizer.inspection.json_file import read_json_object
+    from moe_optimizer.inspection.safetensors_header import MAX_INDEX_BYTES
+
+    if not (folder / _INDEX).exists():
+        return {}
+    entries = read_json_object(folder / _INDEX, max_bytes=MAX_INDEX_BYTES).get("weight_map")
+    return {str(key): str(value) for key, value in entries.items()} if isinstance(entries, dict) else {}
+
+
+def _absent_shards(folder: Path) -> list[str]:
+    return sorted(name for name in set(_weight_map(folder).values()) if not (folder / name).is_file())
+
+
+def _first_incomplete(folder: Path) -> str:
+    """What is wrong with the first file that is not exactly as long as its header says; "" when all are."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        expected, found = 8 + length + max(ends, default=0), path.stat().st_size
+        if found != expected:
+            return f"{path.name}: got {found} bytes, expected {expected} from its header"
+    return ""
+
+
+def _first_unlisted(folder: Path, names: set[str]) -> str:
+    """What is wrong when the index and the headers name different tensors; "" when they agree."""
+    listed = _weight_map(folder).keys()
+    if listed and listed - names:
+        return f"{_INDEX}: {min(listed - names)} is in no file"
+    if listed and names - listed:
+        return f"{_INDEX}: {min(names - listed)} is not listed"
+    return ""
