@@ -49,6 +49,9 @@ class Attention:
     """A norm over the concatenated heads before the output projection."""
     shares_key_as_value: Names | bool = False
     """No value projection: the key projection's output is used."""
+    indexer_heads: Names = ()
+    """Heads of an indexer with its own query and (one) key projection, each with a norm; empty: none."""
+    indexer_dim: Names = ()
     borrows_cache: bool = False
     """Uses an earlier layer's keys and values: no projections for them, nothing cached."""
 
@@ -78,6 +81,9 @@ class Attention:
         if gate != "none" and config.flag(self.gate_when):
             params += width_in * (o_in if gate == "width" else heads)
         params += heads * config.flag(self.sinks) + o_in * self.inner_norm
+        if self.indexer_heads:
+            index_dim = config.required(self.indexer_dim)
+            params += hidden_size * index_dim * (config.required(self.indexer_heads) + 1) + 2 * index_dim
         return Mixer(
             kind="attention",
             params=params,

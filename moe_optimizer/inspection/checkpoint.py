@@ -20,7 +20,9 @@ _TOWER = re.compile(
     r"(?:^|\.)(?:visual|vision\w*|vit\w*|image_\w+|audio\w*|multi_modal_projector|mm_projector|sound\w*|talker|code2wav"
     r"|patch_merge_mlp|embed_vision|embed_audio|merger)\."
 )
-_NOT_WEIGHTS = re.compile(r"(?:rotary_emb\.inv_freq|\.attn\.masked_bias|\.attn\.bias|_scale_inv|_scale|\.scales|\.qzeros)$")
+_NOT_WEIGHTS = re.compile(
+    r"(?:rotary_emb\.inv_freq|\.attn\.masked_bias|\.attn\.bias|_scale_inv|_scale|\.scales|\.qzeros)$"
+)
 _UP = ("gate_proj", "up_proj", "w1", "w3")
 _DOWN = ("down_proj", "w2")
 

@@ -64,8 +64,10 @@ class Family:
     tied: Names | bool = "tie_word_embeddings"
     layer_extra: Callable[[Site], int] | None = None
     """Further parameters of a layer outside its parts."""
-    model_extra: Callable[[Config, int, int], int] | None = None
-    """Further parameters outside the layers: called with config, hidden size, number of layers."""
+    model_extra: Callable[[Config, int], int] | None = None
+    """Further parameters outside the layers: called with config and hidden size."""
+    extra_embeddings: Callable[[Config], int] | None = None
+    """Further embedding tables."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """What the architecture assumes for fields that real files leave out. Never an expert count."""
 
@@ -90,7 +92,8 @@ class Family:
                 mixer=self._mixer(kinds[i], config, hidden_size, i),
                 dense_params=dense[i],
                 experts=experts[i] if experts else None,
-                norm_params=norms * norm_params + (self.layer_extra(Site(config, hidden_size, i, None)) if self.layer_extra else 0),
+                norm_params=norms * norm_params
+                + (self.layer_extra(Site(config, hidden_size, i, None)) if self.layer_extra else 0),
             )
             for i in range(num_layers)
         )
@@ -99,10 +102,12 @@ class Family:
             hidden_size=hidden_size,
             vocab_size=vocab_size,
             layers=layers,
-            embedding_params=vocab_size * hidden_size + self._position_params(config, hidden_size),
+            embedding_params=vocab_size * hidden_size
+            + self._position_params(config, hidden_size)
+            + (self.extra_embeddings(config) if self.extra_embeddings else 0),
             lm_head_params=(0 if tied else vocab_size * hidden_size) + vocab_size * config.flag(self.head_bias),
             final_params=norm_params * (self.final_norm + self.embedding_norm)
-            + (self.model_extra(config, hidden_size, num_layers) if self.model_extra else 0),
+            + (self.model_extra(config, hidden_size) if self.model_extra else 0),
             idle_params=0,
             expert_activation=config.text(ACTIVATION) if experts else "",
             expert_has_bias=bool(experts and self.experts and config.flag(self.experts.bias)),
@@ -123,7 +128,9 @@ class Family:
         window = None
         if kind.startswith(("sliding", "chunked")):
             window = config.integer(self.window if kind.startswith("sliding") else self.chunk) or None
-        rule = self.mixers.get(kind) or self.mixers.get("attention")
+        rule = self.mixers.get(kind)
+        if rule is None and kind in ("sliding", "chunked"):
+            rule = self.mixers.get("attention")
         if rule is None:
             raise config.error(_first(self.layers), kind, f"layers of kind {' or '.join(self.mixers)}")
         return rule.shape(Site(config, hidden_size, layer, window))

@@ -23,8 +23,8 @@ class Dense:
     """One number, or an array with one for each layer."""
     gated: Names | bool = True
     bias: Names | bool = "mlp_bias"
-    adjust: Callable[[Config, int], int] | None = None
-    """Turns the file's width into the one that is built."""
+    adjust: Callable[[Config, tuple[int, ...]], tuple[int, ...]] | None = None
+    """Turns the layers' widths in the file into the ones that are built."""
     copies: int = 1
     """Feed-forward parts in one decoder layer."""
     multiple_of_hidden: int = 0
@@ -38,7 +38,7 @@ class Dense:
             config.required(self.width)
             return ()
         if self.adjust is not None:
-            widths = tuple(self.adjust(config, width) for width in widths)
+            widths = self.adjust(config, widths)
         gated, bias = config.flag(self.gated), config.flag(self.bias)
         return tuple(self.copies * mlp_params(hidden_size, width, gated=gated, bias=bias) for width in widths)
 
@@ -77,6 +77,10 @@ class Experts:
     router_bias: Names | bool = False
     correction_bias: Names | bool = False
     """A bias for each expert that only takes part in the selection."""
+    corrected_layers: ExpertRule | None = None
+    """The layers that have the correction bias; None: all expert layers."""
+    router_scales: bool = False
+    """The router scales its input (a vector of the hidden size) and its outputs (one for each expert)."""
     shared: Shared | None = None
     latent: Names = ()
     """Field with the width of the latent that the experts work on."""
@@ -105,15 +109,26 @@ class Experts:
         if top_ks is None or widths is None:
             config.required(self.top_k if top_ks is None else self.width)
             return None
+        corrected = self.corrected_layers(config, num_layers) if self.corrected_layers else sparse
         return tuple(
-            self._layer(config, hidden_size, layer, counts[layer], top_ks[layer], widths[layer], num_layers)
+            self._layer(
+                config, hidden_size, layer, counts[layer], top_ks[layer], widths[layer], num_layers, corrected[layer]
+            )
             if sparse[layer] and counts[layer]
             else None
             for layer in range(num_layers)
         )
 
     def _layer(
-        self, config: Config, hidden_size: int, layer: int, count: int, top_k: int, width: int, num_layers: int
+        self,
+        config: Config,
+        hidden_size: int,
+        layer: int,
+        count: int,
+        top_k: int,
+        width: int,
+        num_layers: int,
+        corrected: bool,
     ) -> ExpertLayer:
         zero = (config.integer(self.zero_experts, 0, maximum=MAX_EXPERTS) or 0) if self.zero_experts else 0
         if top_k > count + zero:
@@ -129,7 +144,8 @@ class Experts:
         num_shared, shared_params = self._shared(config, hidden_size, width, layer, num_layers)
         choices = count + zero
         router = hidden_size * choices
-        router += choices * (config.flag(self.router_bias) + config.flag(self.correction_bias))
+        router += choices * (config.flag(self.router_bias) + (corrected and config.flag(self.correction_bias)))
+        router += (hidden_size + choices) * self.router_scales
         return ExpertLayer(
             num_experts=count,
             top_k=top_k,

@@ -146,7 +146,9 @@ def _tensors(header: dict[str, object], path: Path) -> Iterator[Tensor]:
             raise InputError(f"{path.name}: tensor {name!r:.80}: expected dtype, shape and data_offsets")
         start, end = offsets
         if not start <= end <= size:
-            raise InputError(f"{path.name}: tensor {name!r:.80} ends at {end}, the file has {size} bytes", hint=_CUT_OFF)
+            raise InputError(
+                f"{path.name}: tensor {name!r:.80} ends at {end}, the file has {size} bytes", hint=_CUT_OFF
+            )
         elements = math.prod(shape)
         bits = DTYPE_BITS.get(dtype)
         if bits is not None and (elements * bits + 7) // 8 != end - start:

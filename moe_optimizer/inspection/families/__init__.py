@@ -7,9 +7,11 @@ from functools import cache
 from pathlib import Path
 
 from moe_optimizer.inspection.families import (
+    compressed,
     deepseek_like,
     dense,
     gemma,
+    gemma_nested,
     generic,
     hunyuan,
     hybrid,
@@ -21,7 +23,20 @@ from moe_optimizer.inspection.families import (
 )
 from moe_optimizer.inspection.family import Family
 
-_TABLES = (dense, gemma, older, qwen, mixtral_like, deepseek_like, sigmoid_routed, hunyuan, nemotron, hybrid)
+_TABLES = (
+    dense,
+    gemma,
+    older,
+    qwen,
+    mixtral_like,
+    deepseek_like,
+    sigmoid_routed,
+    hunyuan,
+    nemotron,
+    hybrid,
+    compressed,
+    gemma_nested,
+)
 
 
 GENERIC = generic.FAMILY

@@ -9,6 +9,13 @@ from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import after_first, both, first_given, indexed, listed, multiples, words
 from moe_optimizer.inspection.recurrent import KimiDeltaAttention
+from moe_optimizer.inspection.shapes import Site
+
+
+def _norm_after_experts(site: Site) -> int:
+    """Expert layers have one more norm."""
+    return site.hidden_size * (site.layer >= (site.config.integer("first_k_dense_replace", 0) or 0))
+
 
 FREQUENCY = both(after_first("first_k_dense_replace"), multiples("moe_layer_freq"))
 FIRST_DENSE = first_given(
@@ -65,6 +72,7 @@ FAMILIES = (
         model_types=("axk1",),
         architectures=("AXK1ForCausalLM",),
         mixers={"attention": LatentAttention()},
+        layer_extra=_norm_after_experts,
         experts=replace(CORRECTED, layers=after_first("first_k_dense_replace")),
     ),
     Family(

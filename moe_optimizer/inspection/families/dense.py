@@ -12,8 +12,6 @@ PLAIN_MLP = Dense(bias=False)
 BIASED_MLP = Dense(bias="use_bias", gated=False)
 
 
-
-
 FAMILIES = (
     Family(
         model_types=("llama", "cwm", "aria_text", "internlm3", "telechat3", "nanbeige", "solar_pro", "iquestcoder"),
@@ -60,7 +58,13 @@ FAMILIES = (
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head")},
         dense=PLAIN_MLP,
     ),
-    Family(model_types=("granite", "granite_swa"), architectures=("GraniteForCausalLM", "GraniteSWAForCausalLM")),
+    Family(model_types=("granite",), architectures=("GraniteForCausalLM",)),
+    Family(
+        model_types=("granite_swa",),
+        architectures=("GraniteSWAForCausalLM",),
+        kinds=listed(otherwise=every("attention")),
+        mixers={"attention": Attention(sinks=True)},
+    ),
     Family(
         model_types=("hyperclovax",),
         architectures=("HyperCLOVAXForCausalLM",),

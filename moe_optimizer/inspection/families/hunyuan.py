@@ -22,7 +22,10 @@ FAMILIES = (
         model_types=("hunyuan_v1_moe", "hunyuan", "hunyuan_moe"),
         architectures=("HunYuanMoEV1ForCausalLM", "HunYuanForCausalLM"),
         kinds=_cache_sharing,
-        mixers={"attention": ATTENTION, "borrowing": Attention(qk_norm="head", qk_norm_when="use_qk_norm", borrows_cache=True)},
+        mixers={
+            "attention": ATTENTION,
+            "borrowing": Attention(qk_norm="head", qk_norm_when="use_qk_norm", borrows_cache=True),
+        },
         experts=Experts(
             count=("num_experts", "num_local_experts"),
             top_k=("moe_topk", "num_experts_per_tok"),

@@ -6,21 +6,29 @@ from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
-from moe_optimizer.inspection.layer_rules import after_first, every, every_offset, indexed, listed, periodic
+from moe_optimizer.inspection.layer_rules import (
+    LAYER_TYPE_KINDS,
+    after_first,
+    every,
+    every_offset,
+    indexed,
+    listed,
+    periodic,
+)
 from moe_optimizer.inspection.recurrent import Mamba1, Mamba2, Parallel, ShortConv
 
 NO_BIAS = Attention(qkv_bias=False, o_bias=False)
+STATE_KINDS = {**LAYER_TYPE_KINDS, "linear_attention": "mamba"}
 LFM2_MIXERS = {"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head"), "conv": ShortConv()}
 
 
-def _lfm2_width(config: Config, width: int) -> int:
+def _lfm2_widths(config: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
     """The width that the file's means: two thirds of it, scaled and rounded up, unless adjusting is off."""
     if not config.flag("block_auto_adjust_ff_dim", True):
-        return width
-    width = int(2 * width / 3)
-    width = int(config.number("block_ffn_dim_multiplier", 1.0) * width)
+        return widths
     multiple = config.integer("block_multiple_of", 256, minimum=1) or 256
-    return multiple * -(-width // multiple)
+    scale = config.number("block_ffn_dim_multiplier", 1.0)
+    return tuple(multiple * -(-int(scale * int(2 * width / 3)) // multiple) for width in widths)
 
 
 FAMILIES = (
@@ -62,7 +70,7 @@ FAMILIES = (
     Family(
         model_types=("granitemoehybrid",),
         architectures=("GraniteMoeHybridForCausalLM",),
-        kinds=listed(("layers_block_type", "layer_types"), otherwise=every("mamba")),
+        kinds=listed(("layers_block_type", "layer_types"), otherwise=every("mamba"), names=STATE_KINDS),
         mixers={"attention": Attention(), "mamba": Mamba2()},
         dense=Dense(width=("shared_intermediate_size",), bias=False),
         experts=Experts(
@@ -85,7 +93,7 @@ FAMILIES = (
         architectures=("Lfm2ForCausalLM",),
         kinds=listed(otherwise=indexed("full_attn_idxs", "attention", otherwise="conv")),
         mixers=LFM2_MIXERS,
-        dense=Dense(width=("block_ff_dim", "intermediate_size"), bias=False, adjust=_lfm2_width),
+        dense=Dense(width=("block_ff_dim", "intermediate_size"), bias=False, adjust=_lfm2_widths),
     ),
     Family(
         model_types=("lfm2_moe",),

@@ -7,6 +7,7 @@ from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import (
     after_first,
+    every,
     first_given,
     flags,
     last_of,
@@ -21,6 +22,12 @@ from moe_optimizer.inspection.shapes import Site
 
 LOCAL = ("num_local_experts", "num_experts")
 PER_TOKEN = ("num_experts_per_tok",)
+GRANITE_EXPERTS = Experts(
+    count=LOCAL,
+    top_k=PER_TOKEN,
+    width=("intermediate_size",),
+    shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
+)
 NO_BIAS = Attention(qkv_bias=False, o_bias=False)
 
 
@@ -65,14 +72,16 @@ FAMILIES = (
         experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",)),
     ),
     Family(
-        model_types=("granitemoeshared", "granitemoe_swa"),
-        architectures=("GraniteMoeSharedForCausalLM", "GraniteMoeSWAForCausalLM"),
-        experts=Experts(
-            count=LOCAL,
-            top_k=PER_TOKEN,
-            width=("intermediate_size",),
-            shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
-        ),
+        model_types=("granitemoeshared",),
+        architectures=("GraniteMoeSharedForCausalLM",),
+        experts=GRANITE_EXPERTS,
+    ),
+    Family(
+        model_types=("granitemoe_swa",),
+        architectures=("GraniteMoeSWAForCausalLM",),
+        kinds=listed(otherwise=every("attention")),
+        mixers={"attention": Attention(sinks=True)},
+        experts=GRANITE_EXPERTS,
     ),
     Family(
         model_types=("gpt_oss",),

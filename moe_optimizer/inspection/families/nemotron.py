@@ -54,7 +54,10 @@ FAMILIES = (
             correction_bias=True,
             latent=("moe_latent_size",),
             shared=Shared(
-                count=("n_shared_experts",), width=("moe_shared_expert_intermediate_size",), gated=False, bias="mlp_bias"
+                count=("n_shared_experts",),
+                width=("moe_shared_expert_intermediate_size",),
+                gated=False,
+                bias="mlp_bias",
             ),
         ),
     ),

@@ -39,9 +39,7 @@ BAILING_EXPERTS = Experts(
     layers=after_first("first_k_dense_replace"),
     bias="use_bias",
     correction_bias="moe_router_enable_expert_bias",
-    shared=Shared(
-        count=("num_shared_experts",), width=("moe_shared_expert_intermediate_size",), bias="use_bias"
-    ),
+    shared=Shared(count=("num_shared_experts",), width=("moe_shared_expert_intermediate_size",), bias="use_bias"),
 )
 STEP_LAYERS = first_given(("moe_layers_enum", only_indices("moe_layers_enum")), otherwise=after_first((), default=1))
 
@@ -81,7 +79,9 @@ FAMILIES = (
         mixers={"attention": BAILING_ATTENTION},
         dense=Dense(bias=False),
         experts=replace(
-            BAILING_EXPERTS, layers=after_first_every("first_k_dense_replace", "moe_layer_freq", default_first=1), bias=False
+            BAILING_EXPERTS,
+            layers=after_first_every("first_k_dense_replace", "moe_layer_freq", default_first=1),
+            bias=False,
         ),
         defaults={"moe_router_enable_expert_bias": True, "num_shared_experts": 1, "use_qk_norm": True},
     ),
@@ -91,7 +91,9 @@ FAMILIES = (
         mixers={"attention": LatentAttention(bias=False)},
         dense=Dense(bias=False),
         experts=replace(
-            BAILING_EXPERTS, layers=after_first_every("first_k_dense_replace", "moe_layer_freq", default_first=1), bias=False
+            BAILING_EXPERTS,
+            layers=after_first_every("first_k_dense_replace", "moe_layer_freq", default_first=1),
+            bias=False,
         ),
         defaults={"moe_router_enable_expert_bias": True, "num_shared_experts": 1},
     ),
@@ -121,11 +123,11 @@ FAMILIES = (
     Family(
         model_types=("mimo_v2_flash", "mimo_v2"),
         architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
-        kinds=listed(otherwise=numbered("hybrid_layer_pattern", {0: "attention", 1: "sliding"}, otherwise=every("attention"))),
+        kinds=listed(
+            otherwise=numbered("hybrid_layer_pattern", {0: "attention", 1: "sliding"}, otherwise=every("attention"))
+        ),
         mixers={
-            "attention": Attention(
-                value_dim=("v_head_dim",), o_bias=False, sinks="add_full_attention_sink_bias"
-            ),
+            "attention": Attention(value_dim=("v_head_dim",), o_bias=False, sinks="add_full_attention_sink_bias"),
             "sliding": Attention(
                 heads=("swa_num_attention_heads", "num_attention_heads"),
                 kv_heads=lambda config, heads: _swa_kv_heads(config),
@@ -141,7 +143,9 @@ FAMILIES = (
             count=("n_routed_experts", "num_local_experts"),
             top_k=PER_TOKEN,
             width=MOE_WIDTH,
-            layers=first_given(SPARSE_WORDS, ("moe_layer_freq", flags("moe_layer_freq")), otherwise=after_first((), default=1)),
+            layers=first_given(
+                SPARSE_WORDS, ("moe_layer_freq", flags("moe_layer_freq")), otherwise=after_first((), default=1)
+            ),
             correction_bias=True,
         ),
         defaults={"add_swa_attention_sink_bias": True},

@@ -1,0 +1,167 @@
+"""Families with compressed, sparse, factorised or routed attention."""
+
+from __future__ import annotations
+
+from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.compressed_attention import CompressedAttention, FactorizedAttention, RoutedAttention
+from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.family import Family
+from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
+from moe_optimizer.inspection.layer_rules import (
+    after_first,
+    all_layers,
+    every,
+    first_given,
+    flags,
+    last_of,
+    listed,
+    numbered,
+    only_indices,
+    words,
+)
+from moe_optimizer.inspection.shapes import Site
+
+PER_TOKEN = ("num_experts_per_tok",)
+MOE_WIDTH = ("moe_intermediate_size",)
+HEAD_NORMED = Attention(qkv_bias=False, o_bias=False, qk_norm="head")
+SPARSE_WORDS = ("mlp_layer_types", words("mlp_layer_types", "sparse"))
+STEP_LAYERS = first_given(
+    ("moe_layers_enum", only_indices("moe_layers_enum")),
+    ("first_k_dense_replace", after_first("first_k_dense_replace")),
+    otherwise=after_first((), default=1),
+)
+
+
+def _hyper_connections(site: Site) -> int:
+    """Mixing of the residual streams before attention and before the experts."""
+    streams = site.config.required("hc_mult")
+    outputs = (2 + streams) * streams
+    return 2 * (outputs * streams * site.hidden_size + outputs + 3)
+
+
+def _hyper_head(config: Config, hidden_size: int) -> int:
+    """Joining of the residual streams after the last layer."""
+    streams = config.required("hc_mult")
+    return streams * streams * hidden_size + streams + 1
+
+
+def _hashed_layers(config: Config, num_layers: int) -> tuple[bool, ...]:
+    """Layers whose experts are looked up by token id need no correction bias."""
+    named = config.items("mlp_layer_types")
+    if named is not None:
+        return tuple(word != "hash_moe" for word in named[:num_layers])
+    hashed = config.integer("num_hash_layers", 3) or 0
+    return tuple(i >= hashed for i in range(num_layers))
+
+
+def _other_heads(config: Config, heads: int) -> int:
+    """Key/value heads of the layers that have settings of their own."""
+    return (
+        config.integer("attention_other_setting.num_attention_groups", minimum=1)
+        or config.integer(("num_attention_groups", "num_key_value_heads"), heads, minimum=1)
+        or heads
+    )
+
+
+FAMILIES = (
+    Family(
+        model_types=("deepseek_v4", "deepseek_ref"),
+        architectures=("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"),
+        kinds=every("sliding"),
+        mixers={"sliding": CompressedAttention()},
+        dense=None,
+        layer_extra=_hyper_connections,
+        model_extra=_hyper_head,
+        experts=Experts(
+            count=("n_routed_experts", "num_local_experts"),
+            top_k=PER_TOKEN,
+            width=MOE_WIDTH,
+            correction_bias=True,
+            corrected_layers=_hashed_layers,
+            shared=Shared(count=("n_shared_experts",)),
+        ),
+    ),
+    Family(
+        model_types=("minimax_m3", "minimax_m3_vl_text"),
+        architectures=("MiniMaxM3SparseForCausalLM", "MiniMaxM3ForCausalLM"),
+        kinds=listed(
+            otherwise=numbered(
+                "sparse_attention_config.sparse_attention_freq",
+                {0: "attention", 1: "sparse"},
+                otherwise=every("attention"),
+            ),
+            names={"full_attention": "attention", "minimax_m3_sparse": "sparse"},
+        ),
+        mixers={
+            "attention": HEAD_NORMED,
+            "sparse": Attention(
+                qkv_bias=False,
+                o_bias=False,
+                qk_norm="head",
+                indexer_heads=("index_n_heads", "sparse_attention_config.sparse_num_index_heads"),
+                indexer_dim=("index_head_dim", "sparse_attention_config.sparse_index_dim"),
+            ),
+        },
+        dense=Dense(width=("dense_intermediate_size",), bias=False),
+        experts=Experts(
+            count=("num_local_experts",),
+            top_k=PER_TOKEN,
+            width=("intermediate_size", "moe_intermediate_size"),
+            layers=first_given(SPARSE_WORDS, ("moe_layer_freq", flags("moe_layer_freq")), otherwise=all_layers),
+            correction_bias=True,
+            shared=Shared(count=("n_shared_experts",), total_width=("shared_intermediate_size",)),
+        ),
+    ),
+    Family(
+        model_types=("step3_text",),
+        architectures=("Step3TextForCausalLM",),
+        mixers={"attention": FactorizedAttention()},
+        dense=Dense(bias=False),
+        experts=Experts(
+            count=("moe_num_experts",),
+            top_k=("moe_top_k",),
+            width=MOE_WIDTH,
+            layers=STEP_LAYERS,
+            shared=Shared(count=1, width=("share_expert_dim",), width_is_total=True),
+        ),
+    ),
+    Family(
+        model_types=("step3p5", "step3p7"),
+        architectures=("Step3p5ForCausalLM", "Step3p7ForCausalLM", "Step3p7FlashForCausalLM"),
+        kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
+        mixers={
+            "attention": Attention(o_bias=False, qk_norm="head", gate="head", gate_when="use_head_wise_attn_gate"),
+            "sliding": Attention(
+                heads=("attention_other_setting.num_attention_heads", "num_attention_heads"),
+                kv_heads=_other_heads,
+                head_dim=("attention_other_setting.head_dim", "head_dim"),
+                o_bias=False,
+                qk_norm="head",
+                gate="head",
+                gate_when="use_head_wise_attn_gate",
+            ),
+        },
+        dense=Dense(bias=False),
+        experts=Experts(
+            count=("moe_num_experts", "num_experts"),
+            top_k=("moe_top_k", *PER_TOKEN),
+            width=MOE_WIDTH,
+            layers=STEP_LAYERS,
+            correction_bias=True,
+            shared=Shared(count=1, width=("share_expert_dim",), width_is_total=True),
+        ),
+    ),
+    Family(
+        model_types=("jetmoe",),
+        architectures=("JetMoeForCausalLM", "JetMoEForCausalLM"),
+        mixers={"attention": RoutedAttention()},
+        dense=None,
+        layer_extra=lambda site: site.hidden_size,  # a bias on the experts' sum
+        experts=Experts(
+            count=("num_local_experts", "moe_num_experts"),
+            top_k=(*PER_TOKEN, "moe_top_k"),
+            width=("intermediate_size", "ffn_hidden_size"),
+            one_is_dense=False,
+        ),
+    ),
+)
