@@ -42,6 +42,10 @@ def find_language_config(root: Config) -> Config:
 def _inner(config: Config) -> Config | None:
     for name in NESTS:
         value = config.raw.get(name)
+        if name == "text_config" and value is not None and not isinstance(value, dict):
+            # Passing over it would describe another model than transformers builds; the other names also occur
+            # as plain text (the id of the language model).
+            raise config.error(name, value, "an object")
         if isinstance(value, dict) and value:
             inner = config.sub(name)
             assert inner is not None, name
