@@ -9,6 +9,7 @@ from moe_optimizer.inspection.hardware_catalog import load_hardware
 from moe_optimizer.passes.base import PlanContext
 from moe_optimizer.planner import PlanRequest
 from moe_optimizer.profiles import load_profile
+from moe_optimizer.profiles.schema import Profile
 from moe_optimizer.specs.hardware import CpuSpec, HardwareSpec
 from moe_optimizer.specs.model import AttentionKind, AttentionSpec, ModelSpec
 from moe_optimizer.specs.quantity import Quantity, Source
@@ -108,8 +109,8 @@ def shaped_model(
     return ModelSpec(**(fields | changes))
 
 
-def qwen3_30b_a3b(**changes: Any) -> ModelSpec:
-    return shaped_model(**({"name": "Qwen3-30B-A3B"} | changes))
+def qwen3_30b_a3b(name: str = "Qwen3-30B-A3B", **changes: Any) -> ModelSpec:
+    return shaped_model(name=name, **changes)
 
 
 def qwen3_30b_a3b_fp8() -> ModelSpec:
@@ -257,26 +258,28 @@ def software(
     )
 
 
-def request(model: ModelSpec, hardware: HardwareSpec, profile: str = "balanced", **changes: Any) -> PlanRequest:
-    """Return a request for a shipped profile, with the vLLM build that fits the machine."""
+def request(
+    model: ModelSpec, hardware: HardwareSpec, profile: str | Profile = "balanced", **changes: Any
+) -> PlanRequest:
+    """Return a request for a profile, with the vLLM build that fits the machine."""
     fields: dict[str, Any] = {
         "model": model,
         "hardware": hardware,
         "software": software("cuda" if hardware.gpu else "cpu"),
-        "profile": load_profile(profile),
+        "profile": load_profile(profile) if isinstance(profile, str) else profile,
     }
     return PlanRequest(**(fields | changes))
 
 
-def profile_with(base: str = "balanced", passes: dict[str, dict[str, Any]] | None = None, **changes: Any) -> Any:
+def profile_with(base: str = "balanced", passes: dict[str, dict[str, Any]] | None = None, **changes: Any) -> Profile:
     """Return a shipped profile with fields, and settings of passes, changed."""
     data = load_profile(base).model_dump()
     for name, settings in (passes or {}).items():
         data["passes"][name] |= settings
-    return type(load_profile(base)).model_validate(data | changes)
+    return Profile.model_validate(data | changes)
 
 
-def context(model: ModelSpec, hardware: HardwareSpec, profile: Any = None, **changes: Any) -> PlanContext:
+def context(model: ModelSpec, hardware: HardwareSpec, profile: Profile | None = None, **changes: Any) -> PlanContext:
     """Return what a pass is given, before any decision."""
     profile = profile or load_profile("balanced")
     fields: dict[str, Any] = {

@@ -223,6 +223,10 @@ class OptimizationPass(ABC):
         """Return the decision for a pass that is not used; override where off needs flags too."""
         return self.decision(ctx, Status.OFF, "off", reason, Applier.NONE)
 
+    def is_required(self, ctx: PlanContext) -> bool:
+        """Return whether the plan may not do without this pass; override where another decision needs it."""
+        return ctx.is_required(self.name)
+
     def decide(self, ctx: PlanContext) -> Decision:
         """Return this pass's decision (see the class docstring)."""
         wish, origin = ctx.wish(self.name)
@@ -259,6 +263,6 @@ class OptimizationPass(ABC):
             reason=reason,
             applier=applier,
             limits=self.limits,
-            required=fields.pop("required", ctx.is_required(self.name)),
+            required=self.is_required(ctx),
             **fields,
         )

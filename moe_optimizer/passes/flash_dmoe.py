@@ -35,12 +35,15 @@ class FlashDmoe(OptimizationPass):
                 return False, reason
         return True, ""
 
+    def is_required(self, ctx: PlanContext) -> bool:
+        """Return whether it is asked for, or expert parallelism on the CPU cannot do without it."""
+        return _needed(ctx) or super().is_required(ctx)
+
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the decision to install the kernel."""
         kernel = "cpu" if ctx.device == "cpu" else "cuda"
-        needed = ctx.device == "cpu" and ctx.expert_parallel
         reason = "replaces vLLM's expert kernel in every MoE layer"
-        if needed:
+        if _needed(ctx):
             reason += "; needed for EP, because vLLM's own CPU kernel ignores the expert map"
         return self.decision(
             ctx,
@@ -49,9 +52,12 @@ class FlashDmoe(OptimizationPass):
             f"{reason}; no speed-up is claimed: no record compares the two on this machine",
             Applier.PLUGIN,
             evidence=(f"{_OP} is built for {kernel} (csrc {ctx.software.kernels.source_hash[:12]})",),
-            required=needed or ctx.is_required(self.name),
             params={"kernel": kernel, "unquantized": True, "fp8": False},
         )
+
+
+def _needed(ctx: PlanContext) -> bool:
+    return ctx.device == "cpu" and ctx.expert_parallel
 
 
 def _model_fits(ctx: PlanContext) -> str:

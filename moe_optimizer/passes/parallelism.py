@@ -49,20 +49,19 @@ class Parallelism(OptimizationPass):
         """Return the split over the devices of the context.
 
         Raises:
-            UnsupportedError: a size that was asked for exceeds the devices or does not divide the model.
+            UnsupportedError: a size that was asked for exceeds the devices or does not divide the model, or the
+                user's own --enable-expert-parallel is known to crash.
         """
         data_parallel = _asked_data_parallel(ctx)
         limit = _device_limit(ctx)
-        size = _asked_size(ctx)
-        if size is not None:
-            _check_asked(ctx, size, data_parallel, limit)
-        else:
-            size = max(1, limit // data_parallel)
-            while size > 1 and not _splits(ctx, size, data_parallel)[0]:
-                size -= 1
+        asked = _asked_size(ctx)
+        _check_asked(ctx, asked or 1, data_parallel, limit)
+        size = asked or max(1, limit // data_parallel)
+        while size > 1 and not _splits(ctx, size, data_parallel)[0]:
+            size -= 1
         expert_parallel, expert_reason, warnings = _expert_parallel(ctx, size, data_parallel)
         unused = limit - size * data_parallel if ctx.device == "cuda" else 0
-        rejected = _rejected(ctx, limit // data_parallel, size, data_parallel)
+        rejected = _rejected(ctx, limit // data_parallel, size, data_parallel) if asked is None else {}
         if unused:
             why = f", because {'; '.join(rejected.values())}" if rejected else ""
             warnings += (f"{unused} of {limit} GPUs stay unused with {_value(size, data_parallel, False)}{why}",)
@@ -168,6 +167,8 @@ def _expert_parallel(ctx: PlanContext, size: int, data_parallel: int) -> tuple[b
     """Return whether EP is on, why or why not, and warnings."""
     wish, origin = _expert_wish(ctx)
     possible, why_not = _experts_divide(ctx, size * data_parallel)
+    if not possible and wish is Wish.ON and ctx.device == "cpu" and "--enable-expert-parallel" in ctx.pinned:
+        raise UnsupportedError(f"--enable-expert-parallel would end the server: {why_not}")
     sliced, no_slices = _slices(ctx.model, size)
     if wish is Wish.ON:
         if possible:

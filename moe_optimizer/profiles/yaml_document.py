@@ -57,12 +57,15 @@ def parse_yaml(text: str, *, origin: str) -> YamlDocument:
 
 
 def _check_events(text: str, origin: str) -> None:
-    """Refuse what could grow or recurse before any tree is built: the event stream itself is flat."""
+    """Refuse what could grow, recurse or name code before any tree is built: the event stream itself is flat."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             raise InputError(f"{origin}:{line}: anchors and aliases are not allowed here")
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            raise InputError(f"{origin}:{line}: tags are not allowed here: got {tag!r:.60}")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:

@@ -1,0 +1,77 @@
+"""Whole plans, kept so that a change of any decision, estimate or sentence shows in review."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.planner import make_plan
+from tests.builders import (
+    cpu_machine,
+    deepseek_v3,
+    gpt_oss_120b,
+    gpus,
+    mixtral_8x7b,
+    qwen3_30b_a3b,
+    qwen3_30b_a3b_fp8,
+    request,
+    software,
+    tiny_moe,
+)
+
+PLANS = Path(__file__).parent / "plans"
+CONFIGS = "model_executor/layers/fused_moe/configs"
+# What the pretended vLLM ships: one of the configurations that the cases below look for.
+SHIPPED = ("E=128,N=384,device_name=NVIDIA_H200.json",)
+
+CASES = {
+    "qwen3-30b-a3b_h100_sxm-x1_conservative": (qwen3_30b_a3b, ("h100_sxm", 1), "conservative"),
+    "qwen3-30b-a3b_h100_sxm-x1_balanced": (qwen3_30b_a3b, ("h100_sxm", 1), "balanced"),
+    "qwen3-30b-a3b_h100_sxm-x1_aggressive": (qwen3_30b_a3b, ("h100_sxm", 1), "aggressive"),
+    "qwen3-30b-a3b_h100_sxm-x1_single_h100": (qwen3_30b_a3b, ("h100_sxm", 1), "single_h100"),
+    "qwen3-30b-a3b_h200-x1_balanced": (qwen3_30b_a3b, ("h200", 1), "balanced"),
+    "qwen3-30b-a3b_h200-x2_balanced": (qwen3_30b_a3b, ("h200", 2), "balanced"),
+    "qwen3-30b-a3b_h100_sxm-x8_balanced": (qwen3_30b_a3b, ("h100_sxm", 8), "balanced"),
+    "qwen3-30b-a3b_h100_sxm-x8_aggressive": (qwen3_30b_a3b, ("h100_sxm", 8), "aggressive"),
+    "qwen3-30b-a3b-fp8_h100_sxm-x4_balanced": (qwen3_30b_a3b_fp8, ("h100_sxm", 4), "balanced"),
+    "mixtral-8x7b_h100_sxm-x2_balanced": (mixtral_8x7b, ("h100_sxm", 2), "balanced"),
+    "deepseek-v3_h200-x8_balanced": (deepseek_v3, ("h200", 8), "balanced"),
+    "deepseek-v3_h200-x8_aggressive": (deepseek_v3, ("h200", 8), "aggressive"),
+    "gpt-oss-120b_h100_sxm-x1_balanced": (gpt_oss_120b, ("h100_sxm", 1), "balanced"),
+    "tiny-moe_cpu_conservative": (tiny_moe, None, "conservative"),
+    "tiny-moe_cpu_balanced": (tiny_moe, None, "balanced"),
+    "tiny-moe_cpu_aggressive": (tiny_moe, None, "aggressive"),
+}
+
+
+@pytest.fixture
+def plan_for(tmp_path):
+    (tmp_path / CONFIGS).mkdir(parents=True)
+    for name in SHIPPED:
+        (tmp_path / CONFIGS / name).touch()
+
+    def make(case: str) -> Plan:
+        model, machine, profile = CASES[case]
+        hardware = gpus(*machine) if machine else cpu_machine()
+        installed = software("cuda" if machine else "cpu", location=str(tmp_path))
+        return make_plan(request(model(), hardware, profile, software=installed))
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_is_the_golden_one(case, plan_for, golden):
+    golden(plan_for(case).to_published_json() + "\n", PLANS / f"{case}.json")
+
+
+def test_no_golden_plan_is_left_over():
+    assert sorted(path.stem for path in PLANS.glob("*.json")) == sorted(CASES)
+
+
+@pytest.mark.parametrize("path", sorted(PLANS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_golden_plan_can_be_read_back_and_names_no_path_of_a_machine(path):
+    text = path.read_text()
+    assert Plan.from_json(text, origin=path.name).to_published_json() + "\n" == text
+    assert not any(word in text for word in ("/tmp", "/home", "/work", "site-packages"))

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import pytest
+
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.plan.decision import Decision, Status, Wish
+from tests.builders import (
+    context,
+    cpu_machine,
+    decided_by,
+    deepseek_v3,
+    dense_model,
+    gpus,
+    profile_with,
+    qwen3_30b_a3b,
+    qwen3_30b_a3b_fp8,
+    shaped_model,
+    software,
+    tiny_moe,
+)
+
+
+def decide(model, hardware, **changes) -> Decision:
+    return decided_by(context(model, hardware, **changes), "parallelism").decided["parallelism"]
+
+
+def split(decision: Decision) -> tuple[int, int, bool]:
+    params = decision.params
+    return params["tensor_parallel_size"], params["data_parallel_size"], params["expert_parallel"]
+
+
+def test_one_gpu_needs_no_flag():
+    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm", 1))
+    assert decision.status is Status.OFF
+    assert decision.vllm_args == ()
+    assert "one GPU" in decision.reason
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_all_gpus_are_used_where_the_heads_divide(count):
+    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm", count))
+    assert decision.vllm_args == ("--tensor-parallel-size", str(count))
+    assert f"cut into {count} slices, one per GPU" in decision.reason
+
+
+def test_the_largest_divisor_of_the_heads_is_taken_and_the_rest_named():
+    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm", 6))
+    assert split(decision) == (4, 1, False)
+    assert decision.rejected["TP=6"] == "32 attention heads do not divide by 6"
+    assert decision.warnings[0].startswith("2 of 6 GPUs stay unused")
+
+
+def test_whole_experts_where_a_slice_is_not_a_whole_fp8_block():
+    decision = decide(qwen3_30b_a3b_fp8(), gpus("h100_sxm", 4))
+    assert split(decision) == (4, 1, True)
+    assert "--enable-expert-parallel" in decision.vllm_args
+    assert "768 / 4 is not a whole number of FP8 blocks" in decision.reason
+    assert "each of 4 GPUs holds 32 whole experts" in decision.reason
+
+
+def test_deepseek_slices_divide_into_fp8_blocks():
+    assert split(decide(deepseek_v3(), gpus("h200", 8))) == (8, 1, False)
+
+
+def test_expert_parallel_by_flag():
+    wishes = {"parallelism.expert_parallel": (Wish.ON, "flag --enable-expert-parallel")}
+    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm", 8), wishes=wishes)
+    assert split(decision) == (8, 1, True)
+    assert "asked for by flag --enable-expert-parallel" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [(shaped_model(experts=100), "100 experts do not divide by 8"), (dense_model(), "the model has no experts")],
+)
+def test_expert_parallel_that_cannot_be_is_refused_aloud(model, why):
+    wishes = {"parallelism.expert_parallel": (Wish.ON, "flag --enable-expert-parallel")}
+    decision = decide(model, gpus("h100_sxm", 8), wishes=wishes)
+    assert not decision.params["expert_parallel"]
+    assert decision.warnings == (f"expert parallelism refused (flag --enable-expert-parallel): {why}",)
+
+
+def test_expert_parallel_on_one_gpu_is_refused_aloud():
+    wishes = {"parallelism.expert_parallel": (Wish.ON, "flag --enable-expert-parallel")}
+    assert "one device" in decide(qwen3_30b_a3b(), gpus("h100_sxm", 1), wishes=wishes).warnings[0]
+
+
+def test_data_parallel_from_the_profile_shares_one_set_of_experts():
+    profile = profile_with(passes={"parallelism": {"data_parallel_size": 2}})
+    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm", 8), profile=profile)
+    assert split(decision) == (4, 2, True)
+    assert decision.vllm_args == (
+        *("--tensor-parallel-size", "4"),
+        *("--data-parallel-size", "2"),
+        "--enable-expert-parallel",
+    )
+
+
+def test_the_users_own_size_goes_before_the_profile():
+    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm", 8), pinned={"--tensor-parallel-size": "2"})
+    assert split(decision) == (2, 1, False)
+    assert decision.warnings == ("6 of 8 GPUs stay unused with TP=2",)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "error", "message"),
+    [
+        ({"--tensor-parallel-size": "16"}, UnsupportedError, "got 16 devices, expected at most 8 GPUs"),
+        ({"--tensor-parallel-size": "3"}, UnsupportedError, "32 attention heads do not divide by 3"),
+        ({"--tensor-parallel-size": "two"}, InputError, "got 'two', expected a whole number"),
+        ({"--tensor-parallel-size": "0"}, InputError, "expected at least 1"),
+        ({"--data-parallel-size": "9"}, UnsupportedError, "got 9 devices"),
+    ],
+)
+def test_an_impossible_size_of_the_users_names_the_reason(pinned, error, message):
+    with pytest.raises(error, match=message):
+        decide(qwen3_30b_a3b(), gpus("h100_sxm", 8), pinned=pinned)
+
+
+def test_processes_of_the_cpu_build_get_cores_of_their_own():
+    decision = decide(tiny_moe(), cpu_machine(cores=5), pinned={"--tensor-parallel-size": "2"})
+    assert decision.env == {"VLLM_CPU_OMP_THREADS_BIND": "0-2|3-4"}
+    decision = decide(tiny_moe(), cpu_machine(cores=2), pinned={"--tensor-parallel-size": "2"})
+    assert decision.env == {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+def test_more_processes_than_cores_are_refused():
+    with pytest.raises(UnsupportedError, match="expected at most 2 CPU cores"):
+        decide(tiny_moe(), cpu_machine(cores=2), pinned={"--tensor-parallel-size": "4"})
+
+
+EP_ON_TWO = {"--tensor-parallel-size": "2", "--enable-expert-parallel": ""}
+
+
+def test_expert_parallel_on_the_cpu_uses_our_kernel():
+    assert split(decide(tiny_moe(), cpu_machine(), pinned=EP_ON_TWO)) == (2, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"software": software("cpu", cpu_ops=())}, "ours is not built"),
+        ({"wishes": {"flash_dmoe": (Wish.OFF, "flag --disable-flash-dmoe")}}, "flash_dmoe is off"),
+    ],
+)
+def test_expert_parallel_on_the_cpu_without_our_kernel_is_refused_because_stock_would_crash(changes, why):
+    with pytest.raises(UnsupportedError, match="would end the server") as caught:
+        decide(tiny_moe(), cpu_machine(), pinned=EP_ON_TWO, **changes)
+    assert why in str(caught.value)

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.passes.registry import PASS_NAMES, all_passes, pass_named, resolve_wishes, switches
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.profiles.schema import Passes
+
+
+def test_every_pass_has_a_section_in_the_profile_and_every_section_a_pass():
+    assert sorted(PASS_NAMES) == sorted(Passes.model_fields)
+    assert [each.name for each in all_passes()] == list(PASS_NAMES)
+
+
+def test_the_switches_are_those_of_the_command_line():
+    flags = {switch.flag: switch.key for switch in switches()}
+    assert flags == {
+        "parallelism": "parallelism",
+        "expert-parallel": "parallelism.expert_parallel",
+        "fp8": "fp8",
+        "sparsity": "sparsity_24",
+        "flash-dmoe": "flash_dmoe",
+        "expert-placement": "expert_placement",
+        "tuned-configs": "tuned_configs",
+        "graph-capture": "graph_capture",
+        "scheduler": "scheduler",
+        "kv-cache": "kv_cache",
+        "kv-tiering": "kv_cache.tiering",
+        "disaggregation": "disaggregation",
+        "dual-batch-overlap": "dual_batch_overlap",
+    }
+
+
+def test_every_setting_with_a_flag_is_auto_on_or_off_in_the_profile():
+    for switch in switches():
+        name, _, setting = switch.key.partition(".")
+        if setting:
+            section = Passes.model_fields[name].annotation
+            assert section is not None
+            assert str(section.model_fields[setting].annotation) == "typing.Literal['auto', 'on', 'off']"
+
+
+def test_wishes_name_the_flag_they_came_from():
+    assert resolve_wishes(["fp8", "kv-tiering"], ["sparsity"]) == {
+        "fp8": (Wish.ON, "flag --enable-fp8"),
+        "kv_cache.tiering": (Wish.ON, "flag --enable-kv-tiering"),
+        "sparsity_24": (Wish.OFF, "flag --disable-sparsity"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("enabled", "disabled", "both"),
+    [
+        (["fp8"], ["fp8"], ("--enable-fp8", "--disable-fp8")),
+        (["kv-tiering"], ["kv-cache"], ("--enable-kv-tiering", "--disable-kv-cache")),
+        (["expert-parallel"], ["parallelism"], ("--enable-expert-parallel", "--disable-parallelism")),
+        (["fp8", "sparsity"], [], ("--enable-fp8", "--enable-sparsity")),
+    ],
+)
+def test_flags_that_contradict_each_other_are_both_named(enabled, disabled, both):
+    with pytest.raises(InputError, match="contradict") as caught:
+        resolve_wishes(enabled, disabled)
+    assert all(flag in str(caught.value) for flag in both)
+
+
+def test_an_unknown_flag_gets_a_near_match():
+    with pytest.raises(InputError) as caught:
+        resolve_wishes(["flash-dome"], [])
+    assert caught.value.hint == "did you mean `flash-dmoe`?"
+
+
+@pytest.mark.parametrize("text", ["flash-dmoe", "flash_dmoe", "Flash_DMoE"])
+def test_a_pass_is_found_by_name_or_flag(text):
+    assert pass_named(text) == "flash_dmoe"
+
+
+def test_sparsity_is_found_by_its_flag_and_an_unknown_pass_gets_a_near_match():
+    assert pass_named("sparsity") == pass_named("sparsity-24") == "sparsity_24"
+    with pytest.raises(InputError) as caught:
+        pass_named("schedule")
+    assert caught.value.hint == "did you mean `scheduler`?"
+
+
+def test_asking_for_the_switches_imports_neither_pydantic_nor_yaml():
+    code = (
+        "import sys; from moe_optimizer.passes.registry import switches; switches();"
+        "print([name for name in ('pydantic', 'yaml', 'rich', 'torch', 'vllm') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"

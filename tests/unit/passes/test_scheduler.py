@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from moe_optimizer.plan.decision import Decision, Wish
+from tests.builders import (
+    context,
+    cpu_machine,
+    decided_by,
+    gpus,
+    mixtral_8x7b,
+    profile_with,
+    qwen3_30b_a3b,
+    shaped_model,
+    tiny_moe,
+)
+
+BEFORE = ("parallelism", "graph_capture", "scheduler")
+
+
+def decide(model=None, hardware=None, batch: int | None = None, **changes) -> Decision:
+    ctx = context(model or qwen3_30b_a3b(), hardware or gpus("h100_sxm"), **changes)
+    if batch is not None:
+        ctx = dataclasses.replace(ctx, workload=dataclasses.replace(ctx.workload, batch_size=batch))
+    return decided_by(ctx, *BEFORE).decided["scheduler"]
+
+
+def value(decision: Decision, flag: str) -> int:
+    return int(decision.vllm_args[decision.vllm_args.index(flag) + 1])
+
+
+@pytest.mark.parametrize("batch", [1, 32, 1024])
+def test_max_num_seqs_is_the_batch_size(batch):
+    assert value(decide(batch=batch), "--max-num-seqs") == batch
+
+
+def test_every_running_request_has_a_token_of_a_step():
+    decision = decide(tiny_moe(), cpu_machine(), batch=5000)
+    assert value(decision, "--max-num-batched-tokens") >= 5000
+
+
+@pytest.mark.parametrize(
+    ("performance", "tokens"), [("balanced", 8192), ("throughput", 16384), ("interactivity", 4096)]
+)
+def test_tokens_follow_vllms_default_for_the_gpu_and_the_mode(performance, tokens):
+    decision = decide(hardware=gpus("h100_sxm", 8), profile=profile_with(performance=performance))
+    assert value(decision, "--max-num-batched-tokens") == tokens
+    assert ("--performance-mode" in decision.vllm_args) == (performance != "balanced")
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("l4", 2048), ("a100_80gb", 2048), ("b200", 16384)])
+def test_other_gpus_have_other_defaults(name, tokens):
+    assert value(decide(tiny_moe(), gpus(name)), "--max-num-batched-tokens") == tokens
+
+
+def test_tokens_shrink_where_they_would_eat_the_cache():
+    # 61 GB of weights on 80 GB, and activations of 1 MB a token: a step of 16384 tokens would take a quarter.
+    wide = shaped_model(top_k=64, width=768)
+    decision = decide(wide, profile=profile_with("aggressive"), batch=64)
+    assert value(decision, "--max-num-batched-tokens") < 16384
+    assert "of the cache" in decision.rejected["16384 tokens"]
+
+
+def test_a_model_that_does_not_fit_still_gets_the_smallest_step():
+    assert value(decide(mixtral_8x7b()), "--max-num-batched-tokens") == 1024
+
+
+def test_the_users_own_values_are_what_memory_is_planned_with():
+    decision = decide(pinned={"--max-num-seqs": "7", "--max-num-batched-tokens": "2K"})
+    assert decision.params == {"max_num_seqs": 7, "max_num_batched_tokens": 2048}
+
+
+def test_the_profiles_tokens_are_taken_but_never_fewer_than_requests():
+    profile = profile_with(passes={"scheduler": {"max_num_batched_tokens": 16}})
+    assert value(decide(profile=profile, batch=64), "--max-num-batched-tokens") == 64
+
+
+def test_off_leaves_vllms_defaults_and_plans_memory_for_them():
+    off = {"scheduler": (Wish.OFF, "flag --disable-scheduler")}
+    assert decide(wishes=off).params == {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
+    assert decide(tiny_moe(), cpu_machine(), wishes=off).params == {
+        "max_num_seqs": 128,
+        "max_num_batched_tokens": 2048,
+    }

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from moe_optimizer.passes.registry import PASS_NAMES
+from moe_optimizer.plan.explain import render_plan
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.planner import make_plan
+from tests.builders import cpu_machine, gpus, mixtral_8x7b, qwen3_30b_a3b, request, tiny_moe
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), "aggressive"))
+
+
+@pytest.fixture(scope="module")
+def cpu_plan() -> Plan:
+    return make_plan(request(tiny_moe(), cpu_machine()))
+
+
+def section(text: str, title: str) -> str:
+    return text.partition(f"\n{title}\n")[2].partition("\n\n")[0]
+
+
+@pytest.mark.parametrize("explain", [False, True])
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_lines_keep_to_the_width_unless_a_single_word_is_longer(plan, width, explain):
+    for line in render_plan(plan, width=width, explain=explain).splitlines():
+        assert len(line) <= width or len(line.split()) <= 2, line
+
+
+def test_the_text_is_ascii_without_colours_and_coloured_when_asked(plan):
+    plain, colored = render_plan(plan), render_plan(plan, color=True)
+    assert plain.isascii()
+    assert "\x1b" not in plain
+    assert re.sub(r"\x1b\[\d+m", "", colored) == plain
+
+
+def test_every_pass_is_in_the_table(plan):
+    table = section(render_plan(plan), "Decisions")
+    for name in PASS_NAMES:
+        assert re.search(rf"^  {name} +(auto|on|off) +(on|off|refused|unavailable) ", table, re.MULTILINE), name
+
+
+def test_the_command_is_the_exact_argument_list(cpu_plan):
+    words = shlex.split(section(render_plan(cpu_plan), "Command").replace("\\\n", " "))
+    environment = [f"{key}={value}" for key, value in cpu_plan.serve_env.items()]
+    assert words == [*environment, "vllm", "serve", cpu_plan.model.path, *cpu_plan.serve_args]
+
+
+def test_the_difference_names_flags_environment_and_plugin(cpu_plan):
+    lines = section(render_plan(cpu_plan), "Against plain vLLM on the same devices").splitlines()
+    assert "  + --max-num-seqs 256" in lines
+    assert "  + VLLM_CPU_KVCACHE_SPACE=1" in lines
+    assert "  + plugin: flash_dmoe (cpu kernel, bf16 weights)" in lines
+    assert not any("--port" in line for line in lines)
+
+
+def test_memory_bars_add_up_to_the_device(plan):
+    text = section(render_plan(plan), "Memory of each GPU")
+    shares = [float(share) for share in re.findall(r"([\d.]+)%", text)]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+
+
+def test_a_gain_shows_its_source_and_that_an_unavailable_one_is_not_claimed(plan):
+    text = " ".join(render_plan(plan).split())
+    assert "gain it could bring: 2.00x in expert weight bytes per decode step (modelled:" in text
+    assert "expected gain: 2.00x in tokens the cache holds per byte (modelled:" in text
+
+
+def test_explain_adds_who_asked_evidence_rejected_and_limits(plan):
+    text = " ".join(render_plan(plan, explain=True).split())
+    assert "asked by: profile aggressive" in text
+    assert "rejected: EP: slices divide evenly" in text
+    assert "limits: activation memory is modelled" in text
+    assert "asked by" not in render_plan(plan)
+
+
+def test_warnings_are_shown():
+    plan = make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 2), num_gpus=9))
+    assert "- --gpus 9: only 2 there; planning for 2" in render_plan(plan)
+
+
+def test_terminal_escapes_in_a_model_name_are_neutralised():
+    plan = make_plan(request(tiny_moe(name="evil\x1b[31m"), cpu_machine()))
+    assert "\x1b" not in render_plan(plan)
