@@ -120,56 +120,5 @@ class Attention:
         return width * (2 if self.qk_norm_bias else 1) + (head_dim if self.v_norm else 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentAttention:
-    """Multi-head latent attention: keys and values are decompressed from one cached latent per token."""
-
-    heads: Names = HEADS
-    bias: Names | bool = "attention_bias"
-    q_norm: bool = True
-    indexer: bool = False
-    """A sparse-attention indexer sits beside the attention."""
-    copies: int = 1
-    """Attention blocks in one decoder layer."""
-
-    def shape(self, site: Site) -> Mixer:
-        """Return the layer's shape."""
-        config, hidden_size = site.config, site.hidden_size
-        heads = config.required(self.heads, maximum=MAX_HEADS)
-        nope = config.required(("qk_nope_head_dim",), minimum=0)
-        rope = config.required(("qk_rope_head_dim",), minimum=0)
-        value = config.required(("v_head_dim",))
-        latent = config.required(("kv_lora_rank",))
-        q_latent = config.integer("q_lora_rank", 0) or 0
-        bias = config.flag(self.bias)
-        q_width = heads * (nope + rope)
-        if q_latent:
-            q = hidden_size * q_latent + q_latent * bias + q_latent * self.q_norm + q_latent * q_width
-        else:
-            q = hidden_size * q_width
-        down = hidden_size * (latent + rope) + (latent + rope) * bias + latent
-        up = latent * heads * (nope + value)
-        out = heads * value * hidden_size + hidden_size * bias
-        params = q + down + up + out
-        if self.indexer:
-            params += self._indexer_params(config, hidden_size, q_latent)
-        return Mixer(
-            kind="mla",
-            params=params * self.copies,
-            num_heads=heads,
-            num_kv_heads=config.integer(KV_HEADS, heads, minimum=1, maximum=MAX_HEADS) or heads,
-            head_dim=nope + rope,
-            cache_elements=(latent + rope) * self.copies,
-            window=site.window,
-            kv_params=(down + hidden_size * q_latent + q_latent) * self.copies,
-        )
-
-    def _indexer_params(self, config: Config, hidden_size: int, q_latent: int) -> int:
-        """wq_b, wk with its LayerNorm (weight and bias), and one weight for each index head."""
-        heads = config.integer("index_n_heads", 0) or 0
-        width = config.integer("index_head_dim", 0) or 0
-        return q_latent * heads * width + hidden_size * width + 2 * width + hidden_size * heads
-
-
 def _first(names: Names) -> str:
     return names if isinstance(names, str) else names[0]

@@ -84,8 +84,11 @@ class GatedDeltaNet:
     def shape(self, site: Site) -> Mixer:
         """Return the layer's shape: query, key, value and gate projections, two gates a head, a convolution."""
         config, hidden_size = site.config, site.hidden_size
-        k_heads, v_heads = config.required("linear_num_key_heads"), config.required("linear_num_value_heads")
-        k_dim, v_dim = config.required("linear_key_head_dim"), config.required("linear_value_head_dim")
+        heads = config.integer("num_attention_heads")
+        k_heads = config.integer("linear_num_key_heads", heads) or config.required("linear_num_key_heads")
+        v_heads = config.integer("linear_num_value_heads", heads) or config.required("linear_num_value_heads")
+        k_dim = config.integer("linear_key_head_dim", 3 * hidden_size // (4 * k_heads)) or 0
+        v_dim = config.integer("linear_value_head_dim", 2 * k_dim) or 0
         kernel = config.required("linear_conv_kernel_dim")
         key, value = k_heads * k_dim, v_heads * v_dim
         conv = 2 * key + value

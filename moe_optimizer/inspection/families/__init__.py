@@ -15,6 +15,7 @@ from moe_optimizer.inspection.families import (
     generic,
     hunyuan,
     hybrid,
+    latent,
     mixtral_like,
     nemotron,
     older,
@@ -26,16 +27,17 @@ from moe_optimizer.inspection.family import Family
 _TABLES = (
     dense,
     gemma,
+    gemma_nested,
     older,
     qwen,
     mixtral_like,
     deepseek_like,
     sigmoid_routed,
+    latent,
+    compressed,
     hunyuan,
     nemotron,
     hybrid,
-    compressed,
-    gemma_nested,
 )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_optimizer.inspection.attention import Attention, LatentAttention
+from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
+from moe_optimizer.inspection.latent_attention import LatentAttention
 from moe_optimizer.inspection.layer_rules import after_first, both, first_given, indexed, listed, multiples, words
-from moe_optimizer.inspection.recurrent import KimiDeltaAttention
 from moe_optimizer.inspection.shapes import Site
 
 
@@ -95,26 +95,6 @@ FAMILIES = (
             correction_bias=True,
             zero_experts=("zero_expert_num",),
             dense_beside=True,
-        ),
-    ),
-    Family(
-        model_types=("kimi_linear",),
-        architectures=("KimiLinearForCausalLM",),
-        kinds=listed(
-            otherwise=indexed("linear_attn_config.full_attn_layers", "attention", otherwise="linear", one_based=True)
-        ),
-        mixers={"attention": LatentAttention(), "linear": KimiDeltaAttention()},
-        dense=Dense(bias=False),
-        experts=Experts(
-            count=("num_experts", "num_local_experts"),
-            top_k=("num_experts_per_token", "num_experts_per_tok"),
-            width=("moe_intermediate_size",),
-            layers=first_given(
-                ("mlp_layer_types", words("mlp_layer_types", "sparse")),
-                otherwise=FREQUENCY,
-            ),
-            correction_bias=True,
-            shared=Shared(count=("num_shared_experts", "n_shared_experts")),
         ),
     ),
     Family(

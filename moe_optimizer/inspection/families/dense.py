@@ -14,7 +14,7 @@ BIASED_MLP = Dense(bias="use_bias", gated=False)
 
 FAMILIES = (
     Family(
-        model_types=("llama", "cwm", "aria_text", "internlm3", "telechat3", "nanbeige", "solar_pro", "iquestcoder"),
+        model_types=("llama", "cwm", "internlm3", "telechat3", "nanbeige", "solar_pro", "iquestcoder"),
         architectures=(
             "LlamaForCausalLM",
             "LLaMAForCausalLM",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from moe_optimizer.inspection.attention import Attention, LatentAttention
+from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
+from moe_optimizer.inspection.latent_attention import LatentAttention
 from moe_optimizer.inspection.layer_rules import (
     ExpertRule,
     after_first,

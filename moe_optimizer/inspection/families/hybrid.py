@@ -12,10 +12,11 @@ from moe_optimizer.inspection.layer_rules import (
     every,
     every_offset,
     indexed,
+    last_of,
     listed,
     periodic,
 )
-from moe_optimizer.inspection.recurrent import Mamba1, Mamba2, Parallel, ShortConv
+from moe_optimizer.inspection.recurrent import GatedDeltaNet, Mamba1, Mamba2, Parallel, ShortConv
 
 NO_BIAS = Attention(qkv_bias=False, o_bias=False)
 STATE_KINDS = {**LAYER_TYPE_KINDS, "linear_attention": "mamba"}
@@ -108,5 +109,12 @@ FAMILIES = (
             layers=after_first("num_dense_layers"),
             correction_bias="use_expert_bias",
         ),
+    ),
+    Family(
+        model_types=("olmo_hybrid",),
+        architectures=("OlmoHybridForCausalLM",),
+        kinds=listed(otherwise=last_of((), "attention", otherwise="linear", default=4)),
+        mixers={"attention": Attention(qk_norm="width"), "linear": GatedDeltaNet()},
+        dense=Dense(bias=False),
     ),
 )

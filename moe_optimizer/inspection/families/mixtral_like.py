@@ -212,4 +212,14 @@ FAMILIES = (
             shared=Shared(count=("num_shared_experts",)),
         ),
     ),
+    Family(
+        model_types=("aria_text",),
+        architectures=("AriaTextForCausalLM",),
+        experts=Experts(
+            count=("moe_num_experts",),
+            top_k=("moe_topk",),
+            width=("intermediate_size", "moe_intermediate_size"),
+            shared=Shared(count=("moe_num_shared_experts",), bias="mlp_bias"),
+        ),
+    ),
 )

@@ -1,0 +1,193 @@
+"""Further families with latent attention: sparse choices shared between layers, gates, linear layers between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.families.deepseek_like import CORRECTED, FREQUENCY
+from moe_optimizer.inspection.family import Family
+from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
+from moe_optimizer.inspection.latent_attention import LatentAttention
+from moe_optimizer.inspection.layer_rules import (
+    KindRule,
+    after_first,
+    both,
+    every,
+    first_given,
+    indexed,
+    last_of,
+    listed,
+    sparse_step,
+    except_indices,
+    words,
+)
+from moe_optimizer.inspection.recurrent import KimiDeltaAttention
+from moe_optimizer.inspection.shapes import Site
+
+SPARSE_WORDS = ("mlp_layer_types", words("mlp_layer_types", "sparse"))
+INDEXED_KINDS = {"indexed_attention": "attention", "full_attention": "attention", "linear_attention": "linear"}
+GATES = {"headwise": "head", "head_wise": "head", "elementwise": "width", "element_wise": "width"}
+
+
+def _gate(field: str, *, default: str) -> object:
+    """How wide an output gate is, by a field that names it."""
+    return lambda config: GATES.get(config.text(field), default)
+
+
+def _hyper_connections(config: Config, hidden_size: int, *, outputs: int, scales: int) -> int:
+    """Mixing of the residual streams before attention and before the feed-forward part."""
+    streams = config.required("hc_mult")
+    return 2 * (outputs * streams * hidden_size + outputs + scales)
+
+
+def _pair_hyper(site: Site) -> int:
+    """Two outputs for each stream."""
+    streams = site.config.required("hc_mult")
+    return _hyper_connections(site.config, site.hidden_size, outputs=2 * streams, scales=2)
+
+
+def _square_hyper(site: Site) -> int:
+    """A matrix between the streams and two outputs for each."""
+    streams = site.config.required("hc_mult")
+    return _hyper_connections(site.config, site.hidden_size, outputs=(2 + streams) * streams, scales=3)
+
+
+def _hyper_head(config: Config, hidden_size: int) -> int:
+    """Joining of the residual streams after the last layer."""
+    streams = config.required("hc_mult")
+    return streams * streams * hidden_size + streams + 1
+
+
+def _last_of_each_group(config: Config, num_layers: int) -> tuple[str, ...]:
+    """The last layer of each whole group is attention, and so are the layers after the last whole group."""
+    group = config.required("layer_group_size")
+    whole = num_layers // group * group
+    return tuple("attention" if (i + 1) % group == 0 or i >= whole else "linear" for i in range(num_layers))
+
+
+LAST_OF_GROUP: KindRule = _last_of_each_group
+
+FAMILIES = (
+    Family(
+        model_types=("hy_v4",),
+        architectures=("HYV4ForCausalLM",),
+        mixers={"attention": LatentAttention(indexer=True, gate="width", sinks=True)},
+        layer_extra=_pair_hyper,
+        model_extra=_hyper_head,
+        experts=replace(
+            CORRECTED,
+            layers=first_given(
+                SPARSE_WORDS,
+                ("first_k_dense_replace", after_first("first_k_dense_replace")),
+                otherwise=after_first((), default=1),
+            ),
+        ),
+        defaults={"index_topk_freq": 4},
+    ),
+    Family(
+        model_types=("glm5_next_text", "glm5_next"),
+        architectures=("Glm5NextForCausalLM",),
+        kinds=listed(
+            otherwise=last_of((), "attention", otherwise="linear", default=4),
+            names=INDEXED_KINDS,
+        ),
+        mixers={"attention": LatentAttention(indexer=True), "linear": KimiDeltaAttention()},
+        layer_extra=_square_hyper,
+        experts=replace(
+            CORRECTED,
+            layers=first_given(
+                SPARSE_WORDS,
+                ("first_k_dense_replace", after_first("first_k_dense_replace")),
+                otherwise=after_first((), default=3),
+            ),
+        ),
+    ),
+    Family(
+        model_types=("dots3_note",),
+        architectures=("Dots3NoteForCausalLM",),
+        kinds=listed(otherwise=every("attention")),
+        mixers={
+            "attention": LatentAttention(indexer=True, gate=_gate("attention_gate_type", default="width")),
+            "sliding": LatentAttention(
+                heads=("swa_num_attention_heads",),
+                prefix="swa_",
+                gate=_gate("swa_attention_gate_type", default="width"),
+            ),
+        },
+        window=("sliding_window_size", "sliding_window"),
+        experts=CORRECTED,
+    ),
+    Family(
+        model_types=("pangu_ultra_moe",),
+        architectures=("PanguUltraMoEForCausalLM",),
+        mixers={"attention": LatentAttention(bias=False)},
+        norms=lambda config: 4 if config.flag("sandwich_norm") else 2,
+        experts=replace(
+            CORRECTED,
+            layers=after_first("first_k_dense_replace"),
+            correction_bias="router_enable_expert_bias",
+        ),
+    ),
+    Family(
+        model_types=("bailing_hybrid_v3", "bailing_moe_v3"),
+        architectures=("BailingMoeV3ForCausalLM",),
+        kinds=LAST_OF_GROUP,
+        mixers={
+            "attention": LatentAttention(
+                bias=False, gate=_gate("gated_attention_proj_granularity_type", default="none")
+            ),
+            "linear": KimiDeltaAttention(
+                heads=("num_attention_heads",), head_dim=("head_dim",), kernel=("short_conv_kernel_size",)
+            ),
+        },
+        dense=Dense(bias="use_bias"),
+        experts=Experts(
+            count=("num_experts",),
+            top_k=("num_experts_per_tok",),
+            width=("moe_intermediate_size",),
+            layers=after_first("first_k_dense_replace"),
+            correction_bias=True,
+            shared=Shared(count=("num_shared_experts",), width=("moe_shared_expert_intermediate_size",)),
+        ),
+        defaults={"short_conv_kernel_size": 4},
+    ),
+    Family(
+        model_types=("kimi_linear",),
+        architectures=("KimiLinearForCausalLM",),
+        kinds=listed(
+            otherwise=indexed("linear_attn_config.full_attn_layers", "attention", otherwise="linear", one_based=True)
+        ),
+        mixers={"attention": LatentAttention(), "linear": KimiDeltaAttention()},
+        dense=Dense(bias=False),
+        experts=Experts(
+            count=("num_experts", "num_local_experts"),
+            top_k=("num_experts_per_token", "num_experts_per_tok"),
+            width=("moe_intermediate_size",),
+            layers=first_given(SPARSE_WORDS, otherwise=FREQUENCY),
+            correction_bias=True,
+            latent=("routed_expert_hidden_size",),
+            shared=Shared(count=("num_shared_experts", "n_shared_experts")),
+        ),
+    ),
+    Family(
+        model_types=("k2_horizon",),
+        architectures=("K2HorizonForCausalLM",),
+        mixers={
+            "attention": Attention(
+                qk_norm="each_head",
+                qk_norm_when="query_key_norm",
+                gate=lambda config: "width" if config.get("attention_gate_func") is not None else "none",
+            )
+        },
+        experts=Experts(
+            count=("num_experts",),
+            top_k=("num_experts_per_tok",),
+            width=("moe_intermediate_size",),
+            layers=both(except_indices("mlp_only_layers"), sparse_step("decoder_sparse_step")),
+            router_bias="moe_gate_bias",
+            shared=Shared(count=("num_shared_experts",)),
+        ),
+    ),
+)
