@@ -51,7 +51,8 @@ def run_command() -> Callable[..., Finished]:
 def clean_environment() -> dict[str, str]:
     """This process's environment without the package's own variables, colours off, no network."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MOE_OPTIMIZER_")}
-    return kept | {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
+    return kept | {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "80", "PYTHONPATH": path}
 
 
 def run(

