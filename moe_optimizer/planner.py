@@ -122,6 +122,12 @@ def _check_request(request: PlanRequest, pinned: Mapping[str, str]) -> None:
             raise InputError(f"{flag}: got {value}, expected at least 1")
     if request.max_model_len is not None and request.max_model_len < 1:
         raise InputError(f"--max-model-len: got {request.max_model_len}, expected at least 1")
+    if not request.host.strip():
+        raise InputError(f"--host: got {request.host!r}, expected an address")
+    if not 0 < request.port < 2**16:
+        raise InputError(f"--port: got {request.port}, expected 1 to {2**16 - 1}")
+    if "--enable-expert-parallel" in pinned and not request.model.is_moe:
+        raise UnsupportedError(f"--enable-expert-parallel: {request.model.name} has no experts")
     _check_contradictions(request, pinned)
 
 
@@ -195,7 +201,7 @@ def _context(
             batch_size=request.batch_size or profile.workload.batch_size,
             input_tokens=profile.workload.input_tokens,
             output_tokens=profile.workload.output_tokens,
-            max_model_len=request.max_model_len or profile.max_model_len,
+            max_model_len=_model_len(request),
         ),
         profile=profile,
         device=device,
@@ -211,6 +217,12 @@ def _context(
     if length is None:
         return context
     return dataclasses.replace(context, workload=dataclasses.replace(context.workload, max_model_len=length))
+
+
+def _model_len(request: PlanRequest) -> int | None:
+    """Return the asked length, at most the model's own: vLLM does not start with a longer one."""
+    asked, most = request.max_model_len or request.profile.max_model_len, request.model.max_position
+    return min(asked, most) if asked and most else asked
 
 
 def _dtype(request: PlanRequest, pinned: Mapping[str, str]) -> str:
@@ -341,6 +353,8 @@ def _warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan) ->
         warnings.append(f"the installed vLLM {vllm.version} is the CPU build: this plan cannot be started here")
     if not request.model.is_moe:
         warnings.append("the model has no experts: only the passes that do not need any can help")
+    if request.max_model_len is not None and 0 < request.model.max_position < request.max_model_len:
+        warnings.append(f"--max-model-len {request.max_model_len}: the model goes up to {request.model.max_position}")
     cache = context.decided["kv_cache"].params
     if cache["max_model_len"] is not None and cache["max_model_len"] < (cache["wanted_model_len"] or 0):
         warnings.append(

@@ -141,6 +141,7 @@ class PlanContext:
         devices = changes.get("num_devices", 1)
         # The processes of the CPU build share one memory.
         device_bytes = int(self.gpu.memory.value) if self.device == "cuda" else int(self.cpu.memory.value) // devices
+        converted = self.model.quant_method is None and "fp8" in self.pinned.get("--quantization", "")
         defaults: dict[str, Any] = {
             "model": self._model_as_served(),
             "device_bytes": device_bytes,
@@ -149,6 +150,8 @@ class PlanContext:
             "max_num_batched_tokens": 2048,
             "max_num_seqs": self.workload.batch_size,
             "max_model_len": None,
+            "expert_bits": 8 if converted else None,
+            "linear_bits": 8 if converted else None,
             "cuda_graphs": self.device == "cuda",
             "device": self.device,
         }

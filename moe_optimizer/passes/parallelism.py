@@ -167,8 +167,10 @@ def _expert_parallel(ctx: PlanContext, size: int, data_parallel: int) -> tuple[b
     """Return whether EP is on, why or why not, and warnings."""
     wish, origin = _expert_wish(ctx)
     possible, why_not = _experts_divide(ctx, size * data_parallel)
-    if not possible and wish is Wish.ON and ctx.device == "cpu" and "--enable-expert-parallel" in ctx.pinned:
-        raise UnsupportedError(f"--enable-expert-parallel would end the server: {why_not}")
+    if not possible and wish is Wish.ON and "--enable-expert-parallel" in ctx.pinned:
+        if ctx.device == "cpu":
+            raise UnsupportedError(f"--enable-expert-parallel would end the server: {why_not}")
+        return True, f"EP as given after --, although {why_not}", ()
     sliced, no_slices = _slices(ctx.model, size)
     if wish is Wish.ON:
         if possible:
@@ -217,7 +219,8 @@ def _in_words(ctx: PlanContext, size: int, data_parallel: int, expert_parallel: 
         words.append(f"{data_parallel} copies of the attention part take different requests")
     if expert_parallel:
         devices = size * data_parallel
-        words.append(f"each of {devices} {units} holds {ctx.model.num_experts // devices} whole experts a layer")
+        most = -(-ctx.model.num_experts // devices)
+        words.append(f"each of {devices} {units} holds {most} whole experts a layer")
     return "; ".join(words)
 
 

@@ -173,6 +173,25 @@ def test_batch_size_and_length_of_the_request_go_before_the_profile():
     assert flag_value(plan.serve_args, "--max-model-len") == "100"
 
 
+def test_a_length_beyond_the_models_own_is_cut_and_said_only_when_a_flag_asked_for_it():
+    plan = make_plan(request(tiny_moe(), cpu_machine(), "single_h100"))
+    assert flag_value(plan.serve_args, "--max-model-len") is None
+    assert plan.warnings == ()
+    plan = make_plan(request(tiny_moe(), cpu_machine(), max_model_len=5000))
+    assert plan.workload.max_model_len == 2048
+    assert "--max-model-len 5000: the model goes up to 2048" in plan.warnings
+
+
+def test_fp8_by_the_users_own_argument_is_planned_with_half_the_weights():
+    plan = make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 1), vllm_args=("--quantization", "fp8")))
+    assert 46e9 < plan.memory.weight_bytes < 48e9
+
+
+def test_expert_parallelism_of_a_dense_model_is_unsupported():
+    dense = request(dense_model(), gpus("h100_sxm", 2), vllm_args=("--enable-expert-parallel",))
+    assert "has no experts" in str(refused(dense, UnsupportedError))
+
+
 def test_the_cpu_build_gets_its_cache_and_dtype():
     plan = make_plan(request(tiny_moe(), cpu_machine(), dtype="float32"))
     assert plan.serve_env == {"VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -258,6 +277,8 @@ def test_everything_off_leaves_a_stock_server():
         ({"num_gpus": 0}, ("--gpus: got 0",)),
         ({"batch_size": -1}, ("--batch-size: got -1",)),
         ({"max_model_len": 0}, ("--max-model-len: got 0",)),
+        ({"host": " "}, ("--host: got ' '",)),
+        ({"port": 65536}, ("--port: got 65536",)),
         ({"dtype": "int4"}, ("--dtype: got 'int4'", "bfloat16")),
         ({"vllm_args": ("--max-num-seqs", "many")}, ("--max-num-seqs: got 'many'",)),
         ({"vllm_args": ("--gpu-memory-utilization", "2")}, ("--gpu-memory-utilization: got '2'",)),

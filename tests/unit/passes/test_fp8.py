@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,9 @@ from tests.builders import context, decided_by, deepseek_v3, gpt_oss_120b, gpus,
 ON = {"fp8": (Wish.ON, "flag --enable-fp8")}
 
 
-def decide(model, hardware="h100_sxm", **changes) -> Decision:
-    ctx = context(model, gpus(hardware, 8), **({"wishes": ON} | changes))
+def decide(model, hardware="h100_sxm", **changes: Any) -> Decision:
+    fields: dict[str, Any] = {"wishes": ON, **changes}
+    ctx = context(model, gpus(hardware, 8), **fields)
     return decided_by(ctx, "parallelism", "fp8").decided["fp8"]
 
 

@@ -129,6 +129,12 @@ def test_more_processes_than_cores_are_refused():
         decide(tiny_moe(), cpu_machine(cores=2), pinned={"--tensor-parallel-size": "4"})
 
 
+def test_the_users_own_expert_parallelism_is_left_to_vllm_where_it_copes():
+    decision = decide(shaped_model(experts=100), gpus("h100_sxm", 8), pinned={"--enable-expert-parallel": ""})
+    assert decision.params["expert_parallel"]
+    assert "13 whole experts" in decision.reason
+
+
 EP_ON_TWO = {"--tensor-parallel-size": "2", "--enable-expert-parallel": ""}
 
 
