@@ -9,6 +9,7 @@ layer to the next class in vLLM's order.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from moe_optimizer.vllm_plugin.experts_op import describe_layer, run_experts
 from moe_optimizer.vllm_plugin.proof import described
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 # SwiGLU variants that vLLM parametrises on the layer: silently ignoring one would change the model.
 _SWIGLU_PARAMETERS = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
 
@@ -171,6 +173,8 @@ def _unsupported_reason(moe_config: Any) -> str:
     for name in _SWIGLU_PARAMETERS:
         if getattr(moe_config, name, None) is not None:
             return f"kernel does not support {name}={getattr(moe_config, name)}"
+    if importlib.util.find_spec(_CPU_ROUTER) is None:
+        return "vLLM's CPU build routes tokens inside its own kernel before 0.30"
     not_covered = kernel.why_not_covered(
         moe_config.in_dtype,
         num_experts=moe_config.num_local_experts,

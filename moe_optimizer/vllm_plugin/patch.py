@@ -38,7 +38,7 @@ class Patch:
     why: str
     remove_when: str
     fingerprints: Mapping[str, str]
-    """vLLM version -> `compat.fingerprint` of the target's source as it was read there. Any of them is accepted;
+    """vLLM versions -> `compat.fingerprint` of the target's source as it was read there. Any of them is accepted;
     a source that is none of them is refused, because nobody has looked at it."""
     replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
     """Makes the new function from the original one."""

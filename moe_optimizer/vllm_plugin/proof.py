@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -172,14 +171,15 @@ def _read_proof(path: Path) -> Proof:
 
 
 def process_is_alive(proof: Proof) -> bool:
-    """Whether the process that wrote the proof still exists on this machine."""
+    """Whether the process that wrote the proof still runs on this machine; one that nobody has waited for does not."""
+    import psutil
+
     try:
-        os.kill(proof.pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(proof.pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
+    except psutil.AccessDenied:
         return True
-    return True
 
 
 def described(error: BaseException) -> str:

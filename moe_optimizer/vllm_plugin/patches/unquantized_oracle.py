@@ -51,8 +51,9 @@ UNQUANTIZED_ORACLE = Patch(
     "register one from outside",
     remove_when="vLLM lets out-of-tree MoE backends register (pull request 53897); the class stays as it is",
     fingerprints={
-        "0.26": "4f8ac45abed86ca6",
-        "0.32": "259b71de159bb70d",
+        "0.26 to 0.27": "4f8ac45abed86ca6",
+        "0.28 to 0.30": "89a607bc5f183ec7",
+        "0.31 to 0.32": "259b71de159bb70d",
         "0.33": "f0914422b8321d51",
     },
     replacement=_replacement,

@@ -1,0 +1,100 @@
+"""The entry point: nothing set changes nothing, and what is wrong stops the process with a sentence."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_optimizer import autoload
+from moe_optimizer.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("MOE_OPTIMIZER_"):
+            monkeypatch.delenv(name)
+
+
+def test_only_the_standard_library_is_imported_at_the_top() -> None:
+    tree = ast.parse(Path(autoload.__file__).read_text())
+    imported = {
+        name.partition(".")[0]
+        for node in tree.body
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert imported <= set(sys.stdlib_module_names)
+
+
+def modules_after_register(**environment: str) -> set[str]:
+    """Return this package's modules, and whether vLLM or torch, after register() in a fresh process."""
+    code = (
+        "import sys; from moe_optimizer.autoload import register; register(); register();"
+        "print(*(m for m in sys.modules if m.split('.')[0] in ('moe_optimizer', 'vllm', 'torch', 'pydantic')))"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MOE_OPTIMIZER_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**kept, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return set(done.stdout.split())
+
+
+def test_nothing_set_loads_nothing() -> None:
+    assert modules_after_register() == {"moe_optimizer", "moe_optimizer.autoload"}
+
+
+@pytest.mark.parametrize("value", ["1", "true", "YES", "on"])
+def test_the_kill_switch_wins_over_everything_even_what_is_wrong(value: str) -> None:
+    loaded = modules_after_register(
+        MOE_OPTIMIZER_DISABLE=value, MOE_OPTIMIZER_PLAN="/nowhere/plan.json", MOE_OPTIMIZER_MISSPELT="1"
+    )
+    assert loaded == {"moe_optimizer", "moe_optimizer.autoload"}
+
+
+def test_a_run_folder_alone_applies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "moe_optimizer.vllm_plugin" not in modules_after_register(MOE_OPTIMIZER_RUN_DIR="/tmp/x")
+
+
+def test_a_missing_plan_stops_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MOE_OPTIMIZER_PLAN", str(tmp_path / "plan.json"))
+    with pytest.raises(InputError, match=r"plan\.json: cannot read the plan"):
+        autoload.register()
+
+
+def test_a_plan_that_is_no_plan_stops_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"schema_version": 1, "surprise": 2}')
+    monkeypatch.setenv("MOE_OPTIMIZER_PLAN", str(path))
+    with pytest.raises(InputError, match="surprise"):
+        autoload.register()
+
+
+def test_an_unknown_profile_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_OPTIMIZER_PROFILE", "balancd")
+    with pytest.raises(InputError, match="balanc"):
+        autoload.register()
+
+
+def test_a_misspelt_variable_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_OPTIMIZER_PROFIL", "balanced")
+    with pytest.raises(InputError, match="MOE_OPTIMIZER_PROFIL"):
+        autoload.register()

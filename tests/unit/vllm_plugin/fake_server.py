@@ -1,0 +1,76 @@
+"""Stands in for vLLM in launcher tests: serves /health, starts children, writes proofs, and misbehaves on request.
+
+Usage: fake_server.py PORT BEHAVIOUR...
+  refuse      write a proof that says why the pass is not applied
+  unproven    write no proof
+  die         print an error and end with status 3 before listening
+  silent      never listen
+  leave       end with status 0 as soon as it was healthy once
+  stubborn    ignore SIGTERM
+  escape      start a child that leaves the session
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+
+def main() -> None:
+    port, behaviour = int(sys.argv[1]), set(sys.argv[2:])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in behaviour else lambda *_: sys.exit(0))
+    child = subprocess.Popen([sys.executable, "-c", CHILD], start_new_session="escape" in behaviour)
+    print(f"fake server, child {child.pid}", flush=True)
+    if "die" in behaviour:
+        print("ValueError: the model is made of cheese", flush=True)
+        sys.exit(3)
+    if "unproven" not in behaviour:
+        write_proof(child.pid, refused="refuse" in behaviour)
+    if "silent" in behaviour:
+        time.sleep(600)
+    serve(port, once="leave" in behaviour)
+
+
+def write_proof(pid: int, *, refused: bool) -> None:
+    from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, Proof, ProofWriter
+
+    layer = LayerProof(
+        name="0", num_local_experts=8, hidden_size=4, intermediate_size=2, dtype="float32", expert_map=False, calls=1
+    )
+    entry = PassProof(
+        requested="x", applied=not refused, ran=not refused, why_not="fallback: cheese" if refused else ""
+    )
+    entry.layers = () if refused else (layer,)
+    proof = Proof(role="worker", rank=0, pid=pid, plan_digest="", versions={}, world_size=1, model_rank=0)
+    proof.passes["flash_dmoe"] = entry
+    ProofWriter(Path(os.environ["MOE_OPTIMIZER_PLAN"]).parent, proof).write()
+
+
+def serve(port: int, *, once: bool) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"data": [{"id": "fake"}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            if once and self.path == "/v1/models":
+                self.wfile.flush()
+                os._exit(0)
+
+        def log_request(self, *args: object) -> None:
+            pass
+
+    HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""The launcher against a stand-in for vLLM: readiness, proofs, failures, and that nothing is ever left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moe_optimizer.errors import ExitCode, InputError, RequiredNotAppliedError, ServerFailedError
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.planner import make_plan
+from moe_optimizer.vllm_plugin import launch
+from moe_optimizer.vllm_plugin.launch import ServerInfo
+from tests.builders import cpu_machine, request, tiny_moe
+
+FAKE = Path(__file__).with_name("fake_server.py")
+ROOT = Path(__file__).parents[3]
+PASS = frozenset({"flash_dmoe"})
+
+Fake = Callable[..., Plan]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Makes a plan whose server is the stand-in with some behaviours."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(launch, "check_plugin_visible", lambda plan: None)
+    monkeypatch.setattr(launch, "_PROOF_WAIT_S", 1.0)
+    monkeypatch.setattr(launch, "_NOTICE_S", 1.0)
+
+    def make(*behaviour: str, port: int | None = None) -> Plan:
+        port = port or free_port()
+        monkeypatch.setattr(launch, "server_command", lambda plan: [sys.executable, str(FAKE), str(port), *behaviour])
+        return make_plan(request(tiny_moe(), cpu_machine(), port=port))
+
+    return make
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """Return the living processes that were started with this run's plan."""
+    plan, found = str(run_dir.resolve() / "plan.json"), []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("MOE_OPTIMIZER_PLAN") == plan:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_ready_server_is_described_and_stopped(fake: Fake, tmp_path: Path) -> None:
+    with launch.running(fake(), run_dir=tmp_path) as info:
+        assert processes_of(tmp_path)
+        (row,) = [row for row in info.rows if row.pass_name == "flash_dmoe"]
+        assert (row.applied, row.ran, row.why_not) == ("yes", "yes, 1 layers", "")
+        assert info.model == "fake"
+        assert Plan.load(tmp_path / "plan.json").digest
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.parametrize("behaviour", [("escape",), ("stubborn",)])
+def test_nothing_is_left_of_a_server_that_misbehaves(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(launch, "drain_timeout_s", lambda plan: 0.0)
+    monkeypatch.setattr(launch, "_STOP_MARGIN_S", 0.5)
+    with launch.running(fake(*behaviour), run_dir=tmp_path):
+        assert len(processes_of(tmp_path)) == 2
+    assert not processes_of(tmp_path)
+
+
+def test_a_server_that_dies_while_starting_is_reported_with_its_cause(fake: Fake, tmp_path: Path) -> None:
+    with pytest.raises(ServerFailedError) as caught:
+        launch.serve(fake("die", "unproven"), run_dir=tmp_path, echo=lambda line: None)
+    first = str(caught.value).splitlines()[0]
+    assert first == "server ended during start-up (exit status 3): ValueError: the model is made of cheese"
+    assert "fake server, child" in str(caught.value)
+    assert caught.value.exit_code is ExitCode.SERVER_FAILED
+    assert not processes_of(tmp_path)
+
+
+def test_a_server_that_ends_by_itself_failed_even_with_status_0(fake: Fake, tmp_path: Path) -> None:
+    with pytest.raises(ServerFailedError, match=r"ended while serving \(exit status 0\)"):
+        launch.serve(fake("leave"), run_dir=tmp_path, echo=lambda line: None)
+    assert not processes_of(tmp_path)
+
+
+def test_a_dead_worker_under_a_server_that_hangs_is_noticed(fake: Fake, tmp_path: Path) -> None:
+    def kill_worker(info: ServerInfo) -> None:
+        # The stand-in does not wait for its child, which stays a zombie: its pid exists, but it is dead.
+        psutil.Process(info.proofs[0].pid).kill()
+
+    with pytest.raises(ServerFailedError, match=r"worker process \d+ died"):
+        launch.serve(fake(), run_dir=tmp_path, on_ready=kill_worker, echo=lambda line: None)
+    assert not processes_of(tmp_path)
+
+
+def test_a_server_that_never_answers_is_given_up(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ServerFailedError, match="not ready after 1 s"):
+        launch.serve(fake("silent"), run_dir=tmp_path, ready_timeout_s=1.0, echo=lambda line: None)
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"), [("refuse", "fallback: cheese"), ("unproven", "the plugin was not loaded")]
+)
+def test_a_required_pass_that_does_not_run_ends_the_server(
+    fake: Fake, tmp_path: Path, behaviour: str, reason: str
+) -> None:
+    with pytest.raises(RequiredNotAppliedError, match=reason) as caught:
+        launch.serve(fake(behaviour), run_dir=tmp_path, require=PASS, echo=lambda line: None)
+    assert caught.value.exit_code is ExitCode.NOT_APPLIED
+    assert not processes_of(tmp_path)
+
+
+def test_a_pass_that_is_not_required_may_be_missing(fake: Fake, tmp_path: Path) -> None:
+    with launch.running(fake("refuse"), run_dir=tmp_path) as info:
+        (row,) = [row for row in info.rows if row.pass_name == "flash_dmoe"]
+        assert (row.applied, row.why_not) == ("no", "fallback: cheese")
+
+
+def test_proofs_of_an_earlier_run_do_not_count(fake: Fake, tmp_path: Path) -> None:
+    with launch.running(fake(), run_dir=tmp_path):
+        pass
+    with pytest.raises(RequiredNotAppliedError), launch.running(fake("unproven"), run_dir=tmp_path, require=PASS):
+        pass
+
+
+def test_a_taken_port_starts_nothing(fake: Fake, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=str(port)):
+            launch.serve(fake(port=port), run_dir=tmp_path, echo=lambda line: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_that_cannot_be_written_is_an_input_error(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="run folder"):
+        launch.serve(fake(), run_dir=tmp_path / "file", echo=lambda line: None)
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.vllm_plugin import launch
+launch.check_plugin_visible = lambda plan: None
+launch.server_command = lambda plan: [sys.executable, *sys.argv[3:]]
+sys.exit(launch.serve(Plan.load(Path(sys.argv[1])), run_dir=Path(sys.argv[2])))
+"""
+
+
+@pytest.fixture
+def launcher(fake: Fake, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts the launcher in a process of its own."""
+
+    def start(*behaviour: str) -> subprocess.Popen[str]:
+        port = free_port()
+        plan = fake(port=port)
+        source = tmp_path / "planned.json"
+        source.write_text(plan.to_json())
+        arguments = [str(source), str(tmp_path / "run"), str(FAKE), str(port), *behaviour]
+        return subprocess.Popen([sys.executable, "-c", LAUNCHER, *arguments], stderr=subprocess.PIPE, text=True)
+
+    return start
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_starting_stops_everything(
+    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
+) -> None:
+    process = launcher("silent")
+    wait_for(lambda: len(processes_of(tmp_path / "run")) == 2, "the server did not start")
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 0
+    assert not processes_of(tmp_path / "run")
+
+
+def test_a_signal_while_serving_stops_everything(
+    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = launcher()
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("ready"):
+            break
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert not processes_of(tmp_path / "run")
+
+
+def test_the_server_is_asked_to_stop_when_the_launcher_is_killed(
+    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = launcher("silent")
+    wait_for(lambda: len(processes_of(tmp_path / "run")) == 2, "the server did not start")
+    process.kill()
+    process.wait(timeout=30)
+
+    def server_is_gone() -> bool:
+        return not [p for p in processes_of(tmp_path / "run") if str(FAKE) in " ".join(p.cmdline())]
+
+    try:
+        wait_for(server_is_gone, "the server outlived its launcher")
+    finally:
+        for left in processes_of(tmp_path / "run"):
+            left.kill()

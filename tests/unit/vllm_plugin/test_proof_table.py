@@ -1,0 +1,92 @@
+"""The table requested / applied / ran / why not, and what counts as running."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.planner import make_plan
+from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, Proof
+from moe_optimizer.vllm_plugin.proof_table import NO_WORKER, kernels_in_use, not_running, proof_rows, render_table
+from tests.builders import cpu_machine, request, tiny_moe
+
+PASS = "flash_dmoe"
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(request(tiny_moe(), cpu_machine()))
+
+
+def worker(rank: int, world: int = 2, *, applied: bool = True, ran: bool = True, why_not: str = "") -> Proof:
+    layer = LayerProof(
+        name="0", num_local_experts=8, hidden_size=4, intermediate_size=2, dtype="float32", expert_map=False, calls=3
+    )
+    entry = PassProof(requested="x", applied=applied, ran=ran, why_not=why_not, kernel="k", isa="avx2", layers=(layer,))
+    return Proof(
+        role="worker",
+        rank=rank,
+        pid=rank + 1,
+        plan_digest="d",
+        versions={},
+        world_size=world,
+        model_rank=rank,
+        passes={PASS: entry},
+    )
+
+
+def frontend(why_not: str = "") -> Proof:
+    entry = PassProof(requested="x", why_not=why_not)
+    return Proof(role="frontend", rank=0, pid=9, plan_digest="d", versions={}, passes={PASS: entry})
+
+
+def test_it_runs_when_every_worker_ran_it(plan: Plan) -> None:
+    assert not_running(plan, [frontend(), worker(0), worker(1)], [PASS]) == {}
+
+
+@pytest.mark.parametrize(
+    ("proofs", "reason"),
+    [
+        ([], NO_WORKER),
+        ([frontend()], "did not ask"),
+        ([frontend("needs vLLM >= 0.26, found 0.20")], "needs vLLM >= 0.26"),
+        ([worker(0)], "1 of 2 workers reported"),
+        ([worker(0), worker(1, ran=False)], "no forward pass"),
+        ([worker(0), worker(1, applied=False, ran=False, why_not="fallback: boom")], "fallback: boom"),
+        ([worker(0), worker(1, why_not="one layer has GELU experts")], "one layer has GELU experts"),
+    ],
+)
+def test_it_does_not_run_otherwise_and_says_why(plan: Plan, proofs: list[Proof], reason: str) -> None:
+    assert reason in not_running(plan, proofs, [PASS])[PASS]
+
+
+def test_a_pass_that_the_plan_has_off_is_not_running(plan: Plan) -> None:
+    assert "off" in not_running(plan, [worker(0, 1)], ["sparsity_24"])["sparsity_24"]
+
+
+def test_a_pass_that_flags_carry_out_counts_as_running(plan: Plan) -> None:
+    assert not_running(plan, [], ["scheduler"]) == {}
+
+
+def test_there_is_a_row_for_every_decision(plan: Plan) -> None:
+    rows = proof_rows(plan, [worker(0), worker(1)])
+    assert [row.pass_name for row in rows] == [decision.pass_name for decision in plan.decisions]
+
+
+def test_the_row_counts_workers(plan: Plan) -> None:
+    (row,) = [row for row in proof_rows(plan, [worker(0), worker(1, ran=False)]) if row.pass_name == PASS]
+    assert row.applied == "yes, 2 workers"
+    assert row.ran.startswith("1 of 2 workers")
+
+
+def test_the_kernel_in_use_is_named_once(plan: Plan) -> None:
+    assert kernels_in_use([frontend(), worker(0), worker(1)]) == ("k, avx2, float32",)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_table_fits_the_terminal(plan: Plan, width: int) -> None:
+    why = "a reason that is long enough to be wrapped over several lines of the last column \x1b[31m"
+    text = render_table(proof_rows(plan, [worker(0, 1, ran=False, why_not=why)]), width=width)
+    assert max(map(len, text.splitlines())) <= max(width, 102)
+    assert "\x1b" not in text
+    assert "off: " in text
