@@ -67,7 +67,8 @@ def measure(count: int) -> dict[str, list[float]]:
     for round_idx in range(-1, count):
         for name, arguments in VARIANTS.items():
             start = time.perf_counter()
-            subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+            # Warnings go to stderr; they are part of the work, not of this report.
+            subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, check=True)
             if round_idx >= 0:
                 samples[name].append(time.perf_counter() - start)
     return samples

@@ -5,16 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moe_optimizer import env
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.options import PlanOptions
 from moe_optimizer.cli.settings import Settings, resolve
 from moe_optimizer.env import read_environment
 from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.log import get_logger
 
 if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
     from moe_optimizer.profiles import Profile
     from moe_optimizer.specs.hardware import HardwareSpec
+
+
+LOGGER = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,10 @@ def read_settings(options: PlanOptions) -> tuple[Settings, Profile]:
     """
     from moe_optimizer.profiles import load_profile
 
-    settings = resolve(options, read_environment())
+    environment = read_environment()
+    if environment.plan is not None:
+        LOGGER.warning("%s is not used: this command makes a plan of its own", env.PLAN)
+    settings = resolve(options, environment)
     return settings, load_profile(settings["profile"])
 
 
@@ -70,6 +78,8 @@ def make(options: PlanOptions) -> Planned:
         dtype=None if dtype == "auto" else dtype,
     )
     plan = make_plan(request)
+    if settings.disabled:
+        plan = plan.replace(serve_args=plan.plain_args)
     if settings["strict"]:
         refuse_unmet_wishes(plan)
     return Planned(settings, profile, plan)
@@ -103,7 +113,7 @@ def read_hardware(name: str | None, num_gpus: int | None) -> HardwareSpec:
 
 
 def show_plan(plan: Plan, *, as_json: bool, explain: bool = False) -> None:
-    """Write the plan to stdout and its warnings to stderr."""
+    """Write the plan to stdout and its warnings to stderr, unless the terminal already shows them with the plan."""
     import sys
 
     if as_json:
@@ -114,4 +124,5 @@ def show_plan(plan: Plan, *, as_json: bool, explain: bool = False) -> None:
         messages.write_data(
             render_plan(plan, width=messages.output_width(), color=messages.use_color(sys.stdout), explain=explain)
         )
-    messages.write_warnings(plan.warnings)
+    if as_json or not sys.stdout.isatty():
+        messages.write_warnings(plan.warnings)

@@ -42,6 +42,8 @@ class Settings:
     """Pass name, or "pass.setting" -> what a flag or the environment asks, and who; absent where neither does."""
     required: frozenset[str]
     """Names of the passes that must run."""
+    disabled: bool
+    """The kill switch is on: plain vLLM is served."""
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name].value
@@ -82,7 +84,7 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
         "vllm_args": _first((list(options.vllm_args) or None, "after --"), ([], "default")),
     }
     required = frozenset(pass_named(name) for name in options.require)
-    return Settings(values, _wishes(options, environment, required), required)
+    return Settings(values, _wishes(options, environment, required), required, environment.disabled)
 
 
 def _first(*candidates: tuple[Any, str]) -> Setting:
@@ -98,7 +100,9 @@ def _wishes(options: PlanOptions, environment: Environment, required: frozenset[
         wanted += [f"--require {name}" for name in options.require]
         if wanted:
             raise InputError(f"{wanted[0]} contradicts {env.DISABLE}=1 in the environment", hint=f"unset {env.DISABLE}")
-        return dict.fromkeys(PASS_NAMES, (Wish.OFF, f"environment {env.DISABLE}"))
+        # How many GPUs hold the model is no optimization: with one instead of eight it may not fit.
+        off = [name for name in PASS_NAMES if name != "parallelism"]
+        return dict.fromkeys([*off, "parallelism.expert_parallel"], (Wish.OFF, f"environment {env.DISABLE}"))
     wishes = resolve_wishes(
         enabled=[flag for flag, on in options.switches.items() if on],
         disabled=[flag for flag, on in options.switches.items() if not on],

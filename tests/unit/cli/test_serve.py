@@ -167,3 +167,19 @@ def test_the_run_folder_is_the_named_one_or_a_new_one(
 def test_the_environment_names_the_run_folder_when_no_flag_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_OPTIMIZER_RUN_DIR", "/from/environment")
     assert launched(monkeypatch, becomes_ready)[1]["run_dir"] == Path("/from/environment")
+
+
+def test_the_kill_switch_serves_plain_vllm_on_the_same_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_OPTIMIZER_DISABLE", "1")
+    plan = planning.make(ServeOptions(model=TINY_MOE, hardware="h100_sxm", gpus=2)).plan
+    assert plan.serve_args == plan.plain_args
+    assert plan.serve_args[plan.serve_args.index("--tensor-parallel-size") + 1] == "2"
+    assert not [d.pass_name for d in plan.decisions if d.applier is Applier.PLUGIN]
+
+
+def test_a_plan_file_in_the_environment_is_said_to_be_unused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOE_OPTIMIZER_PLAN", "/old/plan.json")
+    launched(monkeypatch, becomes_ready)
+    assert "warning: MOE_OPTIMIZER_PLAN is not used: this command makes a plan of its own" in capsys.readouterr().err

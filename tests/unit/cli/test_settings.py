@@ -69,9 +69,11 @@ def test_every_switch_of_the_passes_is_an_option_and_no_other() -> None:
     assert {switch.flag: switch.title for switch in switches()} == SWITCHES
 
 
-def test_the_kill_switch_turns_every_pass_off() -> None:
-    wishes = resolve(options(), environment(disable="1")).wishes
-    assert wishes == dict.fromkeys(PASS_NAMES, (Wish.OFF, "environment MOE_OPTIMIZER_DISABLE"))
+def test_the_kill_switch_turns_every_pass_off_but_the_number_of_gpus() -> None:
+    settings = resolve(options(), environment(disable="1"))
+    assert settings.disabled
+    assert set(settings.wishes) == {*PASS_NAMES, "parallelism.expert_parallel"} - {"parallelism"}
+    assert set(settings.wishes.values()) == {(Wish.OFF, "environment MOE_OPTIMIZER_DISABLE")}
 
 
 @pytest.mark.parametrize("asked", [{"switches": {"fp8": True}}, {"require": ["fp8"]}])
