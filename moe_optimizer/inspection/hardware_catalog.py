@@ -94,8 +94,11 @@ def load_catalog_entry(name: str) -> CatalogEntry:
     """
     known = hardware_names()
     if name not in known or name == CPU_NAME:
-        close = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
-        hint = f"did you mean {close[0]}?" if close else "add configs/hardware/<name>.yaml for another GPU"
+        wanted = name.lower().replace("-", "_")
+        # "h100" is nearer to h200 than to h100_sxm by letters, but means one of its own kind.
+        kinds = [key for key in known if key.startswith(f"{wanted}_")]
+        close = kinds or difflib.get_close_matches(wanted, known, n=1)
+        hint = f"did you mean {' or '.join(close)}?" if close else "add configs/hardware/<name>.yaml for another GPU"
         raise InputError(f"unknown hardware {name!r}, expected one of {', '.join(known)}", hint=hint)
     return read_hardware_file(_folder() / f"{name}.yaml")
 

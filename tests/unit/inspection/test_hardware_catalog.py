@@ -44,6 +44,7 @@ def test_cpu_is_this_machine_without_its_gpus():
     [
         ("h100-sxm", "did you mean h100_sxm?"),
         ("H200", "did you mean h200?"),
+        ("h100", "did you mean h100_nvl or h100_pcie or h100_sxm?"),
         ("mi300x", "add configs/hardware/<name>.yaml for another GPU"),
         ("../hardware/h200", "add configs/hardware/<name>.yaml for another GPU"),
         ("", "add configs/hardware/<name>.yaml for another GPU"),
