@@ -68,17 +68,13 @@ class Plan:
         """Return the plan as JSON with sorted keys; `from_json` restores an equal Plan."""
         return json.dumps(encode(self), indent=indent, sort_keys=True, allow_nan=False)
 
-    def to_published_json(self) -> str:
-        """Return what `--json` prints: `to_json` with the digest; its schema is docs/schemas/plan.schema.json."""
-        return json.dumps({**encode(self), "digest": self.digest}, indent=2, sort_keys=True, allow_nan=False)
-
     @staticmethod
     def from_json(text: str, *, origin: str) -> Plan:
-        """Read a plan back, with or without its digest.
+        """Read a plan back.
 
         Raises:
-            InputError: not JSON, another schema version, an unknown, missing or ill-typed field, or a digest that
-                is not the plan's; the message names `origin` and the field.
+            InputError: not JSON, another schema version, or an unknown, missing or ill-typed field;
+                the message names `origin` and the field.
         """
         try:
             data = json.loads(text)
@@ -91,14 +87,7 @@ class Plan:
                 f"{origin}: schema_version: got {data.get('schema_version')!r}, expected {SCHEMA_VERSION}",
                 hint="make the plan again with this version of moe-optimizer",
             )
-        digest = data.pop("digest", None)
-        plan = decode(Plan, data, origin=origin)
-        if digest not in (None, plan.digest):
-            raise InputError(
-                f"{origin}: digest: got {digest!r:.40}, expected '{plan.digest}'",
-                hint="the plan was edited after it was made; make it again",
-            )
-        return plan
+        return decode(Plan, data, origin=origin)
 
     @staticmethod
     def load(path: Path) -> Plan:
