@@ -70,6 +70,13 @@ MOEOPT_DEVICE uint32_t bf16x2_from_e4m3x2(uint32_t pair) {
   return pack_bf16x2(first, second);
 }
 
+// Two floats to E4M3, first in the low byte; round to nearest even, saturate to 448.
+MOEOPT_DEVICE uint32_t pack_e4m3x2(float first, float second) {
+  uint16_t packed;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(second), "f"(first));
+  return packed;
+}
+
 // --- memory --------------------------------------------------------------------------------------------------
 
 // Data that nothing writes while the kernel runs: may stay in L1.
@@ -112,6 +119,16 @@ MOEOPT_DEVICE void sync_named(int barrier, int threads) {
 MOEOPT_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 MOEOPT_DEVICE uint32_t warp_max(uint32_t value) { return __reduce_max_sync(0xffffffffu, value); }
 MOEOPT_DEVICE uint32_t warp_min(uint32_t value) { return __reduce_min_sync(0xffffffffu, value); }
+
+// Registers of this warpgroup from here on (sm_90a): all four warps, once, in one branch of the role's if/else.
+template <int kRegisters>
+MOEOPT_DEVICE void give_registers_back() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+MOEOPT_DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
 
 // Programmatic dependent launch: the next kernel may start / the previous kernel's writes are visible.
 MOEOPT_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -175,6 +192,9 @@ MOEOPT_DEVICE void async_copy16(void* shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(shared)), "l"(global),
                "r"(valid ? 16 : 0)
                : "memory");
+}
+MOEOPT_DEVICE void async_copy4(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(shared)), "l"(global) : "memory");
 }
 MOEOPT_DEVICE void async_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>

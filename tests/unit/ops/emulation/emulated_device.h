@@ -158,6 +158,10 @@ inline uint32_t warp_min(uint32_t value) {
     return result;
   });
 }
+template <int>
+inline void give_registers_back() {}
+template <int>
+inline void take_registers() {}
 inline void launch_dependents() {}
 inline void wait_for_previous_kernel() {}
 
@@ -248,8 +252,9 @@ inline void async_copy16(void* shared, const void* global, bool valid) {
   if (smem_address(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16) {
     ::emulation::fail("cp.async: misaligned address");
   }
-  fiber().open_copies.push_back({shared, global, valid});
+  fiber().open_copies.push_back({shared, global, 16, valid});
 }
+inline void async_copy4(void* shared, const void* global) { fiber().open_copies.push_back({shared, global, 4, true}); }
 inline void async_copy_commit() {
   fiber().copy_groups.push_back(std::move(fiber().open_copies));
   fiber().open_copies.clear();
@@ -260,9 +265,9 @@ inline void async_copy_wait() {
   while (groups.size() > static_cast<size_t>(kPending)) {
     for (const auto& copy : groups.front()) {
       if (copy.valid) {
-        std::memcpy(copy.to, copy.from, 16);
+        std::memcpy(copy.to, copy.from, copy.bytes);
       } else {
-        std::memset(copy.to, 0, 16);
+        std::memset(copy.to, 0, copy.bytes);
       }
     }
     groups.erase(groups.begin());

@@ -5,8 +5,7 @@
 #include <cstdio>
 
 #include "emulated_device.h"
-#include "launch/problem.h"
-#include "moeopt/flash_dmoe_decode.cuh"
+#include "launch/arguments.h"
 
 using namespace moeopt;
 
@@ -18,11 +17,68 @@ int report(const std::string& message, char* error, int capacity) {
 }
 
 template <int kWeightBytes, int kColumnBlocks>
-std::string run_decode(const DecodeArgs& args, DecodePhase phase, int grid, int shared_bytes, uint64_t seed) {
-  return emulation::launch(grid, kDecodeThreads, static_cast<size_t>(shared_bytes), seed, [&] {
+std::string run_decode(const DecodeArgs& args, DecodePhase phase, const DecodeLaunch& launch, uint64_t seed) {
+  return emulation::launch(launch.grid, kDecodeThreads, static_cast<size_t>(launch.shared_bytes), seed, [&] {
     if (phase == DecodePhase::kBoth) flash_dmoe_decode_kernel<kWeightBytes, kColumnBlocks, DecodePhase::kBoth>(args);
     if (phase == DecodePhase::kUp) flash_dmoe_decode_kernel<kWeightBytes, kColumnBlocks, DecodePhase::kUp>(args);
     if (phase == DecodePhase::kDown) flash_dmoe_decode_kernel<kWeightBytes, kColumnBlocks, DecodePhase::kDown>(args);
+  });
+}
+
+TensorMap tensor_map(const FusedExpertsArgs& moe, int which) {
+  const WeightView view = weight_view(moe, which);
+  TensorMap map{};
+  map.base = view.base;
+  map.element_bytes = view.element_bytes;
+  for (int i = 0; i < 3; ++i) {
+    map.sizes[i] = view.sizes[i];
+    map.strides[i] = view.strides[i];
+    map.box[i] = view.box[i];
+  }
+  return map;
+}
+
+template <GemmMode kMode, int kTokens, bool kUp>
+std::string run_gemm(const Problem& problem, const GemmArgs& args, const GroupedLaunch& launch, uint64_t seed) {
+  const TensorMap map0 = tensor_map(problem.moe, kUp ? 0 : 2), map1 = tensor_map(problem.moe, kUp ? 1 : 2);
+  return emulation::launch(launch.grid, kGemmThreads, static_cast<size_t>(launch.shared_bytes), seed,
+                           [&] { grouped_gemm_kernel<kMode, kTokens, kUp>(map0, map1, args); });
+}
+
+template <bool kUp>
+std::string run_gemm_for(const Problem& problem, const GemmArgs& args, const GroupedLaunch& launch, uint64_t seed) {
+  const auto choose = [&](auto mode_constant) -> std::string {
+    constexpr GemmMode kMode = decltype(mode_constant)::value;
+    if (launch.tile_tokens == 16) return run_gemm<kMode, 16, kUp>(problem, args, launch, seed);
+    if (launch.tile_tokens == 32) return run_gemm<kMode, 32, kUp>(problem, args, launch, seed);
+    if (launch.tile_tokens == 64) return run_gemm<kMode, 64, kUp>(problem, args, launch, seed);
+    if (launch.tile_tokens == 128) return run_gemm<kMode, 128, kUp>(problem, args, launch, seed);
+    return "no such tile";
+  };
+  if (launch.mode == GemmMode::kBf16) return choose(std::integral_constant<GemmMode, GemmMode::kBf16>());
+  if (launch.mode == GemmMode::kFp8) return choose(std::integral_constant<GemmMode, GemmMode::kFp8>());
+  return choose(std::integral_constant<GemmMode, GemmMode::kFp8Weights>());
+}
+
+std::string run_routing(const Problem& problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch,
+                        uint64_t seed) {
+  const RouteArgs args = route_arguments(problem, workspace, launch);
+  const std::string failure =
+      emulation::launch(launch.route_blocks, kRouteThreads, static_cast<size_t>(launch.route_shared_bytes), seed,
+                        [&] { count_pairs_kernel(args); });
+  if (!failure.empty() || launch.route_blocks == 1) return failure;
+  return emulation::launch(launch.route_blocks, kRouteThreads, 0, seed, [&] { place_pairs_kernel(args); });
+}
+
+std::string run_prepare(const PrepareArgs& args, uint64_t seed) {
+  return emulation::launch(2, kPrepareThreads, 0, seed, [&] { prepare_tokens_kernel(args); });
+}
+
+std::string run_router(const Problem& problem, int* ids, float* weights, uint64_t seed) {
+  const FusedExpertsArgs& moe = problem.moe;
+  const int columns = static_cast<int>(router_columns(moe)), tokens = static_cast<int>(moe.num_tokens);
+  return emulation::launch((tokens + 3) / 4, 128, static_cast<size_t>(4 * 8 * columns), seed, [&] {
+    route_tokens_kernel(problem.router, tokens, columns, static_cast<int>(moe.top_k), ids, weights);
   });
 }
 
@@ -30,31 +86,59 @@ std::string run_decode(const DecodeArgs& args, DecodePhase phase, int grid, int 
 
 extern "C" {
 
-// workspace: {h, y, slot_arrivals, tile_arrivals, block_arrivals}; geometry: {column blocks, stages, w13 chunk bytes,
-// w2 chunk bytes, shared bytes, grid}; split: two launches instead of one.
-int emulate_decode(const int64_t* values, int64_t count, void* const* workspace, const int32_t* geometry, int split,
-                   uint64_t seed, char* error, int capacity) {
-  const Problem problem = problem_from_values(values, count);
-  DecodeArgs args{};
-  args.moe = problem.moe;
-  args.router = problem.router;
-  args.h = static_cast<uint16_t*>(workspace[0]);
-  args.y = static_cast<float*>(workspace[1]);
-  args.slot_arrivals = static_cast<int*>(workspace[2]);
-  args.tile_arrivals = static_cast<int*>(workspace[3]);
-  args.block_arrivals = static_cast<int*>(workspace[4]);
-  args.num_stages = geometry[1];
-  args.w13_chunk_bytes = geometry[2];
-  args.w2_chunk_bytes = geometry[3];
+// split: two launches (up, down) instead of one.
+int emulate_decode(const int64_t* values, int64_t num_values, const int64_t* workspace, int64_t num_workspace,
+                   const int64_t* geometry, int64_t num_geometry, int split, uint64_t seed, char* error,
+                   int capacity) {
+  const Problem problem = problem_from_values(values, num_values);
+  const DecodeLaunch launch = decode_launch(geometry, num_geometry);
+  const DecodeArgs args = decode_arguments(problem, workspace, num_workspace, launch);
   const auto run = [&](DecodePhase phase) {
     const bool fp8 = problem.moe.weight_dtype == DType::kFloat8E4M3;
-    const auto entry = fp8 ? (geometry[0] == 1 ? run_decode<1, 1> : run_decode<1, 2>)
-                           : (geometry[0] == 1 ? run_decode<2, 1> : run_decode<2, 2>);
-    return entry(args, phase, geometry[5], geometry[4], seed);
+    const auto entry = fp8 ? (launch.column_blocks == 1 ? run_decode<1, 1> : run_decode<1, 2>)
+                           : (launch.column_blocks == 1 ? run_decode<2, 1> : run_decode<2, 2>);
+    return entry(args, phase, launch, seed);
   };
   if (!split) return report(run(DecodePhase::kBoth), error, capacity);
   const std::string first = run(DecodePhase::kUp);
   return report(first.empty() ? run(DecodePhase::kDown) : first, error, capacity);
+}
+
+// routing_only: stop before the first GEMM.
+int emulate_grouped(const int64_t* values, int64_t num_values, const int64_t* workspace_values, int64_t num_workspace,
+                    const int64_t* geometry, int64_t num_geometry, int routing_only, uint64_t seed, char* error,
+                    int capacity) {
+  Problem problem = problem_from_values(values, num_values);
+  const GroupedLaunch launch = grouped_launch(geometry, num_geometry);
+  const GroupedWorkspace workspace = grouped_workspace(workspace_values, num_workspace);
+  const FusedExpertsArgs& moe = problem.moe;
+  std::string failure;
+  if (problem.router.logits != nullptr) {
+    failure = run_router(problem, workspace.topk_ids, workspace.topk_weights, seed);
+    problem = with_routed_ids(problem, workspace);
+  }
+  if (failure.empty()) failure = run_routing(problem, workspace, launch, seed);
+  if (routing_only || !failure.empty()) return report(failure, error, capacity);
+  if (launch.mode != GemmMode::kBf16) failure = run_prepare(prepare_x(problem, workspace, launch.mode), seed);
+  if (failure.empty()) {
+    failure = run_gemm_for<true>(problem, up_arguments(problem, workspace, launch), launch, seed);
+  }
+  if (failure.empty() && launch.mode == GemmMode::kFp8) failure = run_prepare(prepare_h(problem, workspace), seed);
+  if (failure.empty()) {
+    failure = run_gemm_for<false>(problem, down_arguments(problem, workspace, launch), launch, seed);
+  }
+  const CombineArgs combine = combine_arguments(problem, workspace);
+  const int column_blocks = static_cast<int>((moe.hidden_size + 8 * kCombineThreads - 1) / (8 * kCombineThreads));
+  for (int y = 0; y < column_blocks && failure.empty(); ++y) {
+    failure = emulation::launch(
+        static_cast<int>(moe.num_tokens), kCombineThreads, 0, seed, [&] { combine_kernel(combine); }, y);
+  }
+  return report(failure, error, capacity);
+}
+
+int emulate_router(const int64_t* values, int64_t num_values, int* ids, float* weights, uint64_t seed, char* error,
+                   int capacity) {
+  return report(run_router(problem_from_values(values, num_values), ids, weights, seed), error, capacity);
 }
 
 }  // extern "C"

@@ -43,6 +43,7 @@ struct WgmmaOp {
 struct AsyncCopy {
   void* to;
   const void* from;
+  size_t bytes;
   bool valid;
 };
 

@@ -1,0 +1,422 @@
+// Grouped GEMM of the experts for middle and large batches: persistent, warp-specialised, weights as the 64-row operand.
+//
+//   tile = 256 weight rows x kTokens tokens of one expert, K in steps of 128 bytes of a weight row
+//
+//   producer warpgroup (threads 0-127)                     2 math warpgroups, 2 x 64 weight rows each
+//     w  4 boxes of 64 rows ──TMA, 128-byte swizzle──► A ┐
+//     tokens, gathered ──cp.async, swizzled by hand──► B ├─ ring ──full──►  wgmma m64 n{16..128}, FP32 accumulators
+//     (activation scales ──cp.async──► S, FP8 only)      ┘       ◄─empty──  SwiGLU or nothing, BF16, through shared
+//                                                                           memory ──16-byte stores──► h or y rows
+//
+//   kUp:   rows are 64 gate + the same 64 up of each math warpgroup, so a thread holds gate and up of one element
+//   kDown: rows are 128 consecutive rows of w2 per math warpgroup
+//
+// Token tiles come from the routing kernel's table, so the host never reads a count. Consecutive blocks take the row
+// tiles of one token tile; token tiles of one expert are neighbours, so its weights are in L2 for the second.
+//
+// Modes: BF16 x BF16. FP8 weights x BF16 tokens: weights pass through registers, E4M3 to BF16 on the way, tokens
+// permuted by prepare_tokens.cuh. FP8 x FP8: per-128 scales of both sides applied to FP32 partial sums.
+//
+// Barriers: full opens with 128 + 1 arrivals (every producer thread once its own copies have landed, and thread 0 with
+// the TMA byte count); empty with 8 (one per math warp). cp.async data is made visible to the tensor cores by the
+// thread that copied it: wait for the group, fence, arrive; that arrival trails the copies by kLag stages.
+//
+// State: compiled and run in emulation on a CPU; not yet run on a GPU.
+#pragma once
+
+#include "moeopt/device.cuh"
+#include "moeopt/fused_experts.h"
+#include "moeopt/prepare_tokens.cuh"
+#include "moeopt/route_pairs.cuh"
+#include "moeopt/swiglu.cuh"
+
+namespace moeopt {
+
+enum class GemmMode { kBf16, kFp8Weights, kFp8 };
+
+constexpr int kGemmThreads = 384;
+constexpr int kProducerThreads = 128;
+constexpr int kBoxRows = 64;
+constexpr int kBoxBytes = kBoxRows * 128;
+constexpr int kWeightBytesPerStage = 4 * kBoxBytes;
+// Stages that the producers' signal trails their copies. The BF16 math warps trail too: they release a stage when the
+// next one is issued. A ring of kLag + 1 (+ 1) stages is the least that cannot deadlock; checked in launch_geometry.
+constexpr int kLag = 1;
+// 168 per thread at launch (65536 / 384, rounded down to 8); moved from the producers to the math warpgroups:
+// 128 x 56 + 256 x 224 = 64512 = 384 x 168.
+constexpr int kProducerRegisters = 56;
+constexpr int kMathRegisters = 224;
+
+template <GemmMode kMode, int kTokens>
+struct GemmShape {
+  static constexpr int kDepth = kMode == GemmMode::kBf16 ? 64 : 128;  // K per stage: 128 bytes of weights
+  static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2 : 1;  // of 128 bytes per token
+  static constexpr int kTokenBytes = kTokenTiles * kTokens * 128;
+  static constexpr int kScaleBytes = kMode == GemmMode::kFp8 ? 1024 : 0;  // kTokens floats, alignment kept
+  static constexpr int kStageBytes = kWeightBytesPerStage + kTokenBytes + kScaleBytes;
+  static constexpr int kStagingBytes = kTokens * 128;  // per math warpgroup: kTokens x 64 BF16
+};
+
+struct GemmArgs {
+  const void* tokens;  // BF16, permuted BF16 or E4M3 rows
+  int64_t token_stride;  // elements
+  const float* token_scale;  // kFp8: [rows][ceil(K / 128)]
+  const int* sorted_pair;    // gather: row = sorted_pair[position] / top_k; null: row = position
+  const TokenTile* tiles;
+  const int* num_tiles;
+  uint16_t* out;  // BF16 rows by position
+  int64_t out_stride;
+  const float* weight_scale;
+  const float* bias;
+  int32_t top_k;
+  int32_t depth;        // K
+  int32_t rows;         // kUp: I; kDown: H
+  int32_t weight_rows;  // kUp: 2 I; kDown: H
+  ScaleKind scale_kind;
+  Activation activation;
+  bool permute_out;  // h for FP8 weights
+  int32_t num_stages;
+};
+
+struct GemmRing {
+  unsigned char* stages;
+  uint64_t *full, *empty;
+  int num_stages, stage_bytes, stage = 0;
+  uint32_t parity = 0;
+
+  MOEOPT_DEVICE GemmRing(unsigned char* stages_, uint64_t* barriers, int num_stages_, int stage_bytes_)
+      : stages(stages_), full(barriers), empty(barriers + num_stages_), num_stages(num_stages_),
+        stage_bytes(stage_bytes_) {}
+  MOEOPT_DEVICE unsigned char* data() const { return stages + stage * stage_bytes; }
+  MOEOPT_DEVICE void advance() {
+    if (++stage == num_stages) {
+      stage = 0;
+      parity ^= 1u;
+    }
+  }
+};
+
+template <bool kUp>
+MOEOPT_DEVICE int row_tiles(const GemmArgs& args) {
+  return ceil_div(args.rows, kUp ? 128 : 256);
+}
+// First weight row (kUp: of I) of a math warpgroup's operand `a`.
+template <bool kUp>
+MOEOPT_DEVICE int first_row(int row_tile, int warpgroup, int a) {
+  return kUp ? row_tile * 128 + warpgroup * 64 : row_tile * 256 + warpgroup * 128 + a * 64;
+}
+
+MOEOPT_DEVICE TokenTile load_tile(const TokenTile* tile) {
+  const Vec4 v = load_constant16(tile);
+  return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), 0};
+}
+
+template <GemmMode kMode, int kTokens, bool kUp>
+MOEOPT_DEVICE void produce_tiles(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring) {
+  using Shape = GemmShape<kMode, kTokens>;
+  constexpr int kElementBytes = kMode == GemmMode::kFp8 ? 1 : 2;
+  constexpr int kRowsPerThread = kTokens / 16;
+  const int thread = thread_index(), chunk = thread % 8;
+  const int num_row_tiles = row_tiles<kUp>(args), num_tasks = *args.num_tiles * num_row_tiles;
+  const int num_steps = ceil_div(args.depth, Shape::kDepth), scale_groups = ceil_div(args.depth, 128);
+  GemmRing landed = ring;  // the next stage whose copies have not been signalled
+  int behind = 0;
+  const auto signal = [&] {
+    fence_async_proxy();
+    mbarrier_arrive(landed.full + landed.stage);
+    landed.advance();
+    --behind;
+  };
+  for (int task = block_index(); task < num_tasks; task += grid_blocks()) {
+    const TokenTile tile = load_tile(args.tiles + task / num_row_tiles);
+    const int row_tile = task % num_row_tiles;
+    const unsigned char* sources[kRowsPerThread];
+    MOEOPT_UNROLL
+    for (int j = 0; j < kRowsPerThread; ++j) {
+      const int n = thread / 8 + 16 * j;
+      sources[j] = nullptr;
+      if (n < tile.count) {
+        const int position = tile.begin + n;
+        const int64_t row = args.sorted_pair != nullptr ? args.sorted_pair[position] / args.top_k : position;
+        sources[j] = static_cast<const unsigned char*>(args.tokens) + row * args.token_stride * kElementBytes;
+      }
+    }
+    const float* scale_source = nullptr;
+    if (kMode == GemmMode::kFp8 && thread < tile.count) {
+      const int position = tile.begin + thread;
+      const int64_t row = args.sorted_pair != nullptr ? args.sorted_pair[position] / args.top_k : position;
+      scale_source = args.token_scale + row * scale_groups;
+    }
+    for (int step = 0; step < num_steps; ++step) {
+      mbarrier_wait(ring.empty + ring.stage, ring.parity ^ 1u);
+      unsigned char* stage = ring.data();
+      uint64_t* full = ring.full + ring.stage;
+      if (thread == 0) {
+        mbarrier_arrive_expect_bytes(full, kWeightBytesPerStage);
+        MOEOPT_UNROLL
+        for (int box = 0; box < 4; ++box) {
+          tensor_copy(stage + box * kBoxBytes, box % 2 ? map1 : map0, step * Shape::kDepth,
+                      first_row<kUp>(row_tile, box / 2, box % 2), tile.expert, full);
+        }
+      }
+      MOEOPT_UNROLL
+      for (int j = 0; j < kRowsPerThread; ++j) {
+        // A column past the tile's count keeps old bytes: it only reaches sums that are never stored.
+        if (sources[j] == nullptr) continue;
+        const int n = thread / 8 + 16 * j;
+        unsigned char* to = stage + kWeightBytesPerStage + n * 128 + ((chunk ^ (n & 7)) << 4);
+        MOEOPT_UNROLL
+        for (int half = 0; half < Shape::kTokenTiles; ++half) {
+          const int byte = step * Shape::kTokenTiles * 128 + half * 128 + chunk * 16;
+          // Past the end of K the weights arrive as zeros, so must the tokens: 0 * NaN is not 0.
+          const bool inside = byte < args.depth * kElementBytes;
+          async_copy16(to + half * kTokens * 128, sources[j] + (inside ? byte : 0), inside);
+        }
+      }
+      if (scale_source != nullptr) {
+        async_copy4(stage + kWeightBytesPerStage + Shape::kTokenBytes + thread * 4, scale_source + step);
+      }
+      async_copy_commit();
+      ring.advance();
+      if (++behind > kLag) {
+        async_copy_wait<kLag>();
+        signal();
+      }
+    }
+  }
+  async_copy_wait<0>();
+  while (behind > 0) signal();
+}
+
+template <int kRegisters>
+MOEOPT_DEVICE void touch_all(float (&values)[kRegisters]) {
+  MOEOPT_UNROLL
+  for (int r = 0; r < kRegisters; ++r) wgmma_touch(values[r]);
+}
+
+// One stage of BF16: 4 steps of K = 16, both operands from shared memory, one group in flight behind.
+template <int kTokens>
+MOEOPT_DEVICE void multiply_bf16(const unsigned char* stage, int warpgroup, bool first, float (&sum0)[kTokens / 2],
+                                 float (&sum1)[kTokens / 2]) {
+  const uint64_t a0 = swizzled_descriptor(stage + (2 * warpgroup) * kBoxBytes);
+  const uint64_t a1 = swizzled_descriptor(stage + (2 * warpgroup + 1) * kBoxBytes);
+  const uint64_t b = swizzled_descriptor(stage + kWeightBytesPerStage);
+  wgmma_fence();
+  MOEOPT_UNROLL
+  for (int k = 0; k < 4; ++k) {
+    const int keep = !first || k > 0;
+    wgmma_bf16(sum0, advance_descriptor(a0, 32 * k), advance_descriptor(b, 32 * k), keep);
+    wgmma_bf16(sum1, advance_descriptor(a1, 32 * k), advance_descriptor(b, 32 * k), keep);
+  }
+  wgmma_commit();
+}
+
+// E4M3 weights of rows g and g + 8 of this warp, K = 16 k + 4 t ..., as BF16 operand registers.
+MOEOPT_DEVICE void load_fp8_rows(const unsigned char* box, int k, uint32_t (&registers)[4]) {
+  const int lane = thread_index() % 32, row = thread_index() / 32 % 4 * 16 + lane / 4;
+  const unsigned char* source = box + row * 128 + ((k ^ (row & 7)) << 4) + lane % 4 * 4;
+  const uint32_t low = *reinterpret_cast<const uint32_t*>(source);
+  const uint32_t high = *reinterpret_cast<const uint32_t*>(source + 8 * 128);  // row + 8: the same swizzle
+  registers[0] = bf16x2_from_e4m3x2(low);
+  registers[1] = bf16x2_from_e4m3x2(high);
+  registers[2] = bf16x2_from_e4m3x2(low >> 16);
+  registers[3] = bf16x2_from_e4m3x2(high >> 16);
+}
+
+// One stage of FP8 weights and BF16 tokens. Two register sets: one is converted while the other is multiplied.
+template <int kTokens>
+MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* stage, int warpgroup, float (&part0)[kTokens / 2],
+                                        float (&part1)[kTokens / 2]) {
+  const uint64_t b = swizzled_descriptor(stage + kWeightBytesPerStage);
+  uint32_t a0[2][4], a1[2][4];
+  MOEOPT_UNROLL
+  for (int k = 0; k < 8; ++k) {
+    load_fp8_rows(stage + (2 * warpgroup) * kBoxBytes, k, a0[k % 2]);
+    load_fp8_rows(stage + (2 * warpgroup + 1) * kBoxBytes, k, a1[k % 2]);
+    const uint64_t tokens = advance_descriptor(b, k / 4 * kTokens * 128 + k % 4 * 32);
+    wgmma_fence();
+    wgmma_bf16(part0, a0[k % 2], tokens, k > 0);
+    wgmma_bf16(part1, a1[k % 2], tokens, k > 0);
+    wgmma_commit();
+    wgmma_wait<1>();  // the group before is done: its registers may be written again
+  }
+  wgmma_wait<0>();
+}
+
+// One stage of FP8 x FP8, one operand: 4 steps of K = 32.
+template <int kTokens>
+MOEOPT_DEVICE void multiply_fp8(const unsigned char* stage, int box, float (&part)[kTokens / 2]) {
+  const uint64_t a = swizzled_descriptor(stage + box * kBoxBytes);
+  const uint64_t b = swizzled_descriptor(stage + kWeightBytesPerStage);
+  wgmma_fence();
+  MOEOPT_UNROLL
+  for (int k = 0; k < 4; ++k) wgmma_e4m3(part, advance_descriptor(a, 32 * k), advance_descriptor(b, 32 * k), k > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+}
+
+template <int kTokens>
+MOEOPT_DEVICE void add_scaled(float (&sum)[kTokens / 2], float (&part)[kTokens / 2], const float (&row_scale)[2],
+                              const float* token_scale) {
+  touch_all(part);
+  MOEOPT_UNROLL
+  for (int r = 0; r < kTokens / 2; ++r) {
+    const float scale = token_scale == nullptr ? 1.0f : token_scale[r / 4 * 8 + thread_index() % 4 * 2 + r % 2];
+    sum[r] += row_scale[r % 4 / 2] * scale * part[r];
+  }
+}
+
+// Position of element (n, m) in a warpgroup's staging buffer, in BF16: rows of 64, chunks of 8 exchanged so that the 4
+// columns one store instruction touches lie in different banks.
+MOEOPT_DEVICE int staging_index(int n, int m) { return n * 64 + ((((m >> 3) ^ (n >> 1)) & 7) << 3) + (m & 7); }
+
+// Stages kTokens x 64 values, then writes the rows of the tile's tokens, 16 bytes per thread. `value(r)` is the result
+// in accumulator register r.
+template <int kTokens, bool kUp, typename Value>
+MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int first, uint16_t* staging, int warpgroup,
+                              const Value& value) {
+  const int lane = thread_index() % 32, warp = thread_index() / 32 % 4;
+  sync_named(1 + warpgroup, 128);  // the buffer's last readers are done
+  MOEOPT_UNROLL
+  for (int r = 0; r < kTokens / 2; ++r) {
+    const int n = r / 4 * 8 + lane % 4 * 2 + r % 2;
+    int m = warp * 16 + lane / 4 + 8 * (r % 4 / 2);
+    if (kUp && args.permute_out) m = permuted_position(m);
+    staging[staging_index(n, m)] = static_cast<uint16_t>(pack_bf16x2(value(r), 0.0f));
+  }
+  sync_named(1 + warpgroup, 128);
+  const int chunk = thread_index() % 8;
+  for (int n = thread_index() % 128 / 8; n < tile.count; n += 16) {
+    if (first + chunk * 8 >= args.rows) break;
+    const Vec4 v = *reinterpret_cast<const Vec4*>(staging + staging_index(n, chunk * 8));
+    *reinterpret_cast<Vec4*>(args.out + (tile.begin + n) * args.out_stride + first + chunk * 8) = v;
+  }
+}
+
+// Scale (per channel) and bias of a thread's two rows.
+struct RowTerms {
+  float scale[2], bias[2];
+};
+MOEOPT_DEVICE RowTerms row_terms(const GemmArgs& args, int expert, const int (&rows)[2]) {
+  RowTerms terms = {{1.0f, 1.0f}, {0.0f, 0.0f}};
+  MOEOPT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    if (rows[half] < 0) continue;
+    if (args.scale_kind == ScaleKind::kChannel) {
+      terms.scale[half] = channel_scale(args.weight_scale, expert, args.weight_rows, rows[half]);
+    }
+    if (args.bias != nullptr) terms.bias[half] = channel_scale(args.bias, expert, args.weight_rows, rows[half]);
+  }
+  return terms;
+}
+
+template <GemmMode kMode, int kTokens, bool kUp>
+MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, uint16_t* staging) {
+  using Shape = GemmShape<kMode, kTokens>;
+  const int warpgroup = thread_index() / 128 - 1, lane = thread_index() % 32;
+  const int thread_row = thread_index() / 32 % 4 * 16 + lane / 4;
+  const int num_row_tiles = row_tiles<kUp>(args), num_tasks = *args.num_tiles * num_row_tiles;
+  const int num_steps = ceil_div(args.depth, Shape::kDepth);
+  staging += warpgroup * (Shape::kStagingBytes / 2);
+  const auto release = [&](int stage) {
+    if (lane == 0) mbarrier_arrive(ring.empty + stage);
+  };
+  for (int task = block_index(); task < num_tasks; task += grid_blocks()) {
+    const TokenTile tile = load_tile(args.tiles + task / num_row_tiles);
+    const int row_tile = task % num_row_tiles;
+    const int first0 = first_row<kUp>(row_tile, warpgroup, 0), first1 = first_row<kUp>(row_tile, warpgroup, 1);
+    // Rows of the weight matrix behind operand 0 and 1 of this thread; -1 past the end.
+    int rows0[2], rows1[2];
+    MOEOPT_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int i0 = first0 + thread_row + 8 * half, i1 = first1 + thread_row + 8 * half;
+      rows0[half] = i0 >= args.rows ? -1 : kUp ? w13_row(args.activation, args.rows, i0, 0) : i0;
+      rows1[half] = i1 >= args.rows ? -1 : kUp ? w13_row(args.activation, args.rows, i1, 1) : i1;
+    }
+    float sum0[kTokens / 2] = {}, sum1[kTokens / 2] = {};
+    int previous = -1;
+    for (int step = 0; step < num_steps; ++step) {
+      float factors0[2] = {1.0f, 1.0f}, factors1[2] = {1.0f, 1.0f};
+      if (kMode != GemmMode::kBf16 && args.scale_kind == ScaleKind::kBlock128) {
+        MOEOPT_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const int row0 = rows0[half] < 0 ? 0 : rows0[half], row1 = rows1[half] < 0 ? 0 : rows1[half];
+          factors0[half] = block_scale(args.weight_scale, tile.expert, args.weight_rows, args.depth, row0, step * 128);
+          factors1[half] = block_scale(args.weight_scale, tile.expert, args.weight_rows, args.depth, row1, step * 128);
+        }
+      }
+      mbarrier_wait(ring.full + ring.stage, ring.parity);
+      const unsigned char* stage = ring.data();
+      if constexpr (kMode == GemmMode::kBf16) {
+        multiply_bf16<kTokens>(stage, warpgroup, step == 0, sum0, sum1);
+        wgmma_wait<1>();
+        if (previous >= 0) release(previous);
+        previous = ring.stage;
+      } else if constexpr (kMode == GemmMode::kFp8Weights) {
+        float part0[kTokens / 2], part1[kTokens / 2];
+        multiply_fp8_weights<kTokens>(stage, warpgroup, part0, part1);
+        add_scaled<kTokens>(sum0, part0, factors0, nullptr);
+        add_scaled<kTokens>(sum1, part1, factors1, nullptr);
+        sync_warp();
+        release(ring.stage);
+      } else {
+        const auto* token_scale = reinterpret_cast<const float*>(stage + kWeightBytesPerStage + Shape::kTokenBytes);
+        float part[kTokens / 2];
+        multiply_fp8<kTokens>(stage, 2 * warpgroup, part);
+        add_scaled<kTokens>(sum0, part, factors0, token_scale);
+        multiply_fp8<kTokens>(stage, 2 * warpgroup + 1, part);
+        add_scaled<kTokens>(sum1, part, factors1, token_scale);
+        sync_warp();  // all lanes have read the scales
+        release(ring.stage);
+      }
+      ring.advance();
+    }
+    if constexpr (kMode == GemmMode::kBf16) {
+      wgmma_wait<0>();
+      release(previous);
+    }
+    touch_all(sum0);
+    touch_all(sum1);
+    const RowTerms terms0 = row_terms(args, tile.expert, rows0), terms1 = row_terms(args, tile.expert, rows1);
+    const auto value0 = [&](int r) { return sum0[r] * terms0.scale[r % 4 / 2] + terms0.bias[r % 4 / 2]; };
+    const auto value1 = [&](int r) { return sum1[r] * terms1.scale[r % 4 / 2] + terms1.bias[r % 4 / 2]; };
+    if constexpr (kUp) {
+      store_tile<kTokens, kUp>(args, tile, first0, staging, warpgroup,
+                               [&](int r) { return swiglu(args.activation, value0(r), value1(r)); });
+    } else {
+      store_tile<kTokens, kUp>(args, tile, first0, staging, warpgroup, value0);
+      store_tile<kTokens, kUp>(args, tile, first1, staging, warpgroup, value1);
+    }
+  }
+}
+
+template <GemmMode kMode, int kTokens, bool kUp>
+MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
+    grouped_gemm_kernel(const MOEOPT_GRID_CONSTANT TensorMap map0, const MOEOPT_GRID_CONSTANT TensorMap map1,
+                        const MOEOPT_GRID_CONSTANT GemmArgs args) {
+  using Shape = GemmShape<kMode, kTokens>;
+  MOEOPT_SHARED_BASE(shared);
+  unsigned char* after_ring = shared + args.num_stages * Shape::kStageBytes;
+  auto* staging = reinterpret_cast<uint16_t*>(after_ring);
+  auto* barriers = reinterpret_cast<uint64_t*>(after_ring + 2 * Shape::kStagingBytes);
+  if (thread_index() == 0) {
+    prefetch_tensor_map(&map0);
+    prefetch_tensor_map(&map1);
+    for (int s = 0; s < args.num_stages; ++s) {
+      mbarrier_init(barriers + s, kProducerThreads + 1);
+      mbarrier_init(barriers + args.num_stages + s, (kGemmThreads - kProducerThreads) / 32);
+    }
+    fence_mbarrier_init();
+  }
+  sync_block();
+  const GemmRing ring(shared, barriers, args.num_stages, Shape::kStageBytes);
+  if (thread_index() < kProducerThreads) {
+    give_registers_back<kProducerRegisters>();
+    produce_tiles<kMode, kTokens, kUp>(args, &map0, &map1, ring);
+  } else {
+    take_registers<kMathRegisters>();
+    multiply_tiles<kMode, kTokens, kUp>(args, ring, staging);
+  }
+}
+
+}  // namespace moeopt

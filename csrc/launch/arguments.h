@@ -1,0 +1,233 @@
+// Kernel arguments from a problem, its workspace and its geometry: plain arithmetic, shared by the launchers and the
+// tests' emulation, so that both start the kernels with the same numbers.
+//
+// Workspaces arrive as address lists and geometries as integer lists, in the order of the structs below; they are made
+// by moe_optimizer/ops/cuda_dispatch.py from moe_optimizer/ops/launch_geometry.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "launch/problem.h"
+#include "moeopt/combine.cuh"
+#include "moeopt/flash_dmoe_decode.cuh"
+#include "moeopt/grouped_gemm.cuh"
+#include "moeopt/prepare_tokens.cuh"
+#include "moeopt/route_pairs.cuh"
+
+namespace moeopt {
+
+inline void expect_count(const char* what, int64_t got, int64_t expected) {
+  if (got != expected) {
+    throw std::invalid_argument(std::string(what) + ": got " + std::to_string(got) + " values, expected " +
+                                std::to_string(expected));
+  }
+}
+
+// --- small batches -------------------------------------------------------------------------------------------
+
+struct DecodeLaunch {
+  int32_t column_blocks, num_stages, w13_chunk_bytes, w2_chunk_bytes, shared_bytes, grid;
+};
+constexpr int kDecodeWorkspace = 5;  // h, y, slot_arrivals, tile_arrivals, block_arrivals
+constexpr int kDecodeLaunchValues = 6;
+
+inline DecodeLaunch decode_launch(const int64_t* values, int64_t count) {
+  expect_count("decode geometry", count, kDecodeLaunchValues);
+  const auto at = [&](int i) { return static_cast<int32_t>(values[i]); };
+  return {at(0), at(1), at(2), at(3), at(4), at(5)};
+}
+
+inline DecodeArgs decode_arguments(const Problem& problem, const int64_t* workspace, int64_t count,
+                                   const DecodeLaunch& launch) {
+  expect_count("decode workspace", count, kDecodeWorkspace);
+  DecodeArgs args{};
+  args.moe = problem.moe;
+  args.router = problem.router;
+  args.h = reinterpret_cast<uint16_t*>(workspace[0]);
+  args.y = reinterpret_cast<float*>(workspace[1]);
+  args.slot_arrivals = reinterpret_cast<int*>(workspace[2]);
+  args.tile_arrivals = reinterpret_cast<int*>(workspace[3]);
+  args.block_arrivals = reinterpret_cast<int*>(workspace[4]);
+  args.num_stages = launch.num_stages;
+  args.w13_chunk_bytes = launch.w13_chunk_bytes;
+  args.w2_chunk_bytes = launch.w2_chunk_bytes;
+  return args;
+}
+
+// --- middle and large batches --------------------------------------------------------------------------------
+
+struct GroupedLaunch {
+  GemmMode mode;
+  int32_t tile_tokens, num_stages, shared_bytes, grid, route_blocks, route_shared_bytes;
+};
+constexpr int kGroupedLaunchValues = 7;
+
+// In the order of the list. Null where a mode does not use it.
+struct GroupedWorkspace {
+  int *block_counts, *pair_rank, *expert_offsets, *sorted_pair, *pair_position;
+  TokenTile* tiles;
+  int *num_tiles, *block_arrivals;
+  uint16_t *h, *y;
+  void* tokens;  // permuted BF16, or E4M3
+  float* token_scale;
+  void* h_quantized;
+  float* h_scale;
+  int* topk_ids;  // what the router chose
+  float* topk_weights;
+};
+constexpr int kGroupedWorkspace = 16;
+
+inline GroupedLaunch grouped_launch(const int64_t* values, int64_t count) {
+  expect_count("grouped geometry", count, kGroupedLaunchValues);
+  const auto at = [&](int i) { return static_cast<int32_t>(values[i]); };
+  return {static_cast<GemmMode>(values[0]), at(1), at(2), at(3), at(4), at(5), at(6)};
+}
+
+inline GroupedWorkspace grouped_workspace(const int64_t* v, int64_t count) {
+  expect_count("grouped workspace", count, kGroupedWorkspace);
+  const auto ints = [&](int i) { return reinterpret_cast<int*>(v[i]); };
+  const auto any = [&](int i) { return reinterpret_cast<void*>(v[i]); };
+  GroupedWorkspace w{};
+  w.block_counts = ints(0);
+  w.pair_rank = ints(1);
+  w.expert_offsets = ints(2);
+  w.sorted_pair = ints(3);
+  w.pair_position = ints(4);
+  w.tiles = static_cast<TokenTile*>(any(5));
+  w.num_tiles = ints(6);
+  w.block_arrivals = ints(7);
+  w.h = static_cast<uint16_t*>(any(8));
+  w.y = static_cast<uint16_t*>(any(9));
+  w.tokens = any(10);
+  w.token_scale = static_cast<float*>(any(11));
+  w.h_quantized = any(12);
+  w.h_scale = static_cast<float*>(any(13));
+  w.topk_ids = ints(14);
+  w.topk_weights = static_cast<float*>(any(15));
+  return w;
+}
+
+// With router logits, the chosen ids and weights take the place of given ones.
+inline Problem with_routed_ids(Problem problem, const GroupedWorkspace& workspace) {
+  if (problem.router.logits != nullptr) {
+    problem.moe.topk_ids = workspace.topk_ids;
+    problem.moe.topk_weights = workspace.topk_weights;
+    problem.moe.ids_are_int64 = false;
+  }
+  return problem;
+}
+
+inline int64_t router_columns(const FusedExpertsArgs& moe) {
+  return moe.expert_map != nullptr ? moe.num_global_experts : moe.num_local_experts;
+}
+
+inline RouteArgs route_arguments(const Problem& problem, const GroupedWorkspace& w, const GroupedLaunch& launch) {
+  return {problem.moe,  w.block_counts, w.pair_rank,      w.expert_offsets,  w.sorted_pair, w.pair_position, w.tiles,
+          w.num_tiles, w.block_arrivals, launch.tile_tokens};
+}
+
+inline PrepareArgs prepare_arguments(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t depth, GemmMode mode,
+                                     void* out, float* scale) {
+  PrepareArgs args{};
+  args.in = in;
+  args.in_stride = in_stride;
+  args.permuted = mode == GemmMode::kFp8Weights ? static_cast<uint16_t*>(out) : nullptr;
+  args.quantized = mode == GemmMode::kFp8 ? static_cast<uint8_t*>(out) : nullptr;
+  args.scale = scale;
+  args.rows = rows;
+  args.depth = static_cast<int32_t>(depth);
+  return args;
+}
+inline PrepareArgs prepare_x(const Problem& problem, const GroupedWorkspace& w, GemmMode mode) {
+  const FusedExpertsArgs& moe = problem.moe;
+  return prepare_arguments(static_cast<const uint16_t*>(moe.x), moe.x_stride, moe.num_tokens, moe.hidden_size, mode,
+                           w.tokens, w.token_scale);
+}
+inline PrepareArgs prepare_h(const Problem& problem, const GroupedWorkspace& w) {
+  const FusedExpertsArgs& moe = problem.moe;
+  return prepare_arguments(w.h, moe.intermediate_size, moe.num_tokens * moe.top_k, moe.intermediate_size,
+                           GemmMode::kFp8, w.h_quantized, w.h_scale);
+}
+
+inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, const GroupedLaunch& launch) {
+  const FusedExpertsArgs& moe = problem.moe;
+  const bool prepared = launch.mode != GemmMode::kBf16;
+  GemmArgs args{};
+  args.tokens = prepared ? w.tokens : moe.x;
+  args.token_stride = prepared ? moe.hidden_size : moe.x_stride;
+  args.token_scale = w.token_scale;
+  args.sorted_pair = w.sorted_pair;
+  args.tiles = w.tiles;
+  args.num_tiles = w.num_tiles;
+  args.out = w.h;
+  args.out_stride = moe.intermediate_size;
+  args.weight_scale = moe.w13_scale;
+  args.bias = moe.w13_bias;
+  args.top_k = static_cast<int32_t>(moe.top_k);
+  args.depth = static_cast<int32_t>(moe.hidden_size);
+  args.rows = static_cast<int32_t>(moe.intermediate_size);
+  args.weight_rows = 2 * args.rows;
+  args.scale_kind = moe.scale_kind;
+  args.activation = moe.activation;
+  args.permute_out = launch.mode == GemmMode::kFp8Weights;
+  args.num_stages = launch.num_stages;
+  return args;
+}
+
+inline GemmArgs down_arguments(const Problem& problem, const GroupedWorkspace& w, const GroupedLaunch& launch) {
+  const FusedExpertsArgs& moe = problem.moe;
+  GemmArgs args = up_arguments(problem, w, launch);
+  args.tokens = launch.mode == GemmMode::kFp8 ? w.h_quantized : w.h;
+  args.token_stride = moe.intermediate_size;
+  args.token_scale = w.h_scale;
+  args.sorted_pair = nullptr;
+  args.out = w.y;
+  args.out_stride = moe.hidden_size;
+  args.weight_scale = moe.w2_scale;
+  args.bias = moe.w2_bias;
+  args.depth = static_cast<int32_t>(moe.intermediate_size);
+  args.rows = static_cast<int32_t>(moe.hidden_size);
+  args.weight_rows = args.rows;
+  args.permute_out = false;
+  return args;
+}
+
+inline CombineArgs combine_arguments(const Problem& problem, const GroupedWorkspace& w) {
+  const FusedExpertsArgs& moe = problem.moe;
+  return {w.y,
+          w.pair_position,
+          moe.topk_weights,
+          static_cast<uint16_t*>(moe.out),
+          moe.out_stride,
+          static_cast<int32_t>(moe.hidden_size),
+          static_cast<int32_t>(moe.top_k)};
+}
+
+// A rank-3 view [expert][row][K] of weights, copied in boxes of 64 rows x 128 bytes.
+struct WeightView {
+  const unsigned char* base;
+  int32_t element_bytes;
+  int64_t sizes[3];    // K, rows, experts
+  int64_t strides[3];  // bytes
+  int32_t box[3];
+};
+
+// which: 0 gate, 1 up, 2 down.
+inline WeightView weight_view(const FusedExpertsArgs& moe, int which) {
+  const int32_t bytes = moe.weight_dtype == DType::kFloat8E4M3 ? 1 : 2;
+  const bool down = which == 2, alternating = moe.activation == Activation::kSwigluOai;
+  const int64_t row = (down ? moe.w2_row_stride : moe.w13_row_stride * (alternating ? 2 : 1)) * bytes;
+  const int64_t expert = (down ? moe.w2_expert_stride : moe.w13_expert_stride) * bytes;
+  const int64_t up_row = which == 1 ? (alternating ? 1 : moe.intermediate_size) : 0;
+  const auto* base = static_cast<const unsigned char*>(down ? moe.w2 : moe.w13) + up_row * moe.w13_row_stride * bytes;
+  return {base,
+          bytes,
+          {down ? moe.intermediate_size : moe.hidden_size, down ? moe.hidden_size : moe.intermediate_size,
+           moe.num_local_experts},
+          {bytes, row, expert},
+          {128 / bytes, kBoxRows, 1}};
+}
+
+}  // namespace moeopt

@@ -1,0 +1,185 @@
+"""Launch of the grouped GEMMs: tile, ring stages, barrier arrivals, grid.
+
+Mirrors csrc/include/moeopt/grouped_gemm.cuh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from moe_optimizer.ops.launch_geometry.hopper import HOPPER, ChipLimits, expect
+from moe_optimizer.ops.launch_geometry.sizes import MoeSizes, ceil_div
+
+KERNEL = "grouped_gemm"
+THREADS = 384
+PRODUCER_THREADS = 128
+MATH_WARPS = (THREADS - PRODUCER_THREADS) // 32
+PRODUCER_REGISTERS = 56
+MATH_REGISTERS = 224
+BOX_ROWS = 64
+BOXES = 4
+LAG = 1
+"""Stages by which the producers' signal trails their copies."""
+RELEASE_LAG = 1
+"""Stages by which the BF16 math warps' release trails: stage s is released once s + 1 is issued."""
+ALIGNMENT_SLACK = 1024
+SWIZZLE_BYTES = 128
+"""Bytes of a weight row per stage: one swizzled row of the tensor copy."""
+
+
+class GemmMode(IntEnum):
+    """What the tensor cores multiply; codes of csrc/include/moeopt/grouped_gemm.cuh."""
+
+    BF16 = 0
+    FP8_WEIGHTS = 1
+    """E4M3 weights, BF16 tokens: weights become BF16 in registers."""
+    FP8 = 2
+    """E4M3 weights and tokens quantised per 128."""
+
+
+TILE_TOKENS = {GemmMode.BF16: (16, 32, 64, 128), GemmMode.FP8_WEIGHTS: (16, 32, 64), GemmMode.FP8: (32, 64, 128)}
+"""Token tiles that are compiled. FP8_WEIGHTS stops at 64: sums and partial sums of 128 do not fit the registers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedGeometry:
+    """Both GEMM launches (they share one shape), as the launcher takes it."""
+
+    mode: GemmMode
+    tile_tokens: int
+    depth_per_stage: int
+    """Elements of K per stage: 128 bytes of a weight row."""
+    num_stages: int
+    stage_bytes: int
+    shared_bytes: int
+    grid: int
+    full_arrivals: int
+    """128 producer threads once their own copies landed, and thread 0 with the byte count."""
+    empty_arrivals: int
+    """One per math warp."""
+    transaction_bytes: int
+    """Bytes of the 4 boxes that the copy engine adds to one stage."""
+    accumulators: int
+    """FP32 registers per math thread that hold sums and partial sums."""
+    max_tiles: int
+    """Token tiles the table must have room for: every pair full tiles, and one started tile per expert."""
+
+
+def grouped_geometry(
+    sizes: MoeSizes,
+    mode: GemmMode,
+    *,
+    num_multiprocessors: int,
+    tile_tokens: int | None = None,
+    num_stages: int | None = None,
+    limits: ChipLimits = HOPPER,
+) -> GroupedGeometry:
+    """Return the launch for `sizes`, one persistent block per multiprocessor.
+
+    Args:
+        sizes: the call.
+        mode: what is multiplied; must fit `sizes.weight_bytes`.
+        num_multiprocessors: of the device.
+        tile_tokens: tokens per tile; None: from the average tokens per expert.
+        num_stages: None: as many as fit.
+        limits: of the chip.
+
+    Raises:
+        GeometryError: the problem or the choice is outside what is compiled; the message says which number.
+    """
+    expect(sizes.hidden_size % 16 == 0, KERNEL, "H", sizes.hidden_size, "a multiple of 16")
+    expect(sizes.intermediate_size % 16 == 0, KERNEL, "I", sizes.intermediate_size, "a multiple of 16")
+    weight_bytes = 2 if mode == GemmMode.BF16 else 1
+    expect(sizes.weight_bytes == weight_bytes, KERNEL, f"bytes per weight in {mode.name}", sizes.weight_bytes, weight_bytes)
+    if tile_tokens is None:
+        tile_tokens = choose_tile_tokens(sizes, mode)
+    expect(tile_tokens in TILE_TOKENS[mode], KERNEL, f"token tile in {mode.name}", tile_tokens, TILE_TOKENS[mode])
+
+    box = BOX_ROWS * SWIZZLE_BYTES
+    token_bytes = tile_tokens * SWIZZLE_BYTES * (2 if mode == GemmMode.FP8_WEIGHTS else 1)
+    # 1024 for at most 128 floats: keeps every stage, and so every swizzled tile, on a 1024-byte boundary.
+    scale_bytes = 1024 if mode == GemmMode.FP8 else 0
+    stage = BOXES * box + token_bytes + scale_bytes
+    expect(stage % 1024 == 0, KERNEL, "bytes per stage", stage, "a multiple of 1024, the swizzle's period")
+    staging = 2 * tile_tokens * SWIZZLE_BYTES
+    fixed = {"output staging of 2 warpgroups": staging, "alignment": ALIGNMENT_SLACK}
+    if num_stages is None:
+        num_stages = min(8, (limits.shared_bytes_per_block - sum(fixed.values())) // (stage + 16))
+    # To signal stage s the producer first fills s + LAG, so stage s + LAG - num_stages must have been released, and
+    # that (BF16) needs stage s + LAG - num_stages + RELEASE_LAG signalled: a stage before s, or both wait forever.
+    release_lag = RELEASE_LAG if mode == GemmMode.BF16 else 0
+    expect(
+        num_stages >= LAG + release_lag + 1,
+        KERNEL,
+        "ring stages",
+        num_stages,
+        f"at least {LAG} (signal lag) + {release_lag} (release lag) + 1",
+    )
+    shared = limits.check_shared(
+        KERNEL,
+        {f"{num_stages} stages of {stage}": num_stages * stage, f"{2 * num_stages} barriers": 16 * num_stages, **fixed},
+    )
+    _check_registers(limits)
+    accumulators = _accumulators(mode, tile_tokens)
+    # Addresses, row data and loop state need about 24 registers beside the sums and two operand sets.
+    expect(
+        accumulators + 24 <= MATH_REGISTERS,
+        KERNEL,
+        f"sums of {tile_tokens} tokens in {mode.name}",
+        f"{accumulators} registers + 24",
+        f"at most {MATH_REGISTERS}",
+    )
+    return GroupedGeometry(
+        mode=mode,
+        tile_tokens=tile_tokens,
+        depth_per_stage=SWIZZLE_BYTES // weight_bytes,
+        num_stages=num_stages,
+        stage_bytes=stage,
+        shared_bytes=shared,
+        grid=num_multiprocessors,
+        full_arrivals=PRODUCER_THREADS + 1,
+        empty_arrivals=MATH_WARPS,
+        transaction_bytes=BOXES * box,
+        accumulators=accumulators,
+        max_tiles=sizes.num_pairs // tile_tokens + min(sizes.num_experts, sizes.num_pairs),
+    )
+
+
+def choose_tile_tokens(sizes: MoeSizes, mode: GemmMode) -> int:
+    """Return the smallest compiled tile of at least 1.5 times the average tokens per expert.
+
+    1.5: routing is uneven, and an expert that needs a second tile reads its weights again (from L2). Chosen by
+    arithmetic; to be replaced by measurements.
+    """
+    wanted = 1.5 * sizes.num_pairs / max(1, sizes.num_experts)
+    tiles = TILE_TOKENS[mode]
+    return next((tile for tile in tiles if tile >= wanted), tiles[-1])
+
+
+def num_row_tiles(sizes: MoeSizes) -> tuple[int, int]:
+    """Return the row tiles of the up and the down GEMM: 128 gate-up pairs, or 256 rows of w2, each."""
+    return ceil_div(sizes.intermediate_size, 128), ceil_div(sizes.hidden_size, 256)
+
+
+def _accumulators(mode: GemmMode, tile_tokens: int) -> int:
+    sums = 2 * tile_tokens // 2
+    if mode == GemmMode.BF16:
+        return sums
+    # Both partial sums at once, or one after the other.
+    partial = sums + 16 if mode == GemmMode.FP8_WEIGHTS else tile_tokens // 2
+    return sums + partial
+
+
+def _check_registers(limits: ChipLimits) -> None:
+    at_launch = limits.registers // THREADS // 8 * 8
+    moved = PRODUCER_THREADS * PRODUCER_REGISTERS + (THREADS - PRODUCER_THREADS) * MATH_REGISTERS
+    limits.check_registers(KERNEL, THREADS, at_launch)
+    expect(
+        moved <= THREADS * at_launch,
+        KERNEL,
+        f"registers after the move: {PRODUCER_THREADS} x {PRODUCER_REGISTERS} + "
+        f"{THREADS - PRODUCER_THREADS} x {MATH_REGISTERS}",
+        moved,
+        f"at most {THREADS} x {at_launch} = {THREADS * at_launch}",
+    )

@@ -1,0 +1,44 @@
+"""Launch of the kernels that sort token-expert pairs by expert.
+
+Mirrors csrc/include/moeopt/route_pairs.cuh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_optimizer.ops.launch_geometry.hopper import HOPPER, ChipLimits, expect
+from moe_optimizer.ops.launch_geometry.sizes import MoeSizes, ceil_div
+
+KERNEL = "route_pairs"
+THREADS = 256
+PAIRS_PER_BLOCK = 1024
+MAX_PAIRS = 2**31 - 1
+ALIGNMENT_SLACK = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingGeometry:
+    """One sort."""
+
+    blocks: int
+    shared_bytes: int
+    launches: int
+    """1: a single block counts and places; 2: place after the counts of all blocks."""
+
+
+def routing_geometry(sizes: MoeSizes, *, limits: ChipLimits = HOPPER) -> RoutingGeometry:
+    """Return the launch for `sizes`; raise GeometryError where 32-bit pair numbers do not reach."""
+    pairs = sizes.num_pairs
+    expect(pairs <= MAX_PAIRS, KERNEL, f"T x k = {sizes.num_tokens} x {sizes.top_k}", pairs, f"at most {MAX_PAIRS}")
+    blocks = max(1, ceil_div(pairs, PAIRS_PER_BLOCK))
+    shared = limits.check_shared(
+        KERNEL,
+        {
+            f"2 counts of {sizes.num_experts} experts": 2 * sizes.num_experts * 4,
+            "partial sums": THREADS * 4,
+            "last-block flag": 4,
+            "alignment": ALIGNMENT_SLACK,
+        },
+    )
+    return RoutingGeometry(blocks=blocks, shared_bytes=shared, launches=1 if blocks == 1 else 2)
