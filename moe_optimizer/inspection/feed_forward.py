@@ -84,6 +84,10 @@ class Experts:
     shared: Shared | None = None
     latent: Names = ()
     """Field with the width of the latent that the experts work on."""
+    modules: tuple[str, ...] = ()
+    """Names of an expert's projection under its layer, where a part with a common name stands beside them."""
+    routes_shared: bool = False
+    """The router has a row for each shared expert too."""
     dense_beside: Names | bool = False
     """The dense feed-forward part exists in expert layers too."""
     zero_experts: Names = ()
@@ -143,7 +147,7 @@ class Experts:
         gated = config.flag(self.gated)
         num_shared, shared_params = self._shared(config, hidden_size, width, layer, num_layers)
         choices = count + zero
-        router = hidden_size * choices
+        router = hidden_size * (choices + num_shared * self.routes_shared)
         router += choices * (config.flag(self.router_bias) + (corrected and config.flag(self.correction_bias)))
         router += (hidden_size + choices) * self.router_scales
         return ExpertLayer(
@@ -157,6 +161,7 @@ class Experts:
             num_shared_experts=num_shared,
             shared_params=shared_params,
             latent_params=2 * hidden_size * latent,
+            modules=self.modules,
         )
 
     def _shared(

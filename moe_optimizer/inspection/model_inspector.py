@@ -56,7 +56,7 @@ class ModelInspector:
             )
         config = config.with_defaults(_defaults(config, root, model_type, family))
         return build_spec(
-            name=str(model),
+            name=_name(model, folder),
             folder=folder,
             architecture=architectures[0] if architectures else "",
             model_type=model_type,
@@ -97,6 +97,13 @@ def _defaults(config: Config, root: Config, model_type: str, family: Family) -> 
     if config.raw is not root.raw:
         return defaults
     return {name: value for name, value in defaults.items() if name not in (*HIDDEN, *LAYERS)}
+
+
+def _name(model: str | Path, folder: Path) -> str:
+    """Return a hub id as given, or a folder's last component."""
+    text = str(model)
+    given_as_folder = Path(text).expanduser().is_dir()
+    return folder.resolve().name if given_as_folder else text
 
 
 def _architectures(root: Config) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moe_optimizer.inspection.checkpoint import compare
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.quantization import DTYPE_BITS, Quantization
+from moe_optimizer.inspection.quantization import ATTENTION, DENSE, EXPERTS, SHARED, Quantization
 from moe_optimizer.inspection.safetensors_header import Tensor
 from moe_optimizer.inspection.shapes import Decoder, Mixer
 from moe_optimizer.specs.model import AttentionKind, AttentionSpec, ModelSpec
@@ -19,6 +19,8 @@ MAX_POSITION = (
     "seq_length",
     "max_sequence_length",
     "model_max_length",
+    "max_position_embedding",
+    "max_context",
     "n_ctx",
 )
 
@@ -55,11 +57,7 @@ def build_spec(
     norm_params = sum(layer.norm_params for layer in layers) + decoder.final_params
     total = expert_params + mixer_params + dense_params + shared_params + router_params + latent_params + norm_params
     total += decoder.embedding_params + decoder.lm_head_params
-    linear_params = mixer_params + dense_params + shared_params + latent_params
-    expert_bytes = _stored(expert_params, quantization.expert_bits, quantization)
-    rest = total - expert_params - linear_params
-    linear_bytes = _stored(linear_params, quantization.linear_bits, quantization)
-    weight_bytes = expert_bytes + linear_bytes + rest * DTYPE_BITS[quantization.dtype] // 8
+    expert_bytes, weight_bytes = _stored_bytes(decoder, total, quantization)
     notes = (*warnings, *decoder.warnings, *quantization.warnings)
     if tensors is not None:
         checkpoint = compare(tensors, decoder, total)
@@ -95,7 +93,7 @@ def build_spec(
         shared_expert_params=shared_params,
         router_params=router_params,
         quant_method=quantization.method,
-        weight_bits=quantization.expert_bits if moe else quantization.linear_bits,
+        weight_bits=_weight_bits(decoder, quantization),
         weight_bytes=weight_bytes,
         expert_weight_bytes=expert_bytes,
         dtype=quantization.dtype,
@@ -110,10 +108,34 @@ def build_spec(
     )
 
 
-def _stored(params: int, bits: float, quantization: Quantization) -> int:
-    full = DTYPE_BITS[quantization.dtype]
-    scales = quantization.scale_bytes_per_weight if bits < full else 0.0
-    return round(params * (bits / 8 + scales))
+def _stored_bytes(decoder: Decoder, total: int, quantization: Quantization) -> tuple[int, int]:
+    """Return the bytes of the routed experts and of everything, as the scheme stores each part of each layer."""
+    experts, linears, linear_params = 0.0, 0.0, 0
+    for i, layer in enumerate(decoder.layers):
+        moe = layer.experts
+        routed = moe.num_experts * moe.expert_params if moe else 0
+        parts = [(layer.mixer.params, ATTENTION), (layer.dense_params, DENSE)]
+        if moe:
+            experts += quantization.stored_bytes(routed, quantization.bits(moe.modules or EXPERTS, i, routed=True))
+            parts.append((moe.shared_params + moe.latent_params, SHARED))
+        for params, names in parts:
+            if params:
+                linears += quantization.stored_bytes(params, quantization.bits(names, i))
+        linear_params += routed + sum(params for params, _ in parts)
+    rest = (total - linear_params) * quantization.dtype_bits / 8
+    return round(experts), round(experts + linears + rest)
+
+
+def _weight_bits(decoder: Decoder, quantization: Quantization) -> float:
+    """Return the bits of the routed experts, or where those are not quantised or absent, of the part that is."""
+    bits = [
+        quantization.bits(layer.experts.modules or EXPERTS, i, routed=True)
+        for i, layer in enumerate(decoder.layers)
+        if layer.experts
+    ]
+    bits += [quantization.bits(names, i) for i in range(len(decoder.layers)) for names in (DENSE, ATTENTION)]
+    quantised = (entry for entry in bits if entry < quantization.dtype_bits)
+    return next(quantised, quantization.dtype_bits)
 
 
 def _attention(config: Config, mixers: list[Mixer]) -> AttentionSpec:

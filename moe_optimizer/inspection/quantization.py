@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.json_file import read_json_object
+from moe_optimizer.inspection.module_patterns import ModulePatterns
 
 DTYPE_BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
 
@@ -18,6 +19,7 @@ METHOD_BITS: Mapping[str, float] = {
     "ptpc_fp8": 8,
     "mxfp8": 8,
     "mxfp4": 4,
+    "gpt_oss_mxfp4": 4,
     "nvfp4": 4,
     "modelopt_fp4": 4,
     "modelopt_mxfp8": 8,
@@ -37,6 +39,7 @@ ALGORITHM_BITS: Mapping[str, float] = {
     "INT8": 8,
     "INT8_SQ": 8,
     "W8A8_SQ_PER_CHANNEL": 8,
+    "W8A16": 8,
     "NVFP4": 4,
     "W4A16_NVFP4": 4,
     "NVFP4_AWQ": 4,
@@ -50,7 +53,54 @@ ALGORITHM_BITS: Mapping[str, float] = {
 }
 """Bits of a weight for the algorithms that ModelOpt names."""
 
-BITS_FIELDS = ("bits", "w_bit", "weight_bits", "num_bits", "nbits", "wbits")
+BITS_FIELDS = ("bits", "w_bit", "weight_bits", "num_bits", "nbits", "wbits", "weight_quant_params.nbits")
+IGNORED_FIELDS = (
+    "modules_to_not_convert",
+    "ignored_layers",
+    "ignore",
+    "exclude_modules",
+    "exclude",
+    "quantization.exclude_modules",
+    "llm_int8_skip_modules",
+)
+"""Fields that list modules left in the model's own dtype."""
+ATTENTION = (
+    "self_attn.q_proj",
+    "self_attn.q_b_proj",
+    "self_attn.qkv_proj",
+    "attn.wq_b",
+    "mixer.q_proj",
+    "mixer.in_proj",
+    "linear_attn.in_proj_qkv",
+    "linear_attn.in_proj_qkvz",
+)
+EXPERTS = (
+    "mlp.experts.0.up_proj",
+    "block_sparse_moe.experts.0.w1",
+    "feed_forward.experts.0.up_proj",
+    "mixer.experts.0.up_proj",
+    "ffn.experts.0.w1",
+    "experts.0.up_proj",
+)
+SHARED = (
+    "mlp.shared_experts.up_proj",
+    "mlp.shared_expert.up_proj",
+    "block_sparse_moe.shared_experts.up_proj",
+    "mixer.shared_experts.up_proj",
+    "ffn.shared_experts.w1",
+    "feed_forward.shared_expert.up_proj",
+)
+DENSE = ("mlp.up_proj", "feed_forward.up_proj", "mixer.up_proj", "ffn.w1")
+"""Names under "layers.N." that stand for a whole part when a list of modules is looked up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules that are stored with the same number of bits."""
+
+    bits: float
+    targets: ModulePatterns | None
+    """None: every linear layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +108,44 @@ class Quantization:
     """The scheme of a checkpoint."""
 
     method: str | None
-    expert_bits: float
-    linear_bits: float
-    """Bits of a weight of the linear layers outside the routed experts."""
     dtype: str
+    groups: tuple[Group, ...]
+    ignored: ModulePatterns
+    expert_bits: float | None
+    """Where the file gives the experts a type of their own."""
     scale_bytes_per_weight: float
     """Bytes of scales for each quantised weight."""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def dtype_bits(self) -> int:
+        """Bits of a weight that is not quantised."""
+        return DTYPE_BITS[self.dtype]
+
+    def bits(self, names: tuple[str, ...], layer: int, *, routed: bool = False) -> float:
+        """Return the bits of a weight of one part (ATTENTION, EXPERTS, ...) of one layer.
+
+        Args:
+            names: module names under the layer that stand for the part.
+            layer: index of the layer.
+            routed: the part is the routed experts, which may have a type of their own.
+        """
+        if self.method is None:
+            return self.dtype_bits
+        full_names = [f"layers.{layer}.{name}" for name in names]
+        if self.ignored and any(self.ignored.match(name) for name in full_names):
+            return self.dtype_bits
+        if routed and self.expert_bits is not None:
+            return self.expert_bits
+        for group in self.groups:
+            if group.targets is None or any(group.targets.match(name) for name in full_names):
+                return group.bits
+        return self.dtype_bits
+
+    def stored_bytes(self, params: int, bits: float) -> float:
+        """Return the bytes of `params` weights with their scales."""
+        scales = self.scale_bytes_per_weight if bits < self.dtype_bits else 0.0
+        return params * (bits / 8 + scales)
 
 
 def read_quantization(root: Config, config: Config, folder: Path) -> Quantization:
@@ -74,33 +155,37 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
         InputError: a scheme is of the wrong type.
     """
     dtype = _dtype(root, config)
-    full = DTYPE_BITS[dtype]
     scheme = _find_scheme(root, config, folder)
     if scheme is None:
-        return Quantization(method=None, expert_bits=full, linear_bits=full, dtype=dtype, scale_bytes_per_weight=0.0)
+        nothing = ModulePatterns(())
+        return Quantization(
+            method=None, dtype=dtype, groups=(), ignored=nothing, expert_bits=None, scale_bytes_per_weight=0.0
+        )
     method = _method(scheme)
-    bits = _bits(scheme, method)
     warnings: list[str] = []
-    if bits is None:
-        warnings.append(f"{scheme.where[:-1]}: the bits of a weight are not known for {method!r}; {full} assumed")
-        bits = full
-    expert_bits = bits
+    groups = _groups(scheme, method)
+    if not groups:
+        bits = DTYPE_BITS[dtype]
+        warnings.append(f"{scheme.where.rstrip('.: ')}: the bits of a weight of {method!r} are not known; {bits} assumed")
+        groups = (Group(bits, None),)
     expert_dtype = config.text("expert_dtype", root.text("expert_dtype"))
-    if expert_dtype:
-        expert_bits = _dtype_bits(expert_dtype) or bits
+    ignored = ModulePatterns(_ignored(scheme))
+    if ignored.skipped:
+        warnings.append(f"{scheme.where.rstrip('.: ')}: {len(ignored.skipped)} patterns of its ignore list were not applied")
     return Quantization(
         method=method,
-        expert_bits=expert_bits,
-        linear_bits=bits,
         dtype=dtype,
-        scale_bytes_per_weight=_scale_bytes(scheme, method, bits),
+        groups=groups,
+        ignored=ignored,
+        expert_bits=_bits_of_type(expert_dtype) if expert_dtype else None,
+        scale_bytes_per_weight=_scale_bytes(scheme, method, min(group.bits for group in groups)),
         warnings=tuple(warnings),
     )
 
 
 def _dtype(root: Config, config: Config) -> str:
     name = config.get(("dtype", "torch_dtype")) or root.get(("dtype", "torch_dtype"))
-    text = str(name).removeprefix("torch.") if isinstance(name, str) else ""
+    text = name.removeprefix("torch.") if isinstance(name, str) else ""
     return text if text in DTYPE_BITS else "bfloat16"
 
 
@@ -126,60 +211,97 @@ def _method(scheme: Config) -> str:
     producer = scheme.sub("producer")
     if producer is not None and producer.text("name"):
         return producer.text("name").lower()
+    if scheme.get(("quant_algo", "quantization.quant_algo")) is not None:
+        return "modelopt"
     if scheme.get("config_groups") is not None:
         return "compressed-tensors"
-    if scheme.get("quantization.quant_algo") is not None or scheme.get("quant_algo") is not None:
-        return "modelopt"
     if scheme.flag(("load_in_4bit", "_load_in_4bit")) or scheme.flag(("load_in_8bit", "_load_in_8bit")):
         return "bitsandbytes"
     return "unknown"
 
 
-def _bits(scheme: Config, method: str) -> float | None:
+def _groups(scheme: Config, method: str) -> tuple[Group, ...]:
+    """Return the groups of modules, most specific first; none when the bits cannot be told."""
+    layers = scheme.get(("quantized_layers", "quantization.quantized_layers"))
+    if isinstance(layers, dict) and layers:
+        return _layer_groups(layers)
     algorithm = scheme.get(("quant_algo", "quantization.quant_algo"))
     if isinstance(algorithm, str) and algorithm.upper() in ALGORITHM_BITS:
-        return ALGORITHM_BITS[algorithm.upper()]
+        return (Group(ALGORITHM_BITS[algorithm.upper()], None),)
     for name in (*BITS_FIELDS, *(f"weights.{name}" for name in BITS_FIELDS)):
         if scheme.get(name) is not None:
-            return scheme.number(name, 0.0)
-    group_bits = [bits for group in _groups(scheme) if (bits := _group_bits(group)) is not None]
-    if group_bits:
-        return min(group_bits)
+            return (Group(_sensible(scheme, name), None),)
+    named = scheme.get("config_groups")
+    if isinstance(named, dict) and named:
+        return tuple(group for entry in named.values() if (group := _config_group(entry)) is not None)
     if method == "bitsandbytes":
-        return 4 if scheme.flag(("load_in_4bit", "_load_in_4bit")) else 8
-    layers = scheme.get(("quantized_layers", "quantization.quantized_layers"))
-    if isinstance(layers, dict):
-        algorithms = {str(entry.get("quant_algo")).upper() for entry in layers.values() if isinstance(entry, dict)}
-        known = [ALGORITHM_BITS[name] for name in algorithms if name in ALGORITHM_BITS]
-        if known:
-            return min(known)
-    return METHOD_BITS.get(method)
+        return (Group(4 if scheme.flag(("load_in_4bit", "_load_in_4bit")) else 8, None),)
+    bits = METHOD_BITS.get(method) or _bits_in_nested_type(scheme)
+    return (Group(bits, None),) if bits else ()
 
 
-def _groups(scheme: Config) -> list[object]:
-    groups = scheme.get("config_groups")
-    return list(groups.values()) if isinstance(groups, dict) else []
+def _layer_groups(layers: Mapping[str, object]) -> tuple[Group, ...]:
+    names: dict[float, list[str]] = {}
+    for name, entry in layers.items():
+        algorithm = str(entry.get("quant_algo")).upper() if isinstance(entry, dict) else ""
+        if algorithm in ALGORITHM_BITS:
+            names.setdefault(ALGORITHM_BITS[algorithm], []).append(name)
+    return tuple(Group(bits, ModulePatterns(entries)) for bits, entries in sorted(names.items()))
 
 
-def _group_bits(group: object) -> float | None:
-    weights = group.get("weights") if isinstance(group, dict) else None
+def _config_group(entry: object) -> Group | None:
+    weights = entry.get("weights") if isinstance(entry, dict) else None
     bits = weights.get("num_bits") if isinstance(weights, dict) else None
-    return bits if isinstance(bits, (int, float)) and 0 < bits <= 32 else None
+    if isinstance(bits, bool) or not isinstance(bits, (int, float)) or not 0 < bits <= 32:
+        return None
+    targets = entry.get("targets") if isinstance(entry, dict) else None
+    if not isinstance(targets, list) or any(isinstance(name, str) and name.endswith("Linear") for name in targets):
+        return Group(bits, None)
+    return Group(bits, ModulePatterns(targets))
 
 
-def _dtype_bits(name: str) -> float | None:
-    match = re.search(r"(\d+)", name)
-    return float(match.group(1)) if match and 1 <= int(match.group(1)) <= 64 else None
+def _sensible(scheme: Config, name: str) -> float:
+    bits = scheme.number(name, 0.0)
+    if not 0 < bits <= 32:
+        raise scheme.error(name, scheme.get(name), "bits of a weight, from 1 to 32")
+    return bits
+
+
+def _ignored(scheme: Config) -> list[object]:
+    entries: list[object] = []
+    for name in IGNORED_FIELDS:
+        value = scheme.get(name)
+        if isinstance(value, list):
+            entries += value
+    return entries
+
+
+def _bits_in_nested_type(scheme: Config) -> float | None:
+    """Bits from a type's name inside the scheme, as Quark and torchao write it ("fp8_e4m3", "int4")."""
+    for name in ("global_quant_config.weight.dtype", "quant_type.default._type", "quant_type", "weight_dtype"):
+        value = scheme.get(name)
+        bits = _bits_of_type(value) if isinstance(value, str) else None
+        if bits is not None:
+            return bits
+    return None
+
+
+def _bits_of_type(name: str) -> float | None:
+    match = re.search(r"(?:int|uint|float|fp|bf|Int|Float)(\d{1,2})", name)
+    bits = int(match.group(1)) if match else 0
+    return float(bits) if 1 <= bits <= 32 else None
 
 
 def _scale_bytes(scheme: Config, method: str, bits: float) -> float:
     """Return the bytes of scales for each weight, as the method's checkpoints store them."""
     block = scheme.get("weight_block_size")
-    if isinstance(block, list) and len(block) == 2 and all(isinstance(side, int) and side > 0 for side in block):
+    if isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block):
         return 4 / (block[0] * block[1])
-    if method == "mxfp4":
+    if "mxfp4" in method:
         return 1 / 32
-    group = scheme.get(("group_size", "quantization.group_size", "q_group_size"))
-    if isinstance(group, int) and group > 0:
-        return (1 if bits == 4 and method.startswith(("modelopt", "nvfp4")) else 2.5) / group
-    return 0.0
+    names = ("group_size", "quantization.group_size", "q_group_size", "config_groups.group_0.weights.group_size")
+    group = scheme.get(names)
+    if type(group) is not int or group <= 0:
+        return 0.0
+    # NVFP4 has an FP8 scale for each group; GPTQ and AWQ an FP16 scale and a packed zero point.
+    return (1 if group == 16 else 2 + bits / 8) / group

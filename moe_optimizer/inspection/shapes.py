@@ -65,6 +65,8 @@ class ExpertLayer:
     num_shared_experts: int
     shared_params: int
     """All shared experts of the layer and their gate."""
+    modules: tuple[str, ...] = ()
+    """Names of an expert's projection under the layer, where they are not the usual ones."""
     latent_params: int = 0
     """Projections into and out of a latent that the routed experts work on."""
 

@@ -15,6 +15,7 @@ from moe_optimizer.inspection.families import (
     generic,
     hunyuan,
     hybrid,
+    inkling,
     latent,
     mixtral_like,
     nemotron,
@@ -37,6 +38,7 @@ _TABLES = (
     compressed,
     hunyuan,
     nemotron,
+    inkling,
     hybrid,
 )
 

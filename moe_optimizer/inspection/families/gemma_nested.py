@@ -133,6 +133,7 @@ FAMILIES = (
             layers=_gemma4_experts,
             dense_beside=True,
             router_scales=True,
+            modules=("experts.0.up_proj", "moe.experts.0.up_proj"),
         ),
         defaults={"tie_word_embeddings": True},
     ),
