@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
 from moe_optimizer import log
@@ -21,8 +22,13 @@ PLAIN_WIDTH = 80
 def make_streams_safe() -> None:
     """Let stdout and stderr write any text: what their encoding lacks is escaped instead of raising.
 
-    A file name that is not valid UTF-8 would otherwise end the command inside its own error message.
+    A file name that is not valid UTF-8 would otherwise end the command inside its own error message. A stream that
+    was closed before the start (`>&-`) is replaced by one that takes everything.
     """
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - open to the end
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - open to the end
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,19 @@ def test_a_full_disk_under_stdout_is_an_error(tmp_path: Path, run_command: Any) 
     assert finished.code == ExitCode.BUG
     assert "No space left on device" in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize(("model", "code"), [(str(TINY_MOE), 0), ("./none", 2)])
+def test_a_stream_closed_from_the_start_changes_nothing_else(
+    stream: str, model: str, code: int, tmp_path: Path, run_command: Any
+) -> None:
+    descriptor = {"stdout": 1, "stderr": 2}[stream]
+    program = ("-c", "import os, sys; os.execv('/bin/sh', ['sh', '-c', *sys.argv[1:]])")
+    line = f'exec "$0" -m moe_optimizer inspect "$1" {descriptor}>&-'
+    finished = run_command([line, sys.executable, model], program=program, cwd=tmp_path)
+    assert finished.code == code, finished
+    assert "Traceback" not in finished.stderr + finished.stdout
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
