@@ -68,6 +68,8 @@ class Family:
     """Further parameters outside the layers: called with config and hidden size."""
     extra_embeddings: Callable[[Config], int] | None = None
     """Further embedding tables."""
+    disagreement: Callable[[Config], str | None] | None = None
+    """Tells where vLLM and transformers would build different models."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """What the architecture assumes for fields that real files leave out. Never an expert count."""
 
@@ -109,9 +111,23 @@ class Family:
             final_params=norm_params * (self.final_norm + self.embedding_norm)
             + (self.model_extra(config, hidden_size) if self.model_extra else 0),
             idle_params=0,
+            warnings=self._warnings(config, experts is not None),
             expert_activation=config.text(ACTIVATION) if experts else "",
             expert_has_bias=bool(experts and self.experts and config.flag(self.experts.bias)),
         )
+
+    def _warnings(self, config: Config, has_experts: bool) -> tuple[str, ...]:
+        notes: list[str] = []
+        note = self.disagreement(config) if self.disagreement else None
+        if note is not None:
+            notes.append(f"{config.where}{note}")
+        assumed = config.defaults.get("(experts)")
+        if self.experts is not None and not has_experts and assumed and not config.has(self.experts.count):
+            notes.append(
+                f"{config.where}{_first(self.experts.count)}: is missing, so the model is taken for dense; "
+                f"the config class of vLLM and transformers would assume {assumed} experts"
+            )
+        return tuple(notes)
 
     def _num_layers(self, config: Config) -> int:
         """Return the number of layers: the field, or the length of a field with one entry for each layer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.disagreements import frequency_ignored, norm_after_experts, zero_experts
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
@@ -36,23 +37,27 @@ FAMILIES = (
     Family(
         model_types=("deepseek",),
         architectures=("DeepseekForCausalLM",),
+        disagreement=frequency_ignored,
         experts=EXPERTS,
     ),
     Family(
         model_types=("deepseek_v2",),
         architectures=("DeepseekV2ForCausalLM",),
+        disagreement=frequency_ignored,
         mixers={"attention": LatentAttention()},
         experts=EXPERTS,
     ),
     Family(
         model_types=("deepseek_v3", "kimi_k2"),
         architectures=("DeepseekV3ForCausalLM",),
+        disagreement=frequency_ignored,
         mixers={"attention": LatentAttention()},
         experts=CORRECTED,
     ),
     Family(
         model_types=("deepseek_v32",),
         architectures=("DeepseekV32ForCausalLM",),
+        disagreement=frequency_ignored,
         mixers={"attention": LatentAttention(indexer=True)},
         experts=CORRECTED,
     ),
@@ -71,6 +76,7 @@ FAMILIES = (
     Family(
         model_types=("axk1",),
         architectures=("AXK1ForCausalLM",),
+        disagreement=norm_after_experts,
         mixers={"attention": LatentAttention()},
         layer_extra=_norm_after_experts,
         experts=replace(CORRECTED, layers=after_first("first_k_dense_replace")),
@@ -83,6 +89,7 @@ FAMILIES = (
     Family(
         model_types=("longcat_flash",),
         architectures=("LongcatFlashForCausalLM",),
+        disagreement=zero_experts,
         layers=("num_layers", "num_hidden_layers"),
         mixers={"attention": LatentAttention(copies=2)},
         dense=Dense(width=("ffn_hidden_size", "intermediate_size"), bias=False, copies=2),

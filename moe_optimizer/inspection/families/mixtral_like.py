@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.disagreements import interleaving_listed
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import (
@@ -178,6 +179,7 @@ FAMILIES = (
     Family(
         model_types=("llama4_text", "llama4"),
         architectures=("Llama4ForCausalLM",),
+        disagreement=interleaving_listed,
         kinds=listed(
             otherwise=numbered(
                 "no_rope_layers",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.disagreements import pattern_length
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import LAYER_TYPE_KINDS, listed, pattern
@@ -36,6 +37,7 @@ FAMILIES = (
     Family(
         model_types=("nemotron_h",),
         architectures=("NemotronHForCausalLM",),
+        disagreement=pattern_length,
         kinds=listed(TYPES, otherwise=pattern(PATTERN, MIXER_KINDS), names=TYPE_KINDS),
         mixers={
             "attention": Attention(head_dim=("head_dim", "attention_head_dim"), qkv_bias="attention_bias"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.disagreements import windowed_heads
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
@@ -124,6 +125,7 @@ FAMILIES = (
     Family(
         model_types=("mimo_v2_flash", "mimo_v2"),
         architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
+        disagreement=windowed_heads,
         kinds=listed(
             otherwise=numbered("hybrid_layer_pattern", {0: "attention", 1: "sliding"}, otherwise=every("attention"))
         ),

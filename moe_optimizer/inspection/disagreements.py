@@ -1,0 +1,53 @@
+"""Configurations from which vLLM and transformers would build different models; vLLM's rule is the one counted."""
+
+from __future__ import annotations
+
+from moe_optimizer.inspection.config import Config
+
+Note = str | None
+
+
+def frequency_ignored(config: Config) -> Note:
+    """DeepSeek's classes in transformers have experts in every layer after the first dense ones."""
+    frequency = config.get("moe_layer_freq")
+    if isinstance(frequency, int) and frequency > 1:
+        return f"moe_layer_freq {frequency}: vLLM skips layers by it, transformers ignores it"
+    return None
+
+
+def interleaving_listed(config: Config) -> Note:
+    """Llama 4 in transformers follows a list of expert layers; vLLM only the step."""
+    listed, step = config.integers("moe_layers"), config.integer("interleave_moe_layer_step", 1)
+    layers = config.integer("num_hidden_layers", 0) or 0
+    if listed is None or not step or set(listed) == set(range(step - 1, layers, step)):
+        return None
+    return f"moe_layers differs from every {step}. layer: vLLM follows interleave_moe_layer_step, transformers the list"
+
+
+def zero_experts(config: Config) -> Note:
+    """LongCat's class in transformers allocates projections for experts that have none."""
+    count = config.integer("zero_expert_num", 0)
+    if not count:
+        return None
+    return f"{count} zero experts have no weights in vLLM; transformers allocates some, top_k counts both kinds"
+
+
+def windowed_heads(config: Config) -> Note:
+    """MiMo-V2 in transformers doubles the key/value heads in windowed layers."""
+    own, full = config.integer("swa_num_key_value_heads"), config.integer("num_key_value_heads")
+    if own is None or full is None or own == 2 * full:
+        return None
+    return f"swa_num_key_value_heads {own}: vLLM uses it, transformers takes twice num_key_value_heads"
+
+
+def pattern_length(config: Config) -> Note:
+    """Nemotron-H in transformers has as many layers as the pattern has letters."""
+    pattern, layers = config.get("hybrid_override_pattern"), config.integer("num_hidden_layers")
+    if not isinstance(pattern, str) or layers is None or len(pattern) == layers:
+        return None
+    return f"hybrid_override_pattern has {len(pattern)} letters: vLLM builds num_hidden_layers {layers}, transformers all"
+
+
+def norm_after_experts(config: Config) -> Note:
+    """A.X K1's published code and vLLM have a norm after the experts that transformers' class lacks."""
+    return "vLLM has a norm after the experts of each layer, transformers has none" if config.raw else None
