@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WishWithOrigin = tuple[Wish, str]
 """A wish and who made it, for example (Wish.ON, "flag --enable-fp8")."""
 
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 NOT_AVAILABLE = "not available in this version of moe-optimizer"
 
@@ -161,7 +161,7 @@ class PlanContext:
         """Return the model with its weights in `dtype`; a quantised checkpoint keeps its bytes."""
         if self.model.quant_method is not None or self.dtype == self.model.dtype:
             return self.model
-        scale = _DTYPE_BYTES[self.dtype] / _DTYPE_BYTES[self.model.dtype]
+        scale = DTYPE_BYTES[self.dtype] / DTYPE_BYTES[self.model.dtype]
         return dataclasses.replace(
             self.model,
             dtype=self.dtype,

@@ -75,6 +75,7 @@ class KvCache(OptimizationPass):
             f"{dtype if dtype != 'auto' else ctx.dtype} cache",
             reason,
             Applier.FLAGS if status is Status.ON else Applier.NONE,
+            evidence=_held_at_once(ctx, bits),
             rejected={"tiering": tiering},
             gain=_fp8_gain(ctx) if fp8 else None,
             vllm_args=("--kv-cache-dtype", dtype) if status is Status.ON else (),
@@ -154,6 +155,16 @@ def _host_cache_gib(ctx: PlanContext, bits: int, length: int | None) -> int:
         ctx.workload.batch_size * sequence_kv_bytes(request, tokens), sequence_kv_bytes(request, length or tokens)
     )
     return max(1, min(math.ceil(needed / _GIB), _room(ctx, bits) // _GIB))
+
+
+def _held_at_once(ctx: PlanContext, bits: int) -> tuple[str, ...]:
+    memory = ctx.memory(**ctx.memory_terms(bits))
+    length = ctx.workload.input_tokens + ctx.workload.output_tokens
+    asked = ctx.decided["scheduler"].params["max_num_seqs"]
+    held = memory.kv_tokens // length
+    if not held or held >= asked:
+        return ()
+    return (f"the cache holds {held} requests of {length} tokens at once; of {asked} the others wait",)
 
 
 def _tiering(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:

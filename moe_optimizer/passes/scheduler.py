@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from moe_optimizer.passes.base import OptimizationPass, PlanContext
+from moe_optimizer.costs.comm import all_reduce_us
+from moe_optimizer.costs.roofline import decode_step_floor_us
+from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.passes.base import DTYPE_BYTES, OptimizationPass, PlanContext
 from moe_optimizer.plan.decision import Applier, Decision, Status
 
 _MODE_FACTORS = {"throughput": 2.0, "balanced": 1.0, "interactivity": 0.5}
@@ -51,6 +54,7 @@ class Scheduler(OptimizationPass):
             f"{sequences} requests, {tokens} tokens a step",
             f"{sequences} requests from the batch size; {reason}; performance mode {mode}",
             Applier.FLAGS,
+            evidence=_floor(ctx, sequences),
             rejected=rejected,
             vllm_args=tuple(arguments),
             params={"max_num_seqs": sequences, "max_num_batched_tokens": tokens},
@@ -89,6 +93,34 @@ def _cache_bytes(ctx: PlanContext, tokens: int, sequences: int) -> int:
         max_num_batched_tokens=tokens,
         max_num_seqs=sequences,
     ).kv_cache_bytes
+
+
+def _floor(ctx: PlanContext, sequences: int) -> tuple[str, ...]:
+    """Return what the hardware allows at best: the time of one decode step, and tokens a second from it."""
+    if ctx.device == "cpu":
+        return ()
+    context = ctx.workload.input_tokens + ctx.workload.output_tokens
+    bits = ctx.model.weight_bits if ctx.model.quant_method is not None else DTYPE_BYTES[ctx.dtype] * 8
+    try:
+        step = decode_step_floor_us(
+            ctx.model,
+            ctx.gpu,
+            batch=sequences,
+            context=context,
+            num_gpus=ctx.tensor_parallel_size,
+            expert_bits=bits,
+            linear_bits=bits,
+        )
+        exchange = all_reduce_us(sequences * ctx.model.hidden_size * 2, ctx.gpu, ctx.tensor_parallel_size)
+    except UnsupportedError as error:
+        return (f"no floor is known: {error}",)
+    # Each layer exchanges once after attention and once after the experts.
+    total = step.value + 2 * ctx.model.num_layers * exchange.value
+    source = (step.source | exchange.source).value
+    return (
+        f"a decode step of {sequences} requests at {context} tokens takes at least {total / 1000:.1f} ms, so at most "
+        f"{sequences / total * 1e6:,.0f} tokens/s ({source}: {step.ref})",
+    )
 
 
 def _vllm_defaults(ctx: PlanContext) -> tuple[int, int]:

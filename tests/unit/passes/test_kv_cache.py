@@ -108,6 +108,12 @@ def test_fp32_on_the_cpu_needs_32_bits_an_element():
     assert decide(tiny_moe(), cpu_machine(), dtype="float32").params["kv_bits"] == 32
 
 
+def test_how_many_requests_the_cache_really_holds_is_said_where_it_is_fewer_than_planned():
+    (evidence,) = decide().evidence
+    assert evidence.startswith("the cache holds 8")  # about 137,000 tokens / 1536
+    assert decide(hardware=gpus("h100_sxm", 8)).evidence == ()
+
+
 def test_tiering_asked_for_by_flag_is_refused_aloud():
     wishes = {"kv_cache.tiering": (Wish.ON, "flag --enable-kv-tiering")}
     assert decide(wishes=wishes).warnings == (

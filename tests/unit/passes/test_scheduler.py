@@ -77,6 +77,23 @@ def test_the_profiles_tokens_are_taken_but_never_fewer_than_requests():
     assert value(decide(profile=profile, batch=64), "--max-num-batched-tokens") == 64
 
 
+def test_the_floor_of_a_decode_step_is_evidence_with_its_source():
+    (evidence,) = decide(batch=64).evidence
+    # 64 tokens hit 125.9 of 128 experts: 57 GB of experts, 3 GB of the rest, 9.7 GB of cache at 3.35 TB/s.
+    assert evidence.startswith("a decode step of 64 requests at 1536 tokens takes at least 20.")
+    assert "(modelled: bytes of one decode step" in evidence
+    (on_eight,) = decide(hardware=gpus("h100_sxm", 8), batch=64).evidence
+    assert "(assumed: " in on_eight
+
+
+def test_a_gpu_of_unknown_speed_has_no_floor_but_a_plan():
+    hardware = gpus("h100_sxm")
+    assert hardware.gpu is not None
+    unknown = dataclasses.replace(hardware.gpu.memory_bandwidth, value=0.0)
+    hardware = dataclasses.replace(hardware, gpu=dataclasses.replace(hardware.gpu, memory_bandwidth=unknown))
+    assert decide(hardware=hardware).evidence[0].startswith("no floor is known: ")
+
+
 def test_off_leaves_vllms_defaults_and_plans_memory_for_them():
     off = {"scheduler": (Wish.OFF, "flag --disable-scheduler")}
     assert decide(wishes=off).params == {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
