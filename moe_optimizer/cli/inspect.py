@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.options import ModelOptions, takes
-from moe_optimizer.errors import ExitCode
+from moe_optimizer.errors import ExitCode, printable
 
 if TYPE_CHECKING:
     from moe_optimizer.specs.model import ModelSpec
@@ -27,13 +27,13 @@ def command(options: ModelOptions) -> int:
 
         messages.write_data(json.dumps(to_inspect_json(spec), indent=2))
     else:
-        messages.write_data(render_model(spec))
+        messages.write_data(render_model(spec, width=messages.output_width()))
     messages.write_warnings(spec.warnings)
     return ExitCode.OK
 
 
-def render_model(spec: ModelSpec) -> str:
-    """Return the model as two columns of text."""
+def render_model(spec: ModelSpec, *, width: int) -> str:
+    """Return the model as two columns of text, at most `width` wide except for long words such as paths."""
     rows = [("model", spec.name), ("folder", spec.path), ("architecture", spec.architecture or "not named")]
     rows += _expert_rows(spec) if spec.is_moe else [("kind", "dense")]
     rows += [
@@ -45,14 +45,15 @@ def render_model(spec: ModelSpec) -> str:
         ("longest", f"{spec.max_position} tokens" if spec.max_position else "not stated"),
         ("servable", _servable(spec)),
     ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in _printable(rows))
+    names = max(len(name) for name, _ in rows) + 2
+    return "\n".join(_row(name, printable(value), names, width) for name, value in rows)
 
 
-def _printable(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    from moe_optimizer.errors import printable
+def _row(name: str, value: str, indent: int, width: int) -> str:
+    import textwrap
 
-    return [(name, printable(value)) for name, value in rows]
+    lines = textwrap.wrap(value, max(width - indent, 20), break_long_words=False, break_on_hyphens=False) or [""]
+    return f"{name:<{indent}}" + f"\n{'':<{indent}}".join(lines)
 
 
 def _expert_rows(spec: ModelSpec) -> list[tuple[str, str]]:
