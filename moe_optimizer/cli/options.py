@@ -66,8 +66,12 @@ def seconds(text: str) -> float:
     return value
 
 
-def _complete(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    return lambda incomplete: [value for value in values() if value.startswith(incomplete)]
+def _complete(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:
+        known = values() if callable(values) else values
+        return [value for value in known if value.startswith(incomplete)]
+
+    return complete
 
 
 def _profiles() -> Iterable[str]:
@@ -153,7 +157,13 @@ class PlanOptions(ModelOptions):
         ),
     ] = None
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help=", ".join(DTYPES) + ".  [default: auto]")
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="DTYPE",
+            help=", ".join(DTYPES) + ".  [default: auto]",
+            autocompletion=_complete(DTYPES),
+        ),
     ] = None
     host: Annotated[
         str | None, typer.Option("--host", metavar="HOST", help=f"Address to serve on.  [default: {DEFAULT_HOST}]")
@@ -168,7 +178,13 @@ class PlanOptions(ModelOptions):
         ),
     ] = None
     engine: Annotated[
-        str | None, typer.Option("--engine", metavar="|".join(ENGINES), help="What serves.  [default: vllm]")
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="|".join(ENGINES),
+            help="What serves.  [default: vllm]",
+            autocompletion=_complete(ENGINES),
+        ),
     ] = None
     hardware: Annotated[
         str | None,
@@ -183,7 +199,10 @@ class PlanOptions(ModelOptions):
     require: Annotated[
         list[str],
         typer.Option(
-            "--require", metavar="X", help="Optimization that must run in every worker, or exit 6. May be repeated."
+            "--require",
+            metavar="X",
+            help="Optimization that must run in every worker, or exit 6. May be repeated.",
+            autocompletion=_complete(SWITCHES),
         ),
     ] = field(default_factory=list)
     strict: Annotated[

@@ -176,3 +176,23 @@ def test_shell_completion_offers_the_commands(shell: str, tmp_path: Path, run_co
     finished = run_command([], program=program, cwd=tmp_path, env=environ)
     assert finished.code == 0, finished
     assert "inspect" in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("serve --profile b", "balanced"),
+        ("plan --hardware h20", "h200"),
+        ("serve --engine e", "embedded"),
+        ("serve --require fl", "flash-dmoe"),
+        ("serve --enable-fl", "--enable-flash-dmoe"),
+    ],
+)
+def test_shell_completion_offers_values(words: str, offered: str, tmp_path: Path, run_command: Any) -> None:
+    environ = {
+        "_MOE_OPTIMIZER_COMPLETE": "complete_bash", "COMP_WORDS": f"moe-optimizer {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }  # fmt: skip
+    program = ("-c", "import sys; from moe_optimizer.cli.main import main; sys.exit(main())")
+    finished = run_command([], program=program, cwd=tmp_path, env=environ)
+    assert finished.stdout.split() == [offered]
