@@ -22,7 +22,7 @@ struct CombineArgs {
   int32_t hidden_size, top_k;
 };
 
-MOEOPT_KERNEL void MOEOPT_BOUNDS(kCombineThreads, 1) combine_kernel(const MOEOPT_GRID_CONSTANT CombineArgs args) {
+MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kCombineThreads, 1) combine_kernel(const MOEOPT_GRID_CONSTANT CombineArgs args) {
   const int64_t token = block_index();
   const int column = (block_index_y() * kCombineThreads + thread_index()) * 8;
   if (column >= args.hidden_size) return;

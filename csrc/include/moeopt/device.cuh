@@ -16,7 +16,10 @@
 
 #include <cuda.h>  // the type CUtensorMap only; nothing of the driver library is linked
 
+// A kernel is a template, if need be over nothing (MOEOPT_PLAIN_KERNEL): a __global__ function cannot be inline, and
+// several files include the headers.
 #define MOEOPT_KERNEL __global__
+#define MOEOPT_PLAIN_KERNEL template <int kOnly = 0> __global__
 #define MOEOPT_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 #define MOEOPT_DEVICE __device__ __forceinline__
 #define MOEOPT_GRID_CONSTANT __grid_constant__

@@ -29,7 +29,7 @@ struct PrepareArgs {
   int32_t depth;  // multiple of 16
 };
 
-MOEOPT_KERNEL void MOEOPT_BOUNDS(kPrepareThreads, 1) prepare_tokens_kernel(const MOEOPT_GRID_CONSTANT PrepareArgs args) {
+MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kPrepareThreads, 1) prepare_tokens_kernel(const MOEOPT_GRID_CONSTANT PrepareArgs args) {
   const int groups = ceil_div(args.depth, 128), lane = thread_index() % 32;
   const int64_t total = args.rows * groups, warps = static_cast<int64_t>(grid_blocks()) * (kPrepareThreads / 32);
   for (int64_t task = static_cast<int64_t>(block_index()) * (kPrepareThreads / 32) + thread_index() / 32; task < total;

@@ -137,7 +137,7 @@ MOEOPT_DEVICE void place_pairs(const RouteArgs& args) {
 }
 
 // Dynamic shared memory: (2 E + 256 + 1) ints and the alignment.
-MOEOPT_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1) count_pairs_kernel(const MOEOPT_GRID_CONSTANT RouteArgs args) {
+MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1) count_pairs_kernel(const MOEOPT_GRID_CONSTANT RouteArgs args) {
   MOEOPT_SHARED_BASE(shared);
   const int num_experts = static_cast<int>(args.moe.num_local_experts);
   int* counts = reinterpret_cast<int*>(shared);
@@ -160,7 +160,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1) count_pairs_kernel(const MOEO
   }
 }
 
-MOEOPT_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1) place_pairs_kernel(const MOEOPT_GRID_CONSTANT RouteArgs args) {
+MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1) place_pairs_kernel(const MOEOPT_GRID_CONSTANT RouteArgs args) {
   place_pairs(args);
 }
 

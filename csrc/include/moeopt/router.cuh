@@ -124,7 +124,7 @@ MOEOPT_DEVICE void route_token(const RouterArgs& router, int num_experts, int to
 
 // Standalone form for many tokens: one warp per token, ids and weights to global memory. Dynamic shared memory: 8 bytes
 // per expert and warp.
-MOEOPT_KERNEL void MOEOPT_BOUNDS(128, 1)
+MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(128, 1)
     route_tokens_kernel(RouterArgs router, int num_tokens, int num_experts, int top_k, int* topk_ids,
                         float* topk_weights) {
   MOEOPT_SHARED_BASE(shared);

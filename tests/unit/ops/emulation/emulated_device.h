@@ -10,6 +10,7 @@
 #include "fibers.h"
 
 #define MOEOPT_KERNEL inline
+#define MOEOPT_PLAIN_KERNEL inline
 #define MOEOPT_BOUNDS(threads, blocks)
 #define MOEOPT_DEVICE inline
 #define MOEOPT_GRID_CONSTANT

@@ -1,0 +1,18 @@
+// grouped_gemm_kernel with BF16 weights and tokens: its token tiles.
+#include "launch/grouped_gemm.cuh"
+
+namespace moeopt {
+
+void launch_gemm_bf16(const Problem& problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch, bool up,
+                 cudaStream_t stream) {
+  constexpr GemmMode kMode = GemmMode::kBf16;
+  switch (launch.tile_tokens) {
+    case 16: return launch_gemms_of<kMode, 16>(problem, workspace, launch, up, stream);
+    case 32: return launch_gemms_of<kMode, 32>(problem, workspace, launch, up, stream);
+    case 64: return launch_gemms_of<kMode, 64>(problem, workspace, launch, up, stream);
+    case 128: return launch_gemms_of<kMode, 128>(problem, workspace, launch, up, stream);
+    default: fail_tile(launch);
+  }
+}
+
+}  // namespace moeopt

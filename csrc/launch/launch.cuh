@@ -1,0 +1,49 @@
+// What every launcher does: raise the shared-memory limit, set attributes, launch, turn an error into an exception.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace moeopt {
+
+inline void check_cuda(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  (void)cudaGetLastError();  // the error is reported here; the next check must not see it again
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(status) + ", " + cudaGetErrorString(status));
+}
+
+struct LaunchShape {
+  dim3 grid;
+  int threads;
+  int shared_bytes;
+  cudaStream_t stream;
+  bool cooperative = false;
+  bool overlaps_previous = false;  // may start before the previous kernel of the stream has ended
+};
+
+template <typename... Parameters, typename... Arguments>
+void launch_kernel(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
+                   const Arguments&... arguments) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes), name);
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
+  config.stream = shape.stream;
+  config.attrs = attributes;
+  if (shape.cooperative) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeCooperative;
+    attributes[config.numAttrs++].val.cooperative = 1;
+  }
+  if (shape.overlaps_previous) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), name);
+}
+
+}  // namespace moeopt
