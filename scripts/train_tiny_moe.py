@@ -54,6 +54,7 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(THREADS)
+    torch.use_deterministic_algorithms(True)
     if arguments.evaluate:
         return evaluate_folder(arguments.output)
     return train_folder(arguments.output, seed=arguments.seed, steps=arguments.steps, minutes=arguments.minutes)
@@ -109,6 +110,7 @@ def train_folder(output: Path, *, seed: int, steps: int, minutes: float | None) 
         size = sum(path.stat().st_size for path in folder.iterdir())
         assert size <= MAX_FOLDER_BYTES, f"model folder has {size} bytes, limit {MAX_FOLDER_BYTES}"
         for path in sorted(folder.iterdir()):
+            path.chmod(0o644)
             path.replace(output / path.name)
     print((output / "README.md").read_text(encoding="utf-8"))
     return 0
@@ -206,7 +208,9 @@ def _training_facts(result: TrainingResult, seed: int) -> dict[str, Any]:
         "sequence_length": training.SEQUENCE_LENGTH,
         "long_sequence_length": training.LONG_SEQUENCE_LENGTH,
         "long_share": training.LONG_SHARE,
-        "peak_learning_rate": training.PEAK_LEARNING_RATE,
+        "muon_learning_rate": training.MUON_LEARNING_RATE,
+        "adam_learning_rate": training.ADAM_LEARNING_RATE,
+        "decay_share": training.DECAY_SHARE,
         "balance_coefficient": checkpoint.BALANCE_COEFFICIENT,
         "minutes": round(result.seconds / 60, 2),
         "final_training_loss_per_token": round(result.final_loss, 4),

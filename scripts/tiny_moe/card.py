@@ -17,9 +17,26 @@ def render_card(metrics: dict[str, Any]) -> str:
     """The text of the card. Raises KeyError when metrics.json lacks a field: a card has no gaps."""
     heldout, long, corpus, training = (metrics[key] for key in ("heldout", "heldout_long", "corpus", "training"))
     model, versions, baselines = metrics["model"], metrics["versions"], metrics["baselines"]
+    uniform = {
+        "perplexity_per_byte": baselines["uniform_perplexity_per_byte"],
+        "bits_per_byte": baselines["uniform_bits_per_byte"],
+    }
+    unigram = {
+        "perplexity_per_byte": baselines["unigram_perplexity_per_byte"],
+        "bits_per_byte": baselines["unigram_bits_per_byte"],
+    }
+    quality = "\n".join(
+        f"| {name} | {numbers['perplexity_per_byte']:.3f} | {numbers['bits_per_byte']:.3f} |"
+        for name, numbers in (
+            (f"this model, windows of {heldout['context_length']}", heldout),
+            (f"this model, windows of {long['context_length']}", long),
+            ("byte unigram of the training text", unigram),
+            ("uniform over bytes", uniform),
+        )
+    )
     loads = "\n".join(
-        f"| {layer_idx} | {min(shares):.2%} | {max(shares):.2%} | {sum(share > 0 for share in shares)} of {len(shares)} |"
-        for layer_idx, shares in enumerate(heldout["expert_load"])
+        f"| {layer_idx} | {min(load):.2%} | {max(load):.2%} | {sum(share > 0 for share in load)} of {len(load)} |"
+        for layer_idx, load in enumerate(heldout["expert_load"])
     )
     return f"""---
 license: psf-2.0
@@ -52,10 +69,7 @@ before it in its window. Computed from the saved BF16 checkpoint, loaded through
 
 | on the same bytes | perplexity per byte | bits per byte |
 |---|--:|--:|
-| this model, windows of {heldout["context_length"]} | **{heldout["perplexity_per_byte"]:.3f}** | {heldout["bits_per_byte"]:.3f} |
-| this model, windows of {long["context_length"]} | {long["perplexity_per_byte"]:.3f} | {long["bits_per_byte"]:.3f} |
-| byte unigram of the training text | {baselines["unigram_perplexity_per_byte"]:.3f} | {baselines["unigram_bits_per_byte"]:.3f} |
-| uniform over bytes | {baselines["uniform_perplexity_per_byte"]} | {baselines["uniform_bits_per_byte"]} |
+{quality}
 
 Perplexity per token: {heldout["perplexity_per_token"]:.2f}.
 
@@ -76,10 +90,13 @@ Share of the routed tokens per expert; balanced would be {1 / model["num_experts
   {corpus["held_out_share"]}. `heldout.txt` is {len(corpus["evaluation_files"])} of them after each other:
   {", ".join(f"`{path}`" for path in corpus["evaluation_files"])}.
 - {training["steps"]:,} steps of {training["tokens_per_step"]:,} tokens ({training["tokens"]:,} in all), sequences of
-  {training["sequence_length"]} and in the last {training["long_share"]:.0%} of the steps {training["long_sequence_length"]};
-  AdamW, peak learning rate {training["peak_learning_rate"]}; load-balancing loss per layer, weight {training["balance_coefficient"]}.
-- {training["minutes"]:.1f} minutes on {training["device"]} with {training["threads"]} threads, in FP32. Seed {training["seed"]}. Python {versions["python"]}, torch {versions["torch"]},
-  transformers {versions["transformers"]}, tokenizers {versions["tokenizers"]}.
+  {training["sequence_length"]}, in the last {training["long_share"]:.0%} of the steps
+  {training["long_sequence_length"]}; Muon for the matrices of the layers (learning rate
+  {training["muon_learning_rate"]}), AdamW for the rest ({training["adam_learning_rate"]}), decay over the last
+  {training["decay_share"]:.0%}; load-balancing loss per layer, weight {training["balance_coefficient"]}.
+- {training["minutes"]:.1f} minutes on {training["device"]} with {training["threads"]} threads, in FP32. Seed
+  {training["seed"]}. Python {versions["python"]}, torch {versions["torch"]}, transformers
+  {versions["transformers"]}, tokenizers {versions["tokenizers"]}.
 - Again: `{training["command"]}`. The same versions, processor kind and thread count give the same bytes.
 - Against transformers: logits of the training network and of this folder differ by at most
   {metrics["max_logit_difference"]:.1e} in FP32.

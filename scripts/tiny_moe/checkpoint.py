@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tiny_moe.network import Shape, TinyMoe
 
-BALANCE_COEFFICIENT = 0.01
+BALANCE_COEFFICIENT = 0.02
 """Weight of the load-balancing loss in training; also written to config.json for whoever trains further."""
 
 

@@ -14,7 +14,8 @@ EXCLUDED_FOLDERS = ("site-packages", "test", "tests", "idle_test", "encodings", 
 """Not standard library, or not prose-like code: character tables, generated help topics, test data."""
 HELD_OUT_SHARE = 16
 """A file is held out when the first byte of the SHA-256 of its path is below this: 16 of 256, one file in sixteen."""
-EVALUATION_FILE_BYTES = 10_000
+EVALUATION_FILE_BYTES = (2_000, 15_000)
+"""Smallest and largest held-out file that goes into the evaluation text: several files, none of them a mere stub."""
 EVALUATION_TEXT_BYTES = 30_000
 CHAT_CODE_BYTES = 700
 """Longest function used as a chat answer: with its question it stays inside one training sequence."""
@@ -64,12 +65,13 @@ def corpus_digest(files: tuple[SourceFile, ...]) -> str:
 
 
 def evaluation_files(files: tuple[SourceFile, ...]) -> tuple[SourceFile, ...]:
-    """Whole held-out files of at most EVALUATION_FILE_BYTES, by digest, until EVALUATION_TEXT_BYTES are full."""
+    """Whole held-out files of a size within EVALUATION_FILE_BYTES, by digest, until EVALUATION_TEXT_BYTES are full."""
     chosen: list[SourceFile] = []
     room = EVALUATION_TEXT_BYTES
+    smallest, largest = EVALUATION_FILE_BYTES
     for file in sorted((file for file in files if file.held_out), key=lambda file: file.digest):
         size = len(file.text.encode())
-        if size <= min(room, EVALUATION_FILE_BYTES):
+        if smallest <= size <= min(room, largest):
             chosen.append(file)
             room -= size
     return tuple(chosen)

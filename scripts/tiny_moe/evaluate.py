@@ -37,7 +37,7 @@ def evaluate(folder: Path, *, max_windows: int | None = None, context_length: in
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     text = (folder / "heldout.txt").read_bytes().decode("utf-8")
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    token_ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     parts = windows(token_ids, tokenizer.convert_tokens_to_ids("<|endoftext|>"), context_length)[:max_windows]
     nats = 0.0
     num_tokens = 0

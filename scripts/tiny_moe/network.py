@@ -133,6 +133,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps)
 
     def forward(self, x_BLH: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
+        """Return [B, L, H]; cos and sin are those of `TinyMoe._angles`."""
         batch, length, _ = x_BLH.shape
         dim = self.shape.head_dim
 
@@ -163,6 +164,7 @@ class Layer(nn.Module):
         self.mlp = SparseMoe(shape, residual_scale)
 
     def forward(self, x_BLH: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (residual stream [B, L, H], load-balancing loss of this layer)."""
         x_BLH = x_BLH + self.self_attn(self.input_layernorm(x_BLH), cos_LD, sin_LD)
         out_TH, balance = self.mlp(self.post_attention_layernorm(x_BLH).flatten(0, 1))
         return x_BLH + out_TH.view_as(x_BLH), balance
