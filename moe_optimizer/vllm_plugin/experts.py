@@ -47,8 +47,8 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
         return mk.FusedMoEActivationFormat.Standard
 
     @staticmethod
-    def is_supported_config(  # pyright: ignore[reportSelfClsParameterName] - vLLM's own shape
-        cls: type[mk.FusedMoEExperts],
+    def is_supported_config(
+        cls: type[mk.FusedMoEExperts],  # pyright: ignore[reportSelfClsParameterName] - vLLM's own shape
         moe_config: Any,
         weight_key: Any,
         activation_key: Any,

@@ -66,7 +66,7 @@ def serve(port: int, *, once: bool) -> None:
                 self.wfile.flush()
                 os._exit(0)
 
-        def log_request(self, *args: object) -> None:
+        def log_request(self, code: object = "-", size: object = "-") -> None:
             pass
 
     HTTPServer(("127.0.0.1", port), Handler).serve_forever()

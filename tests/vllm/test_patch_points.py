@@ -1,0 +1,235 @@
+"""vLLM's own kernel choice with our patch in place: what we take, what we leave, and what a failure of ours does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.vllm_plugin import activation as activations
+from moe_optimizer.vllm_plugin import apply, kernel
+from moe_optimizer.vllm_plugin import patch as patches
+from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.patch import PatchState
+from moe_optimizer.vllm_plugin.patches import unquantized_oracle
+from moe_optimizer.vllm_plugin.patches.unquantized_oracle import UNQUANTIZED_ORACLE
+from tests.vllm.conftest import tiny_plan
+
+pytestmark = pytest.mark.vllm
+PASS = "flash_dmoe"
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Any:
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    return unquantized
+
+
+@pytest.fixture
+def activate(oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Activation]]:
+    """Applies a plan in this process, as in a fresh worker, and undoes it afterwards."""
+    from vllm import envs
+
+    monkeypatch.setattr(activations, "_current", None)
+    monkeypatch.setattr(patches, "_reports", {})
+    monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
+    forget_self_tests = kernel.self_test.cache_clear
+    forget_self_tests()
+
+    def start(**changes: Any) -> Activation:
+        return apply.apply_plan(tiny_plan(**changes), run_dir=tmp_path)
+
+    yield start
+    patches.undo(UNQUANTIZED_ORACLE.target)
+    forget_self_tests()
+
+
+def moe_config(**changes: Any) -> Any:
+    """Return vLLM's description of a layer of the bundled model."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import (
+        FusedMoEConfig,
+        FusedMoEParallelConfig,
+        RoutingMethodType,
+    )
+
+    fields: dict[str, Any] = {
+        "num_experts": 16,
+        "experts_per_token": 4,
+        "hidden_dim": 128,
+        "intermediate_size": 128,
+        "num_local_experts": 16,
+        "num_logical_experts": 16,
+        "activation": MoEActivation.SILU,
+        "device": "cpu",
+        "routing_method": RoutingMethodType.Renormalize,
+        "moe_parallel_config": FusedMoEParallelConfig.make_no_parallel(),
+        "in_dtype": torch.float32,
+    }
+    return FusedMoEConfig(**(fields | changes))
+
+
+def chosen(oracle: Any, **changes: Any) -> str:
+    return oracle.select_unquantized_moe_backend(moe_config(**changes))[1].__name__
+
+
+def why_not(activation: Activation) -> str:
+    return activation.proof.passes[PASS].why_not
+
+
+def test_our_class_is_chosen(oracle: Any, activate: Callable[..., Activation]) -> None:
+    activation = activate()
+    assert chosen(oracle) == "MoeOptimizerExperts"
+    assert activation.proof.passes[PASS].applied
+    assert why_not(activation) == ""
+
+
+def test_undone_it_is_stock_again(oracle: Any, activate: Callable[..., Activation]) -> None:
+    stock = oracle.backend_to_kernel_cls
+    activate()
+    assert oracle.backend_to_kernel_cls is not stock
+    assert patches.undo(UNQUANTIZED_ORACLE.target)
+    assert oracle.backend_to_kernel_cls is stock
+    assert chosen(oracle) == "CPUUnquantizedExperts"
+
+
+def test_the_installed_source_is_the_known_one(activate: Callable[..., Activation]) -> None:
+    activate()
+    assert [report.state for report in patches.patch_reports()] == [PatchState.APPLIED]
+
+
+def unsupported() -> dict[str, dict[str, Any]]:
+    import torch
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+
+    parallel = {**vars(FusedMoEParallelConfig.make_no_parallel()), "dp_size": 2}
+    return {
+        "activation": {"activation": MoEActivation.GELU},
+        "parallel config": {"moe_parallel_config": FusedMoEParallelConfig(**parallel)},
+        "swiglu_limit=7.0": {"swiglu_limit": 7.0},
+        "float64": {"in_dtype": torch.float64},
+    }
+
+
+@pytest.mark.parametrize("reason", ["activation", "parallel config", "swiglu_limit=7.0", "float64"])
+def test_what_the_kernel_does_not_do_is_left_to_stock_with_the_reason(
+    oracle: Any, activate: Callable[..., Activation], reason: str
+) -> None:
+    activation = activate()
+    assert chosen(oracle, **unsupported()[reason]) != "MoeOptimizerExperts"
+    assert reason in why_not(activation)
+
+
+def test_sizes_that_no_kernel_covers_are_refused_with_the_reason(
+    oracle: Any, activate: Callable[..., Activation]
+) -> None:
+    activation = activate()
+    # Stock pads this width and takes it.
+    assert chosen(oracle, intermediate_size=40) == "CPUUnquantizedExperts"
+    assert "multiples of 16" in why_not(activation)
+
+
+def raising(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("injected")
+
+
+POINTS = [
+    (unquantized_oracle, "world"),
+    (unquantized_oracle, "_offered_classes"),
+    (kernel, "self_test"),
+    (kernel, "why_not_covered"),
+    (kernel, "isa"),
+    (Activation, "resolve_plan"),
+    (Activation, "applied"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), POINTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_an_exception_at_any_point_of_the_choice_leaves_stock(
+    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    activation = activate()
+    monkeypatch.setattr(owner, name, raising)
+    assert chosen(oracle) == "CPUUnquantizedExperts"
+    assert why_not(activation) == "fallback: RuntimeError: injected"
+
+
+@pytest.mark.parametrize("name", ["add_compile_factor", "supported_version", "apply_when_imported"])
+def test_an_exception_while_applying_leaves_stock(
+    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(apply, name, raising)
+    activation = activate()
+    assert chosen(oracle) == "CPUUnquantizedExperts"
+    assert why_not(activation) == "fallback: RuntimeError: injected"
+
+
+def test_a_kernel_that_computes_something_else_is_refused(
+    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_optimizer.ops.fused_experts import fused_experts as right
+
+    def swapped_experts(x: Any, w13: Any, w2: Any, weights: Any, ids: Any, **kwargs: Any) -> Any:
+        return right(x, w13.flip(0), w2, weights, ids, **kwargs)
+
+    monkeypatch.setattr("moe_optimizer.ops.fused_experts.fused_experts", swapped_experts)
+    activation = activate()
+    assert chosen(oracle) == "CPUUnquantizedExperts"
+    assert "self-test failed: wrong result" in why_not(activation)
+
+
+def test_a_kernel_that_ignores_the_expert_map_is_refused(
+    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_optimizer.ops.fused_experts import fused_experts as right
+
+    def no_map(x: Any, w13: Any, w2: Any, weights: Any, ids: Any, *, expert_map: Any = None, **kwargs: Any) -> Any:
+        return right(x, w13, w2, weights, ids.clamp(max=1), **kwargs)
+
+    monkeypatch.setattr("moe_optimizer.ops.fused_experts.fused_experts", no_map)
+    activation = activate()
+    assert chosen(oracle) == "CPUUnquantizedExperts"
+    assert "self-test failed" in why_not(activation)
+
+
+def test_the_self_test_accepts_the_kernel_in_every_dtype() -> None:
+    import torch
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        kernel.self_test.cache_clear()
+        assert kernel.self_test(dtype) == ""
+
+
+def test_a_required_pass_raises_before_any_weight_is_loaded(
+    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activate(required=(PASS,))
+    monkeypatch.setattr(kernel, "isa", raising)
+    with pytest.raises(RequiredNotAppliedError, match=f"{PASS}: required"):
+        chosen(oracle)
+
+
+def test_an_old_vllm_is_left_alone(
+    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.25.1")
+    activation = activate()
+    assert chosen(oracle) == "CPUUnquantizedExperts"
+    assert why_not(activation) == "needs vLLM >= 0.26, found 0.25.1"
+
+
+def test_compiled_graphs_with_and_without_our_kernel_have_different_keys(
+    oracle: Any, activate: Callable[..., Activation]
+) -> None:
+    from vllm import envs
+
+    stock = envs.compile_factors()
+    activate()
+    chosen(oracle)
+    assert envs.compile_factors() != stock
