@@ -91,7 +91,9 @@ def grouped_geometry(
     expect(sizes.hidden_size % 16 == 0, KERNEL, "H", sizes.hidden_size, "a multiple of 16")
     expect(sizes.intermediate_size % 16 == 0, KERNEL, "I", sizes.intermediate_size, "a multiple of 16")
     weight_bytes = 2 if mode == GemmMode.BF16 else 1
-    expect(sizes.weight_bytes == weight_bytes, KERNEL, f"bytes per weight in {mode.name}", sizes.weight_bytes, weight_bytes)
+    expect(
+        sizes.weight_bytes == weight_bytes, KERNEL, f"bytes per weight in {mode.name}", sizes.weight_bytes, weight_bytes
+    )
     if tile_tokens is None:
         tile_tokens = choose_tile_tokens(sizes, mode)
     expect(tile_tokens in TILE_TOKENS[mode], KERNEL, f"token tile in {mode.name}", tile_tokens, TILE_TOKENS[mode])

@@ -1,0 +1,222 @@
+"""Runs the CUDA kernels on CUDA tensors: which variant, its workspace, the call.
+
+State: compiled and emulated on a CPU, not run on a GPU. Nothing selects these kernels by default: `fused_experts` on
+CUDA tensors runs in plain torch until a caller asks for a variant here or switches `cuda_kernels_enabled` on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from moe_optimizer.ops import _load
+from moe_optimizer.ops.cuda_dispatch_calls import decode_call, grouped_call, sizes_of
+from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
+from moe_optimizer.ops.launch_geometry.decode import DecodeGeometry, decode_geometry
+from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry, grouped_geometry
+from moe_optimizer.ops.launch_geometry.hopper import GeometryError
+from moe_optimizer.ops.launch_geometry.routing import routing_geometry
+from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
+from moe_optimizer.ops.launch_geometry.workspace import num_counters
+
+_CAPABILITY = (9, 0)
+_ALIGNMENT = 16
+DECODE_MAX_TOKENS = 16
+"""Tokens up to which the small-batch kernel is the choice; by arithmetic, not yet measured."""
+
+
+class DecodeStart(IntEnum):
+    """How the small-batch kernel is launched; codes of csrc/launch/cuda_kernels.h."""
+
+    COOPERATIVE = 0
+    PLAIN = 1
+    CHAINED = 2
+    SEPARATE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeVariant:
+    """The small-batch kernel."""
+
+    start: DecodeStart = DecodeStart.COOPERATIVE
+    num_stages: int | None = None
+
+    def __str__(self) -> str:
+        stages = "" if self.num_stages is None else f"/{self.num_stages}"
+        return f"decode-{self.start.name.lower()}{stages}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedVariant:
+    """The grouped GEMMs."""
+
+    mode: GemmMode
+    tile_tokens: int | None = None
+    num_stages: int | None = None
+
+    def __str__(self) -> str:
+        tile = "" if self.tile_tokens is None else f"-n{self.tile_tokens}"
+        stages = "" if self.num_stages is None else f"/{self.num_stages}"
+        return f"grouped-{self.mode.name.lower()}{tile}{stages}"
+
+
+Variant = DecodeVariant | GroupedVariant
+
+_enabled = False
+
+
+@contextlib.contextmanager
+def cuda_kernels_enabled() -> Iterator[None]:
+    """Let `fused_experts` use these kernels inside the block: for tests and measurements."""
+    global _enabled  # noqa: PLW0603
+    before, _enabled = _enabled, True
+    try:
+        yield
+    finally:
+        _enabled = before
+
+
+def why_not_selected() -> str | None:
+    """Return why `fused_experts` on CUDA tensors does not use the kernels, or None where it may."""
+    if not _enabled:
+        return "CUDA kernels: compiled, not run on a GPU, so not selected"
+    available, reason = _load.kernels_available()
+    if not available:
+        return reason
+    if not hasattr(_load.kernels(), "cuda_decode"):
+        return "built without CUDA kernels: no nvcc was found"
+    return None
+
+
+def why_not(problem: CudaProblem) -> str | None:
+    """Return why no CUDA kernel covers `problem`, or None where one does. Reads no device data."""
+    if problem.x.dtype != torch.bfloat16:
+        return f"CUDA kernels take bfloat16 activations, got {problem.x.dtype}"
+    capability = torch.cuda.get_device_capability(problem.x.device)
+    if capability != _CAPABILITY:
+        return f"CUDA kernels are built for sm_90a, this device is sm_{capability[0]}{capability[1]}"
+    for name, tensor in (("x", problem.x), ("w13", problem.w13), ("w2", problem.w2), ("out", problem.out)):
+        misaligned = _misaligned(tensor)
+        if misaligned:
+            return f"CUDA kernels copy 16 bytes at a time: {name} {misaligned}"
+    try:
+        variant = choose_variant(sizes_of(problem))
+        if isinstance(variant, DecodeVariant):
+            decode_launch(problem, variant, num_multiprocessors=1)
+        else:
+            grouped_launch(problem, variant, num_multiprocessors=1)
+    except GeometryError as error:
+        return str(error)
+    return None
+
+
+def _misaligned(tensor: Tensor) -> str:
+    if tensor.data_ptr() % _ALIGNMENT:
+        return f"starts at address {tensor.data_ptr():#x}"
+    for dim in range(tensor.dim() - 1):
+        stride = tensor.stride(dim) * tensor.element_size()
+        if tensor.shape[dim] > 1 and stride % _ALIGNMENT:
+            return f"has a stride of {stride} bytes in dim {dim}"
+    return ""
+
+
+def choose_variant(sizes: MoeSizes) -> Variant:
+    """Return the variant for these sizes by arithmetic; a table of measurements is to take its place."""
+    if sizes.num_tokens <= DECODE_MAX_TOKENS and sizes.num_pairs <= 512:
+        return DecodeVariant()
+    # FP8 x FP8 rounds the activations to 4 significant bits: it has to be asked for.
+    return GroupedVariant(GemmMode.BF16 if sizes.weight_bytes == 2 else GemmMode.FP8_WEIGHTS)
+
+
+def decode_launch(problem: CudaProblem, variant: DecodeVariant, num_multiprocessors: int) -> DecodeGeometry:
+    """Return the launch of the small-batch kernel; raises GeometryError where it does not cover the problem."""
+    return decode_geometry(
+        sizes_of(problem),
+        num_multiprocessors=num_multiprocessors,
+        has_router=problem.router is not None,
+        num_global_experts=None if problem.router is None else problem.router.logits.shape[1],
+        num_stages=variant.num_stages,
+    )
+
+
+def grouped_launch(problem: CudaProblem, variant: GroupedVariant, num_multiprocessors: int) -> GroupedGeometry:
+    """Return the launch of the grouped GEMMs; raises GeometryError where they do not cover the problem."""
+    return grouped_geometry(
+        sizes_of(problem),
+        variant.mode,
+        num_multiprocessors=num_multiprocessors,
+        tile_tokens=variant.tile_tokens,
+        num_stages=variant.num_stages,
+    )
+
+
+def run(problem: CudaProblem, variant: Variant | None = None) -> None:
+    """Enqueue the kernels that write `problem.out` on the current stream.
+
+    Graph-capturable. Ids outside [0, E) cannot be reported from the device: they are skipped like negative ones.
+
+    Raises:
+        KernelUnavailableError: the extension is not built.
+        GeometryError: the variant does not cover the problem.
+        RuntimeError: CUDA refused a launch.
+    """
+    if problem.x.shape[0] == 0:
+        return
+    sizes = sizes_of(problem)
+    variant = choose_variant(sizes) if variant is None else variant
+    device = problem.x.device
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        counters = _counters_for(device, stream)
+        if isinstance(variant, DecodeVariant):
+            call = decode_call(problem, decode_launch(problem, variant, multiprocessors), counters)
+            _load.kernels().cuda_decode(call.values, call.workspace, call.geometry, stream, int(variant.start))
+        else:
+            geometry = grouped_launch(problem, variant, multiprocessors)
+            call = grouped_call(problem, geometry, routing_geometry(sizes), counters)
+            _load.kernels().cuda_grouped(call.values, call.workspace, call.geometry, stream)
+
+
+class CounterBank:
+    """Zeroed arrival counters, one set per stream: two launches that may overlap must not share one.
+
+    A set is handed out without allocating, so that the first call on a capturing stream works; only when all sets are
+    taken does a call get a fresh one, whose zeroing then becomes part of the call (and of the graph).
+    """
+
+    SETS = 16
+
+    def __init__(self, device: torch.device) -> None:
+        self._sets = torch.zeros(self.SETS, num_counters(), dtype=torch.int32, device=device)
+        self._owner: dict[int, int] = {}
+
+    def get(self, stream: int) -> Tensor:
+        """Return the counters of a stream, by its handle."""
+        index = self._owner.setdefault(stream, len(self._owner))
+        if index < self.SETS:
+            return self._sets[index]
+        return torch.zeros_like(self._sets[0])
+
+
+_banks: dict[torch.device, CounterBank] = {}
+
+
+def prepare_device(device: torch.device) -> None:
+    """Allocate what calls on `device` share. Call it once before capturing a graph; any eager call does it too."""
+    if device not in _banks:
+        _banks[device] = CounterBank(device)
+        torch.cuda.synchronize(device)  # zeros before any other stream uses them
+
+
+def _counters_for(device: torch.device, stream: int) -> Tensor:
+    if device not in _banks:
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(num_counters(), dtype=torch.int32, device=device)
+        prepare_device(device)
+    return _banks[device].get(stream)
