@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -38,7 +39,7 @@ def class_defaults() -> dict[str, dict[str, object]]:
     return table
 
 
-def _row(fields: dict[str, object]) -> dict[str, object]:
+def _row(fields: Mapping[str, object]) -> dict[str, object]:
     row: dict[str, object] = {}
     for name, value in sorted(fields.items()):
         number = isinstance(value, (bool, int)) and not IRRELEVANT.search(name)

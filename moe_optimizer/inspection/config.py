@@ -180,6 +180,11 @@ class Config:
             raise InputError(f"{self.where}{name}: got {shown(value)}, expected an object")
         return Config(value, where=f"{self.where}{name}.")
 
+    def name_of(self, names: Names) -> str:
+        """Return which of the fields is the one that is used, for error messages."""
+        found = self._find(names)
+        return found[0] if found is not None else next(_each(names))
+
     def error(self, name: str, got: object, expected: str) -> InputError:
         """Return (not raise) the error for a field whose value makes no sense."""
         return InputError(f"{self.where}{name}: got {shown(got)}, expected {expected}")

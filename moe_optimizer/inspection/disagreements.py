@@ -45,7 +45,9 @@ def pattern_length(config: Config) -> Note:
     pattern, layers = config.get("hybrid_override_pattern"), config.integer("num_hidden_layers")
     if not isinstance(pattern, str) or layers is None or len(pattern) == layers:
         return None
-    return f"hybrid_override_pattern has {len(pattern)} letters: vLLM builds num_hidden_layers {layers}, transformers all"
+    return (
+        f"hybrid_override_pattern has {len(pattern)} letters: vLLM builds num_hidden_layers {layers}, transformers all"
+    )
 
 
 def norm_after_experts(config: Config) -> Note:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from moe_optimizer.inspection.attention import HIDDEN, Attention
 from moe_optimizer.inspection.config import Config, Names
 from moe_optimizer.inspection.feed_forward import Dense, Experts
 from moe_optimizer.inspection.layer_rules import KindRule, every
-from moe_optimizer.inspection.shapes import NO_MIXER, Decoder, Layer, Mixer, Site
+from moe_optimizer.inspection.shapes import NO_MIXER, Decoder, Layer, Mixer, MixerRule, Site
 
 LAYERS: Names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 VOCAB: Names = ("vocab_size", "padded_vocab_size", "n_vocab")
@@ -20,16 +20,8 @@ ACTIVATION: Names = ("hidden_act", "hidden_activation", "activation_function", "
 LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern", "layer_types", "block_configs")
 """Fields with an entry for each layer, in files that leave their number out."""
 
-MAX_LAYERS = 1 << 14
+MAX_LAYERS = 1 << 10
 """More decoder layers than this is taken for a mistake."""
-
-
-class MixerRule(Protocol):
-    """Derives the shape of one kind of token mixer."""
-
-    def shape(self, site: Site) -> Mixer:
-        """Return the shape."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +54,7 @@ class Family:
     embedding_norm: bool = False
     head_bias: Names | bool = False
     tied: Names | bool = "tie_word_embeddings"
-    layer_extra: Callable[[Site], int] | None = None
+    layer_extra: Callable[[Site], int] | int = 0
     """Further parameters of a layer outside its parts."""
     model_extra: Callable[[Config, int], int] | None = None
     """Further parameters outside the layers: called with config and hidden size."""
@@ -94,8 +86,7 @@ class Family:
                 mixer=self._mixer(kinds[i], config, hidden_size, i),
                 dense_params=dense[i],
                 experts=experts[i] if experts else None,
-                norm_params=norms * norm_params
-                + (self.layer_extra(Site(config, hidden_size, i, None)) if self.layer_extra else 0),
+                norm_params=norms * norm_params + self._extra(Site(config, hidden_size, i, None)),
             )
             for i in range(num_layers)
         )
@@ -134,9 +125,12 @@ class Family:
         if config.integer(self.layers) is None:
             for name in LAYER_LISTS:
                 entries = config.get(name)
-                if isinstance(entries, (str, list)) and entries:
+                if isinstance(entries, (str, list)) and 0 < len(entries) <= MAX_LAYERS:
                     return len(entries)
         return config.required(self.layers, maximum=MAX_LAYERS)
+
+    def _extra(self, site: Site) -> int:
+        return self.layer_extra(site) if callable(self.layer_extra) else self.layer_extra
 
     def _mixer(self, kind: str, config: Config, hidden_size: int, layer: int) -> Mixer:
         if kind == "none":

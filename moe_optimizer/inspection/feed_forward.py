@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moe_optimizer.inspection.config import Config, Names
 from moe_optimizer.inspection.layer_rules import ExpertRule, all_layers
-from moe_optimizer.inspection.shapes import ExpertLayer
+from moe_optimizer.inspection.shapes import ExpertLayer, Site
 
 MAX_EXPERTS = 1 << 16
 """More routed experts than this in a layer is taken for a mistake; the largest published count is under 1000."""
@@ -60,6 +60,33 @@ class Shared:
     """A learned scalar gate (one row of the hidden size)."""
     bias: Names | bool = False
     gated: bool = True
+
+    def per_layer(
+        self, config: Config, hidden_size: int, expert_widths: tuple[int, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """Return each layer's number of shared experts and their parameters."""
+        num_layers = len(expert_widths)
+        total = (config.integer(self.total_width, 0) or 0) if self.total_width else 0
+        if isinstance(self.count, int):
+            counts = (self.count,) * num_layers
+        else:
+            counts = config.per_layer(self.count, num_layers, 0) or ()
+        if total:
+            widths, counts = (total,) * num_layers, tuple(count or 1 for count in counts)
+        elif self.width:
+            own = config.per_layer(self.width, num_layers, 0 if self.width_is_total else None)
+            widths = own if own is not None else expert_widths
+        else:
+            widths = expert_widths
+        if not (total or self.width_is_total):
+            widths = tuple(count * width for count, width in zip(counts, widths, strict=True))
+        bias = config.flag(self.bias)
+        return tuple(
+            (count, mlp_params(hidden_size, width, gated=self.gated, bias=bias) + hidden_size * self.gate)
+            if count and width
+            else (0, 0)
+            for count, width in zip(counts, widths, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +141,15 @@ class Experts:
             config.required(self.top_k if top_ks is None else self.width)
             return None
         corrected = self.corrected_layers(config, num_layers) if self.corrected_layers else sparse
+        shared = self.shared.per_layer(config, hidden_size, widths) if self.shared else ((0, 0),) * num_layers
         return tuple(
             self._layer(
-                config, hidden_size, layer, counts[layer], top_ks[layer], widths[layer], num_layers, corrected[layer]
+                Site(config, hidden_size, layer, None),
+                count=counts[layer],
+                top_k=top_ks[layer],
+                width=widths[layer],
+                shared=shared[layer],
+                corrected=corrected[layer],
             )
             if sparse[layer] and counts[layer]
             else None
@@ -124,29 +157,20 @@ class Experts:
         )
 
     def _layer(
-        self,
-        config: Config,
-        hidden_size: int,
-        layer: int,
-        count: int,
-        top_k: int,
-        width: int,
-        num_layers: int,
-        corrected: bool,
+        self, site: Site, *, count: int, top_k: int, width: int, shared: tuple[int, int], corrected: bool
     ) -> ExpertLayer:
+        config, hidden_size = site.config, site.hidden_size
         zero = (config.integer(self.zero_experts, 0, maximum=MAX_EXPERTS) or 0) if self.zero_experts else 0
-        if top_k > count + zero:
-            field = (
-                self.top_k if isinstance(self.top_k, str) else next(n for n in self.top_k if config.get(n) is not None)
-            )
-            raise config.error(field, top_k, f"at most the {count + zero} experts of layer {layer}")
-        if width < 1:
-            raise config.error(self.width if isinstance(self.width, str) else self.width[0], width, "at least 1")
-        latent = (config.integer(self.latent, 0) or 0) if self.latent else 0
-        expert_hidden = latent or hidden_size
-        gated = config.flag(self.gated)
-        num_shared, shared_params = self._shared(config, hidden_size, width, layer, num_layers)
         choices = count + zero
+        if top_k > choices:
+            raise config.error(
+                config.name_of(self.top_k), top_k, f"at most the {choices} experts of layer {site.layer}"
+            )
+        if width < 1:
+            raise config.error(config.name_of(self.width), width, "at least 1")
+        num_shared, shared_params = shared
+        latent = (config.integer(self.latent, 0) or 0) if self.latent else 0
+        gated = config.flag(self.gated)
         router = hidden_size * (choices + num_shared * self.routes_shared)
         router += choices * (config.flag(self.router_bias) + (corrected and config.flag(self.correction_bias)))
         router += (hidden_size + choices) * self.router_scales
@@ -154,9 +178,9 @@ class Experts:
             num_experts=count,
             top_k=top_k,
             intermediate_size=width,
-            hidden_size=expert_hidden,
+            hidden_size=latent or hidden_size,
             matrices=3 if gated else 2,
-            expert_params=mlp_params(expert_hidden, width, gated=gated, bias=config.flag(self.bias)),
+            expert_params=mlp_params(latent or hidden_size, width, gated=gated, bias=config.flag(self.bias)),
             router_params=router,
             num_shared_experts=num_shared,
             shared_params=shared_params,
@@ -164,39 +188,9 @@ class Experts:
             modules=self.modules,
         )
 
-    def _shared(
-        self, config: Config, hidden_size: int, expert_width: int, layer: int, num_layers: int
-    ) -> tuple[int, int]:
-        shared = self.shared
-        if shared is None:
-            return 0, 0
-        total = (config.integer(shared.total_width, 0) or 0) if shared.total_width else 0
-        if total:
-            params = mlp_params(hidden_size, total, gated=shared.gated, bias=config.flag(shared.bias))
-            named = 0 if isinstance(shared.count, int) else config.integer(shared.count, 0)
-            return named or 1, params + hidden_size * shared.gate
-        if isinstance(shared.count, int):
-            count = shared.count
-        else:
-            count = (config.per_layer(shared.count, num_layers, 0) or (0,) * num_layers)[layer]
-        width = expert_width
-        if shared.width:
-            width = (
-                config.per_layer(shared.width, num_layers, 0 if shared.width_is_total else expert_width)
-                or (0,) * num_layers
-            )[layer]
-        total = width if shared.width_is_total else count * width
-        if not count or not total:
-            return 0, 0
-        params = mlp_params(hidden_size, total, gated=shared.gated, bias=config.flag(shared.bias))
-        return count, params + hidden_size * shared.gate
-
     def _check(self, config: Config, count: int) -> None:
         if count > MAX_EXPERTS:
-            field = (
-                self.count if isinstance(self.count, str) else next(n for n in self.count if config.get(n) is not None)
-            )
-            raise config.error(field, count, f"an integer from 0 to {MAX_EXPERTS}")
+            raise config.error(config.name_of(self.count), count, f"an integer from 0 to {MAX_EXPERTS}")
 
 
 def mlp_params(hidden_size: int, width: int, *, gated: bool, bias: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -75,10 +76,8 @@ def _cached_snapshot(hub_id: str, environ: Mapping[str, str]) -> Path | None:
         candidates = [snapshots / revision] if revision and "/" not in revision else []
     except (OSError, UnicodeDecodeError):
         candidates = []
-    try:
+    with contextlib.suppress(OSError):  # not cached at all
         candidates += sorted(snapshots.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    except OSError:
-        pass
     return next((path for path in candidates if (path / "config.json").is_file()), None)
 
 

@@ -41,7 +41,7 @@ def read_bounded(path: Path, *, max_bytes: int) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         raise InputError(f"{path.name}: cannot be read: {_reason(error)}", hint=f"looked at {path}") from None
-    with os.fdopen(descriptor, "rb") as stream:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path.name}: is not a regular file", hint=f"looked at {path}")
@@ -50,10 +50,12 @@ def read_bounded(path: Path, *, max_bytes: int) -> bytes:
                 f"{path.name}: got {status.st_size} bytes, expected at most {max_bytes}",
                 hint="a model's configuration is a small file; is this one?",
             )
-        try:
-            return stream.read(max_bytes + 1)[:max_bytes]
-        except OSError as error:
-            raise InputError(f"{path.name}: cannot be read: {_reason(error)}") from None
+        with os.fdopen(os.dup(descriptor), "rb") as stream:
+            return stream.read(max_bytes)
+    except OSError as error:
+        raise InputError(f"{path.name}: cannot be read: {_reason(error)}") from None
+    finally:
+        os.close(descriptor)
 
 
 def parse_json_object(data: bytes, *, name: str) -> dict[str, object]:

@@ -34,7 +34,7 @@ LAYER_TYPE_KINDS: Mapping[str, str] = {
 
 def every(kind: str) -> KindRule:
     """All layers are of one kind."""
-    return lambda config, num_layers: (kind,) * num_layers
+    return lambda _, num_layers: (kind,) * num_layers
 
 
 def listed(

@@ -48,7 +48,7 @@ class ModelInspector:
         warnings: list[str] = []
         family = _family(config, model_type, architectures)
         if family is None:
-            self._check_remote_code(root, model_type, architectures, needs_remote_code)
+            self._check_remote_code(model_type, architectures, needs_remote_code)
             family = GENERIC
             warnings.append(
                 f"config.json: model_type {model_type!r} is not one of the known families: "
@@ -69,9 +69,7 @@ class ModelInspector:
             warnings=tuple(warnings),
         )
 
-    def _check_remote_code(
-        self, root: Config, model_type: str, architectures: tuple[str, ...], needs_remote_code: bool
-    ) -> None:
+    def _check_remote_code(self, model_type: str, architectures: tuple[str, ...], needs_remote_code: bool) -> None:
         if not needs_remote_code or self.trust_remote_code:
             return
         name = architectures[0] if architectures else model_type

@@ -97,7 +97,7 @@ def build_spec(
         weight_bytes=weight_bytes,
         expert_weight_bytes=expert_bytes,
         dtype=quantization.dtype,
-        attention=_attention(config, [layer.mixer for layer in layers]),
+        attention=_attention([layer.mixer for layer in layers]),
         kv_bytes_per_token=2 * sum(layer.mixer.cache_elements for layer in layers),
         state_bytes_per_sequence=2 * sum(layer.mixer.state_elements for layer in layers),
         max_position=_max_position(config),
@@ -138,7 +138,7 @@ def _weight_bits(decoder: Decoder, quantization: Quantization) -> float:
     return next(quantised, quantization.dtype_bits)
 
 
-def _attention(config: Config, mixers: list[Mixer]) -> AttentionSpec:
+def _attention(mixers: list[Mixer]) -> AttentionSpec:
     caching = [mixer for mixer in mixers if mixer.kind in ("attention", "mla")]
     windows = [mixer.window for mixer in caching if mixer.window]
     # Layers of a kind are alike; where kinds differ (windowed beside full), the full ones are described.

@@ -53,8 +53,9 @@ class ModulePatterns:
             self._names.add(short.strip("."))
         elif short.endswith("*") and not set(short[:-1]) & set("*?["):
             self._beginnings.add(short[:-1])
-        elif short.count("*") <= MAX_WILDCARDS + 1 and len(self._expressions) < MAX_SLOW_PATTERNS:
-            self._expressions.append(re.compile(translate(short)))
+        elif short.count("*") <= MAX_WILDCARDS and len(self._expressions) < MAX_SLOW_PATTERNS:
+            # Like a name, a pattern stands for everything below what it matches.
+            self._expressions += [re.compile(translate(short)), re.compile(translate(f"{short}.*"))]
         else:
             self.skipped.append(entry)
 

@@ -166,12 +166,16 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
     groups = _groups(scheme, method)
     if not groups:
         bits = DTYPE_BITS[dtype]
-        warnings.append(f"{scheme.where.rstrip('.: ')}: the bits of a weight of {method!r} are not known; {bits} assumed")
+        warnings.append(
+            f"{scheme.where.rstrip('.: ')}: the bits of a weight of {method!r} are not known; {bits} assumed"
+        )
         groups = (Group(bits, None),)
     expert_dtype = config.text("expert_dtype", root.text("expert_dtype"))
     ignored = ModulePatterns(_ignored(scheme))
     if ignored.skipped:
-        warnings.append(f"{scheme.where.rstrip('.: ')}: {len(ignored.skipped)} patterns of its ignore list were not applied")
+        warnings.append(
+            f"{scheme.where.rstrip('.: ')}: {len(ignored.skipped)} patterns of its ignore list were not applied"
+        )
     return Quantization(
         method=method,
         dtype=dtype,

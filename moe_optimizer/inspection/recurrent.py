@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from moe_optimizer.inspection.config import Config, Names
-from moe_optimizer.inspection.shapes import Mixer, Site
+from moe_optimizer.inspection.shapes import Mixer, MixerRule, Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +153,13 @@ class LightningAttention:
 class Parallel:
     """Two mixers side by side in one layer."""
 
-    attention: object
-    state: object
+    attention: MixerRule
+    state: MixerRule
 
     def shape(self, site: Site) -> Mixer:
         """Return the sum of both; it caches what the attention caches."""
-        one = self.attention.shape(site)  # type: ignore[attr-defined]
-        two = self.state.shape(site)  # type: ignore[attr-defined]
+        one = self.attention.shape(site)
+        two = self.state.shape(site)
         return Mixer(
             kind=one.kind,
             params=one.params + two.params,

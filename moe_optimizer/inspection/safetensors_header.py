@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.inspection.json_file import read_json_object
@@ -72,9 +73,9 @@ def read_tensors(folder: Path) -> tuple[Tensor, ...] | None:
     tensors: list[Tensor] = []
     budget = MAX_TOTAL_HEADER_BYTES
     for path in files:
-        header, size = _read_header(path, budget)
-        budget -= size
-        tensors.extend(_tensors(header, path))
+        header, length, size = _read_header(path, budget)
+        budget -= length
+        tensors.extend(_tensors(header, path.name, data_bytes=size - 8 - length))
     return tuple(tensors)
 
 
@@ -112,7 +113,8 @@ def _indexed_files(path: Path) -> list[str]:
     return sorted(files)
 
 
-def _read_header(path: Path, budget: int) -> tuple[dict[str, object], int]:
+def _read_header(path: Path, budget: int) -> tuple[dict[str, object], int, int]:
+    """Return the header, its length and the size of the file."""
     try:
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -134,31 +136,26 @@ def _read_header(path: Path, budget: int) -> tuple[dict[str, object], int]:
     if not isinstance(header, dict):
         raise InputError(f"{path.name}: the header is not an object")
     header.pop("__metadata__", None)
-    return header, length
+    return header, length, size
 
 
-def _tensors(header: dict[str, object], path: Path) -> Iterator[Tensor]:
-    size = path.stat().st_size
+def _tensors(header: dict[str, object], file: str, *, data_bytes: int) -> Iterator[Tensor]:
     for name, entry in header.items():
         fields = entry if isinstance(entry, dict) else {}
         dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
         if not (isinstance(dtype, str) and _integers(shape) and _integers(offsets) and len(offsets) == 2):
-            raise InputError(f"{path.name}: tensor {name!r:.80}: expected dtype, shape and data_offsets")
+            raise InputError(f"{file}: tensor {name!r:.80}: expected dtype, shape and data_offsets")
         start, end = offsets
-        if not start <= end <= size:
-            raise InputError(
-                f"{path.name}: tensor {name!r:.80} ends at {end}, the file has {size} bytes", hint=_CUT_OFF
-            )
-        elements = math.prod(shape)
-        bits = DTYPE_BITS.get(dtype)
-        if bits is not None and (elements * bits + 7) // 8 != end - start:
-            raise InputError(
-                f"{path.name}: tensor {name!r:.80}: {dtype} {shape} needs {elements * bits // 8} bytes, got {end - start}"
-            )
+        if not start <= end <= data_bytes:
+            message = f"{file}: tensor {name!r:.80}: ends at byte {end} of the data, the file holds {data_bytes}"
+            raise InputError(message, hint=_CUT_OFF)
+        needed = (math.prod(shape) * DTYPE_BITS[dtype] + 7) // 8 if dtype in DTYPE_BITS else end - start
+        if needed != end - start:
+            raise InputError(f"{file}: tensor {name!r:.80}: {dtype} {shape} needs {needed} bytes, got {end - start}")
         yield Tensor(name, dtype, tuple(shape), end - start)
 
 
-def _integers(value: object) -> bool:
+def _integers(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from moe_optimizer.inspection.config import Config
 
@@ -42,6 +42,14 @@ class Mixer:
     kv_params: int = 0
     """The part of `params` that tensor parallelism copies to every device when there are more devices than
     key/value heads (key/value projections; for mla the down projections and the latent's norm)."""
+
+
+class MixerRule(Protocol):
+    """Derives the shape of one kind of token mixer."""
+
+    def shape(self, site: Site) -> Mixer:
+        """Return the shape."""
+        ...
 
 
 NO_MIXER = Mixer(kind="none", params=0)

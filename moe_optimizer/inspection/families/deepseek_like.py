@@ -9,7 +9,7 @@ from moe_optimizer.inspection.disagreements import frequency_ignored, norm_after
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
-from moe_optimizer.inspection.layer_rules import after_first, both, first_given, indexed, listed, multiples, words
+from moe_optimizer.inspection.layer_rules import after_first, both, first_given, multiples, words
 from moe_optimizer.inspection.shapes import Site
 
 

@@ -43,7 +43,7 @@ FAMILIES = (
         architectures=("ApertusForCausalLM",),
         mixers={"attention": Attention(qk_norm="head")},
         dense=Dense(gated=False, bias=False),
-        layer_extra=lambda site: 2,  # the two learned slopes of xIELU
+        layer_extra=2,  # the two learned slopes of xIELU
     ),
     Family(model_types=("smollm3",), architectures=("SmolLM3ForCausalLM",), kinds=listed(otherwise=every("attention"))),
     Family(

@@ -63,6 +63,12 @@ WIDTH = (
 SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim")
 SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 
+
+def _frequency(config: Config, num_layers: int) -> tuple[bool, ...]:
+    rule = flags("moe_layer_freq") if isinstance(config.get("moe_layer_freq"), list) else multiples("moe_layer_freq")
+    return rule(config, num_layers)
+
+
 LAYER_RULE: ExpertRule = first_given(
     ("mlp_layer_types", words("mlp_layer_types", "sparse")),
     ("moe_layers_enum", only_indices("moe_layers_enum")),
@@ -75,14 +81,9 @@ LAYER_RULE: ExpertRule = first_given(
         except_indices("mlp_only_layers"),
         sparse_step("decoder_sparse_step"),
         after_first(("first_k_dense_replace", "num_dense_layers")),
-        lambda config, num_layers: _frequency(config, num_layers),
+        _frequency,
     ),
 )
-
-
-def _frequency(config: Config, num_layers: int) -> tuple[bool, ...]:
-    rule = flags("moe_layer_freq") if isinstance(config.get("moe_layer_freq"), list) else multiples("moe_layer_freq")
-    return rule(config, num_layers)
 
 
 def _kinds(config: Config, num_layers: int) -> tuple[str, ...]:

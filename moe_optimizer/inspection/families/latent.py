@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from moe_optimizer.inspection.attention import Attention
@@ -15,12 +16,12 @@ from moe_optimizer.inspection.layer_rules import (
     after_first,
     both,
     every,
+    except_indices,
     first_given,
     indexed,
     last_of,
     listed,
     sparse_step,
-    except_indices,
     words,
 )
 from moe_optimizer.inspection.recurrent import KimiDeltaAttention
@@ -31,7 +32,7 @@ INDEXED_KINDS = {"indexed_attention": "attention", "full_attention": "attention"
 GATES = {"headwise": "head", "head_wise": "head", "elementwise": "width", "element_wise": "width"}
 
 
-def _gate(field: str, *, default: str) -> object:
+def _gate(field: str, *, default: str) -> Callable[[Config], str]:
     """How wide an output gate is, by a field that names it."""
     return lambda config: GATES.get(config.text(field), default)
 

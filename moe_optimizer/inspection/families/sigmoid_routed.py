@@ -133,7 +133,7 @@ FAMILIES = (
             "attention": Attention(value_dim=("v_head_dim",), o_bias=False, sinks="add_full_attention_sink_bias"),
             "sliding": Attention(
                 heads=("swa_num_attention_heads", "num_attention_heads"),
-                kv_heads=lambda config, heads: _swa_kv_heads(config),
+                kv_heads=lambda config, _: _swa_kv_heads(config),
                 head_dim=("swa_head_dim", "head_dim"),
                 value_dim=("swa_v_head_dim", "v_head_dim"),
                 o_bias=False,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ def model_folder(tmp_path: Path) -> Callable[..., Path]:
 
     def write(config: Mapping[str, Any] | str | bytes, files: Mapping[str, Any] | None = None) -> Path:
         folder = tmp_path / "model"
-        folder.mkdir(exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
         data = config if isinstance(config, (str, bytes)) else json.dumps(config)
         (folder / "config.json").write_bytes(data if isinstance(data, bytes) else data.encode())
         for name, content in (files or {}).items():

@@ -1,0 +1,207 @@
+"""What safetensors headers add to, and check against, a configuration."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.inspection.model_inspector import ModelInspector
+from moe_optimizer.inspection.safetensors_header import read_tensors
+from moe_optimizer.specs.model import ModelSpec
+
+Inspect = Callable[..., ModelSpec]
+
+CONFIG = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "vocab_size": 10,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "I32": 4, "U8": 1}
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    layer = "model.layers.0."
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (10, 8),
+        "lm_head.weight": (10, 8),
+        "model.norm.weight": (8,),
+        f"{layer}input_layernorm.weight": (8,),
+        f"{layer}post_attention_layernorm.weight": (8,),
+        f"{layer}self_attn.q_proj.weight": (8, 8),
+        f"{layer}self_attn.k_proj.weight": (4, 8),
+        f"{layer}self_attn.v_proj.weight": (4, 8),
+        f"{layer}self_attn.o_proj.weight": (8, 8),
+        f"{layer}block_sparse_moe.gate.weight": (2, 8),
+    }
+    for i in range(2):
+        expert = f"{layer}block_sparse_moe.experts.{i}."
+        found |= {f"{expert}w1.weight": (16, 8), f"{expert}w2.weight": (8, 16), f"{expert}w3.weight": (16, 8)}
+    return found
+
+
+def safetensors(tensors: Mapping[str, tuple[int, ...]], dtype: str = "BF16", **dtypes: str) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in tensors.items():
+        kind = next((value for key, value in dtypes.items() if key in name), dtype)
+        start, end = end, end + math.prod(shape) * BYTES[kind]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(end)
+
+
+def test_header_that_agrees(inspect_config: Inspect) -> None:
+    without = inspect_config(CONFIG)
+    spec = inspect_config(CONFIG, {"model.safetensors": safetensors(shapes())})
+    assert spec.warnings == ()
+    assert spec.total_params == without.total_params == sum(math.prod(shape) for shape in shapes().values())
+    assert spec.weight_bytes == without.weight_bytes == 2 * spec.total_params
+    assert spec.expert_weight_bytes == 2 * spec.expert_params
+
+
+def test_header_gives_the_stored_bytes(inspect_config: Inspect) -> None:
+    spec = inspect_config(CONFIG, {"model.safetensors": safetensors(shapes(), norm="F32")})
+    assert spec.weight_bytes == 2 * spec.total_params + 2 * 24
+
+
+def test_parameters_that_the_configuration_does_not_explain_are_a_warning(inspect_config: Inspect) -> None:
+    more = {**shapes(), "model.layers.0.extra.weight": (3,)}
+    spec = inspect_config(CONFIG, {"model.safetensors": safetensors(more)})
+    assert spec.total_params == inspect_config(CONFIG).total_params + 3
+    assert any("weight files hold" in warning for warning in spec.warnings)
+
+
+def test_towers_count_but_do_not_disagree(inspect_config: Inspect) -> None:
+    more = {**shapes(), "vision_tower.layers.9.fc.weight": (100,)}
+    spec = inspect_config(CONFIG, {"model.safetensors": safetensors(more)})
+    assert spec.total_params == inspect_config(CONFIG).total_params + 100
+    assert spec.other_params >= 100
+    assert spec.warnings == ()
+
+
+def test_prediction_layers_and_stored_buffers_do_not_count(inspect_config: Inspect) -> None:
+    more = {
+        **shapes(),
+        "model.layers.1.eh_proj.weight": (100,),
+        "mtp.fc.weight": (50,),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": (4,),
+    }
+    spec = inspect_config(CONFIG, {"model.safetensors": safetensors(more)})
+    assert spec.total_params == inspect_config(CONFIG).total_params
+    assert spec.warnings == ()
+
+
+def test_packed_weights_do_not_confuse_the_count(inspect_config: Inspect) -> None:
+    packed = {
+        name.replace(".weight", ".qweight") if ".experts." in name else name: (shape[0], shape[1] // 8)
+        if ".experts." in name
+        else shape
+        for name, shape in shapes().items()
+    }
+    config = {**CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 8}}
+    spec = inspect_config(config, {"model.safetensors": safetensors(packed, qweight="I32")})
+    assert spec.total_params == inspect_config(CONFIG).total_params
+    assert spec.expert_weight_bytes == spec.expert_params // 2
+
+
+def test_fp8_scales_do_not_count_as_parameters(inspect_config: Inspect) -> None:
+    scaled = {**shapes(), "model.layers.0.self_attn.q_proj.weight_scale_inv": (1, 1)}
+    config = {**CONFIG, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    spec = inspect_config(config, {"model.safetensors": safetensors(scaled, proj="F8_E4M3", experts="F8_E4M3")})
+    assert spec.total_params == inspect_config(CONFIG).total_params
+    assert spec.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_local_experts": 4}, "4 experts, the weight files hold 2"),
+        ({"intermediate_size": 32}, "expected [32, 8]"),
+        ({"num_local_experts": 1}, "has no experts"),
+    ],
+)
+def test_contradicting_experts_are_an_error(changes: dict[str, Any], words: str, inspect_config: Inspect) -> None:
+    with pytest.raises(InputError) as error:
+        inspect_config({**CONFIG, **changes}, {"model.safetensors": safetensors(shapes())})
+    assert words in str(error.value)
+
+
+def test_fused_experts_are_checked_by_their_number(inspect_config: Inspect) -> None:
+    fused = {name: shape for name, shape in shapes().items() if ".experts." not in name}
+    fused |= {"model.layers.0.mlp.experts.gate_up_proj": (3, 32, 8), "model.layers.0.mlp.experts.down_proj": (3, 8, 16)}
+    with pytest.raises(InputError, match="experts: got 3, expected 2"):
+        inspect_config(CONFIG, {"model.safetensors": safetensors(fused)})
+
+
+def test_shards_are_read_through_the_index(inspect_config: Inspect) -> None:
+    names = list(shapes())
+    halves = [{name: shapes()[name] for name in part} for part in (names[:7], names[7:])]
+    files: dict[str, Any] = {f"model-{i}.safetensors": safetensors(half) for i, half in enumerate(halves)}
+    files["consolidated.safetensors"] = safetensors(shapes())
+    weight_map = {name: f"model-{i}.safetensors" for i, half in enumerate(halves) for name in half}
+    files["model.safetensors.index.json"] = {"weight_map": weight_map}
+    assert inspect_config(CONFIG, files).weight_bytes == inspect_config(CONFIG).weight_bytes
+
+
+def test_missing_shard_leaves_the_configuration_to_count(inspect_config: Inspect) -> None:
+    files = {"model.safetensors.index.json": {"weight_map": {"a": "model-0.safetensors"}}}
+    assert inspect_config(CONFIG, files).total_params == inspect_config(CONFIG).total_params
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "pickle.bin", 7])
+def test_index_cannot_name_files_elsewhere(name: Any, inspect_config: Inspect) -> None:
+    with pytest.raises(InputError, match="weight_map"):
+        inspect_config(CONFIG, {"model.safetensors.index.json": {"weight_map": {"a": name}}})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"short",
+        (10**12).to_bytes(8, "little"),
+        (100).to_bytes(8, "little") + b"{}",
+        (4).to_bytes(8, "little") + b"[{}]",
+        (2).to_bytes(8, "little") + b"{{",
+        safetensors(shapes())[:-1],
+        (50_000).to_bytes(8, "little") + b"[" * 50_000,
+    ],
+)
+def test_broken_weight_file(data: bytes, inspect_config: Inspect) -> None:
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        inspect_config(CONFIG, {"model.safetensors": data})
+
+
+def test_sizes_that_do_not_fit_the_shape(inspect_config: Inspect) -> None:
+    data = safetensors({"a": (4, 4)})
+    with pytest.raises(InputError, match="needs 64 bytes"):
+        inspect_config(CONFIG, {"model.safetensors": data.replace(b'"BF16"', b'"F32" ')})
+
+
+def test_folder_without_weights(tmp_path: Path) -> None:
+    assert read_tensors(tmp_path) is None
+
+
+def test_bundled_model_agrees_with_its_weights() -> None:
+    folder = Path(__file__).parents[3] / "examples" / "tiny-moe"
+    if not (folder / "model.safetensors").is_file():
+        pytest.skip("examples/tiny-moe has no weights here")
+    spec = ModelInspector().inspect(folder)
+    assert spec.is_moe
+    assert spec.warnings == ()
+    assert spec.weight_bytes == 2 * spec.total_params

@@ -1,0 +1,278 @@
+"""A broken model folder ends in one sentence that names file and field, quickly and in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
+from moe_optimizer.inspection.json_file import MAX_CONFIG_BYTES
+from moe_optimizer.inspection.model_inspector import ModelInspector
+from moe_optimizer.specs.model import ModelSpec
+
+Inspect = Callable[..., ModelSpec]
+Load = Callable[[str], dict[str, Any]]
+Folder = Callable[..., Path]
+
+
+def message(error: pytest.ExceptionInfo[MoeOptimizerError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    assert "\x1b" not in text
+    assert len(text) < 400
+    return text
+
+
+# --- the file ---
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "empty"),
+        (b"  \n ", "empty"),
+        (b'{"model_type": "mix', "not valid JSON"),
+        (b"[1, 2, 3]", "an array, expected an object"),
+        (b'"text"', "a string, expected an object"),
+        (b"null", "null, expected an object"),
+        (b"\x80\x04\x95pickle\xff\xfe", "not UTF-8"),
+        (b"\x00\x01\x02\x03", "not valid JSON"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "not valid JSON"),
+        (b"{'single': 1}", "not valid JSON"),
+    ],
+)
+def test_broken_config_file(content: bytes, words: str, inspect_config: Inspect) -> None:
+    with pytest.raises(InputError) as error:
+        inspect_config(content)
+    assert message(error).startswith("config.json:")
+    assert words in message(error)
+
+
+@pytest.mark.parametrize("bracket", [b"[", b'{"a":', b"[" * 3 + b"]" * 2])
+def test_deep_nesting_is_refused_before_it_is_parsed(bracket: bytes, inspect_config: Inspect) -> None:
+    with pytest.raises(InputError, match="nested more than"):
+        inspect_config(bracket * (MAX_CONFIG_BYTES // len(bracket) - 1))
+
+
+def test_brackets_inside_strings_are_not_nesting(load_config: Load, inspect_config: Inspect) -> None:
+    config = {**load_config("mixtral"), "note": '[[{{"\\' * 100}
+    assert inspect_config(config).num_experts == 8
+
+
+def test_a_hundred_megabytes_are_refused_unread(model_folder: Folder) -> None:
+    folder = model_folder(b"{}")
+    with (folder / "config.json").open("wb") as stream:
+        stream.truncate(100 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.monotonic()
+    with pytest.raises(InputError, match="expected at most"):
+        ModelInspector().inspect(folder)
+    assert time.monotonic() - started < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "KiB"
+
+
+def test_largest_accepted_file_of_small_values_is_read_in_bounds(load_config: Load, inspect_config: Inspect) -> None:
+    text = json.dumps(load_config("mixtral"))[:-1] + ', "x": [' + "{}," * (2 << 20) + "0]}"
+    started = time.monotonic()
+    assert inspect_config(text).num_experts == 8
+    assert time.monotonic() - started < 10
+
+
+def test_named_pipe_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(InputError, match="not a regular file"):
+        ModelInspector().inspect(tmp_path)
+
+
+def test_device_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="not a regular file"):
+        ModelInspector().inspect(tmp_path)
+
+
+def test_config_that_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(InputError, match=r"config\.json"):
+        ModelInspector().inspect(tmp_path)
+
+
+# --- the folder ---
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such folder"):
+        ModelInspector().inspect(tmp_path / "nowhere")
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"config\.json: is missing"):
+        ModelInspector().inspect(tmp_path)
+
+
+def test_file_instead_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(InputError, match="is a file"):
+        ModelInspector().inspect(tmp_path / "model.safetensors")
+
+
+def test_symlink_loop(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(InputError, match="loop"):
+        ModelInspector().inspect(tmp_path / "loop")
+    (tmp_path / "config.json").symlink_to(tmp_path / "config.json")
+    with pytest.raises(InputError, match=r"config\.json: cannot be read"):
+        ModelInspector().inspect(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable(model_folder: Folder) -> None:
+    folder = model_folder(b"{}")
+    (folder / "config.json").chmod(0)
+    with pytest.raises(InputError, match="Permission denied"):
+        ModelInspector().inspect(folder)
+    folder.chmod(0)
+    with pytest.raises(InputError, match="Permission denied"):
+        ModelInspector().inspect(folder)
+    folder.chmod(0o700)
+
+
+@pytest.mark.parametrize("name", ["", "   ", "a\0b", "x" * 5000, "/" + "y" * 5000])
+def test_impossible_names(name: str) -> None:
+    with pytest.raises(InputError):
+        ModelInspector().inspect(name)
+
+
+def test_terminal_escapes_in_names_and_values_are_written_out(tmp_path: Path, inspect_config: Inspect) -> None:
+    with pytest.raises(InputError) as error:
+        ModelInspector().inspect(tmp_path / "a\x1b[31mred\x07")
+    assert "\\x1b[31m" in message(error)
+    with pytest.raises(InputError) as error:
+        inspect_config({"architectures": ["LlamaForCausalLM"], "hidden_size": "\x1b]0;title\x07"})
+    message(error)
+
+
+def test_gguf_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model-Q4_K.gguf").touch()
+    with pytest.raises(InputError, match=r"GGUF|gguf"):
+        ModelInspector().inspect(tmp_path)
+
+
+# --- the fields ---
+
+
+@pytest.mark.parametrize("value", [-1, "128", 8.5, float("nan"), float("inf"), True, {}, 10**9, 10**400, [1, "2"]])
+@pytest.mark.parametrize("field", ["num_experts", "moe_intermediate_size", "hidden_size", "num_hidden_layers"])
+def test_impossible_counts(field: str, value: Any, load_config: Load, inspect_config: Inspect) -> None:
+    if (field, value) in (("hidden_size", 10**9), ("moe_intermediate_size", 10**9)):
+        pytest.skip("absurd, but the arithmetic holds")
+    text = json.dumps({**load_config("qwen3_moe"), field: value})
+    with pytest.raises(InputError) as error:
+        inspect_config(text)
+    assert message(error).startswith("config.json")
+    assert field in message(error) or "not valid JSON" in message(error)
+
+
+def test_more_experts_per_token_than_experts(load_config: Load, inspect_config: Inspect) -> None:
+    with pytest.raises(InputError) as error:
+        inspect_config({**load_config("qwen3_moe"), "num_experts_per_tok": 129})
+    assert message(error) == "config.json: num_experts_per_tok: got 129, expected at most the 128 experts of layer 0"
+
+
+def test_no_experts_per_token(load_config: Load, inspect_config: Inspect) -> None:
+    with pytest.raises(InputError, match="num_experts_per_tok"):
+        inspect_config({**load_config("qwen3_moe"), "num_experts_per_tok": 0})
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers"])
+def test_missing_size(field: str, load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("qwen3_moe")
+    del config[field]
+    with pytest.raises(InputError, match=f"{field}: is missing"):
+        inspect_config(config)
+
+
+def test_errors_in_a_nested_object_name_it(load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("qwen3_vl_moe")
+    config["text_config"]["num_experts"] = -4
+    with pytest.raises(InputError, match=r"config\.json: text_config\.num_experts: got -4"):
+        inspect_config(config)
+
+
+def test_recursive_text_config(load_config: Load, inspect_config: Inspect) -> None:
+    config: dict[str, Any] = load_config("qwen3_moe")
+    for _ in range(20):
+        config = {"text_config": config}
+    with pytest.raises(InputError, match="within 3 levels"):
+        inspect_config(config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": "Qwen3MoeForCausalLM"},
+        {"architectures": [1]},
+        {"model_type": 7, "architectures": None},
+        {"tie_word_embeddings": "yes"},
+        {"mlp_only_layers": "all"},
+        {"mlp_only_layers": [0, -1]},
+        {"quantization_config": "fp8"},
+        {"quantization_config": {"quant_method": "gptq", "bits": -4}},
+        {"quantization_config": {"quant_method": "gptq", "bits": "four"}},
+        {"max_position_embeddings": -5},
+        {"num_attention_heads": 0},
+        {"vocab_size": None, "num_experts": "NaN"},
+    ],
+)
+def test_wrong_types(changes: dict[str, Any], load_config: Load, inspect_config: Inspect) -> None:
+    with pytest.raises(InputError) as error:
+        inspect_config({**load_config("qwen3_moe"), **changes})
+    assert message(error).startswith("config.json: ")
+
+
+def test_array_shorter_than_the_layers(load_config: Load, inspect_config: Inspect) -> None:
+    with pytest.raises(InputError, match="moe_topk: got 3 entries"):
+        inspect_config({**load_config("hunyuan"), "moe_topk": [8, 8, 8]})
+
+
+# --- what would run code ---
+
+
+def test_pickles_only(load_config: Load, inspect_config: Inspect) -> None:
+    with pytest.raises(UnsupportedError, match=r"pytorch_model\.bin: pickled weights") as error:
+        inspect_config(load_config("mixtral"), {"pytorch_model.bin": b"\x80\x04."})
+    assert error.value.exit_code is ExitCode.UNSUPPORTED
+
+
+def test_trainers_leftovers_are_not_weights(load_config: Load, inspect_config: Inspect) -> None:
+    assert inspect_config(load_config("mixtral"), {"training_args.bin": b"\x80\x04."}).is_moe
+
+
+AUTO_MAP = {"AutoConfig": "configuration_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.EvilForCausalLM"}
+
+
+def test_own_code_needs_trust(load_config: Load, model_folder: Folder) -> None:
+    config = {
+        **load_config("mixtral"),
+        "model_type": "evil",
+        "architectures": ["EvilForCausalLM"],
+        "auto_map": AUTO_MAP,
+    }
+    folder = model_folder(config, {"modeling_evil.py": b"raise SystemExit('ran')"})
+    with pytest.raises(UnsupportedError) as error:
+        ModelInspector().inspect(folder)
+    assert "EvilForCausalLM" in message(error)
+    assert "--trust-remote-code" in str(error.value.hint)
+    assert ModelInspector(trust_remote_code=True).inspect(folder).needs_remote_code
+
+
+def test_own_code_is_ignored_where_vllm_has_the_class(load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("bailing_moe")
+    assert "auto_map" in config
+    assert not inspect_config(config, {"modeling_bailing_moe.py": b"raise SystemExit('ran')"}).needs_remote_code

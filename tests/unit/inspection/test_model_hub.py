@@ -1,0 +1,97 @@
+"""From a hub id to a folder, without a network."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.inspection.hub import hub_cache, resolve_model
+from moe_optimizer.inspection.model_inspector import ModelInspector
+
+
+def cached(root: Path, hub_id: str, revision: str, *, main: bool = True) -> Path:
+    repository = root / f"models--{hub_id.replace('/', '--')}"
+    snapshot = repository / "snapshots" / revision
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    if main:
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(revision)
+    return snapshot
+
+
+def test_id_is_found_in_the_cache(tmp_path: Path) -> None:
+    cached(tmp_path, "owner/name", "old", main=False)
+    snapshot = cached(tmp_path, "owner/name", "abc123")
+    assert resolve_model("owner/name", {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}) == snapshot
+
+
+def test_id_without_a_main_reference_uses_any_snapshot(tmp_path: Path) -> None:
+    snapshot = cached(tmp_path, "owner/name", "abc123", main=False)
+    assert resolve_model("owner/name", {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}) == snapshot
+
+
+def test_reference_cannot_leave_the_cache(tmp_path: Path) -> None:
+    snapshot = cached(tmp_path, "owner/name", "abc123")
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text("../../../../etc")
+    assert resolve_model("owner/name", {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}) == snapshot
+
+
+@pytest.mark.parametrize(
+    ("environ", "cache"),
+    [
+        ({"HF_HUB_CACHE": "/a"}, "/a"),
+        ({"HF_HOME": "/b"}, "/b/hub"),
+        ({"XDG_CACHE_HOME": "/c"}, "/c/huggingface/hub"),
+        ({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}, "/a"),
+    ],
+)
+def test_cache_folder(environ: dict[str, str], cache: str) -> None:
+    assert hub_cache(environ) == Path(cache)
+
+
+def test_offline_and_not_cached(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not in the hub cache") as error:
+        resolve_model("owner/name", {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"})
+    assert "HF_HUB_OFFLINE" in str(error.value.hint)
+
+
+def test_a_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("owner/name", {"HF_HUB_OFFLINE": "1"}) == Path("owner/name")
+
+
+def test_name_is_the_id_or_the_folders_last_component(
+    tmp_path: Path, load_config: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = cached(tmp_path, "owner/name", "abc123")
+    (snapshot / "config.json").write_text(json.dumps(load_config("mixtral")))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert ModelInspector().inspect("owner/name").name == "owner/name"
+    assert ModelInspector().inspect(snapshot).name == "abc123"
+
+
+def test_inspection_imports_nothing_heavy(
+    model_folder: Callable[..., Path], load_config: Callable[[str], dict[str, Any]]
+) -> None:
+    folder = model_folder(load_config("deepseek_v3"))
+    program = (
+        "import sys\n"
+        "from moe_optimizer.inspection import ModelInspector, to_inspect_json\n"
+        f"to_inspect_json(ModelInspector().inspect({str(folder)!r}))\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'huggingface_hub', 'numpy', 'pydantic', 'rich', 'yaml'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

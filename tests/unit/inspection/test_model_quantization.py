@@ -1,0 +1,174 @@
+"""The six places where a checkpoint says how its weights are stored, and what is left out of the scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from moe_optimizer.inspection.module_patterns import ModulePatterns
+from moe_optimizer.specs.model import ModelSpec
+
+Inspect = Callable[..., ModelSpec]
+Load = Callable[[str], dict[str, Any]]
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+
+
+def compressed(bits: int, **group: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "group_size": 32}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights, **group}}}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "method", "bits"),
+    [
+        (GPTQ, "gptq", 4),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq", 4),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128}, "awq", 4),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", 8),
+        ({"quant_method": "mxfp4"}, "mxfp4", 4),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes", 4),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, "bitsandbytes", 8),
+        ({"quant_method": "experts_int8"}, "experts_int8", 8),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt", 8),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt", 4),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4"}}}, "quark", 4),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, "torchao", 8),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 128}, "auto-round", 4),
+        (compressed(4), "compressed-tensors", 4),
+        (compressed(8, targets=["Linear"]), "compressed-tensors", 8),
+    ],
+)
+def test_schemes(scheme: dict[str, Any], method: str, bits: float, load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("qwen3_moe")
+    spec = inspect_config({**config, "quantization_config": scheme})
+    assert (spec.quant_method, spec.weight_bits) == (method, bits)
+    plain = inspect_config(config)
+    assert (plain.quant_method, plain.weight_bits) == (None, 16)
+    assert spec.total_params == plain.total_params, "packing changes bytes, not parameters"
+    assert spec.weight_bytes < plain.weight_bytes
+
+
+def test_place_beside_the_nested_model(load_config: Load, inspect_config: Inspect) -> None:
+    assert inspect_config({**load_config("qwen3_vl_moe"), "quantization_config": GPTQ}).quant_method == "gptq"
+
+
+def test_place_inside_the_nested_model(load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("qwen3_vl_moe")
+    config["text_config"]["quantization_config"] = compressed(4)
+    assert inspect_config(config).weight_bits == 4
+
+
+def test_place_in_a_file_of_its_own(load_config: Load, inspect_config: Inspect) -> None:
+    spec = inspect_config(load_config("qwen3_moe"), {"hf_quant_config.json": MODELOPT})
+    assert (spec.quant_method, spec.weight_bits) == ("modelopt", 4)
+
+
+def test_file_of_its_own_that_quantises_nothing(load_config: Load, inspect_config: Inspect) -> None:
+    nothing = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None}}
+    assert inspect_config(load_config("qwen3_moe"), {"hf_quant_config.json": nothing}).quant_method is None
+
+
+def test_place_in_compression_config(load_config: Load, inspect_config: Inspect) -> None:
+    spec = inspect_config({**load_config("qwen3_moe"), "compression_config": compressed(8)})
+    assert (spec.quant_method, spec.weight_bits) == ("compressed-tensors", 8)
+
+
+def test_expert_dtype_beside_another_scheme(load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("deepseek_v4")
+    assert config["expert_dtype"] == "fp4"
+    spec = inspect_config(config)
+    assert (spec.quant_method, spec.weight_bits) == ("fp8", 4)
+    assert spec.expert_weight_bytes == pytest.approx(spec.expert_params / 2, rel=0.001)
+
+
+def test_layers_on_the_ignore_list_keep_their_dtype(load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("qwen3_moe")
+    everything = inspect_config({**config, "quantization_config": compressed(4)})
+    attention = {**compressed(4), "ignore": ["re:.*self_attn.*", "lm_head"]}
+    some = inspect_config({**config, "quantization_config": attention})
+    # 12 bits more for each attention weight, less the scale of 2.5 bytes for each group of 32.
+    more = some.weight_bytes - everything.weight_bytes
+    assert more == pytest.approx(everything.attention_params * (1.5 - 2.5 / 32), rel=1e-6)
+
+
+def test_first_layer_alone_on_the_ignore_list(load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("qwen3_moe")
+    whole = inspect_config({**config, "quantization_config": {"quant_method": "fp8"}})
+    ignored = {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.mlp.experts"]}
+    part = inspect_config({**config, "quantization_config": ignored})
+    assert part.expert_weight_bytes - whole.expert_weight_bytes == whole.expert_params // 48
+
+
+def test_gate_on_the_ignore_list_is_not_the_gate_projection(load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("minimax_m2")
+    ignored = {**config["quantization_config"], "modules_to_not_convert": ["gate", "e_score_correction_bias"]}
+    spec = inspect_config({**config, "quantization_config": ignored})
+    assert spec.weight_bytes == inspect_config(config).weight_bytes
+
+
+def test_only_experts_quantised(load_config: Load, inspect_config: Inspect) -> None:
+    spec = inspect_config(load_config("gpt_oss"))
+    assert (spec.quant_method, spec.weight_bits) == ("mxfp4", 4)
+    assert spec.expert_weight_bytes == pytest.approx(spec.expert_params * (0.5 + 1 / 32), rel=1e-6)
+    assert spec.weight_bytes - spec.expert_weight_bytes == pytest.approx(
+        2 * (spec.total_params - spec.expert_params), rel=1e-6
+    )
+
+
+def test_groups_with_targets(load_config: Load, inspect_config: Inspect) -> None:
+    scheme = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {
+            "group_0": {"weights": {"num_bits": 4}, "targets": ["re:.*experts.*"]},
+            "group_1": {"weights": {"num_bits": 8}, "targets": ["Linear"]},
+        },
+    }
+    spec = inspect_config({**load_config("qwen3_moe"), "quantization_config": scheme})
+    assert spec.weight_bits == 4
+    assert spec.expert_weight_bytes == spec.expert_params // 2
+
+
+def test_layers_with_algorithms_of_their_own(load_config: Load, inspect_config: Inspect) -> None:
+    layers = {f"model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(48)}
+    layers |= {f"model.layers.{i}.self_attn.q_proj": {"quant_algo": "FP8"} for i in range(48)}
+    scheme = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers},
+    }
+    spec = inspect_config(load_config("qwen3_moe"), {"hf_quant_config.json": scheme})
+    assert (spec.quant_method, spec.weight_bits) == ("modelopt", 4)
+
+
+def test_unknown_method_is_a_warning_not_a_guess(load_config: Load, inspect_config: Inspect) -> None:
+    spec = inspect_config({**load_config("qwen3_moe"), "quantization_config": {"quant_method": "brand_new"}})
+    assert (spec.quant_method, spec.weight_bits) == ("brand_new", 16)
+    assert any("brand_new" in warning for warning in spec.warnings)
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "hit"),
+    [
+        ("lm_head", "lm_head", True),
+        ("gate", "layers.3.mlp.gate", True),
+        ("gate", "layers.3.mlp.gate_proj", False),
+        ("model.layers.1.mlp", "layers.1.mlp.up_proj", True),
+        ("model.layers.1.mlp", "layers.11.mlp.up_proj", False),
+        ("language_model.model.layers.1.self_attn*", "layers.1.self_attn.q_proj", True),
+        ("model.layers.*.self_attn", "layers.7.self_attn", True),
+        ("re:.*mlp.gate$", "layers.7.mlp.gate", True),
+        ("re:.*mlp.gate$", "layers.7.mlp.gate_proj", False),
+        ("*.mlp.shared_expert.*", "layers.7.mlp.shared_expert.up_proj", True),
+    ],
+)
+def test_patterns(entry: str, name: str, hit: bool) -> None:
+    assert ModulePatterns([entry]).match(name) is hit
+
+
+def test_costly_expressions_are_not_tried() -> None:
+    evil = ModulePatterns(["re:(a+)+$", "re:" + ".*a" * 30, "re:("])
+    assert not evil.match("layers.0." + "a" * 200)
+    assert len(evil.skipped) == 3
