@@ -80,12 +80,18 @@ import json, sys
 info, state, arch = json.load(open(sys.argv[1])), sys.argv[2], sys.argv[3]
 print(f"kernels {state}: moe_optimizer/ops/{info['extension']}")
 print(f"  cpu   {', '.join(info['cpu_ops'])} ({', '.join(info['isa_paths'])}), {info['compiler']}")
-asked = f"; --arch {arch} has no effect" if arch else ""
-print(f"  cuda  none: this version has no CUDA kernels{asked}")
+if not info["cuda_ops"]:
+    asked = f"; --arch {arch} has no effect" if arch else ""
+    print(f"  cuda  none: {'nvcc ' + info['nvcc'] + ' is older than 12.4' if info['nvcc'] else 'no nvcc found'}{asked}")
+else:
+    print(f"  cuda  {', '.join(info['cuda_ops'])} ({', '.join(info['cuda_archs'])}), nvcc {info['nvcc']}; compiled, not run")
+    print(f"        {'kernel':<44} {'registers':>9} {'shared':>7} {'spills':>7}")
+    for kernel in info["kernels"]:
+        print(f"        {kernel['name']:<44} {kernel['registers']:>9} {kernel['shared_bytes']:>7} {kernel['spill_bytes']:>7}")
 PY
 }
 
-hash="$("$python" "$root/csrc/build_info.py" hash --compiler "$compiler")"
+hash="$("$python" "$root/csrc/build_info.py" hash --compiler "$compiler" --cuda-archs "${arch:-sm_90a}")"
 built="$("$python" - "$target" <<'PY'
 import json, pathlib, sys
 
@@ -110,7 +116,7 @@ command -v flock >/dev/null && { flock -w 900 9 || fail "another build holds $bu
 log="$build/build.log"
 "$cmake" -S "$root/csrc" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
   -DCMAKE_MAKE_PROGRAM="$ninja" -DCMAKE_CXX_COMPILER="$compiler" \
-  -DPython_EXECUTABLE="$python" -Dpybind11_DIR="$pybind11_dir" >"$log" 2>&1 ||
+  -DPython_EXECUTABLE="$python" -Dpybind11_DIR="$pybind11_dir" -DMOEOPT_CUDA_ARCHS="${arch:-sm_90a}" >"$log" 2>&1 ||
   { tail -n 20 "$log" >&2; fail "cmake could not configure the kernels (log: build/kernels/build.log)" "bash build.sh --clean"; }
 "$cmake" --build "$build" ${MAX_JOBS:+--parallel "$MAX_JOBS"} >>"$log" 2>&1 ||
   { tail -n 40 "$log" >&2; fail "the kernels did not compile (log: build/kernels/build.log)" "see the first error above"; }

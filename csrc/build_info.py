@@ -14,18 +14,20 @@ import sysconfig
 from pathlib import Path
 
 SOURCE_DIR = Path(__file__).resolve().parent
-SOURCES = ("CMakeLists.txt", "build_info.py", "bindings/*", "cpu/*", "include/moeopt/*")
+SOURCES = (
+    "CMakeLists.txt", "*.cmake", "*.py", "bindings/*", "cpu/*.*", "cpu/simd/*", "include/moeopt/*", "launch/*",
+)  # fmt: skip
 CPU_OPS = ("fused_experts",)
-ISA_PATHS = ("generic",)
+CUDA_OPS = ("fused_experts", "flash_dmoe")
 
 
-def source_hash(compiler: str) -> str:
-    """Return a hash of everything the module depends on: sources, compiler version, Python ABI."""
+def source_hash(compiler: str, cuda_archs: str) -> str:
+    """Return a hash of everything the module depends on: sources, compilers, CUDA architectures, Python ABI."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in SOURCES for path in SOURCE_DIR.glob(pattern)):
         digest.update(f"{path.relative_to(SOURCE_DIR)}\0".encode())
         digest.update(path.read_bytes())
-    digest.update(compiler_version(compiler).encode())
+    digest.update(f"{compiler_version(compiler)}\0{nvcc_version()}\0{cuda_archs}\0".encode())
     digest.update(str(sysconfig.get_config_var("SOABI")).encode())
     return digest.hexdigest()
 
@@ -52,21 +54,25 @@ def main() -> None:
     parser.add_argument("action", choices=("hash", "write"))
     parser.add_argument("--compiler", required=True)
     parser.add_argument("--extension", type=Path)
+    parser.add_argument("--isa-paths", nargs="+", default=["generic"])
+    parser.add_argument("--cuda-archs", default="sm_90a", help="comma separated; without nvcc they are not built")
+    parser.add_argument("--cuda-reports", type=Path, nargs="*", default=[], help="of compile_cuda.py; none: no nvcc")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.action == "hash":
-        print(source_hash(options.compiler))
+        print(source_hash(options.compiler, options.cuda_archs))
         return
+    kernels = [entry for report in options.cuda_reports for entry in json.loads(report.read_text(encoding="utf-8"))]
     info = {
-        "source_hash": source_hash(options.compiler),
+        "source_hash": source_hash(options.compiler, options.cuda_archs),
         "cpu_ops": list(CPU_OPS),
-        "cuda_ops": [],
-        "cuda_archs": [],
+        "cuda_ops": list(CUDA_OPS) if kernels else [],
+        "cuda_archs": options.cuda_archs.split(",") if kernels else [],
         "extension": options.extension.name,
         "compiler": compiler_version(options.compiler),
         "nvcc": nvcc_version(),
-        "isa_paths": list(ISA_PATHS),
-        "kernels": [],
+        "isa_paths": options.isa_paths,
+        "kernels": kernels,
     }
     options.output.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
 

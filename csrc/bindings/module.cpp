@@ -6,6 +6,9 @@
 #include <string>
 
 #include "moeopt/fused_experts.h"
+#if defined(MOEOPT_CUDA)
+#include "bindings/cuda.h"
+#endif
 
 namespace py = pybind11;
 
@@ -92,4 +95,7 @@ PYBIND11_MODULE(_kernels, module) {
   module.def("best_isa", [] { return isa_name(best_isa()); }, "Best instruction set of this machine that was built.");
   module.def("fused_experts", &fused_experts, py::arg("sizes"), py::arg("activations"), py::arg("weights"),
              py::arg("scales_and_biases"), py::arg("routing"), py::arg("activation"), py::arg("isa") = "");
+#if defined(MOEOPT_CUDA)
+  bind_cuda(module);
+#endif
 }

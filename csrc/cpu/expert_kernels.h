@@ -1,14 +1,26 @@
 // What one instruction set provides: the arithmetic of a tile of rows of one expert.
 //
 // The driver (fused_experts.cpp) decides which thread computes which tile; nothing here knows of threads.
+// No standard containers: their inline functions, compiled for AVX-512, could be linked into other paths.
 #pragma once
 
 #include <cstdint>
 
 #include "moeopt/fused_experts.h"
-#include "routing.h"
 
 namespace moeopt {
+
+// One (token, slot) of the routing that names an expert of this rank.
+struct Pair {
+  int32_t token;
+  float weight;
+};
+
+// Pairs [begin, end) of one expert. A long run is cut into several so that its intermediate stays in cache.
+struct ExpertRun {
+  int64_t expert;
+  int64_t begin, end;
+};
 
 // The buffers a tile reads and writes.
 struct LayerBuffers {
@@ -31,6 +43,7 @@ struct ExpertKernels {
   // Bytes of scratch memory a thread needs, 64-byte aligned.
   int64_t (*scratch_bytes)(const FusedExpertsArgs& args);
 
+  // begin and end below are multiples of kSizeMultiple.
   // h[p, begin:end) = activation(x[p] @ gate.T, x[p] @ up.T) for the pairs of `run`.
   void (*gate_up)(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, int64_t begin,
                   int64_t end, char* scratch);
@@ -41,7 +54,10 @@ struct ExpertKernels {
   void (*store)(const FusedExpertsArgs& args, const LayerBuffers& buffers, int64_t begin, int64_t end);
 };
 
-// The kernels of `isa` for the dtypes of `args`; null where there are none.
+// The kernels of one instruction set for the dtypes of `args`; null for dtypes outside the contract.
 const ExpertKernels* generic_kernels(const FusedExpertsArgs& args);
+const ExpertKernels* avx2_kernels(const FusedExpertsArgs& args);
+const ExpertKernels* avx512_kernels(const FusedExpertsArgs& args);
+const ExpertKernels* avx512_bf16_kernels(const FusedExpertsArgs& args);
 
 }  // namespace moeopt

@@ -16,25 +16,6 @@ namespace {
 
 constexpr int64_t kLanes = 16;  // partial sums of a dot product; lets any compiler use vectors
 
-float to_float(float value) { return value; }
-
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
-struct Float8E4M3 {
-  uint8_t bits;
-};
-float to_float(BFloat16 value) { return bf16_to_float(value.bits); }
-float to_float(Float16 value) { return fp16_to_float(value.bits); }
-float to_float(Float8E4M3 value) { return fp8_e4m3_to_float(value.bits); }
-
-void from_float(float value, float* out) { *out = value; }
-void from_float(float value, BFloat16* out) { out->bits = bf16_from_float(value); }
-void from_float(float value, Float16* out) { out->bits = fp16_from_float(value); }
-
 // n is a multiple of kLanes.
 float dot(const float* a, const float* b, int64_t n) {
   float sums[kLanes] = {};

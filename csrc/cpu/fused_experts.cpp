@@ -21,6 +21,7 @@
 
 #include "expert_kernels.h"
 #include "moeopt/fused_experts.h"
+#include "routing.h"
 
 namespace moeopt {
 namespace {
@@ -63,11 +64,34 @@ int64_t tile_rows(int64_t rows, int64_t parallel_tiles, int threads) {
   return kSizeMultiple;
 }
 
-const ExpertKernels* kernels_for(const FusedExpertsArgs& args, Isa /*isa*/) { return generic_kernels(args); }
+const ExpertKernels* kernels_for(const FusedExpertsArgs& args, Isa isa) {
+#ifdef MOEOPT_X86
+  switch (isa) {
+    case Isa::kAvx512Bf16: return avx512_bf16_kernels(args);
+    case Isa::kAvx512: return avx512_kernels(args);
+    case Isa::kAvx2: return avx2_kernels(args);
+    case Isa::kGeneric: break;
+  }
+#else
+  (void)isa;
+#endif
+  return generic_kernels(args);
+}
 
 }  // namespace
 
-Isa best_isa() { return Isa::kGeneric; }
+Isa best_isa() {
+#ifdef MOEOPT_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) return Isa::kAvx512Bf16;
+  if (avx512) return Isa::kAvx512;
+  if (avx2) return Isa::kAvx2;
+#endif
+  return Isa::kGeneric;
+}
 
 const char* isa_name(Isa isa) {
   switch (isa) {

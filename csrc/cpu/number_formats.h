@@ -61,5 +61,24 @@ inline float fp8_e4m3_to_float(uint8_t value) {
   return float_from_bits(((rest << 20) + (120u << 23)) | sign);
 }
 
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+struct Float8E4M3 {
+  uint8_t bits;
+};
+
+inline float to_float(float value) { return value; }
+inline float to_float(BFloat16 value) { return bf16_to_float(value.bits); }
+inline float to_float(Float16 value) { return fp16_to_float(value.bits); }
+inline float to_float(Float8E4M3 value) { return fp8_e4m3_to_float(value.bits); }
+
+inline void from_float(float value, float* out) { *out = value; }
+inline void from_float(float value, BFloat16* out) { out->bits = bf16_from_float(value); }
+inline void from_float(float value, Float16* out) { out->bits = fp16_from_float(value); }
+
 }  // namespace
 }  // namespace moeopt

@@ -4,21 +4,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "expert_kernels.h"
 #include "moeopt/fused_experts.h"
 
 namespace moeopt {
-
-// One (token, slot) of the routing that names an expert of this rank.
-struct Pair {
-  int32_t token;
-  float weight;
-};
-
-// Pairs [begin, end) of one expert. A long run is cut into several so that its intermediate stays in cache.
-struct ExpertRun {
-  int64_t expert;
-  int64_t begin, end;
-};
 
 // Runs [run_begin, run_end) whose intermediate is computed, kept in cache and consumed together.
 struct Group {

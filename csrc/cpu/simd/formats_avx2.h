@@ -1,0 +1,144 @@
+// AVX2 with FMA and F16C: 8 FP32 lanes; activations are FP32, weights become FP32 on the way in.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "../number_formats.h"
+
+namespace moeopt {
+namespace {
+
+struct Avx2 {
+  using Vec = __m256;
+  static constexpr int kLanes = 8;
+  static Vec load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+  static Vec set1(float v) { return _mm256_set1_ps(v); }
+  static Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+  static Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+  static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+  static Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+  static Vec fmadd(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+  static Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+  static Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+  static Vec round(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  // v in [0.5, 2), the result a normal number: adding to the exponent is enough.
+  static Vec times_power_of_two(Vec v, Vec n) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), exponent));
+  }
+};
+
+// What the formats of this file share. X is the dtype of x and out.
+template <typename X>
+struct Avx2Format {
+  using Simd = Avx2;
+  using Vec = __m256;
+  using Operand = __m256;
+  using Output = X;
+  static constexpr int kMaxTokens = 3;  // 12 sums, 3 activations, 1 row: all 16 registers
+  static constexpr int64_t kActivationBytes = 4;
+  static constexpr float kUnit = 1.0f;  // weights are multiplied by this with their scale
+  static constexpr bool kDecodes = false;
+  static constexpr bool kPacks = sizeof(X) != sizeof(float);
+
+  static Vec zero() { return _mm256_setzero_ps(); }
+  static Vec broadcast(float v) { return _mm256_set1_ps(v); }
+  static Vec multiply_add(Operand a, Operand b, Vec acc) { return _mm256_fmadd_ps(a, b, acc); }
+  static Vec scale_add(Vec acc, Vec factor, Vec total) { return _mm256_fmadd_ps(acc, factor, total); }
+
+  // Four sums of lanes: pairs, quarters, then halves.
+  static void store_sums(const Vec (&v)[kTileRows], float* out) {
+    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+  }
+
+  static void store_output(const float* values, X* out) {
+    for (int n = 0; n < kRows; ++n) from_float(values[n], out + n);
+  }
+
+  // Activations in the order of k.
+  static Operand activation(const char* x, int64_t k, int /*part*/) {
+    return _mm256_loadu_ps(reinterpret_cast<const float*>(x) + k);
+  }
+  static void store_activations(const float* values, char* row, int64_t column) {
+    std::memcpy(reinterpret_cast<float*>(row) + column, values, kRows * sizeof(float));
+  }
+};
+
+struct Avx2Float32 : Avx2Format<float> {
+  using Weight = float;
+  using Decoded = Avx2Float32;
+  static constexpr int kStep = 8, kParts = 1;
+  static Operand weight(const Weight* w, int /*part*/) { return _mm256_loadu_ps(w); }
+};
+
+struct Avx2Float16 : Avx2Format<Float16> {
+  using Weight = Float16;
+  using Decoded = Avx2Float16;
+  static constexpr int kStep = 8, kParts = 1;
+  static Operand weight(const Weight* w, int /*part*/) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
+  }
+};
+
+// A BF16 is the upper half of an FP32, so 16 of them become 8 even and 8 odd ones with a shift and a mask.
+// Activations are kept in that order: per 16 columns the 8 even ones, then the 8 odd ones.
+struct Avx2BFloat16 : Avx2Format<BFloat16> {
+  using Weight = BFloat16;
+  using Decoded = Avx2BFloat16;
+  static constexpr int kStep = 16, kParts = 2;
+  static Operand weight(const Weight* w, int part) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
+    return _mm256_castsi256_ps(part == 0 ? _mm256_slli_epi32(pairs, 16)
+                                         : _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+  static Operand activation(const char* x, int64_t k, int part) {
+    return _mm256_loadu_ps(reinterpret_cast<const float*>(x) + k + part * 8);
+  }
+  static void store_activations(const float* values, char* row, int64_t column) {
+    float* even = reinterpret_cast<float*>(row) + column;
+    for (int n = 0; n < kRows / 2; ++n) {
+      even[n] = values[2 * n];
+      even[8 + n] = values[2 * n + 1];
+    }
+  }
+};
+
+// E4M3 moved into the bits of an FP16 is the value times 2^-8, subnormals included; only NaN needs a case.
+inline __m128i fp8_to_fp16_bits(const Float8E4M3* w) {
+  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(w)));
+  const __m128i bits = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<short>(0xbfff)));
+  const __m128i largest = _mm_set1_epi16(0x3f80);
+  const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(bits, largest), largest);
+  return _mm_or_si128(bits, _mm_and_si128(nan, _mm_set1_epi16(0x7e00)));
+}
+
+template <typename X>
+struct Avx2DecodedFloat8 : Avx2Format<X> {
+  using Weight = Float16;
+  using Decoded = Avx2DecodedFloat8;
+  static constexpr float kUnit = 256.0f;
+  static constexpr int kStep = 8, kParts = 1;
+  static __m256 weight(const Weight* w, int part) { return Avx2Float16::weight(w, part); }
+};
+
+template <typename X>
+struct Avx2Float8 : Avx2Format<X> {
+  using Weight = Float8E4M3;
+  using Decoded = Avx2DecodedFloat8<X>;
+  static constexpr bool kDecodes = true;
+  static constexpr float kUnit = 256.0f;
+  static constexpr int kStep = 8, kParts = 1;
+  static __m256 weight(const Weight* w, int /*part*/) { return _mm256_cvtph_ps(fp8_to_fp16_bits(w)); }
+  static void decode_row(const Weight* w, int64_t columns, Float16* out) {
+    for (int64_t k = 0; k < columns; k += 8) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + k), fp8_to_fp16_bits(w + k));
+    }
+  }
+};
+
+}  // namespace
+}  // namespace moeopt

@@ -1,0 +1,158 @@
+// AVX-512 (F, BW, DQ, VL): 16 FP32 lanes; activations are FP32, weights become FP32 on the way in.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "../number_formats.h"
+
+namespace moeopt {
+namespace {
+
+struct Avx512 {
+  using Vec = __m512;
+  static constexpr int kLanes = 16;
+  static Vec load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+  static Vec set1(float v) { return _mm512_set1_ps(v); }
+  static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+  static Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+  static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+  static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+  static Vec fmadd(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+  static Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+  static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+  static Vec round(Vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static Vec times_power_of_two(Vec v, Vec n) { return _mm512_scalef_ps(v, n); }
+};
+
+inline void store_rounded(const float* values, float* out) { _mm512_storeu_ps(out, _mm512_loadu_ps(values)); }
+inline void store_rounded(const float* values, Float16* out) {
+  const __m256i halves = _mm512_cvtps_ph(_mm512_loadu_ps(values), _MM_FROUND_TO_NEAREST_INT);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), halves);
+}
+inline void store_rounded(const float* values, BFloat16* out) {
+  for (int n = 0; n < kRows; ++n) from_float(values[n], out + n);
+}
+
+// What the formats of this file share. X is the dtype of x and out.
+template <typename X>
+struct Avx512Format {
+  using Simd = Avx512;
+  using Vec = __m512;
+  using Operand = __m512;
+  using Output = X;
+  static constexpr int kMaxTokens = 6;  // 24 sums, 6 activations, 1 row: 31 of 32 registers
+  static constexpr int64_t kActivationBytes = 4;
+  static constexpr float kUnit = 1.0f;  // weights are multiplied by this with their scale
+  static constexpr bool kDecodes = false;
+  static constexpr bool kPacks = sizeof(X) != sizeof(float);
+
+  static Vec zero() { return _mm512_setzero_ps(); }
+  static Vec broadcast(float v) { return _mm512_set1_ps(v); }
+  static Vec multiply_add(Operand a, Operand b, Vec acc) { return _mm512_fmadd_ps(a, b, acc); }
+  static Vec scale_add(Vec acc, Vec factor, Vec total) { return _mm512_fmadd_ps(acc, factor, total); }
+
+  // Four sums of lanes: halves, quarters, then pairs.
+  static void store_sums(const Vec (&v)[kTileRows], float* out) {
+    __m256 y[kTileRows];
+    for (int n = 0; n < kTileRows; ++n) {
+      y[n] = _mm256_add_ps(_mm512_castps512_ps256(v[n]), _mm512_extractf32x8_ps(v[n], 1));
+    }
+    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+  }
+
+  static void store_output(const float* values, X* out) { store_rounded(values, out); }
+
+  // Activations in the order of k.
+  static Operand activation(const char* x, int64_t k, int /*part*/) {
+    return _mm512_loadu_ps(reinterpret_cast<const float*>(x) + k);
+  }
+  static void store_activations(const float* values, char* row, int64_t column) {
+    std::memcpy(reinterpret_cast<float*>(row) + column, values, kRows * sizeof(float));
+  }
+};
+
+struct Avx512Float32 : Avx512Format<float> {
+  using Weight = float;
+  using Decoded = Avx512Float32;
+  static constexpr int kStep = 16, kParts = 1;
+  static Operand weight(const Weight* w, int /*part*/) { return _mm512_loadu_ps(w); }
+};
+
+struct Avx512Float16 : Avx512Format<Float16> {
+  using Weight = Float16;
+  using Decoded = Avx512Float16;
+  static constexpr int kStep = 16, kParts = 1;
+  static Operand weight(const Weight* w, int /*part*/) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)));
+  }
+};
+
+// A BF16 is the upper half of an FP32, so 32 of them become 16 even and 16 odd ones with a shift and a mask.
+// Activations are kept in that order: per 32 columns the 16 even ones, then the 16 odd ones.
+struct Avx512BFloat16 : Avx512Format<BFloat16> {
+  using Weight = BFloat16;
+  using Decoded = Avx512BFloat16;
+  static constexpr int kStep = 32, kParts = 2;
+  static __m512 half(__m512i pairs, int part) {
+    return _mm512_castsi512_ps(part == 0 ? _mm512_slli_epi32(pairs, 16)
+                                         : _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+  static Operand weight(const Weight* w, int part) { return half(_mm512_loadu_si512(w), part); }
+  static Operand weight_tail(const Weight* w, int part, int64_t columns) {
+    return half(_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << (columns / 2)) - 1), w), part);
+  }
+  static Operand activation(const char* x, int64_t k, int part) {
+    return _mm512_loadu_ps(reinterpret_cast<const float*>(x) + k + part * 16);
+  }
+  static Operand activation_tail(const char* x, int64_t k, int part, int64_t columns) {
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << (columns / 2)) - 1),
+                                 reinterpret_cast<const float*>(x) + k + part * 16);
+  }
+  static void store_activations(const float* values, char* row, int64_t column) {
+    float* even = reinterpret_cast<float*>(row) + column / 32 * 32 + column % 32 / 2;
+    for (int n = 0; n < kRows / 2; ++n) {
+      even[n] = values[2 * n];
+      even[16 + n] = values[2 * n + 1];
+    }
+  }
+};
+
+// E4M3 moved into the bits of an FP16 is the value times 2^-8, subnormals included; only NaN needs a case.
+inline __m256i fp8_to_fp16_bits(const Float8E4M3* w) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
+  const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<short>(0xbfff)));
+  const __m256i largest = _mm256_set1_epi16(0x3f80);
+  const __mmask16 nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(bits, largest), largest);
+  return _mm256_mask_mov_epi16(bits, nan, _mm256_set1_epi16(0x7e00));
+}
+
+template <typename X>
+struct Avx512DecodedFloat8 : Avx512Format<X> {
+  using Weight = Float16;
+  using Decoded = Avx512DecodedFloat8;
+  static constexpr float kUnit = 256.0f;
+  static constexpr int kStep = 16, kParts = 1;
+  static __m512 weight(const Weight* w, int part) { return Avx512Float16::weight(w, part); }
+};
+
+template <typename X>
+struct Avx512Float8 : Avx512Format<X> {
+  using Weight = Float8E4M3;
+  using Decoded = Avx512DecodedFloat8<X>;
+  static constexpr bool kDecodes = true;
+  static constexpr float kUnit = 256.0f;
+  static constexpr int kStep = 16, kParts = 1;
+  static __m512 weight(const Weight* w, int /*part*/) { return _mm512_cvtph_ps(fp8_to_fp16_bits(w)); }
+  static void decode_row(const Weight* w, int64_t columns, Float16* out) {
+    for (int64_t k = 0; k < columns; k += 16) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + k), fp8_to_fp16_bits(w + k));
+    }
+  }
+};
+
+}  // namespace
+}  // namespace moeopt
