@@ -51,9 +51,7 @@ def parse_report(text: str) -> list[dict[str, str | int]]:
     entries: list[dict[str, str | int]] = []
     for part in re.split(r"ptxas info\s+: Compiling entry function ", text)[1:]:
         head = re.match(r"'(?P<mangled>\w+)' for '(?P<arch>\w+)'", part)
-        memory = re.search(
-            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part
-        )
+        memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part)
         registers = re.search(r"Used (\d+) registers", part)
         if head is None or memory is None or registers is None:
             raise SystemExit(f"compile_cuda.py: cannot read the ptxas report of {part[:200]!r}")

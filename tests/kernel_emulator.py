@@ -1,0 +1,222 @@
+"""The CUDA kernels' emulation on the CPU (tests/unit/ops/emulation): built once per source state; problems for it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_optimizer.ops import reference
+from moe_optimizer.ops.cuda_dispatch_calls import KernelCall, decode_call, grouped_call, sizes_of
+from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
+from moe_optimizer.ops.launch_geometry.decode import decode_geometry
+from moe_optimizer.ops.launch_geometry.grouped import GemmMode, grouped_geometry
+from moe_optimizer.ops.launch_geometry.routing import routing_geometry
+from moe_optimizer.ops.launch_geometry.workspace import num_counters
+
+ROOT = Path(__file__).resolve().parents[1]
+EMULATION = ROOT / "tests/unit/ops/emulation"
+_PAGE = mmap.PAGESIZE
+
+
+def guarded(tensor: Tensor) -> Tensor:
+    """Return a copy that ends where an unreadable page begins: a kernel that reads past the end crashes the test."""
+    size = tensor.numel() * tensor.element_size()
+    pages = -(-max(size, 1) // _PAGE) + 1
+    memory = mmap.mmap(-1, pages * _PAGE)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    protected = libc.mprotect(ctypes.c_void_p(base + (pages - 1) * _PAGE), ctypes.c_size_t(_PAGE), 0)
+    assert protected == 0, os.strerror(ctypes.get_errno())
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=(pages - 1) * _PAGE - size)
+    copy = flat.view(tensor.dtype).view(tensor.shape)
+    copy.copy_(tensor)
+    return copy
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random inputs of one call."""
+
+    problem: CudaProblem
+
+    def reference(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What the call must compute; ids that name no expert must not be in the case."""
+        p = self.problem
+        assert p.topk_ids is not None
+        assert p.topk_weights is not None
+        return reference.fused_experts(
+            p.x, p.w13, p.w2, p.topk_weights, p.topk_ids,
+            expert_map=p.expert_map, activation=p.activation,
+            w13_scale=p.w13_scale, w2_scale=p.w2_scale, w13_bias=p.w13_bias, w2_bias=p.w2_bias,
+            compute_dtype=dtype,
+        )  # fmt: skip
+
+
+def make_case(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    width: int,
+    *,
+    fp8: str | None = None,
+    activation: str = "silu",
+    bias: bool = False,
+    ids: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    int64_ids: bool = False,
+    seed: int = 1,
+) -> Case:
+    """Fresh random inputs; `fp8`: None, "block" or "channel"."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=g).bfloat16()
+    w13 = torch.randn(experts, 2 * width, hidden, generator=g) / hidden**0.5
+    w2 = torch.randn(experts, hidden, width, generator=g) / width**0.5
+    w13_scale = w2_scale = None
+    if fp8 == "block":
+        blocks = lambda n: -(-n // 128)  # noqa: E731
+        w13_scale = torch.rand(experts, blocks(2 * width), blocks(hidden), generator=g) * 0.1 + 0.02
+        w2_scale = torch.rand(experts, blocks(hidden), blocks(width), generator=g) * 0.1 + 0.02
+    elif fp8 == "channel":
+        w13_scale = torch.rand(experts, 2 * width, generator=g) * 0.1 + 0.02
+        w2_scale = torch.rand(experts, hidden, generator=g) * 0.1 + 0.02
+    dtype = torch.bfloat16 if fp8 is None else torch.float8_e4m3fn
+    factor = 1 if fp8 is None else 16
+    global_experts = experts if expert_map is None else expert_map.shape[0]
+    if ids is None:
+        ids = torch.stack([torch.randperm(global_experts, generator=g)[:top_k] for _ in range(tokens)])
+    problem = CudaProblem(
+        x=guarded(x),
+        w13=guarded((w13 * factor).to(dtype)),
+        w2=guarded((w2 * factor).to(dtype)),
+        out=guarded(torch.full((tokens, hidden), float("nan")).bfloat16()),
+        topk_weights=guarded(torch.rand(tokens, top_k, generator=g)),
+        topk_ids=guarded(ids.to(torch.int64 if int64_ids else torch.int32)),
+        expert_map=None if expert_map is None else guarded(expert_map.int()),
+        w13_scale=None if w13_scale is None else guarded(w13_scale),
+        w2_scale=None if w2_scale is None else guarded(w2_scale),
+        w13_bias=guarded(torch.randn(experts, 2 * width, generator=g)) if bias else None,
+        w2_bias=guarded(torch.randn(experts, hidden, generator=g)) if bias else None,
+        activation=activation,
+    )
+    return Case(problem)
+
+
+class Emulator:
+    """Runs the kernels thread by thread; every method returns the output and checks that the counters are back at 0."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+
+    def decode(self, problem: CudaProblem, *, blocks: int = 3, split: bool = False, seed: int = 1,
+               num_stages: int | None = None) -> Tensor:  # fmt: skip
+        """One persistent launch of `blocks` blocks, or two with `split`."""
+        num_global = None if problem.router is None else problem.router.logits.shape[1]
+        geometry = decode_geometry(
+            sizes_of(problem), num_multiprocessors=blocks, has_router=problem.router is not None,
+            num_global_experts=num_global, num_stages=num_stages,
+        )  # fmt: skip
+        counters = torch.zeros(num_counters(), dtype=torch.int32)
+        self._call("emulate_decode", decode_call(problem, geometry, counters), int(split), seed)
+        assert not counters.any(), counters.nonzero()
+        return problem.out
+
+    def grouped(self, problem: CudaProblem, mode: GemmMode, *, blocks: int = 2, tile_tokens: int | None = None,
+                num_stages: int | None = None, seed: int = 1) -> Tensor:  # fmt: skip
+        """Routing, both GEMMs and the combine."""
+        sizes = sizes_of(problem)
+        geometry = grouped_geometry(
+            sizes, mode, num_multiprocessors=blocks, tile_tokens=tile_tokens, num_stages=num_stages
+        )
+        counters = torch.zeros(num_counters(), dtype=torch.int32)
+        self._call("emulate_grouped", grouped_call(problem, geometry, routing_geometry(sizes), counters), 0, seed)
+        assert not counters.any(), counters.nonzero()
+        return problem.out
+
+    def routing(self, problem: CudaProblem, tile_tokens: int, *, seed: int = 1) -> dict[str, Tensor]:
+        """The routing kernels alone: sorted_pair, pair_position, expert_offsets, and the tile table."""
+        sizes = sizes_of(problem)
+        geometry = grouped_geometry(sizes, GemmMode.BF16, num_multiprocessors=1, tile_tokens=tile_tokens)
+        counters = torch.zeros(num_counters(), dtype=torch.int32)
+        call = grouped_call(problem, geometry, routing_geometry(sizes), counters)
+        self._call("emulate_grouped", call, 1, seed)
+        assert not counters.any(), counters.nonzero()
+
+        def ints(index: int, count: int) -> Tensor:
+            start = call.workspace[index] - call.buffer.data_ptr()
+            return call.buffer[start : start + 4 * count].view(torch.int32)
+
+        num_tiles = int(ints(6, 1))
+        return {
+            "expert_offsets": ints(2, sizes.num_experts + 1),
+            "sorted_pair": ints(3, sizes.num_pairs),
+            "pair_position": ints(4, sizes.num_pairs),
+            "tiles": ints(5, 4 * num_tiles).view(num_tiles, 4)[:, :3],
+        }
+
+    def router(self, problem: CudaProblem, *, seed: int = 1) -> tuple[Tensor, Tensor]:
+        """Ids and weights that the gate chooses."""
+        ids = torch.full((problem.x.shape[0], problem.top_k), -7, dtype=torch.int32)
+        weights = torch.full(ids.shape, float("nan"))
+        values = problem.values()
+        error = ctypes.create_string_buffer(4000)
+        failed = self._library.emulate_router(
+            _int64s(values), ctypes.c_int64(len(values)), ctypes.c_void_p(ids.data_ptr()),
+            ctypes.c_void_p(weights.data_ptr()), ctypes.c_uint64(seed), error, len(error),
+        )  # fmt: skip
+        assert not failed, error.value.decode()
+        return ids, weights
+
+    def _call(self, name: str, call: KernelCall, option: int, seed: int) -> None:
+        call.buffer.fill_(0xFF)  # NaN and -1: a kernel that reads what nobody wrote shows it
+        error = ctypes.create_string_buffer(4000)
+        lists = []
+        for values in (call.values, call.workspace, call.geometry):
+            lists += [_int64s(values), ctypes.c_int64(len(values))]
+        failed = getattr(self._library, name)(*lists, option, ctypes.c_uint64(seed), error, len(error))
+        assert not failed, error.value.decode()
+
+
+def _int64s(values: list[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def build_emulator() -> Emulator:
+    """Return the emulation, compiled unless this source state was compiled before; skips where there is no g++."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++ to compile the kernels' emulation")
+    sources = sorted(
+        [*EMULATION.glob("*"), *(ROOT / "csrc/include").rglob("*"), ROOT / "csrc/launch/arguments.h",
+         ROOT / "csrc/launch/problem.h"]
+    )  # fmt: skip
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources if path.is_file())).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"moeopt-emulation-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"emulation-{digest}.so"
+    if not library.exists():
+        partial = folder / f"{library.name}.{os.getpid()}"
+        subprocess.run(
+            [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-clobbered", "-shared", "-fPIC",
+             "-DMOEOPT_EMULATE", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}", f"-I{EMULATION}",
+             str(EMULATION / "emulated_kernels.cpp"), "-o", str(partial)],
+            check=True, timeout=300,
+        )  # fmt: skip
+        partial.replace(library)
+    return Emulator(library)
+
+
+def with_poisoned_output(case: Case) -> CudaProblem:
+    """The same problem with a fresh output full of NaN."""
+    return replace(case.problem, out=guarded(torch.full_like(case.problem.out, float("nan"))))

@@ -1,0 +1,153 @@
+"""The CUDA kernels' source, run thread by thread on the CPU (tests/unit/ops/emulation), against plain torch.
+
+What this shows: indices, masks, barriers, arrival counts, fragment layouts as this package understands them, no read
+past a tensor's end (an unreadable page lies there), no use of memory nobody wrote (it holds NaN), no dependence on
+the order of blocks and warps (it is random). What it cannot show: that the hardware's instructions mean what the
+emulation says, races inside a warp's memory accesses, and speed.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_optimizer.ops.launch_geometry.grouped import GemmMode
+from tests.kernel_emulator import Case, Emulator, make_case, with_poisoned_output
+
+# E4M3 tokens have 4 significant bits: a relative error of up to 2**-4 per element, about 2.6e-2 on average, twice.
+FP8_TOKENS_BOUND = 0.06
+
+
+def assert_close(case: Case, out: torch.Tensor) -> None:
+    """Error at most twice that of torch in BF16, both against FP32."""
+    want = case.reference().float()
+    in_bf16 = (case.reference(torch.bfloat16).float() - want).norm()
+    error = (out.float() - want).norm()
+    assert error <= 2 * in_bf16 + 1e-3 * want.norm(), (error / want.norm(), in_bf16 / want.norm())
+
+
+# Sizes: one token; K not a multiple of a step (272 = 4.25 x 64); rows past the last full tile (H % 32, I % 128);
+# several chunks per row; more tokens than one column block.
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width"), [(1, 64, 32), (3, 272, 48), (9, 144, 80), (2, 1200, 560)], ids=str
+)
+@pytest.mark.parametrize("fp8", [None, "block", "channel"])
+def test_decode_matches_the_reference(emulator: Emulator, tokens, hidden, width, fp8):
+    case = make_case(tokens, 2, 4, hidden, width, fp8=fp8)
+    assert_close(case, emulator.decode(case.problem))
+
+
+def test_decode_with_biases_and_the_clamped_activation(emulator: Emulator):
+    case = make_case(3, 2, 4, 144, 48, activation="swigluoai", bias=True)
+    assert_close(case, emulator.decode(case.problem))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_decode_does_not_depend_on_who_runs_first(emulator: Emulator, seed):
+    case = make_case(5, 2, 4, 144, 80)
+    first = emulator.decode(case.problem, blocks=2, seed=1).clone()
+    again = emulator.decode(with_poisoned_output(case), blocks=5, seed=100 + seed)
+    assert torch.equal(first, again)
+
+
+def test_decode_with_the_smallest_ring(emulator: Emulator):
+    case = make_case(3, 2, 4, 1200, 80)
+    assert_close(case, emulator.decode(case.problem, num_stages=2))
+
+
+def test_decode_in_two_launches_gives_the_same_bits(emulator: Emulator):
+    case = make_case(3, 2, 4, 144, 80)
+    one = emulator.decode(case.problem).clone()
+    assert torch.equal(one, emulator.decode(with_poisoned_output(case), split=True))
+
+
+def test_decode_with_more_pairs_on_one_expert_than_a_slot_holds(emulator: Emulator):
+    ids = torch.full((7, 3), 2)  # 21 pairs on one expert, each token naming it three times: 3 slots of 8
+    case = make_case(7, 3, 4, 80, 48, ids=ids)
+    assert_close(case, emulator.decode(case.problem))
+
+
+def test_decode_skips_negative_and_unmapped_ids(emulator: Emulator):
+    ids = torch.tensor([[0, -1], [5, 3], [-1, -1], [4, 4]])
+    expert_map = torch.tensor([-1, 1, -1, 0, 2, 3])
+    case = make_case(4, 2, 4, 80, 48, ids=ids, expert_map=expert_map, int64_ids=True)
+    out = emulator.decode(case.problem)
+    assert_close(case, out)
+    assert not out[0].any()
+    assert not out[2].any()
+
+
+def test_decode_writes_zeros_when_nothing_is_routed_here(emulator: Emulator):
+    case = make_case(3, 2, 4, 80, 48, ids=torch.full((3, 2), -1))
+    assert not emulator.decode(case.problem).any()
+    case = make_case(3, 2, 4, 80, 48, ids=torch.full((3, 2), -1))
+    assert not emulator.decode(case.problem, split=True).any()
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+def test_grouped_bf16_matches_the_reference(emulator: Emulator, tile):
+    # More tokens per expert than a tile, so that an expert has several; K and rows end inside a box.
+    case = make_case(tile + 12, 2, 3, 144, 80)
+    assert_close(case, emulator.grouped(case.problem, GemmMode.BF16, tile_tokens=tile, blocks=2))
+
+
+@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize("fp8", ["block", "channel"])
+def test_grouped_fp8_weights_match_the_reference(emulator: Emulator, tile, fp8):
+    case = make_case(24, 2, 3, 208, 144, fp8=fp8)
+    assert_close(case, emulator.grouped(case.problem, GemmMode.FP8_WEIGHTS, tile_tokens=tile))
+
+
+@pytest.mark.parametrize("fp8", ["block", "channel"])
+def test_grouped_fp8_tokens_stay_within_their_rounding(emulator: Emulator, fp8):
+    case = make_case(24, 2, 3, 208, 144, fp8=fp8)
+    want = case.reference().float()
+    out = emulator.grouped(case.problem, GemmMode.FP8, tile_tokens=32).float()
+    assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
+
+
+def test_grouped_with_biases_the_clamped_activation_and_a_map(emulator: Emulator):
+    ids = torch.randint(-1, 6, (20, 2), generator=torch.Generator().manual_seed(3))
+    expert_map = torch.tensor([-1, 1, -1, 0, 2, 3])
+    case = make_case(
+        20, 2, 4, 80, 144, ids=ids, expert_map=expert_map, activation="swigluoai", bias=True, int64_ids=True
+    )
+    assert_close(case, emulator.grouped(case.problem, GemmMode.BF16, tile_tokens=16))
+
+
+@pytest.mark.parametrize("stages", [3, 4, 5])
+def test_grouped_with_small_rings_ends(emulator: Emulator, stages):
+    case = make_case(20, 2, 3, 272, 208)
+    assert_close(case, emulator.grouped(case.problem, GemmMode.BF16, tile_tokens=16, num_stages=stages))
+
+
+def test_grouped_does_not_depend_on_who_runs_first(emulator: Emulator):
+    case = make_case(30, 2, 3, 144, 80)
+    outs = []
+    for seed in range(4):
+        problem = with_poisoned_output(case)
+        outs.append(emulator.grouped(problem, GemmMode.BF16, tile_tokens=16, blocks=1 + seed, seed=seed + 1))
+    assert all(torch.equal(outs[0], out) for out in outs[1:])
+
+
+def test_identity_weights_reveal_a_wrong_permutation(emulator: Emulator):
+    # gate 20 (silu is the identity there), up = x, down = a scaled identity per expert: out[t] = sum_j w_j c_j x[t].
+    hidden = width = 64
+    case = make_case(24, 2, 4, hidden, width, seed=5)
+    p = case.problem
+    p.x.copy_(torch.randint(-8, 9, p.x.shape))
+    p.x[:, 0] = 1
+    p.w13.zero_()
+    p.w13[:, :width, 0] = 20
+    p.w13[:, width:] = torch.eye(width).bfloat16()
+    p.w2.copy_(torch.eye(hidden) * torch.tensor([1.0, 2.0, 4.0, 8.0])[:, None, None] / 16)
+    assert p.topk_ids is not None
+    assert p.topk_weights is not None
+    p.topk_weights.copy_(torch.randint(1, 3, p.topk_weights.shape))
+    factor = (torch.tensor([1.0, 2.0, 4.0, 8.0])[p.topk_ids.long()] * p.topk_weights).sum(1, keepdim=True)
+    want = p.x.float() * 20 / 16 * factor
+    for out in (
+        emulator.grouped(with_poisoned_output(case), GemmMode.BF16, tile_tokens=16),
+        emulator.decode(with_poisoned_output(case)),
+    ):
+        assert torch.allclose(out.float(), want, rtol=2**-7, atol=0)
