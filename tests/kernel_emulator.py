@@ -178,6 +178,14 @@ class Emulator:
         assert not failed, error.value.decode()
         return ids, weights
 
+    def constant(self, name: str) -> int:
+        """A number that is compiled into the kernels."""
+        function = self._library.compiled_constant
+        function.restype = ctypes.c_int64
+        value = function(name.encode())
+        assert value >= 0, name
+        return value
+
     def _call(self, name: str, call: KernelCall, option: int, seed: int) -> None:
         call.buffer.fill_(0xFF)  # NaN and -1: a kernel that reads what nobody wrote shows it
         error = ctypes.create_string_buffer(4000)

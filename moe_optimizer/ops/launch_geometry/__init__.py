@@ -8,7 +8,7 @@ they are; the compiled constants they rest on are compared in the tests.
 from __future__ import annotations
 
 from moe_optimizer.ops.launch_geometry.decode import DecodeGeometry, decode_geometry
-from moe_optimizer.ops.launch_geometry.grouped import GroupedGeometry, grouped_geometry
+from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry, grouped_geometry
 from moe_optimizer.ops.launch_geometry.hopper import HOPPER, ChipLimits, GeometryError
 from moe_optimizer.ops.launch_geometry.routing import RoutingGeometry, routing_geometry
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
@@ -17,6 +17,7 @@ __all__ = [
     "HOPPER",
     "ChipLimits",
     "DecodeGeometry",
+    "GemmMode",
     "GeometryError",
     "GroupedGeometry",
     "MoeSizes",

@@ -136,6 +136,45 @@ int emulate_grouped(const int64_t* values, int64_t num_values, const int64_t* wo
   return report(failure, error, capacity);
 }
 
+// The compiled numbers that moe_optimizer/ops/launch_geometry repeats; -1: no such name.
+int64_t compiled_constant(const char* name) {
+  const struct {
+    const char* name;
+    int64_t value;
+  } constants[] = {
+      {"decode.THREADS", kDecodeThreads},
+      {"decode.MATH_WARPS", kDecodeMathWarps},
+      {"decode.TILE_ROWS", kTileRows},
+      {"decode.STEP_BYTES", kStepBytes},
+      {"decode.STEPS_PER_WARP", kStepsPerWarp},
+      {"decode.CHUNK_BYTES", kChunkBytes},
+      {"decode.ROW_PITCH", kRowPitch},
+      {"decode.STAGE_BYTES", kStageBytes},
+      {"decode.MAX_PAIRS", kMaxPairs},
+      {"decode.ROUTING_BYTES", sizeof(DecodeRouting)},
+      {"decode.reduction_bytes_1", kReductionBytes<1>},
+      {"decode.reduction_bytes_2", kReductionBytes<2>},
+      {"grouped.THREADS", kGemmThreads},
+      {"grouped.PRODUCER_THREADS", kProducerThreads},
+      {"grouped.PRODUCER_REGISTERS", kProducerRegisters},
+      {"grouped.MATH_REGISTERS", kMathRegisters},
+      {"grouped.BOX_ROWS", kBoxRows},
+      {"grouped.LAG", kLag},
+      {"grouped.stage_bytes_0_16", GemmShape<GemmMode::kBf16, 16>::kStageBytes},
+      {"grouped.stage_bytes_0_128", GemmShape<GemmMode::kBf16, 128>::kStageBytes},
+      {"grouped.stage_bytes_1_64", GemmShape<GemmMode::kFp8Weights, 64>::kStageBytes},
+      {"grouped.stage_bytes_2_128", GemmShape<GemmMode::kFp8, 128>::kStageBytes},
+      {"grouped.staging_bytes_64", GemmShape<GemmMode::kBf16, 64>::kStagingBytes},
+      {"grouped.tile_entry_bytes", sizeof(TokenTile)},
+      {"routing.THREADS", kRouteThreads},
+      {"routing.PAIRS_PER_BLOCK", kRoutePairs},
+  };
+  for (const auto& constant : constants) {
+    if (std::strcmp(constant.name, name) == 0) return constant.value;
+  }
+  return -1;
+}
+
 int emulate_router(const int64_t* values, int64_t num_values, int* ids, float* weights, uint64_t seed, char* error,
                    int capacity) {
   return report(run_router(problem_from_values(values, num_values), ids, weights, seed), error, capacity);

@@ -1,0 +1,150 @@
+"""The numbers of launch_geometry are those compiled into the kernels, and the kernels spill nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from moe_optimizer.ops.launch_geometry import GemmMode, MoeSizes, decode, grouped, routing
+from tests.kernel_emulator import Emulator
+
+ROOT = Path(__file__).resolve().parents[3]
+CSRC = ROOT / "csrc"
+SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=2)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (decode, ["THREADS", "MATH_WARPS", "TILE_ROWS", "STEP_BYTES", "STEPS_PER_WARP", "CHUNK_BYTES", "ROW_PITCH",
+                  "STAGE_BYTES", "MAX_PAIRS", "ROUTING_BYTES"]),
+        (grouped, ["THREADS", "PRODUCER_THREADS", "PRODUCER_REGISTERS", "MATH_REGISTERS", "BOX_ROWS", "LAG"]),
+        (routing, ["THREADS", "PAIRS_PER_BLOCK"]),
+    ],
+    ids=["decode", "grouped", "routing"],
+)  # fmt: skip
+def test_constants_are_the_compiled_ones(emulator: Emulator, module: ModuleType, names):
+    family = module.__name__.rpartition(".")[2]
+    assert {name: getattr(module, name) for name in names} == {
+        name: emulator.constant(f"{family}.{name}") for name in names
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "tile"), [(GemmMode.BF16, 16), (GemmMode.BF16, 128), (GemmMode.FP8_WEIGHTS, 64), (GemmMode.FP8, 128)]
+)
+def test_stage_bytes_are_the_compiled_ones(emulator: Emulator, mode, tile):
+    sizes = MoeSizes(
+        num_tokens=1, top_k=1, num_experts=1, hidden_size=64, intermediate_size=64,
+        weight_bytes=2 if mode == GemmMode.BF16 else 1,
+    )  # fmt: skip
+    geometry = grouped.grouped_geometry(sizes, mode, num_multiprocessors=1, tile_tokens=tile)
+    assert geometry.stage_bytes == emulator.constant(f"grouped.stage_bytes_{int(mode)}_{tile}")
+
+
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_decode_shared_memory_is_what_the_kernel_lays_out(emulator: Emulator, tokens):
+    sizes = MoeSizes(
+        num_tokens=tokens, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=2
+    )
+    geometry = decode.decode_geometry(sizes, num_multiprocessors=132)
+    laid_out = (
+        geometry.num_stages * emulator.constant("decode.STAGE_BYTES")
+        + emulator.constant(f"decode.reduction_bytes_{geometry.column_blocks}")
+        + 2 * geometry.num_stages * 8
+        + emulator.constant("decode.ROUTING_BYTES")
+        + decode.ALIGNMENT_SLACK
+    )
+    assert geometry.shared_bytes == laid_out
+
+
+def _compile_cuda() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compile_cuda", CSRC / "compile_cuda.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+REPORT = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN6moeopt19grouped_gemm_kernelILNS_8GemmModeE1ELi64ELb1EEEv14CUtensorMap_st' for 'sm_90a'
+ptxas info    : Function properties for _ZN6moeopt19grouped_gemm_kernelILNS_8GemmModeE1ELi64ELb1EEEv14CUtensorMap_st
+    80 bytes stack frame, 84 bytes spill stores, 88 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 80 bytes cumulative stack size, 32 bytes smem
+"""  # noqa: E501
+
+
+def test_the_compiler_report_is_read_kernel_by_kernel():
+    assert _compile_cuda().parse_report(REPORT) == [
+        {
+            "name": "grouped_gemm_kernel<1, 64, 1>",
+            "arch": "sm_90a",
+            "registers": 168,
+            "shared_bytes": 32,
+            "spill_bytes": 172,
+            "stack_bytes": 80,
+        }
+    ]
+
+
+def test_a_report_without_its_numbers_is_an_error():
+    with pytest.raises(SystemExit, match="cannot read the ptxas report"):
+        _compile_cuda().parse_report(REPORT.replace("spill stores", "something else"))
+
+
+def _reports(tmp_path: Path) -> list[dict]:
+    """Per-kernel reports of the last build if it is of these sources, else of a compilation now."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("needs nvcc >= 12.4 to compile the CUDA kernels")
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    manifest = ROOT / "moe_optimizer/ops/build_info.json"
+    current = subprocess.run(
+        [sys.executable, str(CSRC / "build_info.py"), "hash", "--compiler", compiler],
+        capture_output=True, text=True, check=True, timeout=60,
+    ).stdout.strip()  # fmt: skip
+    if manifest.is_file():
+        info = json.loads(manifest.read_text(encoding="utf-8"))
+        if info["source_hash"] == current and info["kernels"]:
+            return info["kernels"]
+    kernels = []
+    for source in sorted((CSRC / "launch").glob("*.cu")):
+        report = tmp_path / f"{source.stem}.json"
+        subprocess.run(
+            [sys.executable, str(CSRC / "compile_cuda.py"), "--nvcc", nvcc, "--archs", "sm_90a",
+             "--host-compiler", compiler, "--source", str(source), "--object", str(tmp_path / "kernel.o"),
+             "--report", str(report)],
+            check=True, timeout=500,
+        )  # fmt: skip
+        kernels += json.loads(report.read_text(encoding="utf-8"))
+    return kernels
+
+
+def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
+    kernels = _reports(tmp_path)
+    names = {entry["name"] for entry in kernels}
+    # 2 weight widths x 2 column blocks x 3 phases; the tiles of each mode x up and down; 5 plain kernels.
+    assert len([name for name in names if name.startswith("flash_dmoe_decode")]) == 12
+    tiles = sum(len(values) for values in grouped.TILE_TOKENS.values())
+    assert len([name for name in names if name.startswith("grouped_gemm")]) == 2 * tiles
+    assert {name.partition("<")[0] for name in names} == {
+        "flash_dmoe_decode_kernel", "grouped_gemm_kernel", "route_tokens_kernel", "count_pairs_kernel",
+        "place_pairs_kernel", "prepare_tokens_kernel", "combine_kernel",
+    }  # fmt: skip
+    spilling = {entry["name"]: entry for entry in kernels if entry["spill_bytes"] or entry["stack_bytes"]}
+    assert spilling == {}
+    threads = {"flash_dmoe_decode_kernel": decode.THREADS, "grouped_gemm_kernel": grouped.THREADS}
+    for entry in kernels:
+        count = threads.get(entry["name"].partition("<")[0], 256)
+        grouped.HOPPER.check_registers(entry["name"], count, entry["registers"])
