@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 TARGET = Path(__file__).parent.parent / "moe_optimizer" / "inspection" / "families" / "class_defaults.json"
@@ -30,7 +31,7 @@ IRRELEVANT = re.compile(
 
 def class_defaults() -> dict[str, dict[str, object]]:
     """Return the defaults of every decoder's config class in the installed transformers, by model_type."""
-    table: dict[str, dict[str, object]] = {}
+    table: dict[str, dict[str, object]] = {"(transformers)": {"version": transformers.__version__}}
     for model_type in sorted(CONFIG_MAPPING_NAMES):
         config_class = CONFIG_MAPPING[model_type]
         fields = {field.name: field.default for field in dataclasses.fields(config_class)}

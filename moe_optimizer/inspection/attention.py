@@ -30,6 +30,7 @@ class Attention:
     input_width: int = 1
     """Multiple of the hidden size that the projections read."""
     qkv_bias: Names | bool = "attention_bias"
+    """On when one of the fields is."""
     v_bias: Names | bool | None = None
     """Where the value projection differs from query and key; None: as qkv_bias."""
     o_bias: Names | bool = "attention_bias"
@@ -69,11 +70,11 @@ class Attention:
         q, k, v = heads * head_dim, kv_heads * head_dim, kv_heads * value_dim
         o_in = heads * value_dim
         projected_v = 0 if config.flag(self.shares_key_as_value) else v
-        qk_bias = config.flag(self.qkv_bias)
-        v_bias = qk_bias if self.v_bias is None else config.flag(self.v_bias)
+        qk_bias = config.any_flag(self.qkv_bias)
+        v_bias = qk_bias if self.v_bias is None else config.any_flag(self.v_bias)
         kv_params = width_in * (k + projected_v) + k * qk_bias + projected_v * v_bias
         params = width_in * q + q * qk_bias + kv_params
-        params += o_in * hidden_size + hidden_size * config.flag(self.o_bias)
+        params += o_in * hidden_size + hidden_size * config.any_flag(self.o_bias)
         if self.borrows_cache:
             params, kv_params = params - kv_params, 0
         params += self._norms(config, q, k, head_dim)

@@ -102,6 +102,17 @@ class Config:
             return bool(value)
         raise InputError(f"{self.where}{name}: got {shown(value)}, expected true or false")
 
+    def any_flag(self, names: Names | bool) -> bool:
+        """Return whether one of several boolean fields is on.
+
+        Raises:
+            InputError: one is not a boolean.
+        """
+        if isinstance(names, bool):
+            return names
+        flags = [self.flag(name) for name in _each(names)]  # all are read, so that a wrong type is found
+        return any(flags)
+
     def text(self, names: Names, default: str = "") -> str:
         """Return a string field.
 

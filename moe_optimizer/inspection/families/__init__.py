@@ -21,6 +21,7 @@ from moe_optimizer.inspection.families import (
     nemotron,
     older,
     qwen,
+    rare,
     sigmoid_routed,
 )
 from moe_optimizer.inspection.family import Family
@@ -40,6 +41,7 @@ _TABLES = (
     nemotron,
     inkling,
     hybrid,
+    rare,
 )
 
 

@@ -221,12 +221,6 @@ FAMILIES = (
     ),
     Family(model_types=("solar",), architectures=("SolarForCausalLM",)),
     Family(
-        model_types=("minicpm",),
-        architectures=("MiniCPMForCausalLM",),
-        mixers={"attention": NO_BIAS},
-        dense=PLAIN_MLP,
-    ),
-    Family(
         model_types=("nanochat",),
         architectures=("NanoChatForCausalLM",),
         norm="none",

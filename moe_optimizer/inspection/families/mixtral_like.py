@@ -160,6 +160,7 @@ FAMILIES = (
             width=("moe_intermediate_size", "intermediate_size"),
             dense_beside="residual_moe",
         ),
+        defaults={"tie_word_embeddings": True},
     ),
     Family(
         model_types=("afmoe",),

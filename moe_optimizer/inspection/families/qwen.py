@@ -48,8 +48,14 @@ FAMILIES = (
         mixers={"attention": QWEN3_ATTENTION},
     ),
     Family(
-        model_types=("qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text"),
-        architectures=("Qwen3MoeForCausalLM",),
+        model_types=(
+            "qwen3_moe",
+            "qwen3_vl_moe_text",
+            "qwen3_omni_moe_text",
+            "interns1_pro_text",
+            "intern_s1_pro_text",
+        ),
+        architectures=("Qwen3MoeForCausalLM", "InternS1ProForConditionalGeneration"),
         kinds=windowed_from("max_window_layers", flag="use_sliding_window"),
         mixers={"attention": QWEN3_ATTENTION},
         experts=QWEN3_EXPERTS,

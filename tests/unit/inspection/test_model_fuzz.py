@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,7 @@ JUNK = st.recursive(
 @st.composite
 def mutated_configs(draw: st.DrawFn) -> dict[str, Any]:
     """A published configuration with some fields removed, exchanged with another's or replaced by junk."""
-    config = json.loads(json.dumps(CONFIGS[draw(st.sampled_from(sorted(CONFIGS)))]))
+    config = copy.deepcopy(CONFIGS[draw(st.sampled_from(sorted(CONFIGS)))])
     other = CONFIGS[draw(st.sampled_from(sorted(CONFIGS)))]
     for _ in range(draw(st.integers(1, 4))):
         target = config
@@ -50,7 +51,7 @@ def mutated_configs(draw: st.DrawFn) -> dict[str, Any]:
             target[key] = draw(JUNK)
         else:
             stolen = draw(st.sampled_from(sorted(other)))
-            target[stolen] = other[stolen]
+            target[stolen] = copy.deepcopy(other[stolen])
     return config
 
 
