@@ -108,7 +108,7 @@ class Attention:
 
     def head_size(self, config: Config, hidden_size: int, heads: int) -> int:
         """Return the width of a query head: the field, or the hidden size shared out among the heads."""
-        head_dim = config.integer(self.head_dim, 0) or hidden_size // heads
+        head_dim = (config.integer(self.head_dim, 0) if self.head_dim else 0) or hidden_size // heads
         if not head_dim:
             raise config.error(_first(self.heads), heads, f"at most the hidden size {hidden_size}")
         return head_dim

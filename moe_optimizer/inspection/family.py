@@ -10,7 +10,7 @@ from moe_optimizer.inspection.attention import HIDDEN, Attention
 from moe_optimizer.inspection.config import Config, Names
 from moe_optimizer.inspection.feed_forward import Dense, Experts
 from moe_optimizer.inspection.layer_rules import KindRule, every
-from moe_optimizer.inspection.shapes import NO_MIXER, Decoder, Layer, Mixer, MixerRule, Site
+from moe_optimizer.inspection.shapes import NO_MIXER, Decoder, ExpertLayer, Layer, Mixer, MixerRule, Site
 
 LAYERS: Names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 VOCAB: Names = ("vocab_size", "padded_vocab_size", "n_vocab")
@@ -19,6 +19,9 @@ ACTIVATION: Names = ("hidden_act", "hidden_activation", "activation_function", "
 
 LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern", "layer_types", "block_configs")
 """Fields with an entry for each layer, in files that leave their number out."""
+
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Fields that mean routed experts wherever an architecture has them."""
 
 MAX_LAYERS = 1 << 10
 """More decoder layers than this is taken for a mistake."""
@@ -60,6 +63,11 @@ class Family:
     """Further parameters outside the layers: called with config and hidden size."""
     extra_embeddings: Callable[[Config], int] | None = None
     """Further embedding tables."""
+    rewrite: Callable[[Config], Config] | None = None
+    """Puts fields of an unusual form into the usual one before anything is read."""
+    idle_extra: Callable[[Config, tuple[ExpertLayer | None, ...]], int] | None = None
+    """Further parameters that no text token uses, such as experts for other modalities: called with the
+    configuration as it is in the file, and the layers' experts."""
     disagreement: Callable[[Config], str | None] | None = None
     """Tells where vLLM and transformers would build different models."""
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -71,7 +79,9 @@ class Family:
         Raises:
             InputError: a field is missing, of the wrong type, out of range or contradicts another.
         """
-        config = config.with_defaults(self.defaults)
+        original = config = config.with_defaults(self.defaults)
+        if self.rewrite is not None:
+            config = self.rewrite(config)
         hidden_size = config.required(HIDDEN)
         vocab_size = config.required(VOCAB)
         num_layers = self._num_layers(config)
@@ -91,6 +101,7 @@ class Family:
             for i in range(num_layers)
         )
         tied = config.flag(self.tied)
+        idle = self.idle_extra(original, experts) if self.idle_extra and experts else 0
         return Decoder(
             hidden_size=hidden_size,
             vocab_size=vocab_size,
@@ -99,9 +110,10 @@ class Family:
             + self._position_params(config, hidden_size)
             + (self.extra_embeddings(config) if self.extra_embeddings else 0),
             lm_head_params=(0 if tied else vocab_size * hidden_size) + vocab_size * config.flag(self.head_bias),
-            final_params=norm_params * (self.final_norm + self.embedding_norm)
+            final_params=idle
+            + norm_params * (self.final_norm + self.embedding_norm)
             + (self.model_extra(config, hidden_size) if self.model_extra else 0),
-            idle_params=0,
+            idle_params=idle,
             warnings=self._warnings(config, experts is not None),
             expert_activation=config.text(ACTIVATION) if experts else "",
             expert_has_bias=bool(experts and self.experts and config.flag(self.experts.bias)),
@@ -112,6 +124,10 @@ class Family:
         note = self.disagreement(config) if self.disagreement else None
         if note is not None:
             notes.append(f"{config.where}{note}")
+        if self.experts is None:
+            ignored = next((name for name in EXPERT_COUNTS if _is_count(config.raw.get(name))), None)
+            if ignored is not None:
+                notes.append(f"{config.where}{ignored}: is ignored, the architecture has no routed experts")
         assumed = config.defaults.get("(experts)")
         if self.experts is not None and not has_experts and assumed and not config.has(self.experts.count):
             notes.append(
@@ -175,3 +191,7 @@ class Family:
 
 def _first(names: Names) -> str:
     return names if isinstance(names, str) else names[0]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value > 1

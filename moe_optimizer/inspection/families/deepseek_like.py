@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import frequency_ignored, norm_after_experts, zero_experts
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
@@ -33,6 +34,15 @@ EXPERTS = Experts(
 CORRECTED = replace(EXPERTS, correction_bias=True)
 CORRECTED_FIRST_DENSE = replace(CORRECTED, layers=FIRST_DENSE)
 
+
+def _latent_or_plain(config: Config, num_layers: int) -> tuple[str, ...]:
+    """Small models of this family have ordinary attention: both parts of the latent query head are 0 wide."""
+    plain = config.get("qk_nope_head_dim") == 0 and config.get("qk_rope_head_dim") == 0
+    return ("plain" if plain else "attention",) * num_layers
+
+
+PLAIN_OR_LATENT = {"attention": LatentAttention(), "plain": Attention(head_dim=())}
+
 FAMILIES = (
     Family(
         model_types=("deepseek",),
@@ -44,15 +54,23 @@ FAMILIES = (
         model_types=("deepseek_v2",),
         architectures=("DeepseekV2ForCausalLM",),
         disagreement=frequency_ignored,
-        mixers={"attention": LatentAttention()},
+        kinds=_latent_or_plain,
+        mixers=PLAIN_OR_LATENT,
         experts=EXPERTS,
     ),
     Family(
-        model_types=("deepseek_v3", "kimi_k2"),
-        architectures=("DeepseekV3ForCausalLM",),
+        model_types=("deepseek_v3", "kimi_k2", "mistral_large_3"),
+        architectures=("DeepseekV3ForCausalLM", "MistralLarge3ForCausalLM"),
         disagreement=frequency_ignored,
-        mixers={"attention": LatentAttention()},
+        kinds=_latent_or_plain,
+        mixers=PLAIN_OR_LATENT,
         experts=CORRECTED,
+    ),
+    Family(
+        model_types=("mistral4",),
+        architectures=("Mistral4ForCausalLM",),
+        mixers={"attention": LatentAttention()},
+        experts=replace(EXPERTS, layers=after_first("first_k_dense_replace")),
     ),
     Family(
         model_types=("deepseek_v32",),

@@ -193,13 +193,12 @@ FAMILIES = (
         dense=PLAIN_MLP,
     ),
     Family(
-        model_types=("baichuan", "aquila", "xverse", "teleflm", "step1", "yuan"),
+        model_types=("baichuan", "aquila", "teleflm", "step1", "yuan"),
         architectures=(
             "BaichuanForCausalLM",
             "BaiChuanForCausalLM",
             "AquilaForCausalLM",
             "AquilaModel",
-            "XverseForCausalLM",
             "TeleFLMForCausalLM",
             "Step1ForCausalLM",
         ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moe_optimizer.inspection.attention import MAX_HEADS, Attention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.family import Family
-from moe_optimizer.inspection.feed_forward import Dense, Experts, mlp_params
+from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared, mlp_params
 from moe_optimizer.inspection.layer_rules import after_first, every, listed, windowed_when
 from moe_optimizer.inspection.recurrent import Mamba2
 from moe_optimizer.inspection.shapes import NO_MIXER, Mixer, Site
@@ -204,6 +204,18 @@ FAMILIES = (
         dense=Dense(bias=False),
         experts=Experts(
             count=("num_experts",), top_k=("num_experts_per_tok", "moe_top_k"), width=("intermediate_size",)
+        ),
+    ),
+    Family(
+        model_types=("xverse",),
+        architectures=("XverseForCausalLM", "XverseMoeForCausalLM"),
+        mixers={"attention": Attention(qkv_bias=False, o_bias=False)},
+        dense=Dense(bias=False),
+        experts=Experts(
+            count=("num_experts",),
+            top_k=("moe_top_k", "num_experts_per_tok"),
+            width=("intermediate_size",),
+            shared=Shared(count=("num_shared_experts",)),
         ),
     ),
     Family(

@@ -25,6 +25,7 @@ from moe_optimizer.inspection.layer_rules import (
     words,
 )
 from moe_optimizer.inspection.recurrent import LightningAttention
+from moe_optimizer.inspection.shapes import ExpertLayer
 
 PER_TOKEN = ("num_experts_per_tok",)
 MOE_WIDTH = ("moe_intermediate_size",)
@@ -50,6 +51,32 @@ def _head_or_width(config: Config) -> str:
     """How wide the output gate is: true and "per-head" mean a value for each head."""
     gating = config.get("gating")
     return "head" if gating is True or gating == "per-head" else "width"
+
+
+ERNIE_PAIRS = ("moe_num_experts", "moe_intermediate_size", "moe_layer_start_index", "moe_layer_end_index")
+"""Fields that hold one value for text experts and one for image experts in multi-modal files."""
+
+
+def _text_experts(config: Config) -> Config:
+    """Where a field holds a value for text and one for images, keep the one for text."""
+    first = {name: value[0] for name in ERNIE_PAIRS if isinstance(value := config.raw.get(name), list) and value}
+    return Config({**config.raw, **first}, where=config.where, defaults=config.defaults)
+
+
+def _image_experts(config: Config, layers: tuple[ExpertLayer | None, ...]) -> int:
+    """Experts and router rows for image tokens, beside the text experts of the same layers."""
+    widths = config.integers("moe_intermediate_size") if isinstance(config.get("moe_intermediate_size"), list) else None
+    if widths is None or len(widths) < 2:
+        return 0
+    counts = config.get("moe_num_experts")
+    params = 0
+    for layer in layers:
+        if layer is not None:
+            count = (
+                (config.integers("moe_num_experts") or (0, 0))[-1] if isinstance(counts, list) else layer.num_experts
+            )
+            params += count * (3 * layer.hidden_size * widths[1] + layer.hidden_size + 1)
+    return params
 
 
 FAMILIES = (
@@ -109,7 +136,13 @@ FAMILIES = (
     ),
     Family(
         model_types=("ernie4_5_moe", "ernie4_5_moe_vl", "ernie4_5_vl_moe_text"),
-        architectures=("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM"),
+        architectures=(
+            "Ernie4_5_MoeForCausalLM",
+            "Ernie4_5_MoEForCausalLM",
+            "Ernie4_5_VLMoeForConditionalGeneration",
+        ),
+        rewrite=_text_experts,
+        idle_extra=_image_experts,
         mixers={"attention": Attention(qkv_bias="use_bias", o_bias="use_bias")},
         dense=Dense(bias="use_bias"),
         head_bias="use_bias",
@@ -117,10 +150,13 @@ FAMILIES = (
             count=("moe_num_experts",),
             top_k=("moe_k", *PER_TOKEN),
             width=MOE_WIDTH,
-            layers=within("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+            layers=first_given(
+                SPARSE_WORDS, otherwise=within("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+            ),
             correction_bias=True,
             shared=Shared(count=("moe_num_shared_experts",), bias="use_bias"),
         ),
+        defaults={"moe_layer_start_index": 1},
     ),
     Family(
         model_types=("mimo_v2_flash", "mimo_v2"),

@@ -34,13 +34,66 @@ def test_every_family_can_be_found() -> None:
 
 # Mixture-of-experts architectures in vLLM 0.32 whose language model has rules of its own here. Wrappers for other
 # modalities are found through the nested configuration's model_type.
-SERVED_MIXTURES = """
-AXK1 Afmoe BailingMoe BailingMoeV2 BailingMoeV2_5 BailingMoeV3 Cohere2Moe Dbrx Deepseek DeepseekV2 DeepseekV3
-DeepseekV32 DeepseekV4 Dots3Note Ernie4_5_Moe ExaoneMoe Gemma4 Glm4Moe Glm4MoeLite GlmMoeDsa Glm5Next GptOss GraniteMoe
-GraniteMoeHybrid GraniteMoeShared GraniteMoeSWA HYV3 HYV4 Inkling Jamba K2Horizon KimiLinear Laguna Lfm2Moe Llama4
-LongcatFlash MiMoV2Flash MiMoV2 MiniCPM MiniMaxM2 MiniMaxM3Sparse Mixtral NemotronH Olmoe PanguUltraMoE Param2MoE PhiMoE
-Qwen2Moe Qwen3Moe Qwen3Next Qwen3_5Moe SarvamMLA SarvamMoE Step3Text Step3p5 FlexOlmo HunYuanMoEV1 Mellum
-""".split()
+SERVED_MIXTURES = [
+    "AXK1",
+    "Afmoe",
+    "BailingMoe",
+    "BailingMoeV2",
+    "BailingMoeV2_5",
+    "BailingMoeV3",
+    "Cohere2Moe",
+    "Dbrx",
+    "Deepseek",
+    "DeepseekV2",
+    "DeepseekV3",
+    "DeepseekV32",
+    "DeepseekV4",
+    "Dots3Note",
+    "Ernie4_5_Moe",
+    "ExaoneMoe",
+    "Gemma4",
+    "Glm4Moe",
+    "Glm4MoeLite",
+    "GlmMoeDsa",
+    "Glm5Next",
+    "GptOss",
+    "GraniteMoe",
+    "GraniteMoeHybrid",
+    "GraniteMoeShared",
+    "GraniteMoeSWA",
+    "HYV3",
+    "HYV4",
+    "Inkling",
+    "Jamba",
+    "K2Horizon",
+    "KimiLinear",
+    "Laguna",
+    "Lfm2Moe",
+    "Llama4",
+    "LongcatFlash",
+    "MiMoV2Flash",
+    "MiMoV2",
+    "MiniCPM",
+    "MiniMaxM2",
+    "MiniMaxM3Sparse",
+    "Mixtral",
+    "NemotronH",
+    "Olmoe",
+    "PanguUltraMoE",
+    "Param2MoE",
+    "PhiMoE",
+    "Qwen2Moe",
+    "Qwen3Moe",
+    "Qwen3Next",
+    "Qwen3_5Moe",
+    "SarvamMLA",
+    "SarvamMoE",
+    "Step3Text",
+    "Step3p5",
+    "FlexOlmo",
+    "HunYuanMoEV1",
+    "Mellum",
+]
 
 
 @pytest.mark.parametrize("name", SERVED_MIXTURES)

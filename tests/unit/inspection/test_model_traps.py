@@ -298,6 +298,31 @@ def test_layers_that_borrow_a_cache_add_none(load_config: Load, inspect_config: 
     assert shared.kv_bytes_per_token * 2 == inspect_config(config).kv_bytes_per_token
 
 
+def test_ordinary_attention_in_a_latent_family(load_config: Load, inspect_config: Inspect) -> None:
+    zero = {"qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "v_head_dim": 0, "kv_lora_rank": None, "use_mla": False}
+    spec = inspect_config({**load_config("deepseek_v2"), **zero})
+    assert spec.attention.kind == "mha"
+    assert spec.kv_bytes_per_token == 27 * 2 * 2048 * 2
+
+
+def test_experts_for_images_are_weights_that_text_does_not_use(load_config: Load, inspect_config: Inspect) -> None:
+    text = load_config("ernie4_5_moe")
+    pairs = {"moe_num_experts": [64, 64], "moe_intermediate_size": [1536, 512], "moe_layer_start_index": [1, 1]}
+    both = inspect_config({**text, **pairs, "moe_layer_end_index": [27, 27]})
+    alone = inspect_config(text)
+    assert (both.num_experts, both.moe_intermediate_size) == (64, 1536)
+    assert both.active_params == alone.active_params
+    assert both.total_params - alone.total_params == 27 * 64 * (3 * 2560 * 512 + 2560 + 1)
+
+
+def test_expert_count_of_a_dense_architecture_is_ignored_with_a_warning(
+    load_config: Load, inspect_config: Inspect
+) -> None:
+    spec = inspect_config({**load_config("llama"), "num_local_experts": 8, "num_experts_per_tok": 2})
+    assert_dense(spec)
+    assert any("num_local_experts" in warning for warning in spec.warnings)
+
+
 # --- where vLLM and transformers differ ---
 
 
