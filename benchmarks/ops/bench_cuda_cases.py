@@ -1,0 +1,114 @@
+"""Shapes, inputs and floors of the CUDA benchmark."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One MoE layer."""
+
+    name: str
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("qwen3-30b-a3b", 2048, 768, 128, 8),
+        Shape("olmoe-1b-7b", 2048, 1024, 64, 8),
+        Shape("mixtral-8x7b-tp4", 4096, 3584, 8, 2),
+        Shape("deepseek-v3-ep16", 7168, 2048, 16, 1),
+    )
+}
+TINY = Shape("tiny", 272, 208, 6, 2)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One weight set: BF16, or E4M3 with 128 x 128 scales."""
+
+    w13: Tensor
+    w2: Tensor
+    w13_scale: Tensor | None
+    w2_scale: Tensor | None
+
+
+def make_weights(shape: Shape, fp8: bool, seed: int) -> Weights:
+    """Random weights on the GPU, never zeros."""
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    w13 = torch.empty(shape.experts, 2 * shape.width, shape.hidden, device="cuda", dtype=torch.bfloat16)
+    w2 = torch.empty(shape.experts, shape.hidden, shape.width, device="cuda", dtype=torch.bfloat16)
+    w13.normal_(0, shape.hidden**-0.5, generator=g)
+    w2.normal_(0, shape.width**-0.5, generator=g)
+    if not fp8:
+        return Weights(w13, w2, None, None)
+    w13_scale = torch.rand(
+        shape.experts, -(-2 * shape.width // 128), -(-shape.hidden // 128), device="cuda", generator=g
+    ).mul_(0.02).add_(0.01)  # fmt: skip
+    w2_scale = torch.rand(
+        shape.experts, -(-shape.hidden // 128), -(-shape.width // 128), device="cuda", generator=g
+    ).mul_(0.02).add_(0.01)  # fmt: skip
+    to_fp8 = lambda w: torch.stack([(e.float() * 64).to(torch.float8_e4m3fn) for e in w])  # noqa: E731
+    return Weights(to_fp8(w13), to_fp8(w2), w13_scale, w2_scale)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Inputs of one call: fresh routing each."""
+
+    x: Tensor
+    logits: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+
+
+def make_tokens(shape: Shape, tokens: int, routing: str, seed: int) -> Tokens:
+    """Random activations; experts uniform, or Zipf 1.0 over a random order of the experts."""
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    x = torch.randn(tokens, shape.hidden, device="cuda", generator=g).bfloat16()
+    noise = -torch.log(-torch.log(torch.rand(tokens, shape.experts, device="cuda", generator=g).clamp(1e-9, 1 - 1e-7)))
+    if routing == "zipf":
+        order = torch.randperm(shape.experts, device="cuda", generator=g)
+        noise = noise - torch.log1p(order.float())
+    weights, ids = noise.softmax(-1).topk(shape.top_k, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return Tokens(x, noise.contiguous(), weights.contiguous(), ids.int().contiguous())
+
+
+def problem_of(weights: Weights, tokens: Tokens) -> CudaProblem:
+    """One call with its own poisoned output."""
+    return CudaProblem(
+        x=tokens.x,
+        w13=weights.w13,
+        w2=weights.w2,
+        out=torch.full_like(tokens.x, float("nan")),
+        topk_weights=tokens.topk_weights,
+        topk_ids=tokens.topk_ids,
+        w13_scale=weights.w13_scale,
+        w2_scale=weights.w2_scale,
+    )
+
+
+def floor_us(shape: Shape, tokens: Tokens, *, fp8: bool, bytes_per_s: float, flops_per_s: float) -> float:
+    """Least time: every hit expert read once, activations in and out once; or the arithmetic, if that takes longer.
+
+    FP8 arithmetic is counted at twice the measured BF16 rate.
+    """
+    hit = int(tokens.topk_ids.unique().numel())
+    pairs = tokens.topk_ids.numel()
+    weight_bytes = hit * 3 * shape.hidden * shape.width * (1 if fp8 else 2)
+    token_bytes = 2 * tokens.x.numel() * 2
+    flops = 2.0 * pairs * 3 * shape.hidden * shape.width
+    rate = flops_per_s * (2 if fp8 else 1)
+    return 1e6 * max((weight_bytes + token_bytes) / bytes_per_s, flops / rate)

@@ -1,0 +1,230 @@
+"""Builds, checks and times the CUDA kernels against vLLM's on one Hopper GPU, in one command.
+
+    python benchmarks/ops/bench_cuda_fused_experts.py --out FOLDER [--budget-s 460]
+
+In this order, each result written and printed as it comes, until the budget is spent:
+  1. bash build.sh (--no-build leaves it out), the two ceilings of the machine;
+  2. correctness per kernel family, each in its own process with a time limit: a family that hangs, crashes or is
+     wrong is reported and left out of the timing, the others go on;
+  3. timing: BF16 then FP8, uniform then Zipf routing, the reference shape first, the unknown T first.
+Each timed side is a CUDA graph of 8 calls on 8 weight sets (L2-cold) with their own routing; sides alternate.
+
+State of the kernels: compiled and emulated on a CPU. This file has not run on a GPU either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bench_cuda_cases import Shape, Weights
+    from bench_cuda_sides import Vllm
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
+
+NUM_SETS = 8
+BF16_ORDER = (1, 8, 64, 4096, 2, 4, 16, 32, 128, 512, 256, 1024, 2048, 8192)
+CHECK_LIMIT_S = 90
+
+
+def main() -> int:
+    """Run what the arguments say; 0 when every family was right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON records")
+    parser.add_argument("--budget-s", type=float, default=460, help="start no further case after this many seconds")
+    parser.add_argument("--no-build", action="store_true")
+    parser.add_argument("--shapes", default="qwen3-30b-a3b,mixtral-8x7b-tp4,deepseek-v3-ep16")
+    parser.add_argument("--tokens", default=",".join(map(str, BF16_ORDER)))
+    parser.add_argument(
+        "--check", help="check one kernel family and exit (used by this script; good under a sanitizer)"
+    )
+    parser.add_argument("--small", action="store_true", help="with --check: tiny shapes only")
+    options = parser.parse_args()
+    if options.check:
+        return check_family(options.check, small=options.small)
+    started = time.monotonic()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not options.no_build:
+        subprocess.run(["bash", "build.sh"], cwd=ROOT, check=True, env=_build_environment(), timeout=300)
+    right = check_families(options.out)
+    timing(options, right, deadline=started + options.budget_s)
+    return 0 if all(right.values()) else 4
+
+
+def _build_environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHON": sys.executable}
+
+
+def check_families(out: Path) -> dict[str, bool]:
+    """Each family in its own process, all at once; which of them are right."""
+    from bench_cuda_sides import FAMILIES
+
+    children = {}
+    for family in FAMILIES:
+        log = (out / f"check-{family}.log").open("w")
+        command = [sys.executable, str(Path(__file__).resolve()), "--out", str(out), "--check", family]
+        children[family] = (subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), log)
+    deadline = time.monotonic() + CHECK_LIMIT_S
+    right = {}
+    for family, (child, log) in children.items():
+        try:
+            status = child.wait(timeout=max(1.0, deadline - time.monotonic()))
+            verdict = "right" if status == 0 else f"WRONG or crashed (exit {status})"
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            status, verdict = 1, f"HANGS (killed after {CHECK_LIMIT_S} s)"
+        log.close()
+        right[family] = status == 0
+        print(f"check {family:22} {verdict}", flush=True)
+        if status:
+            print("  " + "\n  ".join((out / f"check-{family}.log").read_text().splitlines()[-12:]), flush=True)
+    (out / "checks.json").write_text(json.dumps(right, indent=2) + "\n")
+    return right
+
+
+def check_family(family: str, *, small: bool) -> int:
+    """Every variant of a family on several sizes, with fresh inputs, twice for equal bits; 0 if all are right."""
+    import torch
+    from bench_cuda_cases import SHAPES, TINY, make_tokens, make_weights, problem_of
+    from bench_cuda_sides import error_bound, errors, family_of, variants_for
+
+    from moe_optimizer.ops import cuda_dispatch
+
+    wrong = 0
+    shapes = [TINY] if small else [TINY, SHAPES["qwen3-30b-a3b"]]
+    for shape in shapes:
+        for fp8 in (False, True):
+            weights = make_weights(shape, fp8, seed=1)
+            for tokens in (1, 3, 8, 16, 40, 130, 700):
+                problem = problem_of(weights, make_tokens(shape, tokens, "uniform", seed=tokens))
+                for variant in variants_for(problem):
+                    if family_of(variant) != family:
+                        continue
+                    print(f"{shape.name} T={tokens} {variant}:", end=" ", flush=True)
+                    problem.out.fill_(float("nan"))
+                    cuda_dispatch.run(problem, variant)
+                    torch.cuda.synchronize()
+                    first = problem.out.clone()
+                    problem.out.fill_(float("nan"))
+                    cuda_dispatch.run(problem, variant)
+                    torch.cuda.synchronize()
+                    same = torch.equal(first, problem.out)
+                    error, torch_error = errors(problem, first)
+                    good = same and error <= error_bound(variant, torch_error)  # NaN is not <=
+                    wrong += not good
+                    print(f"error {error:.2e} (torch {torch_error:.2e}) repeat {'equal' if same else 'DIFFERS'}"
+                          f"{'' if good else '  <-- WRONG'}", flush=True)  # fmt: skip
+    return 1 if wrong else 0
+
+
+def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float) -> None:
+    """Time case after case; one JSON line per case in FOLDER/timings.jsonl, facts in FOLDER/facts.json."""
+    import torch
+    from bench_cuda_cases import SHAPES, make_weights
+    from bench_cuda_sides import find_vllm
+    from bench_cuda_timing import device_facts, measure_ceilings
+
+    ceilings = measure_ceilings()
+    vllm, why_no_vllm = find_vllm()
+    facts = {
+        "command": sys.argv, "commit": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain")),
+        **device_facts(), **ceilings, "vllm": None if vllm is None else vllm.version, "why_no_vllm": why_no_vllm,
+        "checks": right, "weight_sets": NUM_SETS,
+    }  # fmt: skip
+    (options.out / "facts.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
+    rates = (
+        f"copy {ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s, BF16 {ceilings['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s"
+    )
+    print(f"{rates}; stock: {'vLLM ' + vllm.version if vllm else why_no_vllm}", flush=True)
+    print(f"{'shape':18} {'dtype':5} {'routing':7} {'T':>5} {'side':28} {'us':>9} {'floor':>6} {'x stock':>8}")
+    order = [int(tokens) for tokens in options.tokens.split(",")]
+    for shape_name in options.shapes.split(","):
+        shape = SHAPES[shape_name]
+        for fp8 in (False, True):
+            weights = [make_weights(shape, fp8, seed=s) for s in range(NUM_SETS)]
+            for routing in ("uniform", "zipf"):
+                for tokens in order:
+                    if time.monotonic() > deadline:
+                        print("budget spent", flush=True)
+                        return
+                    try:
+                        one_case(Case(shape, fp8, routing, tokens, weights), options.out, right, vllm, ceilings)
+                    except Exception:  # noqa: BLE001  one case must not end the run; the trace is printed
+                        traceback.print_exc()
+            del weights
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table's key, and what it is run with."""
+
+    shape: Shape
+    fp8: bool
+    routing: str
+    tokens: int
+    weights: list[Weights]
+
+
+def one_case(case: Case, out: Path, right: dict[str, bool], vllm: Vllm | None, ceilings: dict[str, float]) -> None:
+    """Time all sides of one case, print a line per side, append the record."""
+    from bench_cuda_cases import floor_us, make_tokens, problem_of
+    from bench_cuda_sides import family_of, our_call, our_call_from_logits, variants_for
+    from bench_cuda_timing import summary, time_interleaved
+
+    shape, fp8, routing, tokens, weights = case.shape, case.fp8, case.routing, case.tokens, case.weights
+    inputs = [make_tokens(shape, tokens, routing, seed=1000 * tokens + s) for s in range(len(weights))]
+    sides = {}
+    if vllm is not None:
+        sides["vllm"] = [vllm.experts(w, t) for w, t in zip(weights, inputs, strict=True)]
+        if tokens <= 16:
+            sides["vllm gate+experts"] = [vllm.layer(w, t, shape) for w, t in zip(weights, inputs, strict=True)]
+    problems = [problem_of(w, t) for w, t in zip(weights, inputs, strict=True)]
+    for variant in variants_for(problems[0]):
+        if right[family_of(variant)]:
+            sides[str(variant)] = [our_call(p, variant) for p in problems]
+    if tokens <= 16 and right["decode"]:
+        sides["flash_dmoe from logits"] = [
+            our_call_from_logits(w, t, shape) for w, t in zip(weights, inputs, strict=True)
+        ]
+    samples = time_interleaved(sides)
+    rates = {"bytes_per_s": ceilings["copy_bytes_per_s"], "flops_per_s": ceilings["bf16_flops_per_s"]}
+    floors = [floor_us(shape, t, fp8=fp8, **rates) for t in inputs]
+    floor = sum(floors) / len(floors)
+    record = {
+        "shape": vars(shape), "dtype": "fp8" if fp8 else "bf16", "routing": routing, "tokens": tokens,
+        "floor_us": floor, "sides": {name: {**summary(times), "samples_us": times} for name, times in samples.items()},
+    }  # fmt: skip
+    with (out / "timings.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    for name, side in record["sides"].items():
+        stock = "vllm gate+experts" if name.startswith("flash_dmoe") else "vllm"
+        ratio = f"{record['sides'][stock]['median_us'] / side['median_us']:8.2f}" if stock in samples else " " * 8
+        print(f"{shape.name:18} {record['dtype']:5} {routing:7} {tokens:5d} {name:28} {side['median_us']:9.1f}"
+              f" {floor / side['median_us']:6.0%} {ratio}", flush=True)  # fmt: skip
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        return subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

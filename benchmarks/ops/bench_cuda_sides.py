@@ -1,0 +1,135 @@
+"""What the CUDA benchmark compares: our variants, and vLLM's kernels where vLLM can be imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from bench_cuda_cases import Shape, Tokens, Weights, problem_of
+
+from moe_optimizer.ops import cuda_dispatch, reference
+from moe_optimizer.ops.cuda_dispatch import DecodeStart, DecodeVariant, GroupedVariant, Variant
+from moe_optimizer.ops.cuda_dispatch_calls import sizes_of
+from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
+from moe_optimizer.ops.launch_geometry import GemmMode
+from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS, choose_tile_tokens
+
+Call = Callable[[], torch.Tensor]
+"""Runs one call on the current stream and returns its output."""
+
+FAMILIES = ("decode", "grouped-bf16", "grouped-fp8_weights", "grouped-fp8")
+
+
+def family_of(variant: Variant) -> str:
+    """The group of kernels a variant belongs to: what is excluded together when a check fails."""
+    if isinstance(variant, DecodeVariant):
+        return "decode"
+    return f"grouped-{variant.mode.name.lower()}"
+
+
+def variants_for(problem: CudaProblem) -> list[Variant]:
+    """The variants worth timing for a call, the likeliest best first."""
+    sizes = sizes_of(problem)
+    fp8 = sizes.weight_bytes == 1
+    chosen: list[Variant] = []
+    if sizes.num_pairs <= 512:
+        chosen.append(DecodeVariant())
+    if sizes.num_tokens <= 4:
+        chosen += [DecodeVariant(DecodeStart.PLAIN), DecodeVariant(DecodeStart.CHAINED)]
+    for mode in (GemmMode.FP8_WEIGHTS, GemmMode.FP8) if fp8 else (GemmMode.BF16,):
+        if sizes.num_tokens < (8 if mode != GemmMode.FP8 else 64):
+            continue
+        tiles = TILE_TOKENS[mode]
+        at = tiles.index(choose_tile_tokens(sizes, mode))
+        chosen += [GroupedVariant(mode, tile) for tile in tiles[max(0, at - 1) : at + 2]]
+    return chosen
+
+
+def our_call(problem: CudaProblem, variant: Variant) -> Call:
+    """One of our variants."""
+
+    def call() -> torch.Tensor:
+        cuda_dispatch.run(problem, variant)
+        return problem.out
+
+    return call
+
+
+def our_call_from_logits(weights: Weights, tokens: Tokens, shape: Shape) -> Call:
+    """The small-batch kernel with the gate inside."""
+    problem = replace(problem_of(weights, tokens), router=Router(logits=tokens.logits, top_k=shape.top_k),
+                      topk_ids=None, topk_weights=None)  # fmt: skip
+    return our_call(problem, DecodeVariant())
+
+
+class Vllm:
+    """vLLM's own kernels: Triton fused_experts, BF16 or FP8 with 128 x 128 blocks, and its softmax top-k."""
+
+    def __init__(self) -> None:
+        from vllm import __version__
+        from vllm.model_executor.layers.fused_moe import fused_moe
+        from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+
+        self.version = __version__
+        self._experts = fused_moe.fused_experts
+        self._fp8_config = fp8_w8a8_moe_quant_config
+        try:
+            from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
+        except ImportError:
+            from vllm.model_executor.layers.fused_moe.fused_moe import fused_topk
+        self._topk = fused_topk
+
+    def experts(self, weights: Weights, tokens: Tokens) -> Call:
+        """`fused_experts` with given ids."""
+        return lambda: self._run(weights, tokens, tokens.topk_weights, tokens.topk_ids)
+
+    def layer(self, weights: Weights, tokens: Tokens, shape: Shape) -> Call:
+        """Its gate, then `fused_experts`."""
+
+        def call() -> torch.Tensor:
+            topk_weights, topk_ids = self._topk(tokens.x, tokens.logits, shape.top_k, True)[:2]
+            return self._run(weights, tokens, topk_weights, topk_ids)
+
+        return call
+
+    def _run(
+        self, weights: Weights, tokens: Tokens, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        config = None
+        if weights.w13_scale is not None:
+            config = self._fp8_config(weights.w13_scale, weights.w2_scale, block_shape=[128, 128])
+        return self._experts(
+            hidden_states=tokens.x, w1=weights.w13, w2=weights.w2, topk_weights=topk_weights, topk_ids=topk_ids,
+            quant_config=config,
+        )  # fmt: skip
+
+
+def find_vllm() -> tuple[Vllm | None, str]:
+    """Return the side of vLLM, or why there is none."""
+    try:
+        return Vllm(), ""
+    except Exception as error:  # noqa: BLE001  anything may be missing in a foreign installation; it is printed
+        return None, f"{type(error).__name__}: {error}"
+
+
+def errors(problem: CudaProblem, out: torch.Tensor) -> tuple[float, float]:
+    """Relative error of `out` and of torch in BF16, both against FP32 on the same (dequantised) weights."""
+    assert problem.topk_weights is not None
+    assert problem.topk_ids is not None
+    arguments = (problem.x, problem.w13, problem.w2, problem.topk_weights, problem.topk_ids)
+    options = {
+        "w13_scale": problem.w13_scale, "w2_scale": problem.w2_scale, "w13_bias": problem.w13_bias,
+        "w2_bias": problem.w2_bias, "expert_map": problem.expert_map, "activation": problem.activation,
+    }  # fmt: skip
+    want = reference.fused_experts(*arguments, **options).float()
+    in_bf16 = reference.fused_experts(*arguments, **options, compute_dtype=torch.bfloat16).float()
+    norm = want.norm()
+    return float((out.float() - want).norm() / norm), float((in_bf16 - want).norm() / norm)
+
+
+def error_bound(variant: Variant, torch_error: float) -> float:
+    """Twice torch's error in BF16; E4M3 activations have 4 significant bits, in two places."""
+    if isinstance(variant, GroupedVariant) and variant.mode == GemmMode.FP8:
+        return 0.06
+    return 2 * torch_error + 1e-3

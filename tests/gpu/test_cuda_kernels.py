@@ -1,0 +1,184 @@
+"""The CUDA kernels on a GPU: right, deterministic, capturable. Timing lives in benchmarks/ops."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_optimizer.ops import cuda_dispatch
+from moe_optimizer.ops.cuda_dispatch import DecodeStart, DecodeVariant, GroupedVariant, Variant
+from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
+from moe_optimizer.ops.launch_geometry import GemmMode
+from moe_optimizer.ops.topk_router import topk_router
+from tests.kernel_emulator import Case, make_case
+
+pytestmark = pytest.mark.gpu
+
+FP8_TOKENS_BOUND = 0.06
+DECODE = DecodeVariant()
+BF16 = GroupedVariant(GemmMode.BF16)
+FP8_WEIGHTS = GroupedVariant(GemmMode.FP8_WEIGHTS)
+
+
+def on_gpu(case: Case) -> Case:
+    """The same inputs on the GPU."""
+    moved = {}
+    for item in fields(CudaProblem):
+        value = getattr(case.problem, item.name)
+        moved[item.name] = value.cuda() if isinstance(value, Tensor) else value
+    return Case(CudaProblem(**moved))
+
+
+def run(problem: CudaProblem, variant: Variant) -> Tensor:
+    """Output poisoned before, errors of the launch surface here."""
+    problem.out.fill_(float("nan"))
+    cuda_dispatch.run(problem, variant)
+    torch.cuda.synchronize()
+    return problem.out
+
+
+def assert_close(case: Case, out: Tensor) -> None:
+    want = case.reference().float()
+    in_bf16 = (case.reference(torch.bfloat16).float() - want).norm()
+    error = (out.float() - want).norm()
+    assert error <= 2 * in_bf16 + 1e-3 * want.norm(), (error / want.norm(), in_bf16 / want.norm())
+
+
+@pytest.mark.parametrize("start", list(DecodeStart))
+@pytest.mark.parametrize("fp8", [None, "block", "channel"])
+@pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 2048, 768), (7, 272, 208), (16, 1200, 560)])
+def test_decode_matches_the_reference(tokens, hidden, width, fp8, start):
+    case = on_gpu(make_case(tokens, 4, 16, hidden, width, fp8=fp8))
+    assert_close(case, run(case.problem, DecodeVariant(start)))
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+@pytest.mark.parametrize(("tokens", "hidden", "width"), [(5, 2048, 768), (130, 272, 208), (700, 512, 144)])
+def test_grouped_bf16_matches_the_reference(tokens, hidden, width, tile):
+    case = on_gpu(make_case(tokens, 2, 5, hidden, width))
+    assert_close(case, run(case.problem, GroupedVariant(GemmMode.BF16, tile)))
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64])
+@pytest.mark.parametrize("fp8", ["block", "channel"])
+@pytest.mark.parametrize(("tokens", "hidden", "width"), [(5, 2048, 768), (300, 272, 208)])
+def test_grouped_fp8_weights_match_the_reference(tokens, hidden, width, fp8, tile):
+    case = on_gpu(make_case(tokens, 2, 5, hidden, width, fp8=fp8))
+    assert_close(case, run(case.problem, GroupedVariant(GemmMode.FP8_WEIGHTS, tile)))
+
+
+@pytest.mark.parametrize("tile", [32, 64, 128])
+@pytest.mark.parametrize("fp8", ["block", "channel"])
+def test_grouped_fp8_tokens_stay_within_their_rounding(fp8, tile):
+    case = on_gpu(make_case(300, 2, 5, 272, 208, fp8=fp8))
+    want = case.reference().float()
+    out = run(case.problem, GroupedVariant(GemmMode.FP8, tile)).float()
+    assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
+
+
+@pytest.mark.parametrize("variant", [DECODE, BF16], ids=str)
+def test_biases_clamped_activation_map_and_skipped_ids(variant):
+    ids = torch.randint(-1, 6, (12, 2), generator=torch.Generator().manual_seed(3))
+    expert_map = torch.tensor([-1, 1, -1, 0, 2, 3])
+    case = on_gpu(
+        make_case(12, 2, 4, 272, 144, ids=ids, expert_map=expert_map, activation="swigluoai", bias=True,
+                  int64_ids=True)
+    )  # fmt: skip
+    assert_close(case, run(case.problem, variant))
+
+
+@pytest.mark.parametrize("variant", [DECODE, BF16], ids=str)
+def test_all_tokens_on_one_expert_and_duplicate_ids(variant):
+    case = on_gpu(make_case(16, 3, 4, 272, 144, ids=torch.full((16, 3), 2)))
+    assert_close(case, run(case.problem, variant))
+
+
+@pytest.mark.parametrize("variant", [DECODE, BF16], ids=str)
+def test_nothing_routed_here_gives_zeros(variant):
+    case = on_gpu(make_case(5, 2, 4, 272, 144, ids=torch.full((5, 2), -1)))
+    assert not run(case.problem, variant).any()
+
+
+@pytest.mark.parametrize("variant", [DECODE, BF16], ids=str)
+def test_rows_around_the_output_stay_as_they_were(variant):
+    case = on_gpu(make_case(9, 2, 4, 272, 144))
+    guard = torch.full((9 + 2, 272 + 16), 7.0, dtype=torch.bfloat16, device="cuda")
+    run(replace(case.problem, out=guard[1:-1, :272]), variant)
+    assert_close(case, guard[1:-1, :272])
+    guard[1:-1, :272] = 7.0
+    assert (guard == 7.0).all()
+
+
+@pytest.mark.parametrize("variant", [DECODE, BF16, FP8_WEIGHTS, GroupedVariant(GemmMode.FP8)], ids=str)
+def test_the_same_input_gives_the_same_bits(variant):
+    fp8 = None if variant in (DECODE, BF16) else "block"
+    case = on_gpu(make_case(16, 4, 16, 2048, 768, fp8=fp8))
+    first = run(case.problem, variant).clone()
+    for _ in range(20):
+        assert torch.equal(first, run(case.problem, variant))
+
+
+@pytest.mark.parametrize("start", [DecodeStart.PLAIN, DecodeStart.CHAINED, DecodeStart.SEPARATE])
+def test_every_start_of_the_decode_kernel_gives_the_same_bits(start):
+    case = on_gpu(make_case(6, 4, 16, 2048, 768))
+    assert torch.equal(run(case.problem, DECODE).clone(), run(case.problem, DecodeVariant(start)))
+
+
+@pytest.mark.parametrize("variant", [DECODE, BF16], ids=str)
+def test_a_captured_graph_follows_its_inputs(variant):
+    case = on_gpu(make_case(8, 4, 16, 512, 256))
+    problem = case.problem
+    run(problem, variant)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda_dispatch.run(problem, variant)
+    for seed in range(3):
+        g = torch.Generator(device="cuda").manual_seed(seed)
+        problem.x.copy_(torch.randn(problem.x.shape, device="cuda", generator=g))
+        assert problem.topk_ids is not None
+        problem.topk_ids.copy_(torch.rand(8, 16, device="cuda", generator=g).topk(4).indices)
+        problem.out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_close(case, problem.out)
+
+
+def test_two_streams_do_not_disturb_each_other():
+    cases = [on_gpu(make_case(200, 2, 8, 512, 256, seed=s)) for s in (1, 2)]
+    streams = [torch.cuda.Stream() for _ in cases]
+    cuda_dispatch.prepare_device(cases[0].problem.x.device)
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for case, stream in zip(cases, streams, strict=True):
+            with torch.cuda.stream(stream):
+                cuda_dispatch.run(case.problem, BF16)
+    torch.cuda.synchronize()
+    for case in cases:
+        assert_close(case, case.problem.out)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("tokens", [3, 200])
+def test_from_logits_equals_from_the_ids_that_torch_chooses(tokens, scoring):
+    case = on_gpu(make_case(tokens, 4, 32, 272, 144))
+    logits = torch.randn(tokens, 32, device="cuda", generator=torch.Generator(device="cuda").manual_seed(1))
+    weights, ids = topk_router(logits, top_k=4, scoring=scoring)
+    chosen = Case(replace(case.problem, topk_weights=weights.contiguous(), topk_ids=ids.contiguous()))
+    routed = replace(
+        case.problem, router=Router(logits=logits, top_k=4, scoring=scoring), topk_ids=None, topk_weights=None
+    )
+    assert_close(chosen, run(routed, DECODE if tokens <= 16 else BF16))
+
+
+def test_the_occupancy_calculator_agrees_that_one_block_fits():
+    from moe_optimizer.ops import _load
+    from moe_optimizer.ops.cuda_dispatch_calls import decode_call
+    from moe_optimizer.ops.launch_geometry.workspace import num_counters
+
+    case = on_gpu(make_case(4, 4, 16, 2048, 768))
+    counters = torch.zeros(num_counters(), dtype=torch.int32, device="cuda")
+    call = decode_call(case.problem, cuda_dispatch.decode_launch(case.problem, DECODE, 1), counters)
+    assert _load.kernels().cuda_decode_blocks_per_multiprocessor(call.values, call.geometry) == 1
