@@ -15,7 +15,14 @@ from moe_optimizer.inspection.shapes import NO_MIXER, Decoder, ExpertLayer, Laye
 LAYERS: Names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 VOCAB: Names = ("vocab_size", "padded_vocab_size", "n_vocab")
 WINDOW: Names = ("sliding_window", "sliding_window_size", "window_size")
-ACTIVATION: Names = ("hidden_act", "hidden_activation", "activation_function", "activation", "ffn_act_fn.name")
+ACTIVATION: Names = (
+    "hidden_act",
+    "hidden_activation",
+    "activation_function",
+    "activation",
+    "mlp_hidden_act",
+    "ffn_config.ffn_act_fn.name",
+)
 
 LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern", "layer_types", "block_configs")
 """Fields with an entry for each layer, in files that leave their number out."""

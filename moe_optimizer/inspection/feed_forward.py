@@ -111,6 +111,8 @@ class Experts:
     shared: Shared | None = None
     latent: Names = ()
     """Field with the width of the latent that the experts work on."""
+    latent_norm: Names | bool = False
+    """A norm over the latent."""
     modules: tuple[str, ...] = ()
     """Names of an expert's projection under its layer, where a part with a common name stands beside them."""
     routes_shared: bool = False
@@ -184,7 +186,7 @@ class Experts:
             router_params=router,
             num_shared_experts=num_shared,
             shared_params=shared_params,
-            latent_params=2 * hidden_size * latent,
+            latent_params=2 * hidden_size * latent + latent * config.flag(self.latent_norm),
             modules=self.modules,
         )
 

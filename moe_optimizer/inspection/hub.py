@@ -98,10 +98,15 @@ def _fetch_metadata(hub_id: str, environ: Mapping[str, str]) -> Path:
         )
     # Slow to import (it brings an HTTP client), and only needed here.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         folder = snapshot_download(hub_id, allow_patterns=list(METADATA_PATTERNS), etag_timeout=5, cache_dir=where)
+    except LocalEntryNotFoundError:
+        raise InputError(
+            f"model {hub_id}: no such folder, not in the hub cache {where}, and the hub cannot be reached",
+            hint="give a folder, or download the model where there is a network",
+        ) from None
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise InputError(
             f"model {hub_id}: no such folder, and not found on the hub: {type(error).__name__}",

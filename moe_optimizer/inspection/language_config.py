@@ -18,7 +18,7 @@ NESTS = (
 """Fields that hold a language model's own configuration, in order of preference. Two levels occur (an omni
 model's thinker holds a text_config)."""
 MAX_NESTS = 3
-INHERITED = ("tie_word_embeddings", "quantization_config", "torch_dtype", "dtype")
+INHERITED = ("tie_word_embeddings", "torch_dtype", "dtype", "max_position_embeddings")
 """Fields that stand beside the nested object and hold for it too."""
 
 

@@ -104,6 +104,8 @@ class KimiDeltaAttention:
     heads: Names = ("linear_num_heads", "linear_attn_config.num_heads")
     head_dim: Names = ("linear_head_dim", "linear_attn_config.head_dim")
     kernel: Names = ("linear_conv_kernel_dim", "linear_attn_config.short_conv_kernel_size")
+    full_rank_gate: Names | bool = "linear_attn_config.use_full_rank_gate"
+    """The output gate is one projection instead of two of low rank."""
 
     def shape(self, site: Site) -> Mixer:
         """Return the layer's shape."""
@@ -111,7 +113,8 @@ class KimiDeltaAttention:
         heads, head_dim = config.required(self.heads), config.required(self.head_dim)
         kernel, width = config.required(self.kernel), heads * head_dim
         low_rank = hidden_size * head_dim + head_dim * width
-        params = 3 * hidden_size * width + 3 * width * kernel + 2 * low_rank + width + heads + hidden_size * heads
+        gate = hidden_size * width if config.flag(self.full_rank_gate) else low_rank
+        params = 3 * hidden_size * width + 3 * width * kernel + low_rank + gate + width + heads + hidden_size * heads
         params += head_dim + width * hidden_size
         return Mixer(kind="state", params=params, state_elements=width * head_dim + 3 * width * (kernel - 1))
 
@@ -138,6 +141,10 @@ class LightningAttention:
 
     heads: Names = ("num_attention_heads",)
     head_dim: Names = ("head_dim",)
+    qk_norm: Names | bool = False
+    """One weight vector of head_dim for all query heads and one for all key heads."""
+    qkv_bias: Names | bool = False
+    o_bias: Names | bool = False
 
     def shape(self, site: Site) -> Mixer:
         """Return the layer's shape."""
@@ -146,6 +153,8 @@ class LightningAttention:
         head_dim = config.integer(self.head_dim) or hidden_size // heads
         width = heads * head_dim
         params = hidden_size * 3 * width + hidden_size * width + width * hidden_size + width
+        params += 2 * head_dim * config.flag(self.qk_norm)
+        params += 3 * width * config.any_flag(self.qkv_bias) + hidden_size * config.any_flag(self.o_bias)
         return Mixer(kind="state", params=params, state_elements=heads * head_dim * head_dim)
 
 

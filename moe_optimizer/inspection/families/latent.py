@@ -61,6 +61,11 @@ def _hyper_head(config: Config, hidden_size: int) -> int:
     return streams * streams * hidden_size + streams + 1
 
 
+def _looks_back(config: Config) -> bool:
+    """Whether parts choose among earlier blocks' outputs, with a norm and a row of weights for each choice."""
+    return config.get("attn_res_block_size") is not None
+
+
 def _last_of_each_group(config: Config, num_layers: int) -> tuple[str, ...]:
     """The last layer of each whole group is attention, and so are the layers after the last whole group."""
     group = config.required("layer_group_size")
@@ -160,7 +165,14 @@ FAMILIES = (
         kinds=listed(
             otherwise=indexed("linear_attn_config.full_attn_layers", "attention", otherwise="linear", one_based=True)
         ),
-        mixers={"attention": LatentAttention(), "linear": KimiDeltaAttention()},
+        mixers={
+            "attention": LatentAttention(
+                gate=lambda config: "width" if config.flag("mla_use_output_gate") else "none",
+            ),
+            "linear": KimiDeltaAttention(),
+        },
+        layer_extra=lambda site: 4 * site.hidden_size * _looks_back(site.config),
+        model_extra=lambda config, hidden_size: 2 * hidden_size * _looks_back(config),
         dense=Dense(bias=False),
         experts=Experts(
             count=("num_experts", "num_local_experts"),
@@ -169,6 +181,7 @@ FAMILIES = (
             layers=first_given(SPARSE_WORDS, otherwise=FREQUENCY),
             correction_bias=True,
             latent=("routed_expert_hidden_size",),
+            latent_norm="latent_moe_use_norm",
             shared=Shared(count=("num_shared_experts", "n_shared_experts")),
         ),
     ),

@@ -35,6 +35,7 @@ HEAD_NORMED = Attention(qkv_bias=False, o_bias=False, qk_norm="head")
 BAILING_ATTENTION = Attention(
     qkv_bias=("use_qkv_bias", "use_bias"), o_bias="use_bias", qk_norm="head", qk_norm_when="use_qk_norm"
 )
+BAILING_LINEAR = LightningAttention(qk_norm="use_qk_norm", qkv_bias=("use_qkv_bias", "use_bias"), o_bias="use_bias")
 BAILING_EXPERTS = Experts(
     count=("num_experts", "num_local_experts"),
     top_k=PER_TOKEN,
@@ -81,7 +82,7 @@ def _image_experts(config: Config, layers: tuple[ExpertLayer | None, ...]) -> in
 
 FAMILIES = (
     Family(
-        model_types=("bailing_moe", "bailing_moe_v2", "bailing_moe_linear"),
+        model_types=("bailing_moe", "bailing_moe_v2"),
         architectures=("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
         mixers={"attention": BAILING_ATTENTION},
         dense=Dense(bias="use_bias"),
@@ -130,7 +131,15 @@ FAMILIES = (
         model_types=("bailing_hybrid", "bailing_moe_v2_5"),
         architectures=("BailingMoeV2_5ForCausalLM",),
         kinds=last_of("layer_group_size", "attention", otherwise="linear"),
-        mixers={"attention": LatentAttention(bias=False), "linear": LightningAttention()},
+        mixers={"attention": LatentAttention(bias=False), "linear": BAILING_LINEAR},
+        dense=Dense(bias="use_bias"),
+        experts=BAILING_EXPERTS,
+    ),
+    Family(
+        model_types=("bailing_moe_linear",),
+        architectures=("BailingMoeLinearForCausalLM", "BailingMoeLinearV2ForCausalLM"),
+        kinds=last_of("layer_group_size", "attention", otherwise="linear"),
+        mixers={"attention": BAILING_ATTENTION, "linear": BAILING_LINEAR},
         dense=Dense(bias="use_bias"),
         experts=BAILING_EXPERTS,
     ),
