@@ -123,7 +123,7 @@ def _show_completion(port: int, model: str) -> None:
     request = {"model": model, "prompt": PROMPT, "max_tokens": 48, "temperature": 0}
     answer = json.loads(b"".join(_post(port, "/v1/completions", request)))
     text, usage = answer["choices"][0]["text"], answer["usage"]
-    if not text.strip() or usage["completion_tokens"] < 1:
+    if not text or usage["completion_tokens"] < 1:
         raise DemoError(f"/v1/completions: an empty answer: {answer}")
     print(PROMPT + text)
     print(f"[{usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} completion tokens]")
