@@ -17,7 +17,7 @@ SOURCE_DIR = Path(__file__).resolve().parent
 SOURCES = (
     "CMakeLists.txt", "*.cmake", "*.py", "bindings/*", "cpu/*.*", "cpu/simd/*", "include/moeopt/*", "launch/*",
 )  # fmt: skip
-CPU_OPS = ("fused_experts",)
+CPU_OPS = ("fused_experts", "flash_dmoe")
 CUDA_OPS = ("fused_experts", "flash_dmoe")
 
 

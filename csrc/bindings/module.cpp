@@ -6,6 +6,7 @@
 #include <string>
 
 #include "moeopt/fused_experts.h"
+#include "moeopt/topk_router.h"
 #if defined(MOEOPT_CUDA)
 #include "bindings/cuda.h"
 #endif
@@ -86,6 +87,29 @@ void fused_experts(std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64
   if (!valid) fail(error);
 }
 
+void topk_router(std::tuple<int64_t, int64_t, int64_t> sizes, std::tuple<uintptr_t, int64_t, int32_t> logits,
+                 std::tuple<int32_t, bool, int64_t, int64_t, uintptr_t, float> rule,
+                 std::tuple<uintptr_t, uintptr_t> outputs) {
+  TopkRouterArgs args{};
+  std::tie(args.num_tokens, args.num_experts, args.top_k) = sizes;
+  const auto [address, stride, dtype] = logits;
+  args.logits = pointer<const void>(address);
+  args.logits_stride = stride;
+  args.logits_dtype = static_cast<DType>(dtype);
+  const auto [scoring, renormalize, num_groups, kept_groups, score_bias, scaling_factor] = rule;
+  args.scoring = static_cast<Scoring>(scoring);
+  args.renormalize = renormalize;
+  args.num_groups = num_groups;
+  args.kept_groups = kept_groups;
+  args.score_bias = pointer<const float>(score_bias);
+  args.scaling_factor = scaling_factor;
+  const auto [topk_weights, topk_ids] = outputs;
+  args.topk_weights = pointer<float>(topk_weights);
+  args.topk_ids = pointer<int32_t>(topk_ids);
+  py::gil_scoped_release release;
+  topk_router_cpu(args);
+}
+
 }  // namespace
 }  // namespace moeopt
 
@@ -95,6 +119,7 @@ PYBIND11_MODULE(_kernels, module) {
   module.def("best_isa", [] { return isa_name(best_isa()); }, "Best instruction set of this machine that was built.");
   module.def("fused_experts", &fused_experts, py::arg("sizes"), py::arg("activations"), py::arg("weights"),
              py::arg("scales_and_biases"), py::arg("routing"), py::arg("activation"), py::arg("isa") = "");
+  module.def("topk_router", &topk_router, py::arg("sizes"), py::arg("logits"), py::arg("rule"), py::arg("outputs"));
 #if defined(MOEOPT_CUDA)
   bind_cuda(module);
 #endif

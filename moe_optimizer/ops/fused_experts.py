@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.log import get_logger
-from moe_optimizer.ops import _load, reference
+from moe_optimizer.ops import _load, cuda_dispatch, reference
 from moe_optimizer.ops.tensor_check import TensorChecks
 
 ACTIVATIONS = ("silu", "swigluoai")
@@ -21,7 +21,7 @@ MAX_TOP_K = 32
 SIZE_MULTIPLE = 16
 """H and I that the kernels cover; other sizes run in `reference`."""
 
-_DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
+DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
 _X_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_SCALE, _BLOCK_SCALE, _CHANNEL_SCALE = 0, 1, 2
 
@@ -97,6 +97,8 @@ def why_reference(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor) -> str |
     """Return why a valid call with these tensors runs in plain torch, or None where a kernel runs it."""
     num_experts, two_i, hidden = w13.shape
     top_k = topk_ids.shape[-1]
+    if x.device.type == "cuda":
+        return cuda_dispatch.why_not_selected()
     if x.device.type != "cpu":
         return f"no {x.device.type} kernel in this version"
     available, reason = _load.kernels_available()
@@ -111,12 +113,13 @@ def why_reference(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor) -> str |
     return None
 
 
-def _check(inputs: Inputs, out: Tensor | None = None) -> None:
-    check = TensorChecks("fused_experts")
+def check_inputs(inputs: Inputs, out: Tensor | None = None, *, op: str = "fused_experts") -> None:
+    """Raise TensorContractError, naming `op`, unless the inputs (and `out`) fit each other and the contract."""
+    check = TensorChecks(op)
     x, w13, w2 = inputs.x, inputs.w13, inputs.w2
     if inputs.activation not in ACTIVATIONS:
         expected = " or ".join(ACTIVATIONS)
-        raise TensorContractError(f"fused_experts: activation: got {inputs.activation!r}, expected {expected}")
+        raise TensorContractError(f"{op}: activation: got {inputs.activation!r}, expected {expected}")
     check.shape("x", x, "T", "H")
     check.dtype("x", x, *_X_DTYPES)
     check.contiguous_rows("x", x)
@@ -181,6 +184,10 @@ def run(inputs: Inputs, out: Tensor, *, isa: str = "") -> None:
     `isa` forces a lesser instruction set than this machine's best; tests and benchmarks compare them.
     """
     reason = why_reference(inputs.x, inputs.w13, inputs.w2, inputs.topk_ids)
+    if reason is None and inputs.x.is_cuda:
+        reason = cuda_dispatch.run_fused_experts(inputs, out)
+        if reason is None:
+            return
     if reason is not None:
         _warn_once(reason)
         out.copy_(_in_plain_torch(inputs))
@@ -201,8 +208,8 @@ def run(inputs: Inputs, out: Tensor, *, isa: str = "") -> None:
     try:
         _load.kernels().fused_experts(
             (x.shape[0], x.shape[1], w2.shape[2], w13.shape[0], num_global, topk_ids.shape[1]),
-            (x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), _DTYPE_CODE[x.dtype]),
-            (*weights_13, *weights_2, _DTYPE_CODE[w13.dtype]),
+            (x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), DTYPE_CODE[x.dtype]),
+            (*weights_13, *weights_2, DTYPE_CODE[w13.dtype]),
             (scale_kind, _address(w13_scale), _address(w2_scale), _address(w13_bias), _address(w2_bias)),
             (topk_weights.data_ptr(), topk_ids.data_ptr(), topk_ids.dtype == torch.int64, _address(expert_map)),
             ACTIVATIONS.index(inputs.activation),
@@ -250,7 +257,7 @@ _LIBRARY.define(f"fused_experts_out({_TENSORS}, {_OPTIONAL}, str activation, Ten
 
 def _fused_experts(*arguments: Tensor | str | None) -> Tensor:
     inputs = Inputs._make(arguments)
-    _check(inputs)
+    check_inputs(inputs)
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
     run(inputs, out)
     return out
@@ -258,7 +265,7 @@ def _fused_experts(*arguments: Tensor | str | None) -> Tensor:
 
 def _fused_experts_fake(*arguments: Tensor | str | None) -> Tensor:
     inputs = Inputs._make(arguments)
-    _check(inputs)
+    check_inputs(inputs)
     return torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
 
 
@@ -266,14 +273,14 @@ def _fused_experts_out(*arguments: Tensor | str | None) -> None:
     *first, out = arguments
     inputs = Inputs._make(first)
     assert isinstance(out, Tensor), type(out)
-    _check(inputs, out)
+    check_inputs(inputs, out)
     run(inputs, out)
 
 
 def _fused_experts_out_fake(*arguments: Tensor | str | None) -> None:
     *first, out = arguments
     assert isinstance(out, Tensor), type(out)
-    _check(Inputs._make(first), out)
+    check_inputs(Inputs._make(first), out)
 
 
 _LIBRARY.impl("fused_experts", _fused_experts, "CompositeExplicitAutograd")

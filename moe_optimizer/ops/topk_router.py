@@ -48,7 +48,7 @@ def topk_router(
     scores = scores.softmax(-1) if scoring == "softmax" else scores.sigmoid()
     choice = scores if score_bias is None else scores + score_bias
     if num_expert_group is not None and topk_group is not None and num_expert_group > 1:
-        groups = choice.view(*choice.shape[:-1], num_expert_group, -1)
+        groups = choice.unflatten(-1, (num_expert_group, choice.shape[-1] // num_expert_group))
         best = groups.topk(min(2 if score_bias is not None else 1, groups.shape[-1]), dim=-1).values.sum(-1)
         kept = torch.zeros_like(best, dtype=torch.bool)
         kept.scatter_(-1, best.sort(dim=-1, descending=True, stable=True).indices[..., :topk_group], True)

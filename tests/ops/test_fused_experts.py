@@ -2,91 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.ops import fused_experts, kernels_available, reference, why_reference
+from moe_optimizer.ops import fused_experts, kernels_available, why_reference
+from tests.ops.moe_cases import DTYPES, Case, assert_as_exact_as_torch, make_case
 
 AVAILABLE, REASON = kernels_available()
 needs_kernels = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layer and its inputs."""
-
-    x: Tensor
-    w13: Tensor
-    w2: Tensor
-    topk_weights: Tensor
-    topk_ids: Tensor
-    expert_map: Tensor | None = None
-    activation: str = "silu"
-    w13_bias: Tensor | None = None
-    w2_bias: Tensor | None = None
-
-    def kernel(self, **changes: object) -> Tensor:
-        return fused_experts(*self._positional(), **(self._keywords() | changes))
-
-    def in_torch(self, dtype: torch.dtype) -> Tensor:
-        """The reference with every step in `dtype`, as float64."""
-        case = self
-        if dtype == torch.float64:  # so that the output is not rounded to x.dtype either
-            case = replace(self, x=self.x.double(), w13=self.w13.double(), w2=self.w2.double())
-        return reference.fused_experts(*case._positional(), **case._keywords(), compute_dtype=dtype).double()
-
-    def _positional(self) -> tuple[Tensor, ...]:
-        return self.x, self.w13, self.w2, self.topk_weights, self.topk_ids
-
-    def _keywords(self) -> dict[str, object]:
-        return {
-            "expert_map": self.expert_map,
-            "activation": self.activation,
-            "w13_bias": self.w13_bias,
-            "w2_bias": self.w2_bias,
-        }
-
-
-def make_case(
-    tokens: int,
-    hidden: int = 64,
-    intermediate: int = 48,
-    experts: int = 8,
-    top_k: int = 2,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    biases: bool = False,
-) -> Case:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
-
-    return Case(
-        x=normal(tokens, hidden),
-        w13=normal(experts, 2 * intermediate, hidden, scale=hidden**-0.5),
-        w2=normal(experts, hidden, intermediate, scale=intermediate**-0.5),
-        topk_weights=torch.rand(tokens, top_k, generator=generator),
-        topk_ids=torch.randint(experts, (tokens, top_k), generator=generator),
-        w13_bias=normal(experts, 2 * intermediate).float() if biases else None,
-        w2_bias=normal(experts, hidden).float() if biases else None,
-    )
-
-
-def assert_as_exact_as_torch(case: Case, got: Tensor) -> None:
-    want = case.in_torch(torch.float64)
-    same_dtype = case.in_torch(case.x.dtype)
-    error = (got.double() - want).abs().max().item() if got.numel() else 0.0
-    allowed = 2 * (same_dtype - want).abs().max().item() + 1e-5 if got.numel() else 0.0
-    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
 
 
 # Sizes: no token; one; fewer and more than a tile of tokens; H and I not multiples of 32 or 128.
@@ -274,7 +202,7 @@ def test_a_token_without_a_valid_slot_is_zero() -> None:
 @needs_kernels
 def test_registered_ops_pass_opcheck() -> None:
     case = make_case(5, dtype=torch.bfloat16)
-    inputs = (*case._positional(), None, None, None, None, None, "silu")
+    inputs = tuple(case.inputs())
     torch.library.opcheck(torch.ops.moe_optimizer.fused_experts.default, inputs)
     torch.library.opcheck(torch.ops.moe_optimizer.fused_experts_out.default, (*inputs, torch.empty_like(case.x)))
 

@@ -1,0 +1,234 @@
+"""`flash_dmoe`: one whole MoE layer, from router logits to combined output."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_optimizer.ops import _load, cuda_dispatch
+from moe_optimizer.ops.cuda_dispatch_problem import Router
+from moe_optimizer.ops.fused_experts import DTYPE_CODE, Inputs, check_inputs, run, why_reference
+from moe_optimizer.ops.tensor_check import TensorChecks
+from moe_optimizer.ops.topk_router import SCORINGS, check_router, topk_router
+
+
+class Gate(NamedTuple):
+    """How router logits become experts, in the order of the schema; meaning: `topk_router`."""
+
+    score_bias: Tensor | None
+    top_k: int
+    renormalize: bool
+    scoring: str
+    num_expert_group: int | None
+    topk_group: int | None
+    routed_scaling_factor: float
+
+
+class Experts(NamedTuple):
+    """The experts' tensors, in the order of the schema; meaning: `fused_experts`."""
+
+    w13: Tensor
+    w2: Tensor
+    expert_map: Tensor | None
+    w13_scale: Tensor | None
+    w2_scale: Tensor | None
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    activation: str
+
+
+def flash_dmoe(
+    x: Tensor,
+    router_logits: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    *,
+    top_k: int,
+    renormalize: bool = True,
+    scoring: str = "softmax",
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
+    score_bias: Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+    expert_map: Tensor | None = None,
+    activation: str = "silu",
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return `fused_experts` of the experts that `topk_router` picks from the logits.
+
+    Meaning: `weights, ids = topk_router(router_logits, ...)`, then `reference.fused_experts(x, w13, w2, weights,
+    ids, ...)`. Shared experts are not part of it.
+
+    Args:
+        x: [T, H] as in `fused_experts`.
+        router_logits: float32, bfloat16 or float16 [T, E], last dimension contiguous; with expert_map E is the
+            number of global experts.
+        w13: as in `fused_experts`, like every argument not named here.
+        w2: likewise.
+        top_k: as in `topk_router`, like renormalize, scoring and the groups.
+        score_bias: float32 [E].
+
+    Returns:
+        `out`, or a new tensor: [T, H], dtype of x.
+
+    Raises:
+        TensorContractError: an argument differs from the above.
+
+    Numerics and limits: those of `fused_experts`; the gate computes in float32, and the lower id wins a tie.
+    """
+    experts = Experts(w13, w2, expert_map, w13_scale, w2_scale, w13_bias, w2_bias, activation)
+    gate = Gate(score_bias, top_k, renormalize, scoring, num_expert_group, topk_group, routed_scaling_factor)
+    if out is None:
+        return torch.ops.moe_optimizer.flash_dmoe(x, router_logits, *experts, *gate)
+    torch.ops.moe_optimizer.flash_dmoe_out(x, router_logits, *experts, *gate, out)
+    return out
+
+
+def _check(x: Tensor, router_logits: Tensor, experts: Experts, gate: Gate, out: Tensor | None = None) -> None:
+    check = TensorChecks("flash_dmoe")
+    check.shape("x", x, "T", "H")
+    check.dtype("router_logits", router_logits, torch.float32, torch.bfloat16, torch.float16)
+    check_router(router_logits.float(), gate.top_k, gate.scoring, gate.num_expert_group, gate.topk_group)
+    if experts.expert_map is None:
+        check.shape("w13", experts.w13, "E", "2I", "H")
+    else:
+        check.shape("expert_map", experts.expert_map, "E")
+    check.shape("router_logits", router_logits, "T", "E")
+    check.contiguous_rows("router_logits", router_logits)
+    check.device("router_logits", router_logits, x.device)
+    if gate.score_bias is not None:
+        check.shape("score_bias", gate.score_bias, "E")
+        check.dtype("score_bias", gate.score_bias, torch.float32)
+        check.device("score_bias", gate.score_bias, x.device)
+    check_inputs(_inputs(x, experts, *_empty_routing(router_logits, gate)), out, op="flash_dmoe")
+
+
+def _empty_routing(router_logits: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+    shape = (router_logits.shape[0], gate.top_k)
+    weights = torch.empty(shape, dtype=torch.float32, device=router_logits.device)
+    return weights, torch.empty(shape, dtype=torch.int32, device=router_logits.device)
+
+
+def _inputs(x: Tensor, experts: Experts, topk_weights: Tensor, topk_ids: Tensor) -> Inputs:
+    return Inputs(x, experts.w13, experts.w2, topk_weights, topk_ids, *experts[2:])
+
+
+def _run(x: Tensor, router_logits: Tensor, experts: Experts, gate: Gate, out: Tensor) -> None:
+    topk_weights, topk_ids = _empty_routing(router_logits, gate)
+    reason = why_reference(x, experts.w13, experts.w2, topk_ids)
+    if reason is None and x.is_cuda:
+        reason = cuda_dispatch.run_fused_experts(
+            _inputs(x, experts, topk_weights, topk_ids), out, _cuda_router(router_logits, gate)
+        )
+        if reason is None:
+            return
+    if reason is None:
+        _route(router_logits, gate, topk_weights, topk_ids)
+    else:
+        topk_weights, topk_ids = topk_router(
+            router_logits.float(),
+            top_k=gate.top_k,
+            renormalize=gate.renormalize,
+            scoring=gate.scoring,
+            num_expert_group=gate.num_expert_group,
+            topk_group=gate.topk_group,
+            score_bias=gate.score_bias,
+            routed_scaling_factor=gate.routed_scaling_factor,
+        )
+    run(_inputs(x, experts, topk_weights, topk_ids), out)
+
+
+def _cuda_router(router_logits: Tensor, gate: Gate) -> Router:
+    groups = gate.num_expert_group or 1
+    return Router(
+        logits=router_logits.contiguous(),
+        top_k=gate.top_k,
+        scoring=gate.scoring,
+        renormalize=gate.renormalize,
+        num_expert_group=groups,
+        topk_group=gate.topk_group if groups > 1 and gate.topk_group is not None else groups,
+        score_bias=None if gate.score_bias is None else gate.score_bias.contiguous(),
+        routed_scaling_factor=gate.routed_scaling_factor,
+    )
+
+
+def _route(router_logits: Tensor, gate: Gate, topk_weights: Tensor, topk_ids: Tensor) -> None:
+    score_bias = None if gate.score_bias is None else gate.score_bias.contiguous()
+    groups = gate.num_expert_group or 1
+    _load.kernels().topk_router(
+        (router_logits.shape[0], router_logits.shape[1], gate.top_k),
+        (router_logits.data_ptr(), router_logits.stride(0), DTYPE_CODE[router_logits.dtype]),
+        (
+            SCORINGS.index(gate.scoring),
+            gate.renormalize,
+            groups,
+            gate.topk_group if groups > 1 and gate.topk_group is not None else groups,
+            0 if score_bias is None else score_bias.data_ptr(),
+            gate.routed_scaling_factor,
+        ),
+        (topk_weights.data_ptr(), topk_ids.data_ptr()),
+    )
+
+
+_EXPERTS = (
+    "Tensor x, Tensor router_logits, Tensor w13, Tensor w2, Tensor? expert_map, Tensor? w13_scale, "
+    "Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, str activation"
+)
+_GATE = (
+    "Tensor? score_bias, int top_k, bool renormalize, str scoring, int? num_expert_group, int? topk_group, "
+    "float routed_scaling_factor"
+)
+_LIBRARY = torch.library.Library("moe_optimizer", "FRAGMENT")
+_LIBRARY.define(f"flash_dmoe({_EXPERTS}, {_GATE}) -> Tensor")
+_LIBRARY.define(f"flash_dmoe_out({_EXPERTS}, {_GATE}, Tensor(a!) out) -> ()")
+
+_FIRST_GATE = 2 + len(Experts._fields)
+_FIRST_OUT = _FIRST_GATE + len(Gate._fields)
+
+
+def _split(arguments: tuple[Tensor | str | float | None, ...]) -> tuple[Tensor, Tensor, Experts, Gate]:
+    x, router_logits = arguments[:2]
+    assert isinstance(x, Tensor), type(x)
+    assert isinstance(router_logits, Tensor), type(router_logits)
+    experts = Experts._make(arguments[2:_FIRST_GATE])
+    return x, router_logits, experts, Gate._make(arguments[_FIRST_GATE:_FIRST_OUT])
+
+
+def _flash_dmoe(*arguments: Tensor | str | float | None) -> Tensor:
+    x, router_logits, experts, gate = _split(arguments)
+    _check(x, router_logits, experts, gate)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _run(x, router_logits, experts, gate, out)
+    return out
+
+
+def _flash_dmoe_fake(*arguments: Tensor | str | float | None) -> Tensor:
+    x, router_logits, experts, gate = _split(arguments)
+    _check(x, router_logits, experts, gate)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _flash_dmoe_out(*arguments: Tensor | str | float | None) -> None:
+    x, router_logits, experts, gate = _split(arguments)
+    out = arguments[_FIRST_OUT]
+    assert isinstance(out, Tensor), type(out)
+    _check(x, router_logits, experts, gate, out)
+    _run(x, router_logits, experts, gate, out)
+
+
+def _flash_dmoe_out_fake(*arguments: Tensor | str | float | None) -> None:
+    out = arguments[_FIRST_OUT]
+    assert isinstance(out, Tensor), type(out)
+    _check(*_split(arguments), out)
+
+
+_LIBRARY.impl("flash_dmoe", _flash_dmoe, "CompositeExplicitAutograd")
+_LIBRARY.impl("flash_dmoe_out", _flash_dmoe_out, "CompositeExplicitAutograd")
+torch.library.register_fake("moe_optimizer::flash_dmoe", _flash_dmoe_fake, lib=_LIBRARY)
+torch.library.register_fake("moe_optimizer::flash_dmoe_out", _flash_dmoe_out_fake, lib=_LIBRARY)

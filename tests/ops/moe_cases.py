@@ -1,0 +1,120 @@
+"""Random MoE layers for the tests of the ops, and the bound on a kernel's error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_optimizer.ops import fused_experts, reference
+from moe_optimizer.ops.fused_experts import Inputs, run
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer and its inputs."""
+
+    x: Tensor
+    w13: Tensor
+    w2: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    expert_map: Tensor | None = None
+    activation: str = "silu"
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+
+    def kernel(self, out: Tensor | None = None) -> Tensor:
+        return fused_experts(*self._positional(), **self.keywords(), out=out)
+
+    def on_isa(self, isa: str) -> Tensor:
+        """The kernel of a lesser instruction set."""
+        out = torch.full_like(self.x, float("nan"))
+        run(self.inputs(), out, isa=isa)
+        return out
+
+    def inputs(self) -> Inputs:
+        return Inputs(*self._positional(), **self.keywords())
+
+    def in_torch(self, dtype: torch.dtype) -> Tensor:
+        """The reference with every step in `dtype`, as float64."""
+        case = self
+        if dtype == torch.float64:  # so that the output is not rounded to x.dtype either
+            case = replace(self, x=self.x.double())
+        return reference.fused_experts(*case._positional(), **case.keywords(), compute_dtype=dtype).double()
+
+    def _positional(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.x, self.w13, self.w2, self.topk_weights, self.topk_ids
+
+    def keywords(self) -> dict[str, Any]:
+        return {
+            "expert_map": self.expert_map,
+            "activation": self.activation,
+            "w13_scale": self.w13_scale,
+            "w2_scale": self.w2_scale,
+            "w13_bias": self.w13_bias,
+            "w2_bias": self.w2_bias,
+        }
+
+
+def make_case(
+    tokens: int,
+    hidden: int = 64,
+    intermediate: int = 48,
+    experts: int = 8,
+    top_k: int = 2,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    biases: bool = False,
+) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+    return Case(
+        x=normal(tokens, hidden),
+        w13=normal(experts, 2 * intermediate, hidden, scale=hidden**-0.5),
+        w2=normal(experts, hidden, intermediate, scale=intermediate**-0.5),
+        topk_weights=torch.rand(tokens, top_k, generator=generator),
+        topk_ids=torch.randint(experts, (tokens, top_k), generator=generator),
+        w13_bias=normal(experts, 2 * intermediate).float() if biases else None,
+        w2_bias=normal(experts, hidden).float() if biases else None,
+    )
+
+
+def assert_as_exact_as_torch(case: Case, got: Tensor) -> None:
+    want = case.in_torch(torch.float64)
+    same_dtype = case.in_torch(case.x.dtype)
+    error = (got.double() - want).abs().max().item() if got.numel() else 0.0
+    allowed = 2 * (same_dtype - want).abs().max().item() + 1e-5 if got.numel() else 0.0
+    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
+def quantized(case: Case, scales: str) -> Case:
+    """`case` with E4M3 weights and scales per "block" of 128x128 or per output "channel"."""
+    w13, w13_scale = _quantize(case.w13.float(), scales)
+    w2, w2_scale = _quantize(case.w2.float(), scales)
+    return replace(case, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+
+
+def _quantize(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
+    experts, rows, columns = weight.shape
+    if scales == "channel":
+        scale = weight.abs().amax(-1) / FP8_MAX
+        return (weight / scale[..., None]).to(torch.float8_e4m3fn), scale
+    block = reference.SCALE_BLOCK
+    row_blocks, column_blocks = -(-rows // block), -(-columns // block)
+    padded = torch.zeros(experts, row_blocks * block, column_blocks * block)
+    padded[:, :rows, :columns] = weight
+    blocks = padded.view(experts, row_blocks, block, column_blocks, block)
+    scale = blocks.abs().amax((2, 4)) / FP8_MAX
+    quantized_blocks = (blocks / scale[:, :, None, :, None]).reshape(padded.shape)
+    return quantized_blocks[:, :rows, :columns].contiguous().to(torch.float8_e4m3fn), scale
