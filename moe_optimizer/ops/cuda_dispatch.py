@@ -10,13 +10,14 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moe_optimizer.ops import _load
 from moe_optimizer.ops.cuda_dispatch_calls import decode_call, grouped_call, sizes_of
-from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
+from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
 from moe_optimizer.ops.launch_geometry.decode import DecodeGeometry, decode_geometry
 from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry, grouped_geometry
 from moe_optimizer.ops.launch_geometry.hopper import GeometryError
@@ -24,8 +25,13 @@ from moe_optimizer.ops.launch_geometry.routing import routing_geometry
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 from moe_optimizer.ops.launch_geometry.workspace import num_counters
 
+if TYPE_CHECKING:
+    from moe_optimizer.ops.fused_experts import Inputs
+
 _CAPABILITY = (9, 0)
 _ALIGNMENT = 16
+_MAX_EXPERTS = 1024
+_MAX_TOP_K = 32
 DECODE_MAX_TOKENS = 16
 """Tokens up to which the small-batch kernel is the choice; by arithmetic, not yet measured."""
 
@@ -97,6 +103,10 @@ def why_not(problem: CudaProblem) -> str | None:
     """Return why no CUDA kernel covers `problem`, or None where one does. Reads no device data."""
     if problem.x.dtype != torch.bfloat16:
         return f"CUDA kernels take bfloat16 activations, got {problem.x.dtype}"
+    if problem.w13.shape[0] > _MAX_EXPERTS or problem.top_k > _MAX_TOP_K:
+        return f"at most {_MAX_EXPERTS} experts and top-{_MAX_TOP_K}, got {problem.w13.shape[0]}, top-{problem.top_k}"
+    if problem.router is not None and problem.router.logits.dtype not in (torch.float32, torch.bfloat16):
+        return f"CUDA kernels take float32 or bfloat16 logits, got {problem.router.logits.dtype}"
     capability = torch.cuda.get_device_capability(problem.x.device)
     if capability != _CAPABILITY:
         return f"CUDA kernels are built for sm_90a, this device is sm_{capability[0]}{capability[1]}"
@@ -153,6 +163,46 @@ def grouped_launch(problem: CudaProblem, variant: GroupedVariant, num_multiproce
         tile_tokens=variant.tile_tokens,
         num_stages=variant.num_stages,
     )
+
+
+def run_fused_experts(inputs: Inputs, out: Tensor, router: Router | None = None) -> str | None:
+    """Compute checked CUDA inputs into `out` and return None, or return why no kernel covers them.
+
+    With `router`, its logits take the place of the inputs' ids and weights.
+    """
+    # The kernels write `out` while other blocks may still read x, and in pieces of 16 bytes.
+    direct = not _misaligned(out) and not _overlaps(out, inputs.x)
+    target = out if direct else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    problem = CudaProblem(
+        x=inputs.x,
+        w13=inputs.w13,
+        w2=inputs.w2,
+        out=target,
+        topk_weights=None if router is not None else inputs.topk_weights.contiguous(),
+        topk_ids=None if router is not None else inputs.topk_ids.contiguous(),
+        router=router,
+        expert_map=None if inputs.expert_map is None else inputs.expert_map.contiguous(),
+        w13_scale=_as_float32(inputs.w13_scale),
+        w2_scale=_as_float32(inputs.w2_scale),
+        w13_bias=_as_float32(inputs.w13_bias),
+        w2_bias=_as_float32(inputs.w2_bias),
+        activation=inputs.activation,
+    )
+    reason = why_not(problem)
+    if reason is not None:
+        return reason
+    run(problem)
+    if target is not out:
+        out.copy_(target)
+    return None
+
+
+def _overlaps(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _as_float32(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float().contiguous()
 
 
 def run(problem: CudaProblem, variant: Variant | None = None) -> None:
