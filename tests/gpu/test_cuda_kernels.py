@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_optimizer.ops import cuda_dispatch
+from moe_optimizer.ops import cuda_dispatch, flash_dmoe, fused_experts
 from moe_optimizer.ops.cuda_dispatch import DecodeStart, DecodeVariant, GroupedVariant, Variant
 from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
 from moe_optimizer.ops.launch_geometry import GemmMode
@@ -38,6 +38,13 @@ def run(problem: CudaProblem, variant: Variant) -> Tensor:
     cuda_dispatch.run(problem, variant)
     torch.cuda.synchronize()
     return problem.out
+
+
+def ids_and_weights(problem: CudaProblem) -> tuple[Tensor, Tensor]:
+    """The given weights and ids, in the order of the ops."""
+    assert problem.topk_weights is not None
+    assert problem.topk_ids is not None
+    return problem.topk_weights, problem.topk_ids
 
 
 def assert_close(case: Case, out: Tensor) -> None:
@@ -182,3 +189,37 @@ def test_the_occupancy_calculator_agrees_that_one_block_fits():
     counters = torch.zeros(num_counters(), dtype=torch.int32, device="cuda")
     call = decode_call(case.problem, cuda_dispatch.decode_launch(case.problem, DECODE, 1), counters)
     assert _load.kernels().cuda_decode_blocks_per_multiprocessor(call.values, call.geometry) == 1
+
+
+@pytest.mark.parametrize("tokens", [4, 40])
+def test_the_registered_ops_pass_opcheck_and_run_the_kernels(tokens, monkeypatch):
+    case = on_gpu(make_case(tokens, 2, 8, 272, 144))
+    p = case.problem
+    ran = []
+    monkeypatch.setattr(cuda_dispatch, "run", lambda *a, _run=cuda_dispatch.run: (ran.append(1), _run(*a))[1])
+    arguments = (p.x, p.w13, p.w2, p.topk_weights, p.topk_ids, None, None, None, None, None, "silu")
+    with cuda_dispatch.cuda_kernels_enabled():
+        assert_close(case, fused_experts(p.x, p.w13, p.w2, *ids_and_weights(p)))
+        assert ran
+        torch.library.opcheck(torch.ops.moe_optimizer.fused_experts.default, arguments)
+        out = torch.empty_like(p.x)
+        torch.library.opcheck(torch.ops.moe_optimizer.fused_experts_out.default, (*arguments, out))
+
+
+def test_the_output_may_be_the_input():
+    case = on_gpu(make_case(4, 2, 8, 272, 144))
+    p = case.problem
+    want = Case(replace(p, x=p.x.clone()))
+    with cuda_dispatch.cuda_kernels_enabled():
+        fused_experts(p.x, p.w13, p.w2, *ids_and_weights(p), out=p.x)
+    assert_close(want, p.x)
+
+
+def test_flash_dmoe_runs_under_torch_compile():
+    case = on_gpu(make_case(4, 2, 8, 272, 144))
+    p = case.problem
+    logits = torch.randn(4, 8, device="cuda")
+    with cuda_dispatch.cuda_kernels_enabled():
+        eager = flash_dmoe(p.x, logits, p.w13, p.w2, top_k=2)
+        compiled = torch.compile(lambda: flash_dmoe(p.x, logits, p.w13, p.w2, top_k=2), fullgraph=True)()
+    assert torch.equal(eager, compiled)

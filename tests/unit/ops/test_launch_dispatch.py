@@ -1,0 +1,72 @@
+"""Which variant is chosen, why none is, and whose counters a stream gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_optimizer.ops import cuda_dispatch
+from moe_optimizer.ops.cuda_dispatch import CounterBank, DecodeVariant, GroupedVariant, choose_variant
+from moe_optimizer.ops.launch_geometry import GemmMode, MoeSizes
+from tests.kernel_emulator import make_case
+
+SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=2)
+
+
+def test_the_kernels_are_not_selected_unless_switched_on():
+    assert cuda_dispatch.why_not_selected() == "CUDA kernels: compiled, not run on a GPU, so not selected"
+    with cuda_dispatch.cuda_kernels_enabled():
+        assert "compiled, not run" not in (cuda_dispatch.why_not_selected() or "")
+    assert cuda_dispatch.why_not_selected() is not None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "weight_bytes", "expected"),
+    [
+        (1, 2, DecodeVariant()),
+        (16, 1, DecodeVariant()),
+        (17, 2, GroupedVariant(GemmMode.BF16)),
+        (17, 1, GroupedVariant(GemmMode.FP8_WEIGHTS)),
+        (8192, 1, GroupedVariant(GemmMode.FP8_WEIGHTS)),
+    ],
+)
+def test_small_batches_decode_and_activations_are_never_quantised_unasked(tokens, weight_bytes, expected):
+    assert choose_variant(replace(SIZES, num_tokens=tokens, weight_bytes=weight_bytes)) == expected
+
+
+def test_sixteen_tokens_of_top_33_go_to_the_grouped_kernels():
+    assert choose_variant(replace(SIZES, num_tokens=16, top_k=33)) == GroupedVariant(GemmMode.BF16)
+
+
+def test_other_activation_dtypes_are_refused_with_the_dtype():
+    problem = make_case(1, 2, 4, 64, 32).problem
+    refused = cuda_dispatch.why_not(replace(problem, x=problem.x.half()))
+    assert refused == "CUDA kernels take bfloat16 activations, got torch.float16"
+
+
+def test_a_row_that_starts_off_16_bytes_is_refused_with_its_address_or_stride(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    problem = make_case(3, 2, 4, 64, 32).problem
+    assert cuda_dispatch.why_not(problem) is None
+    wide = torch.zeros(3, 65).bfloat16()
+    assert "x has a stride of 130 bytes in dim 0" in (cuda_dispatch.why_not(replace(problem, x=wide[:, :64])) or "")
+    shifted = torch.zeros(3 * 64 + 1).bfloat16()[1:].view(3, 64)
+    assert "x starts at address" in (cuda_dispatch.why_not(replace(problem, x=shifted)) or "")
+
+
+def test_another_gpu_is_refused_with_its_capability(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    problem = make_case(1, 2, 4, 64, 32).problem
+    assert cuda_dispatch.why_not(problem) == "CUDA kernels are built for sm_90a, this device is sm_100"
+
+
+def test_a_stream_keeps_its_counters_and_no_two_share():
+    bank = CounterBank(torch.device("cpu"))
+    first = bank.get(111)
+    assert bank.get(111).data_ptr() == first.data_ptr()
+    seen = {bank.get(stream).data_ptr() for stream in range(CounterBank.SETS + 3)}
+    assert first.data_ptr() not in seen
+    assert len(seen) >= CounterBank.SETS
+    assert not bank.get(10**6).any()
