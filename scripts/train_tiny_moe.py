@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tiny_moe.training import TrainingResult
 
 MODEL_FOLDER = Path(__file__).resolve().parent.parent / "examples" / "tiny-moe"
-DEFAULT_STEPS = 2000
+DEFAULT_STEPS = 1300
 THREADS = 2
 """Fixed: sums split over another number of threads round differently, and the weights would not repeat."""
 MAX_FOLDER_BYTES = 8_000_000
