@@ -92,6 +92,10 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
     from moe_optimizer.planner import PlanRequest, make_plan
     from moe_optimizer.specs.software import SoftwareSpec
 
+    # What vLLM was started with is settled: the plan takes it as the user's own arguments.
+    vllm_args = ["--tensor-parallel-size", str(facts.tensor_parallel_size)]
+    if facts.expert_parallel:
+        vllm_args.append("--enable-expert-parallel")
     num_gpus = facts.world_size if facts.device == "cuda" else None
     return make_plan(
         PlanRequest(
@@ -107,7 +111,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
             host="127.0.0.1",
             port=8000,
             max_model_len=facts.max_model_len,
-            vllm_args=("--tensor-parallel-size", str(facts.tensor_parallel_size)),
+            vllm_args=tuple(vllm_args),
             trust_remote_code=facts.trust_remote_code,
             dtype=facts.dtype,
         )

@@ -35,6 +35,7 @@ class ServerFacts:
     device: str
     """"cpu" or "cuda"."""
     tensor_parallel_size: int
+    expert_parallel: bool
     world_size: int
     max_model_len: int
     max_num_seqs: int

@@ -21,6 +21,7 @@ def server_facts() -> ServerFacts:
         dtype=str(model.dtype).removeprefix("torch."),
         device="cpu" if current_platform.is_cpu() else "cuda",
         tensor_parallel_size=parallel.tensor_parallel_size,
+        expert_parallel=bool(parallel.enable_expert_parallel),
         world_size=world()[1],
         max_model_len=model.max_model_len,
         max_num_seqs=config.scheduler_config.max_num_seqs,

@@ -12,6 +12,8 @@ import pytest
 
 from moe_optimizer import autoload
 from moe_optimizer.errors import InputError
+from moe_optimizer.profiles import load_profile
+from moe_optimizer.vllm_plugin.activation import ServerFacts
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,3 +100,22 @@ def test_a_misspelt_variable_stops_the_process(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MOE_OPTIMIZER_PROFIL", "balanced")
     with pytest.raises(InputError, match="MOE_OPTIMIZER_PROFIL"):
         autoload.register()
+
+
+def test_a_running_server_is_planned_for_as_it_is() -> None:
+    facts = ServerFacts(
+        model=str(ROOT / "examples" / "tiny-moe"),
+        dtype="float32",
+        device="cpu",
+        tensor_parallel_size=2,
+        expert_parallel=True,
+        world_size=2,
+        max_model_len=256,
+        max_num_seqs=4,
+        trust_remote_code=False,
+    )
+    plan = autoload.plan_for_server(facts, load_profile("balanced"), None)
+    parallelism = plan.decision("parallelism").params
+    assert (parallelism["tensor_parallel_size"], parallelism["expert_parallel"]) == (2, True)
+    assert plan.workload.max_model_len == 256
+    assert plan.workload.batch_size == 4
