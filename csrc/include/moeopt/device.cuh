@@ -101,6 +101,7 @@ MOEOPT_DEVICE Vec4 load_shared_across_blocks16(const void* pointer) {
   return v;
 }
 MOEOPT_DEVICE float load_shared_across_blocks(const float* pointer) { return __ldcg(pointer); }
+MOEOPT_DEVICE int load_shared_across_blocks(const int* pointer) { return __ldcg(pointer); }
 
 MOEOPT_DEVICE int load_acquire(const int* pointer) {
   int value;

@@ -195,9 +195,9 @@ MOEOPT_DEVICE void touch_all(float (&values)[kRegisters]) {
 }
 
 // One stage of BF16: 4 steps of K = 16, both operands from shared memory, one group in flight behind.
-template <int kTokens>
-MOEOPT_DEVICE void multiply_bf16(const unsigned char* stage, int warpgroup, bool first, float (&sum0)[kTokens / 2],
-                                 float (&sum1)[kTokens / 2]) {
+template <int kColumns>
+MOEOPT_DEVICE void multiply_bf16(const unsigned char* stage, int warpgroup, bool first, float (&sum0)[kColumns / 2],
+                                 float (&sum1)[kColumns / 2]) {
   const uint64_t a0 = swizzled_descriptor(stage + (2 * warpgroup) * kBoxBytes);
   const uint64_t a1 = swizzled_descriptor(stage + (2 * warpgroup + 1) * kBoxBytes);
   const uint64_t b = swizzled_descriptor(stage + kWeightBytesPerStage);
@@ -223,17 +223,18 @@ MOEOPT_DEVICE void load_fp8_rows(const unsigned char* box, int k, uint32_t (&reg
   registers[3] = bf16x2_from_e4m3x2(high >> 16);
 }
 
-// One stage of FP8 weights and BF16 tokens. Two register sets: one is converted while the other is multiplied.
-template <int kTokens>
-MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* stage, int warpgroup, float (&part0)[kTokens / 2],
-                                        float (&part1)[kTokens / 2]) {
+// One stage of FP8 weights and BF16 tokens, of which `second_half` is the offset of K = 64 and on. Two register sets:
+// one is converted while the other is multiplied.
+template <int kColumns>
+MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* stage, int warpgroup, int second_half,
+                                        float (&part0)[kColumns / 2], float (&part1)[kColumns / 2]) {
   const uint64_t b = swizzled_descriptor(stage + kWeightBytesPerStage);
   uint32_t a0[2][4], a1[2][4];
   MOEOPT_UNROLL
   for (int k = 0; k < 8; ++k) {
     load_fp8_rows(stage + (2 * warpgroup) * kBoxBytes, k, a0[k % 2]);
     load_fp8_rows(stage + (2 * warpgroup + 1) * kBoxBytes, k, a1[k % 2]);
-    const uint64_t tokens = advance_descriptor(b, k / 4 * kTokens * 128 + k % 4 * 32);
+    const uint64_t tokens = advance_descriptor(b, k / 4 * second_half + k % 4 * 32);
     wgmma_fence();
     wgmma_bf16(part0, a0[k % 2], tokens, k > 0);
     wgmma_bf16(part1, a1[k % 2], tokens, k > 0);
@@ -244,8 +245,8 @@ MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* stage, int warpgrou
 }
 
 // One stage of FP8 x FP8, one operand: 4 steps of K = 32.
-template <int kTokens>
-MOEOPT_DEVICE void multiply_fp8(const unsigned char* stage, int box, float (&part)[kTokens / 2]) {
+template <int kColumns>
+MOEOPT_DEVICE void multiply_fp8(const unsigned char* stage, int box, float (&part)[kColumns / 2]) {
   const uint64_t a = swizzled_descriptor(stage + box * kBoxBytes);
   const uint64_t b = swizzled_descriptor(stage + kWeightBytesPerStage);
   wgmma_fence();
@@ -255,12 +256,12 @@ MOEOPT_DEVICE void multiply_fp8(const unsigned char* stage, int box, float (&par
   wgmma_wait<0>();
 }
 
-template <int kTokens>
-MOEOPT_DEVICE void add_scaled(float (&sum)[kTokens / 2], float (&part)[kTokens / 2], const float (&row_scale)[2],
+template <int kColumns>
+MOEOPT_DEVICE void add_scaled(float (&sum)[kColumns / 2], float (&part)[kColumns / 2], const float (&row_scale)[2],
                               const float* token_scale) {
   touch_all(part);
   MOEOPT_UNROLL
-  for (int r = 0; r < kTokens / 2; ++r) {
+  for (int r = 0; r < kColumns / 2; ++r) {
     const float scale = token_scale == nullptr ? 1.0f : token_scale[r / 4 * 8 + thread_index() % 4 * 2 + r % 2];
     sum[r] += row_scale[r % 4 / 2] * scale * part[r];
   }
@@ -270,15 +271,15 @@ MOEOPT_DEVICE void add_scaled(float (&sum)[kTokens / 2], float (&part)[kTokens /
 // columns one store instruction touches lie in different banks.
 MOEOPT_DEVICE int staging_index(int n, int m) { return n * 64 + ((((m >> 3) ^ (n >> 1)) & 7) << 3) + (m & 7); }
 
-// Stages kTokens x 64 values, then writes the rows of the tile's tokens, 16 bytes per thread. `value(r)` is the result
+// Stages kColumns x 64 values, then writes the rows of the tile's tokens, 16 bytes per thread. `value(r)` is the result
 // in accumulator register r.
-template <int kTokens, bool kUp, typename Value>
+template <int kColumns, bool kUp, typename Value>
 MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int first, uint16_t* staging, int warpgroup,
                               const Value& value) {
   const int lane = thread_index() % 32, warp = thread_index() / 32 % 4;
   sync_named(1 + warpgroup, 128);  // the buffer's last readers are done
   MOEOPT_UNROLL
-  for (int r = 0; r < kTokens / 2; ++r) {
+  for (int r = 0; r < kColumns / 2; ++r) {
     const int n = r / 4 * 8 + lane % 4 * 2 + r % 2;
     int m = warp * 16 + lane / 4 + 8 * (r % 4 / 2);
     if (kUp && args.permute_out) m = permuted_position(m);
@@ -310,83 +311,99 @@ MOEOPT_DEVICE RowTerms row_terms(const GemmArgs& args, int expert, const int (&r
   return terms;
 }
 
-template <GemmMode kMode, int kTokens, bool kUp>
-MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, uint16_t* staging) {
+// One tile by one math warpgroup: its part of the ring, then the epilogue. kColumns: of the kTokens that the stage has
+// room for, those that are multiplied.
+template <GemmMode kMode, int kTokens, int kColumns, bool kUp>
+MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, int row_tile, GemmRing& ring,
+                                 uint16_t* staging) {
   using Shape = GemmShape<kMode, kTokens>;
   const int warpgroup = thread_index() / 128 - 1, lane = thread_index() % 32;
   const int thread_row = thread_index() / 32 % 4 * 16 + lane / 4;
-  const int num_row_tiles = row_tiles<kUp>(args), num_tasks = *args.num_tiles * num_row_tiles;
   const int num_steps = ceil_div(args.depth, Shape::kDepth);
-  staging += warpgroup * (Shape::kStagingBytes / 2);
+  const int first0 = first_row<kUp>(row_tile, warpgroup, 0), first1 = first_row<kUp>(row_tile, warpgroup, 1);
   const auto release = [&](int stage) {
     if (lane == 0) mbarrier_arrive(ring.empty + stage);
   };
+  // Rows of the weight matrix behind operand 0 and 1 of this thread; -1 past the end.
+  int rows0[2], rows1[2];
+  MOEOPT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int i0 = first0 + thread_row + 8 * half, i1 = first1 + thread_row + 8 * half;
+    rows0[half] = i0 >= args.rows ? -1 : kUp ? w13_row(args.activation, args.rows, i0, 0) : i0;
+    rows1[half] = i1 >= args.rows ? -1 : kUp ? w13_row(args.activation, args.rows, i1, 1) : i1;
+  }
+  float sum0[kColumns / 2] = {}, sum1[kColumns / 2] = {};
+  int previous = -1;
+  for (int step = 0; step < num_steps; ++step) {
+    float factors0[2] = {1.0f, 1.0f}, factors1[2] = {1.0f, 1.0f};
+    if (kMode != GemmMode::kBf16 && args.scale_kind == ScaleKind::kBlock128) {
+      MOEOPT_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const int row0 = rows0[half] < 0 ? 0 : rows0[half], row1 = rows1[half] < 0 ? 0 : rows1[half];
+        factors0[half] = block_scale(args.weight_scale, tile.expert, args.weight_rows, args.depth, row0, step * 128);
+        factors1[half] = block_scale(args.weight_scale, tile.expert, args.weight_rows, args.depth, row1, step * 128);
+      }
+    }
+    mbarrier_wait(ring.full + ring.stage, ring.parity);
+    const unsigned char* stage = ring.data();
+    if constexpr (kMode == GemmMode::kBf16) {
+      multiply_bf16<kColumns>(stage, warpgroup, step == 0, sum0, sum1);
+      wgmma_wait<1>();
+      if (previous >= 0) release(previous);
+      previous = ring.stage;
+    } else if constexpr (kMode == GemmMode::kFp8Weights) {
+      float part0[kColumns / 2], part1[kColumns / 2];
+      multiply_fp8_weights<kColumns>(stage, warpgroup, kTokens * 128, part0, part1);
+      add_scaled<kColumns>(sum0, part0, factors0, nullptr);
+      add_scaled<kColumns>(sum1, part1, factors1, nullptr);
+      sync_warp();
+      release(ring.stage);
+    } else {
+      const auto* token_scale = reinterpret_cast<const float*>(stage + kWeightBytesPerStage + Shape::kTokenBytes);
+      float part[kColumns / 2];
+      multiply_fp8<kColumns>(stage, 2 * warpgroup, part);
+      add_scaled<kColumns>(sum0, part, factors0, token_scale);
+      multiply_fp8<kColumns>(stage, 2 * warpgroup + 1, part);
+      add_scaled<kColumns>(sum1, part, factors1, token_scale);
+      sync_warp();  // all lanes have read the scales
+      release(ring.stage);
+    }
+    ring.advance();
+  }
+  if constexpr (kMode == GemmMode::kBf16) {
+    wgmma_wait<0>();
+    release(previous);
+  }
+  touch_all(sum0);
+  touch_all(sum1);
+  const RowTerms terms0 = row_terms(args, tile.expert, rows0), terms1 = row_terms(args, tile.expert, rows1);
+  const auto value0 = [&](int r) { return sum0[r] * terms0.scale[r % 4 / 2] + terms0.bias[r % 4 / 2]; };
+  const auto value1 = [&](int r) { return sum1[r] * terms1.scale[r % 4 / 2] + terms1.bias[r % 4 / 2]; };
+  if constexpr (kUp) {
+    store_tile<kColumns, kUp>(args, tile, first0, staging, warpgroup,
+                              [&](int r) { return swiglu(args.activation, value0(r), value1(r)); });
+  } else {
+    store_tile<kColumns, kUp>(args, tile, first0, staging, warpgroup, value0);
+    store_tile<kColumns, kUp>(args, tile, first1, staging, warpgroup, value1);
+  }
+}
+
+template <GemmMode kMode, int kTokens, bool kUp>
+MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, uint16_t* staging) {
+  const int warpgroup = thread_index() / 128 - 1;
+  const int num_row_tiles = row_tiles<kUp>(args), num_tasks = *args.num_tiles * num_row_tiles;
+  staging += warpgroup * (GemmShape<kMode, kTokens>::kStagingBytes / 2);
   for (int task = block_index(); task < num_tasks; task += grid_blocks()) {
     const TokenTile tile = load_tile(args.tiles + task / num_row_tiles);
     const int row_tile = task % num_row_tiles;
-    const int first0 = first_row<kUp>(row_tile, warpgroup, 0), first1 = first_row<kUp>(row_tile, warpgroup, 1);
-    // Rows of the weight matrix behind operand 0 and 1 of this thread; -1 past the end.
-    int rows0[2], rows1[2];
-    MOEOPT_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int i0 = first0 + thread_row + 8 * half, i1 = first1 + thread_row + 8 * half;
-      rows0[half] = i0 >= args.rows ? -1 : kUp ? w13_row(args.activation, args.rows, i0, 0) : i0;
-      rows1[half] = i1 >= args.rows ? -1 : kUp ? w13_row(args.activation, args.rows, i1, 1) : i1;
-    }
-    float sum0[kTokens / 2] = {}, sum1[kTokens / 2] = {};
-    int previous = -1;
-    for (int step = 0; step < num_steps; ++step) {
-      float factors0[2] = {1.0f, 1.0f}, factors1[2] = {1.0f, 1.0f};
-      if (kMode != GemmMode::kBf16 && args.scale_kind == ScaleKind::kBlock128) {
-        MOEOPT_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          const int row0 = rows0[half] < 0 ? 0 : rows0[half], row1 = rows1[half] < 0 ? 0 : rows1[half];
-          factors0[half] = block_scale(args.weight_scale, tile.expert, args.weight_rows, args.depth, row0, step * 128);
-          factors1[half] = block_scale(args.weight_scale, tile.expert, args.weight_rows, args.depth, row1, step * 128);
-        }
+    // An expert's last tile is often half empty: half the columns, half the arithmetic. Only where that is the bound.
+    if constexpr (kTokens >= 64) {
+      if (tile.count <= kTokens / 2) {
+        multiply_tile<kMode, kTokens, kTokens / 2, kUp>(args, tile, row_tile, ring, staging);
+        continue;
       }
-      mbarrier_wait(ring.full + ring.stage, ring.parity);
-      const unsigned char* stage = ring.data();
-      if constexpr (kMode == GemmMode::kBf16) {
-        multiply_bf16<kTokens>(stage, warpgroup, step == 0, sum0, sum1);
-        wgmma_wait<1>();
-        if (previous >= 0) release(previous);
-        previous = ring.stage;
-      } else if constexpr (kMode == GemmMode::kFp8Weights) {
-        float part0[kTokens / 2], part1[kTokens / 2];
-        multiply_fp8_weights<kTokens>(stage, warpgroup, part0, part1);
-        add_scaled<kTokens>(sum0, part0, factors0, nullptr);
-        add_scaled<kTokens>(sum1, part1, factors1, nullptr);
-        sync_warp();
-        release(ring.stage);
-      } else {
-        const auto* token_scale = reinterpret_cast<const float*>(stage + kWeightBytesPerStage + Shape::kTokenBytes);
-        float part[kTokens / 2];
-        multiply_fp8<kTokens>(stage, 2 * warpgroup, part);
-        add_scaled<kTokens>(sum0, part, factors0, token_scale);
-        multiply_fp8<kTokens>(stage, 2 * warpgroup + 1, part);
-        add_scaled<kTokens>(sum1, part, factors1, token_scale);
-        sync_warp();  // all lanes have read the scales
-        release(ring.stage);
-      }
-      ring.advance();
     }
-    if constexpr (kMode == GemmMode::kBf16) {
-      wgmma_wait<0>();
-      release(previous);
-    }
-    touch_all(sum0);
-    touch_all(sum1);
-    const RowTerms terms0 = row_terms(args, tile.expert, rows0), terms1 = row_terms(args, tile.expert, rows1);
-    const auto value0 = [&](int r) { return sum0[r] * terms0.scale[r % 4 / 2] + terms0.bias[r % 4 / 2]; };
-    const auto value1 = [&](int r) { return sum1[r] * terms1.scale[r % 4 / 2] + terms1.bias[r % 4 / 2]; };
-    if constexpr (kUp) {
-      store_tile<kTokens, kUp>(args, tile, first0, staging, warpgroup,
-                               [&](int r) { return swiglu(args.activation, value0(r), value1(r)); });
-    } else {
-      store_tile<kTokens, kUp>(args, tile, first0, staging, warpgroup, value0);
-      store_tile<kTokens, kUp>(args, tile, first1, staging, warpgroup, value1);
-    }
+    multiply_tile<kMode, kTokens, kTokens, kUp>(args, tile, row_tile, ring, staging);
   }
 }
 

@@ -38,6 +38,10 @@ struct RouteArgs {
   int32_t tile_tokens;
 };
 
+MOEOPT_DEVICE int* block_count(const RouteArgs& args, int block, int expert) {
+  return args.block_counts + block * args.moe.num_local_experts + expert;
+}
+
 MOEOPT_DEVICE int expert_of_pair(const FusedExpertsArgs& moe, int64_t pair) {
   return local_expert(moe, topk_id(moe, pair));
 }
@@ -62,7 +66,7 @@ MOEOPT_DEVICE void count_block(const RouteArgs& args, int* counts, int* ids) {
     sync_block();
   }
   for (int e = thread_index(); e < num_experts; e += kRouteThreads) {
-    args.block_counts[static_cast<int64_t>(block_index()) * num_experts + e] = counts[e];
+    *block_count(args, block_index(), e) = counts[e];
   }
 }
 
@@ -92,11 +96,18 @@ MOEOPT_DEVICE void finish_counts(const RouteArgs& args, int* totals, int* tile_b
   const int num_experts = static_cast<int>(args.moe.num_local_experts);
   for (int e = thread_index(); e < num_experts; e += kRouteThreads) {
     int before = 0;
-    for (int b = 0; b < grid_blocks(); ++b) {
-      int* count = args.block_counts + static_cast<int64_t>(b) * num_experts + e;
-      const int value = load_acquire(count);
-      *count = before;
-      before += value;
+    // 16 loads at a time: one after the other, each would wait for L2.
+    for (int first = 0; first < grid_blocks(); first += 16) {
+      int value[16];
+      MOEOPT_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        value[i] = first + i < grid_blocks() ? load_shared_across_blocks(block_count(args, first + i, e)) : 0;
+      }
+      MOEOPT_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        if (first + i < grid_blocks()) *block_count(args, first + i, e) = before;
+        before += value[i];
+      }
     }
     totals[e] = before;
     tile_base[e] = ceil_div(before, args.tile_tokens);
@@ -121,15 +132,13 @@ MOEOPT_DEVICE void finish_counts(const RouteArgs& args, int* totals, int* tile_b
 
 // Positions of this block's pairs.
 MOEOPT_DEVICE void place_pairs(const RouteArgs& args) {
-  const int num_experts = static_cast<int>(args.moe.num_local_experts);
   const int num_pairs = static_cast<int>(args.moe.num_tokens * args.moe.top_k);
   const int first = block_index() * kRoutePairs;
   for (int pair = first + thread_index(); pair < first + kRoutePairs && pair < num_pairs; pair += kRouteThreads) {
     const int expert = expert_of_pair(args.moe, pair);
     int position = -1;
     if (expert >= 0) {
-      const int prefix = args.block_counts[static_cast<int64_t>(block_index()) * num_experts + expert];
-      position = args.expert_offsets[expert] + prefix + args.pair_rank[pair];
+      position = args.expert_offsets[expert] + *block_count(args, block_index(), expert) + args.pair_rank[pair];
       args.sorted_pair[position] = pair;
     }
     args.pair_position[pair] = position;

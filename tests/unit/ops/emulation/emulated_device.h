@@ -103,6 +103,7 @@ inline Vec4 load_constant16(const void* pointer) {
 inline float load_constant(const float* pointer) { return *pointer; }
 inline Vec4 load_shared_across_blocks16(const void* pointer) { return load_constant16(pointer); }
 inline float load_shared_across_blocks(const float* pointer) { return *pointer; }
+inline int load_shared_across_blocks(const int* pointer) { return *pointer; }
 inline int load_acquire(const int* pointer) { return *pointer; }
 inline void fence_gpu() {}
 inline int atomic_add_global(int* pointer, int value) {
