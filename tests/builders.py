@@ -220,13 +220,15 @@ def gpus(name: str, count: int = 1) -> HardwareSpec:
     return load_hardware(name, count)
 
 
-def cpu_machine(*, cores: int = 4, gib: float = 16) -> HardwareSpec:
+def cpu_machine(*, cores: int = 4, gib: float = 16, core_ids: tuple[int, ...] | None = None) -> HardwareSpec:
     memory = Quantity(gib * 2**30, "bytes", Source.MEASURED, "cgroup")
     return HardwareSpec(
         origin="probed",
         gpu=None,
         num_gpus=0,
-        cpu=CpuSpec(name="Test CPU", cores=cores, memory=memory, isa=("avx2",)),
+        cpu=CpuSpec(
+            name="Test CPU", cores=cores, core_ids=core_ids or tuple(range(cores)), memory=memory, isa=("avx2",)
+        ),
         driver_version=None,
         cuda_version=None,
         warnings=(),

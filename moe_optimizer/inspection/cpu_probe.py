@@ -28,7 +28,8 @@ def probe_cpu(root: Path = Path("/")) -> CpuSpec:
     present = set((facts.get("flags") or facts.get("Features") or "").split())
     return CpuSpec(
         name=facts.get("model name") or platform.processor() or platform.machine(),
-        cores=_usable_cores(root),
+        cores=(cores := _usable_cores(root)),
+        core_ids=tuple(sorted(_allowed_cores())[:cores]),
         memory=_usable_memory(root),
         isa=tuple(name for name in _KERNEL_ISA if name in present),
         node_memory=_node_memory(root),

@@ -250,8 +250,15 @@ def _environment(ctx: PlanContext, processes: int) -> dict[str, str]:
         return {}
     each, left = divmod(ctx.cpu.cores, processes)
     starts = [index * each + min(index, left) for index in range(processes + 1)]
-    ranges = [str(first) if end - first == 1 else f"{first}-{end - 1}" for first, end in pairwise(starts)]
-    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(ranges)}
+    lists = [_core_list(ctx.cpu.core_ids[first:end]) for first, end in pairwise(starts)]
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(lists)}
+
+
+def _core_list(core_ids: tuple[int, ...]) -> str:
+    """Return the cores as the kernel writes lists: "0-1" where they follow each other, "0,2" where not."""
+    if len(core_ids) > 1 and core_ids[-1] - core_ids[0] == len(core_ids) - 1:
+        return f"{core_ids[0]}-{core_ids[-1]}"
+    return ",".join(map(str, core_ids))
 
 
 def _params(size: int, data_parallel: int, expert_parallel: bool) -> dict[str, Any]:

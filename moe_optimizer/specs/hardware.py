@@ -49,6 +49,9 @@ class CpuSpec:
     name: str
     cores: int
     """Cores this process may use (affinity and cgroup quota respected)."""
+    core_ids: tuple[int, ...]
+    """The operating system's numbers of as many cores as `cores`, ascending: a worker bound to a core outside the
+    process's affinity does not start."""
     memory: Quantity
     """bytes this process may use (cgroup limit respected)."""
     isa: tuple[str, ...]

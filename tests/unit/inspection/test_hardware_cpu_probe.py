@@ -49,6 +49,7 @@ def test_arm_features_are_read(machine):
 def test_version_2_quota_limits_the_cores(machine, quota, cores):
     root = machine({"proc/self/cgroup": "0::/app/job\n", "sys/fs/cgroup/app/job/cpu.max": quota})
     assert probe_cpu(root).cores == cores
+    assert probe_cpu(root).core_ids == tuple(range(cores))
 
 
 def test_limits_of_a_parent_group_bind(machine):

@@ -124,6 +124,12 @@ def test_processes_of_the_cpu_build_get_cores_of_their_own():
     assert decision.env == {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
+def test_workers_are_bound_to_cores_that_the_process_may_use():
+    machine = cpu_machine(cores=5, core_ids=(4, 5, 6, 9, 12))
+    decision = decide(tiny_moe(), machine, pinned={"--tensor-parallel-size": "2"})
+    assert decision.env == {"VLLM_CPU_OMP_THREADS_BIND": "4-6|9,12"}
+
+
 def test_more_processes_than_cores_are_refused():
     with pytest.raises(UnsupportedError, match="expected at most 2 CPU cores"):
         decide(tiny_moe(), cpu_machine(cores=2), pinned={"--tensor-parallel-size": "4"})
