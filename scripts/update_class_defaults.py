@@ -18,13 +18,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 TARGET = Path(__file__).parent.parent / "moe_optimizer" / "inspection" / "families" / "class_defaults.json"
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers_block_type")
 TEXT_FIELDS = ("time_step_rank", "mamba_dt_rank", "hidden_act", "hidden_activation", "activation_function")
 # Numbers that no count depends on.
 IRRELEVANT = re.compile(
     r"token|dropout|range|eps$|factor|coef|use_cache|_id$|chunk_size_feed|return_dict|output_|is_encoder_decoder|theta"
     r"|scal|pretraining|initializer|loss|std|audio|vision|image|video|patch|mask|interleave|jitter|beam|problem|label"
-    r"|alpha|beta|momentum|gamma|softcap|topk_group|n_group|norm_topk|_min|_max$|^max_v|summary|mambapy|is_decoder"
+    r"|alpha|beta|momentum|gamma|softcap|topk_group|n_group$|norm_topk|_min|_max$|^max_v|summary|mambapy|is_decoder"
     r"|kernels|torch|fused|backend|zero_expert_type"
 )
 

@@ -44,6 +44,7 @@ class Attention:
     """Output gate computed from the layer's input: "width" (one value for each channel), "head" (for each head)
     or "none"."""
     gate_when: Names | bool = True
+    gate_bias: Names | bool = False
     sinks: Names | bool = False
     """One learned logit for each query head."""
     inner_norm: bool = False
@@ -80,7 +81,8 @@ class Attention:
         params += self._norms(config, q, k, head_dim)
         gate = self.gate(config) if callable(self.gate) else self.gate
         if gate != "none" and config.flag(self.gate_when):
-            params += width_in * (o_in if gate == "width" else heads)
+            gate_width = o_in if gate == "width" else heads
+            params += width_in * gate_width + gate_width * config.any_flag(self.gate_bias)
         params += heads * config.flag(self.sinks) + o_in * self.inner_norm
         if self.indexer_heads:
             index_dim = config.required(self.indexer_dim)

@@ -40,14 +40,18 @@ def windowed_heads(config: Config) -> Note:
     return f"swa_num_key_value_heads {own}: vLLM uses it, transformers takes twice num_key_value_heads"
 
 
-def pattern_length(config: Config) -> Note:
-    """Nemotron-H in transformers has as many layers as the pattern has letters."""
+def nemotron_layers(config: Config) -> Note:
+    """Nemotron-H in transformers has as many layers as the pattern has letters, and one shared expert."""
     pattern, layers = config.get("hybrid_override_pattern"), config.integer("num_hidden_layers")
-    if not isinstance(pattern, str) or layers is None or len(pattern) == layers:
-        return None
-    return (
-        f"hybrid_override_pattern has {len(pattern)} letters: vLLM builds num_hidden_layers {layers}, transformers all"
-    )
+    if isinstance(pattern, str) and layers is not None and len(pattern) != layers:
+        return (
+            f"hybrid_override_pattern has {len(pattern)} letters: vLLM builds num_hidden_layers {layers}, "
+            "transformers all"
+        )
+    shared = config.integer("n_shared_experts", 0) or 0
+    if shared > 1 and config.get("moe_shared_expert_intermediate_size") is not None:
+        return f"n_shared_experts {shared}: vLLM multiplies the shared width by it, transformers does not"
+    return None
 
 
 def norm_after_experts(config: Config) -> Note:

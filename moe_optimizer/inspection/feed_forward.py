@@ -22,7 +22,7 @@ class Dense:
     width: Names = INTERMEDIATE
     """One number, or an array with one for each layer."""
     gated: Names | bool = True
-    bias: Names | bool = "mlp_bias"
+    bias: Names | bool = False
     adjust: Callable[[Config, tuple[int, ...]], tuple[int, ...]] | None = None
     """Turns the layers' widths in the file into the ones that are built."""
     copies: int = 1
@@ -111,6 +111,8 @@ class Experts:
     shared: Shared | None = None
     latent: Names = ()
     """Field with the width of the latent that the experts work on."""
+    latent_bias: Names | bool = False
+    """Biases of the projections into and out of the latent."""
     latent_norm: Names | bool = False
     """A norm over the latent."""
     modules: tuple[str, ...] = ()
@@ -186,7 +188,9 @@ class Experts:
             router_params=router,
             num_shared_experts=num_shared,
             shared_params=shared_params,
-            latent_params=2 * hidden_size * latent + latent * config.flag(self.latent_norm),
+            latent_params=2 * hidden_size * latent
+            + latent * config.flag(self.latent_norm)
+            + (hidden_size + latent) * (latent > 0 and config.flag(self.latent_bias)),
             modules=self.modules,
         )
 

@@ -51,6 +51,8 @@ class Mamba2:
     kernel: Names = ("mamba_d_conv", "conv_kernel")
     conv_bias: Names | bool = ("mamba_conv_bias", "use_conv_bias")
     bias: Names | bool = ("mamba_proj_bias", "use_bias")
+    out_bias: Names | bool | None = None
+    """Bias of the output projection; None: as `bias`."""
     norm: Names | bool = True
     inner: Names = ()
     """Field with the inner width where it is not heads times head_dim."""
@@ -68,7 +70,8 @@ class Mamba2:
         conv = inner + 2 * groups * state
         wide = inner + conv + heads
         params = hidden_size * wide + wide * bias + conv * kernel + conv * config.flag(self.conv_bias) + 3 * heads
-        params += inner * config.flag(self.norm) + inner * hidden_size + hidden_size * bias
+        out_bias = bias if self.out_bias is None else config.flag(self.out_bias)
+        params += inner * config.flag(self.norm) + inner * hidden_size + hidden_size * out_bias
         return Mixer(kind="state", params=params, state_elements=inner * state + conv * (kernel - 1))
 
     def _head_dim(self, config: Config, hidden_size: int, heads: int) -> int:

@@ -90,6 +90,7 @@ FAMILIES = (
         architectures=("Glm4MoeLiteForCausalLM",),
         mixers={"attention": LatentAttention()},
         experts=CORRECTED_FIRST_DENSE,
+        defaults={"first_k_dense_replace": 1},
     ),
     Family(
         model_types=("axk1",),

@@ -7,6 +7,7 @@ from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense
 from moe_optimizer.inspection.layer_rules import every, last_of, listed, windowed_when
 
+LLAMA_MLP = Dense(bias="mlp_bias")
 NO_BIAS = Attention(qkv_bias=False, o_bias=False)
 PLAIN_MLP = Dense(bias=False)
 BIASED_MLP = Dense(bias="use_bias", gated=False)
@@ -25,6 +26,7 @@ FAMILIES = (
             "CwmForCausalLM",
         ),
         kinds=listed(otherwise=every("attention")),
+        dense=LLAMA_MLP,
     ),
     Family(
         model_types=("mistral", "ministral", "ministral3"),
@@ -36,7 +38,7 @@ FAMILIES = (
     Family(
         model_types=("arcee",),
         architectures=("ArceeForCausalLM",),
-        dense=Dense(gated=False),
+        dense=Dense(gated=False, bias="mlp_bias"),
     ),
     Family(
         model_types=("apertus",),
@@ -45,11 +47,17 @@ FAMILIES = (
         dense=Dense(gated=False, bias=False),
         layer_extra=2,  # the two learned slopes of xIELU
     ),
-    Family(model_types=("smollm3",), architectures=("SmolLM3ForCausalLM",), kinds=listed(otherwise=every("attention"))),
+    Family(
+        model_types=("smollm3",),
+        architectures=("SmolLM3ForCausalLM",),
+        kinds=listed(otherwise=every("attention")),
+        dense=LLAMA_MLP,
+    ),
     Family(
         model_types=("seed_oss",),
         architectures=("SeedOssForCausalLM",),
         mixers={"attention": Attention(o_bias="attention_out_bias")},
+        dense=LLAMA_MLP,
     ),
     Family(
         model_types=("exaone4", "exaone4_5_text"),
@@ -58,22 +66,25 @@ FAMILIES = (
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head")},
         dense=PLAIN_MLP,
     ),
-    Family(model_types=("granite",), architectures=("GraniteForCausalLM",)),
+    Family(model_types=("granite",), architectures=("GraniteForCausalLM",), dense=LLAMA_MLP),
     Family(
         model_types=("granite_swa",),
         architectures=("GraniteSWAForCausalLM",),
         kinds=listed(otherwise=every("attention")),
         mixers={"attention": Attention(sinks=True)},
+        dense=LLAMA_MLP,
     ),
     Family(
         model_types=("hyperclovax",),
         architectures=("HyperCLOVAXForCausalLM",),
         norms=lambda config: 4 if config.flag("use_post_norm") else 2,
+        dense=LLAMA_MLP,
     ),
     Family(
         model_types=("helium",),
         architectures=("HeliumForCausalLM",),
         mixers={"attention": Attention(o_bias=False)},
+        dense=LLAMA_MLP,
     ),
     Family(model_types=("olmo",), architectures=("OlmoForCausalLM",), norm="none", dense=PLAIN_MLP),
     Family(
@@ -153,7 +164,7 @@ FAMILIES = (
     Family(
         model_types=("nemotron",),
         architectures=("NemotronForCausalLM",),
-        dense=Dense(gated=False),
+        dense=Dense(gated=False, bias="mlp_bias"),
         norm="layer",
     ),
     Family(
@@ -218,7 +229,7 @@ FAMILIES = (
         mixers={"attention": Attention(qkv_bias=False, o_bias=True)},
         dense=Dense(bias=False),
     ),
-    Family(model_types=("solar",), architectures=("SolarForCausalLM",)),
+    Family(model_types=("solar",), architectures=("SolarForCausalLM",), dense=LLAMA_MLP),
     Family(
         model_types=("nanochat",),
         architectures=("NanoChatForCausalLM",),
@@ -229,6 +240,6 @@ FAMILIES = (
         model_types=("jais2",),
         architectures=("Jais2ForCausalLM",),
         norm="layer",
-        dense=Dense(gated=False),
+        dense=Dense(gated=False, bias="mlp_bias"),
     ),
 )

@@ -9,9 +9,6 @@ from moe_optimizer.inspection.feed_forward import Dense, Experts
 from moe_optimizer.inspection.layer_rules import KindRule, last_of, listed
 from moe_optimizer.inspection.shapes import Site
 
-GEMMA4_GLOBAL_HEADS = ("num_global_key_value_heads", "num_key_value_heads")
-GEMMA4_GLOBAL_DIM = ("global_head_dim", "head_dim")
-
 
 def _with_borrowing(rule: KindRule) -> KindRule:
     """The last layers, as many as the file says, use the caches of earlier ones."""
@@ -50,7 +47,7 @@ def _gemma3n_model(config: Config, hidden_size: int) -> int:
 def _per_layer_embedding(config: Config) -> int:
     """The embedding table that feeds every layer."""
     per_layer = config.integer("hidden_size_per_layer_input", 0) or 0
-    rows = config.integer(("vocab_size_per_layer_input", "vocab_size"), 0) or 0
+    rows = config.integer("vocab_size_per_layer_input") or config.required("vocab_size")
     return rows * config.required("num_hidden_layers") * per_layer
 
 
@@ -84,12 +81,19 @@ def _double_wide(config: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(2 * width if i >= first else width for i, width in enumerate(widths))
 
 
+def _global_kv_heads(config: Config, heads: int) -> int:
+    """Full layers have key/value heads of their own only where keys serve as values."""
+    own = ("num_global_key_value_heads", "num_key_value_heads")
+    names = own if config.flag("attention_k_eq_v") else own[1:]
+    return config.integer(names, heads, minimum=1) or heads
+
+
 def _gemma(*, borrows: bool, full: bool) -> Attention:
     """Gemma 4's windowed and full layers, with caches of their own or borrowed ones."""
     return Attention(
         qk_norm="head",
-        kv_heads=GEMMA4_GLOBAL_HEADS if full else ("num_key_value_heads",),
-        head_dim=GEMMA4_GLOBAL_DIM if full else ("head_dim",),
+        kv_heads=_global_kv_heads if full else ("num_key_value_heads",),
+        head_dim=("global_head_dim",) if full else ("head_dim",),
         shares_key_as_value="attention_k_eq_v" if full else False,
         borrows_cache=borrows,
     )
@@ -135,6 +139,6 @@ FAMILIES = (
             router_scales=True,
             modules=("experts.0.up_proj", "moe.experts.0.up_proj"),
         ),
-        defaults={"tie_word_embeddings": True},
+        defaults={"tie_word_embeddings": True, "global_head_dim": 512},
     ),
 )

@@ -67,6 +67,7 @@ FAMILIES = (
         architectures=("BambaForCausalLM",),
         kinds=indexed("attn_layer_indices", "attention", otherwise="mamba"),
         mixers={"attention": Attention(), "mamba": Mamba2()},
+        dense=Dense(bias="mlp_bias"),
     ),
     Family(
         model_types=("granitemoehybrid",),
@@ -86,8 +87,12 @@ FAMILIES = (
         model_types=("falcon_h1",),
         architectures=("FalconH1ForCausalLM",),
         mixers={
-            "attention": Parallel(attention=Attention(), state=Mamba2(inner=("mamba_d_ssm",), norm="mamba_rms_norm"))
+            "attention": Parallel(
+                attention=Attention(),
+                state=Mamba2(inner=("mamba_d_ssm",), norm="mamba_rms_norm", out_bias="projectors_bias"),
+            )
         },
+        dense=Dense(bias="mlp_bias"),
     ),
     Family(
         model_types=("lfm2",),

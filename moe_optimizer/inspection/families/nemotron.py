@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.disagreements import pattern_length
+from moe_optimizer.inspection.disagreements import nemotron_layers
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import LAYER_TYPE_KINDS, listed, pattern
@@ -37,14 +37,15 @@ FAMILIES = (
     Family(
         model_types=("nemotron_h",),
         architectures=("NemotronHForCausalLM",),
-        disagreement=pattern_length,
+        disagreement=nemotron_layers,
         kinds=listed(TYPES, otherwise=pattern(PATTERN, MIXER_KINDS), names=TYPE_KINDS),
         mixers={
-            "attention": Attention(head_dim=("head_dim", "attention_head_dim"), qkv_bias="attention_bias"),
+            "attention": Attention(head_dim=("head_dim", "attention_head_dim"), qkv_bias=False, o_bias=False),
             "mamba": Mamba2(heads=("mamba_num_heads",), head_dim=("mamba_head_dim",), bias="use_bias"),
         },
         norms=1,
-        dense=Dense(gated=False),
+        tied=False,
+        dense=Dense(gated=False, bias="mlp_bias"),
         feed_forward=_has_mlp,
         experts=Experts(
             count=("n_routed_experts",),
@@ -52,9 +53,9 @@ FAMILIES = (
             width=("moe_intermediate_size",),
             layers=_sparse,
             gated=False,
-            bias="mlp_bias",
             correction_bias=True,
             latent=("moe_latent_size",),
+            latent_bias="mlp_bias",
             shared=Shared(
                 count=("n_shared_experts",),
                 width=("moe_shared_expert_intermediate_size",),

@@ -29,6 +29,21 @@ def _falcon_norms(config: Config) -> int:
     return 1 if config.flag("parallel_attn") else 2
 
 
+def _opt_narrower_table(config: Config) -> int:
+    """What the embedding table is smaller by when its vectors are narrower than the layers."""
+    hidden_size = config.required("hidden_size")
+    narrow = config.integer("word_embed_proj_dim", hidden_size, minimum=1, maximum=hidden_size) or hidden_size
+    return config.required("vocab_size") * (narrow - hidden_size)
+
+
+def _opt_projections(config: Config, hidden_size: int) -> int:
+    """Projections between embeddings and layers; without norms before the parts there is no last norm."""
+    narrow = config.integer("word_embed_proj_dim", hidden_size, minimum=1, maximum=hidden_size) or hidden_size
+    projections = 2 * hidden_size * narrow if narrow != hidden_size else 0
+    has_last_norm = config.flag("do_layer_norm_before", True) and not config.flag("_remove_final_layer_norm")
+    return projections - (0 if has_last_norm else 2 * hidden_size)
+
+
 FAMILIES = (
     Family(
         model_types=("gpt2",),
@@ -78,6 +93,8 @@ FAMILIES = (
         norm="layer",
         positions=("max_position_embeddings",),
         extra_positions=2,
+        model_extra=_opt_projections,
+        extra_embeddings=_opt_narrower_table,
     ),
     Family(
         model_types=("bloom",),

@@ -23,7 +23,7 @@ QWEN2_EXPERTS = Experts(
 )
 QWEN3_EXPERTS = replace(QWEN2_EXPERTS, shared=None)
 QWEN3_ATTENTION = Attention(qk_norm="head")
-GATED_ATTENTION = Attention(qk_norm="head", gate="width")
+GATED_ATTENTION = Attention(qk_norm="head", gate="width", gate_bias="attention_bias")
 HYBRID_MIXERS = {"attention": GATED_ATTENTION, "linear": GatedDeltaNet()}
 
 FAMILIES = (

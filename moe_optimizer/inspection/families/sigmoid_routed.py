@@ -54,6 +54,11 @@ def _head_or_width(config: Config) -> str:
     return "head" if gating is True or gating == "per-head" else "width"
 
 
+def _first_and_every_sixth(_: Config, num_layers: int) -> tuple[str, ...]:
+    """The first layer and every sixth see everything."""
+    return tuple("attention" if i == 0 or (i + 1) % 6 == 0 else "sliding" for i in range(num_layers))
+
+
 ERNIE_PAIRS = ("moe_num_experts", "moe_intermediate_size", "moe_layer_start_index", "moe_layer_end_index")
 """Fields that hold one value for text experts and one for image experts in multi-modal files."""
 
@@ -172,7 +177,7 @@ FAMILIES = (
         architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
         disagreement=windowed_heads,
         kinds=listed(
-            otherwise=numbered("hybrid_layer_pattern", {0: "attention", 1: "sliding"}, otherwise=every("attention"))
+            otherwise=numbered("hybrid_layer_pattern", {0: "attention", 1: "sliding"}, otherwise=_first_and_every_sixth)
         ),
         mixers={
             "attention": Attention(value_dim=("v_head_dim",), o_bias=False, sinks="add_full_attention_sink_bias"),
@@ -236,6 +241,7 @@ FAMILIES = (
         model_types=("hy_v3",),
         architectures=("HYV3ForCausalLM",),
         mixers={"attention": Attention(qk_norm="head")},
+        dense=Dense(bias="mlp_bias"),
         experts=Experts(
             count=("num_experts", "num_local_experts"),
             top_k=PER_TOKEN,
@@ -246,7 +252,7 @@ FAMILIES = (
                 otherwise=after_first((), default=1),
             ),
             correction_bias=True,
-            shared=Shared(count=("num_shared_experts",)),
+            shared=Shared(count=("num_shared_experts",), bias="mlp_bias"),
         ),
     ),
     Family(
