@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name:<30}  {times}; cpu median {result['cpu_median_s'] * 1e3:6.1f} ms{goal}")
     if options.write:
         path = RECORDS / f"{record['date']}_{_slug(record['environment']['cpu'])}_cli_startup.json"
+        path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")
     return 0
