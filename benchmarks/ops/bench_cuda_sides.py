@@ -37,6 +37,8 @@ def variants_for(problem: CudaProblem) -> list[Variant]:
         chosen.append(DecodeVariant())
     if sizes.num_tokens <= 4:
         chosen += [DecodeVariant(DecodeStart.PLAIN), DecodeVariant(DecodeStart.CHAINED)]
+    if sizes.num_tokens == 1:
+        chosen.append(DecodeVariant(num_stages=4))
     for mode in (GemmMode.FP8_WEIGHTS, GemmMode.FP8) if fp8 else (GemmMode.BF16,):
         if sizes.num_tokens < (8 if mode != GemmMode.FP8 else 64):
             continue

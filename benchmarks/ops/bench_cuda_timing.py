@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import subprocess
 
@@ -9,9 +10,15 @@ import torch
 from bench_cuda_sides import Call
 
 
+@functools.cache
+def _capture_stream() -> torch.cuda.Stream:
+    # One for all: our kernels keep counters per stream, and a stream too many would add their zeroing to the graph.
+    return torch.cuda.Stream()
+
+
 def capture(calls: list[Call]) -> torch.cuda.CUDAGraph:
     """One graph of all calls in order. Each call ran twice before: compilation and allocation are not in it."""
-    stream = torch.cuda.Stream()
+    stream = _capture_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls * 2:

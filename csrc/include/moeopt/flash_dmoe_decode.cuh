@@ -2,8 +2,8 @@
 //
 //   every block                 router -> top-k -> sorted pairs -> slots (decode_routing.cuh), redundantly
 //
-//   producer warp   w13 tile chunks, then w2 tile chunks   ──cp.async.bulk──►  ring of stages in shared memory
-//                   (never waits for GEMM1's results)                            full │   ▲ empty
+//   4 copy warps    w13 tile chunks, then w2 tile chunks   ──cp.async.bulk──►  ring of stages in shared memory
+//                   (never wait for GEMM1's results)                             full │   ▲ empty
 //   8 math warps    tile of GEMM1: 16 gate + 16 up rows  x  a slot's tokens  ◄────────┘   │
 //                     mma per warp over its part of K, sum of 8 warps, SwiGLU ──► h (L2) ─┼─► slot_arrivals[slot] += 1
 //                   tile of GEMM2: 32 rows of w2  x  h of the slot                        │    (waits for all I/16)
@@ -50,8 +50,12 @@ struct DecodeArgs {
 };
 
 constexpr int kDecodeMathWarps = 8;
-constexpr int kDecodeThreads = (kDecodeMathWarps + 1) * 32;
+// A bulk copy takes its operands from uniform registers, so the lanes of a warp issue theirs one after the other, in a
+// loop of about 8 instructions. Four warps side by side keep that well ahead of the memory.
+constexpr int kDecodeProducerWarps = 4;
+constexpr int kDecodeThreads = (kDecodeMathWarps + kDecodeProducerWarps) * 32;
 constexpr int kTileRows = 32;
+constexpr int kRowsPerProducer = kTileRows / kDecodeProducerWarps;
 constexpr int kStepBytes = 64;  // of a weight row per mma step: 4 lanes x 16 bytes
 constexpr int kStepsPerWarp = 2;
 constexpr int kChunkBytes = kDecodeMathWarps * kStepsPerWarp * kStepBytes;
@@ -113,7 +117,7 @@ MOEOPT_DEVICE int weight_row(const FusedExpertsArgs& moe, const DecodeTask& task
   return row < moe.hidden_size ? row : -1;
 }
 
-// The ring. One arrival opens `full` (the producer's, with the byte count), 8 open `empty` (one per math warp).
+// The ring. 4 arrivals open `full` (one per producer warp, with its bytes), 8 open `empty` (one per math warp).
 struct DecodeRing {
   unsigned char* stages;
   uint64_t* full;
@@ -132,27 +136,32 @@ struct DecodeRing {
   }
 };
 
+// One producer warp: 8 rows of every tile, a lane each.
 template <int kWeightBytes>
 MOEOPT_DEVICE void produce(const DecodeArgs& args, const DecodeSchedule<kWeightBytes>& schedule, DecodeRing ring) {
   const int lane = thread_index() % 32;
+  const int first_row = (thread_index() / 32 - kDecodeMathWarps) * kRowsPerProducer;
   const FusedExpertsArgs& moe = args.moe;
   for (int g = schedule.begin + block_index(); g < schedule.end; g += grid_blocks()) {
     const DecodeTask task = schedule.task(g);
-    const int row = weight_row(moe, task, lane);
+    const int row = lane < kRowsPerProducer ? weight_row(moe, task, first_row + lane) : -1;
     const unsigned char* weights = static_cast<const unsigned char*>(task.is_up ? moe.w13 : moe.w2);
     const int64_t expert_stride = task.is_up ? moe.w13_expert_stride : moe.w2_expert_stride;
     const int64_t row_stride = task.is_up ? moe.w13_row_stride : moe.w2_row_stride;
     weights += (task.expert * expert_stride + (row < 0 ? 0 : row) * row_stride) * kWeightBytes;
-    const int rows_left = static_cast<int>(moe.hidden_size) - task.tile * kTileRows;
-    const int num_rows = task.is_up || rows_left > kTileRows ? kTileRows : rows_left;
+    int num_rows = kRowsPerProducer;
+    if (!task.is_up) {  // past the end of w2 there is nothing to copy
+      const int left = static_cast<int>(moe.hidden_size) - task.tile * kTileRows - first_row;
+      num_rows = left < 0 ? 0 : left < num_rows ? left : num_rows;
+    }
     for (int chunk = 0; chunk < task.num_chunks(); ++chunk) {
       const int bytes = task.bytes_of(chunk);
       mbarrier_wait(ring.empty + ring.stage, ring.parity ^ 1u);
       if (lane == 0) mbarrier_arrive_expect_bytes(ring.full + ring.stage, static_cast<uint32_t>(num_rows * bytes));
       sync_warp();  // the byte count is announced before any byte can arrive
       if (row >= 0) {
-        bulk_copy(ring.data() + lane * kRowPitch, weights + chunk * task.chunk_bytes, static_cast<uint32_t>(bytes),
-                  ring.full + ring.stage);
+        bulk_copy(ring.data() + (first_row + lane) * kRowPitch, weights + chunk * task.chunk_bytes,
+                  static_cast<uint32_t>(bytes), ring.full + ring.stage);
       }
       ring.advance();
     }
@@ -423,7 +432,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDecodeThreads, 1) flash_dmoe_decode_kernel(con
   if (kPhase == DecodePhase::kUp) launch_dependents();
   if (thread_index() == 0) {
     for (int s = 0; s < args.num_stages; ++s) {
-      mbarrier_init(barriers + s, 1);
+      mbarrier_init(barriers + s, kDecodeProducerWarps);
       mbarrier_init(barriers + args.num_stages + s, kDecodeMathWarps);
     }
     fence_mbarrier_init();
@@ -435,7 +444,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDecodeThreads, 1) flash_dmoe_decode_kernel(con
   }
   const DecodeSchedule<kWeightBytes> schedule(args, routing, kPhase);
   const DecodeRing ring(shared, barriers, args.num_stages);
-  if (thread_index() / 32 == kDecodeMathWarps) {
+  if (thread_index() / 32 >= kDecodeMathWarps) {
     produce<kWeightBytes>(args, schedule, ring);
     return;
   }

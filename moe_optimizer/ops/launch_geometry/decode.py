@@ -13,7 +13,8 @@ from moe_optimizer.ops.launch_geometry.sizes import MoeSizes, ceil_div
 KERNEL = "flash_dmoe_decode"
 MAX_PAIRS = 512
 MATH_WARPS = 8
-THREADS = (MATH_WARPS + 1) * 32
+PRODUCER_WARPS = 4
+THREADS = (MATH_WARPS + PRODUCER_WARPS) * 32
 TILE_ROWS = 32
 STEP_BYTES = 64
 STEPS_PER_WARP = 2
@@ -40,7 +41,7 @@ class DecodeGeometry:
     """Arrivals per slot that open its GEMM2: I / 16."""
     down_tiles: int
     full_arrivals: int
-    """Arrivals that open a full barrier: the producer's lane 0, with the byte count."""
+    """Arrivals that open a full barrier: one per producer warp, with its bytes."""
     empty_arrivals: int
     """Arrivals that open an empty barrier: one per math warp."""
     transaction_bytes: int
@@ -94,7 +95,7 @@ def decode_geometry(
     )
     if has_router:
         num_global = sizes.num_experts if num_global_experts is None else num_global_experts
-        scratch = (MATH_WARPS + 1) * num_global * 8
+        scratch = THREADS // 32 * num_global * 8
         expect(scratch <= ring, KERNEL, f"router scratch of {num_global} experts in the ring", scratch, f"<= {ring}")
     transaction = TILE_ROWS * CHUNK_BYTES
     expect(
@@ -113,7 +114,7 @@ def decode_geometry(
         grid=num_multiprocessors,
         up_tiles=sizes.intermediate_size // 16,
         down_tiles=ceil_div(sizes.hidden_size, TILE_ROWS),
-        full_arrivals=1,
+        full_arrivals=PRODUCER_WARPS,
         empty_arrivals=MATH_WARPS,
         transaction_bytes=transaction,
     )

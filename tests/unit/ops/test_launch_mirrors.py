@@ -23,8 +23,8 @@ SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, inter
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        (decode, ["THREADS", "MATH_WARPS", "TILE_ROWS", "STEP_BYTES", "STEPS_PER_WARP", "CHUNK_BYTES", "ROW_PITCH",
-                  "STAGE_BYTES", "MAX_PAIRS", "ROUTING_BYTES"]),
+        (decode, ["THREADS", "MATH_WARPS", "PRODUCER_WARPS", "TILE_ROWS", "STEP_BYTES", "STEPS_PER_WARP",
+                  "CHUNK_BYTES", "ROW_PITCH", "STAGE_BYTES", "MAX_PAIRS", "ROUTING_BYTES"]),
         (grouped, ["THREADS", "PRODUCER_THREADS", "PRODUCER_REGISTERS", "MATH_REGISTERS", "BOX_ROWS", "LAG"]),
         (routing, ["THREADS", "PAIRS_PER_BLOCK"]),
     ],

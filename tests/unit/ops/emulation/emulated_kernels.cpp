@@ -144,6 +144,7 @@ int64_t compiled_constant(const char* name) {
   } constants[] = {
       {"decode.THREADS", kDecodeThreads},
       {"decode.MATH_WARPS", kDecodeMathWarps},
+      {"decode.PRODUCER_WARPS", kDecodeProducerWarps},
       {"decode.TILE_ROWS", kTileRows},
       {"decode.STEP_BYTES", kStepBytes},
       {"decode.STEPS_PER_WARP", kStepsPerWarp},
