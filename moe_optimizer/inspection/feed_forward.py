@@ -103,9 +103,8 @@ class Experts:
     bias: Names | bool = False
     router_bias: Names | bool = False
     correction_bias: Names | bool = False
-    """A bias for each expert that only takes part in the selection."""
-    corrected_layers: ExpertRule | None = None
-    """The layers that have the correction bias; None: all expert layers."""
+    """A bias for each expert that only takes part in the selection, where the architecture's class holds it as a
+    parameter. Most hold it as a buffer that a rule sets; such a one is no parameter and is not counted."""
     router_scales: bool = False
     """The router scales its input (a vector of the hidden size) and its outputs (one for each expert)."""
     shared: Shared | None = None
@@ -144,7 +143,6 @@ class Experts:
         if top_ks is None or widths is None:
             config.required(self.top_k if top_ks is None else self.width)
             return None
-        corrected = self.corrected_layers(config, num_layers) if self.corrected_layers else sparse
         shared = self.shared.per_layer(config, hidden_size, widths) if self.shared else ((0, 0),) * num_layers
         return tuple(
             self._layer(
@@ -153,16 +151,13 @@ class Experts:
                 top_k=top_ks[layer],
                 width=widths[layer],
                 shared=shared[layer],
-                corrected=corrected[layer],
             )
             if sparse[layer] and counts[layer]
             else None
             for layer in range(num_layers)
         )
 
-    def _layer(
-        self, site: Site, *, count: int, top_k: int, width: int, shared: tuple[int, int], corrected: bool
-    ) -> ExpertLayer:
+    def _layer(self, site: Site, *, count: int, top_k: int, width: int, shared: tuple[int, int]) -> ExpertLayer:
         config, hidden_size = site.config, site.hidden_size
         zero = (config.integer(self.zero_experts, 0, maximum=MAX_EXPERTS) or 0) if self.zero_experts else 0
         choices = count + zero
@@ -176,7 +171,7 @@ class Experts:
         latent = (config.integer(self.latent, 0) or 0) if self.latent else 0
         gated = config.flag(self.gated)
         router = hidden_size * (choices + num_shared * self.routes_shared)
-        router += choices * (config.flag(self.router_bias) + (corrected and config.flag(self.correction_bias)))
+        router += choices * (config.flag(self.router_bias) + config.flag(self.correction_bias))
         router += (hidden_size + choices) * self.router_scales
         return ExpertLayer(
             num_experts=count,

@@ -69,7 +69,7 @@ class ExpertLayer:
     expert_params: int
     """Parameters of one routed expert, biases included."""
     router_params: int
-    """Gate weights and biases, the selection-correction bias, per-expert scales."""
+    """Gate weights and biases, per-expert scales."""
     num_shared_experts: int
     shared_params: int
     """All shared experts of the layer and their gate."""

@@ -83,7 +83,7 @@ class ModelSpec:
     shared_expert_params: int
     """Shared experts and their gates."""
     router_params: int
-    """Routers: gate weights, biases and selection-correction biases. Kept whole on every device."""
+    """Routers: gate weights and biases. Kept whole on every device."""
     quant_method: str | None
     """As the checkpoint names it ("fp8", "gptq", "mxfp4", "modelopt", ...); None when not quantised."""
     weight_bits: float

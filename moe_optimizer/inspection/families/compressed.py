@@ -45,15 +45,6 @@ def _hyper_head(config: Config, hidden_size: int) -> int:
     return streams * streams * hidden_size + streams + 1
 
 
-def _hashed_layers(config: Config, num_layers: int) -> tuple[bool, ...]:
-    """Layers whose experts are looked up by token id need no correction bias."""
-    named = config.items("mlp_layer_types")
-    if named is not None:
-        return tuple(word != "hash_moe" for word in named[:num_layers])
-    hashed = config.integer("num_hash_layers", 3) or 0
-    return tuple(i >= hashed for i in range(num_layers))
-
-
 def _other_heads(config: Config, heads: int) -> int:
     """Key/value heads of the layers that have settings of their own."""
     return (
@@ -76,8 +67,6 @@ FAMILIES = (
             count=("n_routed_experts", "num_local_experts"),
             top_k=PER_TOKEN,
             width=MOE_WIDTH,
-            correction_bias=True,
-            corrected_layers=_hashed_layers,
             shared=Shared(count=("n_shared_experts",)),
         ),
     ),
@@ -108,7 +97,6 @@ FAMILIES = (
             top_k=PER_TOKEN,
             width=("intermediate_size", "moe_intermediate_size"),
             layers=first_given(SPARSE_WORDS, ("moe_layer_freq", flags("moe_layer_freq")), otherwise=all_layers),
-            correction_bias=True,
             shared=Shared(count=("n_shared_experts",), total_width=("shared_intermediate_size",)),
         ),
     ),
@@ -147,7 +135,6 @@ FAMILIES = (
             top_k=("moe_top_k", *PER_TOKEN),
             width=MOE_WIDTH,
             layers=STEP_LAYERS,
-            correction_bias=True,
             shared=Shared(count=1, width=("share_expert_dim",), width_is_total=True),
         ),
     ),

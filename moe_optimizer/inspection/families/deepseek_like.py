@@ -31,8 +31,7 @@ EXPERTS = Experts(
     layers=FREQUENCY,
     shared=Shared(count=("n_shared_experts",)),
 )
-CORRECTED = replace(EXPERTS, correction_bias=True)
-CORRECTED_FIRST_DENSE = replace(CORRECTED, layers=FIRST_DENSE)
+EXPERTS_FIRST_DENSE = replace(EXPERTS, layers=FIRST_DENSE)
 
 
 def _latent_or_plain(config: Config, num_layers: int) -> tuple[str, ...]:
@@ -64,7 +63,7 @@ FAMILIES = (
         disagreement=frequency_ignored,
         kinds=_latent_or_plain,
         mixers=PLAIN_OR_LATENT,
-        experts=CORRECTED,
+        experts=EXPERTS,
     ),
     Family(
         model_types=("mistral4",),
@@ -77,19 +76,19 @@ FAMILIES = (
         architectures=("DeepseekV32ForCausalLM",),
         disagreement=frequency_ignored,
         mixers={"attention": LatentAttention(indexer=True)},
-        experts=CORRECTED,
+        experts=EXPERTS,
     ),
     Family(
         model_types=("glm_moe_dsa",),
         architectures=("GlmMoeDsaForCausalLM",),
         mixers={"attention": LatentAttention(indexer=True)},
-        experts=CORRECTED_FIRST_DENSE,
+        experts=EXPERTS_FIRST_DENSE,
     ),
     Family(
         model_types=("glm4_moe_lite",),
         architectures=("Glm4MoeLiteForCausalLM",),
         mixers={"attention": LatentAttention()},
-        experts=CORRECTED_FIRST_DENSE,
+        experts=EXPERTS_FIRST_DENSE,
         defaults={"first_k_dense_replace": 1},
     ),
     Family(
@@ -98,7 +97,7 @@ FAMILIES = (
         disagreement=norm_after_experts,
         mixers={"attention": LatentAttention()},
         layer_extra=_norm_after_experts,
-        experts=replace(CORRECTED, layers=after_first("first_k_dense_replace")),
+        experts=replace(EXPERTS, layers=after_first("first_k_dense_replace")),
     ),
     Family(
         model_types=("youtu", "minicpm3"),
@@ -118,7 +117,6 @@ FAMILIES = (
             top_k=("moe_topk", "num_experts_per_tok"),
             width=("expert_ffn_hidden_size", "moe_intermediate_size"),
             router_bias="router_bias",
-            correction_bias=True,
             zero_experts=("zero_expert_num",),
             dense_beside=True,
         ),
@@ -127,12 +125,12 @@ FAMILIES = (
         model_types=("glm4_moe", "glm4v_moe_text"),
         architectures=("Glm4MoeForCausalLM",),
         mixers={"attention": Attention(o_bias=False, qk_norm="head", qk_norm_when="use_qk_norm")},
-        experts=replace(CORRECTED, layers=after_first("first_k_dense_replace")),
+        experts=replace(EXPERTS, layers=after_first("first_k_dense_replace")),
     ),
     Family(
         model_types=("dots1",),
         architectures=("Dots1ForCausalLM",),
         mixers={"attention": Attention(qk_norm="head")},
-        experts=replace(CORRECTED, layers=after_first("first_k_dense_replace")),
+        experts=replace(EXPERTS, layers=after_first("first_k_dense_replace")),
     ),
 )

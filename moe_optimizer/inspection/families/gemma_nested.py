@@ -52,10 +52,10 @@ def _per_layer_embedding(config: Config) -> int:
 
 
 def _gemma4_layer(site: Site) -> int:
-    """A scalar, the per-layer input, and beside experts three more norms."""
+    """The per-layer input, and beside experts three more norms."""
     config, hidden_size = site.config, site.hidden_size
     per_layer = config.integer("hidden_size_per_layer_input", 0) or 0
-    params = 1 + (2 * hidden_size * per_layer + hidden_size if per_layer else 0)
+    params = 2 * hidden_size * per_layer + hidden_size if per_layer else 0
     return params + 3 * hidden_size * _has_experts(config)
 
 

@@ -112,7 +112,6 @@ FAMILIES = (
             top_k=("num_experts_per_tok",),
             width=("moe_intermediate_size",),
             layers=after_first("num_dense_layers"),
-            correction_bias="use_expert_bias",
         ),
     ),
     Family(

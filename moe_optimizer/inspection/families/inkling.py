@@ -86,7 +86,6 @@ FAMILIES = (
             layers=first_given(
                 ("mlp_layer_types", words("mlp_layer_types", "sparse")), otherwise=after_first("dense_mlp_idx")
             ),
-            correction_bias=True,
             routes_shared=True,
             shared=Shared(count=("n_shared_experts",)),
         ),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.families.deepseek_like import CORRECTED, FREQUENCY
+from moe_optimizer.inspection.families.deepseek_like import EXPERTS, FREQUENCY
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
@@ -83,7 +83,7 @@ FAMILIES = (
         layer_extra=_pair_hyper,
         model_extra=_hyper_head,
         experts=replace(
-            CORRECTED,
+            EXPERTS,
             layers=first_given(
                 SPARSE_WORDS,
                 ("first_k_dense_replace", after_first("first_k_dense_replace")),
@@ -102,7 +102,7 @@ FAMILIES = (
         mixers={"attention": LatentAttention(indexer=True), "linear": KimiDeltaAttention()},
         layer_extra=_square_hyper,
         experts=replace(
-            CORRECTED,
+            EXPERTS,
             layers=first_given(
                 SPARSE_WORDS,
                 ("first_k_dense_replace", after_first("first_k_dense_replace")),
@@ -123,7 +123,7 @@ FAMILIES = (
             ),
         },
         window=("sliding_window_size", "sliding_window"),
-        experts=CORRECTED,
+        experts=EXPERTS,
     ),
     Family(
         model_types=("pangu_ultra_moe",),
@@ -131,9 +131,8 @@ FAMILIES = (
         mixers={"attention": LatentAttention(bias=False)},
         norms=lambda config: 4 if config.flag("sandwich_norm") else 2,
         experts=replace(
-            CORRECTED,
+            EXPERTS,
             layers=after_first("first_k_dense_replace"),
-            correction_bias="router_enable_expert_bias",
         ),
     ),
     Family(
@@ -154,7 +153,6 @@ FAMILIES = (
             top_k=("num_experts_per_tok",),
             width=("moe_intermediate_size",),
             layers=after_first("first_k_dense_replace"),
-            correction_bias=True,
             shared=Shared(count=("num_shared_experts",), width=("moe_shared_expert_intermediate_size",)),
         ),
         defaults={"short_conv_kernel_size": 4},
@@ -179,7 +177,6 @@ FAMILIES = (
             top_k=("num_experts_per_token", "num_experts_per_tok"),
             width=("moe_intermediate_size",),
             layers=first_given(SPARSE_WORDS, otherwise=FREQUENCY),
-            correction_bias=True,
             latent=("routed_expert_hidden_size",),
             latent_norm="latent_moe_use_norm",
             shared=Shared(count=("num_shared_experts", "n_shared_experts")),

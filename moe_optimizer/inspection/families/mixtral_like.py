@@ -134,7 +134,7 @@ FAMILIES = (
         model_types=("minimax_m2",),
         architectures=("MiniMaxM2ForCausalLM",),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="width", qk_norm_when="use_qk_norm")},
-        experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",), correction_bias=True),
+        experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",)),
         defaults={"use_qk_norm": True},
     ),
     Family(
@@ -211,7 +211,6 @@ FAMILIES = (
                 ("mlp_layer_types", words("mlp_layer_types", "sparse")),
                 otherwise=after_first("first_k_dense_replace"),
             ),
-            correction_bias=True,
             shared=Shared(count=("num_shared_experts",)),
         ),
     ),

@@ -53,7 +53,6 @@ FAMILIES = (
             width=("moe_intermediate_size",),
             layers=_sparse,
             gated=False,
-            correction_bias=True,
             latent=("moe_latent_size",),
             latent_bias="mlp_bias",
             shared=Shared(

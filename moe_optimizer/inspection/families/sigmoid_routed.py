@@ -42,7 +42,6 @@ BAILING_EXPERTS = Experts(
     width=MOE_WIDTH,
     layers=after_first("first_k_dense_replace"),
     bias="use_bias",
-    correction_bias="moe_router_enable_expert_bias",
     shared=Shared(count=("num_shared_experts",), width=("moe_shared_expert_intermediate_size",), bias="use_bias"),
 )
 STEP_LAYERS = first_given(("moe_layers_enum", only_indices("moe_layers_enum")), otherwise=after_first((), default=1))
@@ -199,7 +198,6 @@ FAMILIES = (
             layers=first_given(
                 SPARSE_WORDS, ("moe_layer_freq", flags("moe_layer_freq")), otherwise=after_first((), default=1)
             ),
-            correction_bias=True,
         ),
         defaults={"add_swa_attention_sink_bias": True},
     ),
@@ -251,7 +249,6 @@ FAMILIES = (
                 ("first_k_dense_replace", after_first("first_k_dense_replace")),
                 otherwise=after_first((), default=1),
             ),
-            correction_bias=True,
             shared=Shared(count=("num_shared_experts",), bias="mlp_bias"),
         ),
     ),
@@ -265,7 +262,6 @@ FAMILIES = (
             top_k=PER_TOKEN,
             width=MOE_WIDTH,
             layers=all_layers,
-            correction_bias=True,
             shared=Shared(count=("n_shared_experts",)),
         ),
     ),

@@ -12,9 +12,6 @@ import pytest
 from moe_optimizer.specs.model import ModelSpec
 
 CONFIGS = Path(__file__).parents[2] / "data" / "model_configs"
-STORED_BUFFERS = ("correction_bias", "expert_bias", "layer_scalar")
-"""Weights that a checkpoint stores and transformers keeps as buffers."""
-
 TRANSFORMERS_TYPE = {
     "kimi_k2": "deepseek_v3",
     "minimax_text_01": None,
@@ -63,7 +60,6 @@ def parameters_by_transformers(config: dict[str, Any]) -> int:
         except ValueError:  # a text model without a head of its own inside a multi-modal one
             model = AutoModel.from_config(built, attn_implementation="eager")
     total = sum(parameter.numel() for parameter in model.parameters())
-    total += sum(b.numel() for name, b in model.named_buffers() if name.endswith(STORED_BUFFERS))
     if model.get_output_embeddings() is None and not inner.get("tie_word_embeddings", built.tie_word_embeddings):
         total += built.vocab_size * built.hidden_size
     return total
