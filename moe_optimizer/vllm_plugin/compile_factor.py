@@ -1,9 +1,10 @@
 """Keeps compiled graphs with our kernel apart from stock ones in vLLM's compile cache.
 
 vLLM caches compiled models on disk under a key made of its configuration and its environment variables. On CPU
-the MoE layer is part of the graph, but the class that computes it is part of neither: without this factor a
-server with the plugin would load the graph that a stock server left, our kernel would silently not run, and a
-stock server could load ours.
+the MoE layer is part of the graph, but the class that computes it is part of neither: with and without the plugin
+the key is the same. Loading the graph that a stock server left would make our kernel silently not run, and a stock
+server could load ours. vLLM 0.32's CPU build happens to fail when it loads such a file and compiles again; a
+version that loads it must find another key.
 """
 
 from __future__ import annotations
