@@ -1,4 +1,4 @@
-"""Serve a Mixture-of-Experts model through vLLM with the optimizations that fit: `moe-optimizer serve` from a checkout."""
+"""Serve a Mixture-of-Experts model with the optimizations that fit: `moe-optimizer serve`, from a checkout."""
 
 from __future__ import annotations
 
