@@ -50,6 +50,10 @@ def main() -> int:
     )
     parser.add_argument("--small", action="store_true", help="with --check: tiny shapes only")
     options = parser.parse_args()
+    why_not = _why_not_here()
+    if why_not:
+        print(f"bench_cuda_fused_experts: {why_not}", file=sys.stderr)
+        return 3
     if options.check:
         return check_family(options.check, small=options.small)
     started = time.monotonic()
@@ -59,6 +63,17 @@ def main() -> int:
     right = check_families(options.out)
     timing(options, right, deadline=started + options.budget_s)
     return 0 if all(right.values()) else 4
+
+
+def _why_not_here() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "needs a CUDA GPU: torch sees none"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"needs compute capability 9.0 (H100, H200), got {capability[0]}.{capability[1]}"
+    return ""
 
 
 def _build_environment() -> dict[str, str]:

@@ -78,8 +78,8 @@ class Vllm:
         self._fp8_config = fp8_w8a8_moe_quant_config
         try:
             from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
-        except ImportError:
-            from vllm.model_executor.layers.fused_moe.fused_moe import fused_topk
+        except ImportError:  # older: beside the experts
+            fused_topk = fused_moe.fused_topk  # pyright: ignore[reportAttributeAccessIssue]
         self._topk = fused_topk
 
     def experts(self, weights: Weights, tokens: Tokens) -> Call:
@@ -99,7 +99,7 @@ class Vllm:
         self, weights: Weights, tokens: Tokens, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         config = None
-        if weights.w13_scale is not None:
+        if weights.w13_scale is not None and weights.w2_scale is not None:
             config = self._fp8_config(weights.w13_scale, weights.w2_scale, block_shape=[128, 128])
         return self._experts(
             hidden_states=tokens.x, w1=weights.w13, w2=weights.w2, topk_weights=topk_weights, topk_ids=topk_ids,

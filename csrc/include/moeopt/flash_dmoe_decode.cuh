@@ -2,7 +2,7 @@
 //
 //   every block                 router -> top-k -> sorted pairs -> slots (decode_routing.cuh), redundantly
 //
-//   4 copy warps    w13 tile chunks, then w2 tile chunks   ──cp.async.bulk──►  ring of stages in shared memory
+//   4 producers     w13 tile chunks, then w2 tile chunks   ──cp.async.bulk──►  ring of stages in shared memory
 //                   (never wait for GEMM1's results)                             full │   ▲ empty
 //   8 math warps    tile of GEMM1: 16 gate + 16 up rows  x  a slot's tokens  ◄────────┘   │
 //                     mma per warp over its part of K, sum of 8 warps, SwiGLU ──► h (L2) ─┼─► slot_arrivals[slot] += 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_optimizer.ops import cuda_dispatch
+from moe_optimizer.ops import _load, cuda_dispatch
 from moe_optimizer.ops.cuda_dispatch import CounterBank, DecodeVariant, GroupedVariant, choose_variant
 from moe_optimizer.ops.launch_geometry import GemmMode, MoeSizes
 from tests.kernel_emulator import make_case
@@ -70,3 +70,15 @@ def test_a_stream_keeps_its_counters_and_no_two_share():
     assert first.data_ptr() not in seen
     assert len(seen) >= CounterBank.SETS
     assert not bank.get(10**6).any()
+
+
+def test_a_list_of_the_wrong_length_is_an_error_before_anything_is_launched():
+    available, reason = _load.kernels_available()
+    if not available or not hasattr(_load.kernels(), "cuda_decode"):
+        pytest.skip(f"needs the extension with CUDA kernels: {reason or 'built without nvcc'}")
+    with pytest.raises(ValueError, match="problem: got 3 values, expected 36"):
+        _load.kernels().cuda_decode([0] * 3, [0] * 5, [0] * 6, 0, 0)
+    with pytest.raises(ValueError, match="decode geometry: got 5 values, expected 6"):
+        _load.kernels().cuda_decode([0] * 36, [0] * 5, [0] * 5, 0, 0)
+    with pytest.raises(ValueError, match="grouped workspace: got 2 values, expected 16"):
+        _load.kernels().cuda_grouped([0] * 36, [0] * 2, [0] * 7, 0)

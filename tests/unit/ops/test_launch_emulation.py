@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from moe_optimizer.ops.launch_geometry.grouped import GemmMode
 from tests.kernel_emulator import Case, Emulator, make_case, with_poisoned_output
@@ -151,3 +153,43 @@ def test_identity_weights_reveal_a_wrong_permutation(emulator: Emulator):
         emulator.decode(with_poisoned_output(case)),
     ):
         assert torch.allclose(out.float(), want, rtol=2**-7, atol=0)
+
+
+def test_a_token_of_zeros_is_quantised_to_zeros_not_to_nan(emulator: Emulator):
+    case = make_case(4, 2, 3, 208, 144, fp8="block")
+    case.problem.x[1] = 0
+    out = emulator.grouped(case.problem, GemmMode.FP8, tile_tokens=32)
+    assert not out[1].any()
+    assert out.isfinite().all()
+
+
+def test_nan_in_the_weights_reaches_the_output(emulator: Emulator):
+    for fp8, mode in ((None, GemmMode.BF16), ("channel", GemmMode.FP8_WEIGHTS)):
+        case = make_case(3, 2, 2, 80, 48, fp8=fp8)
+        case.problem.w2[1, 5, 7] = float("nan")
+        for out in (emulator.decode(case.problem).clone(), emulator.grouped(case.problem, mode, tile_tokens=16)):
+            nan = out.isnan()
+            assert nan[:, 5].all(), "every token goes to both experts"
+            assert nan.sum() == 3
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.integers(1, 20),
+    experts=st.integers(1, 6),
+    hidden=st.integers(1, 12).map(lambda n: 16 * n),
+    width=st.integers(1, 12).map(lambda n: 16 * n),
+    fp8=st.sampled_from([None, "block", "channel"]),
+    seed=st.integers(1, 10**6),
+    data=st.data(),
+)
+def test_any_covered_shape_and_routing_matches_the_reference(
+    emulator: Emulator, tokens, experts, hidden, width, fp8, seed, data
+):
+    top_k = data.draw(st.integers(1, 3))
+    ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(seed))
+    case = make_case(tokens, top_k, experts, hidden, width, fp8=fp8, ids=ids, seed=seed)
+    assert_close(case, emulator.decode(case.problem, blocks=data.draw(st.integers(1, 4)), seed=seed))
+    mode = GemmMode.BF16 if fp8 is None else GemmMode.FP8_WEIGHTS
+    problem = with_poisoned_output(case)
+    assert_close(case, emulator.grouped(problem, mode, blocks=data.draw(st.integers(1, 3)), seed=seed))
