@@ -10,6 +10,7 @@ from pathlib import Path
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.inspection.module_patterns import ModulePatterns
+from moe_optimizer.inspection.module_rules import bits_of_type, left_out, patterns_by_bits
 
 DTYPE_BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
 
@@ -170,6 +171,8 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
             f"{scheme.where.rstrip('.: ')}: the bits of a weight of {method!r} are not known; {bits} assumed"
         )
         groups = (Group(bits, None),)
+    special = tuple(Group(bits, ModulePatterns(names)) for bits, names in sorted(patterns_by_bits(scheme).items()))
+    groups = (*special, *groups)
     expert_dtype = config.text("expert_dtype", root.text("expert_dtype"))
     ignored = ModulePatterns(_ignored(scheme))
     if ignored.skipped:
@@ -181,7 +184,7 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
         dtype=dtype,
         groups=groups,
         ignored=ignored,
-        expert_bits=_bits_of_type(expert_dtype) if expert_dtype else None,
+        expert_bits=bits_of_type(expert_dtype) if expert_dtype else None,
         scale_bytes_per_weight=_scale_bytes(scheme, method, min(group.bits for group in groups)),
         warnings=tuple(warnings),
     )
@@ -240,7 +243,7 @@ def _groups(scheme: Config, method: str) -> tuple[Group, ...]:
         return tuple(group for entry in named.values() if (group := _config_group(entry)) is not None)
     if method == "bitsandbytes":
         return (Group(4 if scheme.flag(("load_in_4bit", "_load_in_4bit")) else 8, None),)
-    bits = METHOD_BITS.get(method) or _bits_in_nested_type(scheme)
+    bits = METHOD_BITS.get(method) or _bits_in_nested_type(scheme) or _codebook_bits(scheme)
     return (Group(bits, None),) if bits else ()
 
 
@@ -277,23 +280,31 @@ def _ignored(scheme: Config) -> list[object]:
         value = scheme.get(name)
         if isinstance(value, list):
             entries += value
-    return entries
+    return entries + left_out(scheme)
+
+
+def _codebook_bits(scheme: Config) -> float | None:
+    """Bits of a weight that indices into codebooks stand for, a group of weights at a time (AQLM)."""
+    index = scheme.number("nbits_per_codebook", 0.0) * scheme.number("num_codebooks", 1.0)
+    group = scheme.number("in_group_size", 1.0) * scheme.number("out_group_size", 1.0)
+    bits = index / group if group > 0 else 0.0
+    return bits if 0 < bits <= 32 else None
 
 
 def _bits_in_nested_type(scheme: Config) -> float | None:
     """Bits from a type's name inside the scheme, as Quark and torchao write it ("fp8_e4m3", "int4")."""
-    for name in ("global_quant_config.weight.dtype", "quant_type.default._type", "quant_type", "weight_dtype"):
+    for name in (
+        "global_quant_config.weight.dtype",
+        "quant_type.default._type",
+        "quant_type",
+        "weight_dtype",
+        "weights",
+    ):
         value = scheme.get(name)
-        bits = _bits_of_type(value) if isinstance(value, str) else None
+        bits = bits_of_type(value) if isinstance(value, str) else None
         if bits is not None:
             return bits
     return None
-
-
-def _bits_of_type(name: str) -> float | None:
-    match = re.search(r"(?:int|uint|float|fp|bf|Int|Float)(\d{1,2})", name)
-    bits = int(match.group(1)) if match else 0
-    return float(bits) if 1 <= bits <= 32 else None
 
 
 def _scale_bytes(scheme: Config, method: str, bits: float) -> float:

@@ -172,3 +172,50 @@ def test_costly_expressions_are_not_tried() -> None:
     evil = ModulePatterns(["re:(a+)+$", "re:" + ".*a" * 30, "re:("])
     assert not evil.match("layers.0." + "a" * 200)
     assert len(evil.skipped) == 3
+
+
+EXPERTS_AT_FOUR = [
+    {"quant_method": "gptq", "bits": 8, "dynamic": {r"+:.*\.mlp\.experts\..*": {"bits": 4}}},
+    {"quant_method": "gptq", "bits": 8, "dynamic": {r".*\.mlp\.experts\..*": {"bits": 4}}},
+    {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}},
+        "layer_quant_config": {"*mlp.experts*": {"weight": {"dtype": "fp4"}}},
+    },
+    {
+        "quant_method": "auto-round",
+        "bits": 8,
+        "extra_config": {f"model.layers.{i}.mlp.experts": {"bits": 4} for i in range(48)},
+    },
+]
+
+
+@pytest.mark.parametrize("scheme", EXPERTS_AT_FOUR)
+def test_rules_for_single_modules_go_before_the_scheme_of_all(
+    scheme: dict[str, Any], load_config: Load, inspect_config: Inspect
+) -> None:
+    spec = inspect_config({**load_config("qwen3_moe"), "quantization_config": scheme})
+    assert spec.weight_bits == 4
+    assert spec.expert_weight_bytes == spec.expert_params // 2
+
+
+def test_gptq_leaves_modules_out_by_a_negative_rule(load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("qwen3_moe")
+    whole, partial = (
+        inspect_config({**config, "quantization_config": {"quant_method": "gptq", "bits": 4, "dynamic": rules}})
+        for rules in ({}, {r"-:.*\.self_attn\..*": {}})
+    )
+    assert partial.weight_bytes - whole.weight_bytes == pytest.approx(whole.attention_params * 1.5, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bits"),
+    [
+        ({"quant_method": "aqlm", "nbits_per_codebook": 16, "num_codebooks": 1, "in_group_size": 8}, 2),
+        ({"quant_method": "quanto", "weights": "int4"}, 4),
+    ],
+)
+def test_bits_of_methods_that_spell_them_out(
+    scheme: dict[str, Any], bits: float, load_config: Load, inspect_config: Inspect
+) -> None:
+    assert inspect_config({**load_config("llama"), "quantization_config": scheme}).weight_bits == bits
