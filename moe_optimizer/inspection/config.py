@@ -160,7 +160,7 @@ class Config:
     def per_layer(
         self, names: Names, num_layers: int, default: int | None = None, *, minimum: int = 0
     ) -> tuple[int, ...] | None:
-        """Return one integer for each layer from a field that holds one for all or an array.
+        """Return one integer for each layer from a field that holds one for all, alone or in an array, or an array.
 
         Raises:
             InputError: wrong type, out of range, or an array shorter than the layers.
@@ -172,6 +172,8 @@ class Config:
         if not isinstance(value, list):
             return (self._checked(name, value, minimum, MAX_COUNT),) * num_layers
         values = self.integers(name, minimum=minimum) or ()
+        if len(values) == 1:
+            return values * num_layers
         if len(values) < num_layers:
             raise InputError(
                 f"{self.where}{name}: got {len(values)} entries, expected one for each of {num_layers} layers"

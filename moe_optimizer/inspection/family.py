@@ -98,6 +98,12 @@ class Family:
         dense = self._dense_params(config, hidden_size, num_layers, has_feed_forward, experts)
         norm_params = self._norm_params(config, hidden_size)
         norms = self.norms if isinstance(self.norms, int) else self.norms(config)
+        if experts and all(entry is None or entry.num_experts == 1 for entry in experts):
+            # Built with an expert class of one expert, which every token uses all the same.
+            lone = [
+                entry.expert_params + entry.router_params + entry.shared_params if entry else 0 for entry in experts
+            ]
+            dense, experts = tuple(map(sum, zip(dense, lone, strict=True))), None
         layers = tuple(
             Layer(
                 mixer=self._mixer(kinds[i], config, hidden_size, i),

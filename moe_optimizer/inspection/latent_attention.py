@@ -22,6 +22,8 @@ class LatentAttention:
     """A sparse-attention indexer sits beside the attention, in the layers that do not share an earlier one's."""
     gate: Callable[[Config], str] | str = "none"
     """Output gate: "width" (one value for each channel), "head" (for each head) or "none"."""
+    value_shares_hidden: bool = False
+    """Where the file does not give a value head's width: the hidden size shared out among the heads."""
     sinks: bool = False
     """One learned logit for each query head."""
     copies: int = 1
@@ -33,7 +35,9 @@ class LatentAttention:
         heads = config.required(self.heads, maximum=MAX_HEADS)
         nope = config.required(f"{self.prefix}qk_nope_head_dim", minimum=0)
         rope = config.required((f"{self.prefix}qk_rope_head_dim", "qk_rope_head_dim"), minimum=0)
-        value = config.required(f"{self.prefix}v_head_dim")
+        value_field = f"{self.prefix}v_head_dim"
+        shared_out = self.value_shares_hidden and config.get(value_field) is None
+        value = hidden_size // heads if shared_out else config.required(value_field)
         latent = config.required(f"{self.prefix}kv_lora_rank")
         q_latent = config.integer(f"{self.prefix}q_lora_rank", 0) or 0
         bias = config.flag(self.bias)

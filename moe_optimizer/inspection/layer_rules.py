@@ -82,9 +82,12 @@ def periodic(period: Names, offset: Names | int, kind: str, *, otherwise: str) -
 
 
 def last_of(period: Names, kind: str, *, otherwise: str, default: int | None = None) -> KindRule:
-    """Every period-th layer, counted from one, is of `kind`."""
+    """Every period-th layer, counted from one, is of `kind`; so is the G in a repeated string of L and G."""
 
     def rule(config: Config, num_layers: int) -> tuple[str, ...]:
+        letters = config.get(period)
+        if isinstance(letters, str) and letters and set(letters) <= {"L", "G"}:
+            return tuple(kind if letters[i % len(letters)] == "G" else otherwise for i in range(num_layers))
         every_n = config.integer(period, default)
         if not every_n:
             return (kind,) * num_layers
@@ -238,10 +241,22 @@ def only_indices(field: Names) -> ExpertRule:
 
 
 def flags(field: Names) -> ExpertRule:
-    """An array of 0 and 1 says it for each layer."""
+    """An array of 0 and 1, or of booleans, says it for each layer."""
 
     def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
+        entries = config.get(field)
+        if isinstance(entries, list) and len(entries) >= num_layers and all(type(entry) is bool for entry in entries):
+            return tuple(entries[:num_layers])
         return tuple(bool(entry) for entry in config.per_layer(field, num_layers, 1) or ())
+
+    return rule
+
+
+def unless_off(*switches: str) -> ExpertRule:
+    """No layer has experts when one of the switches is false."""
+
+    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
+        return (all(config.get(name) is not False for name in switches),) * num_layers
 
     return rule
 

@@ -48,6 +48,11 @@ class ModelInspector:
         warnings: list[str] = []
         family = _family(config, model_type, architectures)
         if family is None:
+            if root.get("is_encoder_decoder") is True:
+                raise UnsupportedError(
+                    f"config.json: is_encoder_decoder: {model_type or 'the model'} has an encoder, "
+                    "expected a causal language model"
+                )
             self._check_remote_code(model_type, architectures, needs_remote_code)
             family = GENERIC
             warnings.append(

@@ -157,7 +157,7 @@ def _attention(mixers: list[Mixer]) -> AttentionSpec:
 def _kind(mixers: list[Mixer], described: Mixer | None) -> AttentionKind:
     if described is None:
         return "none"
-    if any(mixer.kind == "state" for mixer in mixers):
+    if any(mixer.kind == "state" or mixer.state_elements for mixer in mixers):
         return "hybrid"
     if described.kind == "mla":
         return "mla"

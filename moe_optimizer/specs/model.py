@@ -14,7 +14,8 @@ class AttentionSpec:
 
     kind: AttentionKind
     """mha: as many key/value heads as query heads; gqa: fewer; mla: a compressed latent is cached;
-    hybrid: some layers are not attention (state space, linear attention, convolution); none: no layer is."""
+    hybrid: some layers are not attention but recurrent (state space, linear attention, convolution), or have both
+    side by side; none: no layer is attention."""
     num_heads: int
     num_kv_heads: int
     head_dim: int

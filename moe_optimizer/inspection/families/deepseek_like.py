@@ -100,9 +100,14 @@ FAMILIES = (
         experts=replace(EXPERTS, layers=after_first("first_k_dense_replace")),
     ),
     Family(
-        model_types=("youtu", "minicpm3"),
-        architectures=("YoutuForCausalLM", "MiniCPM3ForCausalLM"),
+        model_types=("youtu",),
+        architectures=("YoutuForCausalLM",),
         mixers={"attention": LatentAttention()},
+    ),
+    Family(
+        model_types=("minicpm3",),
+        architectures=("MiniCPM3ForCausalLM",),
+        mixers={"attention": LatentAttention(value_shares_hidden=True)},
     ),
     Family(
         model_types=("longcat_flash",),

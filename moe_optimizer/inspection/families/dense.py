@@ -204,7 +204,7 @@ FAMILIES = (
         dense=PLAIN_MLP,
     ),
     Family(
-        model_types=("baichuan", "aquila", "teleflm", "step1", "yuan"),
+        model_types=("baichuan", "aquila", "teleflm", "step1"),
         architectures=(
             "BaichuanForCausalLM",
             "BaiChuanForCausalLM",

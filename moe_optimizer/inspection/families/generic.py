@@ -18,6 +18,7 @@ from moe_optimizer.inspection.layer_rules import (
     multiples,
     only_indices,
     sparse_step,
+    unless_off,
     within,
     words,
 )
@@ -32,6 +33,7 @@ COUNT = (
     "n_experts",
     "ffn_config.moe_num_experts",
     "moe_config.num_experts",
+    "moe_config.moe_num_experts",
 )
 TOP_K = (
     "num_experts_per_tok",
@@ -47,6 +49,7 @@ TOP_K = (
     "moe_router_topk",
     "n_activated_experts",
     "ffn_config.moe_top_k",
+    "moe_config.moe_top_k",
 )
 WIDTH = (
     "moe_intermediate_size",
@@ -57,6 +60,7 @@ WIDTH = (
     "expert_intermediate_size",
     "moe_inter_dim",
     "ffn_config.ffn_hidden_size",
+    "moe_config.ffn_hidden_size",
     "intermediate_size",
     "ffn_hidden_size",
 )
@@ -69,7 +73,7 @@ def _frequency(config: Config, num_layers: int) -> tuple[bool, ...]:
     return rule(config, num_layers)
 
 
-LAYER_RULE: ExpertRule = first_given(
+BY_FIELDS: ExpertRule = first_given(
     ("mlp_layer_types", words("mlp_layer_types", "sparse")),
     ("moe_layers_enum", only_indices("moe_layers_enum")),
     ("moe_layer_indices", only_indices("moe_layer_indices")),
@@ -84,6 +88,7 @@ LAYER_RULE: ExpertRule = first_given(
         _frequency,
     ),
 )
+LAYER_RULE = both(unless_off("is_moe", "use_moe"), BY_FIELDS)
 
 
 def _kinds(config: Config, num_layers: int) -> tuple[str, ...]:
