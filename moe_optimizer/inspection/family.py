@@ -100,10 +100,7 @@ class Family:
         norms = self.norms if isinstance(self.norms, int) else self.norms(config)
         if experts and all(entry is None or entry.num_experts == 1 for entry in experts):
             # Built with an expert class of one expert, which every token uses all the same.
-            lone = [
-                entry.expert_params + entry.router_params + entry.shared_params if entry else 0 for entry in experts
-            ]
-            dense, experts = tuple(map(sum, zip(dense, lone, strict=True))), None
+            dense, experts = tuple(map(_with_lone_expert, dense, experts)), None
         layers = tuple(
             Layer(
                 mixer=self._mixer(kinds[i], config, hidden_size, i),
@@ -200,6 +197,12 @@ class Family:
         if not self.positions:
             return 0
         return (config.required(self.positions) + self.extra_positions) * hidden_size
+
+
+def _with_lone_expert(dense_params: int, entry: ExpertLayer | None) -> int:
+    if entry is None:
+        return dense_params
+    return dense_params + entry.expert_params + entry.router_params + entry.shared_params + entry.latent_params
 
 
 def _first(names: Names) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +54,8 @@ ALGORITHM_BITS: Mapping[str, float] = {
 """Bits of a weight for the algorithms that ModelOpt names."""
 
 BITS_FIELDS = ("bits", "w_bit", "weight_bits", "num_bits", "nbits", "wbits", "weight_quant_params.nbits")
+TYPE_FIELDS = ("global_quant_config.weight.dtype", "quant_type.default._type", "quant_type", "weight_dtype", "weights")
+"""Fields that may name the weights' type."""
 IGNORED_FIELDS = (
     "modules_to_not_convert",
     "ignored_layers",
@@ -293,13 +294,7 @@ def _codebook_bits(scheme: Config) -> float | None:
 
 def _bits_in_nested_type(scheme: Config) -> float | None:
     """Bits from a type's name inside the scheme, as Quark and torchao write it ("fp8_e4m3", "int4")."""
-    for name in (
-        "global_quant_config.weight.dtype",
-        "quant_type.default._type",
-        "quant_type",
-        "weight_dtype",
-        "weights",
-    ):
+    for name in TYPE_FIELDS:
         value = scheme.get(name)
         bits = bits_of_type(value) if isinstance(value, str) else None
         if bits is not None:
