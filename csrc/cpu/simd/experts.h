@@ -7,8 +7,7 @@
 //                                                  sum [token, 16 columns] += (FP32)
 //
 // n tokens of one expert, kChunkTokens at a time; all of this lies in the L1 and L2 caches of one core.
-// FP8 rows are converted on the fly where one register tile of tokens uses them once, and into scratch
-// memory first (16 rows) where more do. Both give the same products.
+// FP8 rows are converted exactly, so where they are converted does not change a result.
 //
 // Internal linkage: see number_formats.h.
 #pragma once
@@ -108,34 +107,75 @@ struct WeightMatrix {
   }
 };
 
-// 16 rows, converted once if more tokens will pass over them than one register tile holds.
+// 16 rows of weights and the tokens that pass over them.
+//   one or two tokens           FP8 is converted in the registers
+//   one register tile of them   4 rows are converted into L1, multiplied, then the next 4
+//   more                        16 rows are converted into L2, all tokens pass over them
 template <typename Format>
 class Unit {
  public:
   using Decoded = typename Format::Decoded;
 
+  // `tokens`: of the whole run; dot() gets them in chunks. `memory`: room for 16 converted rows.
   Unit(const WeightRows<Format>& rows, int64_t tokens, typename Decoded::Weight* memory, int64_t memory_stride)
-      : rows_(rows) {
-    if constexpr (Format::kDecodes) {
-      if (tokens <= Format::kMaxTokens) return;
-      for (int n = 0; n < kRows; ++n) {
-        Format::decode_row(rows.w + n * rows.row_stride, rows.columns, memory + n * memory_stride);
-      }
-      decoded_ = {memory, memory_stride, rows.columns, rows.scale};
-    }
-  }
+      : rows_(rows), memory_(memory), decoded_{memory, memory_stride, rows.columns, rows.scale}, tokens_(tokens) {}
 
-  void dot(const char* const* x, int64_t tokens, const typename Format::Weight* next, typename Decoded::Vec* state,
-           float* out) const {
-    if constexpr (Format::kDecodes) {
-      if (decoded_.w) return dot_rows<Decoded>(x, tokens, decoded_, nullptr, state, out);
+  // `next`: the rows wanted after these, or null. `first_chunk`: of the run; FP8 is converted then.
+  void dot(const char* const* x, int64_t tokens, const typename Format::Weight* next, bool first_chunk,
+           typename Decoded::Vec* state, float* out) const {
+    // What is fetched ahead is in the cache after the first chunk.
+    const NextRows ahead{first_chunk ? reinterpret_cast<const char*>(next) : nullptr,
+                         rows_.row_stride * static_cast<int64_t>(sizeof(typename Format::Weight))};
+    if (tokens_ <= Format::kMaxTokens) return dot_few<Format>(x, tokens, rows_, ahead, out);
+    if constexpr (!Format::kDecodes) {
+      dot_many<Format>(x, tokens, rows_, ahead, state, out);
+    } else if (tokens_ <= Decoded::kMaxTokens) {
+      dot_few_decoded(x, tokens, ahead, out);
+    } else {
+      NextRows rest = ahead;
+      if (first_chunk) rest = decode(0, kRows, ahead);
+      dot_many<Decoded>(x, tokens, decoded_, rest, state, out);
     }
-    dot_rows<Format>(x, tokens, rows_, next, state, out);
   }
 
  private:
+  // Converts rows, fetching the first half of as many `next` rows meanwhile; returns the other half.
+  NextRows decode(int first, int count, NextRows next) const {
+    const int64_t half = next.row_bytes / 2 / kLineBytes * kLineBytes;
+    const char* ahead = next.first;
+    for (int n = first; n < first + count; ++n) {
+      Format::decode_row(rows_.row(n), rows_.columns, memory_ + n * decoded_.row_stride, ahead);
+      if (ahead) ahead += half;
+    }
+    return {ahead, next.row_bytes - half};
+  }
+
+  void dot_few_decoded(const char* const* x, int64_t tokens, NextRows next, float* out) const {
+    for (int r = 0; r < kRows; r += kTileRows) {
+      const bool more = r + kTileRows < kRows;
+      const NextRows following{more ? reinterpret_cast<const char*>(rows_.row(r + kTileRows)) : next.first,
+                               next.row_bytes};
+      const NextRows rest = decode(r, kTileRows, following);
+      Block<Decoded> block{};
+      block.w = decoded_.row(r);
+      block.row_stride = decoded_.row_stride;
+      block.end = decoded_.columns;
+      block.first = block.last = true;
+      block.scale = decoded_.scale;
+      block.ahead = rest.first;
+      block.ahead_bytes = kTileRows * rest.row_bytes / (block.steps() + 1) + 1;
+      if (block.ahead) {
+        tile_of<Decoded, Ahead::kStream>(tokens, x, block, nullptr, out + r);
+      } else {
+        tile_of<Decoded, Ahead::kNothing>(tokens, x, block, nullptr, out + r);
+      }
+    }
+  }
+
   WeightRows<Format> rows_;
-  WeightRows<Decoded> decoded_{};
+  typename Decoded::Weight* memory_;
+  WeightRows<Decoded> decoded_;  // over memory_
+  int64_t tokens_;
 };
 
 template <typename Format>
@@ -163,8 +203,8 @@ void gate_up(const FusedExpertsArgs& args, const LayerBuffers& buffers, const Ex
       const int64_t tokens = run.end - p < kChunkTokens ? run.end - p : kChunkTokens;
       const char* x[kChunkTokens];
       for (int64_t t = 0; t < tokens; ++t) x[t] = buffers.x + buffers.pairs[p + t].token * buffers.x_row_bytes;
-      gate_unit.dot(x, tokens, up_rows.w, scratch.state, scratch.first);
-      up_unit.dot(x, tokens, after, scratch.state, scratch.second);
+      gate_unit.dot(x, tokens, up_rows.w, p == run.begin, scratch.state, scratch.first);
+      up_unit.dot(x, tokens, after, p == run.begin, scratch.state, scratch.second);
       for (int64_t t = 0; t < tokens; ++t) {
         alignas(64) float values[kRows];
         for (int v = 0; v < kVecs; ++v) {
@@ -200,7 +240,7 @@ void down(const FusedExpertsArgs& args, const LayerBuffers& buffers, const Exper
       const int64_t tokens = run.end - p < kChunkTokens ? run.end - p : kChunkTokens;
       const char* h[kChunkTokens];
       for (int64_t t = 0; t < tokens; ++t) h[t] = buffers.h + (p + t - buffers.h_first_pair) * buffers.h_row_bytes;
-      unit.dot(h, tokens, after, scratch.state, scratch.first);
+      unit.dot(h, tokens, after, p == run.begin, scratch.state, scratch.first);
       for (int64_t t = 0; t < tokens; ++t) {
         const Pair pair = buffers.pairs[p + t];
         float* sum = buffers.sum + pair.token * args.hidden_size + j;
