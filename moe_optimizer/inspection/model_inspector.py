@@ -15,7 +15,7 @@ from moe_optimizer.inspection.language_config import find_language_config
 from moe_optimizer.inspection.model_spec import build_spec
 from moe_optimizer.inspection.quantization import read_quantization
 from moe_optimizer.inspection.safetensors_header import read_tensors
-from moe_optimizer.inspection.servable import is_servable
+from moe_optimizer.inspection.servable import is_servable, runs_through_transformers
 from moe_optimizer.specs.model import ModelSpec
 
 
@@ -60,13 +60,17 @@ class ModelInspector:
                 "read by its field names, counts are estimates"
             )
         config = config.with_defaults(_defaults(config, root, model_type, family))
+        decoder = family.decoder(config)
+        if servable[0] is False and all(layer.mixer.kind != "state" for layer in decoder.layers):
+            fallback = runs_through_transformers(architectures[0], model_type)
+            servable = fallback if fallback[0] else servable
         return build_spec(
             name=_name(model, folder),
             folder=folder,
             architecture=architectures[0] if architectures else "",
             model_type=model_type,
             config=config,
-            decoder=family.decoder(config),
+            decoder=decoder,
             quantization=read_quantization(root, config, folder),
             servable=servable,
             tensors=read_tensors(folder),

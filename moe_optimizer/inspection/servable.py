@@ -30,8 +30,7 @@ class Registry:
 @cache
 def vllm_registry() -> Registry:
     """Return the installed vLLM's registry, or the shipped table of the version this package was made for."""
-    spec = importlib.util.find_spec("vllm")
-    folder = Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+    folder = _package_folder("vllm")
     if folder is not None:
         registry = parse_registry(folder / "model_executor" / "models" / "registry.py")
         if registry is not None:
@@ -73,6 +72,30 @@ def is_servable(architectures: tuple[str, ...]) -> tuple[bool | None, str]:
     if first in registry.removed:
         return False, f"{first} was last served by vLLM {registry.removed[first]}, {registry.origin} has it no more"
     return False, f"{first} is not in the registry of {registry.origin}"
+
+
+def runs_through_transformers(architecture: str, model_type: str) -> tuple[bool, str]:
+    """Return whether vLLM's Transformers backend runs an architecture that its registry does not have.
+
+    It does so for a class of the installed transformers that calls attention through the library's interface;
+    the source is read, not imported. Layers that are not attention are beyond the backend, which is not seen here.
+    """
+    folder, vllm = _package_folder("transformers"), _package_folder("vllm")
+    name = model_type.replace("-", "_")
+    if folder is None or vllm is None or not name.isidentifier():
+        return False, ""
+    try:
+        source = (folder / "models" / name / f"modeling_{name}.py").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False, ""
+    if f"\nclass {architecture}(" not in source or "_supports_attention_backend = True" not in source:
+        return False, ""
+    return True, f"{architecture} is not in vLLM's registry; its Transformers backend runs it"
+
+
+def _package_folder(name: str) -> Path | None:
+    spec = importlib.util.find_spec(name)
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
 def _assignment(statement: ast.stmt) -> tuple[str, ast.expr | None]:

@@ -106,6 +106,15 @@ def test_one_expert_is_an_ordinary_feed_forward_part(
     assert spec.active_params == spec.total_params
 
 
+def test_architecture_that_vllm_runs_through_transformers_is_servable(
+    load_config: Load, inspect_config: Inspect
+) -> None:
+    pytest.importorskip("vllm.version")
+    spec = inspect_config(load_config("dots1"))
+    assert spec.servable is True
+    assert "Transformers backend" in spec.servable_reason
+
+
 def test_encoder_decoder_is_refused_by_its_kind(inspect_config: Inspect) -> None:
     config = {"architectures": ["SwitchTransformersForConditionalGeneration"], "model_type": "switch_transformers"}
     with pytest.raises(UnsupportedError, match="is_encoder_decoder"):

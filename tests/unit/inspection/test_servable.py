@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.inspection import servable
-from moe_optimizer.inspection.servable import TABLE, is_servable, parse_registry, vllm_registry
+from moe_optimizer.inspection.servable import (
+    TABLE,
+    is_servable,
+    parse_registry,
+    runs_through_transformers,
+    vllm_registry,
+)
 
 REGISTRY = """
 import something_that_is_not_here
@@ -46,6 +52,29 @@ def test_answers(architectures: tuple[str, ...], answer: bool | None, words: str
     served, reason = is_servable(architectures)
     assert served is answer
     assert words in reason
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "body", "answer"),
+    [
+        ("OldForCausalLM", "old", "_supports_attention_backend = True", True),
+        ("OldForCausalLM", "old", "", False),
+        ("OtherForCausalLM", "old", "_supports_attention_backend = True", False),
+        ("OldForCausalLM", "../old", "_supports_attention_backend = True", False),
+    ],
+)
+def test_transformers_runs_what_has_its_attention_interface(
+    architecture: str, model_type: str, body: str, answer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "transformers" / "models" / "old"
+    folder.mkdir(parents=True)
+    (folder / "modeling_old.py").write_text(
+        f"class OldPreTrainedModel(Base):\n    {body or 'pass'}\n\n\nclass OldForCausalLM(X):\n"
+    )
+    monkeypatch.setattr(servable, "_package_folder", lambda name: tmp_path / name)
+    served, reason = runs_through_transformers(architecture, model_type)
+    assert served is answer
+    assert not served or "Transformers backend" in reason
 
 
 @pytest.mark.parametrize("text", ["", "x = (", "_TEXT_GENERATION_MODELS = load()"])
