@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers import CONFIG_MAPPING
 
 TARGET = Path(__file__).parent.parent / "moe_optimizer" / "inspection" / "families" / "class_defaults.json"
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -32,7 +32,7 @@ IRRELEVANT = re.compile(
 def class_defaults() -> dict[str, dict[str, object]]:
     """Return the defaults of every decoder's config class in the installed transformers, by model_type."""
     table: dict[str, dict[str, object]] = {"(transformers)": {"version": transformers.__version__}}
-    for model_type in sorted(CONFIG_MAPPING_NAMES):
+    for model_type in sorted(CONFIG_MAPPING):
         config_class = CONFIG_MAPPING[model_type]
         fields = {field.name: field.default for field in dataclasses.fields(config_class)}
         if "vocab_size" in fields and any(name in fields for name in LAYER_COUNTS):

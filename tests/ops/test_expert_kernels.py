@@ -35,7 +35,9 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weights", ["same", *SCALES])
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(
     tokens=st.sampled_from([1, 2, 3, 4, 5, 6, 7, 13, 31, 32, 33, 70]),
     hidden=st.integers(1, 20).map(lambda n: 16 * n),
