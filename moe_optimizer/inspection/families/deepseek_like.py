@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.attention import HIDDEN, Attention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import frequency_ignored, norm_after_experts, zero_experts
-from moe_optimizer.inspection.family import Family
+from moe_optimizer.inspection.family import VOCAB, Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
 from moe_optimizer.inspection.layer_rules import after_first, both, first_given, multiples, words
@@ -38,6 +38,27 @@ def _latent_or_plain(config: Config, num_layers: int) -> tuple[str, ...]:
     """Small models of this family have ordinary attention: both parts of the latent query head are 0 wide."""
     plain = config.get("qk_nope_head_dim") == 0 and config.get("qk_rope_head_dim") == 0
     return ("plain" if plain else "attention",) * num_layers
+
+
+def _ngram_tables(config: Config) -> int:
+    """Tables for hashed sequences of tokens, each a little longer than the one before."""
+    ratio, tables = config.integer("ngram_vocab_size_ratio", 0) or 0, _num_ngram_tables(config)
+    if not ratio or not tables:
+        return 0
+    rows = tables * ratio * config.required(VOCAB) + tables * tables
+    return rows * (config.required(HIDDEN) // tables)
+
+
+def _ngram_projections(config: Config, hidden_size: int) -> int:
+    tables = _num_ngram_tables(config)
+    return tables * (hidden_size // tables) * hidden_size if tables else 0
+
+
+def _num_ngram_tables(config: Config) -> int:
+    if not config.integer("ngram_vocab_size_ratio", 0):
+        return 0
+    lengths = config.required("emb_neighbor_num", minimum=2, maximum=64) - 1
+    return config.required("emb_split_num", maximum=1024) * lengths
 
 
 PLAIN_OR_LATENT = {"attention": LatentAttention(), "plain": Attention(head_dim=())}
@@ -110,9 +131,11 @@ FAMILIES = (
         mixers={"attention": LatentAttention(value_shares_hidden=True)},
     ),
     Family(
-        model_types=("longcat_flash",),
-        architectures=("LongcatFlashForCausalLM",),
+        model_types=("longcat_flash", "longcat_flash_ngram"),
+        architectures=("LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"),
         disagreement=zero_experts,
+        extra_embeddings=_ngram_tables,
+        model_extra=_ngram_projections,
         layers=("num_layers", "num_hidden_layers"),
         mixers={"attention": LatentAttention(copies=2)},
         dense=Dense(width=("ffn_hidden_size", "intermediate_size"), bias=False, copies=2),

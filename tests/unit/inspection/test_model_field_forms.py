@@ -143,3 +143,15 @@ def test_attention_and_recurrence_side_by_side_in_every_layer_is_hybrid(inspect_
     )
     assert spec.attention.kind == "hybrid"
     assert spec.attention.num_attention_layers == 44
+
+
+def test_longcat_counts_its_tables_of_token_sequences(load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("longcat_flash")
+    ngrams = {"ngram_vocab_size_ratio": 78, "emb_split_num": 4, "emb_neighbor_num": 4}
+    plain = inspect_config(config)
+    spec = inspect_config({**config, **ngrams, "architectures": ["LongcatFlashNgramForCausalLM"]})
+    tables, width, hidden_size = 12, config["hidden_size"] // 12, config["hidden_size"]
+    rows = sum(78 * config["vocab_size"] + 2 * i + 1 for i in range(tables))
+    assert spec.embedding_params - plain.embedding_params == rows * width
+    assert spec.total_params - plain.total_params == rows * width + tables * width * hidden_size
+    assert spec.expert_params == plain.expert_params
