@@ -176,3 +176,15 @@ def test_a_broken_contract_names_what_got_and_expected(changes: dict[str, object
     arguments = {"x": case.x, "router_logits": torch.zeros(3, 8), "w13": case.w13, "w2": case.w2, "top_k": 2} | changes
     with pytest.raises(TensorContractError, match=message):
         flash_dmoe(**arguments)  # pyright: ignore[reportArgumentType]
+
+
+@needs_kernels
+def test_the_compiled_graph_holds_the_op_and_gives_the_same() -> None:
+    case = make_case(6, dtype=torch.bfloat16)
+    logits = torch.randn(6, 8).bfloat16()
+
+    def layer(x: Tensor, router_logits: Tensor) -> Tensor:
+        return x + flash_dmoe(x * 2, router_logits, case.w13, case.w2, top_k=2)
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(case.x, logits), layer(case.x, logits))

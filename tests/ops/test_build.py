@@ -1,0 +1,94 @@
+"""What build.sh says, and what the built module is like inside a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_optimizer.ops import kernels_available
+
+ROOT = Path(__file__).resolve().parents[2]
+AVAILABLE, REASON = kernels_available()
+needs_kernels = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
+
+
+def build(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(ROOT / "build.sh"), *arguments],
+        env=os.environ | {"PYTHON": sys.executable} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fast"], "unknown argument '--fast'"),
+        (["--arch"], "--arch: got no value"),
+        (["--arch", "hopper"], "--arch: got 'hopper', expected such as sm_90a"),
+    ],
+)
+def test_wrong_arguments_end_with_a_sentence_a_hint_and_code_2(arguments: list[str], message: str) -> None:
+    result = build(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "\nhint: " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"CXX": "no-such-compiler"}, "no C++ compiler found (no-such-compiler)"),
+        ({"PYTHON": "no-such-python"}, "no-such-python: expected Python 3.11 or newer"),
+    ],
+)
+def test_a_missing_tool_ends_with_a_sentence_a_hint_and_code_3(environment: dict[str, str], message: str) -> None:
+    result = build(**environment)
+    assert result.returncode == 3
+    assert message in result.stderr
+    assert "\nhint: " in result.stderr
+
+
+@needs_kernels
+def test_build_info_names_the_module_and_its_paths() -> None:
+    folder = ROOT / "moe_optimizer" / "ops"
+    info = json.loads((folder / "build_info.json").read_text(encoding="utf-8"))
+    assert (folder / info["extension"]).is_file()
+    assert {"fused_experts", "flash_dmoe"} <= set(info["cpu_ops"])
+    assert info["isa_paths"][0] == "generic"
+    assert len(info["source_hash"]) == 64
+
+
+# Two runtimes would each start a full set of threads and wait for each other's processors.
+@needs_kernels
+def test_the_process_has_one_openmp_runtime() -> None:
+    code = """
+from moe_optimizer.ops import kernels_available
+import re
+assert kernels_available()[0]
+maps = open("/proc/self/maps").read()
+print(len(set(re.findall(r"/\\S*lib(?:gomp|omp|iomp5)[^/\\s]*[.]so\\S*", maps))))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.strip() == "1"
+
+
+# A function that two objects define is linked once: in its AVX-512 version it would crash an older machine.
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
+def test_instruction_set_objects_share_no_functions() -> None:
+    objects = sorted((ROOT / "build" / "kernels").glob("**/expert_kernels_avx*.o"))
+    if not objects:
+        pytest.skip("no objects of a build here")
+    for path in objects:
+        symbols = subprocess.run(["nm", str(path)], capture_output=True, text=True, timeout=60, check=True).stdout
+        shared = [line for line in symbols.splitlines() if line.split()[-2] in "WVu"]
+        assert not shared, f"{path.name}: {shared}"
