@@ -37,11 +37,19 @@ class Checkpoint:
     """Parameters of vision and audio towers; 0 when they are stored packed."""
     language_params: int | None
     """Parameters of the language model; None when some weights are packed and elements do not count them."""
+    incomplete: bool
+    """Fewer parameters than the model is known to have: the sums are those of a part."""
     warnings: tuple[str, ...]
 
 
-def compare(tensors: tuple[Tensor, ...], decoder: Decoder, total_params: int) -> Checkpoint:
+def compare(tensors: tuple[Tensor, ...], decoder: Decoder, total_params: int, *, exact: bool) -> Checkpoint:
     """Return a checkpoint's sums.
+
+    Args:
+        tensors: the headers' entries.
+        decoder: the model that the configuration describes.
+        total_params: its parameters.
+        exact: they are known, not estimated: files with fewer are a part of the checkpoint.
 
     Raises:
         InputError: the shape or number of the experts contradicts the configuration.
@@ -57,7 +65,13 @@ def compare(tensors: tuple[Tensor, ...], decoder: Decoder, total_params: int) ->
     whole = all(tensor.dtype in UNPACKED for tensor in counted)
     params = sum(tensor.elements for tensor in counted) if whole else None
     warnings: tuple[str, ...] = ()
-    if params is not None and params != total_params:
+    incomplete = exact and params is not None and params < total_params
+    if incomplete:
+        warnings = (
+            f"the weight files hold {params} of the {total_params} parameters that config.json describes: "
+            "incomplete, the configuration counts",
+        )
+    elif params is not None and params != total_params:
         warnings = (
             f"the weight files hold {params} parameters of the language model, config.json describes {total_params}; "
             "the files count",
@@ -66,7 +80,8 @@ def compare(tensors: tuple[Tensor, ...], decoder: Decoder, total_params: int) ->
         weight_bytes=sum(tensor.num_bytes for tensor in served),
         expert_weight_bytes=sum(tensor.num_bytes for tensor in served if ".experts." in tensor.name),
         tower_params=sum(tensor.elements for tensor in towers if tensor.dtype in UNPACKED),
-        language_params=params,
+        language_params=None if incomplete else params,
+        incomplete=incomplete,
         warnings=warnings,
     )
 

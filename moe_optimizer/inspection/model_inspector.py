@@ -75,6 +75,7 @@ class ModelInspector:
             servable=servable,
             tensors=read_tensors(folder),
             needs_remote_code=needs_remote_code,
+            exact=family is not GENERIC,
             warnings=tuple(warnings),
         )
 

@@ -37,6 +37,7 @@ def build_spec(
     servable: tuple[bool | None, str],
     tensors: tuple[Tensor, ...] | None,
     needs_remote_code: bool,
+    exact: bool,
     warnings: tuple[str, ...],
 ) -> ModelSpec:
     """Return the sums over a decoder's layers, with how and where it is stored."""
@@ -60,8 +61,9 @@ def build_spec(
     expert_bytes, weight_bytes = _stored_bytes(decoder, total, quantization)
     notes = (*warnings, *decoder.warnings, *quantization.warnings)
     if tensors is not None:
-        checkpoint = compare(tensors, decoder, total)
-        weight_bytes, expert_bytes = checkpoint.weight_bytes, checkpoint.expert_weight_bytes
+        checkpoint = compare(tensors, decoder, total, exact=exact)
+        if not checkpoint.incomplete:
+            weight_bytes, expert_bytes = checkpoint.weight_bytes, checkpoint.expert_weight_bytes
         total = (total if checkpoint.language_params is None else checkpoint.language_params) + checkpoint.tower_params
         notes += checkpoint.warnings
     return ModelSpec(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,15 @@ def _weight_files(folder: Path) -> list[Path] | None:
     # A repository may carry the same weights a second time in the layout of another program.
     own = [name for name in shards if not name.startswith("consolidated")]
     chosen = ["model.safetensors"] if "model.safetensors" in own else own or shards
+    if any(_is_part_of_more(name, len(chosen)) for name in chosen):
+        return None
     return [folder / name for name in chosen] or None
+
+
+def _is_part_of_more(name: str, num_files: int) -> bool:
+    """Whether a name ("model-00001-of-00003.safetensors") speaks of more files than there are."""
+    match = re.search(r"-of-(\d{1,6})\.safetensors$", name)
+    return match is not None and int(match.group(1)) > num_files
 
 
 def _indexed_files(path: Path) -> list[str]:

@@ -163,6 +163,21 @@ def test_missing_shard_leaves_the_configuration_to_count(inspect_config: Inspect
     assert inspect_config(CONFIG, files).total_params == inspect_config(CONFIG).total_params
 
 
+def test_shards_without_an_index_count_only_when_all_are_there(inspect_config: Inspect) -> None:
+    names = sorted(shapes())
+    halves = [{name: shapes()[name] for name in part} for part in (names[:7], names[7:])]
+    first, second = ({f"model-0000{i}-of-00002.safetensors": safetensors(half)} for i, half in enumerate(halves, 1))
+    assert inspect_config(CONFIG, first) == inspect_config(CONFIG)
+    assert inspect_config(CONFIG, first | second).warnings == ()
+
+
+def test_weights_that_stop_short_of_a_known_family_leave_the_configuration_to_count(inspect_config: Inspect) -> None:
+    part = {name: shape for name, shape in shapes().items() if "norm" not in name}
+    spec = inspect_config(CONFIG, {"model.safetensors": safetensors(part)})
+    assert spec.total_params == inspect_config(CONFIG).total_params
+    assert "incomplete" in " ".join(spec.warnings)
+
+
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "pickle.bin", 7])
 def test_index_cannot_name_files_elsewhere(name: Any, inspect_config: Inspect) -> None:
     with pytest.raises(InputError, match="weight_map"):
