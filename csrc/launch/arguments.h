@@ -205,16 +205,17 @@ inline CombineArgs combine_arguments(const Problem& problem, const GroupedWorksp
           static_cast<int32_t>(moe.top_k)};
 }
 
-// A rank-3 view [expert][row][K] of weights, copied in boxes of 64 rows x 128 bytes.
+// A view of weights that is copied in boxes of 64 rows x 128 bytes: what a tensor map is made from.
 struct WeightView {
   const unsigned char* base;
   int32_t element_bytes;
-  int64_t sizes[3];    // K, rows, experts
-  int64_t strides[3];  // bytes
-  int32_t box[3];
+  int32_t rank;
+  int64_t sizes[5];
+  int64_t strides[5];  // bytes
+  int32_t box[5];
 };
 
-// which: 0 gate, 1 up, 2 down.
+// which: 0 gate, 1 up, 2 down. Rank 3: [expert][row][K].
 inline WeightView weight_view(const FusedExpertsArgs& moe, int which) {
   const int32_t bytes = moe.weight_dtype == DType::kFloat8E4M3 ? 1 : 2;
   const bool down = which == 2, alternating = moe.activation == Activation::kSwigluOai;
@@ -224,10 +225,24 @@ inline WeightView weight_view(const FusedExpertsArgs& moe, int which) {
   const auto* base = static_cast<const unsigned char*>(down ? moe.w2 : moe.w13) + up_row * moe.w13_row_stride * bytes;
   return {base,
           bytes,
+          3,
           {down ? moe.intermediate_size : moe.hidden_size, down ? moe.hidden_size : moe.intermediate_size,
-           moe.num_local_experts},
-          {bytes, row, expert},
-          {128 / bytes, kBoxRows, 1}};
+           moe.num_local_experts, 1, 1},
+          {bytes, row, expert, 0, 0},
+          {128 / bytes, kBoxRows, 1, 1, 1}};
+}
+
+// For tiles of 256 tokens. Rank 5: [expert][group of 8 rows][gate, up][row of the group][K]; a box holds 4 groups of
+// gate and up in turns, so that row g of a fragment is a gate and row g + 8 its up. Down: 8 groups of plain rows.
+inline WeightView grouped_weight_view(const FusedExpertsArgs& moe, bool up) {
+  const WeightView gate = weight_view(moe, up ? 0 : 2);
+  const int64_t row = gate.strides[1], to_up = up ? weight_view(moe, 1).base - gate.base : row;
+  return {gate.base,
+          gate.element_bytes,
+          5,
+          {gate.sizes[0], 8, up ? 2 : 1, gate.sizes[1] / 8, gate.sizes[2]},
+          {gate.strides[0], row, to_up, 8 * row, gate.strides[2]},
+          {gate.box[0], 8, up ? 2 : 1, up ? 4 : 8, 1}};
 }
 
 }  // namespace moeopt

@@ -62,7 +62,7 @@ def test_decode_matches_the_reference(tokens, hidden, width, fp8, start):
     assert_close(case, run(case.problem, DecodeVariant(start)))
 
 
-@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+@pytest.mark.parametrize("tile", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize(("tokens", "hidden", "width"), [(5, 2048, 768), (130, 272, 208), (700, 512, 144)])
 def test_grouped_bf16_matches_the_reference(tokens, hidden, width, tile):
     case = on_gpu(make_case(tokens, 2, 5, hidden, width))

@@ -188,6 +188,14 @@ MOEOPT_DEVICE void tensor_copy(void* shared, const TensorMap* map, int x, int y,
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(smem_address(barrier))
       : "memory");
 }
+// The same for a rank-5 map [e][group][which][row][x], from its start in rows and `which`.
+MOEOPT_DEVICE void tensor_copy_groups(void* shared, const TensorMap* map, int x, int group, int e, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4, %5}], "
+      "[%6];" ::"r"(smem_address(shared)),
+      "l"(map), "r"(x), "r"(0), "r"(group), "r"(e), "r"(smem_address(barrier))
+      : "memory");
+}
 MOEOPT_DEVICE void prefetch_tensor_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

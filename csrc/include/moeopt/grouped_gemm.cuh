@@ -1,6 +1,6 @@
 // Grouped GEMM of the experts for middle and large batches: persistent, warp-specialised, weights as the 64-row operand.
 //
-//   tile = 256 weight rows x kTokens tokens of one expert, K in steps of 128 bytes of a weight row
+//   tile = 256 weight rows x 16 .. 128 tokens of one expert, or 128 x 256; K in steps of 128 bytes of a weight row
 //
 //   producer warpgroup (threads 0-127)                     2 math warpgroups, 2 x 64 weight rows each
 //     w  4 boxes of 64 rows ──TMA, 128-byte swizzle──► A ┐
@@ -10,6 +10,8 @@
 //
 //   kUp:   rows are 64 gate + the same 64 up of each math warpgroup, so a thread holds gate and up of one element
 //   kDown: rows are 128 consecutive rows of w2 per math warpgroup
+//
+//   256 tokens: one operand of 64 rows per math warpgroup; kUp: 8 gates and their 8 ups in turns
 //
 // Token tiles come from the routing kernel's table, so the host never reads a count. Consecutive blocks take the row
 // tiles of one token tile; token tiles of one expert are neighbours, so its weights are in L2 for the second.
@@ -38,23 +40,27 @@ constexpr int kGemmThreads = 384;
 constexpr int kProducerThreads = 128;
 constexpr int kBoxRows = 64;
 constexpr int kBoxBytes = kBoxRows * 128;
-constexpr int kWeightBytesPerStage = 4 * kBoxBytes;
 // Stages that the producers' signal trails their copies. The BF16 math warps trail too: they release a stage when the
 // next one is issued. A ring of kLag + 1 (+ 1) stages is the least that cannot deadlock; checked in launch_geometry.
 constexpr int kLag = 1;
-// 168 per thread at launch (65536 / 384, rounded down to 8); moved from the producers to the math warpgroups:
-// 128 x 56 + 256 x 224 = 64512 = 384 x 168.
-constexpr int kProducerRegisters = 56;
-constexpr int kMathRegisters = 224;
 
 template <GemmMode kMode, int kTokens>
 struct GemmShape {
+  // 256 tokens: one operand of 64 rows per math warpgroup instead of two, so that a weight row serves twice the tokens.
+  static constexpr bool kWide = kTokens == 256;
+  static constexpr int kBoxes = kWide ? 2 : 4;
+  // 168 per thread at launch (65536 / 384, rounded down to 8); moved from the producers to the math warpgroups:
+  // 128 x 56 + 256 x 224 = 128 x 104 + 256 x 200 = 64512 = 384 x 168. Wide producers hold 16 token rows, not 8.
+  static constexpr int kProducerRegisters = kWide ? 104 : 56;
+  static constexpr int kMathRegisters = kWide ? 200 : 224;
+  static constexpr int kWeightBytes = kBoxes * kBoxBytes;
   static constexpr int kDepth = kMode == GemmMode::kBf16 ? 64 : 128;  // K per stage: 128 bytes of weights
   static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2 : 1;  // of 128 bytes per token
   static constexpr int kTokenBytes = kTokenTiles * kTokens * 128;
   static constexpr int kScaleBytes = kMode == GemmMode::kFp8 ? 1024 : 0;  // kTokens floats, alignment kept
-  static constexpr int kStageBytes = kWeightBytesPerStage + kTokenBytes + kScaleBytes;
-  static constexpr int kStagingBytes = kTokens * 128;  // per math warpgroup: kTokens x 64 BF16
+  static constexpr int kStageBytes = kWeightBytes + kTokenBytes + kScaleBytes;
+  // Per math warpgroup: kTokens x 64 BF16; wide: 256 x 32 (up), or 128 x 64 at a time (down).
+  static constexpr int kStagingBytes = kTokens * (kWide ? 64 : 128);
 };
 
 struct GemmArgs {
@@ -96,14 +102,18 @@ struct GemmRing {
   }
 };
 
-template <bool kUp>
+// Rows of the output (kUp: of I) that one math warpgroup makes of one tile.
+template <bool kUp, bool kWide>
+constexpr int kRowsPerWarpgroup = (kUp ? 64 : 128) / (kWide ? 2 : 1);
+
+template <bool kUp, bool kWide>
 MOEOPT_DEVICE int row_tiles(const GemmArgs& args) {
-  return ceil_div(args.rows, kUp ? 128 : 256);
+  return ceil_div(args.rows, 2 * kRowsPerWarpgroup<kUp, kWide>);
 }
-// First weight row (kUp: of I) of a math warpgroup's operand `a`.
-template <bool kUp>
+// First row of a math warpgroup's operand `a`.
+template <bool kUp, bool kWide>
 MOEOPT_DEVICE int first_row(int row_tile, int warpgroup, int a) {
-  return kUp ? row_tile * 128 + warpgroup * 64 : row_tile * 256 + warpgroup * 128 + a * 64;
+  return (2 * row_tile + warpgroup) * kRowsPerWarpgroup<kUp, kWide> + (kUp ? 0 : a * 64);
 }
 
 MOEOPT_DEVICE TokenTile load_tile(const TokenTile* tile) {
@@ -117,7 +127,7 @@ MOEOPT_DEVICE void produce_tiles(const GemmArgs& args, const TensorMap* map0, co
   constexpr int kElementBytes = kMode == GemmMode::kFp8 ? 1 : 2;
   constexpr int kRowsPerThread = kTokens / 16;
   const int thread = thread_index(), chunk = thread % 8;
-  const int num_row_tiles = row_tiles<kUp>(args), num_tasks = *args.num_tiles * num_row_tiles;
+  const int num_row_tiles = row_tiles<kUp, Shape::kWide>(args), num_tasks = *args.num_tiles * num_row_tiles;
   const int num_steps = ceil_div(args.depth, Shape::kDepth), scale_groups = ceil_div(args.depth, 128);
   GemmRing landed = ring;  // the next stage whose copies have not been signalled
   int behind = 0;
@@ -130,15 +140,14 @@ MOEOPT_DEVICE void produce_tiles(const GemmArgs& args, const TensorMap* map0, co
   for (int task = block_index(); task < num_tasks; task += grid_blocks()) {
     const TokenTile tile = load_tile(args.tiles + task / num_row_tiles);
     const int row_tile = task % num_row_tiles;
-    const unsigned char* sources[kRowsPerThread];
+    int token_rows[kRowsPerThread];  // -1: no such column
     MOEOPT_UNROLL
     for (int j = 0; j < kRowsPerThread; ++j) {
       const int n = thread / 8 + 16 * j;
-      sources[j] = nullptr;
+      token_rows[j] = -1;
       if (n < tile.count) {
         const int position = tile.begin + n;
-        const int64_t row = args.sorted_pair != nullptr ? args.sorted_pair[position] / args.top_k : position;
-        sources[j] = static_cast<const unsigned char*>(args.tokens) + row * args.token_stride * kElementBytes;
+        token_rows[j] = args.sorted_pair != nullptr ? args.sorted_pair[position] / args.top_k : position;
       }
     }
     const float* scale_source = nullptr;
@@ -152,29 +161,37 @@ MOEOPT_DEVICE void produce_tiles(const GemmArgs& args, const TensorMap* map0, co
       unsigned char* stage = ring.data();
       uint64_t* full = ring.full + ring.stage;
       if (thread == 0) {
-        mbarrier_arrive_expect_bytes(full, kWeightBytesPerStage);
+        mbarrier_arrive_expect_bytes(full, Shape::kWeightBytes);
         MOEOPT_UNROLL
-        for (int box = 0; box < 4; ++box) {
-          tensor_copy(stage + box * kBoxBytes, box % 2 ? map1 : map0, step * Shape::kDepth,
-                      first_row<kUp>(row_tile, box / 2, box % 2), tile.expert, full);
+        for (int box = 0; box < Shape::kBoxes; ++box) {
+          unsigned char* to = stage + box * kBoxBytes;
+          if constexpr (Shape::kWide) {
+            tensor_copy_groups(to, map0, step * Shape::kDepth, first_row<kUp, true>(row_tile, box, 0) / 8, tile.expert,
+                               full);
+          } else {
+            tensor_copy(to, box % 2 ? map1 : map0, step * Shape::kDepth,
+                        first_row<kUp, false>(row_tile, box / 2, box % 2), tile.expert, full);
+          }
         }
       }
       MOEOPT_UNROLL
       for (int j = 0; j < kRowsPerThread; ++j) {
         // A column past the tile's count keeps old bytes: it only reaches sums that are never stored.
-        if (sources[j] == nullptr) continue;
+        if (token_rows[j] < 0) continue;
+        const unsigned char* source =
+            static_cast<const unsigned char*>(args.tokens) + token_rows[j] * args.token_stride * kElementBytes;
         const int n = thread / 8 + 16 * j;
-        unsigned char* to = stage + kWeightBytesPerStage + n * 128 + ((chunk ^ (n & 7)) << 4);
+        unsigned char* to = stage + Shape::kWeightBytes + n * 128 + ((chunk ^ (n & 7)) << 4);
         MOEOPT_UNROLL
         for (int half = 0; half < Shape::kTokenTiles; ++half) {
           const int byte = step * Shape::kTokenTiles * 128 + half * 128 + chunk * 16;
           // Past the end of K the weights arrive as zeros, so must the tokens: 0 * NaN is not 0.
           const bool inside = byte < args.depth * kElementBytes;
-          async_copy16(to + half * kTokens * 128, sources[j] + (inside ? byte : 0), inside);
+          async_copy16(to + half * kTokens * 128, source + (inside ? byte : 0), inside);
         }
       }
       if (scale_source != nullptr) {
-        async_copy4(stage + kWeightBytesPerStage + Shape::kTokenBytes + thread * 4, scale_source + step);
+        async_copy4(stage + Shape::kWeightBytes + Shape::kTokenBytes + thread * 4, scale_source + step);
       }
       async_copy_commit();
       ring.advance();
@@ -200,13 +217,27 @@ MOEOPT_DEVICE void multiply_bf16(const unsigned char* stage, int warpgroup, bool
                                  float (&sum1)[kColumns / 2]) {
   const uint64_t a0 = swizzled_descriptor(stage + (2 * warpgroup) * kBoxBytes);
   const uint64_t a1 = swizzled_descriptor(stage + (2 * warpgroup + 1) * kBoxBytes);
-  const uint64_t b = swizzled_descriptor(stage + kWeightBytesPerStage);
+  const uint64_t b = swizzled_descriptor(stage + 4 * kBoxBytes);
   wgmma_fence();
   MOEOPT_UNROLL
   for (int k = 0; k < 4; ++k) {
     const int keep = !first || k > 0;
     wgmma_bf16(sum0, advance_descriptor(a0, 32 * k), advance_descriptor(b, 32 * k), keep);
     wgmma_bf16(sum1, advance_descriptor(a1, 32 * k), advance_descriptor(b, 32 * k), keep);
+  }
+  wgmma_commit();
+}
+
+// The same for tiles of 256 tokens: one operand.
+template <int kColumns>
+MOEOPT_DEVICE void multiply_bf16_wide(const unsigned char* stage, int warpgroup, bool first,
+                                      float (&sum)[kColumns / 2]) {
+  const uint64_t a = swizzled_descriptor(stage + warpgroup * kBoxBytes);
+  const uint64_t b = swizzled_descriptor(stage + 2 * kBoxBytes);
+  wgmma_fence();
+  MOEOPT_UNROLL
+  for (int k = 0; k < 4; ++k) {
+    wgmma_bf16(sum, advance_descriptor(a, 32 * k), advance_descriptor(b, 32 * k), !first || k > 0);
   }
   wgmma_commit();
 }
@@ -228,7 +259,7 @@ MOEOPT_DEVICE void load_fp8_rows(const unsigned char* box, int k, uint32_t (&reg
 template <int kColumns>
 MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* stage, int warpgroup, int second_half,
                                         float (&part0)[kColumns / 2], float (&part1)[kColumns / 2]) {
-  const uint64_t b = swizzled_descriptor(stage + kWeightBytesPerStage);
+  const uint64_t b = swizzled_descriptor(stage + 4 * kBoxBytes);
   uint32_t a0[2][4], a1[2][4];
   MOEOPT_UNROLL
   for (int k = 0; k < 8; ++k) {
@@ -248,7 +279,7 @@ MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* stage, int warpgrou
 template <int kColumns>
 MOEOPT_DEVICE void multiply_fp8(const unsigned char* stage, int box, float (&part)[kColumns / 2]) {
   const uint64_t a = swizzled_descriptor(stage + box * kBoxBytes);
-  const uint64_t b = swizzled_descriptor(stage + kWeightBytesPerStage);
+  const uint64_t b = swizzled_descriptor(stage + 4 * kBoxBytes);
   wgmma_fence();
   MOEOPT_UNROLL
   for (int k = 0; k < 4; ++k) wgmma_e4m3(part, advance_descriptor(a, 32 * k), advance_descriptor(b, 32 * k), k > 0);
@@ -294,6 +325,28 @@ MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int f
   }
 }
 
+// The same for kColumns x 32 values of a wide tile; `value(r)` for the gates' registers, r % 4 < 2.
+template <int kColumns, typename Value>
+MOEOPT_DEVICE void store_up_tile(const GemmArgs& args, const TokenTile& tile, int first, uint16_t* staging,
+                                 int warpgroup, const Value& value) {
+  const int lane = thread_index() % 32, warp = thread_index() / 32 % 4;
+  const auto index = [](int n, int chunk) { return n * 32 + (((chunk ^ (n >> 1)) & 3) << 3); };
+  sync_named(1 + warpgroup, 128);  // the buffer's last readers are done
+  MOEOPT_UNROLL
+  for (int r = 0; r < kColumns / 2; ++r) {
+    if (r % 4 >= 2) continue;
+    const int n = r / 4 * 8 + lane % 4 * 2 + r % 2;
+    staging[index(n, warp) + lane / 4] = static_cast<uint16_t>(pack_bf16x2(value(r), 0.0f));
+  }
+  sync_named(1 + warpgroup, 128);
+  const int chunk = thread_index() % 4;
+  for (int n = thread_index() % 128 / 4; n < tile.count; n += 32) {
+    if (first + chunk * 8 >= args.rows) break;
+    const Vec4 v = *reinterpret_cast<const Vec4*>(staging + index(n, chunk));
+    *reinterpret_cast<Vec4*>(args.out + (tile.begin + n) * args.out_stride + first + chunk * 8) = v;
+  }
+}
+
 // Scale (per channel) and bias of a thread's two rows.
 struct RowTerms {
   float scale[2], bias[2];
@@ -320,7 +373,8 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   const int warpgroup = thread_index() / 128 - 1, lane = thread_index() % 32;
   const int thread_row = thread_index() / 32 % 4 * 16 + lane / 4;
   const int num_steps = ceil_div(args.depth, Shape::kDepth);
-  const int first0 = first_row<kUp>(row_tile, warpgroup, 0), first1 = first_row<kUp>(row_tile, warpgroup, 1);
+  const int first0 = first_row<kUp, false>(row_tile, warpgroup, 0);
+  const int first1 = first_row<kUp, false>(row_tile, warpgroup, 1);
   const auto release = [&](int stage) {
     if (lane == 0) mbarrier_arrive(ring.empty + stage);
   };
@@ -359,7 +413,7 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
       sync_warp();
       release(ring.stage);
     } else {
-      const auto* token_scale = reinterpret_cast<const float*>(stage + kWeightBytesPerStage + Shape::kTokenBytes);
+      const auto* token_scale = reinterpret_cast<const float*>(stage + Shape::kWeightBytes + Shape::kTokenBytes);
       float part[kColumns / 2];
       multiply_fp8<kColumns>(stage, 2 * warpgroup, part);
       add_scaled<kColumns>(sum0, part, factors0, token_scale);
@@ -388,22 +442,73 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   }
 }
 
+// One tile of 256 tokens (BF16). Up: row g of a fragment is a gate, row g + 8 the up of the same element.
+template <int kTokens, int kColumns, bool kUp>
+MOEOPT_DEVICE void multiply_wide_tile(const GemmArgs& args, const TokenTile& tile, int row_tile, GemmRing& ring,
+                                      uint16_t* staging) {
+  using Shape = GemmShape<GemmMode::kBf16, kTokens>;
+  const int warpgroup = thread_index() / 128 - 1, lane = thread_index() % 32, warp = thread_index() / 32 % 4;
+  const int num_steps = ceil_div(args.depth, Shape::kDepth), first = first_row<kUp, true>(row_tile, warpgroup, 0);
+  float sum[kColumns / 2] = {};
+  int previous = -1;
+  for (int step = 0; step < num_steps; ++step) {
+    mbarrier_wait(ring.full + ring.stage, ring.parity);
+    multiply_bf16_wide<kColumns>(ring.data(), warpgroup, step == 0, sum);
+    wgmma_wait<1>();
+    if (previous >= 0 && lane == 0) mbarrier_arrive(ring.empty + previous);
+    previous = ring.stage;
+    ring.advance();
+  }
+  wgmma_wait<0>();
+  if (lane == 0) mbarrier_arrive(ring.empty + previous);
+  touch_all(sum);
+  int rows[2];
+  MOEOPT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int i = first + (kUp ? warp * 8 + lane / 4 : warp * 16 + lane / 4 + 8 * half);
+    rows[half] = i >= args.rows ? -1 : kUp ? w13_row(args.activation, args.rows, i, half) : i;
+  }
+  const RowTerms terms = row_terms(args, tile.expert, rows);
+  const auto value = [&](int r) { return sum[r] * terms.scale[r % 4 / 2] + terms.bias[r % 4 / 2]; };
+  if constexpr (kUp) {
+    store_up_tile<kColumns>(args, tile, first, staging, warpgroup,
+                            [&](int r) { return swiglu(args.activation, value(r), value(r + 2)); });
+  } else {
+    MOEOPT_UNROLL
+    for (int half = 0; half < kColumns / 128; ++half) {
+      const int left = tile.count - half * 128;
+      const TokenTile part = {tile.expert, tile.begin + half * 128, left < 128 ? left : 128, 0};
+      store_tile<128, false>(args, part, first, staging, warpgroup, [&](int r) { return value(r + half * 64); });
+    }
+  }
+}
+
 template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, uint16_t* staging) {
+  using Shape = GemmShape<kMode, kTokens>;
   const int warpgroup = thread_index() / 128 - 1;
-  const int num_row_tiles = row_tiles<kUp>(args), num_tasks = *args.num_tiles * num_row_tiles;
-  staging += warpgroup * (GemmShape<kMode, kTokens>::kStagingBytes / 2);
+  const int num_row_tiles = row_tiles<kUp, Shape::kWide>(args), num_tasks = *args.num_tiles * num_row_tiles;
+  staging += warpgroup * (Shape::kStagingBytes / 2);
   for (int task = block_index(); task < num_tasks; task += grid_blocks()) {
     const TokenTile tile = load_tile(args.tiles + task / num_row_tiles);
     const int row_tile = task % num_row_tiles;
     // An expert's last tile is often half empty: half the columns, half the arithmetic. Only where that is the bound.
-    if constexpr (kTokens >= 64) {
-      if (tile.count <= kTokens / 2) {
-        multiply_tile<kMode, kTokens, kTokens / 2, kUp>(args, tile, row_tile, ring, staging);
-        continue;
+    const bool half = kTokens >= 64 && tile.count <= kTokens / 2;
+    if constexpr (Shape::kWide) {
+      if (half) {
+        multiply_wide_tile<kTokens, kTokens / 2, kUp>(args, tile, row_tile, ring, staging);
+      } else {
+        multiply_wide_tile<kTokens, kTokens, kUp>(args, tile, row_tile, ring, staging);
       }
+    } else if constexpr (kTokens >= 64) {
+      if (half) {
+        multiply_tile<kMode, kTokens, kTokens / 2, kUp>(args, tile, row_tile, ring, staging);
+      } else {
+        multiply_tile<kMode, kTokens, kTokens, kUp>(args, tile, row_tile, ring, staging);
+      }
+    } else {
+      multiply_tile<kMode, kTokens, kTokens, kUp>(args, tile, row_tile, ring, staging);
     }
-    multiply_tile<kMode, kTokens, kTokens, kUp>(args, tile, row_tile, ring, staging);
   }
 }
 
@@ -428,10 +533,10 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
   sync_block();
   const GemmRing ring(shared, barriers, args.num_stages, Shape::kStageBytes);
   if (thread_index() < kProducerThreads) {
-    give_registers_back<kProducerRegisters>();
+    give_registers_back<Shape::kProducerRegisters>();
     produce_tiles<kMode, kTokens, kUp>(args, &map0, &map1, ring);
   } else {
-    take_registers<kMathRegisters>();
+    take_registers<Shape::kMathRegisters>();
     multiply_tiles<kMode, kTokens, kUp>(args, ring, staging);
   }
 }

@@ -17,6 +17,9 @@ PRODUCER_THREADS = 128
 MATH_WARPS = (THREADS - PRODUCER_THREADS) // 32
 PRODUCER_REGISTERS = 56
 MATH_REGISTERS = 224
+WIDE_PRODUCER_REGISTERS = 104
+WIDE_MATH_REGISTERS = 200
+"""The same with tiles of 256 tokens: their producers hold 16 token rows each, not 8."""
 BOX_ROWS = 64
 BOXES = 4
 LAG = 1
@@ -38,7 +41,13 @@ class GemmMode(IntEnum):
     """E4M3 weights and tokens quantised per 128."""
 
 
-TILE_TOKENS = {GemmMode.BF16: (16, 32, 64, 128), GemmMode.FP8_WEIGHTS: (16, 32, 64), GemmMode.FP8: (32, 64, 128)}
+WIDE_TILE = 256
+"""Tile of which each math warpgroup has one operand of 64 rows instead of two."""
+TILE_TOKENS = {
+    GemmMode.BF16: (16, 32, 64, 128, WIDE_TILE),
+    GemmMode.FP8_WEIGHTS: (16, 32, 64),
+    GemmMode.FP8: (32, 64, 128),
+}
 """Token tiles that are compiled. FP8_WEIGHTS stops at 64: sums and partial sums of 128 do not fit the registers."""
 
 
@@ -102,9 +111,10 @@ def grouped_geometry(
     token_bytes = tile_tokens * SWIZZLE_BYTES * (2 if mode == GemmMode.FP8_WEIGHTS else 1)
     # 1024 for at most 128 floats: keeps every stage, and so every swizzled tile, on a 1024-byte boundary.
     scale_bytes = 1024 if mode == GemmMode.FP8 else 0
-    stage = BOXES * box + token_bytes + scale_bytes
+    boxes = BOXES // 2 if tile_tokens == WIDE_TILE else BOXES
+    stage = boxes * box + token_bytes + scale_bytes
     expect(stage % 1024 == 0, KERNEL, "bytes per stage", stage, "a multiple of 1024, the swizzle's period")
-    staging = 2 * tile_tokens * SWIZZLE_BYTES
+    staging = 2 * min(tile_tokens, 128) * SWIZZLE_BYTES
     fixed = {"output staging of 2 warpgroups": staging, "alignment": ALIGNMENT_SLACK}
     if num_stages is None:
         num_stages = min(8, (limits.shared_bytes_per_block - sum(fixed.values())) // (stage + 16))
@@ -122,15 +132,17 @@ def grouped_geometry(
         KERNEL,
         {f"{num_stages} stages of {stage}": num_stages * stage, f"{2 * num_stages} barriers": 16 * num_stages, **fixed},
     )
-    _check_registers(limits)
+    wide = tile_tokens == WIDE_TILE
+    math_registers = WIDE_MATH_REGISTERS if wide else MATH_REGISTERS
+    _check_registers(limits, WIDE_PRODUCER_REGISTERS if wide else PRODUCER_REGISTERS, math_registers)
     accumulators = _accumulators(mode, tile_tokens)
     # Addresses, row data and loop state need about 24 registers beside the sums and two operand sets.
     expect(
-        accumulators + 24 <= MATH_REGISTERS,
+        accumulators + 24 <= math_registers,
         KERNEL,
         f"sums of {tile_tokens} tokens in {mode.name}",
         f"{accumulators} registers + 24",
-        f"at most {MATH_REGISTERS}",
+        f"at most {math_registers}",
     )
     return GroupedGeometry(
         mode=mode,
@@ -142,7 +154,7 @@ def grouped_geometry(
         grid=num_multiprocessors,
         full_arrivals=PRODUCER_THREADS + 1,
         empty_arrivals=MATH_WARPS,
-        transaction_bytes=BOXES * box,
+        transaction_bytes=boxes * box,
         accumulators=accumulators,
         max_tiles=sizes.num_pairs // tile_tokens + min(sizes.num_experts, sizes.num_pairs),
     )
@@ -159,13 +171,15 @@ def choose_tile_tokens(sizes: MoeSizes, mode: GemmMode) -> int:
     return next((tile for tile in tiles if tile >= wanted), tiles[-1])
 
 
-def num_row_tiles(sizes: MoeSizes) -> tuple[int, int]:
-    """Return the row tiles of the up and the down GEMM: 128 gate-up pairs, or 256 rows of w2, each."""
-    return ceil_div(sizes.intermediate_size, 128), ceil_div(sizes.hidden_size, 256)
+def num_row_tiles(sizes: MoeSizes, tile_tokens: int) -> tuple[int, int]:
+    """Return the row tiles of the up and the down GEMM: 128 gate-up pairs, or 256 rows of w2, each (wide: half)."""
+    rows = 64 if tile_tokens == WIDE_TILE else 128
+    return ceil_div(sizes.intermediate_size, rows), ceil_div(sizes.hidden_size, 2 * rows)
 
 
 def _accumulators(mode: GemmMode, tile_tokens: int) -> int:
-    sums = 2 * tile_tokens // 2
+    operands = 1 if tile_tokens == WIDE_TILE else 2
+    sums = operands * tile_tokens // 2
     if mode == GemmMode.BF16:
         return sums
     # Both partial sums at once, or one after the other.
@@ -173,15 +187,14 @@ def _accumulators(mode: GemmMode, tile_tokens: int) -> int:
     return sums + partial
 
 
-def _check_registers(limits: ChipLimits) -> None:
+def _check_registers(limits: ChipLimits, producer: int, math: int) -> None:
     at_launch = limits.registers // THREADS // 8 * 8
-    moved = PRODUCER_THREADS * PRODUCER_REGISTERS + (THREADS - PRODUCER_THREADS) * MATH_REGISTERS
+    moved = PRODUCER_THREADS * producer + (THREADS - PRODUCER_THREADS) * math
     limits.check_registers(KERNEL, THREADS, at_launch)
     expect(
         moved <= THREADS * at_launch,
         KERNEL,
-        f"registers after the move: {PRODUCER_THREADS} x {PRODUCER_REGISTERS} + "
-        f"{THREADS - PRODUCER_THREADS} x {MATH_REGISTERS}",
+        f"registers after the move: {PRODUCER_THREADS} x {producer} + {THREADS - PRODUCER_THREADS} x {math}",
         moved,
         f"at most {THREADS} x {at_launch} = {THREADS * at_launch}",
     )

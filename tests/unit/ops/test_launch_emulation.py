@@ -86,7 +86,7 @@ def test_decode_writes_zeros_when_nothing_is_routed_here(emulator: Emulator):
     assert not emulator.decode(case.problem, split=True).any()
 
 
-@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+@pytest.mark.parametrize("tile", [16, 32, 64, 128, 256])
 def test_grouped_bf16_matches_the_reference(emulator: Emulator, tile):
     # More tokens per expert than a tile, so that an expert has several; K and rows end inside a box.
     case = make_case(tile + 12, 2, 3, 144, 80)

@@ -25,7 +25,8 @@ SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, inter
     [
         (decode, ["THREADS", "MATH_WARPS", "PRODUCER_WARPS", "TILE_ROWS", "STEP_BYTES", "STEPS_PER_WARP",
                   "CHUNK_BYTES", "ROW_PITCH", "STAGE_BYTES", "MAX_PAIRS", "ROUTING_BYTES"]),
-        (grouped, ["THREADS", "PRODUCER_THREADS", "PRODUCER_REGISTERS", "MATH_REGISTERS", "BOX_ROWS", "LAG"]),
+        (grouped, ["THREADS", "PRODUCER_THREADS", "PRODUCER_REGISTERS", "MATH_REGISTERS", "WIDE_PRODUCER_REGISTERS",
+                   "WIDE_MATH_REGISTERS", "BOX_ROWS", "LAG"]),
         (routing, ["THREADS", "PAIRS_PER_BLOCK"]),
     ],
     ids=["decode", "grouped", "routing"],
@@ -38,7 +39,8 @@ def test_constants_are_the_compiled_ones(emulator: Emulator, module: ModuleType,
 
 
 @pytest.mark.parametrize(
-    ("mode", "tile"), [(GemmMode.BF16, 16), (GemmMode.BF16, 128), (GemmMode.FP8_WEIGHTS, 64), (GemmMode.FP8, 128)]
+    ("mode", "tile"),
+    [(GemmMode.BF16, 16), (GemmMode.BF16, 128), (GemmMode.BF16, 256), (GemmMode.FP8_WEIGHTS, 64), (GemmMode.FP8, 128)],
 )
 def test_stage_bytes_are_the_compiled_ones(emulator: Emulator, mode, tile):
     sizes = MoeSizes(

@@ -22,9 +22,10 @@ namespace moeopt {
 struct TensorMap {  // what cuTensorMapEncodeTiled is told; swizzle always 128 bytes, zeros outside
   const unsigned char* base;
   int element_bytes;
-  int64_t sizes[3];
-  int64_t strides[3];  // bytes; strides[0] is element_bytes
-  int box[3];
+  int rank;
+  int64_t sizes[5];
+  int64_t strides[5];  // bytes; strides[0] is element_bytes
+  int box[5];
 };
 
 struct alignas(16) Vec4 {
@@ -225,28 +226,43 @@ inline void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t
 // Address bits 4-6 (the chunk of 16 bytes) xor bits 7-9 (the row in a group of 8).
 inline uint32_t swizzle(uint32_t address) { return address ^ ((address >> 3) & 0x70u); }
 
-inline void tensor_copy(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
+// The box at `start`, dimension 0 fastest, rows of 128 bytes one after the other.
+inline void copy_box(void* shared, const TensorMap* map, const int (&start)[5], int rank, uint64_t* barrier) {
   if (smem_address(shared) % 1024) ::emulation::fail("tensor copy: box is not 1024-byte aligned");
   if (map->box[0] * map->element_bytes != 128) ::emulation::fail("tensor copy: box rows are not 128 bytes");
+  if (map->rank != rank) ::emulation::fail("tensor copy: the map has another rank");
   ::emulation::Block* owner = &block();
   const uint32_t address = smem_address(shared);
   const TensorMap m = *map;
+  const int x[5] = {start[0], start[1], start[2], start[3], start[4]};
   ::emulation::machine()->in_flight.push_back([=] {
-    for (int row = 0; row < m.box[1]; ++row) {
-      for (int i = 0; i < m.box[0]; ++i) {
-        unsigned char* to =
-            owner->shared + (swizzle(address + row * 128 + i * m.element_bytes) - kSharedOrigin);
-        const bool inside = x + i < m.sizes[0] && y + row < m.sizes[1] && z < m.sizes[2];
-        if (inside) {
-          std::memcpy(to, m.base + (x + i) * m.strides[0] + (y + row) * m.strides[1] + z * m.strides[2],
-                      m.element_bytes);
-        } else {
-          std::memset(to, 0, m.element_bytes);
-        }
+    int total = 1;
+    for (int d = 0; d < rank; ++d) total *= m.box[d];
+    for (int i = 0; i < total; ++i) {
+      int rest = i;
+      bool inside = true;
+      const unsigned char* from = m.base;
+      for (int d = 0; d < rank; ++d) {
+        const int64_t at = x[d] + rest % m.box[d];
+        rest /= m.box[d];
+        inside = inside && at >= 0 && at < m.sizes[d];
+        from += at * m.strides[d];
+      }
+      unsigned char* to = owner->shared + (swizzle(address + i * m.element_bytes) - kSharedOrigin);
+      if (inside) {
+        std::memcpy(to, from, m.element_bytes);
+      } else {
+        std::memset(to, 0, m.element_bytes);
       }
     }
-    mbarrier_complete(owner, barrier, 128 * m.box[1]);
+    mbarrier_complete(owner, barrier, static_cast<int64_t>(total) * m.element_bytes);
   });
+}
+inline void tensor_copy(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
+  copy_box(shared, map, {x, y, z, 0, 0}, 3, barrier);
+}
+inline void tensor_copy_groups(void* shared, const TensorMap* map, int x, int group, int e, uint64_t* barrier) {
+  copy_box(shared, map, {x, 0, 0, group, e}, 5, barrier);
 }
 inline void prefetch_tensor_map(const TensorMap*) {}
 

@@ -25,12 +25,12 @@ std::string run_decode(const DecodeArgs& args, DecodePhase phase, const DecodeLa
   });
 }
 
-TensorMap tensor_map(const FusedExpertsArgs& moe, int which) {
-  const WeightView view = weight_view(moe, which);
+TensorMap tensor_map(const WeightView& view) {
   TensorMap map{};
+  map.rank = view.rank;
   map.base = view.base;
   map.element_bytes = view.element_bytes;
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 5; ++i) {
     map.sizes[i] = view.sizes[i];
     map.strides[i] = view.strides[i];
     map.box[i] = view.box[i];
@@ -40,7 +40,10 @@ TensorMap tensor_map(const FusedExpertsArgs& moe, int which) {
 
 template <GemmMode kMode, int kTokens, bool kUp>
 std::string run_gemm(const Problem& problem, const GemmArgs& args, const GroupedLaunch& launch, uint64_t seed) {
-  const TensorMap map0 = tensor_map(problem.moe, kUp ? 0 : 2), map1 = tensor_map(problem.moe, kUp ? 1 : 2);
+  constexpr bool kWide = GemmShape<kMode, kTokens>::kWide;
+  const FusedExpertsArgs& moe = problem.moe;
+  const TensorMap map0 = tensor_map(kWide ? grouped_weight_view(moe, kUp) : weight_view(moe, kUp ? 0 : 2));
+  const TensorMap map1 = kWide ? map0 : tensor_map(weight_view(moe, kUp ? 1 : 2));
   return emulation::launch(launch.grid, kGemmThreads, static_cast<size_t>(launch.shared_bytes), seed,
                            [&] { grouped_gemm_kernel<kMode, kTokens, kUp>(map0, map1, args); });
 }
@@ -53,6 +56,9 @@ std::string run_gemm_for(const Problem& problem, const GemmArgs& args, const Gro
     if (launch.tile_tokens == 32) return run_gemm<kMode, 32, kUp>(problem, args, launch, seed);
     if (launch.tile_tokens == 64) return run_gemm<kMode, 64, kUp>(problem, args, launch, seed);
     if (launch.tile_tokens == 128) return run_gemm<kMode, 128, kUp>(problem, args, launch, seed);
+    if constexpr (kMode == GemmMode::kBf16) {
+      if (launch.tile_tokens == 256) return run_gemm<kMode, 256, kUp>(problem, args, launch, seed);
+    }
     return "no such tile";
   };
   if (launch.mode == GemmMode::kBf16) return choose(std::integral_constant<GemmMode, GemmMode::kBf16>());
@@ -157,12 +163,15 @@ int64_t compiled_constant(const char* name) {
       {"decode.reduction_bytes_2", kReductionBytes<2>},
       {"grouped.THREADS", kGemmThreads},
       {"grouped.PRODUCER_THREADS", kProducerThreads},
-      {"grouped.PRODUCER_REGISTERS", kProducerRegisters},
-      {"grouped.MATH_REGISTERS", kMathRegisters},
+      {"grouped.PRODUCER_REGISTERS", GemmShape<GemmMode::kBf16, 128>::kProducerRegisters},
+      {"grouped.MATH_REGISTERS", GemmShape<GemmMode::kBf16, 128>::kMathRegisters},
+      {"grouped.WIDE_PRODUCER_REGISTERS", GemmShape<GemmMode::kBf16, 256>::kProducerRegisters},
+      {"grouped.WIDE_MATH_REGISTERS", GemmShape<GemmMode::kBf16, 256>::kMathRegisters},
       {"grouped.BOX_ROWS", kBoxRows},
       {"grouped.LAG", kLag},
       {"grouped.stage_bytes_0_16", GemmShape<GemmMode::kBf16, 16>::kStageBytes},
       {"grouped.stage_bytes_0_128", GemmShape<GemmMode::kBf16, 128>::kStageBytes},
+      {"grouped.stage_bytes_0_256", GemmShape<GemmMode::kBf16, 256>::kStageBytes},
       {"grouped.stage_bytes_1_64", GemmShape<GemmMode::kFp8Weights, 64>::kStageBytes},
       {"grouped.stage_bytes_2_128", GemmShape<GemmMode::kFp8, 128>::kStageBytes},
       {"grouped.staging_bytes_64", GemmShape<GemmMode::kBf16, 64>::kStagingBytes},
