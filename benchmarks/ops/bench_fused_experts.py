@@ -45,6 +45,7 @@ from bench_cpu_cases import (  # noqa: E402
 )
 
 from moe_optimizer.ops import best_isa  # noqa: E402
+from moe_optimizer.ops.huge_pages import use_huge_pages  # noqa: E402
 
 RECORDS = ROOT / "benchmarks" / "records"
 TOKENS = (1, 4, 16, 64, 256, 1024)
@@ -64,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=("avx512_bf16", "avx512", "avx2"),
         help="both sides as on a machine with no more than this; default: all this machine has",
     )
+    parser.add_argument(
+        "--huge-pages", action="store_true", help="our weights on huge pages, as the plugin may put them when it loads"
+    )
     parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
 
@@ -77,6 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.shapes.split(","):
         shape = SHAPES[name]
         weights = make_weights(shape, SEED)
+        if options.huge_pages:
+            for tensor in (weights.w13, weights.w2, weights.w13_fp8, weights.w2_fp8):
+                done, reason = use_huge_pages(tensor)
+                if not done:
+                    raise SystemExit(f"bench_fused_experts: --huge-pages: {reason}")
         sides = make_sides(weights, isa)
         errors = check_sides(weights, sides, make_batch(shape, 5, "uniform", torch.Generator().manual_seed(SEED)))
         for routing in options.routings.split(","):

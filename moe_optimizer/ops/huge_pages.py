@@ -1,0 +1,66 @@
+"""Huge pages for weights that are read in place.
+
+A row of weights is about as long as a 4 KiB page, so a kernel that streams rows looks up a new page for every row.
+With 2 MiB pages it does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+
+from torch import Tensor
+
+HUGE_PAGE_BYTES = 2 << 20
+
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # linux/mman.h
+
+
+def use_huge_pages(tensor: Tensor) -> tuple[bool, str]:
+    """Move the tensor's memory to huge pages, in place: addresses and contents stay.
+
+    Takes about as long as copying the tensor once. Call it after the weights are loaded. Memory at the two ends that
+    does not fill a huge page stays as it is.
+
+    Returns:
+        Whether it was done, and the reason if not ("" if so). Not done is never an error: only speed differs.
+    """
+    if tensor.device.type != "cpu":
+        return False, f"the tensor is on {tensor.device}"
+    if not tensor.numel():
+        return False, "the tensor is empty"
+    start = tensor.data_ptr()
+    end = start + _extent_bytes(tensor)
+    first = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    length = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - first
+    if length <= 0:
+        return False, "the tensor is smaller than a huge page"
+    try:
+        setting = _SETTING.read_text(encoding="ascii")
+    except OSError:
+        return False, "the kernel has no transparent huge pages"
+    if "[never]" in setting:
+        return False, f"transparent huge pages are switched off ({_SETTING})"
+    for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
+        code = _advise(first, length, advice)
+        if code == errno.EINVAL and advice == _MADV_COLLAPSE:
+            return False, "the kernel collapses pages only in the background (needs Linux 6.1)"
+        if code:
+            return False, f"madvise: {os.strerror(code)}"
+    return True, ""
+
+
+def _extent_bytes(tensor: Tensor) -> int:
+    """Bytes from the first to the last element, gaps of the strides included."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _advise(address: int, length: int, advice: int) -> int:
+    """Return 0, or the error number."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(advice))
+    return ctypes.get_errno() if result else 0

@@ -1,0 +1,58 @@
+"""Huge pages: the contents stay, the answer says what happened."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_optimizer.ops import huge_pages
+from moe_optimizer.ops.huge_pages import use_huge_pages
+
+
+def huge_bytes(address: int) -> int:
+    """Bytes of the mapping at `address` that lie on huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        header = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if header:
+            inside = int(header[1], 16) <= address < int(header[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def test_contents_stay_and_the_memory_is_on_huge_pages() -> None:
+    tensor = torch.arange(4 << 20, dtype=torch.int32)  # 16 MiB
+    address = tensor.data_ptr()
+    done, reason = use_huge_pages(tensor)
+    assert tensor.data_ptr() == address
+    assert torch.equal(tensor, torch.arange(4 << 20, dtype=torch.int32))
+    if not done:
+        pytest.skip(f"this machine: {reason}")
+    middle = address + (8 << 20)
+    assert huge_bytes(middle) >= 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (torch.zeros(0), "the tensor is empty"),
+        (torch.zeros(1000), "the tensor is smaller than a huge page"),
+        (torch.zeros(10, device="meta"), "the tensor is on meta"),
+    ],
+    ids=["empty", "small", "meta"],
+)
+def test_what_cannot_be_done_is_said(tensor: torch.Tensor, reason: str) -> None:
+    assert use_huge_pages(tensor) == (False, reason)
+
+
+def test_switched_off_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = tmp_path / "enabled"
+    setting.write_text("always madvise [never]\n", encoding="ascii")
+    monkeypatch.setattr(huge_pages, "_SETTING", setting)
+    done, reason = use_huge_pages(torch.zeros(4 << 20))
+    assert not done
+    assert "switched off" in reason
