@@ -108,13 +108,15 @@ def test_grouped_fp8_tokens_stay_within_their_rounding(emulator: Emulator, fp8):
     assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
 
 
-def test_grouped_with_biases_the_clamped_activation_and_a_map(emulator: Emulator):
+@pytest.mark.parametrize("tile", [16, 64, 256])
+def test_grouped_with_biases_the_clamped_activation_and_a_map(emulator: Emulator, tile):
+    # 20 tokens: the larger tiles take their path for half-empty tiles.
     ids = torch.randint(-1, 6, (20, 2), generator=torch.Generator().manual_seed(3))
     expert_map = torch.tensor([-1, 1, -1, 0, 2, 3])
     case = make_case(
         20, 2, 4, 80, 144, ids=ids, expert_map=expert_map, activation="swigluoai", bias=True, int64_ids=True
     )
-    assert_close(case, emulator.grouped(case.problem, GemmMode.BF16, tile_tokens=16))
+    assert_close(case, emulator.grouped(case.problem, GemmMode.BF16, tile_tokens=tile))
 
 
 @pytest.mark.parametrize("stages", [3, 4, 5])
