@@ -34,6 +34,8 @@ class KernelCall:
     geometry: list[int]
     buffer: Tensor
     """Keeps the workspace alive; its contents before the call do not matter."""
+    counters: Tensor
+    """Keeps the counters alive."""
 
 
 def sizes_of(problem: CudaProblem) -> MoeSizes:
@@ -62,7 +64,7 @@ def decode_call(problem: CudaProblem, geometry: DecodeGeometry, counters: Tensor
         geometry.shared_bytes,
         geometry.grid,
     ]
-    return KernelCall(problem.values(), workspace, launch, buffer)
+    return KernelCall(problem.values(), workspace, launch, buffer, counters)
 
 
 def grouped_call(
@@ -83,7 +85,7 @@ def grouped_call(
         routing.blocks,
         routing.shared_bytes,
     ]
-    return KernelCall(problem.values(), workspace, launch, buffer)
+    return KernelCall(problem.values(), workspace, launch, buffer, counters)
 
 
 def _buffer(layout: Layout, problem: CudaProblem) -> Tensor:

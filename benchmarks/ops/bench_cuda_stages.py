@@ -1,0 +1,148 @@
+"""Which stage of a CUDA kernel is wrong: routing, the up GEMM (h), the down GEMM (y) or the combine.
+
+    python benchmarks/ops/bench_cuda_stages.py [--variant decode|bf16|fp8_weights] [--tile N] [--tokens T] ...
+
+Runs one small call and compares what lies in its workspace with plain torch, row by row: the pattern of the wrong
+rows and columns usually names the line (every other 8 rows: a fragment's halves; columns from 64 on: the second step
+along K; only the last expert: an edge).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import torch  # noqa: E402
+from bench_cuda_cases import Shape, make_tokens, make_weights, problem_of  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from moe_optimizer.ops import reference  # noqa: E402
+from moe_optimizer.ops.cuda_dispatch_calls import KernelCall, decode_call, grouped_call, sizes_of  # noqa: E402
+from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem  # noqa: E402
+from moe_optimizer.ops.launch_geometry import (  # noqa: E402
+    GemmMode,
+    decode_geometry,
+    grouped_geometry,
+    routing_geometry,
+)
+from moe_optimizer.ops.launch_geometry.workspace import num_counters  # noqa: E402
+
+# Positions in the workspace lists, see csrc/launch/arguments.h.
+_DECODE_H, _DECODE_Y = 0, 1
+_GROUPED_SORTED, _GROUPED_POSITION, _GROUPED_H, _GROUPED_Y = 3, 4, 8, 9
+
+
+def main() -> int:
+    """Run and compare; 0 when every stage is right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", choices=("decode", "bf16", "fp8_weights"), default="bf16")
+    parser.add_argument("--fp8", action="store_true", help="with decode: FP8 weights")
+    for name, value in (("tile", 16), ("tokens", 5), ("top-k", 2), ("experts", 3), ("hidden", 64), ("width", 64)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args()
+    shape = Shape("stages", options.hidden, options.width, options.experts, options.top_k)
+    fp8 = options.fp8 or options.variant == "fp8_weights"
+    weights = make_weights(shape, fp8, seed=1)
+    problem = problem_of(weights, make_tokens(shape, options.tokens, "uniform", seed=1))
+    call = make_call(problem, options.variant, options.tile)
+    call.buffer.fill_(0xFF)
+    launch(call, options.variant)
+    torch.cuda.synchronize()
+    return 0 if compare(problem, call, options.variant) else 1
+
+
+def make_call(problem: CudaProblem, variant: str, tile: int) -> KernelCall:
+    """The call and its workspace."""
+    sizes = sizes_of(problem)
+    counters = torch.zeros(num_counters(), dtype=torch.int32, device=problem.x.device)
+    multiprocessors = torch.cuda.get_device_properties(problem.x.device).multi_processor_count
+    if variant == "decode":
+        return decode_call(problem, decode_geometry(sizes, num_multiprocessors=multiprocessors), counters)
+    mode = GemmMode[variant.upper()]
+    geometry = grouped_geometry(sizes, mode, num_multiprocessors=multiprocessors, tile_tokens=tile)
+    return grouped_call(problem, geometry, routing_geometry(sizes), counters)
+
+
+def launch(call: KernelCall, variant: str) -> None:
+    """Enqueue it on the current stream."""
+    from moe_optimizer.ops import _load
+
+    stream = torch.cuda.current_stream().cuda_stream
+    if variant == "decode":
+        _load.kernels().cuda_decode(call.values, call.workspace, call.geometry, stream, 0)
+    else:
+        _load.kernels().cuda_grouped(call.values, call.workspace, call.geometry, stream)
+
+
+def compare(problem: CudaProblem, call: KernelCall, variant: str) -> bool:
+    """Print every stage's verdict; whether all are right."""
+    p = problem
+    assert p.topk_ids is not None
+    assert p.topk_weights is not None
+    flat = p.topk_ids.flatten().long()
+    order = flat.sort(stable=True).indices[int((flat < 0).sum()) :]
+    pairs, width, hidden = flat.numel(), p.w2.shape[2], p.w2.shape[1]
+    right = True
+    if variant != "decode":
+        right &= _same("sorted_pair", _part(call, _GROUPED_SORTED, order.numel(), torch.int32), order.int())
+        want = torch.full_like(flat, -1, dtype=torch.int32)
+        want[order] = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
+        right &= _same("pair_position", _part(call, _GROUPED_POSITION, pairs, torch.int32), want)
+    h_index, y_index = (_DECODE_H, _DECODE_Y) if variant == "decode" else (_GROUPED_H, _GROUPED_Y)
+    y_dtype = torch.float32 if variant == "decode" else torch.bfloat16
+    h = _part(call, h_index, pairs * width, torch.bfloat16).view(pairs, width)[: order.numel()]
+    y = _part(call, y_index, pairs * hidden, y_dtype).view(pairs, hidden)[: order.numel()]
+    want_h, want_y = [], []
+    for pair in order.tolist():
+        expert = int(flat[pair])
+        w13 = reference.dequantize(p.w13, p.w13_scale, expert, torch.float32)
+        w2 = reference.dequantize(p.w2, p.w2_scale, expert, torch.float32)
+        row = reference.activate((p.x[pair // p.top_k].float() @ w13.T)[None], p.activation)[0]
+        want_h.append(row)
+        want_y.append(row @ w2.T)
+    stored_h = torch.stack(want_h)
+    if variant == "fp8_weights":  # stored in the order that the down GEMM reads
+        k = torch.arange(width, device=h.device)
+        position = (k & ~15) | ((k & 12) >> 1) | ((k & 2) << 2) | (k & 1)
+        stored_h = torch.empty_like(stored_h).index_copy_(1, position, stored_h)
+    right &= _close("h (up GEMM, activation)", h.float(), stored_h)
+    right &= _close("y (down GEMM)", y.float(), torch.stack(want_y))
+    want = reference.fused_experts(p.x, p.w13, p.w2, p.topk_weights, p.topk_ids, w13_scale=p.w13_scale,
+                                   w2_scale=p.w2_scale, activation=p.activation)  # fmt: skip
+    return right & _close("out (combine)", p.out.float(), want.float())
+
+
+def _part(call: KernelCall, index: int, count: int, dtype: torch.dtype) -> Tensor:
+    start = call.workspace[index] - call.buffer.data_ptr()
+    return call.buffer[start : start + count * dtype.itemsize].view(dtype)
+
+
+def _same(name: str, got: Tensor, want: Tensor) -> bool:
+    wrong = (got != want).nonzero().flatten()
+    print(f"{name:24} {'right' if not len(wrong) else f'WRONG at {wrong[:8].tolist()}: {got[wrong[:8]].tolist()}'}")
+    return not len(wrong)
+
+
+def _close(name: str, got: Tensor, want: Tensor) -> bool:
+    scale = want.square().mean().sqrt()
+    wrong = ~((got - want).abs() <= 0.03 * scale + 0.02 * want.abs())  # NaN counts as wrong
+    error = (got - want).norm() / want.norm()
+    if not wrong.any():
+        print(f"{name:24} right, relative error {error:.1e}")
+        return True
+    rows, columns = wrong.any(1).nonzero().flatten().tolist(), wrong.any(0).nonzero().flatten().tolist()
+    print(f"{name:24} WRONG, relative error {error:.1e}, {int(wrong.sum())} of {wrong.numel()} elements, "
+          f"{int(got.isnan().sum())} NaN")  # fmt: skip
+    print(f"  rows {rows[:24]}{' ...' if len(rows) > 24 else ''}")
+    print(f"  columns {columns[:24]}{' ...' if len(columns) > 24 else ''}")
+    first = wrong.nonzero()[0].tolist()
+    print(f"  first [{first[0]}, {first[1]}]: got {got[tuple(first)]:.4g}, expected {want[tuple(first)]:.4g}")
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
