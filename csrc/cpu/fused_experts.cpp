@@ -18,6 +18,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <vector>
 
 #include "expert_kernels.h"
 #include "moeopt/fused_experts.h"
@@ -78,40 +79,25 @@ const ExpertKernels* kernels_for(const FusedExpertsArgs& args, Isa isa) {
   return generic_kernels(args);
 }
 
-}  // namespace
+// Tokens of one pass. More would only cost memory: with this many, an expert's weights are read for dozens of
+// tokens already.
+constexpr int64_t kPassTokens = 2048;
 
-Isa best_isa() {
-#ifdef MOEOPT_X86
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) return Isa::kAvx512Bf16;
-  if (avx512) return Isa::kAvx512;
-  if (avx2) return Isa::kAvx2;
-#endif
-  return Isa::kGeneric;
+// The part of `args` for tokens [begin, end).
+FusedExpertsArgs slice_tokens(const FusedExpertsArgs& args, int64_t begin, int64_t end) {
+  const int64_t x_bytes = args.x_dtype == DType::kFloat32 ? 4 : 2, id_bytes = args.ids_are_int64 ? 8 : 4;
+  FusedExpertsArgs part = args;
+  part.num_tokens = end - begin;
+  part.x = static_cast<const char*>(args.x) + begin * args.x_stride * x_bytes;
+  part.out = static_cast<char*>(args.out) + begin * args.out_stride * x_bytes;
+  part.topk_weights = args.topk_weights + begin * args.top_k;
+  part.topk_ids = static_cast<const char*>(args.topk_ids) + begin * args.top_k * id_bytes;
+  return part;
 }
 
-const char* isa_name(Isa isa) {
-  switch (isa) {
-    case Isa::kGeneric: return "generic";
-    case Isa::kAvx2: return "avx2";
-    case Isa::kAvx512: return "avx512";
-    case Isa::kAvx512Bf16: return "avx512_bf16";
-  }
-  return "?";
-}
-
-bool fused_experts_cpu(const FusedExpertsArgs& args, Isa isa, RoutingError* error) {
-  if (args.num_tokens == 0) return true;
-  const ExpertKernels& kernels = *kernels_for(args, isa);
+void run_pass(const FusedExpertsArgs& args, const ExpertKernels& kernels, const Routing& routing) {
   const int64_t T = args.num_tokens, H = args.hidden_size, I = args.intermediate_size;
   const int64_t h_row_bytes = kernels.h_row_bytes(args);
-
-  Routing routing;
-  if (!sort_routing(args, std::max<int64_t>(1, kGroupBytes / h_row_bytes), &routing, error)) return false;
-
   const int threads = omp_get_max_threads();
   const int64_t packed_row_bytes = round_up(kernels.packed_x_row_bytes(args), kAlignment);
   const int64_t packed_bytes = round_up(T * packed_row_bytes, kAlignment);
@@ -168,6 +154,48 @@ bool fused_experts_cpu(const FusedExpertsArgs& args, Isa isa, RoutingError* erro
       }
     }
   }
+}
+
+}  // namespace
+
+Isa best_isa() {
+#ifdef MOEOPT_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) return Isa::kAvx512Bf16;
+  if (avx512) return Isa::kAvx512;
+  if (avx2) return Isa::kAvx2;
+#endif
+  return Isa::kGeneric;
+}
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::kGeneric: return "generic";
+    case Isa::kAvx2: return "avx2";
+    case Isa::kAvx512: return "avx512";
+    case Isa::kAvx512Bf16: return "avx512_bf16";
+  }
+  return "?";
+}
+
+bool fused_experts_cpu(const FusedExpertsArgs& args, Isa isa, RoutingError* error) {
+  const ExpertKernels& kernels = *kernels_for(args, isa);
+  const int64_t max_pairs = std::max<int64_t>(1, kGroupBytes / kernels.h_row_bytes(args));
+  // All of the routing first: nothing is written if any of it is wrong.
+  std::vector<FusedExpertsArgs> passes;
+  std::vector<Routing> routings;
+  for (int64_t begin = 0; begin < args.num_tokens; begin += kPassTokens) {
+    passes.push_back(slice_tokens(args, begin, std::min(begin + kPassTokens, args.num_tokens)));
+    routings.emplace_back();
+    if (!sort_routing(passes.back(), max_pairs, &routings.back(), error)) {
+      error->token += begin;
+      return false;
+    }
+  }
+  for (size_t i = 0; i < passes.size(); ++i) run_pass(passes[i], kernels, routings[i]);
   return true;
 }
 

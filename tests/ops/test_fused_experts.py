@@ -244,3 +244,24 @@ def test_a_broken_contract_names_tensor_dimension_got_and_expected(name: str) ->
     case, message = _wrong(make_case(3))[name]
     with pytest.raises(TensorContractError, match=message):
         case.kernel()
+
+
+# More tokens than one pass of 2048: the passes join without a seam.
+@needs_kernels
+def test_many_tokens_are_computed_in_passes() -> None:
+    case = make_case(4500, 32, 16, experts=4)
+    whole = case.kernel()
+    for rows in (slice(0, 2048), slice(2040, 2060), slice(4096, 4500)):
+        part = replace(case, x=case.x[rows], topk_ids=case.topk_ids[rows], topk_weights=case.topk_weights[rows])
+        assert torch.equal(part.kernel(), whole[rows])
+
+
+@needs_kernels
+def test_a_wrong_id_in_the_last_pass_leaves_the_output_alone() -> None:
+    case = make_case(4500, 32, 16, experts=4)
+    ids = case.topk_ids.clone()
+    ids[4321, 1] = 4
+    out = torch.full_like(case.x, 7.0)
+    with pytest.raises(TensorContractError, match="got expert 4 for token 4321, slot 1, expected below 4"):
+        replace(case, topk_ids=ids).kernel(out=out)
+    assert (out == 7.0).all()
