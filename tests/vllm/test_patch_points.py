@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def oracle() -> Any:
 @pytest.fixture
 def activate(oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Activation]]:
     """Applies a plan in this process, as in a fresh worker, and undoes it afterwards."""
-    from vllm import envs
+    import vllm.envs as envs
 
     monkeypatch.setattr(activations, "_current", None)
     monkeypatch.setattr(patches, "_reports", {})
@@ -170,6 +171,11 @@ def test_an_exception_while_applying_leaves_stock(
     assert why_not(activation) == "fallback: RuntimeError: injected"
 
 
+def replace_op(monkeypatch: pytest.MonkeyPatch, replacement: Callable[..., Any]) -> None:
+    # Not by its dotted name: the package shows the function under the name of its module.
+    monkeypatch.setattr(sys.modules["moe_optimizer.ops.fused_experts"], "fused_experts", replacement)
+
+
 def test_a_kernel_that_computes_something_else_is_refused(
     oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +184,7 @@ def test_a_kernel_that_computes_something_else_is_refused(
     def swapped_experts(x: Any, w13: Any, w2: Any, weights: Any, ids: Any, **kwargs: Any) -> Any:
         return right(x, w13.flip(0), w2, weights, ids, **kwargs)
 
-    monkeypatch.setattr("moe_optimizer.ops.fused_experts.fused_experts", swapped_experts)
+    replace_op(monkeypatch, swapped_experts)
     activation = activate()
     assert chosen(oracle) == "CPUUnquantizedExperts"
     assert "self-test failed: wrong result" in why_not(activation)
@@ -192,7 +198,7 @@ def test_a_kernel_that_ignores_the_expert_map_is_refused(
     def no_map(x: Any, w13: Any, w2: Any, weights: Any, ids: Any, *, expert_map: Any = None, **kwargs: Any) -> Any:
         return right(x, w13, w2, weights, ids.clamp(max=1), **kwargs)
 
-    monkeypatch.setattr("moe_optimizer.ops.fused_experts.fused_experts", no_map)
+    replace_op(monkeypatch, no_map)
     activation = activate()
     assert chosen(oracle) == "CPUUnquantizedExperts"
     assert "self-test failed" in why_not(activation)
@@ -227,7 +233,7 @@ def test_an_old_vllm_is_left_alone(
 def test_compiled_graphs_with_and_without_our_kernel_have_different_keys(
     oracle: Any, activate: Callable[..., Activation]
 ) -> None:
-    from vllm import envs
+    import vllm.envs as envs
 
     stock = envs.compile_factors()
     activate()
