@@ -27,99 +27,10 @@
 #pragma once
 
 #include "moeopt/device.cuh"
-#include "moeopt/fused_experts.h"
-#include "moeopt/prepare_tokens.cuh"
-#include "moeopt/route_pairs.cuh"
-#include "moeopt/swiglu.cuh"
+#include "moeopt/grouped_gemm_epilogue.cuh"
+#include "moeopt/grouped_gemm_shape.cuh"
 
 namespace moeopt {
-
-enum class GemmMode { kBf16, kFp8Weights, kFp8 };
-
-constexpr int kGemmThreads = 384;
-constexpr int kProducerThreads = 128;
-constexpr int kBoxRows = 64;
-constexpr int kBoxBytes = kBoxRows * 128;
-// Stages that the producers' signal trails their copies. The BF16 math warps trail too: they release a stage when the
-// next one is issued. A ring of kLag + 1 (+ 1) stages is the least that cannot deadlock; checked in launch_geometry.
-constexpr int kLag = 1;
-
-template <GemmMode kMode, int kTokens>
-struct GemmShape {
-  // 256 tokens: one operand of 64 rows per math warpgroup instead of two, so that a weight row serves twice the tokens.
-  static constexpr bool kWide = kTokens == 256;
-  static constexpr int kBoxes = kWide ? 2 : 4;
-  // 168 per thread at launch (65536 / 384, rounded down to 8); moved from the producers to the math warpgroups:
-  // 128 x 56 + 256 x 224 = 128 x 104 + 256 x 200 = 64512 = 384 x 168. Wide producers hold 16 token rows, not 8.
-  static constexpr int kProducerRegisters = kWide ? 104 : 56;
-  static constexpr int kMathRegisters = kWide ? 200 : 224;
-  static constexpr int kWeightBytes = kBoxes * kBoxBytes;
-  static constexpr int kDepth = kMode == GemmMode::kBf16 ? 64 : 128;  // K per stage: 128 bytes of weights
-  static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2 : 1;  // of 128 bytes per token
-  static constexpr int kTokenBytes = kTokenTiles * kTokens * 128;
-  static constexpr int kScaleBytes = kMode == GemmMode::kFp8 ? 1024 : 0;  // kTokens floats, alignment kept
-  static constexpr int kStageBytes = kWeightBytes + kTokenBytes + kScaleBytes;
-  // Per math warpgroup: kTokens x 64 BF16; wide: 256 x 32 (up), or 128 x 64 at a time (down).
-  static constexpr int kStagingBytes = kTokens * (kWide ? 64 : 128);
-};
-
-struct GemmArgs {
-  const void* tokens;  // BF16, permuted BF16 or E4M3 rows
-  int64_t token_stride;  // elements
-  const float* token_scale;  // kFp8: [rows][ceil(K / 128)]
-  const int* sorted_pair;    // gather: row = sorted_pair[position] / top_k; null: row = position
-  const TokenTile* tiles;
-  const int* num_tiles;
-  uint16_t* out;  // BF16 rows by position
-  int64_t out_stride;
-  const float* weight_scale;
-  const float* bias;
-  int32_t top_k;
-  int32_t depth;        // K
-  int32_t rows;         // kUp: I; kDown: H
-  int32_t weight_rows;  // kUp: 2 I; kDown: H
-  ScaleKind scale_kind;
-  Activation activation;
-  bool permute_out;  // h for FP8 weights
-  int32_t num_stages;
-};
-
-struct GemmRing {
-  unsigned char* stages;
-  uint64_t *full, *empty;
-  int num_stages, stage_bytes, stage = 0;
-  uint32_t parity = 0;
-
-  MOEOPT_DEVICE GemmRing(unsigned char* stages_, uint64_t* barriers, int num_stages_, int stage_bytes_)
-      : stages(stages_), full(barriers), empty(barriers + num_stages_), num_stages(num_stages_),
-        stage_bytes(stage_bytes_) {}
-  MOEOPT_DEVICE unsigned char* data() const { return stages + stage * stage_bytes; }
-  MOEOPT_DEVICE void advance() {
-    if (++stage == num_stages) {
-      stage = 0;
-      parity ^= 1u;
-    }
-  }
-};
-
-// Rows of the output (kUp: of I) that one math warpgroup makes of one tile.
-template <bool kUp, bool kWide>
-constexpr int kRowsPerWarpgroup = (kUp ? 64 : 128) / (kWide ? 2 : 1);
-
-template <bool kUp, bool kWide>
-MOEOPT_DEVICE int row_tiles(const GemmArgs& args) {
-  return ceil_div(args.rows, 2 * kRowsPerWarpgroup<kUp, kWide>);
-}
-// First row of a math warpgroup's operand `a`.
-template <bool kUp, bool kWide>
-MOEOPT_DEVICE int first_row(int row_tile, int warpgroup, int a) {
-  return (2 * row_tile + warpgroup) * kRowsPerWarpgroup<kUp, kWide> + (kUp ? 0 : a * 64);
-}
-
-MOEOPT_DEVICE TokenTile load_tile(const TokenTile* tile) {
-  const Vec4 v = load_constant16(tile);
-  return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), 0};
-}
 
 template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void produce_tiles(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring) {
@@ -296,72 +207,6 @@ MOEOPT_DEVICE void add_scaled(float (&sum)[kColumns / 2], float (&part)[kColumns
     const float scale = token_scale == nullptr ? 1.0f : token_scale[r / 4 * 8 + thread_index() % 4 * 2 + r % 2];
     sum[r] += row_scale[r % 4 / 2] * scale * part[r];
   }
-}
-
-// Position of element (n, m) in a warpgroup's staging buffer, in BF16: rows of 64, chunks of 8 exchanged so that the 4
-// columns one store instruction touches lie in different banks.
-MOEOPT_DEVICE int staging_index(int n, int m) { return n * 64 + ((((m >> 3) ^ (n >> 1)) & 7) << 3) + (m & 7); }
-
-// Stages kColumns x 64 values, then writes the rows of the tile's tokens, 16 bytes per thread. `value(r)` is the result
-// in accumulator register r.
-template <int kColumns, bool kUp, typename Value>
-MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int first, uint16_t* staging, int warpgroup,
-                              const Value& value) {
-  const int lane = thread_index() % 32, warp = thread_index() / 32 % 4;
-  sync_named(1 + warpgroup, 128);  // the buffer's last readers are done
-  MOEOPT_UNROLL
-  for (int r = 0; r < kColumns / 2; ++r) {
-    const int n = r / 4 * 8 + lane % 4 * 2 + r % 2;
-    int m = warp * 16 + lane / 4 + 8 * (r % 4 / 2);
-    if (kUp && args.permute_out) m = permuted_position(m);
-    staging[staging_index(n, m)] = static_cast<uint16_t>(pack_bf16x2(value(r), 0.0f));
-  }
-  sync_named(1 + warpgroup, 128);
-  const int chunk = thread_index() % 8;
-  for (int n = thread_index() % 128 / 8; n < tile.count; n += 16) {
-    if (first + chunk * 8 >= args.rows) break;
-    const Vec4 v = *reinterpret_cast<const Vec4*>(staging + staging_index(n, chunk * 8));
-    *reinterpret_cast<Vec4*>(args.out + (tile.begin + n) * args.out_stride + first + chunk * 8) = v;
-  }
-}
-
-// The same for kColumns x 32 values of a wide tile; `value(r)` for the gates' registers, r % 4 < 2.
-template <int kColumns, typename Value>
-MOEOPT_DEVICE void store_up_tile(const GemmArgs& args, const TokenTile& tile, int first, uint16_t* staging,
-                                 int warpgroup, const Value& value) {
-  const int lane = thread_index() % 32, warp = thread_index() / 32 % 4;
-  const auto index = [](int n, int chunk) { return n * 32 + (((chunk ^ (n >> 1)) & 3) << 3); };
-  sync_named(1 + warpgroup, 128);  // the buffer's last readers are done
-  MOEOPT_UNROLL
-  for (int r = 0; r < kColumns / 2; ++r) {
-    if (r % 4 >= 2) continue;
-    const int n = r / 4 * 8 + lane % 4 * 2 + r % 2;
-    staging[index(n, warp) + lane / 4] = static_cast<uint16_t>(pack_bf16x2(value(r), 0.0f));
-  }
-  sync_named(1 + warpgroup, 128);
-  const int chunk = thread_index() % 4;
-  for (int n = thread_index() % 128 / 4; n < tile.count; n += 32) {
-    if (first + chunk * 8 >= args.rows) break;
-    const Vec4 v = *reinterpret_cast<const Vec4*>(staging + index(n, chunk));
-    *reinterpret_cast<Vec4*>(args.out + (tile.begin + n) * args.out_stride + first + chunk * 8) = v;
-  }
-}
-
-// Scale (per channel) and bias of a thread's two rows.
-struct RowTerms {
-  float scale[2], bias[2];
-};
-MOEOPT_DEVICE RowTerms row_terms(const GemmArgs& args, int expert, const int (&rows)[2]) {
-  RowTerms terms = {{1.0f, 1.0f}, {0.0f, 0.0f}};
-  MOEOPT_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    if (rows[half] < 0) continue;
-    if (args.scale_kind == ScaleKind::kChannel) {
-      terms.scale[half] = channel_scale(args.weight_scale, expert, args.weight_rows, rows[half]);
-    }
-    if (args.bias != nullptr) terms.bias[half] = channel_scale(args.bias, expert, args.weight_rows, rows[half]);
-  }
-  return terms;
 }
 
 // One tile by one math warpgroup: its part of the ring, then the epilogue. kColumns: of the kTokens that the stage has
