@@ -57,6 +57,13 @@ struct Block {
   int64_t steps() const { return (end - begin) / Format::kStep; }
 };
 
+// Loads `value` once. Left alone, the compiler reads an activation again for each of the 4 rows, as the memory operand
+// of the multiplication, and the loads become the limit.
+template <typename Operand>
+inline __attribute__((always_inline)) void keep_in_register(Operand& value) {
+  asm("" : "+v"(value));
+}
+
 // acc[m][n] += x[m] . w[n] over [k_begin, k_end).
 template <typename Format, int M, Ahead kAhead>
 inline __attribute__((always_inline)) void multiply(const char* const* x, const Block<Format>& block, int64_t k_begin,
@@ -83,10 +90,14 @@ inline __attribute__((always_inline)) void multiply(const char* const* x, const 
     for (int part = 0; part < Format::kParts; ++part) {
       typename Format::Operand a[M];
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) a[m] = Format::activation(x[m], k, part);
+      for (int m = 0; m < M; ++m) {
+        a[m] = Format::activation(x[m], k, part);
+        keep_in_register(a[m]);
+      }
 #pragma GCC unroll 4
       for (int n = 0; n < kTileRows; ++n) {
-        const typename Format::Operand b = Format::weight(w + n * row_stride + k, part);
+        typename Format::Operand b = Format::weight(w + n * row_stride + k, part);
+        keep_in_register(b);
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) acc[m][n] = Format::multiply_add(a[m], b, acc[m][n]);
       }

@@ -96,6 +96,8 @@ struct Avx512Float16 : Avx512Format<Float16> {
 struct Avx512BFloat16 : Avx512Format<BFloat16> {
   using Weight = BFloat16;
   using Decoded = Avx512BFloat16;
+  // Chosen by measurement: 1.1 times as fast as 6.
+  static constexpr int kMaxTokens = 3;
   static constexpr int kStep = 32, kParts = 2;
   static __m512 half(__m512i pairs, int part) {
     return _mm512_castsi512_ps(part == 0 ? _mm512_slli_epi32(pairs, 16)
