@@ -49,6 +49,7 @@ def main() -> int:
         "--check", help="check one kernel family and exit (used by this script; good under a sanitizer)"
     )
     parser.add_argument("--small", action="store_true", help="with --check: tiny shapes only")
+    parser.add_argument("--commit", help="for the record, where the checkout came without its .git; +dirty when it is")
     options = parser.parse_args()
     why_not = _why_not_here()
     if why_not:
@@ -155,7 +156,7 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
     ceilings = measure_ceilings()
     vllm, why_no_vllm = find_vllm()
     facts = {
-        "command": sys.argv, "commit": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain")),
+        "command": sys.argv, **_checkout(options.commit),
         **device_facts(), **ceilings, "vllm": None if vllm is None else vllm.version, "why_no_vllm": why_no_vllm,
         "checks": right, "weight_sets": NUM_SETS,
     }  # fmt: skip
@@ -230,6 +231,13 @@ def one_case(case: Case, out: Path, right: dict[str, bool], vllm: Vllm | None, c
         ratio = f"{record['sides'][stock]['median_us'] / side['median_us']:8.2f}" if stock in samples else " " * 8
         print(f"{shape.name:18} {record['dtype']:5} {routing:7} {tokens:5d} {name:28} {side['median_us']:9.1f}"
               f" {floor / side['median_us']:6.0%} {ratio}", flush=True)  # fmt: skip
+
+
+def _checkout(named: str | None) -> dict[str, object]:
+    if named is not None:
+        return {"commit": named.removesuffix("+dirty"), "dirty": named.endswith("+dirty")}
+    commit = _git("rev-parse", "HEAD")
+    return {"commit": commit, "dirty": None if commit is None else bool(_git("status", "--porcelain"))}
 
 
 def _git(*arguments: str) -> str | None:
