@@ -150,34 +150,6 @@ def experts_read_ratio(model: ModelSpec, *, batch: int, from_bits: float, to_bit
     return Quantity(before / after if after else 1.0, "ratio", Source.MODELLED, ref)
 
 
-def decode_step_ratio(
-    model: ModelSpec,
-    *,
-    batch: int,
-    context: int,
-    num_gpus: int,
-    from_bits: tuple[float, float, float],
-    to_bits: tuple[float, float, float],
-) -> Quantity:
-    """Return how many times fewer bytes a whole decode step reads after a change of weight and cache bits.
-
-    `from_bits` and `to_bits` are (expert, linear, cache) bits. While the step is bound by memory this is the
-    upper limit of its speed-up.
-    """
-    before, after = (
-        decode_step_bytes(
-            model, batch=batch, context=context, num_gpus=num_gpus,
-            expert_bits=bits[0], linear_bits=bits[1], kv_bits=bits[2],
-        )
-        for bits in (from_bits, to_bits)
-    )  # fmt: skip
-    ref = (
-        f"bytes of one decode step of {batch} sequences at {context} tokens on {num_gpus} GPUs; "
-        f"expert/linear/cache bits {_slashed(from_bits)} against {_slashed(to_bits)}"
-    )
-    return Quantity(before / after if after else 1.0, "ratio", Source.MODELLED, ref)
-
-
 def memory_bandwidth(gpu: GpuSpec, rates: Rates = "datasheet") -> Quantity:
     """Return bytes/s: the measured copy rate where asked for and known, else the datasheet's.
 
@@ -219,7 +191,3 @@ def _cache_read_bytes(model: ModelSpec, context: int) -> float:
     full_layers = attention.num_attention_layers - attention.num_windowed_layers
     layer_tokens = full_layers * context + attention.num_windowed_layers * window
     return model.kv_bytes_per_token * layer_tokens / attention.num_attention_layers
-
-
-def _slashed(bits: tuple[float, ...]) -> str:
-    return "/".join(f"{value:g}" for value in bits)

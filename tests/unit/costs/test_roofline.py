@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from moe_optimizer.costs.roofline import (
     decode_step_bytes,
     decode_step_floor_us,
-    decode_step_ratio,
     expected_experts_hit,
     experts_read_ratio,
     memory_bandwidth,
@@ -111,12 +110,6 @@ def test_fp8_experts_read_just_under_half(qwen3_30b_a3b):
     ratio = experts_read_ratio(qwen3_30b_a3b, batch=64, from_bits=16, to_bits=8)
     assert ratio.value == pytest.approx(2 / (1 + 4 / 128**2))
     assert (ratio.unit, ratio.source) == ("ratio", Source.MODELLED)
-
-
-def test_gain_of_a_whole_step_is_smaller_than_that_of_the_experts(qwen3_30b_a3b):
-    step = {"batch": 8, "context": 4096, "num_gpus": 1}
-    whole = decode_step_ratio(qwen3_30b_a3b, **step, from_bits=(16, 16, 16), to_bits=(8, 16, 16))
-    assert 1 < whole.value < experts_read_ratio(qwen3_30b_a3b, batch=8, from_bits=16, to_bits=8).value
 
 
 def test_a_tied_embedding_is_read_as_the_head(qwen3_30b_a3b):
