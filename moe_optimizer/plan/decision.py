@@ -40,8 +40,6 @@ class Applier(Enum):
     """The plugin inside vLLM's processes; must appear in their proof files."""
     FILES = "files"
     """Files and environment variables prepared before the start."""
-    SERVERS = "servers"
-    """More than one server process."""
     NONE = "none"
     """Nothing to carry out."""
 
