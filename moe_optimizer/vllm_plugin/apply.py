@@ -24,9 +24,6 @@ from moe_optimizer.vllm_plugin.proof import described
 
 logger = get_logger(__name__)
 
-PATCHES = (UNQUANTIZED_ORACLE,)
-"""Every patch of vLLM that this package can make."""
-
 
 def apply_plan(plan: Plan, *, run_dir: Path) -> Activation:
     """Apply the decisions of `plan` that are the plugin's; the proof goes under `run_dir`.
