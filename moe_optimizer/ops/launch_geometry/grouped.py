@@ -171,12 +171,6 @@ def choose_tile_tokens(sizes: MoeSizes, mode: GemmMode) -> int:
     return next((tile for tile in tiles if tile >= wanted), tiles[-1])
 
 
-def num_row_tiles(sizes: MoeSizes, tile_tokens: int) -> tuple[int, int]:
-    """Return the row tiles of the up and the down GEMM: 128 gate-up pairs, or 256 rows of w2, each (wide: half)."""
-    rows = 64 if tile_tokens == WIDE_TILE else 128
-    return ceil_div(sizes.intermediate_size, rows), ceil_div(sizes.hidden_size, 2 * rows)
-
-
 def _accumulators(mode: GemmMode, tile_tokens: int) -> int:
     operands = 1 if tile_tokens == WIDE_TILE else 2
     sums = operands * tile_tokens // 2
