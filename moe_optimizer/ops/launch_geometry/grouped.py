@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from moe_optimizer.ops.launch_geometry.hopper import HOPPER, ChipLimits, expect
-from moe_optimizer.ops.launch_geometry.sizes import MoeSizes, ceil_div
+from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 
 KERNEL = "grouped_gemm"
 THREADS = 384
