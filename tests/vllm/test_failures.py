@@ -7,13 +7,13 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError
 from moe_optimizer.vllm_plugin.launch import ServerInfo, running, serve
 from moe_optimizer.vllm_plugin.proof import read_proofs
 from moe_optimizer.vllm_plugin.proof_table import kernels_in_use
+from tests.run_processes import processes_of
 from tests.vllm.conftest import READY_TIMEOUT_S, Served, ask, plain_server, tiny_plan
 
 pytestmark = pytest.mark.vllm
@@ -28,17 +28,6 @@ broken.fused_experts = fused_experts
 broken.why_reference = lambda *args: None
 sys.modules[broken.__name__] = broken
 """
-
-
-def processes_of(run_dir: Path) -> list[psutil.Process]:
-    plan, found = str(run_dir.resolve() / "plan.json"), []
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("MOE_OPTIMIZER_PLAN") == plan:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 def test_a_broken_kernel_falls_back_to_stock(

@@ -20,6 +20,7 @@ from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin import launch
 from moe_optimizer.vllm_plugin.launch import ServerInfo
 from tests.builders import cpu_machine, request, tiny_moe
+from tests.run_processes import processes_of
 
 FAKE = Path(__file__).with_name("fake_server.py")
 ROOT = Path(__file__).parents[3]
@@ -48,18 +49,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def processes_of(run_dir: Path) -> list[psutil.Process]:
-    """Return the living processes that were started with this run's plan."""
-    plan, found = str(run_dir.resolve() / "plan.json"), []
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("MOE_OPTIMIZER_PLAN") == plan:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 def test_a_ready_server_is_described_and_stopped(fake: Fake, tmp_path: Path) -> None:
