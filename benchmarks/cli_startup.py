@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -26,7 +24,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "benchmarks" / "records"
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, write_record  # noqa: E402
+
 VARIANTS: dict[str, tuple[str, ...]] = {
     "interpreter alone": ("-c", "pass"),
     "--help": ("run_optimizer.py", "--help"),
@@ -57,10 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         goal = f", goal {result['goal_s']} s" if result["goal_s"] else ""
         print(f"{name:<30}  {times}; cpu median {result['cpu_median_s'] * 1e3:6.1f} ms{goal}")
     if options.write:
-        path = RECORDS / f"{record['date']}_{_slug(record['environment']['cpu'])}_cli_startup.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {path.relative_to(ROOT)}")
+        write_record(record, cpu_slug(record["environment"]["cpu"]), "cli_startup")
     return 0
 
 
@@ -104,10 +102,9 @@ def make_record(samples: dict[str, list[Sample]], *, load_before: float) -> dict
         "what": "wall and CPU time of fresh command line processes, start to end, in seconds",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "command": ["python", "benchmarks/cli_startup.py", *sys.argv[1:]],
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        **checkout(),
         "environment": {
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "cores": len(os.sched_getaffinity(0)),
             "load_average_before": load_before,
             "niceness": os.nice(0),
@@ -129,23 +126,6 @@ def make_record(samples: dict[str, list[Sample]], *, load_before: float) -> dict
             for name, values in samples.items()
         },
     }
-
-
-def _git(*arguments: str) -> str:
-    shown = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    return shown.stdout.strip()
-
-
-def _cpu_name() -> str:
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match.group(1).strip() if match else platform.machine()
-
-
-def _slug(name: str) -> str:
-    """The processor's name for a file name: "Intel(R) Xeon(R) Platinum 8480C CPU @ 2.0GHz" -> "xeon-platinum-8480c"."""
-    plain = re.sub(r"\((?:R|TM)\)|\bIntel\b|\bAMD\b|\bCPU\b|@.*|\d+-Core Processor|Processor", " ", name, flags=re.I)
-    return re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-") or "cpu"
 
 
 if __name__ == "__main__":

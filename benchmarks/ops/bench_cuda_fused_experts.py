@@ -9,7 +9,7 @@ In this order, each result written and printed as it comes, until the budget is 
   3. timing: BF16 then FP8, uniform then Zipf routing, the reference shape first, the unknown T first.
 Each timed side is a CUDA graph of 8 calls on 8 weight sets (L2-cold) with their own routing; sides alternate.
 
-State of the kernels: compiled and emulated on a CPU. This file has not run on a GPU either.
+What is known of the kernels on a GPU stands in docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -153,10 +153,12 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
     from bench_cuda_sides import find_vllm
     from bench_cuda_timing import device_facts, measure_ceilings
 
+    from benchmarks.record import checkout
+
     ceilings = measure_ceilings()
     vllm, why_no_vllm = find_vllm()
     facts = {
-        "command": sys.argv, **_checkout(options.commit),
+        "command": sys.argv, **checkout(options.commit),
         **device_facts(), **ceilings, "vllm": None if vllm is None else vllm.version, "why_no_vllm": why_no_vllm,
         "checks": right, "weight_sets": NUM_SETS,
     }  # fmt: skip
@@ -231,22 +233,6 @@ def one_case(case: Case, out: Path, right: dict[str, bool], vllm: Vllm | None, c
         ratio = f"{record['sides'][stock]['median_us'] / side['median_us']:8.2f}" if stock in samples else " " * 8
         print(f"{shape.name:18} {record['dtype']:5} {routing:7} {tokens:5d} {name:28} {side['median_us']:9.1f}"
               f" {floor / side['median_us']:6.0%} {ratio}", flush=True)  # fmt: skip
-
-
-def _checkout(named: str | None) -> dict[str, object]:
-    if named is not None:
-        return {"commit": named.removesuffix("+dirty"), "dirty": named.endswith("+dirty")}
-    commit = _git("rev-parse", "HEAD")
-    return {"commit": commit, "dirty": None if commit is None else bool(_git("status", "--porcelain"))}
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        return subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 if __name__ == "__main__":

@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
-import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -44,10 +41,10 @@ from bench_cpu_cases import (  # noqa: E402
     make_weights,
 )
 
+from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, write_record  # noqa: E402
 from moe_optimizer.ops import best_isa  # noqa: E402
 from moe_optimizer.ops.huge_pages import use_huge_pages  # noqa: E402
 
-RECORDS = ROOT / "benchmarks" / "records"
 TOKENS = (1, 4, 16, 64, 256, 1024)
 SEED = 20261120
 
@@ -98,9 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         del weights, sides
     if options.write:
         record = make_record(cases, ceilings, isa, options.threads, load_before)
-        path = RECORDS / f"{record['date']}_{_slug(record['environment']['cpu'])}-{isa}_fused_experts.json"
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {path.relative_to(ROOT)}")
+        write_record(record, f"{cpu_slug(record['environment']['cpu'])}-{isa}", "fused_experts")
     return 0
 
 
@@ -189,10 +184,9 @@ def make_record(
         "what": "one MoE layer on the CPU: wall time of our experts and of vLLM's cpu_fused_moe, in one process",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "command": ["python", "benchmarks/ops/bench_fused_experts.py", *sys.argv[1:]],
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        **checkout(),
         "environment": {
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "isa": isa,
             "threads": threads,
             "cores": len(os.sched_getaffinity(0)),
@@ -226,22 +220,6 @@ def _case_line(name: str, case: dict[str, Any]) -> str:
         for side, result in case["sides"].items()
     )
     return f"{name} {case['routing']:<7} T={case['tokens']:<5} {ratios}\n    {rates}"
-
-
-def _git(*arguments: str) -> str:
-    shown = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    return shown.stdout.strip()
-
-
-def _cpu_name() -> str:
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match.group(1).strip() if match else platform.machine()
-
-
-def _slug(name: str) -> str:
-    plain = re.sub(r"\((?:R|TM)\)|\bIntel\b|\bAMD\b|\bCPU\b|@.*|\d+-Core Processor|Processor", " ", name, flags=re.I)
-    return re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-") or "cpu"
 
 
 if __name__ == "__main__":

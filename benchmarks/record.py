@@ -1,0 +1,54 @@
+"""What every record says about where it was made, and where records lie."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmarks" / "records"
+
+
+def checkout(named: str | None = None) -> dict[str, object]:
+    """Return commit and dirty flag (files git does not track do not count), both None where git cannot tell.
+
+    Args:
+        named: the commit, for a checkout that came without its .git; "+dirty" at the end when it is.
+    """
+    if named is not None:
+        return {"commit": named.removesuffix("+dirty"), "dirty": named.endswith("+dirty")}
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def cpu_name() -> str:
+    """Return the processor's name as /proc/cpuinfo has it."""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else platform.machine()
+
+
+def cpu_slug(name: str) -> str:
+    """Return it for a file name: "Intel(R) Xeon(R) Platinum 8480C CPU @ 2.0GHz" -> "xeon-platinum-8480c"."""
+    plain = re.sub(r"\((?:R|TM)\)|\bIntel\b|\bAMD\b|\bCPU\b|@.*|\d+-Core Processor|Processor", " ", name, flags=re.I)
+    return re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-") or "cpu"
+
+
+def write_record(record: dict[str, Any], machine: str, subject: str) -> None:
+    """Store a record that has its "date" as <date>_<machine>_<subject>.json, and say where."""
+    path = RECORDS / f"{record['date']}_{machine}_{subject}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path.relative_to(ROOT)}")
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        shown = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return shown.stdout.strip()
