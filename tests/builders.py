@@ -140,34 +140,36 @@ def mixtral_8x7b() -> ModelSpec:
     )
 
 
-def deepseek_v3() -> ModelSpec:
+def deepseek_v3(*, bytes_per_weight: float = 1 + 4 / 128**2, **changes: Any) -> ModelSpec:
+    """Return the model as published, in FP8 with a scale per block, unless told otherwise."""
     latent = 7168 * 1536 + 7168 * 576
-    return shaped_model(
-        name="DeepSeek-V3",
-        architecture="DeepseekV3ForCausalLM",
-        model_type="deepseek_v3",
-        hidden=7168,
-        layers=61,
-        heads=128,
-        kv_heads=128,
-        head_dim=192,
-        kind="mla",
-        vocab=129280,
-        experts=256,
-        top_k=8,
-        width=2048,
-        dense_layers=3,
-        dense_width=18432,
-        shared=1,
-        attention_params_per_layer=latent + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168,
-        kv_params_per_layer=latent,
-        kv_elements_per_layer=576,
-        max_position=163840,
-        quant_method="fp8",
-        weight_bits=8.0,
-        expert_bytes_per_weight=1 + 4 / 128**2,
-        linear_bytes_per_weight=1 + 4 / 128**2,
-    )
+    shape: dict[str, Any] = {
+        "name": "DeepSeek-V3",
+        "architecture": "DeepseekV3ForCausalLM",
+        "model_type": "deepseek_v3",
+        "hidden": 7168,
+        "layers": 61,
+        "heads": 128,
+        "kv_heads": 128,
+        "head_dim": 192,
+        "kind": "mla",
+        "vocab": 129280,
+        "experts": 256,
+        "top_k": 8,
+        "width": 2048,
+        "dense_layers": 3,
+        "dense_width": 18432,
+        "shared": 1,
+        "attention_params_per_layer": latent + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168,
+        "kv_params_per_layer": latent,
+        "kv_elements_per_layer": 576,
+        "max_position": 163840,
+        "quant_method": "fp8",
+        "weight_bits": 8.0,
+        "expert_bytes_per_weight": bytes_per_weight,
+        "linear_bytes_per_weight": bytes_per_weight,
+    }
+    return shaped_model(**(shape | changes))
 
 
 def gpt_oss_120b() -> ModelSpec:
