@@ -55,8 +55,6 @@ def test_bad_input_is_also_a_value_error() -> None:
         (errors.UnsupportedError, 3),
         (errors.DoesNotFitError, 3),
         (errors.KernelUnavailableError, 3),
-        (errors.GoalMissedError, 4),
-        (errors.QualityGateError, 5),
         (errors.RequiredNotAppliedError, 6),
         (errors.ServerFailedError, 7),
     ],
