@@ -138,9 +138,13 @@ class PlanContext:
 
     def memory_request(self, **changes: Any) -> MemoryRequest:
         """Return a MemoryRequest for this model and machine: one device, one token a sequence, and `changes`."""
-        devices = changes.get("num_devices", 1)
-        # The processes of the CPU build share one memory.
-        device_bytes = int(self.gpu.memory.value) if self.device == "cuda" else int(self.cpu.memory.value) // devices
+        if self.device == "cuda":
+            device_bytes = int(self.gpu.memory.value)
+        else:
+            # The processes of the CPU build share one memory, and each takes its own from one NUMA node of it: with
+            # a cache that is larger than what is free there, it does not start.
+            node = self.cpu.node_memory or self.cpu.memory
+            device_bytes = min(int(self.cpu.memory.value) // changes.get("num_devices", 1), int(node.value))
         converted = self.model.quant_method is None and "fp8" in self.pinned.get("--quantization", "")
         defaults: dict[str, Any] = {
             "model": self._model_as_served(),
