@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from moe_optimizer.profiles.schema import Profile
 
 _GIB = 2**30
+DRAIN_TIMEOUT_S = 30
+"""Chosen: how long vLLM may finish the requests at hand after a stop was asked for. vLLM's own default aborts them;
+every supported version takes the flag."""
 _DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
 
 
@@ -308,7 +311,7 @@ def _require_required(decisions: tuple[Decision, ...]) -> None:
 
 def _own_args(request: PlanRequest, context: PlanContext) -> tuple[str, ...]:
     """Return the arguments that no pass owns."""
-    arguments = ["--host", request.host, "--port", str(request.port)]
+    arguments = ["--host", request.host, "--port", str(request.port), "--shutdown-timeout", str(DRAIN_TIMEOUT_S)]
     if request.trust_remote_code:
         arguments.append("--trust-remote-code")
     if request.dtype is not None or context.device == "cpu":

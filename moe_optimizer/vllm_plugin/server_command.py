@@ -14,8 +14,6 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.vllm_plugin.activation import plugin_decisions
 
-DRAIN_TIMEOUT_S = 30
-"""Chosen: how long vLLM may finish the requests at hand after a stop was asked for. vLLM's own default aborts them."""
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "moe_optimizer"
 _UNSAFE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
@@ -31,17 +29,18 @@ def server_command(plan: Plan) -> list[str]:
         start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", plan.model.path]
     else:
         start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", plan.model.path]
-    drain = () if flag_value(plan.serve_args, "--shutdown-timeout") else ("--shutdown-timeout", str(DRAIN_TIMEOUT_S))
-    return [*start, *plan.serve_args, *drain]
+    return [*start, *plan.serve_args]
 
 
 def drain_timeout_s(plan: Plan) -> float:
-    """Return how long the server may take to finish its requests, in seconds.
+    """Return how long the server may take to finish its requests, in seconds; 0, as in vLLM, where no flag says.
 
     Raises:
         InputError: the user's --shutdown-timeout is not a number.
     """
-    text = flag_value(plan.serve_args, "--shutdown-timeout") or str(DRAIN_TIMEOUT_S)
+    text = flag_value(plan.serve_args, "--shutdown-timeout")
+    if text is None:
+        return 0.0
     if not text.isdecimal():
         raise InputError(f"--shutdown-timeout: got {text!r:.80}, expected a whole number of seconds")
     return float(text)

@@ -138,7 +138,8 @@ def test_the_server_listens_on_this_machine_only_by_default():
 
 def test_plain_arguments_are_the_same_server_with_nothing_tuned():
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), "aggressive"))
-    assert plan.plain_args == ("--host", "127.0.0.1", "--port", "8000", "--tensor-parallel-size", "2")
+    server = ("--host", "127.0.0.1", "--port", "8000", "--shutdown-timeout", "30")
+    assert plan.plain_args == (*server, "--tensor-parallel-size", "2")
 
 
 def test_an_argument_of_the_users_replaces_the_planners_and_the_decision_says_so():

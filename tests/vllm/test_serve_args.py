@@ -34,6 +34,6 @@ def test_there_are_golden_plans() -> None:
 def test_vllm_parses_the_arguments(path: Path, key: str, parse: Callable[[list[str]], object]) -> None:
     arguments = json.loads(path.read_text())[key]
     try:
-        parse(["--model", "any", *arguments, "--shutdown-timeout", "30"])
+        parse(["--model", "any", *arguments])
     except SystemExit:
         pytest.fail(f"vLLM does not take {arguments}")
