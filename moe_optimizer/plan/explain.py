@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from moe_optimizer.errors import printable
-from moe_optimizer.plan.decision import Decision, Gain, Status
+from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import split_arguments
 from moe_optimizer.specs.quantity import Quantity
@@ -145,11 +145,20 @@ class _Page:
 
     def _command(self, plan: Plan) -> Iterator[str]:
         words = [f"{key}={shlex.quote(value)}" for key, value in sorted(plan.serve_env.items())]
+        if any(decision.applier is Applier.PLUGIN for decision in plan.decisions):
+            # A placeholder: the launcher names the folder. Without the variable the plugin does nothing.
+            words.insert(0, "MOE_OPTIMIZER_PLAN=RUN_DIR/plan.json")
         words.append(f"vllm serve {shlex.quote(plan.model.path)}")
         words += [_quoted(argument.tokens) for argument in split_arguments(plan.serve_args)]
         for index, word in enumerate(words):
             indent = "    " if word.startswith("-") else "  "
             yield printable(indent + word) + (" \\" if index < len(words) - 1 else "")
+        if not plan.num_gpus:
+            yield ""
+            yield from self._wrap(
+                "The CPU build has no working vllm command; the same flags are given to "
+                "python -m vllm.entrypoints.openai.api_server --model instead."
+            )
 
     def _difference(self, plan: Plan) -> Iterator[str]:
         planned = {argument.flag: argument.tokens for argument in split_arguments(plan.serve_args)}

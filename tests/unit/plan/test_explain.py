@@ -49,7 +49,17 @@ def test_every_pass_is_in_the_table(plan):
 def test_the_command_is_the_exact_argument_list(cpu_plan):
     words = shlex.split(section(render_plan(cpu_plan), "Command").replace("\\\n", " "))
     environment = [f"{key}={value}" for key, value in cpu_plan.serve_env.items()]
-    assert words == [*environment, "vllm", "serve", cpu_plan.model.path, *cpu_plan.serve_args]
+    plan_file = "MOE_OPTIMIZER_PLAN=RUN_DIR/plan.json"
+    assert words == [plan_file, *environment, "vllm", "serve", cpu_plan.model.path, *cpu_plan.serve_args]
+
+
+def test_the_plugin_gets_no_plan_where_it_has_nothing_to_apply(plan):
+    assert "MOE_OPTIMIZER_PLAN" not in render_plan(plan)
+
+
+def test_on_the_cpu_the_command_that_really_starts_the_server_is_named(cpu_plan, plan):
+    assert "vllm.entrypoints.openai.api_server" in render_plan(cpu_plan)
+    assert "vllm.entrypoints.openai.api_server" not in render_plan(plan)
 
 
 def test_the_difference_names_flags_environment_and_plugin(cpu_plan):
