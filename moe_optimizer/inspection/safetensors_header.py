@@ -149,6 +149,7 @@ def _read_header(path: Path, budget: int) -> tuple[dict[str, object], int, int]:
 
 
 def _tensors(header: dict[str, object], file: str, *, data_bytes: int) -> Iterator[Tensor]:
+    ranges: list[tuple[int, int, str]] = []
     for name, entry in header.items():
         fields = entry if isinstance(entry, dict) else {}
         dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
@@ -161,7 +162,21 @@ def _tensors(header: dict[str, object], file: str, *, data_bytes: int) -> Iterat
         needed = (math.prod(shape) * DTYPE_BITS[dtype] + 7) // 8 if dtype in DTYPE_BITS else end - start
         if needed != end - start:
             raise InputError(f"{file}: tensor {name!r:.80}: {dtype} {shape} needs {needed} bytes, got {end - start}")
+        ranges.append((start, end, name))
         yield Tensor(name, dtype, tuple(shape), end - start)
+    _check_layout(ranges, file, data_bytes)
+
+
+def _check_layout(ranges: list[tuple[int, int, str]], file: str, data_bytes: int) -> None:
+    """Refuse tensors [start, end) that overlap, leave holes or leave a rest: no loader takes such a file."""
+    ranges.sort()
+    position = 0
+    for start, end, name in ranges:
+        if start != position:
+            raise InputError(f"{file}: tensor {name!r:.80}: starts at byte {start} of the data, expected {position}")
+        position = end
+    if position != data_bytes:
+        raise InputError(f"{file}: the tensors end at byte {position} of the data, the file holds {data_bytes}")
 
 
 def _integers(value: object) -> TypeGuard[list[int]]:

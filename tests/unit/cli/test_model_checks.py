@@ -71,7 +71,15 @@ def test_a_file_that_was_cut_off_is_named(model: Path, lost: int) -> None:
 def test_a_file_with_more_than_its_header_says_is_named(model: Path) -> None:
     with (model / "model.safetensors").open("ab") as stream:
         stream.write(b"more")
-    assert checks(model)["weights"].status == "missing"
+    found = checks(model)["model"]
+    assert (found.status, "model.safetensors" in found.detail) == ("missing", True)
+
+
+def test_a_file_beside_the_weights_that_is_not_whole_is_named(model: Path) -> None:
+    data = (model / "model.safetensors").read_bytes()
+    (model / "consolidated.safetensors").write_bytes(data + b"more")
+    weights = checks(model)["weights"]
+    assert (weights.status, "consolidated.safetensors" in weights.detail) == ("missing", True)
 
 
 def test_an_absent_shard_is_named(model: Path) -> None:

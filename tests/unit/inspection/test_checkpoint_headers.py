@@ -220,3 +220,40 @@ def test_bundled_model_agrees_with_its_weights() -> None:
     assert spec.is_moe
     assert spec.warnings == ()
     assert spec.weight_bytes == 2 * spec.total_params
+
+
+@pytest.mark.parametrize("cut", [1, 7, 300])
+def test_a_file_that_is_cut_off_a_little_is_refused(cut: int, inspect_config: Inspect) -> None:
+    with pytest.raises(InputError, match=r"model\.safetensors: tensor .* ends at byte"):
+        inspect_config(CONFIG, {"model.safetensors": safetensors(shapes())[:-cut]})
+
+
+def layout(*ranges: tuple[int, int], size: int) -> bytes:
+    header = {
+        f"t{i}": {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+        for i, (start, end) in enumerate(ranges)
+    }
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (layout((0, 4), (0, 4), size=4), "starts at byte 0 of the data, expected 4"),
+        (layout((0, 4), (2, 6), size=6), "starts at byte 2 of the data, expected 4"),
+        (layout((0, 4), (8, 12), size=12), "starts at byte 8 of the data, expected 4"),
+        (layout((0, 4), size=5), "end at byte 4 of the data, the file holds 5"),
+        (layout(size=1), "end at byte 0 of the data, the file holds 1"),
+    ],
+    ids=["same bytes", "overlap", "hole", "rest", "only a rest"],
+)
+def test_a_layout_that_no_loader_takes_is_refused(data: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(InputError, match=words):
+        read_tensors(tmp_path)
+
+
+def test_tensors_need_not_be_listed_in_the_order_of_their_bytes(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(layout((4, 8), (0, 4), (8, 8), size=8))
+    assert [tensor.num_bytes for tensor in read_tensors(tmp_path) or ()] == [4, 4, 0]
