@@ -92,6 +92,7 @@ class Family:
         hidden_size = config.required(HIDDEN)
         vocab_size = config.required(VOCAB)
         num_layers = self._num_layers(config)
+        _check_layer_types(config)
         kinds = self.kinds(config, num_layers)
         has_feed_forward = self.feed_forward(config, num_layers) if self.feed_forward else (True,) * num_layers
         experts = self.experts.per_layer(config, hidden_size, num_layers) if self.experts else None
@@ -197,6 +198,14 @@ class Family:
         if not self.positions:
             return 0
         return (config.required(self.positions) + self.extra_positions) * hidden_size
+
+
+def _check_layer_types(config: Config) -> None:
+    """Refuse a list of anything but words, also where the family's layers do not depend on it: no loader takes it."""
+    entries = config.get("layer_types")
+    for i, entry in enumerate(entries if isinstance(entries, list) else ()):
+        if not isinstance(entry, str):
+            raise config.error(f"layer_types[{i}]", entry, "a string")
 
 
 def _with_lone_expert(dense_params: int, entry: ExpertLayer | None) -> int:

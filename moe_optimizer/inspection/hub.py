@@ -28,7 +28,7 @@ def resolve_model(model: str | Path, environ: Mapping[str, str] | None = None) -
     text = str(model)
     if not text.strip() or "\0" in text:
         raise InputError(f"model: got {text!r}, expected a folder or a hub id (owner/name)")
-    folder = Path(text).expanduser()
+    folder = expanded(text)
     try:
         exists = folder.exists()
     except OSError as error:  # a name too long, a symlink loop, a parent that cannot be entered
@@ -40,6 +40,14 @@ def resolve_model(model: str | Path, environ: Mapping[str, str] | None = None) -
         reason = "is a broken or looping symbolic link" if folder.is_symlink() else "no such folder"
         raise InputError(f"model {text}: {reason}", hint="give a folder that holds config.json, or a hub id")
     return _cached_snapshot(text, environ) or _fetch_metadata(text, environ)
+
+
+def expanded(path: str) -> Path:
+    """Return `path` with a leading ~ or ~user replaced; as it is for a user that does not exist or has no home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def _checked_folder(folder: Path, text: str) -> Path:
@@ -61,11 +69,11 @@ def hub_cache(environ: Mapping[str, str]) -> Path:
     """Return the local hub cache: HF_HUB_CACHE, HUGGINGFACE_HUB_CACHE, HF_HOME/hub or ~/.cache/huggingface/hub."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if environ.get(name):
-            return Path(environ[name]).expanduser()
+            return expanded(environ[name])
     home = environ.get("HF_HOME")
     if home:
-        return Path(home).expanduser() / "hub"
-    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
+        return expanded(home) / "hub"
+    return expanded(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface" / "hub"
 
 
 def _cached_snapshot(hub_id: str, environ: Mapping[str, str]) -> Path | None:

@@ -9,7 +9,7 @@ from moe_optimizer.inspection.attention import HIDDEN
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.families import GENERIC, class_defaults, find_by_architecture, find_by_model_type
 from moe_optimizer.inspection.family import LAYERS, Family
-from moe_optimizer.inspection.hub import resolve_model
+from moe_optimizer.inspection.hub import expanded, resolve_model
 from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.inspection.language_config import find_language_config
 from moe_optimizer.inspection.model_spec import build_spec
@@ -44,7 +44,7 @@ class ModelInspector:
         architectures = _architectures(root)
         model_type = config.text("model_type") or root.text("model_type")
         servable = is_servable(architectures)
-        needs_remote_code = root.get("auto_map") is not None and not servable[0]
+        needs_remote_code = root.sub("auto_map") is not None and not servable[0]
         warnings: list[str] = []
         family = _family(config, model_type, architectures)
         if family is None:
@@ -110,7 +110,7 @@ def _defaults(config: Config, root: Config, model_type: str, family: Family) -> 
 def _name(model: str | Path, folder: Path) -> str:
     """Return a hub id as given, or a folder's last component."""
     text = str(model)
-    given_as_folder = Path(text).expanduser().is_dir()
+    given_as_folder = expanded(text).is_dir()
     return folder.resolve().name if given_as_folder else text
 
 

@@ -192,9 +192,9 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
 
 
 def _dtype(root: Config, config: Config) -> str:
-    name = config.get(("dtype", "torch_dtype")) or root.get(("dtype", "torch_dtype"))
-    text = name.removeprefix("torch.") if isinstance(name, str) else ""
-    return text if text in DTYPE_BITS else "bfloat16"
+    fields = ("dtype", "torch_dtype")
+    name = (config.text(fields) or root.text(fields)).removeprefix("torch.")
+    return name if name in DTYPE_BITS else "bfloat16"
 
 
 def _find_scheme(root: Config, config: Config, folder: Path) -> Config | None:

@@ -138,7 +138,7 @@ def test_unreadable(model_folder: Folder) -> None:
     folder.chmod(0o700)
 
 
-@pytest.mark.parametrize("name", ["", "   ", "a\0b", "x" * 5000, "/" + "y" * 5000])
+@pytest.mark.parametrize("name", ["", "   ", "a\0b", "x" * 5000, "/" + "y" * 5000, "~no-such-user/model"])
 def test_impossible_names(name: str) -> None:
     with pytest.raises(InputError):
         ModelInspector().inspect(name)
@@ -223,6 +223,11 @@ def test_recursive_text_config(load_config: Load, inspect_config: Inspect) -> No
         {"max_position_embeddings": -5},
         {"num_attention_heads": 0},
         {"vocab_size": None, "num_experts": "NaN"},
+        {"torch_dtype": ["bfloat16"]},
+        {"dtype": 16},
+        {"auto_map": 4},
+        {"auto_map": "modeling_own.Own"},
+        {"layer_types": [1] * 48},
     ],
 )
 def test_wrong_types(changes: dict[str, Any], load_config: Load, inspect_config: Inspect) -> None:

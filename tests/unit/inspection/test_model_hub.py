@@ -95,3 +95,8 @@ def test_inspection_imports_nothing_heavy(
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_cache_below_the_home_of_a_user_that_does_not_exist_is_empty() -> None:
+    with pytest.raises(InputError, match="not in the hub cache"):
+        resolve_model("owner/name", {"HF_HOME": "~no-such-user/hf", "HF_HUB_OFFLINE": "1"})
