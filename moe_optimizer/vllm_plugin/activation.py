@@ -14,7 +14,7 @@ from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.vllm_plugin.patch import PatchReport, patch_reports
+from moe_optimizer.vllm_plugin.patch import patch_reports
 from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, PatchProof, Proof, ProofWriter, described
 from moe_optimizer.vllm_plugin.role import process_role
 
@@ -156,7 +156,7 @@ class Activation:
             entry.ran = all(known.calls for known in entry.layers)
         self.writer.touch()
 
-    def patches_changed(self, _report: PatchReport | None = None) -> None:
+    def patches_changed(self) -> None:
         """Copy the state of all patches into the proof."""
         self.proof.patches = tuple(
             PatchProof(target=report.patch.target, state=report.state.value, detail=report.detail)

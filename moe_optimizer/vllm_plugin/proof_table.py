@@ -38,7 +38,7 @@ HEADINGS = ("pass", "requested", "applied", "ran", "why not")
 
 def proof_rows(plan: Plan, proofs: Sequence[Proof], *, absent: str = NO_WORKER) -> tuple[Row, ...]:
     """Return one row for each decision of the plan, in its order. `absent`: why there is no proof at all."""
-    return tuple(_row(decision, proofs, absent) for decision in plan.decisions)
+    return tuple(_row(plan, decision, proofs, absent) for decision in plan.decisions)
 
 
 def model_holders(proofs: Iterable[Proof]) -> tuple[Proof, ...]:
@@ -65,13 +65,17 @@ def not_running(
         if decision.status is not Status.ON:
             missing[name] = f"the plan has it {decision.status.value}: {decision.reason}"
         elif decision.applier is Applier.PLUGIN:
-            reason = _why_not_running(name, proofs, absent)
+            reason = _why_not_running(plan, name, proofs, absent)
             if reason:
                 missing[name] = reason
     return missing
 
 
-def _why_not_running(name: str, proofs: Sequence[Proof], absent: str) -> str:
+def _why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str) -> str:
+    # What ran under another plan proves nothing about this one.
+    for proof in proofs:
+        if proof.plan_digest != plan.digest:
+            return f"{proof.role} {proof.rank} followed plan {proof.plan_digest or 'none'}, expected {plan.digest}"
     holders = model_holders(proofs)
     entries = [proof.passes.get(name) for proof in holders]
     if holders and all_holders_reported(proofs) and all(entry and entry.ran and not entry.why_not for entry in entries):
@@ -89,7 +93,7 @@ def _why_not_running(name: str, proofs: Sequence[Proof], absent: str) -> str:
     return "no forward pass reached the kernel yet"
 
 
-def _row(decision: Decision, proofs: Sequence[Proof], absent: str) -> Row:
+def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str) -> Row:
     requested = decision.value if decision.status is Status.ON else decision.status.value
     if decision.status is not Status.ON:
         return Row(pass_name=decision.pass_name, requested=requested, applied="-", ran="-", why_not=decision.reason)
@@ -104,7 +108,7 @@ def _row(decision: Decision, proofs: Sequence[Proof], absent: str) -> Row:
         requested=requested,
         applied=_share([bool(entry and entry.applied) for entry in entries]),
         ran=f"{ran}, {layers} layers" if layers and ran != "no" else ran,
-        why_not=_why_not_running(decision.pass_name, proofs, absent),
+        why_not=_why_not_running(plan, decision.pass_name, proofs, absent),
     )
 
 

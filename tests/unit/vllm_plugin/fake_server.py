@@ -40,6 +40,7 @@ def main() -> None:
 
 
 def write_proof(pid: int, *, refused: bool) -> None:
+    from moe_optimizer.plan.plan import Plan
     from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, Proof, ProofWriter
 
     layer = LayerProof(
@@ -49,9 +50,11 @@ def write_proof(pid: int, *, refused: bool) -> None:
         requested="x", applied=not refused, ran=not refused, why_not="fallback: cheese" if refused else ""
     )
     entry.layers = () if refused else (layer,)
-    proof = Proof(role="worker", rank=0, pid=pid, plan_digest="", versions={}, world_size=1, model_rank=0)
+    path = Path(os.environ["MOE_OPTIMIZER_PLAN"])
+    digest = Plan.load(path).digest
+    proof = Proof(role="worker", rank=0, pid=pid, plan_digest=digest, versions={}, world_size=1, model_rank=0)
     proof.passes["flash_dmoe"] = entry
-    ProofWriter(Path(os.environ["MOE_OPTIMIZER_PLAN"]).parent, proof).write()
+    ProofWriter(path.parent, proof).write()
 
 
 def serve(port: int, *, once: bool) -> None:

@@ -11,11 +11,12 @@ from moe_optimizer.vllm_plugin.proof_table import NO_WORKER, kernels_in_use, not
 from tests.builders import cpu_machine, request, tiny_moe
 
 PASS = "flash_dmoe"
+PLAN = make_plan(request(tiny_moe(), cpu_machine()))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def plan() -> Plan:
-    return make_plan(request(tiny_moe(), cpu_machine()))
+    return PLAN
 
 
 def worker(rank: int, world: int = 2, *, applied: bool = True, ran: bool = True, why_not: str = "") -> Proof:
@@ -27,7 +28,7 @@ def worker(rank: int, world: int = 2, *, applied: bool = True, ran: bool = True,
         role="worker",
         rank=rank,
         pid=rank + 1,
-        plan_digest="d",
+        plan_digest=PLAN.digest,
         versions={},
         world_size=world,
         model_rank=rank,
@@ -37,7 +38,7 @@ def worker(rank: int, world: int = 2, *, applied: bool = True, ran: bool = True,
 
 def frontend(why_not: str = "") -> Proof:
     entry = PassProof(requested="x", why_not=why_not)
-    return Proof(role="frontend", rank=0, pid=9, plan_digest="d", versions={}, passes={PASS: entry})
+    return Proof(role="frontend", rank=0, pid=9, plan_digest=PLAN.digest, versions={}, passes={PASS: entry})
 
 
 def test_it_runs_when_every_worker_ran_it(plan: Plan) -> None:
@@ -58,6 +59,13 @@ def test_it_runs_when_every_worker_ran_it(plan: Plan) -> None:
 )
 def test_it_does_not_run_otherwise_and_says_why(plan: Plan, proofs: list[Proof], reason: str) -> None:
     assert reason in not_running(plan, proofs, [PASS])[PASS]
+
+
+def test_a_worker_that_followed_another_plan_proves_nothing(plan: Plan) -> None:
+    stranger = worker(1)
+    stranger.plan_digest = "0123456789abcdef"
+    reason = not_running(plan, [worker(0), stranger], [PASS])[PASS]
+    assert reason == f"worker 1 followed plan 0123456789abcdef, expected {plan.digest}"
 
 
 def test_a_pass_that_the_plan_has_off_is_not_running(plan: Plan) -> None:
