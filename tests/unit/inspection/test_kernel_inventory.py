@@ -44,11 +44,6 @@ def test_built_kernels_are_listed(build):
     assert (inventory.cuda_archs, inventory.source_hash) == (("sm_90a",), "ab" * 32)
 
 
-def test_cuda_kernels_count_as_not_run_unless_the_manifest_says_so(build):
-    assert not build().ran_on_gpu
-    assert build(MANIFEST | {"ran_on_gpu": True}).ran_on_gpu
-
-
 @pytest.mark.parametrize("extension", ["_kernels.so", "_kernels.abi3.so"])
 def test_extension_for_every_python_is_taken(build, extension):
     assert build(MANIFEST | {"extension": extension}, extension).built
@@ -66,7 +61,6 @@ def test_extension_for_every_python_is_taken(build, extension):
         (MANIFEST | {"source_hash": 7}, EXTENSION, "source_hash: got 7, expected text"),
         (MANIFEST | {"cpu_ops": "fused_experts"}, EXTENSION, "cpu_ops: got 'fused_experts', expected a list of texts"),
         (MANIFEST | {"cuda_archs": [90]}, EXTENSION, "cuda_archs: got [90], expected a list of texts"),
-        (MANIFEST | {"ran_on_gpu": "no"}, EXTENSION, "ran_on_gpu: got 'no', expected true or false"),
         ("[]", EXTENSION, "got list, expected an object"),
         ("{", EXTENSION, "cannot read build_info.json"),
         ("[" * 100_000, EXTENSION, "cannot read build_info.json"),

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from tests.builders import context, cpu_machine, decided_by, dense_model, gpus, qwen3_30b_a3b, software, tiny_moe
+
+ROOT = Path(__file__).parents[3]
 
 
 def decide(model=None, hardware=None, **changes: Any) -> Decision:
@@ -55,22 +58,20 @@ def test_not_built_says_why():
     assert decision.reason == "kernel not built: run build.sh"
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"cuda_ops": ()}, "fused_experts has no CUDA kernel in this build"),
-        ({"cuda_ops": ("fused_experts",)}, "CUDA kernel compiled, not run: no record shows it working on a GPU"),
-    ],
-)
-def test_a_gpu_kernel_that_nobody_has_seen_run_is_not_used(changes, why):
-    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm", 1), software=software("cuda", **changes))
-    assert (decision.status, decision.reason) == (Status.OFF, why)
-
-
-def test_a_gpu_kernel_that_ran_is_used_on_its_architecture_only():
-    built = software("cuda", cuda_ops=("fused_experts",), ran_on_gpu=True)
-    assert decide(qwen3_30b_a3b(), gpus("h100_sxm", 1), software=built).params["kernel"] == "cuda"
+def test_without_a_cuda_kernel_for_the_architecture_it_is_refused():
+    none = software("cuda", cuda_ops=())
+    assert decide(qwen3_30b_a3b(), gpus("h100_sxm", 1), software=none).reason == (
+        "fused_experts has no CUDA kernel in this build"
+    )
+    built = software("cuda", cuda_ops=("fused_experts",))
     assert "not built for sm_80, only for sm_90a" in decide(qwen3_30b_a3b(), gpus("a100_80gb"), software=built).reason
+
+
+def test_on_gpus_it_is_not_available_and_names_the_record_that_says_why():
+    decision = decide(qwen3_30b_a3b(), gpus("h200", 1), software=software("cuda", cuda_ops=("fused_experts",)))
+    assert decision.status is Status.UNAVAILABLE
+    assert "lose to its own below 64 tokens" in decision.reason
+    assert all((ROOT / record).is_file() for record in decision.evidence)
 
 
 def test_quantisation_by_the_users_own_argument_is_seen():
