@@ -50,7 +50,7 @@ def _kernels() -> Check:
     if inventory.cuda_ops:
         cuda = f"cuda: {', '.join(inventory.cuda_ops)} ({' '.join(inventory.cuda_archs)}, not offered to vLLM)"
     if _is_stale(inventory):
-        return Check("kernels", "note", "built from other sources than csrc/, or by other compilers than those here now",
+        return Check("kernels", "note", "built from other sources than csrc/, or by other compilers than are here",
                      "run: moe-optimizer build")  # fmt: skip
     return Check("kernels", "ok", f"cpu: {', '.join(inventory.cpu_ops) or 'none'}; {cuda}")
 
