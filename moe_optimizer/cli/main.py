@@ -43,8 +43,24 @@ def main(argv: Sequence[str] | None = None, *, program: str = "moe-optimizer", c
     except OSError as error:
         _silence(sys.stdout)
         return _system_failure(error)
+    except ModuleNotFoundError as error:
+        return _missing_package(error, arguments)
     except Exception as error:  # noqa: BLE001 - the last resort: our bug, reported as one
         return _our_bug(error, verbose=_asks_for_verbose(arguments))
+
+
+def _missing_package(error: ModuleNotFoundError, arguments: Sequence[str]) -> int:
+    """Answer for the interpreter of somebody who has not set up, or not chosen the environment that is."""
+    from moe_optimizer.cli.messages import write_error_lines
+    from moe_optimizer.errors import ExitCode
+
+    if (error.name or "").startswith("moe_optimizer"):
+        return _our_bug(error, verbose=_asks_for_verbose(arguments))
+    write_error_lines(
+        f"{sys.executable}: the package {error.name} is not installed for this Python",
+        hint="run: make setup; then start with .venv/bin/python, or from an environment with this package installed",
+    )
+    return ExitCode.UNSUPPORTED
 
 
 def _system_failure(error: OSError) -> int:

@@ -82,3 +82,18 @@ def test_a_refused_system_call_is_not_called_a_bug(
     failing_with(monkeypatch, OSError(28, "No space left on device"))
     assert main(["plan"]) == ExitCode.BUG
     assert capsys.readouterr().err == "error: the system refused an operation: [Errno 28] No space left on device\n"
+
+
+def test_a_python_without_our_dependencies_is_told_how_to_set_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_with(monkeypatch, ModuleNotFoundError("No module named 'typer'", name="typer"))
+    assert main(["plan"]) == ExitCode.UNSUPPORTED
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("the package typer is not installed for this Python")
+    assert "make setup" in lines[2]
+
+
+def test_a_missing_module_of_our_own_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_with(monkeypatch, ModuleNotFoundError("No module named 'moe_optimizer.gone'", name="moe_optimizer.gone"))
+    assert main(["plan"]) == ExitCode.BUG
