@@ -20,6 +20,8 @@ MAX_TOTAL_HEADER_BYTES = 160_000_000
 """All headers of a checkpoint together; the largest published one has 30 MB."""
 MAX_INDEX_BYTES = 32 << 20
 """The index of a checkpoint with 140,000 tensors has 14 MB."""
+MAX_DIMENSIONS = 16
+"""Weights have up to five; a product of thousands of numbers takes longer to print than to refuse."""
 
 DTYPE_BITS = {
     "BOOL": 8,
@@ -155,6 +157,10 @@ def _tensors(header: dict[str, object], file: str, *, data_bytes: int) -> Iterat
         dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
         if not (isinstance(dtype, str) and _integers(shape) and _integers(offsets) and len(offsets) == 2):
             raise InputError(f"{file}: tensor {name!r:.80}: expected dtype, shape and data_offsets")
+        if len(shape) > MAX_DIMENSIONS:
+            raise InputError(
+                f"{file}: tensor {name!r:.80}: got {len(shape)} dimensions, expected at most {MAX_DIMENSIONS}"
+            )
         start, end = offsets
         if not start <= end <= data_bytes:
             message = f"{file}: tensor {name!r:.80}: ends at byte {end} of the data, the file holds {data_bytes}"

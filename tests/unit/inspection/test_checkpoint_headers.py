@@ -257,3 +257,11 @@ def test_a_layout_that_no_loader_takes_is_refused(data: bytes, words: str, tmp_p
 def test_tensors_need_not_be_listed_in_the_order_of_their_bytes(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(layout((4, 8), (0, 4), (8, 8), size=8))
     assert [tensor.num_bytes for tensor in read_tensors(tmp_path) or ()] == [4, 4, 0]
+
+
+def test_a_shape_of_thousands_of_dimensions_is_refused(tmp_path: Path) -> None:
+    header = {"t": {"dtype": "BF16", "shape": [1 << 60] * 5000, "data_offsets": [0, 4]}}
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(InputError, match="got 5000 dimensions"):
+        read_tensors(tmp_path)
