@@ -84,7 +84,7 @@ if not info["cuda_ops"]:
     asked = f"; --arch {arch} has no effect" if arch else ""
     print(f"  cuda  none: {'nvcc ' + info['nvcc'] + ' is older than 12.4' if info['nvcc'] else 'no nvcc found'}{asked}")
 else:
-    print(f"  cuda  {', '.join(info['cuda_ops'])} ({', '.join(info['cuda_archs'])}), nvcc {info['nvcc']}; compiled, not run")
+    print(f"  cuda  {', '.join(info['cuda_ops'])} ({', '.join(info['cuda_archs'])}), nvcc {info['nvcc']}")
     print(f"        {'kernel':<44} {'registers':>9} {'shared':>7} {'spills':>7}")
     for kernel in info["kernels"]:
         print(f"        {kernel['name']:<44} {kernel['registers']:>9} {kernel['shared_bytes']:>7} {kernel['spill_bytes']:>7}")
