@@ -106,11 +106,11 @@ def windowed_when(flag: Names | bool, *, window: Names = "sliding_window") -> Ki
     return rule
 
 
-def windowed_from(first: Names, *, flag: Names, window: Names = "sliding_window") -> KindRule:
-    """Layers from index `first` on are windowed when the flag is on."""
+def windowed_from(first: Names, *, flag: Names) -> KindRule:
+    """Layers from index `first` on are windowed when the flag is on and the file names a window."""
 
     def rule(config: Config, num_layers: int) -> tuple[str, ...]:
-        if not config.flag(flag) or not config.integer(window):
+        if not config.flag(flag) or not config.integer("sliding_window"):
             return ("attention",) * num_layers
         start = config.integer(first, num_layers) or 0
         return tuple("sliding" if i >= start else "attention" for i in range(num_layers))

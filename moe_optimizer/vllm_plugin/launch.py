@@ -124,13 +124,12 @@ def running(
     run_dir: Path,
     require: frozenset[str] = frozenset(),
     ready_timeout_s: float = 600.0,
-    echo: Callable[[str], None] | None = None,
 ) -> Iterator[ServerInfo]:
-    """Start a server for `plan` and stop it at the end of the block. For tests, benchmarks and demonstrations.
+    """Start a server for `plan`, quietly, and stop it at the end of the block. For tests and benchmarks.
 
     Raises: as `serve`.
     """
-    run = _Run(plan, run_dir, require | required_passes(plan), echo or (lambda _line: None))
+    run = _Run(plan, run_dir, require | required_passes(plan), lambda _line: None)
     with run.started(None, verbose=False):
         yield run.wait_until_ready(ready_timeout_s)
 
