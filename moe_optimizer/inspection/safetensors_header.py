@@ -6,7 +6,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -73,13 +74,20 @@ def read_tensors(folder: Path) -> tuple[Tensor, ...] | None:
     files = _weight_files(folder)
     if files is None:
         return None
-    tensors: list[Tensor] = []
+    return tuple(read_files(files))
+
+
+def read_files(files: Iterable[Path]) -> Iterator[Tensor]:
+    """Yield the tensors of these files.
+
+    Raises:
+        InputError: a file is not a whole safetensors file.
+    """
     budget = MAX_TOTAL_HEADER_BYTES
     for path in files:
         header, length, size = _read_header(path, budget)
         budget -= length
-        tensors.extend(_tensors(header, path.name, data_bytes=size - 8 - length))
-    return tuple(tensors)
+        yield from _tensors(header, path.name, data_bytes=size - 8 - length)
 
 
 def _weight_files(folder: Path) -> list[Path] | None:
@@ -127,8 +135,12 @@ def _indexed_files(path: Path) -> list[str]:
 def _read_header(path: Path, budget: int) -> tuple[dict[str, object], int, int]:
     """Return the header, its length and the size of the file."""
     try:
-        with path.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
+        # O_NONBLOCK: opening a named pipe would otherwise wait for a writer.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise InputError(f"{path.name}: is not a regular file, expected a safetensors file")
+            size = status.st_size
             prefix = stream.read(8)
             if len(prefix) < 8:
                 raise InputError(f"{path.name}: got {size} bytes, expected a safetensors file", hint=_CUT_OFF)

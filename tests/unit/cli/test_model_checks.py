@@ -75,9 +75,10 @@ def test_a_file_with_more_than_its_header_says_is_named(model: Path) -> None:
     assert (found.status, "model.safetensors" in found.detail) == ("missing", True)
 
 
-def test_a_file_beside_the_weights_that_is_not_whole_is_named(model: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"garbage that is no header", None], ids=["empty", "garbage", "more"])
+def test_a_file_beside_the_weights_that_is_not_whole_is_named(model: Path, content: bytes | None) -> None:
     data = (model / "model.safetensors").read_bytes()
-    (model / "consolidated.safetensors").write_bytes(data + b"more")
+    (model / "consolidated.safetensors").write_bytes(data + b"more" if content is None else content)
     weights = checks(model)["weights"]
     assert (weights.status, "consolidated.safetensors" in weights.detail) == ("missing", True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -264,4 +265,11 @@ def test_a_shape_of_thousands_of_dimensions_is_refused(tmp_path: Path) -> None:
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
     with pytest.raises(InputError, match="got 5000 dimensions"):
+        read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_not_waited_for(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"model\.safetensors: (is not a regular file|cannot be read)"):
         read_tensors(tmp_path)
