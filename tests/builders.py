@@ -222,14 +222,22 @@ def gpus(name: str, count: int = 1) -> HardwareSpec:
     return load_hardware(name, count)
 
 
-def cpu_machine(*, cores: int = 4, gib: float = 16, core_ids: tuple[int, ...] | None = None) -> HardwareSpec:
+def cpu_machine(
+    *, cores: int = 4, gib: float = 16, node_gib: float | None = None, core_ids: tuple[int, ...] | None = None
+) -> HardwareSpec:
     memory = Quantity(gib * 2**30, "bytes", Source.MEASURED, "cgroup")
+    node = None if node_gib is None else Quantity(node_gib * 2**30, "bytes", Source.MEASURED, "NUMA node0")
     return HardwareSpec(
         origin="probed",
         gpu=None,
         num_gpus=0,
         cpu=CpuSpec(
-            name="Test CPU", cores=cores, core_ids=core_ids or tuple(range(cores)), memory=memory, isa=("avx2",)
+            name="Test CPU",
+            cores=cores,
+            core_ids=core_ids or tuple(range(cores)),
+            memory=memory,
+            isa=("avx2",),
+            node_memory=node,
         ),
         driver_version=None,
         cuda_version=None,
