@@ -1,10 +1,12 @@
-"""Models, machines and requests for planning tests, built by hand: no file, no inspector, no probe."""
+"""Models, machines and requests for planning tests: built by hand, but for the bundled model."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Literal
 
+from moe_optimizer.inspection import ModelInspector
 from moe_optimizer.inspection.hardware_catalog import load_hardware
 from moe_optimizer.passes.base import PlanContext
 from moe_optimizer.planner import PlanRequest
@@ -15,6 +17,8 @@ from moe_optimizer.specs.model import AttentionKind, AttentionSpec, ModelSpec
 from moe_optimizer.specs.quantity import Quantity, Source
 from moe_optimizer.specs.software import KernelInventory, SoftwareSpec, VllmInstallation
 from moe_optimizer.specs.workload import WorkloadSpec
+
+_TINY_MOE = Path(__file__).parents[1] / "examples" / "tiny-moe"
 
 
 def shaped_model(
@@ -197,20 +201,9 @@ def gpt_oss_120b() -> ModelSpec:
 
 
 def tiny_moe(**changes: Any) -> ModelSpec:
-    shape: dict[str, Any] = {
-        "name": "tiny-moe",
-        "hidden": 128,
-        "layers": 4,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 32,
-        "vocab": 4096,
-        "experts": 16,
-        "top_k": 4,
-        "width": 128,
-        "max_position": 2048,
-    }
-    return shaped_model(**(shape | changes))
+    """Return the bundled model as the inspector reads it, at a path that is the same on every machine."""
+    facts = {"path": "/models/tiny-moe", "servable": True, "servable_reason": ""}
+    return dataclasses.replace(ModelInspector().inspect(_TINY_MOE), **(facts | changes))
 
 
 def dense_model() -> ModelSpec:

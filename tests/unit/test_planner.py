@@ -195,9 +195,10 @@ def test_expert_parallelism_of_a_dense_model_is_unsupported():
 
 def test_the_cpu_build_gets_its_cache_and_dtype():
     plan = make_plan(request(tiny_moe(), cpu_machine(), dtype="float32"))
-    assert plan.serve_env == {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    # 256 sequences of 2048 tokens at 4096 bytes each, in whole GiB.
+    assert plan.serve_env == {"VLLM_CPU_KVCACHE_SPACE": "2"}
     assert flag_value(plan.serve_args, "--dtype") == "float32"
-    assert plan.memory.kv_cache_bytes == 2**30
+    assert plan.memory.kv_cache_bytes == 2 * 2**30
     assert plan.decision("flash_dmoe").value == "cpu kernel, fp32 weights"
 
 
@@ -374,3 +375,9 @@ def test_planning_gpt_oss_on_one_h100():
     plan = make_plan(request(gpt_oss_120b(), gpus("h100_sxm", 1)))
     assert plan.decision("flash_dmoe").reason == "needs unquantised expert weights, found mxfp4"
     assert plan.memory.kv_tokens > 100_000
+
+
+@pytest.mark.parametrize("flag", ["--model", "--config", "--uds", "--headless", "--grpc"])
+def test_an_argument_that_starts_another_server_than_the_planned_one_is_refused(flag):
+    with pytest.raises(InputError, match=f"vllm arguments: {flag}: "):
+        make_plan(request(tiny_moe(), cpu_machine(), vllm_args=(f"{flag}=x",)))
