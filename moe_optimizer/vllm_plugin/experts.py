@@ -68,6 +68,8 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
             )
             if supported:
                 reason = _unsupported_reason(moe_config)
+            elif not reason:
+                reason = "vLLM says no without a reason"
             if not reason:
                 activation.applied(EXPERTS_PASS, kernel=f"{kernel.NAME} (cpu)", isa=kernel.isa())
                 return True, None
