@@ -74,13 +74,9 @@ def _weights(folder: Path) -> Check:
     from moe_optimizer.inspection.safetensors_header import read_files, read_tensors
 
     try:
-        absent = _absent_shards(folder)
-        if absent:
-            detail = f"{len(absent)} files of {_INDEX} are not there, the first is {absent[0]}"
-            return Check("weights", "missing", detail, _DOWNLOAD)
-        tensors = read_tensors(folder)
-        if tensors is None:
-            return Check("weights", "missing", "no safetensors file", _DOWNLOAD)
+        missing, tensors = missing_weights(folder), read_tensors(folder) or ()
+        if missing:
+            return Check("weights", "missing", missing, _DOWNLOAD)
         # Also what is not served from here: another program's layout of the same weights.
         files = sorted(folder.glob("*.safetensors"))
         deque(read_files(files), maxlen=0)
@@ -95,6 +91,23 @@ def _weights(folder: Path) -> Check:
     )
 
 
+def missing_weights(folder: Path) -> str:
+    """Return which of a checkpoint's weight files are not there; "" when all are.
+
+    Raises:
+        InputError, UnsupportedError: see `read_tensors`.
+    """
+    from moe_optimizer.inspection.safetensors_header import read_tensors
+
+    absent = sorted(name for name in set(_weight_map(folder).values()) if not (folder / name).is_file())
+    if absent:
+        return f"{len(absent)} files of {_INDEX} are not there, the first is {absent[0]}"
+    if read_tensors(folder) is not None:
+        return ""
+    found = next(folder.glob("*.safetensors"), None)
+    return "no safetensors file" if found is None else f"{found.name} is one of several files, the others are not there"
+
+
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor name -> file, as the index says; empty without an index."""
     from moe_optimizer.inspection.json_file import read_json_object
@@ -104,10 +117,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
         return {}
     entries = read_json_object(folder / _INDEX, max_bytes=MAX_INDEX_BYTES).get("weight_map")
     return {str(key): str(value) for key, value in entries.items()} if isinstance(entries, dict) else {}
-
-
-def _absent_shards(folder: Path) -> list[str]:
-    return sorted(name for name in set(_weight_map(folder).values()) if not (folder / name).is_file())
 
 
 def _first_unlisted(folder: Path, names: set[str]) -> str:

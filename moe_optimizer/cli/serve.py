@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,12 +47,13 @@ def check_can_serve_here(plan: Plan, settings: Settings) -> None:
     """Refuse what is known to fail before any process is started.
 
     Raises:
-        InputError: the machine that was planned for is not this one.
+        InputError: the machine that was planned for is not this one, or the weights are not all there.
         UnsupportedError: no vLLM is installed, or one for other hardware than the plan's.
     """
     if plan.hardware.origin == "named":
         _check_same_hardware(plan, settings)
     _check_vllm(plan)
+    _check_weights(plan)
 
 
 def _check_same_hardware(plan: Plan, settings: Settings) -> None:
@@ -87,12 +89,33 @@ def _check_vllm(plan: Plan) -> None:
         )
 
 
+def _check_weights(plan: Plan) -> None:
+    """Refuse a folder that vLLM would find no or not all weights in; a hub id's are fetched by vLLM."""
+    from moe_optimizer.cli.model_checks import missing_weights
+    from moe_optimizer.inspection.hub import is_offline
+    from moe_optimizer.plan.serve_args import flag_value
+
+    folder = Path(plan.model.path)
+    if flag_value(plan.serve_args, "--load-format") is not None:
+        return
+    if not folder.is_dir():
+        if is_offline(os.environ):
+            raise InputError(f"model {plan.model.name}: its weights are not in the hub cache (offline)",
+                             hint="download it first, or unset HF_HUB_OFFLINE")  # fmt: skip
+        return
+    missing = missing_weights(folder)
+    if missing:
+        raise InputError(f"model {plan.model.name}: {missing}", hint="download the model again")
+
+
 def _launch(plan: Plan, options: ServeOptions, *, strict: bool) -> int:
     from moe_optimizer.cli.main import INTERRUPTED
     from moe_optimizer.env import read_environment
     from moe_optimizer.vllm_plugin import launch
     from moe_optimizer.vllm_plugin.activation import plugin_decisions
 
+    if options.run_dir == "":
+        raise InputError("--run-dir: got '', expected a folder")
     given = Path(options.run_dir) if options.run_dir else read_environment().run_dir
     watcher = _Watcher(plan, as_json=options.json)
     code = launch.serve(
@@ -139,7 +162,6 @@ class _Watcher:
 
 def _new_run_dir(plan: Plan) -> Path:
     """A folder name that no other run has: model, time and process."""
-    import os
     import re
     import time
 

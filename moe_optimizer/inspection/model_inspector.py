@@ -61,19 +61,22 @@ class ModelInspector:
             )
         config = config.with_defaults(_defaults(config, root, model_type, family))
         decoder = family.decoder(config)
+        tensors = read_tensors(folder)
         if servable[0] is False and all(layer.mixer.kind != "state" for layer in decoder.layers):
             fallback = runs_through_transformers(architectures[0], model_type)
             servable = fallback if fallback[0] else servable
+        name = _name(model, folder)
         return build_spec(
-            name=_name(model, folder),
-            folder=folder,
+            name=name,
+            # A hub id whose weights are not in the cache is for vLLM to fetch: the snapshot has only metadata.
+            path=name if name == str(model) and tensors is None and not expanded(name).is_dir() else str(folder),
             architecture=architectures[0] if architectures else "",
             model_type=model_type,
             config=config,
             decoder=decoder,
             quantization=read_quantization(root, config, folder),
             servable=servable,
-            tensors=read_tensors(folder),
+            tensors=tensors,
             needs_remote_code=needs_remote_code,
             exact=family is not GENERIC,
             warnings=tuple(warnings),

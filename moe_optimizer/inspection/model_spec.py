@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from moe_optimizer.inspection.checkpoint import compare
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.quantization import ATTENTION, DENSE, EXPERTS, SHARED, Quantization
@@ -28,7 +26,7 @@ MAX_POSITION = (
 def build_spec(
     *,
     name: str,
-    folder: Path,
+    path: str,
     architecture: str,
     model_type: str,
     config: Config,
@@ -68,7 +66,7 @@ def build_spec(
         notes += checkpoint.warnings
     return ModelSpec(
         name=name,
-        path=str(folder),
+        path=path,
         architecture=architecture,
         model_type=model_type,
         is_moe=bool(moe),

@@ -38,7 +38,7 @@ class ModelSpec:
     name: str
     """What the user named: a hub id or a folder's last component."""
     path: str
-    """The folder that holds config.json."""
+    """What vLLM is given: the folder that holds config.json, or a hub id whose weights are not in the cache."""
     architecture: str
     """First entry of config.json's `architectures`; "" when the file names none."""
     model_type: str

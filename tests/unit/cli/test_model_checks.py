@@ -83,6 +83,12 @@ def test_a_file_beside_the_weights_that_is_not_whole_is_named(model: Path, conte
     assert (weights.status, "consolidated.safetensors" in weights.detail) == ("missing", True)
 
 
+def test_one_file_of_several_without_an_index_is_named(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model-00001-of-00003.safetensors")
+    weights = checks(model)["weights"]
+    assert (weights.status, "model-00001-of-00003.safetensors" in weights.detail) == ("missing", True)
+
+
 def test_an_absent_shard_is_named(model: Path) -> None:
     split(model)
     (model / "model-00002-of-00002.safetensors").unlink()

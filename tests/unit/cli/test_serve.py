@@ -183,3 +183,36 @@ def test_a_plan_file_in_the_environment_is_said_to_be_unused(
     monkeypatch.setenv("MOE_OPTIMIZER_PLAN", "/old/plan.json")
     launched(monkeypatch, becomes_ready)
     assert "warning: MOE_OPTIMIZER_PLAN is not used: this command makes a plan of its own" in capsys.readouterr().err
+
+
+CPU_ONLY = dataclasses.replace(load_hardware("cpu"), origin="probed")
+
+
+def refusal_without_weights(monkeypatch: pytest.MonkeyPatch, folder: Path, *vllm_args: str) -> MoeOptimizerError | None:
+    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: CPU_ONLY, raising=False)
+    (folder / "config.json").write_bytes((Path(TINY_MOE) / "config.json").read_bytes())
+    planned = planning.make(ServeOptions(model=str(folder), vllm_args=vllm_args))
+    try:
+        serve.check_can_serve_here(planned.plan, planned.settings)
+    except MoeOptimizerError as error:
+        return error
+    return None
+
+
+def test_a_model_without_weights_is_planned_but_not_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    error = refusal_without_weights(monkeypatch, tmp_path)
+    assert isinstance(error, InputError)
+    assert "no safetensors file" in str(error)
+    assert refusal_without_weights(monkeypatch, tmp_path, "--load-format", "dummy") is None
+
+
+def test_a_model_whose_index_names_absent_files_is_not_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    assert "model-00001-of-00002.safetensors" in str(refusal_without_weights(monkeypatch, tmp_path))
+
+
+def test_an_empty_run_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", TINY_MOE, "--run-dir", ""]) == ExitCode.BAD_INPUT
+    assert capsys.readouterr().err.startswith("error: --run-dir: got ''")

@@ -82,6 +82,19 @@ def test_name_is_the_id_or_the_folders_last_component(
     assert ModelInspector().inspect(snapshot).name == "abc123"
 
 
+def test_vllm_fetches_the_weights_of_a_hub_id_that_has_none_in_the_cache(
+    tmp_path: Path, load_config: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = cached(tmp_path, "owner/name", "abc123")
+    (snapshot / "config.json").write_text(json.dumps(load_config("mixtral")))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert ModelInspector().inspect("owner/name").path == "owner/name"
+    assert ModelInspector().inspect(snapshot).path == str(snapshot)
+    (snapshot / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert ModelInspector().inspect("owner/name").path == str(snapshot)
+
+
 def test_inspection_imports_nothing_heavy(
     model_folder: Callable[..., Path], load_config: Callable[[str], dict[str, Any]]
 ) -> None:
