@@ -28,6 +28,14 @@ _GIB = 2**30
 DRAIN_TIMEOUT_S = 30
 """Chosen: how long vLLM may finish the requests at hand after a stop was asked for. vLLM's own default aborts them;
 every supported version takes the flag."""
+_NOT_PLANNED = {
+    "--model": "the model is given by --model before --",
+    "--config": "a file would change what was planned; give its entries as flags after --",
+    "--uds": "the server is watched and proven over --host and --port",
+    "--headless": "a server without an address can be neither watched nor proven",
+    "--grpc": "the server is watched and proven over HTTP",
+}
+"""Arguments of `vllm serve` with which another server would run than the one that the plan describes."""
 _DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
 
 
@@ -118,6 +126,9 @@ def _check_request(request: PlanRequest, pinned: Mapping[str, str]) -> None:
         )
     if request.model.servable is False:
         raise UnsupportedError(f"{request.model.name}: {request.model.servable_reason}")
+    for flag, reason in _NOT_PLANNED.items():
+        if flag in pinned:
+            raise InputError(f"vllm arguments: {flag}: {reason}")
     if pinned.get("--pipeline-parallel-size", "1") != "1":
         raise UnsupportedError("--pipeline-parallel-size: pipeline parallelism is not available in this version")
     for flag, value in (("--gpus", request.num_gpus), ("--batch-size", request.batch_size)):
