@@ -51,7 +51,7 @@ def _apply_plan_file(path: Path) -> None:
     from moe_optimizer.plan.plan import Plan
     from moe_optimizer.vllm_plugin.apply import apply_plan
 
-    apply_plan(Plan.load(path), run_dir=path.resolve().parent)
+    apply_plan(Plan.load(path), run_dir=Path(os.path.realpath(path)).parent)
 
 
 def _plan_later(environment: Environment, profile_name: str) -> None:
@@ -73,7 +73,7 @@ def _shared_run_dir(environment: Environment) -> Path:
         name = f"vllm-serve-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         os.environ["MOE_OPTIMIZER_RUN_DIR"] = str(Path("runs", name).resolve())
         return Path(os.environ["MOE_OPTIMIZER_RUN_DIR"])
-    return environment.run_dir.resolve()
+    return Path(os.path.realpath(environment.run_dir))
 
 
 def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) -> Plan:

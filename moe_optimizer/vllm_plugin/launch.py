@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import shutil
 import signal
@@ -174,7 +175,8 @@ class _Run:
 
     def __init__(self, plan: Plan, run_dir: Path, required: frozenset[str], echo: Callable[[str], None]) -> None:
         self._plan = plan
-        self._run_dir = run_dir.resolve()
+        # Not Path.resolve, which raises RuntimeError on a loop of links; writing there names the loop.
+        self._run_dir = Path(os.path.realpath(run_dir))
         self._required = required
         self._echo = echo
         self._signals: _StopSignals | None = None
@@ -191,9 +193,9 @@ class _Run:
         check_address(self._host, self._port)
         check_plugin_visible(self._plan)
         grace_s = drain_timeout_s(self._plan) + _STOP_MARGIN_S
-        plan_path = self._prepare_run_dir()
         command = server_command(self._plan)
-        environment = server_environment(self._plan, plan_path)
+        environment = server_environment(self._plan, self._run_dir / PLAN_FILE)
+        self._prepare_run_dir()
         self._raise_if_stopped()
         self._echo(f"starting vLLM; its log: {self._run_dir / LOG_FILE}")
         if verbose:
@@ -207,16 +209,14 @@ class _Run:
             finally:
                 self._server.stop(grace_s=grace_s if self._ready else _START_GRACE_S, hurry=self._in_a_hurry)
 
-    def _prepare_run_dir(self) -> Path:
-        path = self._run_dir / PLAN_FILE
+    def _prepare_run_dir(self) -> None:
         try:
-            write_atomically(path, self._plan.to_json())
+            write_atomically(self._run_dir / PLAN_FILE, self._plan.to_json())
             # Proofs of an earlier server in the same folder would count for this one.
             for old in (self._run_dir / PROOF_DIR).glob("*.json"):
                 old.unlink()
         except OSError as error:
             raise InputError(f"run folder {self._run_dir}: {error.strerror or error}") from None
-        return path
 
     def wait_until_ready(self, timeout_s: float) -> ServerInfo:
         """Wait until /health answers and the proofs are in; print the table.

@@ -141,8 +141,19 @@ def test_a_taken_port_starts_nothing(fake: Fake, tmp_path: Path) -> None:
 
 def test_a_run_folder_that_cannot_be_written_is_an_input_error(fake: Fake, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="run folder"):
-        launch.serve(fake(), run_dir=tmp_path / "file", echo=lambda line: None)
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("file", "loop"):
+        with pytest.raises(InputError, match="run folder"):
+            launch.serve(fake(), run_dir=tmp_path / name, echo=lambda line: None)
+
+
+def test_a_refused_environment_leaves_no_run_folder(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    with pytest.raises(InputError, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):
+        launch.serve(fake(), run_dir=tmp_path / "run", echo=lambda line: None)
+    assert list(tmp_path.iterdir()) == []
 
 
 LAUNCHER = """
