@@ -207,7 +207,7 @@ def _find_scheme(root: Config, config: Config, folder: Path) -> Config | None:
         raw = read_json_object(folder / "hf_quant_config.json")
         scheme = Config(raw, where="hf_quant_config.json: ")
         inner = scheme.sub("quantization")
-        if inner is not None and inner.get("quant_algo") is not None:
+        if inner is not None and inner.text("quant_algo"):
             return scheme
     return None
 

@@ -236,6 +236,11 @@ def test_wrong_types(changes: dict[str, Any], load_config: Load, inspect_config:
     assert message(error).startswith("config.json: ")
 
 
+def test_wrong_type_in_the_file_beside_the_configuration(load_config: Load, inspect_config: Inspect) -> None:
+    with pytest.raises(InputError, match=r"hf_quant_config\.json: quantization\.quant_algo: got 7"):
+        inspect_config(load_config("qwen3_moe"), {"hf_quant_config.json": b'{"quantization": {"quant_algo": 7}}'})
+
+
 def test_array_shorter_than_the_layers(load_config: Load, inspect_config: Inspect) -> None:
     with pytest.raises(InputError, match="moe_topk: got 3 entries"):
         inspect_config({**load_config("hunyuan"), "moe_topk": [8, 8, 8]})
