@@ -88,8 +88,10 @@ def _run(arguments: list[str], *, program: str, command: str | None) -> int:
         raise KeyboardInterrupt from None
     except _UsageError as error:
         raise _input_error(error, runnable, name) from None
-    # Not a command when --help or --version has already answered.
-    return parsed() if isinstance(parsed, functools.partial) else ExitCode.OK
+    if isinstance(parsed, functools.partial):
+        return parsed()
+    # An exit code: --help or --version has answered, or the parser itself was interrupted.
+    return int(parsed or ExitCode.OK)
 
 
 def _input_error(error: Any, root: Any, name: str | None) -> InputError:

@@ -30,6 +30,7 @@ sys.addaudithook(hook)
 
 MOMENTS = (
     "typer/__pycache__/main",
+    "pydantic/__pycache__/version",
     "moe_optimizer/cli/__pycache__/app",
     "moe_optimizer/cli/__pycache__/settings",
     "moe_optimizer/profiles/__pycache__/loader",
