@@ -120,12 +120,13 @@ class Emulator:
         self._library = ctypes.CDLL(str(library))
 
     def decode(self, problem: CudaProblem, *, blocks: int = 3, split: bool = False, seed: int = 1,
-               num_stages: int | None = None) -> Tensor:  # fmt: skip
+               num_stages: int | None = None, direct: bool = False) -> Tensor:  # fmt: skip
         """One persistent launch of `blocks` blocks, or two with `split`."""
         num_global = None if problem.router is None else problem.router.logits.shape[1]
         geometry = decode_geometry(
             sizes_of(problem), num_multiprocessors=blocks, has_router=problem.router is not None,
             num_global_experts=num_global, num_stages=num_stages,
+            direct=direct,
         )  # fmt: skip
         counters = torch.zeros(num_counters(), dtype=torch.int32)
         self._call("emulate_decode", decode_call(problem, geometry, counters), int(split), seed)

@@ -9,7 +9,7 @@ import torch
 from bench_cuda_cases import Shape, Tokens, Weights, problem_of
 
 from moe_optimizer.ops import cuda_dispatch, reference
-from moe_optimizer.ops.cuda_dispatch import DecodeStart, DecodeVariant, GroupedVariant, Variant
+from moe_optimizer.ops.cuda_dispatch import DecodeStart, DecodeVariant, GroupedVariant, Variant, choose_variant
 from moe_optimizer.ops.cuda_dispatch_calls import sizes_of
 from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
 from moe_optimizer.ops.launch_geometry import GemmMode
@@ -35,6 +35,8 @@ def variants_for(problem: CudaProblem) -> list[Variant]:
     chosen: list[Variant] = []
     if sizes.num_pairs <= 512:
         chosen.append(DecodeVariant())
+    if sizes.num_tokens <= 8:
+        chosen.append(DecodeVariant(DecodeStart.CHAINED, direct=True))
     if sizes.num_tokens <= 4:
         chosen += [DecodeVariant(DecodeStart.PLAIN), DecodeVariant(DecodeStart.CHAINED)]
     if sizes.num_tokens == 1:
@@ -59,10 +61,10 @@ def our_call(problem: CudaProblem, variant: Variant) -> Call:
 
 
 def our_call_from_logits(weights: Weights, tokens: Tokens, shape: Shape) -> Call:
-    """The small-batch kernel with the gate inside."""
+    """The chosen variant with the gate inside."""
     problem = replace(problem_of(weights, tokens), router=Router(logits=tokens.logits, top_k=shape.top_k),
                       topk_ids=None, topk_weights=None)  # fmt: skip
-    return our_call(problem, DecodeVariant())
+    return our_call(problem, choose_variant(sizes_of(problem)))
 
 
 class Vllm:

@@ -11,6 +11,7 @@
 
 #include "launch/problem.h"
 #include "moeopt/combine.cuh"
+#include "moeopt/direct_decode.cuh"
 #include "moeopt/flash_dmoe_decode.cuh"
 #include "moeopt/grouped_gemm.cuh"
 #include "moeopt/prepare_tokens.cuh"
@@ -29,14 +30,15 @@ inline void expect_count(const char* what, int64_t got, int64_t expected) {
 
 struct DecodeLaunch {
   int32_t column_blocks, num_stages, w13_chunk_bytes, w2_chunk_bytes, shared_bytes, grid;
+  int32_t is_direct;  // direct_up_kernel and direct_down_kernel instead of flash_dmoe_decode_kernel
 };
 constexpr int kDecodeWorkspace = 5;  // h, y, slot_arrivals, tile_arrivals, block_arrivals
-constexpr int kDecodeLaunchValues = 6;
+constexpr int kDecodeLaunchValues = 7;
 
 inline DecodeLaunch decode_launch(const int64_t* values, int64_t count) {
   expect_count("decode geometry", count, kDecodeLaunchValues);
   const auto at = [&](int i) { return static_cast<int32_t>(values[i]); };
-  return {at(0), at(1), at(2), at(3), at(4), at(5)};
+  return {at(0), at(1), at(2), at(3), at(4), at(5), at(6)};
 }
 
 inline DecodeArgs decode_arguments(const Problem& problem, const int64_t* workspace, int64_t count,
@@ -54,6 +56,11 @@ inline DecodeArgs decode_arguments(const Problem& problem, const int64_t* worksp
   args.w13_chunk_bytes = launch.w13_chunk_bytes;
   args.w2_chunk_bytes = launch.w2_chunk_bytes;
   return args;
+}
+
+inline DirectArgs direct_arguments(const Problem& problem, const int64_t* workspace, int64_t count) {
+  expect_count("decode workspace", count, kDecodeWorkspace);
+  return {problem.moe, problem.router, reinterpret_cast<uint16_t*>(workspace[0])};
 }
 
 // --- middle and large batches --------------------------------------------------------------------------------

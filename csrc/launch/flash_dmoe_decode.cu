@@ -1,4 +1,4 @@
-// Starts flash_dmoe_decode_kernel.
+// Starts flash_dmoe_decode_kernel, or direct_up_kernel and direct_down_kernel.
 #include "launch/arguments.h"
 #include "launch/cuda_kernels.h"
 #include "launch/launch.cuh"
@@ -39,16 +39,34 @@ void check_resident(Kernel kernel, const DecodeLaunch& launch) {
   }
 }
 
+using DirectKernel = void (*)(DirectArgs);
+
+void run_direct(const Problem& problem, const DirectArgs& args, LaunchShape shape, DecodeStart start) {
+  const bool fp8 = problem.moe.weight_dtype == DType::kFloat8E4M3;
+  shape.threads = kDirectUpWarps * 32;
+  launch_kernel("direct_decode (up)", fp8 ? direct_up_kernel<1> : direct_up_kernel<2>, shape, args);
+  shape.grid = dim3(static_cast<unsigned>(problem.moe.hidden_size / 16));
+  shape.threads = kDirectDownWarps * 32;
+  shape.overlaps_previous = start == DecodeStart::kChained;
+  launch_kernel("direct_decode (down)", fp8 ? direct_down_kernel<1> : direct_down_kernel<2>, shape, args);
+}
+
 }  // namespace
 
 void run_decode(const Values& problem_values, const Values& workspace, const Values& geometry, uintptr_t stream,
                 DecodeStart start) {
   const Problem problem = problem_from_values(problem_values.data(), static_cast<int64_t>(problem_values.size()));
   const DecodeLaunch launch = decode_launch(geometry.data(), static_cast<int64_t>(geometry.size()));
-  const DecodeArgs args =
-      decode_arguments(problem, workspace.data(), static_cast<int64_t>(workspace.size()), launch);
   LaunchShape shape{dim3(static_cast<unsigned>(launch.grid)), kDecodeThreads, launch.shared_bytes,
                     reinterpret_cast<cudaStream_t>(stream)};
+  if (launch.is_direct) {
+    const DirectArgs args =
+        direct_arguments(problem, workspace.data(), static_cast<int64_t>(workspace.size()));
+    run_direct(problem, args, shape, start);
+    return;
+  }
+  const DecodeArgs args =
+      decode_arguments(problem, workspace.data(), static_cast<int64_t>(workspace.size()), launch);
   if (start == DecodeStart::kCooperative || start == DecodeStart::kPlain) {
     const Kernel kernel = kernel_for<DecodePhase::kBoth>(problem, launch);
     if (start == DecodeStart::kPlain) check_resident(kernel, launch);

@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_optimizer.ops import _load
 from moe_optimizer.ops.cuda_dispatch_calls import decode_call, grouped_call, sizes_of
 from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
-from moe_optimizer.ops.launch_geometry.decode import DecodeGeometry, decode_geometry
+from moe_optimizer.ops.launch_geometry.decode import DIRECT_PAIRS, DIRECT_TOKENS, DecodeGeometry, decode_geometry
 from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry, grouped_geometry
 from moe_optimizer.ops.launch_geometry.hopper import GeometryError
 from moe_optimizer.ops.launch_geometry.routing import routing_geometry
@@ -32,8 +32,6 @@ _CAPABILITY = (9, 0)
 _ALIGNMENT = 16
 _MAX_EXPERTS = 1024
 _MAX_TOP_K = 32
-DECODE_MAX_TOKENS = 16
-"""Tokens up to which the small-batch kernel is the choice; by arithmetic, not yet measured."""
 
 
 class DecodeStart(IntEnum):
@@ -51,8 +49,12 @@ class DecodeVariant:
 
     start: DecodeStart = DecodeStart.COOPERATIVE
     num_stages: int | None = None
+    direct: bool = False
+    """The two kernels without a ring (at most 8 tokens; chained or separate) instead of the one with it."""
 
     def __str__(self) -> str:
+        if self.direct:
+            return f"direct-{self.start.name.lower()}"
         stages = "" if self.num_stages is None else f"/{self.num_stages}"
         return f"decode-{self.start.name.lower()}{stages}"
 
@@ -137,8 +139,8 @@ def _misaligned(tensor: Tensor) -> str:
 
 def choose_variant(sizes: MoeSizes) -> Variant:
     """Return the variant for these sizes by arithmetic; a table of measurements is to take its place."""
-    if sizes.num_tokens <= DECODE_MAX_TOKENS and sizes.num_pairs <= 512:
-        return DecodeVariant()
+    if sizes.num_tokens <= DIRECT_TOKENS and sizes.num_pairs <= DIRECT_PAIRS:
+        return DecodeVariant(DecodeStart.CHAINED, direct=True)
     # FP8 x FP8 rounds the activations to 4 significant bits: it has to be asked for.
     return GroupedVariant(GemmMode.BF16 if sizes.weight_bytes == 2 else GemmMode.FP8_WEIGHTS)
 
@@ -151,6 +153,7 @@ def decode_launch(problem: CudaProblem, variant: DecodeVariant, num_multiprocess
         has_router=problem.router is not None,
         num_global_experts=None if problem.router is None else problem.router.logits.shape[1],
         num_stages=variant.num_stages,
+        direct=variant.direct,
     )
 
 

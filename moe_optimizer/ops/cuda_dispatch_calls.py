@@ -63,6 +63,7 @@ def decode_call(problem: CudaProblem, geometry: DecodeGeometry, counters: Tensor
         geometry.w2_chunk_bytes,
         geometry.shared_bytes,
         geometry.grid,
+        int(geometry.direct),
     ]
     return KernelCall(problem.values(), workspace, launch, buffer, counters)
 

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 
 FP8_TOKENS_BOUND = 0.06
 DECODE = DecodeVariant()
+DIRECT = DecodeVariant(DecodeStart.CHAINED, direct=True)
 BF16 = GroupedVariant(GemmMode.BF16)
 FP8_WEIGHTS = GroupedVariant(GemmMode.FP8_WEIGHTS)
 
@@ -60,6 +61,18 @@ def assert_close(case: Case, out: Tensor) -> None:
 def test_decode_matches_the_reference(tokens, hidden, width, fp8, start):
     case = on_gpu(make_case(tokens, 4, 16, hidden, width, fp8=fp8))
     assert_close(case, run(case.problem, DecodeVariant(start)))
+
+
+@pytest.mark.parametrize("start", [DecodeStart.CHAINED, DecodeStart.SEPARATE])
+@pytest.mark.parametrize("fp8", [None, "block", "channel"])
+@pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 2048, 768), (7, 272, 208), (8, 1200, 560)])
+def test_direct_decode_matches_the_reference_with_the_same_bits_every_time(tokens, hidden, width, fp8, start):
+    case = on_gpu(make_case(tokens, 4, 16, hidden, width, fp8=fp8))
+    variant = DecodeVariant(start, direct=True)
+    first = run(case.problem, variant).clone()
+    assert_close(case, first)
+    for _ in range(10):
+        assert torch.equal(first, run(case.problem, variant))
 
 
 @pytest.mark.parametrize("tile", [16, 32, 64, 128, 256])
@@ -134,7 +147,7 @@ def test_every_start_of_the_decode_kernel_gives_the_same_bits(start):
     assert torch.equal(run(case.problem, DECODE).clone(), run(case.problem, DecodeVariant(start)))
 
 
-@pytest.mark.parametrize("variant", [DECODE, BF16], ids=str)
+@pytest.mark.parametrize("variant", [DIRECT, DECODE, BF16], ids=str)
 def test_a_captured_graph_follows_its_inputs(variant):
     case = on_gpu(make_case(8, 4, 16, 512, 256))
     problem = case.problem
@@ -178,6 +191,8 @@ def test_from_logits_equals_from_the_ids_that_torch_chooses(tokens, scoring):
         case.problem, router=Router(logits=logits, top_k=4, scoring=scoring), topk_ids=None, topk_weights=None
     )
     assert_close(chosen, run(routed, DECODE if tokens <= 16 else BF16))
+    if tokens <= 8:
+        assert_close(chosen, run(routed, DIRECT))
 
 
 def test_the_occupancy_calculator_agrees_that_one_block_fits():

@@ -90,6 +90,14 @@ MOEOPT_DEVICE Vec4 load_constant16(const void* pointer) {
                : "l"(pointer));
   return v;
 }
+// The same for data that this launch reads once.
+MOEOPT_DEVICE Vec4 load_once16(const void* pointer) {
+  Vec4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(pointer));
+  return v;
+}
 MOEOPT_DEVICE float load_constant(const float* pointer) { return __ldg(pointer); }
 // Data that another block wrote in this launch: L1 is not coherent, so read it from L2.
 MOEOPT_DEVICE Vec4 load_shared_across_blocks16(const void* pointer) {

@@ -22,6 +22,14 @@ CHUNK_BYTES = MATH_WARPS * STEPS_PER_WARP * STEP_BYTES
 ROW_PITCH = CHUNK_BYTES + 64
 STAGE_BYTES = TILE_ROWS * ROW_PITCH
 ROUTING_BYTES = MAX_PAIRS * 4 * 5 + (MAX_PAIRS + 1) * 4 + 3 * 4
+DIRECT_TOKENS = 8
+DIRECT_PAIRS = DIRECT_TOKENS * 32
+DIRECT_UP_WARPS = 8
+DIRECT_DOWN_WARPS = 16
+DIRECT_UP_BLOCKS = {2: 3, 1: 2}
+"""Blocks per multiprocessor by bytes of a weight."""
+DIRECT_ROUTING_BYTES = DIRECT_PAIRS * 4 * (5 + DIRECT_TOKENS) + 16
+DIRECT_SUM_BYTES = 8192
 ALIGNMENT_SLACK = 1024
 """Shared memory lost when its base is rounded up to 1024 bytes."""
 
@@ -37,6 +45,8 @@ class DecodeGeometry:
     w2_chunk_bytes: int
     shared_bytes: int
     grid: int
+    direct: bool
+    """The two kernels without a ring (at most 8 tokens) instead of the one with it."""
     up_tiles: int
     """Arrivals per slot that open its GEMM2: I / 16."""
     down_tiles: int
@@ -60,6 +70,7 @@ def decode_geometry(
     has_router: bool = False,
     num_global_experts: int | None = None,
     num_stages: int | None = None,
+    direct: bool = False,
     limits: ChipLimits = HOPPER,
 ) -> DecodeGeometry:
     """Return the launch for `sizes`, one block per multiprocessor.
@@ -70,6 +81,7 @@ def decode_geometry(
         has_router: router logits instead of top-k ids come in; needs scratch per expert.
         num_global_experts: columns of the logits; None: as many as local experts.
         num_stages: ring stages; None: as many as fit.
+        direct: the two kernels without a ring instead of the one with it.
         limits: of the chip.
 
     Raises:
@@ -79,6 +91,9 @@ def decode_geometry(
     expect(pairs <= MAX_PAIRS, KERNEL, f"T x k = {sizes.num_tokens} x {sizes.top_k}", pairs, f"at most {MAX_PAIRS}")
     expect(sizes.hidden_size % 16 == 0, KERNEL, "H", sizes.hidden_size, "a multiple of 16")
     expect(sizes.intermediate_size % 16 == 0, KERNEL, "I", sizes.intermediate_size, "a multiple of 16")
+    if direct:
+        num_global = sizes.num_experts if num_global_experts is None else num_global_experts
+        return _direct_geometry(sizes, num_multiprocessors, num_global if has_router else 0, limits=limits)
     column_blocks = 1 if sizes.num_tokens <= 8 else 2
     reduction = MATH_WARPS * 2 * column_blocks * 128 * 4
     fixed = {
@@ -112,11 +127,45 @@ def decode_geometry(
         w2_chunk_bytes=_chunk_bytes(sizes.intermediate_size * sizes.weight_bytes),
         shared_bytes=shared,
         grid=num_multiprocessors,
+        direct=False,
         up_tiles=sizes.intermediate_size // 16,
         down_tiles=ceil_div(sizes.hidden_size, TILE_ROWS),
         full_arrivals=PRODUCER_WARPS,
         empty_arrivals=MATH_WARPS,
         transaction_bytes=transaction,
+    )
+
+
+def _direct_geometry(
+    sizes: MoeSizes, num_multiprocessors: int, router_experts: int, *, limits: ChipLimits
+) -> DecodeGeometry:
+    """The kernel of csrc/include/moeopt/direct_decode.cuh; `router_experts`: columns of the logits, 0 without them."""
+    expect(sizes.num_tokens <= DIRECT_TOKENS, KERNEL, "T without a ring", sizes.num_tokens, f"at most {DIRECT_TOKENS}")
+    expect(sizes.num_pairs <= DIRECT_PAIRS, KERNEL, "T x k without a ring", sizes.num_pairs, f"at most {DIRECT_PAIRS}")
+    shared = limits.check_shared(
+        KERNEL,
+        {
+            "routing tables": DIRECT_ROUTING_BYTES,
+            "sums or scratch": max(DIRECT_SUM_BYTES, DIRECT_DOWN_WARPS * router_experts * 8),
+            "alignment": ALIGNMENT_SLACK,
+        },
+    )
+    return DecodeGeometry(
+        column_blocks=1,
+        num_stages=0,
+        w13_chunk_bytes=_chunk_bytes(sizes.hidden_size * sizes.weight_bytes),
+        w2_chunk_bytes=_chunk_bytes(sizes.intermediate_size * sizes.weight_bytes),
+        shared_bytes=shared,
+        grid=min(
+            num_multiprocessors * DIRECT_UP_BLOCKS[sizes.weight_bytes],
+            sizes.num_pairs * (sizes.intermediate_size // 16),
+        ),
+        direct=True,
+        up_tiles=sizes.intermediate_size // 16,
+        down_tiles=ceil_div(sizes.hidden_size, TILE_ROWS),
+        full_arrivals=0,
+        empty_arrivals=0,
+        transaction_bytes=0,
     )
 
 

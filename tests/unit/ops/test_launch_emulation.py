@@ -86,6 +86,36 @@ def test_decode_writes_zeros_when_nothing_is_routed_here(emulator: Emulator):
     assert not emulator.decode(case.problem, split=True).any()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width"), [(1, 64, 32), (3, 272, 48), (8, 144, 80), (2, 1040, 528)], ids=str
+)
+@pytest.mark.parametrize("fp8", [None, "block", "channel"])
+def test_direct_decode_matches_the_reference_whoever_runs_first(emulator: Emulator, tokens, hidden, width, fp8):
+    case = make_case(tokens, 2, 4, hidden, width, fp8=fp8)
+    one = emulator.decode(case.problem, direct=True, blocks=1).clone()
+    assert_close(case, one)
+    assert torch.equal(one, emulator.decode(with_poisoned_output(case), direct=True, seed=7))
+
+
+def test_direct_decode_with_biases_a_map_and_the_clamped_activation(emulator: Emulator):
+    ids = torch.tensor([[0, -1], [5, 3], [-1, -1], [4, 4]])
+    expert_map = torch.tensor([-1, 1, -1, 0, 2, 3])
+    case = make_case(
+        4, 2, 4, 144, 48, ids=ids, expert_map=expert_map, activation="swigluoai", bias=True, int64_ids=True
+    )
+    out = emulator.decode(case.problem, direct=True)
+    assert_close(case, out)
+    assert not out[0].any()
+    assert not out[2].any()
+    case = make_case(3, 2, 4, 80, 48, ids=torch.full((3, 2), -1))
+    assert not emulator.decode(case.problem, direct=True).any()
+
+
+def test_direct_decode_with_more_pairs_on_one_expert_than_a_slot_holds(emulator: Emulator):
+    case = make_case(7, 3, 4, 80, 48, ids=torch.full((7, 3), 2))
+    assert_close(case, emulator.decode(case.problem, direct=True))
+
+
 @pytest.mark.parametrize("tile", [16, 32, 64, 128, 256])
 def test_grouped_bf16_matches_the_reference(emulator: Emulator, tile):
     # More tokens per expert than a tile, so that an expert has several; K and rows end inside a box.
@@ -169,7 +199,12 @@ def test_nan_in_the_weights_reaches_the_output(emulator: Emulator):
     for fp8, mode in ((None, GemmMode.BF16), ("channel", GemmMode.FP8_WEIGHTS)):
         case = make_case(3, 2, 2, 80, 48, fp8=fp8)
         case.problem.w2[1, 5, 7] = float("nan")
-        for out in (emulator.decode(case.problem).clone(), emulator.grouped(case.problem, mode, tile_tokens=16)):
+        direct = emulator.decode(case.problem, direct=True).clone()
+        for out in (
+            direct,
+            emulator.decode(case.problem).clone(),
+            emulator.grouped(case.problem, mode, tile_tokens=16),
+        ):
             nan = out.isnan()
             assert nan[:, 5].all(), "every token goes to both experts"
             assert nan.sum() == 3
@@ -192,6 +227,9 @@ def test_any_covered_shape_and_routing_matches_the_reference(
     ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(seed))
     case = make_case(tokens, top_k, experts, hidden, width, fp8=fp8, ids=ids, seed=seed)
     assert_close(case, emulator.decode(case.problem, blocks=data.draw(st.integers(1, 4)), seed=seed))
+    if tokens <= 8:
+        problem = with_poisoned_output(case)
+        assert_close(case, emulator.decode(problem, direct=True, blocks=data.draw(st.integers(1, 3)), seed=seed))
     mode = GemmMode.BF16 if fp8 is None else GemmMode.FP8_WEIGHTS
     problem = with_poisoned_output(case)
     assert_close(case, emulator.grouped(problem, mode, blocks=data.draw(st.integers(1, 3)), seed=seed))

@@ -17,7 +17,7 @@ from moe_optimizer.ops.launch_geometry import (
     grouped_geometry,
     routing_geometry,
 )
-from moe_optimizer.ops.launch_geometry.decode import CHUNK_BYTES, MATH_WARPS, STEP_BYTES
+from moe_optimizer.ops.launch_geometry.decode import CHUNK_BYTES, DIRECT_UP_BLOCKS, MATH_WARPS, STEP_BYTES
 from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS, GemmMode, choose_tile_tokens
 from moe_optimizer.ops.launch_geometry.workspace import (
     ALIGNMENT,
@@ -48,6 +48,18 @@ def test_a_decode_launch_fits_the_chip_for_every_covered_size(sizes):
     assert geometry.shared_bytes <= HOPPER.shared_bytes_per_block
     assert geometry.num_stages >= 4
     assert geometry.transaction_bytes <= HOPPER.max_transaction_bytes
+
+
+def test_the_blocks_of_a_direct_launch_fit_a_multiprocessor_together():
+    for weight_bytes, blocks in DIRECT_UP_BLOCKS.items():
+        geometry = decode_geometry(replace(QWEN3, weight_bytes=weight_bytes), num_multiprocessors=132, direct=True)
+        assert geometry.grid == min(132 * blocks, 8 * 48)
+        assert blocks * (geometry.shared_bytes + 1024) <= 228 * 1024
+
+
+def test_nine_tokens_are_too_many_for_a_direct_launch():
+    with pytest.raises(GeometryError, match="T without a ring: got 9, expected at most 8"):
+        decode_geometry(replace(QWEN3, num_tokens=9), num_multiprocessors=132, direct=True)
 
 
 @given(sizes_strategy)

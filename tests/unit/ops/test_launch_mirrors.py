@@ -24,7 +24,8 @@ SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, inter
     ("module", "names"),
     [
         (decode, ["THREADS", "MATH_WARPS", "PRODUCER_WARPS", "TILE_ROWS", "STEP_BYTES", "STEPS_PER_WARP",
-                  "CHUNK_BYTES", "ROW_PITCH", "STAGE_BYTES", "MAX_PAIRS", "ROUTING_BYTES"]),
+                  "CHUNK_BYTES", "ROW_PITCH", "STAGE_BYTES", "MAX_PAIRS", "ROUTING_BYTES",
+                  "DIRECT_TOKENS", "DIRECT_PAIRS", "DIRECT_UP_WARPS", "DIRECT_DOWN_WARPS", "DIRECT_ROUTING_BYTES", "DIRECT_SUM_BYTES"]),
         (grouped, ["THREADS", "PRODUCER_THREADS", "PRODUCER_REGISTERS", "MATH_REGISTERS", "WIDE_PRODUCER_REGISTERS",
                    "WIDE_MATH_REGISTERS", "BOX_ROWS", "LAG"]),
         (routing, ["THREADS", "PAIRS_PER_BLOCK"]),
@@ -49,6 +50,10 @@ def test_stage_bytes_are_the_compiled_ones(emulator: Emulator, mode, tile):
     )  # fmt: skip
     geometry = grouped.grouped_geometry(sizes, mode, num_multiprocessors=1, tile_tokens=tile)
     assert geometry.stage_bytes == emulator.constant(f"grouped.stage_bytes_{int(mode)}_{tile}")
+
+
+def test_blocks_per_multiprocessor_without_a_ring_are_the_compiled_ones(emulator: Emulator):
+    assert {n: emulator.constant(f"decode.direct_up_blocks_{n}") for n in (1, 2)} == decode.DIRECT_UP_BLOCKS
 
 
 @pytest.mark.parametrize("tokens", [8, 16])
@@ -136,17 +141,22 @@ def _reports(tmp_path: Path) -> list[dict]:
 def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
     kernels = _reports(tmp_path)
     names = {entry["name"] for entry in kernels}
-    # 2 weight widths x 2 column blocks x 3 phases; the tiles of each mode x up and down; 5 plain kernels.
+    # 2 weight widths x 2 column blocks x 3 phases; up and down without a ring; the tiles of each mode x up and down; 5 plain kernels.
     assert len([name for name in names if name.startswith("flash_dmoe_decode")]) == 12
+    assert len([name for name in names if name.startswith("direct_")]) == 4
     tiles = sum(len(values) for values in grouped.TILE_TOKENS.values())
     assert len([name for name in names if name.startswith("grouped_gemm")]) == 2 * tiles
     assert {name.partition("<")[0] for name in names} == {
-        "flash_dmoe_decode_kernel", "grouped_gemm_kernel", "route_tokens_kernel", "count_pairs_kernel",
-        "place_pairs_kernel", "prepare_tokens_kernel", "combine_kernel",
+        "flash_dmoe_decode_kernel", "direct_up_kernel", "direct_down_kernel", "grouped_gemm_kernel",
+        "route_tokens_kernel", "count_pairs_kernel", "place_pairs_kernel", "prepare_tokens_kernel", "combine_kernel",
     }  # fmt: skip
     spilling = {entry["name"]: entry for entry in kernels if entry["spill_bytes"] or entry["stack_bytes"]}
     assert spilling == {}
-    threads = {"flash_dmoe_decode_kernel": decode.THREADS, "grouped_gemm_kernel": grouped.THREADS}
+    threads = {"flash_dmoe_decode_kernel": decode.THREADS, "grouped_gemm_kernel": grouped.THREADS,
+               "direct_down_kernel": decode.DIRECT_DOWN_WARPS * 32}  # fmt: skip
     for entry in kernels:
         count = threads.get(entry["name"].partition("<")[0], 256)
+        if entry["name"].startswith("direct_up"):
+            weight_bytes = int(entry["name"].partition("<")[2][0])
+            count = decode.DIRECT_UP_WARPS * 32 * decode.DIRECT_UP_BLOCKS[weight_bytes]
         grouped.HOPPER.check_registers(entry["name"], count, entry["registers"])

@@ -101,6 +101,7 @@ inline Vec4 load_constant16(const void* pointer) {
   std::memcpy(&v, pointer, 16);
   return v;
 }
+inline Vec4 load_once16(const void* pointer) { return load_constant16(pointer); }
 inline float load_constant(const float* pointer) { return *pointer; }
 inline Vec4 load_shared_across_blocks16(const void* pointer) { return load_constant16(pointer); }
 inline float load_shared_across_blocks(const float* pointer) { return *pointer; }

@@ -25,6 +25,16 @@ std::string run_decode(const DecodeArgs& args, DecodePhase phase, const DecodeLa
   });
 }
 
+template <int kWeightBytes>
+std::string run_direct(const DirectArgs& args, const DecodeLaunch& launch, uint64_t seed) {
+  const auto shared = static_cast<size_t>(launch.shared_bytes);
+  const std::string failure = emulation::launch(launch.grid, kDirectUpWarps * 32, shared, seed,
+                                                [&] { direct_up_kernel<kWeightBytes>(args); });
+  if (!failure.empty()) return failure;
+  return emulation::launch(static_cast<int>(args.moe.hidden_size / 16), kDirectDownWarps * 32, shared, seed,
+                           [&] { direct_down_kernel<kWeightBytes>(args); });
+}
+
 TensorMap tensor_map(const WeightView& view) {
   TensorMap map{};
   map.rank = view.rank;
@@ -98,6 +108,11 @@ int emulate_decode(const int64_t* values, int64_t num_values, const int64_t* wor
                    int capacity) {
   const Problem problem = problem_from_values(values, num_values);
   const DecodeLaunch launch = decode_launch(geometry, num_geometry);
+  if (launch.is_direct) {
+    const bool fp8 = problem.moe.weight_dtype == DType::kFloat8E4M3;
+    const DirectArgs args = direct_arguments(problem, workspace, num_workspace);
+    return report((fp8 ? run_direct<1> : run_direct<2>)(args, launch, seed), error, capacity);
+  }
   const DecodeArgs args = decode_arguments(problem, workspace, num_workspace, launch);
   const auto run = [&](DecodePhase phase) {
     const bool fp8 = problem.moe.weight_dtype == DType::kFloat8E4M3;
@@ -159,6 +174,14 @@ int64_t compiled_constant(const char* name) {
       {"decode.STAGE_BYTES", kStageBytes},
       {"decode.MAX_PAIRS", kMaxPairs},
       {"decode.ROUTING_BYTES", sizeof(DecodeRouting)},
+      {"decode.direct_up_blocks_1", kDirectUpBlocks<1>},
+      {"decode.direct_up_blocks_2", kDirectUpBlocks<2>},
+      {"decode.DIRECT_PAIRS", kDirectPairs},
+      {"decode.DIRECT_UP_WARPS", kDirectUpWarps},
+      {"decode.DIRECT_DOWN_WARPS", kDirectDownWarps},
+      {"decode.DIRECT_ROUTING_BYTES", kDirectScratchOffset},
+      {"decode.DIRECT_SUM_BYTES", kDirectSumBytes},
+      {"decode.DIRECT_TOKENS", kDirectTokens},
       {"decode.reduction_bytes_1", kReductionBytes<1>},
       {"decode.reduction_bytes_2", kReductionBytes<2>},
       {"grouped.THREADS", kGemmThreads},
