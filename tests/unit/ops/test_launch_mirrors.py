@@ -25,7 +25,8 @@ SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, inter
     [
         (decode, ["THREADS", "MATH_WARPS", "PRODUCER_WARPS", "TILE_ROWS", "STEP_BYTES", "STEPS_PER_WARP",
                   "CHUNK_BYTES", "ROW_PITCH", "STAGE_BYTES", "MAX_PAIRS", "ROUTING_BYTES",
-                  "DIRECT_TOKENS", "DIRECT_PAIRS", "DIRECT_UP_WARPS", "DIRECT_DOWN_WARPS", "DIRECT_ROUTING_BYTES", "DIRECT_SUM_BYTES"]),
+                  "DIRECT_TOKENS", "DIRECT_PAIRS", "DIRECT_UP_WARPS", "DIRECT_DOWN_WARPS",
+                  "DIRECT_ROUTING_BYTES", "DIRECT_SUM_BYTES"]),
         (grouped, ["THREADS", "PRODUCER_THREADS", "PRODUCER_REGISTERS", "MATH_REGISTERS", "WIDE_PRODUCER_REGISTERS",
                    "WIDE_MATH_REGISTERS", "BOX_ROWS", "LAG"]),
         (routing, ["THREADS", "PAIRS_PER_BLOCK"]),
@@ -141,7 +142,8 @@ def _reports(tmp_path: Path) -> list[dict]:
 def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
     kernels = _reports(tmp_path)
     names = {entry["name"] for entry in kernels}
-    # 2 weight widths x 2 column blocks x 3 phases; up and down without a ring; the tiles of each mode x up and down; 5 plain kernels.
+    # 2 weight widths x 2 column blocks x 3 phases; up and down without a ring;
+    # the tiles of each mode x up and down; 5 plain kernels.
     assert len([name for name in names if name.startswith("flash_dmoe_decode")]) == 12
     assert len([name for name in names if name.startswith("direct_")]) == 4
     tiles = sum(len(values) for values in grouped.TILE_TOKENS.values())
