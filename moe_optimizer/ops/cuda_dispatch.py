@@ -1,6 +1,6 @@
 """Runs the CUDA kernels on CUDA tensors: which variant, its workspace, the call.
 
-State: compiled and emulated on a CPU, not run on a GPU. Nothing selects these kernels by default: `fused_experts` on
+State: right on one H200 (docs/kernels.md). Nothing selects these kernels by default: `fused_experts` on
 CUDA tensors runs in plain torch until a caller asks for a variant here or switches `cuda_kernels_enabled` on.
 """
 
@@ -92,7 +92,7 @@ def cuda_kernels_enabled() -> Iterator[None]:
 def why_not_selected() -> str | None:
     """Return why `fused_experts` on CUDA tensors does not use the kernels, or None where it may."""
     if not _enabled:
-        return "CUDA kernels: compiled, not run on a GPU, so not selected"
+        return "CUDA kernels: not switched on (cuda_kernels_enabled)"
     available, reason = _load.kernels_available()
     if not available:
         return reason

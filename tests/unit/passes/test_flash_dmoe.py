@@ -70,7 +70,7 @@ def test_without_a_cuda_kernel_for_the_architecture_it_is_refused():
 def test_on_gpus_it_is_not_available_and_names_the_record_that_says_why():
     decision = decide(qwen3_30b_a3b(), gpus("h200", 1), software=software("cuda", cuda_ops=("fused_experts",)))
     assert decision.status is Status.UNAVAILABLE
-    assert "lose to its own up to 128 tokens" in decision.reason
+    assert "win up to 8 tokens and lose at 16 to 128" in decision.reason
     assert all((ROOT / record).is_file() for record in decision.evidence)
 
 
