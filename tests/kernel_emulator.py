@@ -94,15 +94,15 @@ def make_case(
     dtype = torch.bfloat16 if fp8 is None else torch.float8_e4m3fn
     factor = 1 if fp8 is None else 16
     global_experts = experts if expert_map is None else expert_map.shape[0]
-    if ids is None:
-        ids = torch.stack([torch.randperm(global_experts, generator=g)[:top_k] for _ in range(tokens)])
+    fresh = [torch.randperm(global_experts, generator=g)[:top_k] for _ in range(tokens)]
+    chosen = torch.stack(fresh) if ids is None else ids
     problem = CudaProblem(
         x=guarded(x),
         w13=guarded((w13 * factor).to(dtype)),
         w2=guarded((w2 * factor).to(dtype)),
         out=guarded(torch.full((tokens, hidden), float("nan")).bfloat16()),
         topk_weights=guarded(torch.rand(tokens, top_k, generator=g)),
-        topk_ids=guarded(ids.to(torch.int64 if int64_ids else torch.int32)),
+        topk_ids=guarded(chosen.to(torch.int64 if int64_ids else torch.int32)),
         expert_map=None if expert_map is None else guarded(expert_map.int()),
         w13_scale=None if w13_scale is None else guarded(w13_scale),
         w2_scale=None if w2_scale is None else guarded(w2_scale),
