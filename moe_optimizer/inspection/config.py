@@ -216,8 +216,6 @@ class Config:
         return None
 
     def _checked(self, name: str, value: object, minimum: int, maximum: int) -> int:
-        if isinstance(value, float) and math.isfinite(value) and value.is_integer():
-            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
             raise InputError(f"{self.where}{name}: got {shown(value)}, expected an integer from {minimum} to {maximum}")
         return value

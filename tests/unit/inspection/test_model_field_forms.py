@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.specs.model import ModelSpec
 
 Inspect = Callable[..., ModelSpec]
@@ -155,3 +155,12 @@ def test_longcat_counts_its_tables_of_token_sequences(load_config: Load, inspect
     assert spec.embedding_params - plain.embedding_params == rows * width
     assert spec.total_params - plain.total_params == rows * width + tables * width * hidden_size
     assert spec.expert_params == plain.expert_params
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_experts", "num_hidden_layers"])
+def test_a_count_with_a_decimal_point_is_refused_as_vllm_refuses_it(
+    field: str, load_config: Load, inspect_config: Inspect
+) -> None:
+    config = load_config("qwen3_moe")
+    with pytest.raises(InputError, match=rf"{field}: got \d+\.0, expected an integer"):
+        inspect_config({**config, field: float(config[field])})
