@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,10 @@ from moe_optimizer.inspection.module_patterns import ModulePatterns
 from moe_optimizer.inspection.module_rules import bits_of_type, left_out, patterns_by_bits
 
 DTYPE_BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
+_DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in DTYPE_BITS}
+"""What a configuration may call the dtypes that vLLM computes in."""
+_STORED_DTYPES = ("float64", "double", "int8", "uint8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
+"""Further dtypes of torch that a configuration may name; vLLM computes in another instead, and warns."""
 
 METHOD_BITS: Mapping[str, float] = {
     "fp8": 8,
@@ -156,15 +161,20 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
     Raises:
         InputError: a scheme is of the wrong type.
     """
-    dtype = _dtype(root, config)
+    dtype, warnings = _dtype(root, config)
     scheme = _find_scheme(root, config, folder)
     if scheme is None:
         nothing = ModulePatterns(())
         return Quantization(
-            method=None, dtype=dtype, groups=(), ignored=nothing, expert_bits=None, scale_bytes_per_weight=0.0
+            method=None,
+            dtype=dtype,
+            groups=(),
+            ignored=nothing,
+            expert_bits=None,
+            scale_bytes_per_weight=0.0,
+            warnings=tuple(warnings),
         )
     method = _method(scheme)
-    warnings: list[str] = []
     groups = _groups(scheme, method)
     if not groups:
         bits = DTYPE_BITS[dtype]
@@ -191,10 +201,20 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
     )
 
 
-def _dtype(root: Config, config: Config) -> str:
+def _dtype(root: Config, config: Config) -> tuple[str, list[str]]:
+    """Return the dtype of what is not quantised, BF16 where the file does not say, and warnings."""
     fields = ("dtype", "torch_dtype")
-    name = (config.text(fields) or root.text(fields)).removeprefix("torch.")
-    return name if name in DTYPE_BITS else "bfloat16"
+    place = config if config.has(fields) else root
+    if not place.has(fields):
+        return "bfloat16", []
+    text = place.text(fields)
+    name = text.removeprefix("torch.")
+    if name in _DTYPES:
+        return _DTYPES[name], []
+    field = place.name_of(fields)
+    if name not in _STORED_DTYPES:
+        raise place.error(field, text, f"one of {', '.join(sorted(_DTYPES))}")
+    return "bfloat16", [f"{place.where}{field}: {name} is not a dtype to compute in; bfloat16 assumed"]
 
 
 def _find_scheme(root: Config, config: Config, folder: Path) -> Config | None:
@@ -203,7 +223,8 @@ def _find_scheme(root: Config, config: Config, folder: Path) -> Config | None:
             scheme = place.sub(name)
             if scheme is not None and scheme.raw:
                 return scheme
-    if (folder / "hf_quant_config.json").is_file():
+    # Not is_file: a pipe, a folder or a broken link under this name is refused, as it is under config.json.
+    if os.path.lexists(folder / "hf_quant_config.json"):
         raw = read_json_object(folder / "hf_quant_config.json")
         scheme = Config(raw, where="hf_quant_config.json: ")
         inner = scheme.sub("quantization")

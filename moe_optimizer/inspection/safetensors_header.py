@@ -31,6 +31,8 @@ DTYPE_BITS = {
     "F8_E4M3": 8,
     "F8_E5M2": 8,
     "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
     "I16": 16,
     "U16": 16,
     "F16": 16,
@@ -41,8 +43,12 @@ DTYPE_BITS = {
     "I64": 64,
     "U64": 64,
     "F64": 64,
+    "C64": 64,
     "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
 }
+"""Every type of the format (safetensors 0.8) -> bits of an element."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Endings of files whose loading runs code."""
 PICKLES_BESIDE = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "optimizer.bin")
@@ -169,6 +175,10 @@ def _tensors(header: dict[str, object], file: str, *, data_bytes: int) -> Iterat
         dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
         if not (isinstance(dtype, str) and _integers(shape) and _integers(offsets) and len(offsets) == 2):
             raise InputError(f"{file}: tensor {name!r:.80}: expected dtype, shape and data_offsets")
+        if dtype not in DTYPE_BITS:
+            raise InputError(
+                f"{file}: tensor {name!r:.80}: dtype: got {dtype!r:.40}, expected one of {', '.join(DTYPE_BITS)}"
+            )
         if len(shape) > MAX_DIMENSIONS:
             raise InputError(
                 f"{file}: tensor {name!r:.80}: got {len(shape)} dimensions, expected at most {MAX_DIMENSIONS}"
@@ -177,7 +187,7 @@ def _tensors(header: dict[str, object], file: str, *, data_bytes: int) -> Iterat
         if not start <= end <= data_bytes:
             message = f"{file}: tensor {name!r:.80}: ends at byte {end} of the data, the file holds {data_bytes}"
             raise InputError(message, hint=_CUT_OFF)
-        needed = (math.prod(shape) * DTYPE_BITS[dtype] + 7) // 8 if dtype in DTYPE_BITS else end - start
+        needed = (math.prod(shape) * DTYPE_BITS[dtype] + 7) // 8
         if needed != end - start:
             raise InputError(f"{file}: tensor {name!r:.80}: {dtype} {shape} needs {needed} bytes, got {end - start}")
         ranges.append((start, end, name))

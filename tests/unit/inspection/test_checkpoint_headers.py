@@ -268,6 +268,26 @@ def test_a_shape_of_thousands_of_dimensions_is_refused(tmp_path: Path) -> None:
         read_tensors(tmp_path)
 
 
+@pytest.mark.parametrize(("dimensions", "words"), [(16, ""), (17, "got 17 dimensions, expected at most 16")])
+def test_the_limit_of_dimensions_is_exact(dimensions: int, words: str, tmp_path: Path) -> None:
+    header = {"t": {"dtype": "BF16", "shape": [1] * dimensions, "data_offsets": [0, 2]}}
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(2))
+    if words:
+        with pytest.raises(InputError, match=words):
+            read_tensors(tmp_path)
+    else:
+        assert [tensor.shape for tensor in read_tensors(tmp_path) or ()] == [(1,) * dimensions]
+
+
+def test_a_type_that_the_format_does_not_have_is_refused(tmp_path: Path) -> None:
+    header = {"t": {"dtype": "I3", "shape": [8], "data_offsets": [0, 3]}}
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(3))
+    with pytest.raises(InputError, match=r"model\.safetensors: tensor 't': dtype: got 'I3', expected one of BOOL, U8"):
+        read_tensors(tmp_path)
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_file_is_not_waited_for(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "model.safetensors")

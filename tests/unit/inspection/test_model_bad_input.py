@@ -241,6 +241,47 @@ def test_wrong_type_in_the_file_beside_the_configuration(load_config: Load, insp
         inspect_config(load_config("qwen3_moe"), {"hf_quant_config.json": b'{"quantization": {"quant_algo": 7}}'})
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("torch_dtype", "int3"), ("dtype", "bfloat"), ("torch_dtype", "torch.bf16"), ("dtype", "")]
+)
+def test_unknown_dtype(field: str, value: str, load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("qwen3_moe")
+    config.pop("torch_dtype", None)
+    with pytest.raises(InputError) as error:
+        inspect_config({**config, field: value})
+    assert message(error).startswith(f'config.json: {field}: got "{value}", expected one of bfloat16, float, float16')
+
+
+def test_unknown_dtype_of_a_nested_object_names_it(load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("qwen3_vl_moe")
+    config["text_config"]["dtype"] = "int3"
+    with pytest.raises(InputError, match=r'config\.json: text_config\.dtype: got "int3"'):
+        inspect_config(config)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [("half", "float16"), ("torch.float", "float32"), (None, "bfloat16")])
+def test_every_name_of_a_dtype_is_known(
+    value: str | None, dtype: str, load_config: Load, inspect_config: Inspect
+) -> None:
+    assert inspect_config({**load_config("qwen3_moe"), "torch_dtype": value}).dtype == dtype
+
+
+def test_a_dtype_that_vllm_does_not_compute_in_is_said(load_config: Load, inspect_config: Inspect) -> None:
+    spec = inspect_config({**load_config("qwen3_moe"), "torch_dtype": "float8_e4m3fn"})
+    assert spec.dtype == "bfloat16"
+    assert "float8_e4m3fn" in " ".join(spec.warnings)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_a_quantisation_file_that_is_no_file_is_refused(
+    make: Callable[[Path], None], load_config: Load, model_folder: Folder
+) -> None:
+    folder = model_folder(load_config("qwen3_moe"))
+    make(folder / "hf_quant_config.json")
+    with pytest.raises(InputError, match=r"hf_quant_config\.json: (is not a regular file|cannot be read)"):
+        ModelInspector().inspect(folder)
+
+
 def test_array_shorter_than_the_layers(load_config: Load, inspect_config: Inspect) -> None:
     with pytest.raises(InputError, match="moe_topk: got 3 entries"):
         inspect_config({**load_config("hunyuan"), "moe_topk": [8, 8, 8]})
