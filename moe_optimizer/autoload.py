@@ -111,6 +111,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
             host="127.0.0.1",
             port=8000,
             max_model_len=facts.max_model_len,
+            any_model_len=True,
             vllm_args=tuple(vllm_args),
             trust_remote_code=facts.trust_remote_code,
             dtype=facts.dtype,

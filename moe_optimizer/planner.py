@@ -14,7 +14,7 @@ from moe_optimizer.passes.registry import PASS_NAMES, all_passes, pass_named, sw
 from moe_optimizer.plan.decision import Decision, Status, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import split_arguments, without_flags
+from moe_optimizer.plan.serve_args import read_integer, split_arguments, without_flags
 from moe_optimizer.plan.verify import verify_plan
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
@@ -28,6 +28,8 @@ _GIB = 2**30
 DRAIN_TIMEOUT_S = 30
 """Chosen: how long vLLM may finish the requests at hand after a stop was asked for. vLLM's own default aborts them;
 every supported version takes the flag."""
+ALLOW_LONG_MODEL_LEN = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+"""vLLM's own switch for lengths beyond the model's."""
 _NOT_PLANNED = {
     "--model": "the model is given by --model before --",
     "--config": "a file would change what was planned; give its entries as flags after --",
@@ -60,6 +62,8 @@ class PlanRequest:
     port: int = 8000
     max_model_len: int | None = None
     """Goes before the profile's."""
+    any_model_len: bool = False
+    """A length beyond the model's own is taken: the environment allows it to vLLM, or vLLM has accepted it already."""
     dtype: str | None = None
     """vLLM's --dtype; None: the model's own."""
     vllm_args: tuple[str, ...] = ()
@@ -78,6 +82,11 @@ def make_plan(request: PlanRequest) -> Plan:
     pinned = _pinned(request)
     _check_request(request, pinned)
     device = _device(request)
+    if device == "cpu" and "fp8" in pinned.get("--quantization", ""):
+        raise UnsupportedError(
+            f"--quantization {pinned['--quantization']}: vLLM's CPU build has no FP8 kernels, the server would end",
+            hint="leave it out; --enable-fp8 is this package's own way",
+        )
     num_gpus, gpu_warnings = _gpus(request, device)
     context = _context(request, pinned, device, num_gpus)
     for optimization in all_passes():
@@ -136,6 +145,7 @@ def _check_request(request: PlanRequest, pinned: Mapping[str, str]) -> None:
             raise InputError(f"{flag}: got {value}, expected at least 1")
     if request.max_model_len is not None and request.max_model_len < 1:
         raise InputError(f"--max-model-len: got {request.max_model_len}, expected at least 1")
+    _check_model_len(request, pinned)
     if not request.host.strip():
         raise InputError(f"--host: got {request.host!r}, expected an address")
     if not 0 < request.port < 2**16:
@@ -143,6 +153,21 @@ def _check_request(request: PlanRequest, pinned: Mapping[str, str]) -> None:
     if "--enable-expert-parallel" in pinned and not request.model.is_moe:
         raise UnsupportedError(f"--enable-expert-parallel: {request.model.name} has no experts")
     _check_contradictions(request, pinned)
+
+
+def _check_model_len(request: PlanRequest, pinned: Mapping[str, str]) -> None:
+    """Refuse a length with which vLLM would end at once; its overrides may change the model's own."""
+    most = request.model.max_model_len
+    if not most or request.any_model_len or "--hf-overrides" in pinned or "--rope-scaling" in pinned:
+        return
+    asked = request.max_model_len
+    if pinned.get("--max-model-len", "auto") not in ("auto", "-1"):
+        asked = read_integer(pinned["--max-model-len"], flag="--max-model-len")
+    if asked is not None and asked > most:
+        raise InputError(
+            f"--max-model-len: got {asked}, expected at most the {most} tokens of {request.model.name}",
+            hint=f"{ALLOW_LONG_MODEL_LEN}=1 in the environment lets vLLM go beyond what the model was made for",
+        )
 
 
 def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> None:
@@ -234,8 +259,10 @@ def _context(
 
 
 def _model_len(request: PlanRequest) -> int | None:
-    """Return the asked length, at most the model's own: vLLM does not start with a longer one."""
-    asked, most = request.max_model_len or request.profile.max_model_len, request.model.max_position
+    """Return the asked length; a profile's is for many models, so of it at most the model's own."""
+    if request.max_model_len is not None:
+        return request.max_model_len
+    asked, most = request.profile.max_model_len, request.model.max_model_len
     return min(asked, most) if asked and most else asked
 
 
@@ -328,7 +355,7 @@ def _own_args(request: PlanRequest, context: PlanContext) -> tuple[str, ...]:
     if request.dtype is not None or context.device == "cpu":
         arguments += ["--dtype", context.dtype]
     length = context.decided["kv_cache"].params["max_model_len"]
-    if length is not None and length != context.model.max_position:
+    if length is not None and length != context.model.max_model_len:
         arguments += ["--max-model-len", str(length)]
     if context.device == "cuda":
         arguments += ["--gpu-memory-utilization", f"{context.profile.gpu_memory_utilization:.2f}"]
@@ -367,8 +394,9 @@ def _warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan) ->
         warnings.append(f"the installed vLLM {vllm.version} is the CPU build: this plan cannot be started here")
     if not request.model.is_moe:
         warnings.append("the model has no experts: only the passes that do not need any can help")
-    if request.max_model_len is not None and 0 < request.model.max_position < request.max_model_len:
-        warnings.append(f"--max-model-len {request.max_model_len}: the model goes up to {request.model.max_position}")
+    most, length = request.model.max_model_len, context.workload.max_model_len
+    if length is not None and 0 < most < length:
+        warnings.append(f"--max-model-len {length}: the model was made for {most} tokens, beyond them it may fail")
     cache = context.decided["kv_cache"].params
     if cache["max_model_len"] is not None and cache["max_model_len"] < (cache["wanted_model_len"] or 0):
         warnings.append(

@@ -110,7 +110,8 @@ def shaped_model(
         "servable_reason": "",
         "warnings": (),
     }
-    return ModelSpec(**(fields | changes))
+    fields |= changes
+    return ModelSpec(**({"max_model_len": fields["max_position"]} | fields))
 
 
 def qwen3_30b_a3b(name: str = "Qwen3-30B-A3B", **changes: Any) -> ModelSpec:

@@ -42,7 +42,7 @@ def render_model(spec: ModelSpec, *, width: int) -> str:
         ("parameters", f"{_scaled(spec.total_params)}, of which one token uses {_scaled(spec.active_params)}"),
         ("weights", f"{_scaled(spec.weight_bytes)}B, {_weights(spec)}"),
         ("KV cache", f"{_scaled(spec.kv_bytes_per_token)}B per token at 2 bytes an element"),
-        ("longest", f"{spec.max_position} tokens" if spec.max_position else "not stated"),
+        ("longest", f"{spec.max_model_len} tokens" if spec.max_model_len else "not stated"),
         ("servable", _servable(spec)),
     ]
     names = max(len(name) for name, _ in rows) + 2

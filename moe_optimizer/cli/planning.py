@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,7 @@ def make(options: PlanOptions) -> Planned:
     settings, profile = read_settings(options)
 
     from moe_optimizer.inspection import ModelInspector, find_vllm, read_kernel_inventory
-    from moe_optimizer.planner import PlanRequest, make_plan
+    from moe_optimizer.planner import ALLOW_LONG_MODEL_LEN, PlanRequest, make_plan
     from moe_optimizer.specs.software import SoftwareSpec
 
     model = ModelInspector(trust_remote_code=settings["trust_remote_code"]).inspect(settings["model"])
@@ -73,6 +74,7 @@ def make(options: PlanOptions) -> Planned:
         host=settings["host"],
         port=settings["port"],
         max_model_len=settings["max_model_len"],
+        any_model_len=os.environ.get(ALLOW_LONG_MODEL_LEN, "0").strip().lower() in ("1", "true"),
         vllm_args=tuple(settings["vllm_args"]),
         trust_remote_code=settings["trust_remote_code"],
         dtype=None if dtype == "auto" else dtype,

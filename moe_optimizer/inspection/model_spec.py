@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_optimizer.inspection.checkpoint import compare
 from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.longest_sequence import longest_sequence
 from moe_optimizer.inspection.quantization import ATTENTION, DENSE, EXPERTS, SHARED, Quantization
 from moe_optimizer.inspection.safetensors_header import Tensor
 from moe_optimizer.inspection.shapes import Decoder, Mixer
@@ -57,6 +58,7 @@ def build_spec(
     total = expert_params + mixer_params + dense_params + shared_params + router_params + latent_params + norm_params
     total += decoder.embedding_params + decoder.lm_head_params
     expert_bytes, weight_bytes = _stored_bytes(decoder, total, quantization)
+    max_position = config.integer(MAX_POSITION, 0) or 0
     notes = (*warnings, *decoder.warnings, *quantization.warnings)
     if tensors is not None:
         checkpoint = compare(tensors, decoder, total, exact=exact)
@@ -100,7 +102,8 @@ def build_spec(
         attention=_attention([layer.mixer for layer in layers]),
         kv_bytes_per_token=2 * sum(layer.mixer.cache_elements for layer in layers),
         state_bytes_per_sequence=2 * sum(layer.mixer.state_elements for layer in layers),
-        max_position=_max_position(config),
+        max_position=max_position,
+        max_model_len=longest_sequence(config, model_type, max_position),
         needs_remote_code=needs_remote_code,
         servable=servable[0],
         servable_reason=servable[1],
@@ -162,7 +165,3 @@ def _kind(mixers: list[Mixer], described: Mixer | None) -> AttentionKind:
     if described.kind == "mla":
         return "mla"
     return "mha" if described.num_kv_heads == described.num_heads else "gqa"
-
-
-def _max_position(config: Config) -> int:
-    return config.integer(MAX_POSITION, 0) or 0

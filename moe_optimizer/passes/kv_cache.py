@@ -120,7 +120,7 @@ def _fp8_possible(ctx: PlanContext) -> tuple[bool, str]:
 def _lengths(ctx: PlanContext, bits: int) -> tuple[int | None, int | None]:
     """Return the longest sequence that is wished for, and of it what fits; None: unknown, left to vLLM."""
     request = ctx.memory_request(**ctx.memory_terms(bits))
-    wanted = ctx.workload.max_model_len or ctx.model.max_position or None
+    wanted = ctx.workload.max_model_len or ctx.model.max_model_len or None
     room = _room(ctx, bits)
     if wanted is None or sequence_kv_bytes(request, wanted) <= room:
         return wanted, wanted

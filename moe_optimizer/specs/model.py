@@ -102,7 +102,10 @@ class ModelSpec:
     state_bytes_per_sequence: int
     """Fixed-size state of recurrent and convolution layers for one sequence, at 2 bytes an element."""
     max_position: int
-    """Longest position the configuration allows, in tokens; 0 when it does not say."""
+    """Longest position the configuration states, in tokens; 0 when it does not say."""
+    max_model_len: int
+    """Longest sequence vLLM accepts, in tokens: the stated length times the factor of RoPE scaling where that is
+    not in it; 0 when the configuration states none."""
     needs_remote_code: bool
     """The configuration names code of its own (auto_map) and no built-in class of that model_type is known."""
     servable: bool | None

@@ -174,13 +174,43 @@ def test_batch_size_and_length_of_the_request_go_before_the_profile():
     assert flag_value(plan.serve_args, "--max-model-len") == "100"
 
 
-def test_a_length_beyond_the_models_own_is_cut_and_said_only_when_a_flag_asked_for_it():
+def test_a_length_of_the_profile_beyond_the_models_own_is_cut():
     plan = make_plan(request(tiny_moe(), cpu_machine(), "single_h100"))
     assert flag_value(plan.serve_args, "--max-model-len") is None
     assert plan.warnings == ()
-    plan = make_plan(request(tiny_moe(), cpu_machine(), max_model_len=5000))
-    assert plan.workload.max_model_len == 2048
-    assert "--max-model-len 5000: the model goes up to 2048" in plan.warnings
+
+
+@pytest.mark.parametrize("asked", [{"max_model_len": 2049}, {"vllm_args": ("--max-model-len", "2049")}])
+def test_a_length_beyond_the_models_own_is_refused_unless_vllm_is_told_to_take_it(asked):
+    message = "--max-model-len: got 2049, expected at most the 2048 tokens of tiny-moe"
+    with pytest.raises(InputError, match=message):
+        make_plan(request(tiny_moe(), cpu_machine(), **asked))
+    plan = make_plan(request(tiny_moe(), cpu_machine(), any_model_len=True, **asked))
+    assert flag_value(plan.serve_args, "--max-model-len") == "2049"
+    assert any("--max-model-len 2049: the model was made for 2048" in warning for warning in plan.warnings)
+
+
+@pytest.mark.parametrize(
+    "vllm_args",
+    [
+        ("--max-model-len", "auto"),
+        ("--max-model-len=-1",),
+        ("--max-model-len", "4K", "--hf-overrides", '{"max_position_embeddings": 4096}'),
+    ],
+)
+def test_a_length_that_vllm_works_out_itself_is_left_to_it(vllm_args):
+    assert make_plan(request(tiny_moe(), cpu_machine(), vllm_args=vllm_args)).serve_args[-len(vllm_args) :] == vllm_args
+
+
+def test_a_model_without_a_stated_length_takes_any():
+    plan = make_plan(request(qwen3_30b_a3b(max_position=0), gpus("h200"), max_model_len=100_000))
+    assert flag_value(plan.serve_args, "--max-model-len") == "100000"
+
+
+@pytest.mark.parametrize("method", ["fp8", "fp8_per_block", "ptpc_fp8"])
+def test_vllms_own_fp8_on_the_cpu_is_refused(method):
+    with pytest.raises(UnsupportedError, match=f"--quantization {method}: vLLM's CPU build has no FP8 kernels"):
+        make_plan(request(tiny_moe(), cpu_machine(), vllm_args=("--quantization", method)))
 
 
 def test_fp8_by_the_users_own_argument_is_planned_with_half_the_weights():
@@ -362,6 +392,7 @@ def test_any_model_on_any_machine_gives_a_whole_plan_or_does_not_fit(model, mach
                 profile,
                 batch_size=batch,
                 max_model_len=length,
+                any_model_len=True,
                 wishes=resolve_wishes(sorted(enabled), []),
             )
         )

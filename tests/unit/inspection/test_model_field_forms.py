@@ -164,3 +164,29 @@ def test_a_count_with_a_decimal_point_is_refused_as_vllm_refuses_it(
     config = load_config("qwen3_moe")
     with pytest.raises(InputError, match=rf"{field}: got \d+\.0, expected an integer"):
         inspect_config({**config, field: float(config[field])})
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({}, 8192),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 32768),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 16384),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 8192),
+        ({"rope_scaling": {"type": "su", "factor": 4.0}}, 8192),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 8192),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, 8192),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2}}}, 16384),
+        ({"rope_scaling": {"rope_type": "linear", "factor": None}}, 8192),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, 8192),
+        ({"seq_length": 4096}, 4096),
+        ({"model_max_length": 131072}, 131072),
+        ({"max_position_embeddings": None, "max_context": 1024}, 1024),
+        ({"max_position_embeddings": None}, 0),
+    ],
+)
+def test_the_longest_sequence_follows_vllms_rule(
+    changes: dict[str, Any], longest: int, inspect_config: Inspect, load_config: Load
+) -> None:
+    config = {**load_config("mixtral"), "max_position_embeddings": 8192, **changes}
+    assert inspect_config(config).max_model_len == longest
