@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from moe_optimizer.vllm_plugin.role import process_role
 
 EXPERTS_PASS = "flash_dmoe"
 """The pass whose decision puts our experts class into vLLM's kernel choice."""
-PLUGIN_PASSES = frozenset({EXPERTS_PASS})
-"""Passes that this plugin can carry out inside a vLLM process."""
+STOCK_KERNEL = "stock"
+"""How proofs and dispatch tables call vLLM's own kernel."""
 PLAN_FILE = "plan.json"
 
 
@@ -49,17 +49,24 @@ class Activation:
         run_dir: where plan.json and the proofs are.
         plan: the plan; None when it is made later, from what vLLM says about itself.
         make_plan: makes it then.
+        on_plan: called with this activation once such a plan is made.
     """
 
     def __init__(
-        self, *, run_dir: Path, plan: Plan | None = None, make_plan: Callable[[ServerFacts], Plan] | None = None
+        self,
+        *,
+        run_dir: Path,
+        plan: Plan | None = None,
+        make_plan: Callable[[ServerFacts], Plan] | None = None,
+        on_plan: Callable[[Activation], None] | None = None,
     ) -> None:
         assert (plan is None) != (make_plan is None), "either a plan or a way to make one"
         self.run_dir = run_dir
         self.plan = plan
         self._make_plan = make_plan
+        self._on_plan = on_plan
         self._planning_failure = ""
-        self._layers: dict[int, LayerProof] = {}
+        self._layers: dict[int, _Layer] = {}
         self.pid = os.getpid()
         role = process_role()
         self.writer = ProofWriter(
@@ -77,7 +84,12 @@ class Activation:
 
     def after_fork(self) -> Activation:
         """Return a fresh activation for a forked child: its proof is its own file."""
-        return Activation(run_dir=self.run_dir, plan=self.plan, make_plan=None if self.plan else self._make_plan)
+        return Activation(
+            run_dir=self.run_dir,
+            plan=self.plan,
+            make_plan=None if self.plan else self._make_plan,
+            on_plan=self._on_plan,
+        )
 
     @property
     def proof(self) -> Proof:
@@ -105,6 +117,8 @@ class Activation:
         self._report_unapplied_flags(plan)
         write_atomically(self.run_dir / PLAN_FILE, plan.to_json())
         self.writer.touch()
+        if self._on_plan is not None:
+            self._on_plan(self)
         return plan
 
     def wanted(self, pass_name: str) -> Decision | None:
@@ -137,24 +151,46 @@ class Activation:
             self.writer.write()
             raise RequiredNotAppliedError(f"{pass_name}: required, but not applied: {reason}")
 
-    def add_layer(self, pass_name: str, address: int, layer: LayerProof) -> None:
-        """Count a layer's calls under the address of its weights."""
-        self._layers[address] = layer
-        self._pass(pass_name).layers += (layer,)
+    def add_layer(self, pass_names: Sequence[str], address: int, layer: LayerProof) -> None:
+        """Count a layer's calls for these passes, under the address of its weights."""
+        self._layers[address] = _Layer(layer, tuple(self._pass(name) for name in pass_names))
+        for entry in self._layers[address].entries:
+            entry.layers += (layer,)
         self.writer.touch()
 
-    def called(self, pass_name: str, address: int, tokens: int, describe: Callable[[], LayerProof]) -> None:
-        """Note one run of the kernel. Called in every forward: it costs a few dictionary reads and additions."""
-        layer = self._layers.get(address)
-        if layer is None:
-            layer = describe()
-            self.add_layer(pass_name, address, layer)
+    def called(
+        self, address: int, tokens: int, describe: Callable[[], tuple[Sequence[str], LayerProof]], *, kernel: str = ""
+    ) -> None:
+        """Note one run of our kernel. Called in every forward: it costs a few dictionary reads and additions.
+
+        Args:
+            address: of the layer's weights.
+            tokens: in this call.
+            describe: passes and proof entry of a layer that `add_layer` was not called for.
+            kernel: which of several kernels ran; "" where there is one.
+        """
+        known = self._layers.get(address)
+        if known is None:
+            pass_names, described_layer = describe()
+            self.add_layer(pass_names, address, described_layer)
+            known = self._layers[address]
+        layer = known.proof
         layer.calls += 1
         layer.tokens += tokens
-        entry = self.proof.passes[pass_name]
-        if not entry.ran:
-            entry.ran = all(known.calls for known in entry.layers)
+        if kernel:
+            layer.calls_by_kernel[kernel] = layer.calls_by_kernel.get(kernel, 0) + 1
+        for entry in known.entries:
+            if not entry.ran:
+                entry.ran = all(each.calls for each in entry.layers)
         self.writer.touch()
+
+    def left_to_stock(self, address: int) -> None:
+        """Note one forward of a layer of ours by vLLM's own kernel, as the plan says for that many tokens."""
+        known = self._layers.get(address)
+        if known is not None:
+            counts = known.proof.calls_by_kernel
+            counts[STOCK_KERNEL] = counts.get(STOCK_KERNEL, 0) + 1
+            self.writer.touch()
 
     def patches_changed(self) -> None:
         """Copy the state of all patches into the proof."""
@@ -178,6 +214,13 @@ class Activation:
             needs = " ".join(decision.vllm_args) or ", ".join(f"{k}={v}" for k, v in decision.env.items())
             entry = self._pass(decision.pass_name, requested=decision.value)
             entry.why_not = f"not applied: needs {needs}" if needs else f"not applied: needs {decision.applier.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    proof: LayerProof
+    entries: tuple[PassProof, ...]
+    """The passes that it counts for."""
 
 
 def plugin_decisions(plan: Plan) -> tuple[Decision, ...]:

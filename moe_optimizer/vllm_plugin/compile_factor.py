@@ -34,5 +34,5 @@ def _factor() -> str | None:
     activation = current()
     if activation is None or activation.wanted(EXPERTS_PASS) is None:
         return None
-    entry = activation.proof.passes.get(EXPERTS_PASS)
-    return f"moe-optimizer {__version__}" if entry is not None and entry.applied else None
+    applied = sorted(name for name, entry in activation.proof.passes.items() if entry.applied)
+    return f"moe-optimizer {__version__}: {', '.join(applied)}" if EXPERTS_PASS in applied else None

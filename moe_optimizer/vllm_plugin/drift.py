@@ -111,7 +111,7 @@ _PROVIDED_METHODS = frozenset(
         "apply",
     }
 )
-"""The abstract methods of vLLM's experts interface that `experts.MoeOptimizerExperts` defines."""
+"""The abstract methods of vLLM's experts interface that `experts.MoeOptimizerExperts` and its subclasses define."""
 
 
 def _abstract_names(class_source: str) -> set[str]:

@@ -42,6 +42,14 @@ class LayerProof:
     """Times the kernel ran for this layer, as seen from Python: replays of a CUDA graph are not counted."""
     tokens: int = 0
     """Tokens in those calls together, padding included."""
+    weight_format: str = "plain"
+    """How the weights lie in memory: "plain" (as vLLM loads them, in `dtype`) or the format they were converted to."""
+    weight_dtype: str = ""
+    """Of the stored weights; "" where it is `dtype`."""
+    self_check_error: float | None = None
+    """Largest error of the kernels on the layer's own weights, as a share of what was allowed; None: not checked."""
+    calls_by_kernel: dict[str, int] = field(default_factory=dict)
+    """Calls seen by Python per kernel, vLLM's own included ("stock"); empty where there is one kernel."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import pytest
 
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.vllm_plugin import activation as activations
-from moe_optimizer.vllm_plugin import apply, kernel
+from moe_optimizer.vllm_plugin import apply, apply_experts, kernel
 from moe_optimizer.vllm_plugin import patch as patches
 from moe_optimizer.vllm_plugin.activation import Activation
 from moe_optimizer.vllm_plugin.patch import PatchState
@@ -85,7 +85,7 @@ def why_not(activation: Activation) -> str:
 
 def test_our_class_is_chosen(oracle: Any, activate: Callable[..., Activation]) -> None:
     activation = activate()
-    assert chosen(oracle) == "MoeOptimizerExperts"
+    assert chosen(oracle) == "MoeOptimizerCpuExperts"
     assert activation.proof.passes[PASS].applied
     assert why_not(activation) == ""
 
@@ -123,7 +123,7 @@ def test_what_the_kernel_does_not_do_is_left_to_stock_with_the_reason(
     oracle: Any, activate: Callable[..., Activation], reason: str
 ) -> None:
     activation = activate()
-    assert chosen(oracle, **unsupported()[reason]) != "MoeOptimizerExperts"
+    assert chosen(oracle, **unsupported()[reason]) != "MoeOptimizerCpuExperts"
     assert reason in why_not(activation)
 
 
@@ -165,7 +165,7 @@ def test_an_exception_at_any_point_of_the_choice_leaves_stock(
 def test_an_exception_while_applying_leaves_stock(
     oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(apply, name, raising)
+    monkeypatch.setattr(apply_experts, name, raising)
     activation = activate()
     assert chosen(oracle) == "CPUUnquantizedExperts"
     assert why_not(activation) == "fallback: RuntimeError: injected"

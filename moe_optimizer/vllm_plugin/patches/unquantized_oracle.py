@@ -40,9 +40,9 @@ def _offered_classes(activation: Activation) -> list[type]:
     if activation.wanted(EXPERTS_PASS) is None:
         return []
     activation.proof.model_rank, activation.proof.world_size = world()
-    from moe_optimizer.vllm_plugin.experts import MoeOptimizerExperts
+    from moe_optimizer.vllm_plugin.experts_cpu import MoeOptimizerCpuExperts
 
-    return [MoeOptimizerExperts]
+    return [MoeOptimizerCpuExperts]
 
 
 UNQUANTIZED_ORACLE = Patch(
