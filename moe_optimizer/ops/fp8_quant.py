@@ -50,11 +50,12 @@ def quantize_fp8(weight: Tensor, *, granularity: Granularity = "block") -> tuple
     if weight.dim() not in (2, 3):
         raise TensorContractError(f"quantize_fp8: weight: got {weight.dim()} dimensions, expected 2 or 3")
     matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)
+    size = _block_size(matrices, granularity)
     quantized = torch.empty(matrices.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(_scale_shape(matrices, granularity), dtype=torch.float32, device=weight.device)
     for matrix, target, factors in zip(matrices, quantized, scale, strict=True):
-        for rows in _row_chunks(*matrix.shape):
-            _quantize_rows(matrix[rows], target[rows], factors[_scale_rows(rows, granularity)], granularity)
+        for rows, blocks in _row_chunks(matrix.shape, size):
+            factors[blocks] = _quantize_rows(matrix[rows], target[rows], size).view_as(factors[blocks])
     if not bool(torch.isfinite(scale).all()):
         # An infinite or undefined weight makes its scale infinite or undefined: amax keeps both.
         bad = int(torch.nonzero(~torch.isfinite(scale.flatten(1)).all(-1))[0])
@@ -71,44 +72,45 @@ def dequantize_fp8(quantized: Tensor, scale: Tensor, dtype: torch.dtype = torch.
     """
     if quantized.dim() == 2:
         return dequantize_fp8(quantized.unsqueeze(0), scale.unsqueeze(0), dtype)[0]
-    granularities: tuple[Granularity, ...] = ("block", "channel")
-    expected = {granularity: _scale_shape(quantized, granularity) for granularity in granularities}
-    granularity = next((name for name, shape in expected.items() if tuple(scale.shape) == shape), None)
-    if granularity is None:
-        shapes = " or ".join(str(shape) for shape in expected.values())
-        raise TensorContractError(f"dequantize_fp8: scale: got {tuple(scale.shape)}, expected {shapes}")
+    granularity: Granularity = "channel" if scale.dim() == 2 else "block"
+    size, expected = _block_size(quantized, granularity), _scale_shape(quantized, granularity)
+    if tuple(scale.shape) != expected:
+        raise TensorContractError(f"dequantize_fp8: scale: got {tuple(scale.shape)}, expected {expected}")
     out = torch.empty(quantized.shape, dtype=dtype, device=quantized.device)
     for matrix, target, factors in zip(quantized, out, scale, strict=True):
-        for rows in _row_chunks(*matrix.shape):
-            part = factors[_scale_rows(rows, granularity)]
-            target[rows] = matrix[rows].float() * _spread(part, matrix[rows].shape, granularity)
+        for rows, blocks in _row_chunks(matrix.shape, size):
+            values = _blocks(matrix[rows].float(), size)
+            values.mul_(factors[blocks].view(values.shape[0], 1, values.shape[2], 1))
+            target[rows] = _rows(values, matrix[rows].shape)
     return out
 
 
-def _quantize_rows(matrix: Tensor, target: Tensor, factors: Tensor, granularity: Granularity) -> None:
-    values = matrix.float()
-    largest = _block_amax(values) if granularity == "block" else values.abs().amax(-1)
+def _quantize_rows(matrix: Tensor, target: Tensor, size: tuple[int, int]) -> Tensor:
+    """Write the quantised rows into `target` and return their scales, one for each block of `size`."""
+    values = _blocks(matrix.float(), size)
+    largest = torch.linalg.vector_norm(values, torch.inf, dim=(1, 3))
     scale = torch.where(largest == 0, 1.0, (largest / E4M3_MAX).clamp(min=_SMALLEST_SCALE))
-    factors.copy_(scale)
     # A quotient can exceed 448 by one rounding; E4M3 has no infinity, the conversion would make it NaN.
-    values = (values / _spread(scale, values.shape, granularity)).clamp_(-E4M3_MAX, E4M3_MAX)
-    target.copy_(values.to(torch.float8_e4m3fn))
+    quotients = (values / scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
+    target.copy_(_rows(quotients, matrix.shape))
+    return scale
 
 
-def _block_amax(values: Tensor) -> Tensor:
-    """Return the largest magnitude of each 128x128 block of [n, K]."""
-    rows, columns = values.shape
-    padded = torch.nn.functional.pad(values.abs(), (0, -columns % SCALE_BLOCK, 0, -rows % SCALE_BLOCK))
-    blocks = padded.view(padded.shape[0] // SCALE_BLOCK, SCALE_BLOCK, padded.shape[1] // SCALE_BLOCK, SCALE_BLOCK)
-    return blocks.amax((1, 3))
+def _blocks(values: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return [n, K], filled up with zeros to whole blocks, as [block rows, rows, block columns, columns]."""
+    rows, columns = size
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % columns, 0, -values.shape[0] % rows))
+    return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
 
 
-def _spread(scale: Tensor, shape: torch.Size, granularity: Granularity) -> Tensor:
-    """Return the scales as something that broadcasts against a matrix of `shape`."""
-    if granularity == "channel":
-        return scale[:, None]
-    wide = scale.repeat_interleave(SCALE_BLOCK, 0).repeat_interleave(SCALE_BLOCK, 1)
-    return wide[: shape[0], : shape[1]]
+def _rows(blocks: Tensor, shape: torch.Size) -> Tensor:
+    """Undo `_blocks`."""
+    return blocks.reshape(blocks.shape[0] * blocks.shape[1], -1)[: shape[0], : shape[1]]
+
+
+def _block_size(matrices: Tensor, granularity: Granularity) -> tuple[int, int]:
+    """Return rows and columns that share one scale."""
+    return (SCALE_BLOCK, SCALE_BLOCK) if granularity == "block" else (1, max(1, matrices.shape[2]))
 
 
 def _scale_shape(matrices: Tensor, granularity: Granularity) -> tuple[int, ...]:
@@ -118,14 +120,10 @@ def _scale_shape(matrices: Tensor, granularity: Granularity) -> tuple[int, ...]:
     return experts, -(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK)
 
 
-def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
-    """Yield row ranges of whole blocks, each of at most about _CHUNK_ELEMENTS."""
-    step = max(1, _CHUNK_ELEMENTS // max(1, columns * SCALE_BLOCK)) * SCALE_BLOCK
-    for begin in range(0, rows, step):
-        yield slice(begin, min(begin + step, rows))
-
-
-def _scale_rows(rows: slice, granularity: Granularity) -> slice:
-    if granularity == "channel":
-        return rows
-    return slice(rows.start // SCALE_BLOCK, -(-rows.stop // SCALE_BLOCK))
+def _row_chunks(shape: torch.Size, size: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of rows of about _CHUNK_ELEMENTS and whole blocks, each with its range of block rows."""
+    rows, columns = shape
+    block_rows = max(1, _CHUNK_ELEMENTS // max(1, columns * size[0]))
+    for begin in range(0, -(-rows // size[0]), block_rows):
+        end = begin + block_rows
+        yield slice(begin * size[0], min(end * size[0], rows)), slice(begin, end)
