@@ -1,0 +1,72 @@
+"""What our expert kernel can compute and where it is built; asked by every pass that needs it."""
+
+from __future__ import annotations
+
+from moe_optimizer.passes.base import PlanContext
+from moe_optimizer.plan.decision import Decision, Status, Wish
+
+OP = "fused_experts"
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+FORMAT_PARAM = "weight_format"
+"""Key in `Decision.params` of a pass that has the plugin convert the experts; the plugin's weight formats name it."""
+_ACTIVATIONS = ("silu", "swiglu")
+_MAX_EXPERTS = 1024
+_MAX_TOP_K = 32
+
+
+def why_model_does_not_fit(ctx: PlanContext) -> str:
+    """Return why the kernel cannot compute this model's experts, or ""."""
+    model = ctx.model
+    if not model.is_moe:
+        return "the model has no experts"
+    if model.quant_method is not None:
+        return f"needs unquantised expert weights, found {model.quant_method}"
+    if model.expert_matrices != 3:
+        return f"needs gated experts (3 matrices), found {model.expert_matrices}"
+    if model.expert_activation not in _ACTIVATIONS:
+        return f"needs the activation silu, found {model.expert_activation or 'none named'}"
+    if model.expert_has_bias:
+        return "needs experts without biases"
+    if model.num_experts > _MAX_EXPERTS or model.top_k > _MAX_TOP_K:
+        return (
+            f"needs at most {_MAX_EXPERTS} experts and top-{_MAX_TOP_K}, found {model.num_experts}, top-{model.top_k}"
+        )
+    if ctx.dtype not in DTYPES:
+        return f"needs bfloat16, float16 or float32, found {ctx.dtype}"
+    return ""
+
+
+def why_not_built(ctx: PlanContext) -> str:
+    """Return why the kernel is not there for the planned device, or ""."""
+    kernels = ctx.software.kernels
+    if not kernels.built:
+        return f"kernel not built: {kernels.reason}"
+    if ctx.device == "cpu":
+        return "" if OP in kernels.cpu_ops else f"{OP} has no CPU kernel in this build"
+    if OP not in kernels.cuda_ops:
+        return f"{OP} has no CUDA kernel in this build"
+    major, minor = ctx.gpu.compute_capability
+    wanted = {f"sm_{major}{minor}", f"sm_{major}{minor}a"}
+    if not wanted & set(kernels.cuda_archs):
+        return f"kernel not built for sm_{major}{minor}, only for {', '.join(kernels.cuda_archs) or 'no GPU'}"
+    return ""
+
+
+def why_not_for_converted_weights(ctx: PlanContext) -> str:
+    """Return why experts in a format of ours (FP8, pruned) cannot be served on the CPU, or "": no other kernel
+    there reads them, so flash_dmoe must be on.
+    """
+    wish, origin = ctx.wish("flash_dmoe")
+    if wish is Wish.OFF:
+        return f"needs our expert kernel to read the weights, and flash_dmoe is switched off by {origin}"
+    return why_model_does_not_fit(ctx) or why_not_built(ctx)
+
+
+def converted_format(ctx: PlanContext) -> str | None:
+    """Return the format that a pass decided before converts the experts to; None: they stay as loaded."""
+    formats = (each.params[FORMAT_PARAM] for each in ctx.decided.values() if _converts(each))
+    return next(formats, None)
+
+
+def _converts(decision: Decision) -> bool:
+    return decision.status is Status.ON and FORMAT_PARAM in decision.params
