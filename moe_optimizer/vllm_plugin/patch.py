@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -31,10 +32,10 @@ class PatchState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """One change to a module-level function of vLLM."""
+    """One change to a function or method of vLLM."""
 
     target: str
-    """"module:function"."""
+    """"module:function" or "module:Class.method"."""
     why: str
     remove_when: str
     fingerprints: Mapping[str, str]
@@ -50,8 +51,17 @@ class Patch:
 
     @property
     def name(self) -> str:
-        """The function part of the target."""
+        """The function or method part of the target."""
         return self.target.partition(":")[2]
+
+    def owner(self, module: ModuleType) -> tuple[Any, str]:
+        """Return what holds the function (the module, or a class in it) and the function's name there.
+
+        Raises:
+            AttributeError: the class is gone.
+        """
+        *classes, attribute = self.name.split(".")
+        return functools.reduce(getattr, classes, module), attribute
 
 
 @dataclass(slots=True)
@@ -101,8 +111,8 @@ def undo(target: str) -> bool:
     report = _reports.get(target)
     if report is None or report.state is not PatchState.APPLIED:
         return False
-    module = sys.modules[report.patch.module]
-    setattr(module, report.patch.name, getattr(getattr(module, report.patch.name), _ORIGINAL))
+    owner, attribute = report.patch.owner(sys.modules[report.patch.module])
+    setattr(owner, attribute, getattr(getattr(owner, attribute), _ORIGINAL))
     report.state, report.detail = PatchState.UNDONE, "undone on request"
     return True
 
@@ -132,7 +142,8 @@ def _apply_now(report: PatchReport, module: ModuleType) -> None:
         if mismatch:
             report.state, report.detail = PatchState.REFUSED, mismatch
             return
-        original = getattr(module, patch.name)
+        owner, attribute = patch.owner(module)
+        original = getattr(owner, attribute)
         if hasattr(original, _ORIGINAL):
             report.state, report.detail = PatchState.APPLIED, "was in place already"
             return
@@ -142,8 +153,8 @@ def _apply_now(report: PatchReport, module: ModuleType) -> None:
             return
         replaced = patch.replacement(original)
         setattr(replaced, _ORIGINAL, original)
-        setattr(module, patch.name, replaced)
-        in_place = getattr(module, patch.name) is replaced
+        setattr(owner, attribute, replaced)
+        in_place = getattr(owner, attribute) is replaced
         report.state = PatchState.APPLIED if in_place else PatchState.REFUSED
         report.detail = "" if in_place else f"{patch.name} could not be replaced"
     except Exception as error:  # noqa: BLE001 - an exception here would end vLLM's own import

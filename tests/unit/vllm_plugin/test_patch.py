@@ -146,3 +146,32 @@ def test_source_of_nested_and_assigned_names(tmp_path: Path) -> None:
     assert definition_source(path, "A.run") == "def run(self):\n    return 1"
     assert definition_source(path, "table") == "table: dict = {}"
     assert definition_source(path, "A.walk") is None
+
+
+METHOD_SOURCE = "class Router:\n    def choose(self, backend):\n        return [backend]\n"
+
+
+def test_a_method_is_patched_and_undone_on_its_class(module: Module) -> None:
+    name, _ = module(METHOD_SOURCE)
+    patch = Patch(
+        target=f"{name}:Router.choose",
+        why="test",
+        remove_when="never",
+        fingerprints={"1.0": fingerprint("def choose(self, backend):\n    return [backend]")},
+        replacement=lambda original: lambda self, backend: ["ours", *original(self, backend)],
+    )
+    router = imported(name).Router()
+    assert apply_when_imported(patch).state is PatchState.APPLIED
+    assert router.choose("cpu") == ["ours", "cpu"]
+    assert undo(patch.target)
+    assert router.choose("cpu") == ["cpu"]
+
+
+def test_a_class_that_is_gone_is_refused(module: Module) -> None:
+    name, _ = module()
+    report = apply_when_imported(
+        Patch(target=f"{name}:Router.choose", why="t", remove_when="n", fingerprints={}, replacement=lambda each: each)
+    )
+    imported(name)
+    assert report.state is PatchState.REFUSED
+    assert "Router.choose is gone" in report.detail
