@@ -39,8 +39,8 @@ class FlashDmoe(OptimizationPass):
         return True, ""
 
     def is_required(self, ctx: PlanContext) -> bool:
-        """Return whether it is asked for, or something else on the CPU cannot do without it."""
-        return bool(_needed_for(ctx)) or super().is_required(ctx)
+        """Return whether it is asked for, or expert parallelism on the CPU cannot do without it."""
+        return _needed_for_experts_apart(ctx) or super().is_required(ctx)
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the decision to install the CPU kernel."""
@@ -61,12 +61,14 @@ class FlashDmoe(OptimizationPass):
 
 
 def _needed_for(ctx: PlanContext) -> tuple[str, ...]:
-    """Return what cannot be served on the CPU without our kernel."""
-    if ctx.device != "cpu":
-        return ()
-    needs = ("EP, because vLLM's own CPU kernel ignores the expert map",) if ctx.expert_parallel else ()
+    """Return what our kernel is on the CPU the only one for."""
+    needs = ("EP, because vLLM's own CPU kernel ignores the expert map",) if _needed_for_experts_apart(ctx) else ()
     converted = converted_format(ctx)
     return (*needs, f"{converted} experts, which no other CPU kernel reads") if converted else needs
+
+
+def _needed_for_experts_apart(ctx: PlanContext) -> bool:
+    return ctx.device == "cpu" and ctx.expert_parallel
 
 
 def _vllm_fits(ctx: PlanContext) -> str:
