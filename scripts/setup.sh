@@ -55,11 +55,17 @@ if [ "$(cat .venv/.setup-stamp 2>/dev/null)" != "$wanted" ]; then
   if [ "$device" = cpu ]; then
     if ! "${pip[@]}" install --no-deps "$TORCH_CPU" 2>/dev/null; then
       echo "setup: the configured package indexes lack $TORCH_CPU; asking PyTorch's own CPU index" >&2
-      "${pip[@]}" install --no-deps --extra-index-url "$TORCH_CPU_INDEX" "$TORCH_CPU"
+      "${pip[@]}" install --no-deps --extra-index-url "$TORCH_CPU_INDEX" "$TORCH_CPU" ||
+        fail "$TORCH_CPU for $("$python" --version) is on neither the configured package indexes nor $TORCH_CPU_INDEX" \
+          "open the way to $TORCH_CPU_INDEX, or put that wheel on an index pip knows"
     fi
     "${pip[@]}" install --no-deps -r requirements/cpu.lock -r requirements/dev.lock
   else
     "${pip[@]}" install -r requirements/cuda.txt
+    # An index or wheel folder with a CPU build of the same version wins in pip's order: 2.13.0+cpu sorts after 2.13.0.
+    .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' ||
+      fail "torch: got $(.venv/bin/python -c 'import torch; print(torch.__version__)'), expected a CUDA build" \
+        "take the CPU build out of pip's find-links or extra indexes (pip config list), or use --device cpu"
   fi
 fi
 
