@@ -1,7 +1,7 @@
 """The experts class for vLLM's CPU build."""
 
 # The signatures are vLLM's; it passes their arguments by name.
-# ruff: noqa: ARG002, PLR0917
+# ruff: noqa: PLR0917
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from typing import Any
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
+from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.vllm_plugin import kernel
 from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation, current
 from moe_optimizer.vllm_plugin.experts import MoeOptimizerExperts
 from moe_optimizer.vllm_plugin.experts_op import dtype_name, run_experts
 from moe_optimizer.vllm_plugin.proof import LayerProof
+from moe_optimizer.vllm_plugin.self_check import CheckResult, LayerUnderCheck, check_layer
 from moe_optimizer.vllm_plugin.weight_format import PLAIN, KernelWeights, planned_format, weight_format
 
+_CHECKED_TOKENS = 4
 _CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 
 
@@ -29,6 +33,8 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     weights: KernelWeights | None = None
     """Set once the layer is loaded."""
+    _stock: Any = None
+    """vLLM's own experts, for a layer that our kernel computes wrongly."""
 
     @classmethod
     def kernel_name(cls) -> tuple[str, str]:
@@ -61,31 +67,76 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
         return weight_key is None and activation_key is None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Bring the weights into the planned format, in place of the loaded ones, and name the layer in the proof."""
-        from vllm.model_executor.utils import replace_parameter
+        """Bring the weights into the planned format and try the kernel on them; name the layer in the proof.
 
+        A layer that the kernel computes wrongly is handed to vLLM's own class, with the reason in the proof.
+
+        Raises:
+            RequiredNotAppliedError: it is, and the plan requires the kernel or vLLM's own cannot compute the layer.
+        """
         activation = current()
         loaded = (layer.w13_weight, layer.w2_weight)
         if activation is None or not all(isinstance(weight, torch.Tensor) for weight in loaded):
             return
-        name, dtype = str(getattr(layer, "layer_name", "")), dtype_name(loaded[0])
-        wanted = planned_format(activation)
-        self.weights = wanted.convert(name, *loaded)
-        if self.weights.w13 is not loaded[0]:
-            replace_parameter(layer, "w13_weight", self.weights.w13)
-            replace_parameter(layer, "w2_weight", self.weights.w2)
+        name = str(getattr(layer, "layer_name", ""))
+        expert_map = getattr(layer, "expert_map", None)
+        weights = planned_format(activation).convert(name, *loaded)
+        result = self._checked(name, weights, expert_map, loaded)
+        if result.reason:
+            for pass_name in _passes_of(weights):
+                activation.refused(pass_name, f"{name}: self-check failed: {result.reason}")
+            self._hand_to_stock(layer, name, expert_map)
+            return
+        self.weights = weights
+        if weights.w13 is not loaded[0]:
+            replace_parameter(layer, "w13_weight", weights.w13)
+            replace_parameter(layer, "w2_weight", weights.w2)
         entry = LayerProof(
             name=name,
             num_local_experts=loaded[0].shape[0],
             hidden_size=loaded[1].shape[1],
             intermediate_size=loaded[1].shape[2],
-            dtype=dtype,
-            expert_map=getattr(layer, "expert_map", None) is not None,
-            weight_format=self.weights.format,
-            weight_dtype="" if self.weights.format == PLAIN else dtype_name(self.weights.w13),
+            dtype=dtype_name(loaded[0]),
+            expert_map=expert_map is not None,
+            weight_format=weights.format,
+            weight_dtype="" if weights.format == PLAIN else dtype_name(weights.w13),
+            self_check_error=result.error,
         )
-        pass_names = (EXPERTS_PASS,) if self.weights.format == PLAIN else weight_format(self.weights.format).passes
-        activation.add_layer(pass_names, layer.w13_weight.data_ptr(), entry)
+        activation.add_layer(_passes_of(weights), layer.w13_weight.data_ptr(), entry)
+
+    def _checked(
+        self,
+        name: str,
+        weights: KernelWeights,
+        expert_map: torch.Tensor | None,
+        loaded: tuple[torch.Tensor, torch.Tensor],
+    ) -> CheckResult:
+        form = weight_format(weights.format)
+        under_check = LayerUnderCheck(
+            name=name,
+            format=form,
+            weights=weights,
+            dtype=self.moe_config.in_dtype,
+            hidden_size=loaded[1].shape[1],
+            num_local_experts=loaded[0].shape[0],
+            top_k=self.moe_config.experts_per_token,
+            expert_map=expert_map,
+            w13_bias=self.w1_bias,
+            w2_bias=self.w2_bias,
+        )
+        return check_layer(under_check, {kernel.NAME: (lambda call: form.compute(weights, call), _CHECKED_TOKENS)})
+
+    def _hand_to_stock(self, layer: torch.nn.Module, name: str, expert_map: torch.Tensor | None) -> None:
+        if expert_map is not None:
+            raise RequiredNotAppliedError(
+                f"{EXPERTS_PASS}: {name}: our kernel is wrong here, and vLLM's own CPU kernel ignores the expert map"
+            )
+        for stock in self.stock_classes:
+            if stock.is_supported_config(stock, self.moe_config, None, None, self.activation_format())[0]:
+                self._stock = stock(self.moe_config, self.quant_config)
+                self._stock.process_weights_after_loading(layer)
+                return
+        raise RequiredNotAppliedError(f"{EXPERTS_PASS}: {name}: our kernel is wrong here, and vLLM has no other")
 
     def apply(
         self,
@@ -106,6 +157,25 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
         apply_router_weight_on_input: bool,
     ) -> None:
         """Compute the routed experts of every token into `output` ([T, H])."""
+        if self._stock is not None:
+            self._stock.apply(
+                output,
+                hidden_states,
+                w1,
+                w2,
+                topk_weights,
+                topk_ids,
+                activation,
+                global_num_experts,
+                expert_map,
+                a1q_scale,
+                a2_scale,
+                workspace13,
+                workspace2,
+                expert_tokens_meta,
+                apply_router_weight_on_input,
+            )
+            return
         if apply_router_weight_on_input:
             # vLLM's prepare step has multiplied the input with them; a second time would square them.
             topk_weights = torch.ones_like(topk_weights)
@@ -124,3 +194,8 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             self.w2_bias,
             PLAIN if weights is None else weights.format,
         )
+
+
+def _passes_of(weights: KernelWeights) -> tuple[str, ...]:
+    """Return the passes that a layer in this format counts for."""
+    return weight_format(weights.format).passes

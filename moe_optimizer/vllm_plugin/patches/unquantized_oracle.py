@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_optimizer.errors import RequiredNotAppliedError
@@ -25,7 +25,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         if activation is None or getattr(backend, "name", "") not in _PLAIN_LAYOUT_BACKENDS:
             return classes
         try:
-            return [*_offered_classes(activation), *classes]
+            return [*_offered_classes(activation, classes), *classes]
         except RequiredNotAppliedError:
             raise
         except Exception as error:  # noqa: BLE001 - vLLM is choosing a kernel; stock must stay reachable
@@ -35,13 +35,14 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
     return backend_to_kernel_cls
 
 
-def _offered_classes(activation: Activation) -> list[type]:
+def _offered_classes(activation: Activation, stock: Sequence[type]) -> list[type]:
     activation.resolve_plan(server_facts)
     if activation.wanted(EXPERTS_PASS) is None:
         return []
     activation.proof.model_rank, activation.proof.world_size = world()
     from moe_optimizer.vllm_plugin.experts_cpu import MoeOptimizerCpuExperts
 
+    MoeOptimizerCpuExperts.stock_classes = tuple(stock)
     return [MoeOptimizerCpuExperts]
 
 

@@ -1,0 +1,160 @@
+"""Runs a kernel on a few experts of a layer's own weights and compares it with plain torch.
+
+A kernel can be right on the sizes it was tested on and wrong on these: another tile path, weights in a layout it does
+not expect, scales of another meaning. So nothing is served before each layer has been computed once in both ways.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moe_optimizer.vllm_plugin.proof import described
+from moe_optimizer.vllm_plugin.weight_format import ExpertsCall, KernelWeights, WeightFormat
+
+NUM_EXPERTS = 4
+"""Chosen: experts of a layer that are tried. Their weights are all that is read, whatever the layer's size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerUnderCheck:
+    """One layer, ready to run. E local experts, H hidden size, I expert width."""
+
+    name: str
+    """Seeds the choice of experts and inputs: every layer is tried with others, the same at every start."""
+    format: WeightFormat
+    weights: KernelWeights
+    dtype: torch.dtype
+    """Of the activations."""
+    hidden_size: int
+    num_local_experts: int
+    top_k: int
+    expert_map: torch.Tensor | None = None
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """What came of it."""
+
+    error: float
+    """Largest error as a share of the allowed one; infinite for an exception or a result that is not finite."""
+    reason: str
+    """"" when it may be used."""
+
+
+def check_layer(layer: LayerUnderCheck, kernels: dict[str, tuple[Callable[[ExpertsCall], None], int]]) -> CheckResult:
+    """Run every kernel once and return the worst result.
+
+    The bound: twice the error of torch in the layer's dtype, plus the spacing of that dtype at the largest output
+    (of FP32, 16 times that: there the order of the sum makes as much).
+
+    Args:
+        layer: what to run on.
+        kernels: name -> (function that writes `call.out`, tokens in its call).
+    """
+    device = layer.weights.w13.device
+    generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(layer.name.encode()))
+    experts = torch.randperm(layer.num_local_experts, generator=generator)[:NUM_EXPERTS].tolist()
+    dense = {expert: layer.format.dense_expert(layer.weights, expert) for expert in experts}
+    worst = CheckResult(0.0, "")
+    for name, (kernel, tokens) in kernels.items():
+        routed = _route(layer, experts, tokens, generator)
+        call = ExpertsCall(
+            # Poisoned: a row that the kernel leaves out is not a number.
+            out=torch.full((tokens, layer.hidden_size), math.nan, dtype=layer.dtype, device=device),
+            x=torch.randn(tokens, layer.hidden_size, generator=generator).to(device, layer.dtype),
+            topk_weights=routed.weights.to(device),
+            topk_ids=routed.global_ids.to(device, torch.int32),
+            expert_map=layer.expert_map,
+            w13_bias=layer.w13_bias,
+            w2_bias=layer.w2_bias,
+        )
+        try:
+            kernel(call)
+            result = _compared(layer, call, routed.local_ids.to(device), dense)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the layer must be computed by something else
+            result = CheckResult(math.inf, described(error))
+        if result.reason:
+            return CheckResult(result.error, f"{name}: {result.reason}")
+        if result.error > worst.error:
+            worst = result
+    return worst
+
+
+@dataclass(frozen=True, slots=True)
+class _Routing:
+    local_ids: torch.Tensor
+    """int64 [T, k]; -1 where the expert is on another rank."""
+    global_ids: torch.Tensor
+    weights: torch.Tensor
+
+
+def _route(layer: LayerUnderCheck, experts: list[int], tokens: int, generator: torch.Generator) -> _Routing:
+    choice = torch.randint(len(experts), (tokens, layer.top_k), generator=generator)
+    local_ids = torch.tensor(experts)[choice]
+    weights = torch.rand(tokens, layer.top_k, generator=generator)
+    if layer.expert_map is None:
+        return _Routing(local_ids, local_ids, weights)
+    mapping = layer.expert_map.cpu().long()
+    to_global = torch.full((layer.num_local_experts,), -1)
+    here = (mapping >= 0).nonzero()[:, 0]
+    to_global[mapping[here]] = here
+    global_ids = to_global[local_ids]
+    elsewhere = (mapping < 0).nonzero()[:, 0]
+    if elsewhere.numel():
+        # A kernel that ignores the map computes this slot too.
+        global_ids[0, 0], local_ids[0, 0] = elsewhere[0], -1
+    return _Routing(local_ids, global_ids, weights)
+
+
+def _compared(
+    layer: LayerUnderCheck,
+    call: ExpertsCall,
+    local_ids: torch.Tensor,
+    dense: dict[int, tuple[torch.Tensor, torch.Tensor]],
+) -> CheckResult:
+    exact = torch.float64 if layer.dtype == torch.float32 else torch.float32
+    want = _in_torch(layer, call, local_ids, dense, exact).double()
+    in_dtype = _in_torch(layer, call, local_ids, dense, layer.dtype).double()
+    # Where the exact result is no number or too large for the dtype, nothing can be said of the kernel.
+    finite = want.abs() <= torch.finfo(layer.dtype).max / 2
+    if not bool(finite.any()):
+        return CheckResult(0.0, "")
+    scale = want[finite].abs().max().item()
+    spacing = torch.finfo(layer.dtype).eps * (16 if layer.dtype == torch.float32 else 1)
+    torch_error = (in_dtype - want)[finite].abs().max().item()
+    allowed = spacing * scale + (2 * torch_error if math.isfinite(torch_error) else 0.0)
+    error = (call.out.double() - want)[finite].abs().max().item()
+    if error <= allowed:  # not for NaN
+        return CheckResult(error / allowed if allowed else 0.0, "")
+    # NaN goes into the proof as infinite.
+    share = error / allowed if allowed and math.isfinite(error) else math.inf
+    return CheckResult(share, f"error {error:.3g} on {call.x.shape[0]} tokens, allowed {allowed:.3g}")
+
+
+def _in_torch(
+    layer: LayerUnderCheck,
+    call: ExpertsCall,
+    local_ids: torch.Tensor,
+    dense: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute the call one expert at a time, every step in `dtype`. Shares no code with the ops on purpose."""
+    out = torch.zeros(call.x.shape, dtype=dtype, device=call.x.device)
+    for expert, (w13, w2) in dense.items():
+        tokens, slots = torch.nonzero(local_ids == expert, as_tuple=True)
+        gate_up = call.x[tokens].to(dtype) @ w13.to(dtype).T
+        if layer.w13_bias is not None:
+            gate_up = gate_up + layer.w13_bias[expert].to(dtype)
+        gate, up = gate_up.chunk(2, dim=-1)
+        down = (torch.nn.functional.silu(gate) * up) @ w2.to(dtype).T
+        if layer.w2_bias is not None:
+            down = down + layer.w2_bias[expert].to(dtype)
+        out.index_add_(0, tokens, down * call.topk_weights[tokens, slots, None].to(dtype))
+    return out

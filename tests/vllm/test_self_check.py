@@ -1,0 +1,163 @@
+"""A layer whose kernel turns out wrong on its own weights: vLLM's class computes it, and the proof says why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.vllm_plugin.activation import Activation
+from tests.vllm.conftest import tiny_plan
+from tests.vllm.test_patch_points import PASS, moe_config
+
+pytestmark = pytest.mark.vllm
+TOKENS = 6
+
+
+@pytest.fixture
+def activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Activation:
+    return activated(tmp_path, monkeypatch)
+
+
+def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Activation:
+    """Make a plan this process's own without patching vLLM: the tests build the class themselves."""
+    from moe_optimizer.vllm_plugin import activation as activations
+
+    monkeypatch.setattr(activations, "_current", None)
+    return activations.activate(Activation(run_dir=run_dir, plan=tiny_plan(**changes)))
+
+
+@pytest.fixture
+def wrong_on_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel with the experts in another order."""
+    from moe_optimizer.ops.fused_experts import fused_experts as right
+
+    def swapped(x: Any, w13: Any, w2: Any, weights: Any, ids: Any, **kwargs: Any) -> Any:
+        return right(x, w13.flip(0), w2, weights, ids, **kwargs)
+
+    monkeypatch.setattr(sys.modules["moe_optimizer.ops.fused_experts"], "fused_experts", swapped)
+
+
+def make_layer() -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    layer = torch.nn.Module()
+    for name, shape in (("w13_weight", (16, 256, 128)), ("w2_weight", (16, 128, 128))):
+        values = torch.randn(*shape, generator=generator) * 0.1
+        layer.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
+    layer.layer_name = "model.layers.0.mlp.experts"
+    layer.expert_map = None
+    return layer
+
+
+def make_experts() -> Any:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    from moe_optimizer.vllm_plugin.experts_cpu import MoeOptimizerCpuExperts
+
+    stock = unquantized.backend_to_kernel_cls(unquantized.UnquantizedMoeBackend.CPU)
+    cls = type("Offered", (MoeOptimizerCpuExperts,), {"stock_classes": tuple(stock)})
+    return cls(moe_config(), FusedMoEQuantConfig.make())
+
+
+def forward(experts: Any, layer: Any) -> tuple[Any, Any]:
+    """Return what the class computes, and what plain torch says."""
+    import torch
+
+    from moe_optimizer.ops.reference import fused_experts
+
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(TOKENS, 128, generator=generator)
+    weights, ids = torch.randn(TOKENS, 16, generator=generator).softmax(-1).topk(4)
+    loaded = make_layer()
+    want = fused_experts(x, loaded.w13_weight, loaded.w2_weight, weights, ids.int())
+    got = torch.empty_like(x)
+    nothing = torch.empty(0)
+    experts.apply(
+        output=got,
+        hidden_states=x,
+        w1=layer.w13_weight,
+        w2=layer.w2_weight,
+        topk_weights=weights,
+        topk_ids=ids.int(),
+        activation=experts.moe_config.activation,
+        global_num_experts=16,
+        expert_map=layer.expert_map,
+        a1q_scale=None,
+        a2_scale=None,
+        workspace13=nothing,
+        workspace2=nothing,
+        expert_tokens_meta=None,
+        apply_router_weight_on_input=False,
+    )
+    return got, want
+
+
+def test_a_right_layer_is_ours_and_its_error_is_in_the_proof(activation: Activation) -> None:
+    import torch
+
+    layer, experts = make_layer(), make_experts()
+    experts.process_weights_after_loading(layer)
+    got, want = forward(experts, layer)
+    torch.testing.assert_close(got, want)
+    (entry,) = activation.proof.passes[PASS].layers
+    assert (entry.calls, entry.tokens) == (1, TOKENS)
+    assert entry.self_check_error is not None
+    assert entry.self_check_error <= 1
+
+
+def test_a_wrong_layer_is_computed_by_vllm_and_the_reason_is_in_the_proof(
+    activation: Activation, wrong_on_weights: None
+) -> None:
+    import torch
+
+    layer, experts = make_layer(), make_experts()
+    experts.process_weights_after_loading(layer)
+    got, want = forward(experts, layer)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    proof = activation.proof.passes[PASS]
+    assert proof.layers == ()
+    assert not proof.ran
+    assert "model.layers.0.mlp.experts: self-check failed: fused_experts: error" in proof.why_not
+
+
+def test_a_wrong_layer_of_a_required_pass_stops_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong_on_weights: None
+) -> None:
+    activated(tmp_path, monkeypatch, required=(PASS,))
+    with pytest.raises(RequiredNotAppliedError, match="self-check failed"):
+        make_experts().process_weights_after_loading(make_layer())
+
+
+def test_with_an_expert_map_there_is_nothing_to_hand_it_to(
+    activation: Activation, wrong_on_weights: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    layer = make_layer()
+    layer.expert_map = torch.tensor([index // 2 if index % 2 else -1 for index in range(32)], dtype=torch.int32)
+    with pytest.raises(RequiredNotAppliedError, match="ignores the expert map"):
+        make_experts().process_weights_after_loading(layer)
+
+
+def test_the_check_costs_little_beside_loading(activation: Activation) -> None:
+    """A layer of 64 experts reads the weights of four of them."""
+    calls: list[int] = []
+    from moe_optimizer.vllm_plugin.weight_format import PlainWeights
+
+    original: Callable[..., Any] = PlainWeights.dense_expert
+
+    def counted(self: Any, weights: Any, expert: int) -> Any:
+        calls.append(expert)
+        return original(self, weights, expert)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlainWeights, "dense_expert", counted)
+        make_experts().process_weights_after_loading(make_layer())
+    assert len(calls) == 4
