@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,6 +19,8 @@ from moe_optimizer.vllm_plugin.weight_format import ExpertsCall, KernelWeights, 
 
 NUM_EXPERTS = 4
 """Chosen: experts of a layer that are tried. Their weights are all that is read, whatever the layer's size."""
+# Said everywhere: vLLM loads weights with its own default dtype and device.
+_ON_HOST: Any = {"dtype": torch.float32, "device": "cpu"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,7 @@ def check_layer(layer: LayerUnderCheck, kernels: dict[str, tuple[Callable[[Exper
     """
     device = layer.weights.w13.device
     generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(layer.name.encode()))
-    experts = torch.randperm(layer.num_local_experts, generator=generator)[:NUM_EXPERTS].tolist()
+    experts = torch.randperm(layer.num_local_experts, generator=generator, device="cpu")[:NUM_EXPERTS].tolist()
     dense = {expert: layer.format.dense_expert(layer.weights, expert) for expert in experts}
     worst = CheckResult(0.0, "")
     for name, (kernel, tokens) in kernels.items():
@@ -68,7 +71,7 @@ def check_layer(layer: LayerUnderCheck, kernels: dict[str, tuple[Callable[[Exper
         call = ExpertsCall(
             # Poisoned: a row that the kernel leaves out is not a number.
             out=torch.full((tokens, layer.hidden_size), math.nan, dtype=layer.dtype, device=device),
-            x=torch.randn(tokens, layer.hidden_size, generator=generator).to(device, layer.dtype),
+            x=torch.randn(tokens, layer.hidden_size, generator=generator, **_ON_HOST).to(device, layer.dtype),
             topk_weights=routed.weights.to(device),
             topk_ids=routed.global_ids.to(device, torch.int32),
             expert_map=layer.expert_map,
@@ -96,13 +99,13 @@ class _Routing:
 
 
 def _route(layer: LayerUnderCheck, experts: list[int], tokens: int, generator: torch.Generator) -> _Routing:
-    choice = torch.randint(len(experts), (tokens, layer.top_k), generator=generator)
-    local_ids = torch.tensor(experts)[choice]
-    weights = torch.rand(tokens, layer.top_k, generator=generator)
+    choice = torch.randint(len(experts), (tokens, layer.top_k), generator=generator, device="cpu")
+    local_ids = torch.tensor(experts, device="cpu")[choice]
+    weights = torch.rand(tokens, layer.top_k, generator=generator, **_ON_HOST)
     if layer.expert_map is None:
         return _Routing(local_ids, local_ids, weights)
     mapping = layer.expert_map.cpu().long()
-    to_global = torch.full((layer.num_local_experts,), -1)
+    to_global = torch.full((layer.num_local_experts,), -1, dtype=torch.int64, device="cpu")
     here = (mapping >= 0).nonzero()[:, 0]
     to_global[mapping[here]] = here
     global_ids = to_global[local_ids]

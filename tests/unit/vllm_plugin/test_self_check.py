@@ -72,6 +72,17 @@ def test_a_right_kernel_passes_with_expert_map_and_biases(dtype: str) -> None:
         assert checked(layer(seed=seed, dtype=dtype, expert_map=every_other_expert(), bias=True)).reason == ""
 
 
+def test_it_works_under_the_default_dtype_and_device_that_vllm_loads_with() -> None:
+    under_check = layer(expert_map=every_other_expert())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert checked(under_check).reason == ""
+    finally:
+        torch.set_default_dtype(before)
+
+
 def swapped_experts(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
     return dataclasses.replace(weights, w13=weights.w13.flip(0)), call
 
