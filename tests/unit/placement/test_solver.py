@@ -1,0 +1,191 @@
+"""place_experts: never less even than vLLM's default policy, always a valid placement, and near the one before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.placement import imbalance, moves, node_traffic, place_experts, rank_loads
+from moe_optimizer.placement.balance import groups_on_nodes, replica_counts
+from tests.unit.placement.deepseek import default_placement
+
+
+def zipf(rng: np.random.Generator, layers: int, experts: int, power: float = 1.0) -> np.ndarray:
+    return np.stack([rng.permutation(1e6 / np.arange(1, experts + 1) ** power) for _ in range(layers)])
+
+
+@st.composite
+def problems(draw):
+    """A load and the numbers of ranks, replicas, nodes and groups that go with it."""
+    num_nodes = draw(st.sampled_from([1, 1, 2, 3]))
+    num_ranks = num_nodes * draw(st.integers(1, 4))
+    num_groups = draw(st.sampled_from([1, num_nodes, 2 * num_nodes, 4]))
+    num_experts = num_groups * draw(st.integers(1, 6))
+    slots = -(-num_experts // num_ranks) + draw(st.integers(0, 2))
+    layers = draw(st.integers(1, 3))
+    # Few distinct values give the ties, zeros and single heavy experts in which greedy choices go wrong.
+    values = draw(st.sampled_from([st.integers(0, 3), st.integers(0, 10**9), st.sampled_from([0, 1, 1000])]))
+    load = draw(arrays.arrays(np.int64, (layers, num_experts), elements=values))
+    return load, num_ranks, num_ranks * slots, num_nodes, num_groups
+
+
+def assert_valid(placement, load, num_ranks, num_replicas, num_nodes, num_groups):
+    num_experts = load.shape[1]
+    assert placement.shape == (len(load), num_replicas)
+    assert placement.dtype == np.int64
+    assert placement.min() >= 0
+    assert placement.max() < num_experts
+    assert (replica_counts(placement, num_experts) >= 1).all(), "an expert is nowhere"
+    if num_groups % num_nodes == 0:
+        nodes_of_group = groups_on_nodes(placement, num_experts, num_nodes, num_groups).sum(axis=1)
+        assert (nodes_of_group == 1).all(), "a group is on several nodes"
+
+
+def assert_as_even_as_default(placement, load, num_ranks, num_replicas, num_nodes, num_groups):
+    theirs = default_placement(load, num_ranks, num_replicas, num_nodes, num_groups)
+    our_largest = rank_loads(load.astype(float), placement, num_ranks).max(axis=1)
+    their_largest = rank_loads(load.astype(float), theirs, num_ranks).max(axis=1)
+    # The sums are made in another order: equal up to the rounding of float64.
+    assert (our_largest <= their_largest * (1 + 1e-12)).all(), f"{our_largest} against {their_largest}"
+
+
+@settings(max_examples=400, deadline=None)
+@given(problems())
+def test_valid_and_as_even_as_default_on_every_load(problem):
+    load, *numbers = problem
+    num_ranks, num_replicas, num_nodes, num_groups = numbers
+    placement = place_experts(load, num_ranks, num_replicas, num_nodes, num_groups)
+    assert_valid(placement, load, *numbers)
+    assert_as_even_as_default(placement, load, *numbers)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.data())
+def test_valid_and_as_even_as_default_with_a_previous_placement(problem, data):
+    load, *numbers = problem
+    num_ranks, num_replicas, num_nodes, num_groups = numbers
+    before = data.draw(arrays.arrays(np.int64, load.shape, elements=st.integers(0, 100)))
+    previous = place_experts(before, num_ranks, num_replicas, num_nodes, num_groups)
+    placement = place_experts(load, num_ranks, num_replicas, num_nodes, num_groups, previous)
+    assert_valid(placement, load, *numbers)
+    assert_as_even_as_default(placement, load, *numbers)
+    anew = place_experts(load, num_ranks, num_replicas, num_nodes, num_groups)
+    if num_groups > 1 and num_groups % num_nodes:
+        traffic = node_traffic(load.astype(float), placement, num_nodes, num_groups)
+        assert (traffic <= node_traffic(load.astype(float), anew, num_nodes, num_groups)).all()
+
+
+# Large enough that the exchanges, several slots per rank and nodes with groups all take part.
+@pytest.mark.parametrize(
+    ("experts", "ranks", "replicas", "nodes", "groups"),
+    [(256, 64, 320, 1, 1), (256, 32, 288, 4, 8), (256, 64, 320, 8, 8), (128, 8, 128, 1, 1), (160, 16, 176, 2, 8)],
+)
+@pytest.mark.parametrize("skew", ["zipf", "steep zipf", "log-normal", "uniform", "one expert", "zero", "falling"])
+def test_as_even_as_default_at_the_sizes_of_real_models(experts, ranks, replicas, nodes, groups, skew):
+    rng = np.random.default_rng(0)
+    shape = (8, experts)
+    load = {
+        "zipf": lambda: zipf(rng, *shape),
+        "steep zipf": lambda: zipf(rng, *shape, power=2.0),
+        "log-normal": lambda: rng.lognormal(0, 1, shape),
+        "uniform": lambda: rng.integers(900, 1100, shape),
+        "one expert": lambda: np.eye(8, experts) * 1e6,
+        "zero": lambda: np.zeros(shape),
+        "falling": lambda: np.tile(np.arange(experts)[::-1], (8, 1)),
+    }[skew]()
+    placement = place_experts(load, ranks, replicas, nodes, groups)
+    assert_valid(placement, load, ranks, replicas, nodes, groups)
+    assert_as_even_as_default(placement, np.asarray(load), ranks, replicas, nodes, groups)
+
+
+def test_more_even_than_default_on_skewed_load():
+    load = np.random.default_rng(1).lognormal(0, 1, (16, 256))
+    theirs = default_placement(load, 32, 288)
+    assert imbalance(load, place_experts(load, 32, 288), 32) - 1 < 0.8 * (imbalance(load, theirs, 32) - 1)
+
+
+def test_same_arguments_give_the_same_placement():
+    load = np.random.default_rng(2).integers(0, 5, (4, 64))
+    assert (place_experts(load, 8, 72) == place_experts(load.copy(), 8, 72)).all()
+
+
+def test_the_order_of_magnitude_of_the_load_does_not_matter():
+    load = np.random.default_rng(3).integers(0, 1000, (4, 64)).astype(float)
+    assert (place_experts(load, 8, 72) == place_experts(load * 2.0**60, 8, 72)).all()
+
+
+def test_a_layer_without_load_spreads_its_replicas():
+    counts = replica_counts(place_experts(np.zeros((1, 8)), 4, 12), 8)
+    assert counts.max() == 2
+
+
+def test_nothing_moves_when_the_load_stays():
+    load = zipf(np.random.default_rng(4), 8, 128)
+    placement = place_experts(load, 16, 144, num_nodes=2, num_groups=8)
+    again = place_experts(load, 16, 144, num_nodes=2, num_groups=8, previous=placement)
+    assert (again == placement).all()
+
+
+def test_a_small_change_of_load_moves_less_than_placing_anew():
+    rng = np.random.default_rng(5)
+    load = rng.lognormal(0, 1, (8, 128))
+    previous = place_experts(load, 8, 136)
+    changed = load * rng.lognormal(0, 0.1, load.shape)
+    near, anew = place_experts(changed, 8, 136, previous=previous), place_experts(changed, 8, 136)
+    assert moves(previous, near, 8) < moves(previous, anew, 8) / 2
+    assert imbalance(changed, near, 8) < imbalance(changed, anew, 8) * 1.002
+
+
+def test_swapped_ranks_and_slots_are_recognised():
+    # The old one is far too uneven to be kept, so what is new is renamed: rank 1 for rank 0, and slots within them.
+    previous = np.array([[2, 3, 0, 1]])
+    load = np.array([[9.0, 1.0, 8.0, 2.0]])
+    placement = place_experts(load, 2, 4, previous=previous)
+    assert moves(previous, placement, 2) == 0
+    assert (placement == previous).all()
+
+
+def test_a_previous_placement_that_misses_an_expert_is_not_kept():
+    load = np.ones((2, 4))
+    previous = np.array([[0, 0, 2, 3], [-1, 1, 2, 3]])
+    placement = place_experts(load, 2, 4, previous=previous)
+    assert (replica_counts(placement, 4) == 1).all()
+
+
+def test_ranks_of_a_group_share_a_node_where_groups_do_not_divide():
+    # Three groups on two nodes: the global placement scatters them, and gathering the ranks saves traffic.
+    rng = np.random.default_rng(6)
+    load = rng.lognormal(0, 1, (8, 12))
+    ours = node_traffic(load, place_experts(load, 12, 12, num_nodes=2, num_groups=3), 2, 3).sum()
+    theirs = node_traffic(load, default_placement(load, 12, 12, num_nodes=2, num_groups=3), 2, 3).sum()
+    assert ours <= theirs
+    # At best two groups stay whole and one is on both nodes: never three times two.
+    assert ours < 2 * load.sum()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"num_ranks": 3, "num_replicas": 8}, "num_replicas: got 8, expected a multiple of num_ranks 3"),
+        ({"num_ranks": 4, "num_replicas": 4}, "num_replicas: got 4, expected at least one for each of 8 experts"),
+        ({"num_ranks": 4, "num_replicas": 8, "num_nodes": 3}, "num_ranks: got 4, expected a multiple of num_nodes 3"),
+        ({"num_ranks": 4, "num_replicas": 8, "num_groups": 3}, "experts: got 8, expected a multiple of num_groups 3"),
+        ({"num_ranks": 0, "num_replicas": 8}, "num_ranks: got 0"),
+        ({"num_ranks": 4, "num_replicas": 8, "previous": [[0, 1]]}, "previous: got shape (1, 2), expected (1, 8)"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_named(arguments, named):
+    with pytest.raises(InputError, match="^" + named.replace("(", r"\(").replace(")", r"\)")):
+        place_experts(np.ones((1, 8)), **arguments)
+
+
+@pytest.mark.parametrize(
+    "bad", [[[1.0, -1.0]], [[1.0, np.nan]], [[1.0, np.inf]], [[1.0, 1e39]], [1.0, 2.0], np.ones((0, 4))]
+)
+def test_a_load_that_is_none_is_refused(bad):
+    with pytest.raises(InputError, match=r"^load: "):
+        place_experts(bad, 1, 2)
