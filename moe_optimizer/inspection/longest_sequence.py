@@ -44,8 +44,9 @@ def _factor(config: Config) -> float:
     for rope in _rope_parameters(config):
         kind = rope.get("rope_type") or rope.get("type") or "default"
         value = rope.get("factor")
-        if kind not in _ALREADY_SCALED and type(value) in (int, float) and math.isfinite(value) and value > 0:
-            factor = value
+        if kind in _ALREADY_SCALED or isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        factor = value if 0 < value < math.inf else factor
     return factor
 
 
