@@ -145,7 +145,7 @@ class PlanContext:
             # a cache that is larger than what is free there, it does not start.
             node = self.cpu.node_memory or self.cpu.memory
             device_bytes = min(int(self.cpu.memory.value) // changes.get("num_devices", 1), int(node.value))
-        converted = self.model.quant_method is None and "fp8" in self.pinned.get("--quantization", "")
+        expert_bits, linear_bits = self._converted_bits()
         defaults: dict[str, Any] = {
             "model": self._model_as_served(),
             "device_bytes": device_bytes,
@@ -154,12 +154,19 @@ class PlanContext:
             "max_num_batched_tokens": 2048,
             "max_num_seqs": self.workload.batch_size,
             "max_model_len": None,
-            "expert_bits": 8 if converted else None,
-            "linear_bits": 8 if converted else None,
+            "expert_bits": expert_bits,
+            "linear_bits": linear_bits,
             "cuda_graphs": self.device == "cuda",
             "device": self.device,
         }
         return MemoryRequest(**(defaults | changes))
+
+    def _converted_bits(self) -> tuple[int | None, int | None]:
+        """Return the bits to which expert and other weights are converted while loading; None: they are not."""
+        if self.model.quant_method is None and "fp8" in self.pinned.get("--quantization", ""):
+            return 8, 8
+        params = self.decided["fp8"].params if "fp8" in self.decided else {}
+        return params.get("expert_bits"), params.get("linear_bits")
 
     def _model_as_served(self) -> ModelSpec:
         """Return the model with its weights in `dtype`; a quantised checkpoint keeps its bytes."""

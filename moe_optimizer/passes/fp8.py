@@ -1,54 +1,238 @@
-"""8-bit floating point weights."""
+"""8-bit floating point weights: which tensors, in which scheme, converted by whom."""
 
 from __future__ import annotations
 
-from moe_optimizer.passes.base import OptimizationPass, PlanContext
-from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from moe_optimizer.costs.roofline import decode_step_floor_us, experts_read_ratio
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.passes.base import DTYPE_BYTES, OptimizationPass, PlanContext
+from moe_optimizer.passes.expert_kernel import FORMAT_PARAM, why_not_for_converted_weights
+from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.specs.quantity import Quantity, Source
+
+if TYPE_CHECKING:
+    from moe_optimizer.profiles.schema import Fp8Section
+
+FORMAT = "fp8"
+"""Name of the plugin's weight format."""
+_ALWAYS_KEPT = ("router", "embeddings", "lm_head")
+_QUANTIZATION_FLAGS = ("--quantization", "--quantization-config")
+_SCHEMES = {"block": "fp8_per_block", "channel": "fp8_per_channel"}
+"""Granularity -> vLLM's name of the online scheme, from 0.26 on."""
+_SCALES = {"block": "one scale per 128x128 block", "channel": "one scale per output channel"}
+# vLLM matches them against the names of its modules, from the start. The input embedding and the head are no
+# modules that its online quantisation looks at.
+_IGNORED = {
+    "router": r"re:.*\.(gate|router|shared_expert_gate)$",
+    "attention": r"re:.*\.(self_attn|self_attention|attention|attn|linear_attn)\.",
+    "shared_experts": r"re:.*\.(shared_expert|shared_experts|shared_mlp)\.",
+}
+_GPU_RECORDS = ("benchmarks/records/2026-11-20_h200_fused_experts.json",)
+_CPU_RECORDS = (
+    "benchmarks/records/2026-11-20_epyc-avx512_bf16_fused_experts.json",
+    "benchmarks/records/2026-11-20_epyc-avx512_fused_experts.json",
+)
+_LEAST_GAIN = 1.1
+"""Chosen: what `auto` takes a changed output for."""
+_UNJUDGED = "the output changes, and no quality gate has judged it"
 
 
 class Fp8(OptimizationPass):
     """FP8 weights: half the bytes of BF16 for the experts, which is what decoding waits for.
 
-    An existing FP8 checkpoint is served as it is. Converting a BF16 checkpoint needs a quality gate, which this
-    version does not have.
+    An existing FP8 checkpoint is served as it is. Otherwise weights are converted while loading: on GPUs by vLLM's
+    own online quantisation, experts and linears; on the CPU build the experts, by the plugin. Router, embeddings,
+    head and norms stay. `auto` converts wherever that can be done and a decode step gains a tenth by the roofline: a
+    profile that must keep the checkpoint's numbers has the pass off.
     """
 
     name = "fp8"
     flag = "fp8"
     title = "FP8 weights"
-    limits = "GPUs need FP8 matrix units (compute capability 8.9 and up)"
+    limits = (
+        "GPUs need FP8 matrix units (compute capability 8.9 and up); on the CPU build only experts, and only those "
+        "that our kernel computes"
+    )
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
-        """Check the checkpoint's own quantisation, then the GPU."""
+        """Check the checkpoint's own quantisation, the user's arguments, then the device."""
         model = ctx.model
         if _is_fp8(ctx):
             return True, ""
         if model.quant_method is not None:
             return False, f"the checkpoint is quantised already: {model.quant_method}, {model.weight_bits:g} bits"
-        if ctx.device == "cuda" and not ctx.gpu.supports("fp8"):
+        given = next((flag for flag in _QUANTIZATION_FLAGS if flag in ctx.pinned), None)
+        if given is not None:
+            return False, f"{given} {ctx.pinned[given]} is given after -- and decides"
+        if ctx.device == "cpu":
+            reason = why_not_for_converted_weights(ctx)
+            return not reason, reason
+        if not ctx.gpu.supports("fp8"):
             major, minor = ctx.gpu.compute_capability
             return False, f"needs FP8 matrix units (sm_89 or later), found sm_{major}{minor}"
+        if ctx.dtype == "float32":
+            return False, "vLLM converts bfloat16 and float16 weights only, found float32"
         return True, ""
 
     def gain(self, ctx: PlanContext) -> Gain | None:
-        """Return how much faster the expert weights of one decode step could be read."""
-        if not ctx.model.is_moe or _is_fp8(ctx):
+        """Return how much less one decode step must at least take, or on the CPU read; None on an unknown GPU."""
+        if _is_fp8(ctx):
             return None
-        from moe_optimizer.costs.roofline import experts_read_ratio
-
-        ratio = experts_read_ratio(ctx.model, batch=ctx.workload.batch_size, from_bits=16, to_bits=8)
-        return Gain(metric="expert weight bytes per decode step", ratio=ratio)
+        if ctx.device == "cpu":
+            ratio = experts_read_ratio(
+                ctx.model, batch=ctx.workload.batch_size, from_bits=8 * DTYPE_BYTES[ctx.dtype], to_bits=8
+            )
+            return Gain(metric="expert weight bytes per decode step", ratio=ratio)
+        experts, linears = _parts(ctx)
+        try:
+            before = _decode_floor_us(ctx, experts=False, linears=False)
+            after = _decode_floor_us(ctx, experts=experts, linears=linears)
+        except UnsupportedError:
+            return None
+        ref = f"{before.ref}; in 16 bits / in FP8"
+        ratio = Quantity(before.value / after.value, "ratio", Source.MODELLED, ref)
+        return Gain(metric="least time of one decode step", ratio=ratio)
 
     def choose(self, ctx: PlanContext) -> Decision:
-        """Keep an FP8 checkpoint as it is; say what is missing to make one."""
+        """Keep an FP8 checkpoint as it is, else have the wished parts converted."""
         if _is_fp8(ctx):
             reason = "the checkpoint is FP8 already and is served as it is, through vLLM's own kernels"
             return self.decision(ctx, Status.ON, "as in the checkpoint", reason, Applier.NONE)
+        experts, linears = _parts(ctx)
+        if not experts and not linears:
+            what = "the experts are" if ctx.device == "cpu" else "experts and linears are both"
+            return self.when_off(ctx, f"{what} off in {ctx.profile_origin}")
+        layers = _kept_layers(ctx)
+        gain = self.gain(ctx)
+        if ctx.wish(self.name)[0] is Wish.AUTO and gain is not None and gain.ratio.value < _LEAST_GAIN:
+            less = f"a decode step would take at best {gain.ratio.value:.2f}x less time"
+            return self.when_off(ctx, f"{less}, too little for a changed output (auto wants {_LEAST_GAIN:g}x)")
+        if ctx.device == "cpu":
+            return self._by_the_plugin(ctx, layers)
+        return self._by_vllm(ctx, layers, experts=experts, linears=linears)
+
+    def _by_the_plugin(self, ctx: PlanContext, layers: tuple[int, ...]) -> Decision:
         section = ctx.profile.passes.fp8
-        if section.experts == "off" and section.linears == "off":
-            return self.when_off(ctx, f"experts and linears are both off in {ctx.profile_origin}")
-        return self.unavailable(ctx, "FP8 weights change the output, and the quality gate comes with a later one")
+        linears = f"vLLM's CPU build cannot convert them; they stay {ctx.dtype}"
+        warnings = (f"fp8.linears ({ctx.profile_origin}): {linears}",) if section.linears == "on" else ()
+        return self.decision(
+            ctx,
+            Status.ON,
+            "experts in FP8",
+            f"experts with {_SCALES[section.granularity]}, converted layer by layer while loading; {_UNJUDGED}",
+            Applier.PLUGIN,
+            evidence=(*_CPU_RECORDS, "quantizer: builtin"),
+            rejected={"attention and dense linears": linears, **_kept(ctx)},
+            gain=self.gain(ctx),
+            params={
+                FORMAT_PARAM: FORMAT,
+                "granularity": section.granularity,
+                "quantizer": "builtin",
+                "kept_layers": list(layers),
+                "max_layer_error": section.max_layer_error,
+                "expert_bits": 8,
+                "linear_bits": None,
+            },
+            warnings=(*warnings, *_quantizer_warnings(section, "it converts on CUDA devices only; builtin is used")),
+        )
+
+    def _by_vllm(self, ctx: PlanContext, layers: tuple[int, ...], *, experts: bool, linears: bool) -> Decision:
+        section = ctx.profile.passes.fp8
+        scheme = _SCHEMES[section.granularity]
+        config: dict[str, Any] = {}
+        if linears:
+            config["linear"] = scheme
+        if experts:
+            config["moe"] = scheme
+        config["ignore"] = _ignored_modules(section, layers)
+        parts = " and ".join(word for word, wanted in (("experts", experts), ("linears", linears)) if wanted)
+        rejected = {} if linears else {"attention and dense linears": _why_part_off(ctx, "linears")}
+        if not experts and ctx.model.is_moe:
+            rejected["experts"] = _why_part_off(ctx, "experts")
+        return self.decision(
+            ctx,
+            Status.ON,
+            f"{parts} in FP8",
+            f"{parts} with {_SCALES[section.granularity]}, converted by vLLM while loading; {_UNJUDGED}",
+            Applier.FLAGS,
+            evidence=(*(_GPU_RECORDS if experts else ()), "quantizer: vLLM's own"),
+            rejected={**rejected, **_kept(ctx)},
+            gain=self.gain(ctx),
+            vllm_args=("--quantization", "online", "--quantization-config", json.dumps(config)),
+            params={
+                "granularity": section.granularity,
+                "quantizer": "vllm",
+                "kept_layers": list(layers),
+                "expert_bits": 8 if experts else None,
+                "linear_bits": 8 if linears else None,
+            },
+            warnings=_quantizer_warnings(section, "vLLM converts by itself on GPUs"),
+        )
 
 
 def _is_fp8(ctx: PlanContext) -> bool:
     return ctx.model.quant_method is not None and "fp8" in ctx.model.quant_method
+
+
+def _parts(ctx: PlanContext) -> tuple[bool, bool]:
+    """Return whether experts and whether linears are converted."""
+    section = ctx.profile.passes.fp8
+    return section.experts != "off" and ctx.model.is_moe, section.linears != "off" and ctx.device == "cuda"
+
+
+def _why_part_off(ctx: PlanContext, part: str) -> str:
+    return f"fp8.{part} is off in {ctx.profile_origin}; they stay {ctx.dtype}"
+
+
+def _kept(ctx: PlanContext) -> Mapping[str, str]:
+    """Return what stays in the checkpoint's type whatever the profile says, and what the profile adds."""
+    kept = {
+        "router": "a changed choice of experts costs more than its few bytes",
+        "embeddings and head": "looked up, or read once a step; their errors reach every token's logits",
+    }
+    added = [each for each in ctx.profile.passes.fp8.keep_bf16_layers if each not in _ALWAYS_KEPT]
+    return kept | ({", ".join(added): f"kept by {ctx.profile_origin}"} if added else {})
+
+
+def _kept_layers(ctx: PlanContext) -> tuple[int, ...]:
+    """Return the decoder layers that stay as they are.
+
+    Raises:
+        InputError: the model has no such layer.
+    """
+    parts = ctx.profile.passes.fp8.keep_bf16_layers
+    layers = sorted({int(part.removeprefix("layers.")) for part in parts if part.startswith("layers.")})
+    if layers and layers[-1] >= ctx.model.num_layers:
+        raise InputError(
+            f"fp8.keep_bf16_layers ({ctx.profile_origin}): got layers.{layers[-1]}, "
+            f"expected at most layers.{ctx.model.num_layers - 1}: {ctx.model.name} has {ctx.model.num_layers} layers"
+        )
+    return tuple(layers)
+
+
+def _ignored_modules(section: Fp8Section, layers: tuple[int, ...]) -> list[str]:
+    """Return vLLM's patterns of the modules that stay as they are."""
+    parts = dict.fromkeys((*_ALWAYS_KEPT, *section.keep_bf16_layers))
+    named = [_IGNORED[part] for part in parts if part in _IGNORED]
+    return [*named, *(rf"re:.*\.layers\.{layer}\." for layer in layers)]
+
+
+def _quantizer_warnings(section: Fp8Section, why_not: str) -> tuple[str, ...]:
+    if section.quantizer != "transformer_engine":
+        return ()
+    return (f"fp8.quantizer transformer_engine is not used: {why_not}",)
+
+
+def _decode_floor_us(ctx: PlanContext, *, experts: bool, linears: bool) -> Quantity:
+    return decode_step_floor_us(
+        ctx.model,
+        ctx.gpu,
+        batch=ctx.workload.batch_size,
+        context=ctx.workload.input_tokens + ctx.workload.output_tokens // 2,
+        num_gpus=ctx.tensor_parallel_size,
+        expert_bits=8 if experts else 16,
+        linear_bits=8 if linears else 16,
+    )

@@ -5,11 +5,26 @@ A profile is a wish. The planner resolves it into a Plan, a second type; the pro
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 Mode = Literal["auto", "on", "off"]
+
+_KEPT_PARTS = ("router", "embeddings", "lm_head", "attention", "shared_experts")
+
+
+def _check_kept_part(text: str) -> str:
+    if text in _KEPT_PARTS or re.fullmatch(r"layers\.(0|[1-9]\d{0,3})", text):
+        return text
+    expected = ", ".join(f"`{part}`" for part in _KEPT_PARTS)
+    raise PydanticCustomError("kept_part", "one of {expected} or a layer as `layers.3`", {"expected": expected})
+
+
+KeptPart = Annotated[str, AfterValidator(_check_kept_part)]
+"""A part of the model that FP8 leaves alone."""
 
 
 class Section(BaseModel):
@@ -53,8 +68,16 @@ class Fp8Section(PassSection):
     """One scale per 128x128 block, or per output channel."""
     quantizer: Literal["auto", "builtin", "transformer_engine"] = "auto"
     """auto: Transformer Engine where it can be imported, else the built-in one."""
-    keep_bf16_layers: Annotated[tuple[str, ...], Field(strict=False)] = ("router", "embeddings", "lm_head")
-    """Parts that stay in the checkpoint's dtype."""
+    keep_bf16_layers: Annotated[tuple[KeptPart, ...], Field(strict=False)] = ("router", "embeddings", "lm_head")
+    """Parts that stay in the checkpoint's dtype: `attention`, `shared_experts`, or a decoder layer as `layers.3`.
+    Router, embeddings and lm_head stay whether they are named or not."""
+    max_layer_error: float | None = Field(default=0.08, gt=0, le=1)
+    """Experts of a layer stay in the checkpoint's dtype when FP8 changes their output by more than this share on
+    calibration tokens (CPU build); null: not measured. Chosen: well-behaved weights show 0.03 to 0.05."""
+
+
+class ExpertLoadSection(PassSection):
+    """Counting the tokens that each expert is given."""
 
 
 class ExpertPlacementSection(PassSection):
@@ -126,6 +149,7 @@ class Passes(Section):
 
     flash_dmoe: FlashDmoeSection = FlashDmoeSection()
     fp8: Fp8Section = Fp8Section()
+    expert_load: ExpertLoadSection = ExpertLoadSection()
     expert_placement: ExpertPlacementSection = ExpertPlacementSection()
     tuned_configs: TunedConfigsSection = TunedConfigsSection()
     parallelism: ParallelismSection = ParallelismSection()

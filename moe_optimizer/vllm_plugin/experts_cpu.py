@@ -100,6 +100,10 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             expert_map=expert_map is not None,
             weight_format=weights.format,
             weight_dtype="" if weights.format == PLAIN else dtype_name(weights.w13),
+            loaded_bytes=sum(weight.nbytes for weight in loaded),
+            weight_bytes=weights.nbytes,
+            output_error=weights.output_error,
+            why_plain=weights.why_plain,
             self_check_error=result.error,
         )
         activation.add_layer(_passes_of(weights), layer.w13_weight.data_ptr(), entry)

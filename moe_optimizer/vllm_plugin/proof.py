@@ -46,6 +46,14 @@ class LayerProof:
     """How the weights lie in memory: "plain" (as vLLM loads them, in `dtype`) or the format they were converted to."""
     weight_dtype: str = ""
     """Of the stored weights; "" where it is `dtype`."""
+    loaded_bytes: int = 0
+    """Bytes of the experts' weights as vLLM loaded them; 0: not known."""
+    weight_bytes: int = 0
+    """Bytes that are kept of them, scales included."""
+    output_error: float | None = None
+    """By what share the planned format changes the layer's output on calibration tokens; None: not measured."""
+    why_plain: str = ""
+    """Why the layer is not in the planned format."""
     self_check_error: float | None = None
     """Largest error of the kernels on the layer's own weights, as a share of what was allowed; None: not checked."""
     calls_by_kernel: dict[str, int] = field(default_factory=dict)

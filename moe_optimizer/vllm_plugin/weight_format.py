@@ -22,6 +22,7 @@ PLAIN = "plain"
 
 WEIGHT_FORMATS = {
     PLAIN: "moe_optimizer.vllm_plugin.weight_format:PlainWeights",
+    "fp8": "moe_optimizer.vllm_plugin.weight_format_fp8:Fp8Weights",
 }
 """Name -> "module:class". One line per format; the class is imported when a plan asks for it."""
 
@@ -38,6 +39,16 @@ class KernelWeights:
     """Takes the place of the layer's w2_weight; plain: [E, H, I]."""
     w13_scale: torch.Tensor | None = None
     w2_scale: torch.Tensor | None = None
+    output_error: float | None = None
+    """By what share the planned format changes the layer's output; None: not measured."""
+    why_plain: str = ""
+    """Why the layer is not in the planned format; "" where it is."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and scales."""
+        tensors = (self.w13, self.w2, self.w13_scale, self.w2_scale)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

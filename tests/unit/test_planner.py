@@ -257,8 +257,8 @@ def test_expert_parallelism_on_the_cpu_with_experts_our_kernel_cannot_do_is_unsu
 
 
 def test_a_required_pass_that_is_not_on_makes_no_plan():
-    error = refused(request(qwen3_30b_a3b(), gpus("h100_sxm"), required=frozenset({"fp8"})), UnsupportedError)
-    assert str(error).startswith("fp8 is required (flag --require fp8) and unavailable: not available in this version")
+    error = refused(request(qwen3_30b_a3b(), gpus("a100_80gb"), required=frozenset({"fp8"})), UnsupportedError)
+    assert str(error).startswith("fp8 is required (flag --require fp8) and refused: needs FP8 matrix units")
     assert error.hint is not None
 
 

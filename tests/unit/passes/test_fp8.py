@@ -1,59 +1,291 @@
 from __future__ import annotations
 
-import dataclasses
+import json
+import re
 from typing import Any
 
 import pytest
 
-from moe_optimizer.plan.decision import Decision, Status, Wish
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.passes.base import PlanContext
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.quantity import Source
-from tests.builders import context, decided_by, deepseek_v3, gpt_oss_120b, gpus, profile_with, qwen3_30b_a3b
+from tests.builders import (
+    context,
+    cpu_machine,
+    decided_by,
+    deepseek_v3,
+    dense_model,
+    gpt_oss_120b,
+    gpus,
+    profile_with,
+    qwen3_30b_a3b,
+    request,
+    software,
+    tiny_moe,
+)
 
 ON = {"fp8": (Wish.ON, "flag --enable-fp8")}
+WITHOUT_FLASH = {**ON, "flash_dmoe": (Wish.OFF, "flag --disable-flash-dmoe")}
 
 
-def decide(model, hardware="h100_sxm", **changes: Any) -> Decision:
-    fields: dict[str, Any] = {"wishes": ON, **changes}
-    ctx = context(model, gpus(hardware, 8), **fields)
-    return decided_by(ctx, "parallelism", "fp8").decided["fp8"]
+def planned(model, hardware, settings: dict[str, Any] | None = None, **changes: Any) -> PlanContext:
+    profile = profile_with("aggressive", {"fp8": settings or {}})
+    return decided_by(context(model, hardware, profile, **({"wishes": ON} | changes)), "parallelism", "fp8")
 
 
-def test_converting_a_bf16_checkpoint_is_not_available_and_says_what_it_would_bring():
-    decision = decide(qwen3_30b_a3b())
-    assert decision.status is Status.UNAVAILABLE
-    assert "quality gate" in decision.reason
-    assert decision.gain is not None
-    assert decision.gain.ratio.value == pytest.approx(2.0, rel=0.001)
-    assert decision.gain.ratio.source is Source.MODELLED
+def on_gpu(model=None, name: str = "h100_sxm", settings: dict[str, Any] | None = None, **changes: Any) -> Decision:
+    return planned(model or qwen3_30b_a3b(), gpus(name, 8), settings, **changes).decided["fp8"]
+
+
+def on_cpu(model=None, settings: dict[str, Any] | None = None, **changes: Any) -> Decision:
+    return planned(model or tiny_moe(), cpu_machine(), settings, **changes).decided["fp8"]
+
+
+def quantization_config(decision: Decision) -> dict[str, Any]:
+    assert decision.vllm_args[:3] == ("--quantization", "online", "--quantization-config")
+    return json.loads(decision.vllm_args[3])
+
+
+def is_ignored(config: dict[str, Any], module: str) -> bool:
+    """As vLLM compares: from the start of the name."""
+    assert all(pattern.startswith("re:") for pattern in config["ignore"])
+    return any(re.match(pattern.removeprefix("re:"), module) for pattern in config["ignore"])
+
+
+# On GPUs: vLLM converts.
+
+
+def test_on_a_gpu_experts_and_linears_are_converted_by_vllm_in_blocks():
+    decision = on_gpu()
+    assert (decision.status, decision.applier, decision.value) == (
+        Status.ON,
+        Applier.FLAGS,
+        "experts and linears in FP8",
+    )
+    config = quantization_config(decision)
+    assert (config["linear"], config["moe"]) == ("fp8_per_block", "fp8_per_block")
+    assert "no quality gate has judged it" in decision.reason
+
+
+def test_the_granularity_is_vllms_scheme():
+    config = quantization_config(on_gpu(settings={"granularity": "channel"}))
+    assert (config["linear"], config["moe"]) == ("fp8_per_channel", "fp8_per_channel")
+
+
+@pytest.mark.parametrize(("off", "left"), [("experts", "linear"), ("linears", "moe")])
+def test_a_part_that_is_off_is_not_converted_and_said(off, left):
+    decision = on_gpu(settings={off: "off"})
+    assert set(quantization_config(decision)) == {left, "ignore"}
+    assert any(f"fp8.{off} is off in profile aggressive" in why for why in decision.rejected.values())
+
+
+def test_a_dense_model_has_its_linears_converted():
+    decision = on_gpu(dense_model())
+    assert decision.value == "linears in FP8"
+    assert "moe" not in quantization_config(decision)
+    assert "experts" not in decision.rejected
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        "model.layers.3.mlp.gate",
+        "model.layers.0.block_sparse_moe.gate",
+        "model.layers.11.mlp.router",
+        "model.layers.3.mlp.shared_expert_gate",
+    ],
+)
+def test_routers_stay_whatever_the_profile_lists(router):
+    assert is_ignored(quantization_config(on_gpu(settings={"keep_bf16_layers": []})), router)
+
+
+def test_nothing_else_stays_unless_it_is_listed():
+    config = quantization_config(on_gpu())
+    for module in (
+        "self_attn.q_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.experts",
+        "mlp.shared_expert.down_proj",
+    ):
+        assert not is_ignored(config, f"model.layers.3.{module}")
+
+
+@pytest.mark.parametrize(
+    ("part", "kept", "converted"),
+    [
+        ("attention", "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.experts"),
+        ("shared_experts", "model.layers.3.mlp.shared_experts.up_proj", "model.layers.3.mlp.experts"),
+        ("layers.3", "model.layers.3.mlp.experts", "model.layers.30.mlp.experts"),
+        ("layers.3", "model.layers.3.self_attn.o_proj", "model.layers.13.self_attn.o_proj"),
+    ],
+)
+def test_what_is_listed_stays_and_nothing_beside_it(part, kept, converted):
+    decision = on_gpu(settings={"keep_bf16_layers": [part]})
+    config = quantization_config(decision)
+    assert is_ignored(config, kept)
+    assert not is_ignored(config, converted)
+    assert decision.rejected[part] == "kept by profile aggressive"
+
+
+def test_the_gain_is_the_least_time_of_a_step_and_modelled():
+    gain = on_gpu().gain
+    assert gain is not None
+    assert gain.metric == "least time of one decode step"
+    assert gain.ratio.source is Source.MODELLED
+    assert 1.0 < gain.ratio.value < 2.0
+
+
+def test_auto_does_not_change_the_output_for_little():
+    # A large batch waits for its cache, not for weights.
+    profile = profile_with("aggressive", workload={"batch_size": 4096, "input_tokens": 8192, "output_tokens": 512})
+    model, machine = qwen3_30b_a3b(), gpus("h100_sxm", 8)
+    asked = decided_by(context(model, machine, profile, wishes=ON), "parallelism", "fp8").decided["fp8"]
+    auto = decided_by(context(model, machine, profile), "parallelism", "fp8").decided["fp8"]
+    assert (asked.status, auto.status) == (Status.ON, Status.OFF)
+    assert re.fullmatch(r"a decode step would take at best 1\.0\dx less time, too little .*", auto.reason)
+
+
+def test_experts_alone_gain_less_than_all():
+    every, experts = on_gpu().gain, on_gpu(settings={"linears": "off"}).gain
+    assert every is not None
+    assert experts is not None
+    assert 1.0 < experts.ratio.value < every.ratio.value
+
+
+def test_a_gpu_without_fp8_units_is_refused_with_what_it_has():
+    assert on_gpu(name="a100_80gb").reason == "needs FP8 matrix units (sm_89 or later), found sm_80"
+
+
+def test_float32_is_refused_on_a_gpu():
+    assert on_gpu(dtype="float32").reason == "vLLM converts bfloat16 and float16 weights only, found float32"
+
+
+# On the CPU build: the plugin converts the experts.
+
+
+def test_on_the_cpu_the_plugin_converts_the_experts_and_the_linears_stay():
+    decision = on_cpu()
+    assert (decision.status, decision.applier, decision.value) == (Status.ON, Applier.PLUGIN, "experts in FP8")
+    assert decision.vllm_args == ()
+    assert decision.params == {
+        "weight_format": "fp8",
+        "granularity": "block",
+        "quantizer": "builtin",
+        "kept_layers": [],
+        "max_layer_error": 0.08,
+        "expert_bits": 8,
+        "linear_bits": None,
+    }
+    assert (
+        decision.rejected["attention and dense linears"] == "vLLM's CPU build cannot convert them; they stay bfloat16"
+    )
+
+
+def test_settings_of_the_profile_reach_the_plugin():
+    settings = {"granularity": "channel", "keep_bf16_layers": ["layers.2", "layers.0"], "max_layer_error": None}
+    params = on_cpu(settings=settings).params
+    assert (params["granularity"], params["kept_layers"], params["max_layer_error"]) == ("channel", [0, 2], None)
+
+
+def test_linears_asked_for_by_name_are_warned_about_on_the_cpu():
+    assert on_cpu(settings={"linears": "on"}).warnings == (
+        "fp8.linears (profile aggressive): vLLM's CPU build cannot convert them; they stay bfloat16",
+    )
+
+
+@pytest.mark.parametrize(("dtype", "ratio"), [("bfloat16", 2.0), ("float32", 4.0)])
+def test_the_gain_on_the_cpu_is_in_bytes_of_what_is_served(dtype, ratio):
+    gain = on_cpu(dtype=dtype).gain
+    assert gain is not None
+    assert gain.metric == "expert weight bytes per decode step"
+    assert gain.ratio.value == pytest.approx(ratio, rel=0.001)
+
+
+def test_it_needs_our_kernel_on_the_cpu():
+    decision = on_cpu(wishes=WITHOUT_FLASH)
+    assert decision.status is Status.REFUSED
+    assert decision.reason == (
+        "needs our expert kernel to read the weights, and flash_dmoe is switched off by flag --disable-flash-dmoe"
+    )
+
+
+def test_it_needs_the_kernel_built_on_the_cpu():
+    assert on_cpu(software=software("cpu", cpu_ops=())).reason == "kernel not built: run build.sh"
+
+
+def test_on_the_cpu_our_kernel_is_on_where_the_experts_are_converted():
+    ctx = decided_by(planned(tiny_moe(), cpu_machine()), "flash_dmoe")
+    assert ctx.decided["flash_dmoe"].status is Status.ON
+    assert ctx.decided["flash_dmoe"].value == "cpu kernel, fp8 weights"
+
+
+def test_the_transformer_engine_is_warned_about_where_it_is_not_used():
+    for decision in (
+        on_cpu(settings={"quantizer": "transformer_engine"}),
+        on_gpu(settings={"quantizer": "transformer_engine"}),
+    ):
+        (warning,) = decision.warnings
+        assert warning.startswith("fp8.quantizer transformer_engine is not used: ")
+    assert on_cpu().warnings == on_gpu().warnings == ()
+    assert "quantizer: builtin" in on_cpu().evidence
+    assert "quantizer: vLLM's own" in on_gpu().evidence
+
+
+# On both.
 
 
 def test_an_fp8_checkpoint_is_served_as_it_is_and_no_gain_is_claimed():
-    decision = decide(deepseek_v3())
-    assert decision.status is Status.ON
-    assert decision.value == "as in the checkpoint"
+    decision = on_gpu(deepseek_v3())
+    assert (decision.status, decision.value) == (Status.ON, "as in the checkpoint")
+    assert decision.applier is Applier.NONE
     assert decision.gain is None
 
 
 def test_a_checkpoint_quantised_otherwise_is_refused():
-    decision = decide(gpt_oss_120b())
+    decision = on_gpu(gpt_oss_120b())
     assert (decision.status, decision.reason) == (Status.REFUSED, "the checkpoint is quantised already: mxfp4, 4 bits")
 
 
-def test_a_gpu_without_fp8_units_is_refused_with_what_it_has():
-    assert decide(qwen3_30b_a3b(), "a100_80gb").reason == "needs FP8 matrix units (sm_89 or later), found sm_80"
+@pytest.mark.parametrize("flag", ["--quantization", "--quantization-config"])
+def test_the_users_own_quantisation_goes_before(flag):
+    decision = on_gpu(pinned={flag: "fp8_per_tensor"})
+    assert (decision.status, decision.vllm_args) == (Status.REFUSED, ())
+    assert decision.reason == f"{flag} fp8_per_tensor is given after -- and decides"
 
 
 def test_a_profile_with_both_parts_off_asks_for_nothing():
-    profile = profile_with("aggressive", {"fp8": {"experts": "off", "linears": "off"}})
-    decision = decide(qwen3_30b_a3b(), profile=profile, wishes={})
-    assert decision.status is Status.OFF
-    assert "both off in profile aggressive" in decision.reason
+    off = {"experts": "off", "linears": "off"}
+    assert on_gpu(settings=off, wishes={}).reason == "experts and linears are both off in profile aggressive"
+    assert on_cpu(settings={"experts": "off"}, wishes={}).reason == "the experts are off in profile aggressive"
 
 
-def test_the_gain_shrinks_with_no_batch_but_never_claims_more_than_half_the_bytes():
-    for batch in (1, 64, 4096):
-        ctx = context(qwen3_30b_a3b(), gpus("h100_sxm"), wishes=ON)
-        ctx = dataclasses.replace(ctx, workload=dataclasses.replace(ctx.workload, batch_size=batch))
-        gain = decided_by(ctx, "parallelism", "fp8").decided["fp8"].gain
-        assert gain is not None
-        assert 1.0 < gain.ratio.value <= 2.0
+def test_a_layer_that_the_model_does_not_have_is_an_error():
+    with pytest.raises(InputError, match=r"got layers\.4, expected at most layers\.3: tiny-moe has 4 layers"):
+        on_cpu(settings={"keep_bf16_layers": ["layers.4"]})
+
+
+@pytest.mark.parametrize("profile", ["conservative", "balanced", "single_h100"])
+def test_profiles_that_keep_the_models_numbers_have_it_off(profile):
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm"), profile))
+    assert plan.decision("fp8").status is Status.OFF
+    assert "--quantization" not in plan.serve_args
+
+
+@pytest.mark.parametrize("machine", [gpus("h200"), cpu_machine(gib=256)], ids=["gpu", "cpu"])
+def test_the_memory_plan_counts_the_converted_weights(machine):
+    model = qwen3_30b_a3b()
+    off = make_plan(request(model, machine, wishes={}))
+    on = make_plan(request(model, machine, wishes=ON))
+    converted = model.expert_params
+    if machine.gpu is not None:
+        converted += model.attention_params + model.dense_params + model.shared_expert_params
+    saved = off.memory.weight_bytes - on.memory.weight_bytes
+    assert saved == pytest.approx(converted, rel=0.01)  # one byte of two for each weight, less the scales
+
+
+def test_required_without_our_kernel_is_no_plan():
+    with pytest.raises(UnsupportedError, match=r"fp8 is required .* needs our expert kernel"):
+        make_plan(request(tiny_moe(), cpu_machine(), required=frozenset({"fp8"}), wishes=WITHOUT_FLASH))

@@ -80,7 +80,15 @@ def test_an_unknown_section_lists_the_passes(tmp_path):
         ("name: m\ngpu_memory_utilization: .nan", ":2 (gpu_memory_utilization): got nan, expected a finite number"),
         ("name: m\ngpu_memory_utilization: 90", ":2 (gpu_memory_utilization): got 90, expected at most 0.99"),
         ("name: m\npasses: {fp8: {required: on}}", ":2 (passes.fp8.required): got the text 'on', expected true or"),
-        ("name: m\npasses: {fp8: {keep_bf16_layers: [a, 1]}}", "(passes.fp8.keep_bf16_layers.1): got 1, expected a"),
+        (
+            "name: m\npasses: {fp8: {keep_bf16_layers: [router, 1]}}",
+            "(passes.fp8.keep_bf16_layers.1): got 1, expected a",
+        ),
+        (
+            "name: m\npasses: {fp8: {keep_bf16_layers: [rooter]}}",
+            "(passes.fp8.keep_bf16_layers.0): got the text 'rooter', expected one of `router`, `embeddings`, `lm_head`, "
+            "`attention`, `shared_experts` or a layer as `layers.3`",
+        ),
         ("name: m\npasses: {fp8: null}", ":2 (passes.fp8): got null, expected a mapping"),
         ("{}", ": key `name` is missing"),
         ("[1]", ":1: got a list, expected a mapping"),

@@ -1,0 +1,80 @@
+"""Has vLLM finish each layer of unquantised experts as soon as its weights are loaded, as it does for its own
+online quantisation.
+
+vLLM allocates all layers first and converts weights after the last of them is loaded. Experts that are converted to
+fewer bytes would then need the memory of the whole model as the checkpoint stores it. On the meta device nothing is
+allocated; vLLM's layerwise loading allocates a layer once all its weights have been seen, fills it, and calls
+`process_weights_after_loading`, in which our experts class converts it and lets the loaded tensors go.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from moe_optimizer.vllm_plugin.activation import current
+from moe_optimizer.vllm_plugin.patch import Patch
+from moe_optimizer.vllm_plugin.weight_format import PLAIN, planned_format
+
+# Loaders that hand every tensor to the parameters' own loaders, which is what layerwise loading counts.
+_LOAD_FORMATS = frozenset({"auto", "hf", "safetensors"})
+
+
+def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_weights(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        if not _converts(self):
+            original(self, layer, *args, **kwargs)
+            return
+        import torch
+        from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+
+        with torch.device("meta"):
+            original(self, layer, *args, **kwargs)
+        initialize_online_processing(layer)
+        self.uses_meta_device = True  # asks vLLM for the end of its layerwise loading
+        _once(self)
+
+    return create_weights
+
+
+def _converts(method: Any) -> bool:
+    """Whether this layer's experts are ours and will be converted while loading."""
+    from vllm.config import get_current_vllm_config
+
+    from moe_optimizer.vllm_plugin.experts import MoeOptimizerExperts
+
+    activation = current()
+    chosen = getattr(method, "experts_cls", None)
+    return (
+        activation is not None
+        and isinstance(chosen, type)
+        and issubclass(chosen, MoeOptimizerExperts)
+        and planned_format(activation).name != PLAIN
+        and get_current_vllm_config().load_config.load_format in _LOAD_FORMATS
+    )
+
+
+def _once(method: Any) -> None:
+    """Make `process_weights_after_loading` run once: vLLM calls it again after the last layer."""
+    process = method.process_weights_after_loading
+
+    @functools.wraps(process)
+    def process_weights_after_loading(layer: Any) -> None:
+        if method.moe_kernel is None:
+            process(layer)
+
+    method.process_weights_after_loading = process_weights_after_loading
+
+
+LAYERWISE_LOADING = Patch(
+    target="vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.create_weights",
+    why="only vLLM's own quantisation methods can ask for a layer to be finished while the next ones are loaded",
+    remove_when="vLLM lets an experts class ask for it",
+    fingerprints={
+        "0.26 to 0.30": "363681c6c4a86f28",
+        "0.31 to 0.33": "d10d1e2015f93204",
+    },
+    replacement=_replacement,
+)
