@@ -10,10 +10,6 @@ from moe_optimizer.cli.check import Check
 from moe_optimizer.errors import MoeOptimizerError
 
 _INDEX = "model.safetensors.index.json"
-_TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("tekken.json",), ("vocab.json", "merges.txt"))
-"""Sets of files, each of which is a whole tokenizer."""
-_MAX_TOKENIZER_BYTES = 64 << 20
-"""The largest published tokenizer.json has 34 MB."""
 _DOWNLOAD = "download the model again"
 
 
@@ -39,18 +35,14 @@ def model_checks(model: str) -> Iterator[Check]:
 
 
 def _tokenizer(folder: Path) -> Check:
-    from moe_optimizer.inspection.json_file import read_json_object
+    from moe_optimizer.cli.tokenizer_files import find_tokenizer
 
-    found = next((files for files in _TOKENIZERS if all((folder / name).is_file() for name in files)), None)
-    if found is None and not any(folder.glob("*.tiktoken")):
-        return Check("tokenizer", "missing", f"no {' or '.join(files[0] for files in _TOKENIZERS)}", _DOWNLOAD)
-    names = found or ("*.tiktoken",)
     try:
-        for name in (*names, "tokenizer_config.json"):
-            if name.endswith(".json") and (folder / name).exists():
-                read_json_object(folder / name, max_bytes=_MAX_TOKENIZER_BYTES)
+        names = find_tokenizer(folder)
     except MoeOptimizerError as error:
         return Check("tokenizer", "missing", str(error), error.hint or _DOWNLOAD)
+    if not names:
+        return Check("tokenizer", "missing", "no tokenizer.json, tokenizer.model or other vocabulary", _DOWNLOAD)
     return Check("tokenizer", "ok", ", ".join(names))
 
 
@@ -61,7 +53,7 @@ def _chat_template(folder: Path) -> Check:
         if (folder / name).is_file():
             return Check("chat template", "ok", name)
     try:
-        config = read_json_object(folder / "tokenizer_config.json", max_bytes=_MAX_TOKENIZER_BYTES)
+        config = read_json_object(folder / "tokenizer_config.json")
     except MoeOptimizerError:
         config = {}
     if config.get("chat_template"):

@@ -47,13 +47,14 @@ def check_can_serve_here(plan: Plan, settings: Settings) -> None:
     """Refuse what is known to fail before any process is started.
 
     Raises:
-        InputError: the machine that was planned for is not this one, or the weights are not all there.
+        InputError: the machine that was planned for is not this one, or weights or tokenizer are not all there.
         UnsupportedError: no vLLM is installed, or one for other hardware than the plan's.
     """
     if plan.hardware.origin == "named":
         _check_same_hardware(plan, settings)
     _check_vllm(plan)
     _check_weights(plan)
+    _check_tokenizer(plan)
 
 
 def _check_same_hardware(plan: Plan, settings: Settings) -> None:
@@ -106,6 +107,22 @@ def _check_weights(plan: Plan) -> None:
     missing = missing_weights(folder)
     if missing:
         raise InputError(f"model {plan.model.name}: {missing}", hint="download the model again")
+
+
+def _check_tokenizer(plan: Plan) -> None:
+    """Refuse a folder whose tokenizer is missing or broken; one named by hub id is fetched by vLLM."""
+    from moe_optimizer.cli.tokenizer_files import find_tokenizer
+    from moe_optimizer.plan.serve_args import flag_value
+
+    folder = Path(flag_value(plan.serve_args, "--tokenizer") or plan.model.path)
+    left_to_vllm = ("--skip-tokenizer-init", "--tokenizer-mode")
+    if not folder.is_dir() or any(flag_value(plan.serve_args, flag) is not None for flag in left_to_vllm):
+        return
+    if not find_tokenizer(folder):
+        raise InputError(
+            f"model {plan.model.name}: no tokenizer in {folder}, expected tokenizer.json or another vocabulary",
+            hint="download the model again, or name another tokenizer after --: -- --tokenizer FOLDER",
+        )
 
 
 def _launch(plan: Plan, options: ServeOptions, *, strict: bool) -> int:

@@ -55,7 +55,7 @@ def refused(
     """Run the command and hold it to the contract of every refusal; return what it printed."""
     run_dir = folder / "run"
     before = sorted(folder.rglob("*"))
-    finished = run_command([*arguments, "--run-dir", str(run_dir)], cwd=folder, **more)
+    finished = run_command(["--run-dir", str(run_dir), *arguments], cwd=folder, **more)
     assert finished.code in codes, finished
     assert finished.stdout == ""
     assert finished.first_line.startswith("error: ")
@@ -103,6 +103,7 @@ BAD_CONFIGS: dict[str, tuple[bytes | Callable[[dict[str, Any]], None], tuple[str
     "more used than there are": (setting(num_experts_per_tok=17), ("config.json", "num_experts_per_tok")),
     "negative top-k": (setting(num_experts_per_tok=-1), ("config.json", "num_experts_per_tok")),
     "text_config an array": (setting(text_config=[1]), ("config.json",)),
+    "a dtype that there is not": (setting(dtype="int3"), ("config.json: dtype", "int3", "bfloat16")),
     "quantization_config a word": (setting(quantization_config="fp8"), ("config.json", "quantization_config")),
 }
 
@@ -204,6 +205,25 @@ def test_weights_in_pickle_only_are_refused(tmp_path: Path, run_command: Any) ->
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     refused(run_command, tmp_path, ["--model", str(model)], "pytorch_model.bin", codes=(UNSUPPORTED,))
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"model": {', b"{}"], ids=["absent", "empty", "cut off", "not one"])
+def test_a_tokenizer_that_is_not_whole_is_refused(content: bytes | None, tmp_path: Path, run_command: Any) -> None:
+    model = make_model(tmp_path)
+    (model / "tokenizer.json").unlink()
+    if content is not None:
+        (model / "tokenizer.json").write_bytes(content)
+    refused(run_command, tmp_path, ["--model", str(model)], "tokenizer", codes=(BAD_INPUT,))
+
+
+@pytest.mark.parametrize(
+    ("vllm_args", "code"), [(["--max-model-len", "1M"], BAD_INPUT), (["--quantization", "fp8"], UNSUPPORTED)]
+)
+def test_an_argument_of_vllm_that_cannot_work_is_refused(
+    vllm_args: list[str], code: int, tmp_path: Path, run_command: Any
+) -> None:
+    arguments = ["--model", str(TINY_MOE), "--hardware", "cpu", "--", *vllm_args]
+    refused(run_command, tmp_path, arguments, vllm_args[0], codes=(code,))
 
 
 def test_code_of_the_models_own_needs_to_be_trusted(tmp_path: Path, run_command: Any) -> None:

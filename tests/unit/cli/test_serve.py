@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,8 @@ CPU_ONLY = dataclasses.replace(load_hardware("cpu"), origin="probed")
 def refusal_without_weights(monkeypatch: pytest.MonkeyPatch, folder: Path, *vllm_args: str) -> MoeOptimizerError | None:
     monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
     monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: CPU_ONLY, raising=False)
-    (folder / "config.json").write_bytes((Path(TINY_MOE) / "config.json").read_bytes())
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_bytes((Path(TINY_MOE) / name).read_bytes())
     planned = planning.make(ServeOptions(model=str(folder), vllm_args=vllm_args))
     try:
         serve.check_can_serve_here(planned.plan, planned.settings)
@@ -211,6 +213,100 @@ def test_a_model_whose_index_names_absent_files_is_not_served(monkeypatch: pytes
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     assert "model-00001-of-00002.safetensors" in str(refusal_without_weights(monkeypatch, tmp_path))
+
+
+def test_a_hub_id_of_which_only_the_metadata_is_cached_is_refused_offline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_bytes((Path(TINY_MOE) / "config.json").read_bytes())
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: CPU_ONLY, raising=False)
+    planned = planning.make(ServeOptions(model="owner/name"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match="model owner/name: its weights are not in the hub cache") as error:
+        serve.check_can_serve_here(planned.plan, planned.settings)
+    assert "HF_HUB_OFFLINE" in str(error.value.hint)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    serve.check_can_serve_here(planned.plan, planned.settings)  # vLLM fetches them
+
+
+def refusal_with_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, files: dict[str, str], *vllm_args: str
+) -> MoeOptimizerError | None:
+    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: CPU_ONLY, raising=False)
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((Path(TINY_MOE) / name).read_bytes())
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    planned = planning.make(ServeOptions(model=str(folder), vllm_args=vllm_args))
+    try:
+        serve.check_can_serve_here(planned.plan, planned.settings)
+    except MoeOptimizerError as error:
+        return error
+    return None
+
+
+WHOLE_TOKENIZER = '{"model": {"vocab": {}}}'
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "no tokenizer in "),
+        ({"tokenizer_config.json": "{}", "special_tokens_map.json": "{}"}, "no tokenizer in "),
+        ({"tokenizer.json": WHOLE_TOKENIZER[:-4]}, "tokenizer.json:1: not valid JSON"),
+        ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1"}, "tokenizer.json:1: not valid JSON"),
+        ({"tokenizer.json": "{}", "tokenizer.model": "x"}, "tokenizer.json: model: is missing"),
+        ({"tokenizer.json": WHOLE_TOKENIZER, "tokenizer_config.json": "{"}, "tokenizer_config.json:1: not valid JSON"),
+        ({"vocab.json": "{", "merges.txt": ""}, "vocab.json:1: not valid JSON"),
+    ],
+)
+def test_a_missing_or_broken_tokenizer_is_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], words: str
+) -> None:
+    error = refusal_with_tokenizer(monkeypatch, tmp_path, files)
+    assert isinstance(error, InputError)
+    assert words in str(error)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer.json": WHOLE_TOKENIZER},
+        {"tokenizer.model": "sentencepiece"},
+        {"tokenizer.model.v3": "sentencepiece"},
+        {"tekken.json": "{}"},
+        {"vocab.json": "{}", "merges.txt": ""},
+        {"vocab.txt": "a"},
+        {"qwen.tiktoken": "a"},
+        {"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["own.Own", null]}}'},
+        {"tokenizer_config.json": '{"tokenizer_class": "ByT5Tokenizer"}'},
+    ],
+    ids="+".join,
+)
+def test_every_form_of_a_tokenizer_is_served(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str]
+) -> None:
+    assert refusal_with_tokenizer(monkeypatch, tmp_path, files) is None
+
+
+@pytest.mark.parametrize(
+    "vllm_args", [("--skip-tokenizer-init",), ("--tokenizer", "owner/name"), ("--tokenizer", TINY_MOE)]
+)
+def test_a_tokenizer_from_elsewhere_or_none_at_all_is_the_users_choice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vllm_args: tuple[str, ...]
+) -> None:
+    assert refusal_with_tokenizer(monkeypatch, tmp_path, {}, *vllm_args) is None
+
+
+def test_a_pipe_in_place_of_the_tokenizer_does_not_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    assert "not a regular file" in str(refusal_with_tokenizer(monkeypatch, tmp_path, {}))
 
 
 def test_an_empty_run_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
