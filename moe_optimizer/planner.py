@@ -111,6 +111,7 @@ def make_plan(request: PlanRequest) -> Plan:
         serve_args=_serve_args(own_args, decisions, request.vllm_args),
         plain_args=_plain_args(own_args, context, request.vllm_args),
         serve_env=_serve_env(context),
+        group=None,
         warnings=(*gpu_warnings, *_warnings(request, context, memory)),
     )
     verify_plan(plan, pass_names=PASS_NAMES, user_args=request.vllm_args)

@@ -40,6 +40,8 @@ class Applier(Enum):
     """The plugin inside vLLM's processes; must appear in their proof files."""
     FILES = "files"
     """Files and environment variables prepared before the start."""
+    SERVERS = "servers"
+    """Several servers and their router, started by the launcher (`Plan.group`)."""
     NONE = "none"
     """Nothing to carry out."""
 

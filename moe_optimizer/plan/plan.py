@@ -14,6 +14,7 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Decision
 from moe_optimizer.plan.json_codec import decode, encode
 from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.workload import WorkloadSpec
@@ -45,6 +46,8 @@ class Plan:
     """What a user would give plain `vllm serve` for the same model, devices, port: the stock side of a comparison."""
     serve_env: Mapping[str, str]
     """Environment variables of the server processes (without those that carry the plan itself)."""
+    group: ServerGroup | None
+    """The servers that `serve_args` is the common part of; None: one server with exactly those arguments."""
     warnings: tuple[str, ...]
     schema_version: int = SCHEMA_VERSION
 

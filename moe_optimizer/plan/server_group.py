@@ -1,0 +1,33 @@
+"""Several servers that answer as one, behind a router."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+RUN_DIR = "RUN_DIR"
+"""Stands for the run's folder in arguments: a plan does not know yet where it will run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRole:
+    """One server of a group."""
+
+    name: str
+    """"prefill" or "decode"; also its folder below the run folder."""
+    serve_args: tuple[str, ...]
+    """All arguments of its `vllm serve` after the model."""
+    serve_env: Mapping[str, str]
+    """Environment variables on top of the plan's."""
+    gpus: tuple[int, ...]
+    """Which of the GPUs that the launcher sees are its own; () on the CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerGroup:
+    """Servers with a part of the work each, and the router that listens on the plan's address."""
+
+    servers: tuple[ServerRole, ...]
+    """In the order in which a request passes through them."""
+    router_args: tuple[str, ...]
+    """All arguments of `vllm-router`."""
