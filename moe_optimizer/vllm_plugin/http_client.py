@@ -52,8 +52,25 @@ class ServerClient:
         """
         return tuple(model["id"] for model in self._request("/v1/models")["data"])
 
-    def complete(self, prompt: str, *, max_tokens: int, timeout_s: float) -> str:
-        """Return a greedy completion.
+    def max_model_len(self) -> int:
+        """Return the most tokens that a prompt and its completion may have together.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        return int(self._request("/v1/models")["data"][0]["max_model_len"])
+
+    def metrics(self) -> str:
+        """Return what the server counts, in Prometheus' text form.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        with self._opener.open(f"{self.base_url}/metrics", timeout=_TIMEOUT_S) as response:
+            return response.read().decode("utf-8", errors="replace")
+
+    def complete(self, prompt: str | list[int], *, max_tokens: int, timeout_s: float) -> str:
+        """Return a greedy completion of a text, or of token ids.
 
         Raises:
             OSError: the server does not answer, or refuses.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Status
@@ -12,6 +13,16 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.vllm_plugin.proof import PassProof, Proof
 
 NO_WORKER = "no worker process reported: the plugin was not loaded (is VLLM_PLUGINS set?)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What the launcher itself saw of a pass that several servers carry out together."""
+
+    ran: str
+    """"yes" and what was seen, or "no"."""
+    why_not: str = ""
+    """Why it did not work; "" when it did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +47,50 @@ class Row:
 HEADINGS = ("pass", "requested", "applied", "ran", "why not")
 
 
-def proof_rows(plan: Plan, proofs: Sequence[Proof], *, absent: str = NO_WORKER) -> tuple[Row, ...]:
-    """Return one row for each decision of the plan, in its order. `absent`: why there is no proof at all."""
-    return tuple(_row(plan, decision, proofs, absent) for decision in plan.decisions)
+NOTHING_OBSERVED: Mapping[str, Observed] = MappingProxyType({})
+
+
+def proof_rows(
+    plan: Plan,
+    proofs: Sequence[Proof],
+    *,
+    absent: str = NO_WORKER,
+    observed: Mapping[str, Observed] = NOTHING_OBSERVED,
+) -> tuple[Row, ...]:
+    """Return one row for each decision of the plan, in its order.
+
+    Args:
+        plan: what was requested.
+        proofs: those of one server.
+        absent: why there is no proof at all.
+        observed: pass name -> what the launcher saw of it.
+    """
+    return tuple(_row(plan, decision, proofs, absent, observed) for decision in plan.decisions)
+
+
+def joined_rows(tables: Mapping[str, Sequence[Row]]) -> tuple[Row, ...]:
+    """Return the rows of several servers as one table; where they differ, a cell says what holds on which.
+
+    Args:
+        tables: server -> its rows; the same passes in the same order.
+    """
+    return tuple(_joined(dict(zip(tables, rows, strict=True))) for rows in zip(*tables.values(), strict=True))
+
+
+def _joined(rows: Mapping[str, Row]) -> Row:
+    def cell(values: Mapping[str, str]) -> str:
+        if len(set(values.values())) == 1:
+            return next(iter(values.values()))
+        return "; ".join(f"{server}: {value}" for server, value in values.items() if value)
+
+    first = next(iter(rows.values()))
+    return Row(
+        pass_name=first.pass_name,
+        requested=first.requested,
+        applied=cell({server: row.applied for server, row in rows.items()}),
+        ran=cell({server: row.ran for server, row in rows.items()}),
+        why_not=cell({server: row.why_not for server, row in rows.items()}),
+    )
 
 
 def model_holders(proofs: Iterable[Proof]) -> tuple[Proof, ...]:
@@ -53,11 +105,16 @@ def all_holders_reported(proofs: Iterable[Proof]) -> bool:
 
 
 def not_running(
-    plan: Plan, proofs: Sequence[Proof], names: Iterable[str], *, absent: str = NO_WORKER
+    plan: Plan,
+    proofs: Sequence[Proof],
+    names: Iterable[str],
+    *,
+    absent: str = NO_WORKER,
+    observed: Mapping[str, Observed] = NOTHING_OBSERVED,
 ) -> dict[str, str]:
     """Return those of the passes `names` that did not run in every process that holds the model, with the reason.
 
-    A pass that flags, files or other servers carry out counts as running when the plan has it on.
+    A pass that flags or files carry out counts as running when the plan has it on.
     """
     missing = {}
     for name in names:
@@ -68,6 +125,8 @@ def not_running(
             reason = _why_not_running(plan, name, proofs, absent)
             if reason:
                 missing[name] = reason
+        elif name in observed and observed[name].why_not:
+            missing[name] = observed[name].why_not
     return missing
 
 
@@ -93,13 +152,16 @@ def _why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str
     return "no forward pass reached the kernel yet"
 
 
-def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str) -> Row:
+def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, observed: Mapping[str, Observed]) -> Row:
     requested = decision.value if decision.status is Status.ON else decision.status.value
     if decision.status is not Status.ON:
         return Row(pass_name=decision.pass_name, requested=requested, applied="-", ran="-", why_not=decision.reason)
     if decision.applier is not Applier.PLUGIN:
         applied = "yes" if decision.applier is Applier.NONE else f"by {decision.applier.value}"
-        return Row(pass_name=decision.pass_name, requested=requested, applied=applied, ran="-", why_not="")
+        seen = observed.get(decision.pass_name, Observed(ran="-"))
+        return Row(
+            pass_name=decision.pass_name, requested=requested, applied=applied, ran=seen.ran, why_not=seen.why_not
+        )
     entries = [proof.passes.get(decision.pass_name) for proof in model_holders(proofs)]
     ran = _share([bool(entry and entry.ran) for entry in entries])
     layers = max((len(entry.layers) for entry in entries if entry), default=0)
@@ -125,7 +187,7 @@ def kernels_in_use(proofs: Iterable[Proof]) -> tuple[str, ...]:
     lines = {}
     for proof in model_holders(proofs):
         for entry in proof.passes.values():
-            if entry.ran:
+            if entry.ran and entry.kernel:
                 lines[_kernel_line(entry)] = None
     return tuple(lines)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moe_optimizer import env
@@ -19,8 +19,8 @@ ENTRY_POINT = "moe_optimizer"
 _UNSAFE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
-def server_command(plan: Plan) -> list[str]:
-    """Return the argument list that starts the server; no shell is involved.
+def server_command(plan: Plan, serve_args: Sequence[str]) -> list[str]:
+    """Return the argument list that starts a server with `serve_args`; no shell is involved.
 
     `vllm serve MODEL` where the distribution is called vllm. The CPU build's distribution is not, and its command
     line dies looking up its own version; there the server module behind it is started, which takes the same flags.
@@ -29,7 +29,7 @@ def server_command(plan: Plan) -> list[str]:
         start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", plan.model.path]
     else:
         start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", plan.model.path]
-    return [*start, *plan.serve_args]
+    return [*start, *serve_args]
 
 
 def drain_timeout_s(plan: Plan) -> float:

@@ -12,22 +12,61 @@ from moe_optimizer.errors import printable
 
 _FOLLOW_INTERVAL_S = 0.2
 _MAX_BYTES = 2**20
+_MAX_CAUSE = 500
 # "ValueError: ...", also behind vLLM's prefixes ("(Worker pid=1) ERROR 01-01 00:00:00 [file.py:1] ").
 _ERROR = re.compile(r"(?:^|\] |\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S.*)$")
 # What vLLM's outer processes raise when an inner one failed; the cause is elsewhere in the log.
 _CONSEQUENCES = ("initialization failed", "root cause", "died unexpectedly")
+# The last line that argparse writes: "api_server.py: error: argument --dtype: invalid choice: 'cheese' (...)".
+_USAGE_ERROR = re.compile(r"^\S+: error: (\S.*)$")
+_REFUSED = re.compile(r"(?:[a-z_]\w*\.)*(?:ValueError|ValidationError): ")
+# pydantic says what is wrong on the line after the error's name, and appends values that tell a user nothing.
+_DETAIL = re.compile(r"^\s+(?:Value error, )?(.*?)(?: \[type=.*)?$")
+_LOADING = "to load model"
+"""In the line that every vLLM from 0.26 on writes before it reads weights ("Starting to load model ...")."""
 
 
 def root_cause(log_path: Path) -> str:
     """Return the last exception in the log that is not the consequence of an earlier one; "" when there is none."""
+    lines = _lines(log_path)
+    causes = []
+    for index, line in enumerate(lines):
+        match = _ERROR.search(line)
+        if match and not any(words in match[1] for words in _CONSEQUENCES):
+            causes.append(_with_detail(match[1], lines[index + 1 : index + 2]))
+    return printable(causes[-1] if causes else "")[:_MAX_CAUSE]
+
+
+def refusal(log_path: Path, status: int) -> str:
+    """Return why vLLM did not take its arguments, "" when it ended for another reason.
+
+    That is a usage error of its command line (exit status 2), or a value that its configuration refuses before
+    any weight is read.
+    """
+    lines = _lines(log_path)
+    if status == 2:
+        found = [match[1] for line in lines if (match := _USAGE_ERROR.match(line))]
+        return printable(found[-1])[:_MAX_CAUSE] if found else ""
+    cause = root_cause(log_path)
+    refused = _REFUSED.match(cause)
+    if refused is None or any(_LOADING in line for line in lines):
+        return ""
+    return cause[refused.end() :]
+
+
+def _lines(log_path: Path) -> list[str]:
     try:
         with log_path.open("rb") as stream:
-            text = stream.read(_MAX_BYTES).decode("utf-8", errors="replace")
+            return stream.read(_MAX_BYTES).decode("utf-8", errors="replace").splitlines()
     except OSError:
-        return ""
-    found = [match[1] for line in text.splitlines() if (match := _ERROR.search(line))]
-    causes = [line for line in found if not any(words in line for words in _CONSEQUENCES)]
-    return printable(causes[-1] if causes else "")[:500]
+        return []
+
+
+def _with_detail(error: str, following: list[str]) -> str:
+    if "ValidationError: " not in error or not following:
+        return error
+    detail = _DETAIL.match(following[0])
+    return f"{error.partition(': ')[0]}: {detail[1]}" if detail and detail[1] else error
 
 
 class LogFollower:

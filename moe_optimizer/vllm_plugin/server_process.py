@@ -21,7 +21,7 @@ _POLL_S = 0.1
 
 
 class ServerProcess:
-    """A running `vllm serve`.
+    """A running `vllm serve`, or the router before several.
 
     vLLM's engine and workers are found by their session and by the plan in their environment, which they inherit
     even when they change their session or lose their parent.
@@ -35,6 +35,7 @@ class ServerProcess:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
         self.log_path = log_path
         self._marker = environment[env.PLAN]
+        self._asked_to_stop = False
         launcher = os.getpid()
         libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: nothing may be allocated after it
 
@@ -69,18 +70,24 @@ class ServerProcess:
         """Return the API server's exit status (negative: the signal that ended it), None while it runs."""
         return self._process.poll()
 
-    def stop(self, *, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Ask the API server to stop, wait up to `grace_s` seconds or until `hurry` says so, then kill what is left.
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to the API server, once: a second one would end it in the middle of its requests.
 
-        Only the API server gets the signal: it drains its requests and then stops the engine and the workers, which
-        a signal of their own would end in the middle of them.
+        It finishes its requests and then stops the engine and the workers, which a signal of their own would end in
+        the middle of them.
         """
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-            deadline = time.monotonic() + grace_s
-            while self.poll() is None and time.monotonic() < deadline and not hurry():
-                time.sleep(_POLL_S)
+        if self._asked_to_stop or self.poll() is not None:
+            return
+        self._asked_to_stop = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def stop(self, *, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Ask it to stop, wait up to `grace_s` seconds or until `hurry` says so, then kill what is left."""
+        self.ask_to_stop()
+        deadline = time.monotonic() + grace_s
+        while self.poll() is None and time.monotonic() < deadline and not hurry():
+            time.sleep(_POLL_S)
         self.kill()
 
     def kill(self) -> None:

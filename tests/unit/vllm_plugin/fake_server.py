@@ -4,6 +4,9 @@ Usage: fake_server.py PORT BEHAVIOUR...
   refuse      write a proof that says why the pass is not applied
   unproven    write no proof
   die         print an error and end with status 3 before listening
+  usage       end as argparse does with arguments it does not take
+  config      end as vLLM does with a configuration it does not take
+  weights     end with a ValueError, but while loading weights
   silent      never listen
   leave       end with status 0 as soon as it was healthy once
   stubborn    ignore SIGTERM
@@ -21,6 +24,15 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+REFUSALS = {
+    "usage": ("api_server.py: error: argument --dtype: invalid choice: 'cheese'", 2),
+    "config": (
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "  Value error, max_model_len (9) is greater than 8 [type=value_error, input_value=ArgsKwargs()]",
+        1,
+    ),
+    "weights": ("(Worker pid=1) INFO Starting to load model x...\nValueError: a weight of 3 bits", 1),
+}
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
@@ -30,8 +42,12 @@ def main() -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD], start_new_session="escape" in behaviour)
     print(f"fake server, child {child.pid}", flush=True)
     if "die" in behaviour:
-        print("ValueError: the model is made of cheese", flush=True)
+        print("RuntimeError: the model is made of cheese", flush=True)
         sys.exit(3)
+    for refusal in REFUSALS.keys() & behaviour:
+        text, status = REFUSALS[refusal]
+        print(text, flush=True)
+        sys.exit(status)
     if "unproven" not in behaviour:
         write_proof(child.pid, refused="refuse" in behaviour)
     if "silent" in behaviour:

@@ -17,7 +17,7 @@ import pytest
 from moe_optimizer.errors import ExitCode, InputError, RequiredNotAppliedError, ServerFailedError
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from moe_optimizer.vllm_plugin import launch
+from moe_optimizer.vllm_plugin import deployment, evidence, launch, supervisor
 from moe_optimizer.vllm_plugin.launch import ServerInfo
 from tests.builders import cpu_machine, request, tiny_moe
 from tests.run_processes import processes_of
@@ -33,13 +33,14 @@ Fake = Callable[..., Plan]
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Makes a plan whose server is the stand-in with some behaviours."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(launch, "check_plugin_visible", lambda plan: None)
-    monkeypatch.setattr(launch, "_PROOF_WAIT_S", 1.0)
-    monkeypatch.setattr(launch, "_NOTICE_S", 1.0)
+    monkeypatch.setattr(deployment, "check_plugin_visible", lambda plan: None)
+    monkeypatch.setattr(evidence, "_PROOF_WAIT_S", 1.0)
+    monkeypatch.setattr(supervisor, "_NOTICE_S", 1.0)
 
     def make(*behaviour: str, port: int | None = None) -> Plan:
         port = port or free_port()
-        monkeypatch.setattr(launch, "server_command", lambda plan: [sys.executable, str(FAKE), str(port), *behaviour])
+        command = [sys.executable, str(FAKE), str(port), *behaviour]
+        monkeypatch.setattr(deployment, "server_command", lambda plan, arguments: command)
         return make_plan(request(tiny_moe(), cpu_machine(), port=port))
 
     return make
@@ -65,8 +66,8 @@ def test_a_ready_server_is_described_and_stopped(fake: Fake, tmp_path: Path) -> 
 def test_nothing_is_left_of_a_server_that_misbehaves(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(launch, "drain_timeout_s", lambda plan: 0.0)
-    monkeypatch.setattr(launch, "_STOP_MARGIN_S", 0.5)
+    monkeypatch.setattr(deployment, "drain_timeout_s", lambda plan: 0.0)
+    monkeypatch.setattr(deployment, "_STOP_MARGIN_S", 0.5)
     with launch.running(fake(*behaviour), run_dir=tmp_path):
         assert len(processes_of(tmp_path)) == 2
     assert not processes_of(tmp_path)
@@ -76,7 +77,7 @@ def test_a_server_that_dies_while_starting_is_reported_with_its_cause(fake: Fake
     with pytest.raises(ServerFailedError) as caught:
         launch.serve(fake("die", "unproven"), run_dir=tmp_path, echo=lambda line: None)
     first = str(caught.value).splitlines()[0]
-    assert first == "server ended during start-up (exit status 3): ValueError: the model is made of cheese"
+    assert first == "server ended during start-up (exit status 3): RuntimeError: the model is made of cheese"
     assert "fake server, child" in str(caught.value)
     assert caught.value.exit_code is ExitCode.SERVER_FAILED
     assert not processes_of(tmp_path)
@@ -93,7 +94,7 @@ def test_a_dead_worker_under_a_server_that_hangs_is_noticed(fake: Fake, tmp_path
         # The stand-in does not wait for its child, which stays a zombie: its pid exists, but it is dead.
         psutil.Process(info.proofs[0].pid).kill()
 
-    with pytest.raises(ServerFailedError, match=r"worker process \d+ died"):
+    with pytest.raises(ServerFailedError, match=r"server hangs: its worker process \d+ died"):
         launch.serve(fake(), run_dir=tmp_path, on_ready=kill_worker, echo=lambda line: None)
     assert not processes_of(tmp_path)
 
@@ -139,6 +140,39 @@ def test_a_taken_port_starts_nothing(fake: Fake, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ("usage", "vLLM refuses its arguments: argument --dtype: invalid choice: 'cheese'"),
+        ("config", "vLLM refuses its arguments: max_model_len (9) is greater than 8"),
+    ],
+)
+def test_arguments_that_vllm_refuses_are_the_users_mistake(
+    fake: Fake, tmp_path: Path, behaviour: str, reason: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        launch.serve(fake(behaviour, "unproven"), run_dir=tmp_path, echo=lambda line: None)
+    assert str(caught.value) == reason
+    assert caught.value.exit_code is ExitCode.BAD_INPUT
+    assert not processes_of(tmp_path)
+
+
+def test_what_goes_wrong_with_the_weights_is_not_the_users_mistake(fake: Fake, tmp_path: Path) -> None:
+    with pytest.raises(ServerFailedError, match="ValueError: a weight of 3 bits"):
+        launch.serve(fake("weights", "unproven"), run_dir=tmp_path, echo=lambda line: None)
+
+
+def test_a_run_folder_in_use_is_refused_and_its_run_goes_on(fake: Fake, tmp_path: Path) -> None:
+    with launch.running(fake(), run_dir=tmp_path) as info:
+        plan = (tmp_path / "plan.json").read_bytes()
+        with pytest.raises(InputError, match=rf"run folder {tmp_path}: in use by process {os.getpid()}"):
+            launch.serve(fake(), run_dir=tmp_path, echo=lambda line: None)
+        assert (tmp_path / "plan.json").read_bytes() == plan
+        assert psutil.pid_exists(info.pid)
+    with launch.running(fake(), run_dir=tmp_path):
+        pass
+
+
 def test_a_run_folder_that_cannot_be_written_is_an_input_error(fake: Fake, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
@@ -160,9 +194,9 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.vllm_plugin import launch
-launch.check_plugin_visible = lambda plan: None
-launch.server_command = lambda plan: [sys.executable, *sys.argv[3:]]
+from moe_optimizer.vllm_plugin import deployment, launch
+deployment.check_plugin_visible = lambda plan: None
+deployment.server_command = lambda plan, arguments: [sys.executable, *sys.argv[3:]]
 sys.exit(launch.serve(Plan.load(Path(sys.argv[1])), run_dir=Path(sys.argv[2])))
 """
 

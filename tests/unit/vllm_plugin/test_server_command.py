@@ -21,26 +21,26 @@ def plan() -> Plan:
 
 def test_the_command_line_of_the_cpu_build_is_avoided(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_command, "_has_distribution", lambda name: False)
-    command = server_command.server_command(plan)
+    command = server_command.server_command(plan, plan.serve_args)
     assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", plan.model.path]
 
 
 def test_vllm_serve_is_used_where_it_works(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_command, "_has_distribution", lambda name: True)
-    command = server_command.server_command(plan)
+    command = server_command.server_command(plan, plan.serve_args)
     assert command[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", plan.model.path]
 
 
 def test_requests_are_finished_before_a_stop_unless_the_user_says_otherwise(plan: Plan) -> None:
     assert server_command.drain_timeout_s(plan) == 30
     own = make_plan(request(tiny_moe(), cpu_machine(), vllm_args=("--shutdown-timeout", "0")))
-    assert server_command.server_command(own)[-2:] == ["--shutdown-timeout", "0"]
+    assert server_command.server_command(own, own.serve_args)[-2:] == ["--shutdown-timeout", "0"]
     assert server_command.drain_timeout_s(own) == 0
     assert server_command.drain_timeout_s(plan.replace(serve_args=())) == 0
 
 
 def test_nothing_is_started_that_the_plan_does_not_show(plan: Plan) -> None:
-    command = server_command.server_command(plan)
+    command = server_command.server_command(plan, plan.serve_args)
     assert tuple(command[-len(plan.serve_args) :]) == plan.serve_args
     assert flag_value(plan.serve_args, "--shutdown-timeout") == "30"
 

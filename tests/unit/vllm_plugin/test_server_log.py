@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe_optimizer.vllm_plugin.server_log import root_cause
+from moe_optimizer.vllm_plugin.server_log import refusal, root_cause
 
 LOG = """\
 (APIServer pid=1) INFO 01-01 00:00:00 [utils.py:1] starting
@@ -33,3 +33,41 @@ def test_escapes_from_the_log_are_written_out(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     path.write_bytes(b"ValueError: \x1b[2J\xff\n")
     assert root_cause(path).startswith("ValueError: \\x1b[2J")
+
+
+USAGE = """\
+usage: api_server.py [-h] [--dtype {auto,half}]
+api_server.py: error: unrecognized arguments: --no-such-flag
+"""
+CONFIG = """\
+    s.__pydantic_validator__.validate_python(ArgsKwargs(args, kwargs), self_instance=s)
+pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, max_model_len (9) is greater than 8. [type=value_error, input_value=ArgsKwargs((), {'model': 'm'})]
+    For further information visit https://errors.pydantic.dev
+"""
+
+
+def test_a_usage_error_is_a_refusal(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(USAGE)
+    assert refusal(path, 2) == "unrecognized arguments: --no-such-flag"
+    assert refusal(path, 1) == ""
+
+
+def test_a_configuration_that_validation_refuses_is_told_by_its_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(CONFIG)
+    assert refusal(path, 1) == "max_model_len (9) is greater than 8."
+    assert root_cause(path) == "pydantic_core._pydantic_core.ValidationError: max_model_len (9) is greater than 8."
+
+
+def test_an_error_after_the_weights_are_read_is_no_refusal(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text("INFO Starting to load model m...\nValueError: no room\n")
+    assert refusal(path, 1) == ""
+
+
+def test_an_error_of_our_own_plugin_is_no_refusal(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text("moe_optimizer.errors.InputError: a wrong plan\n")
+    assert refusal(path, 1) == ""

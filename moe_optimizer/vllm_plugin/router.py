@@ -1,0 +1,51 @@
+"""The router before the servers of a group: vllm-router, from the package index."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from moe_optimizer import env
+from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.plan.plan import Plan
+
+_NIXL_MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
+
+
+def check_group_can_run(plan: Plan, environ: Mapping[str, str] | None = None) -> None:
+    """Refuse a group of servers that is known not to come up or not to be safe here.
+
+    Raises:
+        UnsupportedError: a package is missing, or an API key is asked for.
+    """
+    if plan.group is None:
+        return
+    environ = os.environ if environ is None else environ
+    if environ.get("VLLM_API_KEY"):
+        raise UnsupportedError(
+            "VLLM_API_KEY: vllm-router does not check API keys, so the servers behind it would answer anybody",
+            hint="unset it, or serve without --enable-disaggregation",
+        )
+    if importlib.util.find_spec("vllm_router") is None:
+        raise UnsupportedError("disaggregation needs vllm-router, which is not installed here",
+                               hint="run: pip install vllm-router")  # fmt: skip
+    connector = plan.decision("disaggregation").params["connector"]
+    if connector == "NixlConnector" and not any(importlib.util.find_spec(name) for name in _NIXL_MODULES):
+        raise UnsupportedError("disaggregation on GPUs needs NIXL, which is not installed here",
+                               hint="run: pip install nixl")  # fmt: skip
+
+
+def router_command(router_args: Sequence[str]) -> list[str]:
+    """Return the argument list that starts the router."""
+    return [sys.executable, "-m", "vllm_router.launch_router", *router_args]
+
+
+def router_environment(plan_path: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the router's environment: this process's, with the plan by which its processes are found."""
+    environ = os.environ if environ is None else environ
+    # The router would send this key to every server.
+    kept = {name: value for name, value in environ.items() if name != "OPENAI_API_KEY"}
+    return {**kept, "NO_COLOR": "1", env.PLAN: str(plan_path)}
