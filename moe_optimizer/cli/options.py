@@ -21,6 +21,7 @@ SWITCHES: Mapping[str, str] = {
     "fp8": "FP8 weights",
     "sparsity": "2:4 sparse experts",
     "flash-dmoe": "our expert kernel instead of vLLM's",
+    "expert-load": "count the tokens that each expert is given",
     "expert-placement": "place and replicate experts by their load",
     "tuned-configs": "find the tuned Triton MoE configuration",
     "graph-capture": "CUDA graphs for every planned batch size",

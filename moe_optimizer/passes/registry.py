@@ -18,6 +18,7 @@ _PASSES = (
     ("fp8", "Fp8"),
     ("sparsity_24", "Sparsity24"),
     ("flash_dmoe", "FlashDmoe"),
+    ("expert_load", "ExpertLoad"),
     ("expert_placement", "ExpertPlacement"),
     ("tuned_configs", "TunedConfigs"),
     ("graph_capture", "GraphCapture"),

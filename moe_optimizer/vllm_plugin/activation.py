@@ -136,6 +136,11 @@ class Activation:
         entry.applied, entry.kernel, entry.isa = True, kernel, isa
         self.writer.touch()
 
+    def ran(self, pass_name: str) -> None:
+        """Note that a pass that owns no kernel did its work in a forward."""
+        self._pass(pass_name).ran = True
+        self.writer.touch()
+
     def refused(self, pass_name: str, reason: str) -> None:
         """Note that a pass does not take effect for a layer, or at all.
 

@@ -1,8 +1,8 @@
-"""Keeps compiled graphs with our kernel apart from stock ones in vLLM's compile cache.
+"""Keeps compiled graphs with our parts in them apart from stock ones in vLLM's compile cache.
 
 vLLM caches compiled models on disk under a key made of its configuration and its environment variables. On CPU
-the MoE layer is part of the graph, but the class that computes it is part of neither: with and without the plugin
-the key is the same. Loading the graph that a stock server left would make our kernel silently not run, and a stock
+the MoE layer is part of the graph, but neither the class that computes it nor a counter in its router is part of the
+key: with and without the plugin it is the same. Loading the graph that a stock server left would make our kernel silently not run, and a stock
 server could load ours. vLLM 0.32's CPU build happens to fail when it loads such a file and compiles again; a
 version that loads it must find another key.
 """
@@ -10,7 +10,7 @@ version that loads it must find another key.
 from __future__ import annotations
 
 from moe_optimizer import __version__
-from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, current
+from moe_optimizer.vllm_plugin.activation import current
 
 FACTOR = "MOE_OPTIMIZER_EXPERTS"
 """Key of the factor in vLLM's table of variables. No such environment variable is read."""
@@ -32,7 +32,7 @@ def add_compile_factor() -> str:
 
 def _factor() -> str | None:
     activation = current()
-    if activation is None or activation.wanted(EXPERTS_PASS) is None:
+    if activation is None:
         return None
     applied = sorted(name for name, entry in activation.proof.passes.items() if entry.applied)
-    return f"moe-optimizer {__version__}: {', '.join(applied)}" if EXPERTS_PASS in applied else None
+    return f"moe-optimizer {__version__}: {', '.join(applied)}" if applied else None

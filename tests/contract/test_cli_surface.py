@@ -19,8 +19,8 @@ TINY_MOE = ROOT / "examples" / "tiny-moe"
 COMMON = {"--json", "--verbose", "--help"}
 MODEL = {"MODEL", "--model", "--trust-remote-code"}
 SWITCHED = (
-    "parallelism", "expert-parallel", "fp8", "sparsity", "flash-dmoe", "expert-placement", "tuned-configs",
-    "graph-capture", "scheduler", "kv-cache", "kv-tiering", "disaggregation", "dual-batch-overlap",
+    "parallelism", "expert-parallel", "fp8", "sparsity", "flash-dmoe", "expert-load", "expert-placement",
+    "tuned-configs", "graph-capture", "scheduler", "kv-cache", "kv-tiering", "disaggregation", "dual-batch-overlap",
 )  # fmt: skip
 PLAN = MODEL | {
     "--gpus", "--profile", "--batch-size", "--max-model-len", "--dtype", "--host", "--port", "--engine", "--hardware",

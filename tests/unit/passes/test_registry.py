@@ -25,6 +25,7 @@ def test_the_switches_are_those_of_the_command_line():
         "fp8": "fp8",
         "sparsity": "sparsity_24",
         "flash-dmoe": "flash_dmoe",
+        "expert-load": "expert_load",
         "expert-placement": "expert_placement",
         "tuned-configs": "tuned_configs",
         "graph-capture": "graph_capture",

@@ -1,0 +1,45 @@
+"""Counting which experts the traffic uses."""
+
+from __future__ import annotations
+
+from moe_optimizer.passes.base import OptimizationPass, PlanContext
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+
+_RECORD = "benchmarks/records/2026-11-20_epyc_expert_load.json"
+
+
+class ExpertLoad(OptimizationPass):
+    """Tokens per expert and layer, counted in the workers while they serve.
+
+    Changes no output. What it finds says whether placing experts would pay, and is what they are placed by.
+    """
+
+    name = "expert_load"
+    flag = "expert-load"
+    title = "count the tokens that each expert is given"
+    limits = "tokens of rejected speculation count; not with data parallelism or dual batch overlap"
+
+    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+        """Needs experts, and a router that sees exactly the tokens of its own step."""
+        if not ctx.model.is_moe:
+            return False, "the model has no experts"
+        if ctx.data_parallel_size > 1:
+            return False, f"data parallelism ({ctx.data_parallel_size}): a router sees the tokens of other replicas too"
+        return True, ""
+
+    def choose(self, ctx: PlanContext) -> Decision:
+        """On the CPU always; on a GPU only when asked for, because its cost there is not measured."""
+        wish, _ = ctx.wish(self.name)
+        if ctx.device == "cuda" and wish is not Wish.ON:
+            return self.when_off(ctx, "its cost on a GPU is not measured yet; --enable-expert-load counts anyway")
+        evidence = (_RECORD,) if ctx.device == "cpu" else ()
+        return self.decision(
+            ctx,
+            Status.ON,
+            "counts per layer and expert",
+            "shows which experts the traffic uses, for less than a hundredth of a step"
+            if evidence
+            else "shows which experts the traffic uses",
+            Applier.PLUGIN,
+            evidence=evidence,
+        )

@@ -1,0 +1,126 @@
+"""Counting routed tokens where the router leaves them: on the device, without a read of device data on the host.
+
+A step gives `limit`, the number of its rows that are tokens; the rows after them are padding of a CUDA graph.
+Outside served steps it is 0, so profiling, warm-up and graph capture run the counting and add nothing. It is a
+tensor, because a compiled or captured graph must read it when it runs.
+
+Tensors: L layers, E experts, T rows of a step, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class ExpertCounter(Protocol):
+    """Counts of all layers of one process."""
+
+    def count_rows(self, num_rows: int) -> None:
+        """Let the next forward count its first `num_rows` rows."""
+        ...
+
+    def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
+        """Count the logical expert ids [T, K] that a layer's router chose. What vLLM calls in every forward."""
+        ...
+
+    def table(self) -> torch.Tensor:
+        """Return a copy of the table on the host: int64 [L, E + 2], see `expert_columns`."""
+        ...
+
+
+def expert_columns(topk_ids: torch.Tensor, limit: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return the table's column for every id of [..., T, K], as int64.
+
+    Expert e counts in column e + 1. Columns 0 and E + 1 take what is no token of a routed expert: rows from
+    `limit` on, ids below 0 (dropped by the router) and ids from E on (experts that compute nothing).
+    """
+    rows = torch.arange(topk_ids.shape[-2], device=topk_ids.device).unsqueeze(-1)
+    return torch.where(rows < limit, topk_ids.clamp(-1, num_experts), -1).to(torch.int64) + 1
+
+
+class LayerwiseCounter:
+    """Adds to the table in every layer: for the CPU, where vLLM compiles the router into its graph.
+
+    Each layer has a tensor of its own that enters the graph as an argument. Slices of one table would be aliased
+    arguments, which the compiler copies, and a layer number in the graph would make every layer's a different one.
+    """
+
+    def __init__(self, layer_ids: Sequence[int], num_experts: int) -> None:
+        self._limit = torch.zeros((), dtype=torch.int64)
+        self._num_experts = num_experts
+        self._counts = {layer_id: torch.zeros(num_experts + 2, dtype=torch.int64) for layer_id in layer_ids}
+
+    def count_rows(self, num_rows: int) -> None:
+        """Let the next forward count its first `num_rows` rows."""
+        self._limit.fill_(num_rows)
+
+    def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
+        """Add a layer's ids to its counts."""
+        columns = expert_columns(topk_ids, self._limit, self._num_experts).reshape(-1)
+        self._counts[layer_id].scatter_add_(0, columns, torch.ones_like(columns))
+
+    def table(self) -> torch.Tensor:
+        """Return a copy of the table."""
+        return torch.stack(list(self._counts.values()))
+
+
+class StepwiseCounter:
+    """Keeps the ids of a step's layers and counts them after the last one: for CUDA.
+
+    A decode step takes a few milliseconds, and a launch in each of its layers would be a percent or two of that; this
+    takes six launches in all. vLLM runs the router outside of its compiled graphs there, so Python may keep state.
+    """
+
+    def __init__(self, layer_ids: Sequence[int], num_experts: int, device: torch.device) -> None:
+        self._limit = torch.zeros((), dtype=torch.int64, device=device)
+        self._num_experts = num_experts
+        self._positions = {layer_id: position for position, layer_id in enumerate(layer_ids)}
+        self._counts = torch.zeros(len(layer_ids), num_experts + 2, dtype=torch.int64, device=device)
+        self._first_cells = torch.arange(0, self._counts.numel(), num_experts + 2, device=device)
+        self._one = torch.ones((), dtype=torch.int64, device=device)
+        self._step: dict[int, torch.Tensor] = {}
+        self._captured: list[tuple[torch.Tensor, ...]] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    def count_rows(self, num_rows: int) -> None:
+        """Let the next forward on the current stream count its first `num_rows` rows."""
+        if self._limit.is_cuda and self._stream is None:
+            self._stream = torch.cuda.current_stream(self._limit.device)
+        self._limit.fill_(num_rows)
+
+    def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
+        """Keep a layer's ids; with those of the last layer, count all."""
+        position = self._positions[layer_id]
+        self._step[position] = topk_ids
+        if position < len(self._positions) - 1:
+            return
+        step, self._step = self._step, {}
+        if len(step) == len(self._positions) and len({ids.shape for ids in step.values()}) == 1:
+            self._add(torch.stack([step[each] for each in range(len(step))]), self._first_cells.view(-1, 1, 1))
+        else:
+            for each, ids in step.items():
+                self._add(ids, self._first_cells[each])
+        if topk_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            # A replay writes the ids where the capture did. Were they freed, a later layer would reuse the place
+            # before they are counted.
+            self._captured.append(tuple(step.values()))
+
+    def _add(self, topk_ids: torch.Tensor, first_cell: torch.Tensor) -> None:
+        cells = (expert_columns(topk_ids, self._limit, self._num_experts) + first_cell).view(-1)
+        self._counts.view(-1).scatter_add_(0, cells, self._one.expand(cells.shape))
+
+    def table(self) -> torch.Tensor:
+        """Return a copy of the table on the host, after everything that was launched before the call.
+
+        Called from another thread than the forward's, it waits on a stream of its own.
+        """
+        if self._stream is None:
+            return self._counts.cpu().clone()
+        with torch.cuda.device(self._counts.device):
+            reader = torch.cuda.Stream()
+            reader.wait_stream(self._stream)
+            with torch.cuda.stream(reader):
+                return self._counts.cpu()

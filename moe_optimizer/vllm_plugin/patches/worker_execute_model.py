@@ -1,0 +1,32 @@
+"""Tells us how many tokens of a served step are real, and keeps every other run of the model out of the counts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from moe_optimizer.vllm_plugin.expert_load import current_counting
+from moe_optimizer.vllm_plugin.patch import Patch
+
+
+def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        counting = current_counting()
+        if counting is None:
+            return original(self, scheduler_output)
+        with counting.step(scheduler_output):
+            return original(self, scheduler_output)
+
+    return execute_model
+
+
+WORKER_EXECUTE_MODEL = Patch(
+    target="vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model",
+    why="a router sees the padding of CUDA graphs, warm-up and profiling as tokens; only the scheduler knows how many "
+    "of them are real, and this is where its answer reaches a worker",
+    remove_when="vLLM gives the number of real tokens to its routed experts callback",
+    fingerprints={"0.26 to 0.33": "6707bb946f6f4074"},
+    replacement=_replacement,
+)

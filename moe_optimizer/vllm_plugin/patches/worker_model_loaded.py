@@ -1,0 +1,32 @@
+"""Tells us that a worker's model is loaded, before the first forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from moe_optimizer.vllm_plugin.activation import current
+from moe_optimizer.vllm_plugin.expert_load import start_counting
+from moe_optimizer.vllm_plugin.patch import Patch
+
+
+def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_kv_cache_spec(self: Any) -> Any:
+        activation = current()
+        if activation is not None:
+            start_counting(activation, self)
+        return original(self)
+
+    return get_kv_cache_spec
+
+
+WORKER_MODEL_LOADED = Patch(
+    target="vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec",
+    why="vLLM says nothing when a model is loaded; it asks each worker for its cache right after that, and before it "
+    "runs or compiles the model for the first time",
+    remove_when="vLLM lets a plugin set a callback for routed experts, or tells it that a model is loaded",
+    fingerprints={"0.26 to 0.33": "dfcb1de336f69cef"},
+    replacement=_replacement,
+)
