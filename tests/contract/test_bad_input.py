@@ -226,6 +226,12 @@ def test_an_argument_of_vllm_that_cannot_work_is_refused(
     refused(run_command, tmp_path, arguments, vllm_args[0], codes=(code,))
 
 
+def test_a_flag_that_vllm_does_not_have_is_refused_before_vllm_starts(tmp_path: Path, run_command: Any) -> None:
+    arguments = ["--model", str(TINY_MOE), "--", "--max-num-sqes", "4"]
+    finished = refused(run_command, tmp_path, arguments, "--max-num-sqes", codes=(BAD_INPUT,))
+    assert finished.hints == ["hint: did you mean --max-num-seqs?"]
+
+
 def test_code_of_the_models_own_needs_to_be_trusted(tmp_path: Path, run_command: Any) -> None:
     change = setting(
         model_type="own", architectures=["OwnForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling_own.Own"}
