@@ -64,11 +64,24 @@ def _missing_package(error: ModuleNotFoundError, arguments: Sequence[str]) -> in
 
 
 def _system_failure(error: OSError) -> int:
+    import errno
+
     from moe_optimizer.cli.messages import write_error_lines
     from moe_optimizer.errors import ExitCode
 
-    write_error_lines(f"the system refused an operation: {error}", hint=None)
-    return ExitCode.BUG
+    # Without a file's name it was a stream that was given to this process.
+    full = error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+    try:
+        if full:
+            write_error_lines(
+                f"the output cannot be written: {error.strerror}", hint="make room there, or send it somewhere else"
+            )
+        else:
+            write_error_lines(f"the system refused an operation: {error}", hint=None)
+    except OSError:
+        # It was stderr itself: the exit code is all that can be said.
+        _silence(sys.stderr)
+    return ExitCode.BAD_INPUT if full else ExitCode.BUG
 
 
 def _our_bug(error: Exception, *, verbose: bool) -> int:

@@ -141,16 +141,23 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path, run_command: Any) -> None:
     assert "Broken" not in finished.stderr
 
 
-def test_a_full_disk_under_stdout_is_an_error(tmp_path: Path, run_command: Any) -> None:
-    script = (
-        "import subprocess, sys\n"
-        "command = [sys.executable, '-m', 'moe_optimizer', 'inspect', *sys.argv[1:]]\n"
-        "sys.exit(subprocess.run(command, stdout=open('/dev/full', 'w')).returncode)\n"
-    )
-    finished = run_command([str(TINY_MOE)], program=("-c", script), cwd=tmp_path)
-    assert finished.code == ExitCode.BUG
-    assert "No space left on device" in finished.stderr
+@pytest.mark.parametrize("arguments", [["inspect", str(TINY_MOE)], ["--help"]])
+def test_a_full_disk_under_stdout_is_an_error_with_a_hint(
+    arguments: list[str], tmp_path: Path, run_command: Any
+) -> None:
+    program = ("-c", "import os, sys; os.execv('/bin/sh', ['sh', '-c', *sys.argv[1:]])")
+    line = 'exec "$0" -m moe_optimizer "$@" >/dev/full'
+    finished = run_command([line, sys.executable, *arguments], program=program, cwd=tmp_path)
+    assert finished.code == ExitCode.BAD_INPUT, finished
+    assert finished.first_line == "error: the output cannot be written: No space left on device"
+    assert len(finished.hints) == 1
     assert "Traceback" not in finished.stderr
+
+
+def test_a_full_disk_under_stderr_leaves_the_exit_code(tmp_path: Path, run_command: Any) -> None:
+    program = ("-c", "import os, sys; os.execv('/bin/sh', ['sh', '-c', *sys.argv[1:]])")
+    line = 'exec "$0" -m moe_optimizer inspect ./none 2>/dev/full'
+    assert run_command([line, sys.executable], program=program, cwd=tmp_path).code == ExitCode.BAD_INPUT
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

@@ -79,9 +79,9 @@ def test_verbose_among_vllms_arguments_is_not_ours(
 def test_a_refused_system_call_is_not_called_a_bug(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failing_with(monkeypatch, OSError(28, "No space left on device"))
+    failing_with(monkeypatch, OSError(24, "Too many open files"))
     assert main(["plan"]) == ExitCode.BUG
-    assert capsys.readouterr().err == "error: the system refused an operation: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == "error: the system refused an operation: [Errno 24] Too many open files\n"
 
 
 def test_a_python_without_our_dependencies_is_told_how_to_set_up(
