@@ -22,8 +22,18 @@ class ProvenPass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyPart:
+    """One vLLM server of the run: the only one, or one behind the router."""
+
+    name: str
+    base_url: str
+    pid: int
+    log: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyServer:
-    """A server that is ready."""
+    """A server that is ready, or a group of servers behind a router."""
 
     base_url: str
     model: str
@@ -33,6 +43,7 @@ class ReadyServer:
     log: str
     plan_digest: str
     start_up_s: float
+    servers: tuple[ReadyPart, ...]
     passes: tuple[ProvenPass, ...]
 
 
@@ -46,6 +57,10 @@ def ready_server(plan: Plan, info: ServerInfo) -> ReadyServer:
         log=str(info.log_path),
         plan_digest=plan.digest,
         start_up_s=info.start_up_s,
+        servers=tuple(
+            ReadyPart(name=server.name, base_url=server.base_url, pid=server.pid, log=str(server.log_path))
+            for server in info.servers
+        ),
         passes=tuple(
             ProvenPass(
                 pass_name=row.pass_name,

