@@ -1,20 +1,19 @@
 """Entry point of `moe-optimizer` and `run_optimizer.py`: runs one command and turns every failure into an exit code.
 
-Nothing is imported at the top but the standard library's cheap parts, so that an interrupt during the slower
-imports is already caught here.
+Nothing is imported at the top but what the interpreter has loaded by then, so that an interrupt during any other
+import is already caught here. One before that, in the interpreter's own start, is answered by Python.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after Ctrl-C, as shells report it."""
-PIPE_CLOSED = 128 + signal.SIGPIPE
-"""Exit code when the reader of stdout or stderr went away, as shells report it."""
+INTERRUPTED = 128 + 2
+"""Exit code after Ctrl-C (SIGINT), as shells report it."""
+PIPE_CLOSED = 128 + 13
+"""Exit code when the reader of stdout or stderr went away (SIGPIPE), as shells report it."""
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = "moe-optimizer", command: str | None = None) -> int:
@@ -34,6 +33,8 @@ def main(argv: Sequence[str] | None = None, *, program: str = "moe-optimizer", c
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        import signal
+
         # A second Ctrl-C must not tear the interpreter's own clean-up apart with a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return INTERRUPTED
