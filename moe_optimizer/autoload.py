@@ -90,12 +90,14 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
         read_kernel_inventory,
     )
     from moe_optimizer.planner import PlanRequest, make_plan
+    from moe_optimizer.specs.placement_load import read_placement_load
     from moe_optimizer.specs.software import SoftwareSpec
 
     # What vLLM was started with is settled: the plan takes it as the user's own arguments.
     vllm_args = ["--tensor-parallel-size", str(facts.tensor_parallel_size)]
     if facts.expert_parallel:
         vllm_args.append("--enable-expert-parallel")
+    section = profile.passes.expert_placement
     num_gpus = facts.world_size if facts.device == "cuda" else None
     return make_plan(
         PlanRequest(
@@ -115,5 +117,6 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
             vllm_args=tuple(vllm_args),
             trust_remote_code=facts.trust_remote_code,
             dtype=facts.dtype,
+            expert_load=read_placement_load(section.load, section.load_check),
         )
     )

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Literal
 from moe_optimizer.errors import DoesNotFitError, InputError, UnsupportedError
 from moe_optimizer.passes.base import PlanContext, WishWithOrigin
 from moe_optimizer.passes.registry import PASS_NAMES, all_passes, pass_named, switches
-from moe_optimizer.plan.decision import Decision, Status, Wish
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import read_integer, split_arguments, without_flags
+from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.plan.verify import verify_plan
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
+from moe_optimizer.specs.placement_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.specs.workload import WorkloadSpec
 
@@ -69,6 +71,8 @@ class PlanRequest:
     vllm_args: tuple[str, ...] = ()
     """The user's own arguments of `vllm serve`; they replace the planner's."""
     trust_remote_code: bool = False
+    expert_load: PlacementLoad | None = None
+    """Measured load to place experts by."""
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -91,12 +95,13 @@ def make_plan(request: PlanRequest) -> Plan:
     context = _context(request, pinned, device, num_gpus)
     for optimization in all_passes():
         decision = _without_pinned(optimization.decide(context), pinned)
-        context = dataclasses.replace(context, decided={**context.decided, decision.pass_name: decision})
+        context = context.with_decision(decision)
     decisions = tuple(context.decided.values())
     memory = _memory(context)
     _require_fit(context, memory)
     _require_required(decisions)
     own_args = _own_args(request, context)
+    serve_args = _serve_args(own_args, decisions, request.vllm_args)
     plan = Plan(
         model=request.model,
         hardware=request.hardware,
@@ -105,13 +110,13 @@ def make_plan(request: PlanRequest) -> Plan:
         profile=request.profile.model_dump(mode="json"),
         engine=request.engine,
         vllm_version=request.software.vllm.version if request.software.vllm else None,
-        num_gpus=context.tensor_parallel_size * context.data_parallel_size if device == "cuda" else 0,
+        num_gpus=_gpus_used(context),
         decisions=decisions,
         memory=memory,
-        serve_args=_serve_args(own_args, decisions, request.vllm_args),
+        serve_args=serve_args,
         plain_args=_plain_args(own_args, context, request.vllm_args),
         serve_env=_serve_env(context),
-        group=None,
+        group=_server_group(context, serve_args),
         warnings=(*gpu_warnings, *_warnings(request, context, memory)),
     )
     verify_plan(plan, pass_names=PASS_NAMES, user_args=request.vllm_args)
@@ -250,6 +255,7 @@ def _context(
         wishes={**request.wishes, **asked},
         required=required,
         pinned=pinned,
+        expert_load=request.expert_load,
     )
     unknown = context.wishes.keys() - {switch.key for switch in switches()}
     assert not unknown, f"wishes for unknown passes or settings: {sorted(unknown)}"
@@ -373,6 +379,22 @@ def _plain_args(own: tuple[str, ...], context: PlanContext, user: tuple[str, ...
     split = without_flags(context.decided["parallelism"].vllm_args, {"--enable-expert-parallel"})
     plain = without_flags(own, {"--gpu-memory-utilization"})
     return (*without_flags((*plain, *split), {argument.flag for argument in split_arguments(user)}), *user)
+
+
+def _server_group(context: PlanContext, serve_args: tuple[str, ...]) -> ServerGroup | None:
+    groups = [
+        optimization.server_group(context, serve_args)
+        for optimization in all_passes()
+        if context.decided[optimization.name].applier is Applier.SERVERS
+    ]
+    assert len(groups) <= 1, f"two passes make several servers of one: {groups}"
+    return groups[0] if groups else None
+
+
+def _gpus_used(context: PlanContext) -> int:
+    if context.device == "cpu":
+        return 0
+    return context.tensor_parallel_size * context.data_parallel_size * context.num_servers
 
 
 def _serve_env(context: PlanContext) -> dict[str, str]:

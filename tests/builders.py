@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +13,10 @@ from moe_optimizer.passes.base import PlanContext
 from moe_optimizer.planner import PlanRequest
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.profiles.schema import Profile
+from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
 from moe_optimizer.specs.hardware import CpuSpec, HardwareSpec
 from moe_optimizer.specs.model import AttentionKind, AttentionSpec, ModelSpec
+from moe_optimizer.specs.placement_load import LoadFile, PlacementLoad
 from moe_optimizer.specs.quantity import Quantity, Source
 from moe_optimizer.specs.software import KernelInventory, SoftwareSpec, VllmInstallation
 from moe_optimizer.specs.workload import WorkloadSpec
@@ -281,6 +284,38 @@ def profile_with(base: str = "balanced", passes: dict[str, dict[str, Any]] | Non
     for name, settings in (passes or {}).items():
         data["passes"][name] |= settings
     return Profile.model_validate(data | changes)
+
+
+def expert_load(model: ModelSpec, /, *, seed: int = 0, skew: float = 1.0, **changes: Any) -> ExpertLoad:
+    """Return a load of the model's experts: log-normal, the same busy experts for every seed, the rest of it not."""
+    busy, rest = random.Random(0), random.Random(f"rest {seed}")
+    layers = tuple(
+        LayerLoad(
+            index=index,
+            name=f"model.layers.{index}.mlp.experts",
+            tokens=tuple(
+                round(1000 * busy.lognormvariate(0, skew) * rest.lognormvariate(0, 0.1))
+                for _ in range(model.num_experts)
+            ),
+        )
+        for index in model.moe_layers
+    )
+    fields: dict[str, Any] = {
+        "model": model.path,
+        "num_experts": model.num_experts,
+        "layers": layers,
+        "since": "2026-11-20T12:00:00+00:00",
+        "steps": 1000,
+    }
+    return ExpertLoad(**(fields | changes))
+
+
+def placement_load(model: ModelSpec, /, *, checked: bool = True, **changes: Any) -> PlacementLoad:
+    """Return what a plan is given to place by: two loads of like traffic, or one."""
+    return PlacementLoad(
+        placed_by=LoadFile(path="monday.json", load=expert_load(model, seed=1, **changes)),
+        checked_on=LoadFile(path="tuesday.json", load=expert_load(model, seed=2, **changes)) if checked else None,
+    )
 
 
 def context(model: ModelSpec, hardware: HardwareSpec, profile: Profile | None = None, **changes: Any) -> PlanContext:

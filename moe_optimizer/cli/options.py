@@ -197,6 +197,20 @@ class PlanOptions(ModelOptions):
             autocompletion=_complete(_hardware),
         ),
     ] = None
+    expert_load: Annotated[
+        str | None,
+        typer.Option(
+            "--expert-load", metavar="FILE", help="Place experts by this measured load (expert_load.json of a run)."
+        ),
+    ] = None
+    expert_load_check: Annotated[
+        str | None,
+        typer.Option(
+            "--expert-load-check",
+            metavar="FILE",
+            help="State the gain of the placement on this load, of other traffic than --expert-load.",
+        ),
+    ] = None
     require: Annotated[
         list[str],
         typer.Option(
@@ -260,6 +274,22 @@ class DoctorOptions(CommonOptions):
     drift: Annotated[
         bool, typer.Option("--drift", help="Also compare the places in vLLM that we build on with the installed vLLM.")
     ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsOptions(CommonOptions):
+    """`moe-optimizer experts`."""
+
+    source: Annotated[
+        str | None, typer.Argument(metavar="SOURCE", help="Run folder, expert_load.json, or URL.", show_default=False)
+    ] = None
+    png: Annotated[
+        str | None, typer.Option("--png", metavar="FILE", help="Also write the heatmap as a picture (needs pillow).")
+    ] = None
+    top: Annotated[
+        int,
+        typer.Option("--top", parser=whole_number(0, 1_000_000), metavar="N", help="Name the N busiest experts."),
+    ] = 5
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,10 +57,15 @@ def make(options: PlanOptions) -> Planned:
 
     from moe_optimizer.inspection import ModelInspector, find_vllm, read_kernel_inventory
     from moe_optimizer.planner import ALLOW_LONG_MODEL_LEN, PlanRequest, make_plan
+    from moe_optimizer.specs.placement_load import read_placement_load
     from moe_optimizer.specs.software import SoftwareSpec
 
     model = ModelInspector(trust_remote_code=settings["trust_remote_code"]).inspect(settings["model"])
     dtype = settings["dtype"]
+    section = profile.passes.expert_placement
+    expert_load = read_placement_load(
+        settings["expert_load"] or section.load, settings["expert_load_check"] or section.load_check
+    )
     request = PlanRequest(
         model=model,
         hardware=read_hardware(settings["hardware"], settings["gpus"]),
@@ -78,6 +83,7 @@ def make(options: PlanOptions) -> Planned:
         vllm_args=tuple(settings["vllm_args"]),
         trust_remote_code=settings["trust_remote_code"],
         dtype=None if dtype == "auto" else dtype,
+        expert_load=expert_load,
     )
     plan = make_plan(request)
     if settings.disabled:

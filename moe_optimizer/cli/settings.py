@@ -77,6 +77,8 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
         "host": _first((options.host, "flag --host"), (DEFAULT_HOST, "default")),
         "port": _first((options.port, "flag --port"), (DEFAULT_PORT, "default")),
         "engine": _first((options.engine, "flag --engine"), ("vllm", "default")),
+        "expert_load": _first((options.expert_load, "flag --expert-load")),
+        "expert_load_check": _first((options.expert_load_check, "flag --expert-load-check")),
         "strict": _first((options.strict or None, "flag --strict"), (False, "default")),
         "trust_remote_code": _first(
             (options.trust_remote_code or None, "flag --trust-remote-code"), (False, "default")

@@ -12,7 +12,12 @@ from moe_optimizer.errors import printable
 if TYPE_CHECKING:
     from moe_optimizer.profiles.schema import Profile, Section
 
-_FROM_PROFILE = {"batch_size": "workload.batch_size", "max_model_len": "max_model_len"}
+_FROM_PROFILE = {
+    "batch_size": "workload.batch_size",
+    "max_model_len": "max_model_len",
+    "expert_load": "passes.expert_placement.load",
+    "expert_load_check": "passes.expert_placement.load_check",
+}
 """Settings that a profile can also say, and under which key."""
 
 

@@ -13,8 +13,10 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.serve_args import read_integer
+from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.specs.hardware import CpuSpec, GpuSpec, HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
+from moe_optimizer.specs.placement_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.specs.workload import WorkloadSpec
 
@@ -41,7 +43,7 @@ class PlanContext:
     device: Literal["cuda", "cpu"]
     """What the server will run on."""
     num_gpus: int
-    """GPUs that may be used; 0 on the CPU."""
+    """GPUs that one server may use; 0 on the CPU."""
     dtype: str
     """What the parts that are not quantised are computed in."""
     wishes: Mapping[str, WishWithOrigin] = field(default_factory=dict)
@@ -50,7 +52,21 @@ class PlanContext:
     """Passes that must be on."""
     pinned: Mapping[str, str] = field(default_factory=dict)
     """The user's own arguments of `vllm serve`: long flag -> value. They go before every decision."""
+    expert_load: PlacementLoad | None = None
+    """Measured load to place experts by."""
+    num_servers: int = 1
+    """Servers that share this machine evenly; what is planned is one of them."""
     decided: Mapping[str, Decision] = field(default_factory=dict)
+
+    def with_decision(self, decision: Decision) -> PlanContext:
+        """Return the context for the passes after `decision`."""
+        servers = decision.params.get("num_servers", 1)
+        return dataclasses.replace(
+            self,
+            num_gpus=self.num_gpus // servers,
+            num_servers=self.num_servers * servers,
+            decided={**self.decided, decision.pass_name: decision},
+        )
 
     @property
     def gpu(self) -> GpuSpec:
@@ -144,7 +160,8 @@ class PlanContext:
             # The processes of the CPU build share one memory, and each takes its own from one NUMA node of it: with
             # a cache that is larger than what is free there, it does not start.
             node = self.cpu.node_memory or self.cpu.memory
-            device_bytes = min(int(self.cpu.memory.value) // changes.get("num_devices", 1), int(node.value))
+            processes = changes.get("num_devices", 1) * self.num_servers
+            device_bytes = min(int(self.cpu.memory.value) // processes, int(node.value) // self.num_servers)
         expert_bits, linear_bits = self._converted_bits()
         defaults: dict[str, Any] = {
             "model": self._model_as_served(),
@@ -232,6 +249,10 @@ class OptimizationPass(ABC):
     @abstractmethod
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the decision for a pass that is wished or auto, and supported."""
+
+    def server_group(self, ctx: PlanContext, serve_args: tuple[str, ...]) -> ServerGroup | None:  # noqa: ARG002
+        """Return the servers that this pass, being on, makes of the one with `serve_args`; None: it stays one."""
+        return None
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return the decision for a pass that is not used; override where off needs flags too."""

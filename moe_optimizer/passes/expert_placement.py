@@ -2,33 +2,256 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moe_optimizer.errors import InputError
 from moe_optimizer.passes.base import OptimizationPass, PlanContext
-from moe_optimizer.plan.decision import Decision
+from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.specs.placement_load import LoadFile
+from moe_optimizer.specs.quantity import Quantity, Source
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_WORTH_IT = 1.01
+"""Chosen: without being asked, experts are placed when the fullest rank gets lighter by more than this factor."""
+_EPLB_METHODS = (None, "fp8")
+"""Checkpoints whose experts vLLM's EPLB was seen to move in its source: unquantised and FP8."""
+_POSITIONAL_MODELS = ("gpt_oss",)
+"""Model types whose vLLM loader takes the experts of a rank by position, whatever the expert map says."""
 
 
 class ExpertPlacement(OptimizationPass):
-    """Replicas and placement of experts from their measured load, so that no GPU waits for a busy one.
+    """Placement of whole experts by their measured load, so that no rank waits for the one with the busiest experts.
 
-    Matters only with expert parallelism, where each GPU holds whole experts.
+    Two ways. `initial`: the plan says which rank holds which expert, and the plugin gives each layer that expert map
+    before its weights are loaded. `eplb`: vLLM's own load balancer moves and replicates experts while it serves, with
+    this package's solver as its policy; CUDA only.
     """
 
     name = "expert_placement"
     flag = "expert-placement"
     title = "place and replicate experts by their load"
-    limits = "needs a load profile of the model under real traffic; vLLM rebalances experts on CUDA only"
+    limits = "as good as the traffic is like the one measured; EPLB with this policy was not run on GPUs yet"
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
-        """Needs experts, more than one device, and expert parallelism on CUDA."""
+        """Needs expert parallelism, and a way: a measured load for `initial`, CUDA for `eplb`."""
         if not ctx.model.is_moe:
             return False, "the model has no experts"
-        if ctx.device == "cpu":
-            return False, "vLLM rebalances experts on CUDA only"
-        if ctx.num_gpus < 2:
+        if ctx.device == "cuda" and ctx.num_gpus < 2:
             return False, "needs at least 2 GPUs, found 1"
         if not ctx.expert_parallel:
-            return False, "needs expert parallelism; with TP every GPU has a slice of every expert"
-        return True, ""
+            unit = "GPU" if ctx.device == "cuda" else "process"
+            return False, f"needs expert parallelism; without it every {unit} has a slice of every expert"
+        if _wants_eplb(ctx):
+            why_not = _why_no_eplb(ctx)
+            return not why_not, why_not
+        if ctx.expert_load is None:
+            return False, "needs the load of the experts: serve with --enable-expert-load, then --expert-load FILE"
+        why_not = _why_no_initial(ctx)
+        return not why_not, why_not
 
     def choose(self, ctx: PlanContext) -> Decision:
-        """Say what is not there yet."""
-        return self.unavailable(ctx, "the load profile and the placement solver come with a later one")
+        """Place, say what it brings on load that was not used for it, and leave it when it brings nothing.
+
+        Raises:
+            InputError: the load is of another model.
+        """
+        if _wants_eplb(ctx):
+            return self._eplb(ctx)
+        placed = _place(ctx, replicas=0)
+        wish, _ = ctx.wish(self.name)
+        if wish is Wish.AUTO and placed.before < _WORTH_IT * placed.after:
+            return self.when_off(ctx, f"would not pay: {placed.in_words}")
+        warnings = placed.warnings
+        if ctx.section(self.name).redundant_experts:
+            warnings += ("redundant_experts is not used: replicas need vLLM's EPLB, which is CUDA only",)
+        return self.decision(
+            ctx,
+            Status.ON,
+            f"placed by load, EP={_ranks(ctx)}",
+            placed.in_words,
+            Applier.PLUGIN,
+            evidence=placed.evidence,
+            rejected={"EPLB": "while it moves experts our kernel cannot compute them"} if ctx.device == "cuda" else {},
+            gain=placed.gain,
+            params={"mode": "initial", "num_ranks": _ranks(ctx), "num_experts": ctx.model.num_experts}
+            | _as_params(placed),
+            warnings=warnings,
+        )
+
+    def _eplb(self, ctx: PlanContext) -> Decision:
+        asked = ctx.section(self.name).redundant_experts
+        replicas = asked + -(ctx.model.num_experts + asked) % _ranks(ctx)
+        reason = "vLLM moves and replicates experts by the load of the last steps, placed by this package's solver"
+        placed = None if ctx.expert_load is None else _place(ctx, replicas=replicas)
+        warnings = () if placed is None else placed.warnings
+        if replicas != asked:
+            warnings += (f"redundant_experts is {replicas} instead of {asked}: every GPU gets as many experts",)
+        if replicas:
+            copies = replicas // _ranks(ctx) * len(ctx.model.moe_layers)
+            size = copies * ctx.model.expert_weight_bytes / (ctx.model.num_experts * len(ctx.model.moe_layers))
+            warnings += (f"the replicas take {size / 1e9:.1f} GB on each GPU, which the memory plan does not count",)
+        if ctx.decided["flash_dmoe"].status is Status.ON:
+            warnings += ("flash_dmoe does not run: vLLM's EPLB moves weights under the kernel",)
+        return self.decision(
+            ctx,
+            Status.ON,
+            f"EPLB, {replicas} replicas",
+            reason if placed is None else f"{reason}; at the start {placed.in_words}",
+            Applier.PLUGIN,
+            evidence=() if placed is None else placed.evidence,
+            gain=None if placed is None else placed.gain,
+            vllm_args=("--enable-eplb", "--eplb-config", json.dumps({"num_redundant_experts": replicas})),
+            params={"mode": "eplb", "num_redundant_experts": replicas},
+            warnings=warnings,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """A placement and how even it is: the fullest rank's tokens over the average rank's, all layers together."""
+
+    placement: NDArray[np.int64]
+    layers: tuple[int, ...]
+    before: float
+    """Of the experts in order, as vLLM has them."""
+    after: float
+    placed_by: LoadFile
+    checked_on: LoadFile | None
+    warnings: tuple[str, ...]
+
+    @property
+    def in_words(self) -> str:
+        """For example "fullest rank 1.02 times the average instead of 1.31, on load not used to place (b.json)"."""
+        figures = f"fullest rank {self.after:.3g} times the average instead of {self.before:.3g}"
+        if self.checked_on is not None:
+            return f"{figures}, on load not used to place ({self.checked_on.path})"
+        return (
+            f"{figures} on the very load it was placed by ({self.placed_by.path}), so other traffic will be less even"
+        )
+
+    @property
+    def gain(self) -> Gain | None:
+        """On load that was not used to place; None where there is none."""
+        if self.checked_on is None:
+            return None
+        source = f"tokens counted in {self.checked_on.path}, placed by {self.placed_by.path}"
+        ratio = Quantity(self.before / self.after, "ratio", Source.MODELLED, source)
+        return Gain(metric="tokens of the fullest rank", ratio=ratio)
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """The files."""
+        files = (self.placed_by,) if self.checked_on is None else (self.placed_by, self.checked_on)
+        return tuple(f"{file.path} ({file.load.steps} steps since {file.load.since})" for file in files)
+
+
+def _ranks(ctx: PlanContext) -> int:
+    return ctx.tensor_parallel_size * ctx.data_parallel_size
+
+
+def _wants_eplb(ctx: PlanContext) -> bool:
+    """Whether vLLM's load balancer is the way: it was asked for, or it is the only one."""
+    if "--enable-eplb" in ctx.pinned:
+        return ctx.pinned["--enable-eplb"] != "false"
+    if ctx.device == "cpu":
+        return False
+    if ctx.section("expert_placement").redundant_experts:
+        return True
+    return ctx.wish("expert_placement")[0] is Wish.ON and bool(_why_no_initial(ctx) or ctx.expert_load is None)
+
+
+def _why_no_eplb(ctx: PlanContext) -> str:
+    if ctx.device == "cpu":
+        return "vLLM's EPLB is CUDA only"
+    if ctx.model.quant_method not in _EPLB_METHODS:
+        return f"vLLM's EPLB: experts in {ctx.model.quant_method} were not looked at"
+    return ""
+
+
+def _why_no_initial(ctx: PlanContext) -> str:
+    """Return why the plugin cannot place the experts of this plan, or ""."""
+    if ctx.data_parallel_size > 1:
+        return "with data parallelism tokens are sent to ranks by expert number; needs vLLM's EPLB"
+    if ctx.decided["flash_dmoe"].status is not Status.ON:
+        return "only our expert kernel was shown to follow the expert map, and flash_dmoe is not on"
+    if ctx.model.model_type in _POSITIONAL_MODELS:
+        return f"vLLM loads the experts of {ctx.model.model_type} by position"
+    if ctx.model.num_experts % _ranks(ctx):
+        return f"{ctx.model.num_experts} experts do not divide by {_ranks(ctx)}"
+    if ctx.pinned.get("--expert-placement-strategy", "linear") != "linear":
+        return f"--expert-placement-strategy {ctx.pinned['--expert-placement-strategy']} is given"
+    if ctx.pinned.get("--enable-ep-weight-filter", "false") != "false":
+        return "--enable-ep-weight-filter leaves out weights by expert number"
+    return ""
+
+
+def _place(ctx: PlanContext, *, replicas: int) -> _Placed:
+    import numpy as np
+
+    from moe_optimizer.placement import imbalance, place_experts
+
+    assert ctx.expert_load is not None, "nothing to place by"
+    placed_by, checked_on = ctx.expert_load.placed_by, ctx.expert_load.checked_on
+    load = _matrix(placed_by, ctx)
+    judge = load if checked_on is None else _matrix(checked_on, ctx)
+    num_experts, num_ranks = ctx.model.num_experts, _ranks(ctx)
+    placement = place_experts(load, num_ranks, num_experts + replicas)
+    # Sorted within a rank: some of vLLM's loaders take the experts of a rank in ascending order.
+    placement = np.sort(placement.reshape(len(load), num_ranks, -1), axis=-1).reshape(placement.shape)
+    named = {file.load.model for file in (placed_by, checked_on) if file is not None} - {ctx.model.name, ctx.model.path}
+    return _Placed(
+        placement=placement,
+        layers=ctx.model.moe_layers,
+        before=_linear_imbalance(judge, num_ranks),
+        after=imbalance(judge, placement, num_ranks),
+        placed_by=placed_by,
+        checked_on=checked_on,
+        warnings=tuple(f"the expert load is of {name}, and the model is {ctx.model.name}" for name in sorted(named)),
+    )
+
+
+def _linear_imbalance(load: NDArray[np.float64], num_ranks: int) -> float:
+    """Return the imbalance of experts in order, the first ranks with one more where they do not divide."""
+    import numpy as np
+
+    each, more = divmod(load.shape[1], num_ranks)
+    starts = [rank * each + min(rank, more) for rank in range(num_ranks)]
+    tokens = np.add.reduceat(load, starts, axis=1)
+    mean = tokens.mean(axis=1).sum()
+    return float(tokens.max(axis=1).sum() / mean) if mean else 1.0
+
+
+def _matrix(file: LoadFile, ctx: PlanContext) -> NDArray[np.float64]:
+    """Return [MoE layers, experts] tokens.
+
+    Raises:
+        InputError: the file's layers or experts are not those of the model.
+    """
+    import numpy as np
+
+    load, model = file.load, ctx.model
+    if load.num_experts != model.num_experts:
+        raise InputError(f"{file.path}: {load.num_experts} experts, expected {model.num_experts} as {model.name} has")
+    layers = tuple(layer.index for layer in load.layers)
+    if layers != model.moe_layers:
+        raise InputError(f"{file.path}: {_short(layers)}, expected {_short(model.moe_layers)}")
+    return np.array([layer.tokens for layer in load.layers], dtype=np.float64)
+
+
+def _short(layers: tuple[int, ...]) -> str:
+    return f"{len(layers)} MoE layers" + (f" ({layers[0]} to {layers[-1]})" if layers else "")
+
+
+def _as_params(placed: _Placed) -> dict[str, Any]:
+    """Return the placement for the applier: layer -> experts by rank, and a digest that the proof repeats."""
+    experts = {
+        str(layer): " ".join(map(str, row)) for layer, row in zip(placed.layers, placed.placement.tolist(), strict=True)
+    }
+    digest = hashlib.sha256(json.dumps(experts, sort_keys=True).encode()).hexdigest()[:16]
+    return {"experts": experts, "digest": digest}

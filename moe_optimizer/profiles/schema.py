@@ -83,8 +83,12 @@ class ExpertLoadSection(PassSection):
 class ExpertPlacementSection(PassSection):
     """Which GPU holds which expert, and replicas of the busy ones."""
 
+    load: str | None = Field(default=None, min_length=1)
+    """File with the measured load of each expert (expert_load.json of a run); null: none."""
+    load_check: str | None = Field(default=None, min_length=1)
+    """Such a file of other traffic: the gain is stated on it. null: no gain is stated."""
     redundant_experts: int = Field(default=0, ge=0, le=1024)
-    """Replicas per MoE layer."""
+    """Replicas per MoE layer, for vLLM's EPLB (CUDA only)."""
 
 
 class TunedConfigsSection(PassSection):

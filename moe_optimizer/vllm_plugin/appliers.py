@@ -11,6 +11,7 @@ from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation
 APPLIERS = {
     EXPERTS_PASS: "moe_optimizer.vllm_plugin.apply_experts:offer_experts",
     "expert_load": "moe_optimizer.vllm_plugin.expert_load:count_expert_load",
+    "expert_placement": "moe_optimizer.vllm_plugin.expert_placement:apply_placement",
     "fp8": "moe_optimizer.vllm_plugin.apply_fp8:convert_experts",
 }
 """Pass name -> "module:function", imported when a plan wants the pass.

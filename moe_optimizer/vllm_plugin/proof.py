@@ -75,6 +75,8 @@ class PassProof:
     """For example "fused_experts (cpu)"."""
     isa: str = ""
     """The instruction set that the kernel chose."""
+    digest: str = ""
+    """Of what was applied, where the decision's params have one."""
     layers: tuple[LayerProof, ...] = ()
 
     @property

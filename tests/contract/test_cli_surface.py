@@ -24,7 +24,7 @@ SWITCHED = (
 )  # fmt: skip
 PLAN = MODEL | {
     "--gpus", "--profile", "--batch-size", "--max-model-len", "--dtype", "--host", "--port", "--engine", "--hardware",
-    "--require", "--strict", "--show-config",
+    "--expert-load", "--expert-load-check", "--require", "--strict", "--show-config",
     *(f"--enable-{name}" for name in SWITCHED),
     *(f"--disable-{name}" for name in SWITCHED),
 }  # fmt: skip
@@ -33,6 +33,7 @@ SURFACE = {
     "inspect": COMMON | MODEL,
     "plan": COMMON | PLAN | {"--explain"},
     "doctor": COMMON | {"--model", "--drift"},
+    "experts": COMMON | {"SOURCE", "--png", "--top"},
     "build": COMMON | {"--check"},
 }
 

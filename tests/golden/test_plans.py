@@ -14,6 +14,8 @@ from tests.builders import (
     gpt_oss_120b,
     gpus,
     mixtral_8x7b,
+    placement_load,
+    profile_with,
     qwen3_30b_a3b,
     qwen3_30b_a3b_fp8,
     request,
@@ -25,6 +27,13 @@ PLANS = Path(__file__).parent / "plans"
 CONFIGS = "model_executor/layers/fused_moe/configs"
 # What the pretended vLLM ships: one of the configurations that the cases below look for.
 SHIPPED = ("E=128,N=384,device_name=NVIDIA_H200.json",)
+EP_2 = profile_with(passes={"parallelism": {"tensor_parallel_size": 2, "expert_parallel": "on"}})
+DP_EPLB = profile_with(
+    passes={
+        "parallelism": {"data_parallel_size": 2, "tensor_parallel_size": 8, "expert_parallel": "on"},
+        "expert_placement": {"redundant_experts": 32},
+    }
+)
 
 CASES = {
     "qwen3-30b-a3b_h100_sxm-x1_conservative": (qwen3_30b_a3b, ("h100_sxm", 1), "conservative"),
@@ -39,10 +48,12 @@ CASES = {
     "mixtral-8x7b_h100_sxm-x2_balanced": (mixtral_8x7b, ("h100_sxm", 2), "balanced"),
     "deepseek-v3_h200-x8_balanced": (deepseek_v3, ("h200", 8), "balanced"),
     "deepseek-v3_h200-x8_aggressive": (deepseek_v3, ("h200", 8), "aggressive"),
+    "deepseek-v3_h200-x16_placed": (deepseek_v3, ("h200", 16), DP_EPLB),
     "gpt-oss-120b_h100_sxm-x1_balanced": (gpt_oss_120b, ("h100_sxm", 1), "balanced"),
     "tiny-moe_cpu_conservative": (tiny_moe, None, "conservative"),
     "tiny-moe_cpu_balanced": (tiny_moe, None, "balanced"),
     "tiny-moe_cpu_aggressive": (tiny_moe, None, "aggressive"),
+    "tiny-moe_cpu_placed": (tiny_moe, None, EP_2),
 }
 
 
@@ -56,7 +67,8 @@ def plan_for(tmp_path):
         model, machine, profile = CASES[case]
         hardware = gpus(*machine) if machine else cpu_machine()
         installed = software("cuda" if machine else "cpu", location=str(tmp_path))
-        return make_plan(request(model(), hardware, profile, software=installed))
+        load = placement_load(model()) if case.endswith("_placed") else None
+        return make_plan(request(model(), hardware, profile, software=installed, expert_load=load))
 
     return make
 

@@ -26,10 +26,6 @@ DP_EP = profile_with(passes={"parallelism": {"expert_parallel": "on", "data_para
 @pytest.mark.parametrize(
     ("name", "model", "hardware", "profile", "status", "why"),
     [
-        ("expert_placement", qwen3_30b_a3b(), EIGHT, EP, Status.UNAVAILABLE, NOT_AVAILABLE),
-        ("expert_placement", qwen3_30b_a3b(), EIGHT, None, Status.REFUSED, "needs expert parallelism"),
-        ("expert_placement", qwen3_30b_a3b(), H100, None, Status.REFUSED, "needs at least 2 GPUs, found 1"),
-        ("expert_placement", tiny_moe(), cpu_machine(), None, Status.REFUSED, "on CUDA only"),
         ("disaggregation", qwen3_30b_a3b(), EIGHT, None, Status.UNAVAILABLE, NOT_AVAILABLE),
         ("disaggregation", qwen3_30b_a3b(), H100, None, Status.REFUSED, "needs at least 2 GPUs"),
         ("disaggregation", tiny_moe(), cpu_machine(), None, Status.UNAVAILABLE, NOT_AVAILABLE),

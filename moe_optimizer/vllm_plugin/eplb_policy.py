@@ -1,0 +1,118 @@
+"""Our placement solver as the policy of vLLM's expert load balancer (EPLB)."""
+
+# The signature is vLLM's.
+# ruff: noqa: PLR0917
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import torch
+
+from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.log import get_logger
+from moe_optimizer.placement import place_experts
+from moe_optimizer.vllm_plugin.activation import Activation, current
+from moe_optimizer.vllm_plugin.proof import described
+
+PLACEMENT_PASS = "expert_placement"
+_POLICY_NAME = "default"
+"""vLLM moves experts beside its forward passes only under a policy of this name, and its flag takes no other."""
+_ARGUMENTS = ("weight", "num_replicas", "num_groups", "num_nodes", "num_ranks", "old_global_expert_indices")
+
+logger = get_logger(__name__)
+
+
+def register_policy(activation: Activation) -> None:
+    """Put our policy in the place of vLLM's default one, in processes that hold a part of the model.
+
+    A table or an interface other than the one this was written for is left alone, with the reason in the proof.
+    """
+    if activation.proof.role == "frontend":
+        return
+    from vllm.distributed.eplb import policy
+
+    table = policy.EPLB_POLICIES
+    if getattr(table.get(_POLICY_NAME), "made_by_moe_optimizer", False):
+        return
+    reason = _why_not(policy, table)
+    if reason:
+        activation.refused(PLACEMENT_PASS, reason)
+        return
+    table[_POLICY_NAME] = make_policy(policy.AbstractEplbPolicy, table[_POLICY_NAME])
+    activation.applied(PLACEMENT_PASS, kernel="", isa="")
+
+
+def _why_not(policy: Any, table: Any) -> str:
+    if set(table) != {_POLICY_NAME}:
+        return f"vLLM's EPLB policies are {', '.join(map(str, table))}, known is {_POLICY_NAME}"
+    for name in policy.AbstractEplbPolicy.__abstractmethods__:
+        if name != "rebalance_experts":
+            return f"vLLM's EPLB policies have another abstract method: {name}"
+    found = tuple(inspect.signature(table[_POLICY_NAME].rebalance_experts).parameters)
+    if found != _ARGUMENTS:
+        return f"vLLM's EPLB policies take ({', '.join(found)}), known is ({', '.join(_ARGUMENTS)})"
+    return ""
+
+
+def make_policy(interface: type, stock: type) -> type:
+    """Return our policy as a class of vLLM's interface; `stock` answers where ours fails."""
+
+    class MoeOptimizerEplbPolicy(interface):
+        """Places replicas with `place_experts`; on CPU tensors, as vLLM hands them over."""
+
+        made_by_moe_optimizer = True
+
+        @classmethod
+        def rebalance_experts(
+            cls,
+            weight: torch.Tensor,
+            num_replicas: int,
+            num_groups: int,
+            num_nodes: int,
+            num_ranks: int,
+            old_global_expert_indices: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            """Return the expert of each slot, int64 [layers, replicas], from the tokens of each [layers, experts]."""
+            activation = current()
+            try:
+                placement = _rebalance(
+                    weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices
+                )
+                if activation is not None:
+                    activation.ran(PLACEMENT_PASS)
+            except Exception as error:  # noqa: BLE001 - vLLM is serving, and its own policy can still answer
+                # Every rank computes the same from the same numbers, so all of them come here.
+                logger.warning("expert placement: vLLM's own policy is used: %s", described(error))
+                if activation is not None:
+                    with contextlib.suppress(RequiredNotAppliedError):
+                        activation.refused(PLACEMENT_PASS, f"fallback: {described(error)}")
+                return stock.rebalance_experts(  # type: ignore[attr-defined]
+                    weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices
+                )
+            return placement
+
+    return MoeOptimizerEplbPolicy
+
+
+def _rebalance(
+    weight: torch.Tensor,
+    num_replicas: int,
+    num_groups: int,
+    num_nodes: int,
+    num_ranks: int,
+    old: torch.Tensor | None,
+) -> torch.Tensor:
+    # After a change of the number of ranks the old placement is of another size, and nothing can be kept from it.
+    keeps_size = old is not None and tuple(old.shape) == (weight.shape[0], num_replicas)
+    placement = place_experts(
+        weight.double().cpu().numpy(),
+        num_ranks,
+        num_replicas,
+        num_nodes,
+        num_groups,
+        old.cpu().numpy() if old is not None and keeps_size else None,
+    )
+    return torch.from_numpy(placement)

@@ -1,0 +1,192 @@
+"""When experts are placed, in which of the two ways, and what is claimed for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from tests.builders import (
+    context,
+    cpu_machine,
+    dense_model,
+    expert_load,
+    gpt_oss_120b,
+    gpus,
+    placement_load,
+    profile_with,
+    qwen3_30b_a3b,
+    tiny_moe,
+)
+
+EP = {"expert_parallel": "on"}
+ON = {"expert_placement": (Wish.ON, "flag --enable-expert-placement")}
+
+
+def decided(
+    model, hardware, *, load=None, parallelism=EP, section=None, flash_dmoe: bool = True, **changes
+) -> Decision:
+    """Return the decision; `flash_dmoe`: whether our kernel computes the experts."""
+    from moe_optimizer.passes.registry import all_passes
+
+    if hardware.gpu is None:
+        parallelism = {"tensor_parallel_size": 2, **parallelism}
+    profile = profile_with(passes={"parallelism": parallelism, "expert_placement": section or {}})
+    ctx = context(model, hardware, profile, expert_load=load, **changes)
+    passes = {each.name: each for each in all_passes()}
+    ctx = dataclasses.replace(ctx, decided={"parallelism": passes["parallelism"].decide(ctx)})
+    kernel = dataclasses.replace(
+        passes["flash_dmoe"].when_off(ctx, "for the test"), status=Status.ON if flash_dmoe else Status.OFF
+    )
+    ctx = dataclasses.replace(ctx, decided={**ctx.decided, "flash_dmoe": kernel})
+    return passes["expert_placement"].decide(ctx)
+
+
+def on_cpu(load=None, **changes) -> Decision:
+    return decided(tiny_moe(), cpu_machine(), load=load, **changes)
+
+
+def on_gpus(load=None, model=None, **changes) -> Decision:
+    return decided(model or qwen3_30b_a3b(), gpus("h100_sxm", 8), load=load, **changes)
+
+
+def test_a_measured_load_places_the_experts_of_every_layer():
+    decision = on_cpu(placement_load(tiny_moe()))
+    assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
+    assert decision.value == "placed by load, EP=2"
+    assert not decision.vllm_args
+    params = decision.params
+    assert (params["mode"], params["num_ranks"], params["num_experts"]) == ("initial", 2, 16)
+    assert list(params["experts"]) == ["0", "1", "2", "3"]
+    rows = [[int(expert) for expert in row.split()] for row in params["experts"].values()]
+    for row in rows:
+        assert sorted(row) == list(range(16))
+        assert row[:8] == sorted(row[:8]), "vLLM's loaders want the experts of a rank in ascending order"
+    assert any(row != list(range(16)) for row in rows)
+    assert len(params["digest"]) == 16
+
+
+def test_the_gain_is_that_on_load_that_was_not_used_to_place():
+    model = tiny_moe()
+    decision = on_cpu(placement_load(model))
+    assert decision.gain is not None
+    assert decision.gain.ratio.value > 1.02
+    assert "tuesday.json" in decision.gain.ratio.ref
+    assert "not used to place (tuesday.json)" in decision.reason
+    assert [text.split()[0] for text in decision.evidence] == ["monday.json", "tuesday.json"]
+    # Placed by the same Monday but judged by another Tuesday, the claim is another one.
+    load = placement_load(model)
+    assert load.checked_on is not None
+    other = dataclasses.replace(load.checked_on, load=expert_load(model, seed=3))
+    changed = on_cpu(dataclasses.replace(load, checked_on=other))
+    assert changed.params == decision.params
+    assert changed.gain is not None
+    assert changed.gain.ratio.value != decision.gain.ratio.value
+
+
+def test_without_a_second_load_no_gain_is_claimed():
+    decision = on_cpu(placement_load(tiny_moe(), checked=False))
+    assert decision.status is Status.ON
+    assert decision.gain is None
+    assert "on the very load it was placed by (monday.json)" in decision.reason
+
+
+def test_an_even_load_is_left_alone_unless_asked_for():
+    even = placement_load(tiny_moe(), checked=False, skew=0.0)
+    flat = dataclasses.replace(
+        even.placed_by.load,
+        layers=tuple(dataclasses.replace(layer, tokens=(7,) * 16) for layer in even.placed_by.load.layers),
+    )
+    load = dataclasses.replace(even, placed_by=dataclasses.replace(even.placed_by, load=flat))
+    assert on_cpu(load).status is Status.OFF
+    assert on_cpu(load).reason.startswith("would not pay: fullest rank 1 times the average instead of 1")
+    assert on_cpu(load, wishes=ON).status is Status.ON
+
+
+@pytest.mark.parametrize(
+    ("decision", "why"),
+    [
+        (lambda: on_cpu(wishes=ON), "needs the load of the experts"),
+        (lambda: decided(dense_model(), cpu_machine(), wishes=ON), "the model has no experts"),
+        (lambda: decided(qwen3_30b_a3b(), gpus("h100_sxm", 1), wishes=ON), "needs at least 2 GPUs, found 1"),
+        (lambda: on_gpus(wishes=ON, parallelism={}), "needs expert parallelism; without it every GPU has a slice"),
+        (
+            lambda: on_cpu(placement_load(tiny_moe()), wishes=ON, flash_dmoe=False),
+            "only our expert kernel was shown to follow the expert map",
+        ),
+        (
+            lambda: on_cpu(placement_load(tiny_moe()), wishes=ON, pinned={"--enable-ep-weight-filter": ""}),
+            "leaves out weights by expert number",
+        ),
+        (
+            lambda: on_cpu(
+                placement_load(tiny_moe()), wishes=ON, pinned={"--expert-placement-strategy": "round_robin"}
+            ),
+            "--expert-placement-strategy round_robin is given",
+        ),
+        (lambda: on_cpu(wishes=ON, pinned={"--enable-eplb": ""}), "vLLM's EPLB is CUDA only"),
+        (lambda: on_gpus(model=gpt_oss_120b(), wishes=ON), "vLLM's EPLB: experts in mxfp4 were not looked at"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_its_reason(decision, why):
+    assert decision().status is Status.REFUSED
+    assert why in decision().reason
+
+
+def test_without_a_load_nobody_gets_vllms_load_balancer_unasked():
+    assert on_gpus().status is Status.OFF
+    assert "--expert-load FILE" in on_gpus().reason
+
+
+def test_our_kernel_and_a_load_place_at_the_start_on_gpus_too():
+    decision = on_gpus(placement_load(qwen3_30b_a3b()))
+    assert decision.params["mode"] == "initial"
+    assert "EPLB" in decision.rejected
+
+
+def test_asked_for_without_a_load_it_is_vllms_load_balancer_with_our_policy():
+    decision = on_gpus(wishes=ON)
+    assert decision.params == {"mode": "eplb", "num_redundant_experts": 0}
+    assert decision.vllm_args == ("--enable-eplb", "--eplb-config", '{"num_redundant_experts": 0}')
+    assert decision.gain is None
+    assert any("flash_dmoe does not run" in warning for warning in decision.warnings)
+
+
+def test_redundant_experts_are_replicas_under_the_load_balancer():
+    model = qwen3_30b_a3b()
+    decision = on_gpus(placement_load(model), section={"redundant_experts": 16}, flash_dmoe=False)
+    assert json.loads(decision.vllm_args[2]) == {"num_redundant_experts": 16}
+    assert decision.value == "EPLB, 16 replicas"
+    # Two more of 128 experts on each GPU, in bytes of the whole model's experts.
+    taken = f"{2 / 128 * model.expert_weight_bytes / 1e9:.1f} GB"
+    assert any(taken in warning for warning in decision.warnings), decision.warnings
+    without = on_gpus(placement_load(model), wishes=ON, flash_dmoe=False)
+    assert decision.gain is not None
+    assert without.gain is not None
+    assert decision.gain.ratio.value > without.gain.ratio.value
+
+
+def test_replicas_are_rounded_up_to_as_many_on_every_gpu():
+    decision = on_gpus(section={"redundant_experts": 3})
+    assert decision.params["num_redundant_experts"] == 8
+    assert any("redundant_experts is 8 instead of 3" in warning for warning in decision.warnings)
+
+
+def test_replicas_are_not_promised_on_the_cpu():
+    decision = on_cpu(placement_load(tiny_moe()), section={"redundant_experts": 4})
+    assert decision.params["mode"] == "initial"
+    assert any("redundant_experts is not used" in warning for warning in decision.warnings)
+
+
+def test_a_load_of_another_model_is_an_error_or_a_warning():
+    with pytest.raises(InputError, match=r"monday\.json: 128 experts, expected 16 as tiny-moe has"):
+        on_cpu(placement_load(qwen3_30b_a3b()))
+    load = placement_load(tiny_moe())
+    short = dataclasses.replace(load.placed_by.load, layers=load.placed_by.load.layers[1:])
+    with pytest.raises(InputError, match=r"monday\.json: 3 MoE layers \(1 to 3\), expected 4 MoE layers \(0 to 3\)"):
+        on_cpu(dataclasses.replace(load, placed_by=dataclasses.replace(load.placed_by, load=short)))
+    named = on_cpu(placement_load(tiny_moe(), model="/models/other"))
+    assert named.warnings == ("the expert load is of /models/other, and the model is tiny-moe",)
