@@ -7,10 +7,11 @@ from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation
 from moe_optimizer.vllm_plugin.compat import supported_version
 from moe_optimizer.vllm_plugin.compile_factor import add_compile_factor
 from moe_optimizer.vllm_plugin.patch import PatchReport, PatchState, apply_when_imported
+from moe_optimizer.vllm_plugin.patches.fp8_oracle import FP8_ORACLE
 from moe_optimizer.vllm_plugin.patches.unquantized_oracle import UNQUANTIZED_ORACLE
 
 
-def offer_experts(activation: Activation, decision: Decision | None = None) -> None:  # noqa: ARG001 - read per layer
+def offer_experts(activation: Activation, decision: Decision | None = None) -> None:
     """Patch vLLM's kernel choice; without a plan yet, the classes are offered once there is one that wants them."""
     import vllm
 
@@ -26,3 +27,5 @@ def offer_experts(activation: Activation, decision: Decision | None = None) -> N
             activation.refused(EXPERTS_PASS, report.detail)
 
     apply_when_imported(UNQUANTIZED_ORACLE, on_change=patched)
+    if decision is None or decision.params.get("kernel") == "cuda":
+        apply_when_imported(FP8_ORACLE, on_change=patched)

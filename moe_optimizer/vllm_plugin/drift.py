@@ -10,7 +10,8 @@ from enum import Enum
 from pathlib import Path
 
 from moe_optimizer.vllm_plugin import compat
-from moe_optimizer.vllm_plugin.patch import probe
+from moe_optimizer.vllm_plugin.patch import Patch, probe
+from moe_optimizer.vllm_plugin.patches.fp8_oracle import FP8_ORACLE
 from moe_optimizer.vllm_plugin.patches.unquantized_oracle import UNQUANTIZED_ORACLE
 
 _PERMANENT = "stays: a public interface"
@@ -70,17 +71,22 @@ def _probe(known: _Known, root: Path | None) -> Seam:
     return Seam(name=known.name, status=status, detail=detail, why=known.why, remove_when=known.remove_when)
 
 
-def _experts_patch(root: Path) -> tuple[SeamStatus, str]:
-    path = compat.module_path(root, UNQUANTIZED_ORACLE.module)
-    source = compat.definition_source(path, UNQUANTIZED_ORACLE.name)
-    if source is None:
-        return SeamStatus.GONE, f"{UNQUANTIZED_ORACLE.name} is gone"
-    mismatch = probe(UNQUANTIZED_ORACLE, path)
-    if mismatch:
-        return SeamStatus.CHANGED, mismatch
-    digest = compat.fingerprint(source)
-    versions = [version for version, known in UNQUANTIZED_ORACLE.fingerprints.items() if known == digest]
-    return SeamStatus.PRESENT, f"source {digest}, as in vLLM {', '.join(versions)}"
+def _patched(patch: Patch) -> Callable[[Path], tuple[SeamStatus, str]]:
+    """Look for the source that a patch was written for."""
+
+    def look(root: Path) -> tuple[SeamStatus, str]:
+        path = compat.module_path(root, patch.module)
+        source = compat.definition_source(path, patch.name)
+        if source is None:
+            return SeamStatus.GONE, f"{patch.name} is gone"
+        mismatch = probe(patch, path)
+        if mismatch:
+            return SeamStatus.CHANGED, mismatch
+        digest = compat.fingerprint(source)
+        versions = [version for version, known in patch.fingerprints.items() if known == digest]
+        return SeamStatus.PRESENT, f"source {digest}, as in vLLM {', '.join(versions)}"
+
+    return look
 
 
 def _abstract_methods(root: Path) -> tuple[SeamStatus, str]:
@@ -167,19 +173,40 @@ _SEAMS = (
     ),
     _Known(
         name="unquantized kernel choice",
-        look=_experts_patch,
+        look=_patched(UNQUANTIZED_ORACLE),
         why=UNQUANTIZED_ORACLE.why,
         remove_when=UNQUANTIZED_ORACLE.remove_when,
     ),
     _Known(
         name="fp8 kernel choice",
-        look=_defined(
-            "vllm.model_executor.layers.fused_moe.oracle.fp8", "backend_to_kernel_cls", arguments=("backend",)
-        ),
-        why="place for FP8 experts; not used in this version",
-        remove_when=UNQUANTIZED_ORACLE.remove_when,
+        look=_patched(FP8_ORACLE),
+        why=FP8_ORACLE.why,
+        remove_when=FP8_ORACLE.remove_when,
     ),
-    _Known(name="experts interface", look=_abstract_methods, why="the experts class implements it"),
+    _Known(name="experts interface", look=_abstract_methods, why="the experts classes implement it"),
+    _Known(
+        name="Triton experts",
+        look=_defined("vllm.model_executor.layers.fused_moe.experts.triton_moe", "TritonExperts"),
+        why="compute the numbers of tokens at which our CUDA kernels do not win",
+    ),
+    _Known(
+        name="output of the experts",
+        look=_defined(
+            "vllm.model_executor.layers.fused_moe.topk_weight_and_reduce",
+            "TopKWeightAndReduceNoOP.apply",
+            arguments=("self", "output", "fused_expert_output"),
+        ),
+        why="our CUDA kernels write there instead of into vLLM's workspace",
+    ),
+    _Known(
+        name="FP8 activations",
+        look=_defined(
+            "vllm.model_executor.layers.fused_moe.utils",
+            "moe_kernel_quantize_input",
+            arguments=("A", "A_scale", "quant_dtype", "per_act_token_quant", "block_shape"),
+        ),
+        why="quantises the activations for vLLM's FP8 experts where our class hands them a forward",
+    ),
     _Known(
         name="compile cache factors",
         look=_defined("vllm.envs", "compile_factors"),

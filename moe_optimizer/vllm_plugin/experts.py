@@ -25,6 +25,9 @@ from moe_optimizer.vllm_plugin.weight_format import planned_format
 # SwiGLU variants that vLLM parametrises on the layer: silently ignoring one would change the model.
 _SWIGLU_PARAMETERS = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
 
+QuantKeys = tuple[Any, Any]
+"""How vLLM describes the quantisation of weights and activations; (None, None) is unquantised."""
+
 
 class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
     """SwiGLU experts, with or without an expert map, on weights that vLLM hands over as it loads them.
@@ -45,7 +48,7 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
 
     @classmethod
     @abstractmethod
-    def why_not(cls, moe_config: Any, activation: Activation) -> str:
+    def why_not(cls, moe_config: Any, keys: QuantKeys, activation: Activation) -> str:
         """Return why a layer that passed vLLM's own questions is still not ours, or ""."""
 
     @property
@@ -85,7 +88,7 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
             if supported:
                 reason = (
                     _unsupported_reason(cls, moe_config)
-                    or cls.why_not(moe_config, activation)
+                    or cls.why_not(moe_config, (weight_key, activation_key), activation)
                     or wanted.why_not(moe_config)
                 )
             elif not reason:

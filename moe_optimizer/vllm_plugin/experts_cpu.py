@@ -17,7 +17,8 @@ from vllm.platforms import current_platform
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.vllm_plugin import kernel
 from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation, current
-from moe_optimizer.vllm_plugin.experts import MoeOptimizerExperts
+from moe_optimizer.vllm_plugin.expert_placement import passes_of_placed
+from moe_optimizer.vllm_plugin.experts import MoeOptimizerExperts, QuantKeys
 from moe_optimizer.vllm_plugin.experts_op import dtype_name, run_experts
 from moe_optimizer.vllm_plugin.proof import LayerProof
 from moe_optimizer.vllm_plugin.self_check import CheckResult, LayerUnderCheck, check_layer
@@ -42,7 +43,7 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
         return f"{kernel.NAME} (cpu)", kernel.isa()
 
     @classmethod
-    def why_not(cls, moe_config: Any, activation: Activation) -> str:  # noqa: ARG003
+    def why_not(cls, moe_config: Any, keys: QuantKeys, activation: Activation) -> str:  # noqa: ARG003
         """Return why the kernel cannot compute this layer here, or "": the last question tries it."""
         if importlib.util.find_spec(_CPU_ROUTER) is None:
             return "vLLM's CPU build routes tokens inside its own kernel before 0.30"
@@ -96,17 +97,17 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             num_local_experts=loaded[0].shape[0],
             hidden_size=loaded[1].shape[1],
             intermediate_size=loaded[1].shape[2],
-            dtype=dtype_name(loaded[0]),
+            dtype=dtype_name(loaded[0].dtype),
             expert_map=expert_map is not None,
             weight_format=weights.format,
-            weight_dtype="" if weights.format == PLAIN else dtype_name(weights.w13),
+            weight_dtype="" if weights.format == PLAIN else dtype_name(weights.w13.dtype),
             loaded_bytes=sum(weight.nbytes for weight in loaded),
             weight_bytes=weights.nbytes,
             output_error=weights.output_error,
             why_plain=weights.why_plain,
             self_check_error=result.error,
         )
-        activation.add_layer(_passes_of(weights), layer.w13_weight.data_ptr(), entry)
+        activation.add_layer((*_passes_of(weights), *passes_of_placed(layer)), layer.w13_weight.data_ptr(), entry)
 
     def _checked(
         self,

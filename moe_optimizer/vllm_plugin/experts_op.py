@@ -74,12 +74,12 @@ def _unnamed_layer(weights: KernelWeights, *, has_map: bool) -> LayerProof:
         num_local_experts=weights.w13.shape[0],
         hidden_size=weights.w2.shape[1],
         intermediate_size=weights.w13.shape[1] // 2,
-        dtype=dtype_name(weights.w13),
+        dtype=dtype_name(weights.w13.dtype),
         expert_map=has_map,
         weight_format=weights.format,
     )
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype as the proof writes it: "bfloat16"."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")

@@ -95,8 +95,8 @@ class WeightFormat(Protocol):
 class PlainWeights:
     """As vLLM loads them."""
 
-    name = PLAIN
-    passes = (EXPERTS_PASS,)
+    name: str = PLAIN
+    passes: tuple[str, ...] = (EXPERTS_PASS,)
 
     def why_not(self, moe_config: Any) -> str:  # noqa: ARG002 - the experts class has checked the sizes
         """Every layer can be plain."""

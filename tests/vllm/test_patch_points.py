@@ -15,7 +15,7 @@ from moe_optimizer.vllm_plugin import apply, apply_experts, kernel
 from moe_optimizer.vllm_plugin import patch as patches
 from moe_optimizer.vllm_plugin.activation import Activation
 from moe_optimizer.vllm_plugin.patch import PatchState
-from moe_optimizer.vllm_plugin.patches import unquantized_oracle
+from moe_optimizer.vllm_plugin.patches import kernel_choice
 from moe_optimizer.vllm_plugin.patches.unquantized_oracle import UNQUANTIZED_ORACLE
 from tests.vllm.conftest import tiny_plan
 
@@ -101,7 +101,8 @@ def test_undone_it_is_stock_again(oracle: Any, activate: Callable[..., Activatio
 
 def test_the_installed_source_is_the_known_one(activate: Callable[..., Activation]) -> None:
     activate()
-    assert [report.state for report in patches.patch_reports()] == [PatchState.APPLIED]
+    states = {report.patch.target: report.state for report in patches.patch_reports()}
+    assert states[UNQUANTIZED_ORACLE.target] is PatchState.APPLIED
 
 
 def unsupported() -> dict[str, dict[str, Any]]:
@@ -116,6 +117,15 @@ def unsupported() -> dict[str, dict[str, Any]]:
         "swiglu_limit=7.0": {"swiglu_limit": 7.0},
         "float64": {"in_dtype": torch.float64},
     }
+
+
+def test_lora_is_left_to_stock_because_vllm_would_not_ask(
+    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_choice, "uses_lora", lambda: True)
+    activation = activate()
+    assert chosen(oracle) == "CPUUnquantizedExperts"
+    assert why_not(activation) == "kernel does not support LoRA"
 
 
 @pytest.mark.parametrize("reason", ["activation", "parallel config", "swiglu_limit=7.0", "float64"])
@@ -141,8 +151,8 @@ def raising(*args: Any, **kwargs: Any) -> Any:
 
 
 POINTS = [
-    (unquantized_oracle, "world"),
-    (unquantized_oracle, "_offered_classes"),
+    (kernel_choice, "world"),
+    (kernel_choice, "_offered_classes"),
     (kernel, "self_test"),
     (kernel, "why_not_covered"),
     (kernel, "isa"),

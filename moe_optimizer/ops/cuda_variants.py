@@ -1,0 +1,45 @@
+"""Which CUDA kernels are worth a try for a call, and their names in tables, plans and proofs."""
+
+from __future__ import annotations
+
+import re
+
+from moe_optimizer.ops.cuda_dispatch import DecodeStart, DecodeVariant, GroupedVariant, Variant
+from moe_optimizer.ops.launch_geometry.decode import DIRECT_PAIRS, DIRECT_TOKENS
+from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS, GemmMode, choose_tile_tokens
+from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
+
+_GROUPED = re.compile(r"grouped-(?P<mode>[a-z0-9_]+?)(?:-n(?P<tile>\d+))?(?:/(?P<stages>\d+))?")
+_DIRECT = DecodeVariant(DecodeStart.CHAINED, direct=True)
+_GROUPED_FROM_TOKENS = 8
+
+
+def accurate_variants(sizes: MoeSizes) -> tuple[Variant, ...]:
+    """Return the variants for these sizes whose error is that of the activations' dtype, the likeliest best first.
+
+    The variant that quantises the activations to FP8 is left out: it is not as accurate as what it would replace.
+    """
+    chosen: list[Variant] = []
+    if sizes.num_tokens <= DIRECT_TOKENS and sizes.num_pairs <= DIRECT_PAIRS:
+        chosen.append(_DIRECT)
+    if sizes.num_tokens >= _GROUPED_FROM_TOKENS:
+        mode = GemmMode.BF16 if sizes.weight_bytes == 2 else GemmMode.FP8_WEIGHTS
+        tiles = TILE_TOKENS[mode]
+        at = tiles.index(choose_tile_tokens(sizes, mode))
+        chosen += [GroupedVariant(mode, tile) for tile in tiles[max(0, at - 1) : at + 2]]
+    return tuple(chosen)
+
+
+def variant_named(name: str) -> Variant:
+    """Return the variant whose `str` is `name`.
+
+    Raises:
+        ValueError: there is none; a table of other kernels was asked for.
+    """
+    if name == str(_DIRECT):
+        return _DIRECT
+    match = _GROUPED.fullmatch(name)
+    if match is None or match["mode"].upper() not in GemmMode.__members__:
+        raise ValueError(f"no kernel is called {name!r:.60}")
+    tile, stages = (None if match[key] is None else int(match[key]) for key in ("tile", "stages"))
+    return GroupedVariant(GemmMode[match["mode"].upper()], tile, stages)

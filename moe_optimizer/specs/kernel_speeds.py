@@ -1,0 +1,175 @@
+"""How long our expert kernels and vLLM's own take on one device, and what follows for each number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+STOCK = "stock"
+"""What dispatch tables and proofs call vLLM's own kernel."""
+MARGIN = 0.02
+"""Chosen: a kernel of ours is used where it takes at least 2 % less than vLLM's. Below that the order of two medians
+changes from run to run (benchmarks/records)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """The experts of one MoE layer as one device holds them."""
+
+    hidden_size: int
+    intermediate_size: int
+    """Expert width on this device: after a tensor-parallel split."""
+    num_experts: int
+    """Experts on this device."""
+    num_global_experts: int
+    """Experts that the router chooses from; more than `num_experts` under expert parallelism."""
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSpeeds:
+    """One layer at one number of tokens: medians in microseconds of one run."""
+
+    tokens: int
+    stock_us: float
+    ours_us: Mapping[str, float]
+    """Kernel variant -> time. A variant that does not cover this many tokens is absent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSpeeds:
+    """Times of one layer shape, and everything they depend on."""
+
+    device: str
+    """GPU as the driver names it; for a processor its name, instruction set and number of threads."""
+    weights: str
+    """How the weights are stored: "fp32", "bf16", "fp16", "fp8_block", "fp8_channel"."""
+    shape: LayerShape
+    kernel_hash: str
+    """Of the sources that our kernels for this device are built from."""
+    vllm: str
+    """Version whose kernel is "stock"."""
+    driver: str
+    """Of the GPU; "" for a processor."""
+    rows: tuple[TokenSpeeds, ...]
+    """Ascending in `tokens`."""
+    source: str
+    """The record, or when and where it was measured."""
+    torch: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedQuestion:
+    """What a plan asks of the tables."""
+
+    device: str
+    weights: str
+    shape: LayerShape
+    kernel_hash: str
+    vllm: str
+
+    def why_not(self, speeds: KernelSpeeds) -> str:
+        """Return why a table does not answer this question, or ""; the first difference of the weightiest kind."""
+        for name, what in (
+            ("device", "is of"),
+            ("shape", "is of a layer of"),
+            ("weights", "is of weights in"),
+            ("vllm", "is of vLLM"),
+            ("kernel_hash", "is of kernels from other sources:"),
+        ):
+            mine, theirs = getattr(self, name), getattr(speeds, name)
+            if mine != theirs:
+                return f"{what} {_short(theirs)}, needed {_short(mine)}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRange:
+    """From the range before up to this many tokens, use this kernel."""
+
+    up_to: int
+    use: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedTables:
+    """The tables at hand."""
+
+    tables: tuple[KernelSpeeds, ...] = ()
+    warnings: tuple[str, ...] = field(default_factory=tuple)
+    """Files that could not be read."""
+
+    def find(self, question: SpeedQuestion) -> KernelSpeeds | None:
+        """Return the last table that answers: what was measured on this machine comes after what is shipped."""
+        fitting = [table for table in self.tables if not question.why_not(table)]
+        return fitting[-1] if fitting else None
+
+    def why_none(self, question: SpeedQuestion) -> str:
+        """Return why no table answers, by the nearest one."""
+        same_device = [table for table in self.tables if table.device == question.device]
+        if not same_device:
+            return f"no kernel speeds for {question.device}"
+        same_shape = [table for table in same_device if table.shape == question.shape]
+        if not same_shape:
+            return f"no kernel speeds for a layer of {_short(question.shape)} on {question.device}"
+        return f"the kernel speeds {question.why_not(same_shape[-1])}"
+
+
+def token_ranges(rows: Sequence[TokenSpeeds], *, margin: float = MARGIN) -> tuple[TokenRange, ...]:
+    """Return which kernel to use for how many tokens. Above the last range: vLLM's.
+
+    Between two measured numbers of tokens a variant is used only if it was measured at both and is faster than
+    vLLM's at both: at the upper one, up to which it is used, by `margin`; of several the one that gains most there.
+    """
+    chosen: list[TokenRange] = []
+    lower: TokenSpeeds | None = None
+    for row in rows:
+        # Below the first measured number there is nothing to compare with: one token is all it stands for.
+        if lower is None and row.tokens > 1:
+            chosen.append(TokenRange(up_to=row.tokens - 1, use=STOCK))
+        chosen.append(TokenRange(up_to=row.tokens, use=_winner(lower, row, margin)))
+        lower = row
+    merged: list[TokenRange] = []
+    for each in chosen:
+        if merged and merged[-1].use == each.use:
+            merged.pop()
+        merged.append(each)
+    if merged and merged[-1].use == STOCK:
+        merged.pop()
+    return tuple(merged)
+
+
+def _winner(lower: TokenSpeeds | None, upper: TokenSpeeds, margin: float) -> str:
+    neighbours = lower is None or lower.tokens + 1 == upper.tokens
+    faster = [
+        (time, name)
+        for name, time in upper.ours_us.items()
+        if time <= (1 - margin) * upper.stock_us
+        and (neighbours or (lower is not None and lower.ours_us.get(name, float("inf")) <= lower.stock_us))
+    ]
+    return min(faster)[1] if faster else STOCK
+
+
+def kernel_for(ranges: Sequence[TokenRange], tokens: int) -> str:
+    """Return what to use for this many tokens."""
+    for each in ranges:
+        if tokens <= each.up_to:
+            return each.use
+    return STOCK
+
+
+def never_slower(rows: Sequence[TokenSpeeds], variant: str, *, margin: float = MARGIN) -> bool:
+    """Return whether one kernel can take the place of vLLM's at every number of tokens: the weights of a layer lie
+    for the one or for the other. "Never slower" is meant up to `margin`, and it must gain somewhere.
+    """
+    ratios = [row.stock_us / row.ours_us[variant] for row in rows if variant in row.ours_us]
+    return len(ratios) == len(rows) > 0 and min(ratios) >= 1 - margin and max(ratios) >= 1 + margin
+
+
+def _short(value: object) -> str:
+    if isinstance(value, LayerShape):
+        experts = f"{value.num_experts}"
+        if value.num_global_experts != value.num_experts:
+            experts += f" of {value.num_global_experts}"
+        return f"H={value.hidden_size}, I={value.intermediate_size}, {experts} experts, top-{value.top_k}"
+    return str(value)[:40]
