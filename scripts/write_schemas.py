@@ -15,8 +15,10 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from moe_optimizer.cli.doctor import Report
+from moe_optimizer.cli.experts_output import ExpertsOutput
 from moe_optimizer.cli.ready_server import ReadyServer
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.specs.expert_load import ExpertLoad
 from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.software import KernelInventory
 
@@ -35,6 +37,8 @@ def schemas() -> dict[str, dict[str, Any]]:
         "doctor.schema.json": _schema(Report, "moe-optimizer doctor --json"),
         "build.schema.json": _schema(KernelInventory, "moe-optimizer build --json"),
         "serve.schema.json": _schema(ReadyServer, "moe-optimizer serve --json, once the server is ready"),
+        "experts.schema.json": _schema(ExpertsOutput, "moe-optimizer experts --json"),
+        "expert_load.schema.json": _schema(ExpertLoad, "expert_load.json of a run folder"),
         "config.schema.json": _config_schema(),
     }
 

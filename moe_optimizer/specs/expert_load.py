@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from moe_optimizer.errors import InputError
 
@@ -52,7 +52,7 @@ class ExpertLoad:
     """When counting began: ISO 8601 with a UTC offset."""
     steps: int
     """Forward passes that were counted."""
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
         indices = [layer.index for layer in self.layers]

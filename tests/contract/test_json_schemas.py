@@ -24,6 +24,7 @@ OUTPUTS = {
     "doctor": (["doctor", "--json"], "doctor"),
     "doctor of a model": (["doctor", "--model", TINY_MOE, "--json"], "doctor"),
     "doctor of vLLM": (["doctor", "--drift", "--json"], "doctor"),
+    "experts": (["experts", str(ROOT / "tests" / "data" / "expert_load.json"), "--json"], "experts"),
     "build": (["build", "--check", "--json"], "build"),
     "configuration": (["plan", TINY_MOE, "--show-config", "--json"], "config"),
 }
@@ -60,6 +61,11 @@ def test_the_schema_refuses_what_the_command_does_not_print(
     finished = run_command(["inspect", TINY_MOE, "--json"], program=("-m", "moe_optimizer"), cwd=tmp_path)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(json.loads(finished.stdout) | change, published("inspect"))
+
+
+def test_a_file_of_counts_follows_its_schema() -> None:
+    counts = json.loads((ROOT / "tests" / "data" / "expert_load.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(published("expert_load")).validate(counts)
 
 
 def test_a_printed_plan_is_a_plan_file(tmp_path: Path, run_command: Any) -> None:

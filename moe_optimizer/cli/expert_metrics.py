@@ -1,0 +1,111 @@
+"""Expert load from the /metrics page of a running server."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from datetime import UTC, datetime
+
+from moe_optimizer.errors import InputError, ServerFailedError
+from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
+
+_TIMEOUT_S = 10.0
+_MAX_BYTES = 1 << 28
+"""Chosen: as for the file."""
+_PREFIX = "moe_optimizer_expert_"
+# One sample of the text format: name, labels in braces, value.
+_SAMPLE = re.compile(r"^moe_optimizer_expert_(?P<name>\w+)\{(?P<labels>.*)\} (?P<value>\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+
+
+def read_metrics(url: str) -> ExpertLoad:
+    """Return the expert load that the server at `url` shows.
+
+    Raises:
+        InputError: the URL is none, or the server shows no expert load.
+        ServerFailedError: it does not answer.
+    """
+    base = url.rstrip("/").removesuffix("/metrics")
+    if not urllib.parse.urlsplit(base).hostname:
+        raise InputError(f"{url}: not a URL, expected for example http://127.0.0.1:8000")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{base}/metrics", timeout=_TIMEOUT_S) as response:
+            text = response.read(_MAX_BYTES).decode("utf-8", errors="replace")
+    except urllib.error.HTTPError as error:
+        raise InputError(f"{base}/metrics: got status {error.code}, expected a vLLM server's metrics") from None
+    except (http.client.InvalidURL, ValueError) as error:
+        raise InputError(f"{url}: not a URL: {error}") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ServerFailedError(f"{base}/metrics: no answer: {reason}", hint="is the server running?") from None
+    return parse_metrics(text, origin=f"{base}/metrics")
+
+
+def parse_metrics(text: str, *, origin: str) -> ExpertLoad:
+    """Return the expert load in a page of Prometheus' text format.
+
+    Raises:
+        InputError: the page has none, or not a whole one.
+    """
+    tokens: dict[int, dict[int, int]] = {}
+    names: dict[int, str] = {}
+    model, steps, since = "", 0, 0.0
+    try:
+        for name, labels, value in _samples(text):
+            model = labels.get("model_name", model)
+            if name == "tokens_total":
+                tokens.setdefault(int(labels["layer"]), {})[int(labels["expert"])] = int(value)
+            elif name == "load_max_over_mean":
+                names[int(labels["layer"])] = labels["name"]
+            elif name == "load_steps_total":
+                steps = int(value)
+            elif name == "load_since_timestamp_seconds":
+                since = value
+        moment = datetime.fromtimestamp(since, UTC).isoformat(timespec="seconds")
+    except (KeyError, ValueError, OverflowError, OSError) as error:
+        raise InputError(f"{origin}: not this package's metrics: {type(error).__name__}: {error}") from None
+    if not tokens:
+        raise InputError(
+            f"{origin}: no expert load", hint="start the server with --enable-expert-load, and send requests"
+        )
+    num_experts = 1 + max(max(each) for each in tokens.values())
+    if any(sorted(each) != list(range(num_experts)) for each in tokens.values()):
+        raise InputError(f"{origin}: the experts of a layer are not 0 to {num_experts - 1}")
+    return ExpertLoad(
+        model=model,
+        num_experts=num_experts,
+        layers=tuple(
+            LayerLoad(
+                index=index,
+                # The name comes with the figures, and a layer without tokens has none.
+                name=names.get(index, f"layer {index}"),
+                tokens=tuple(tokens[index][expert] for expert in range(num_experts)),
+            )
+            for index in sorted(tokens)
+        ),
+        since=moment,
+        steps=steps,
+    )
+
+
+def _samples(text: str) -> list[tuple[str, dict[str, str], float]]:
+    """Return (name without prefix, labels, value) of every sample of ours."""
+    found = []
+    for line in text.splitlines():
+        if not line.startswith(_PREFIX):
+            continue
+        match = _SAMPLE.match(line)
+        if match is None:
+            raise ValueError(f"line {line!r:.80}")
+        labels = {key: re.sub(r"\\.", _unescaped, value) for key, value in _LABEL.findall(match["labels"])}
+        found.append((match["name"], labels, float(match["value"])))
+    return found
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    return _ESCAPES.get(match[0], match[0])

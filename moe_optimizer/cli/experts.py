@@ -1,0 +1,80 @@
+"""`moe-optimizer experts`: which experts the traffic used, and how unevenly."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_optimizer.cli import messages
+from moe_optimizer.cli.options import ExpertsOptions, takes
+from moe_optimizer.errors import ExitCode, InputError
+
+if TYPE_CHECKING:
+    from moe_optimizer.specs.expert_load import ExpertLoad
+
+
+@takes(ExpertsOptions)
+def command(options: ExpertsOptions) -> int:
+    """Show which experts the traffic used: heatmap and imbalance.
+
+    SOURCE is a run folder, an expert_load.json, or the URL of a server that was started with --enable-expert-load.
+    """
+    from moe_optimizer.cli.heatmap import render_load
+    from moe_optimizer.costs.expert_imbalance import load_report
+
+    with messages.held_messages(verbose=options.verbose):
+        load = read_source(options.source)
+        report = load_report(load)
+        if options.png is not None:
+            from moe_optimizer.cli.heatmap_png import write_heatmap
+
+            write_heatmap(load, Path(options.png))
+    if options.json:
+        import json
+
+        from moe_optimizer.cli.experts_output import ExpertsOutput
+        from moe_optimizer.plan.json_codec import encode
+
+        messages.write_data(json.dumps(encode(ExpertsOutput(load=load, report=report)), indent=2))
+    else:
+        messages.write_data(
+            render_load(
+                load, report, width=messages.output_width(), top=options.top, unicode=_takes_blocks(sys.stdout.encoding)
+            )
+        )
+    if options.png is not None:
+        sys.stderr.write(f"heatmap written to {options.png}\n")
+    return ExitCode.OK
+
+
+def read_source(source: str | None) -> ExpertLoad:
+    """Return the expert load of a run folder, a file or a server.
+
+    Raises:
+        InputError: none is named, there is none, or it is not one.
+        ServerFailedError: the server does not answer.
+    """
+    from moe_optimizer.cli.expert_metrics import read_metrics
+    from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR, read_expert_load, read_run_load
+
+    if not source:
+        raise InputError("SOURCE: is missing", hint="give a run folder, expert_load.json or a URL")
+    if source.startswith(("http://", "https://")):
+        return read_metrics(source)
+    path = Path(source)
+    if not path.is_dir():
+        if not path.exists():
+            raise InputError(f"{source}: no such file or folder", hint="give a run folder, expert_load.json or a URL")
+        return read_expert_load(path)
+    if not (path / PARTS_DIR).is_dir() and (path / LOAD_FILE).is_file():
+        return read_expert_load(path / LOAD_FILE)
+    return read_run_load(path)
+
+
+def _takes_blocks(encoding: str | None) -> bool:
+    try:
+        "░▒▓█".encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
