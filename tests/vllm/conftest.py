@@ -22,6 +22,7 @@ from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, 
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import PlanRequest, make_plan
 from moe_optimizer.profiles import load_profile
+from moe_optimizer.specs.placement_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.vllm_plugin.http_client import ServerClient
 from moe_optimizer.vllm_plugin.launch import ServerInfo, running
@@ -64,7 +65,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def tiny_plan(*vllm_args: str, dtype: str = "float32", required: Sequence[str] = ()) -> Plan:
+def tiny_plan(
+    *vllm_args: str,
+    dtype: str = "float32",
+    required: Sequence[str] = (),
+    expert_load: PlacementLoad | None = None,
+) -> Plan:
     """Return a plan for the bundled model on this machine, as the command line makes it."""
     return make_plan(
         PlanRequest(
@@ -78,6 +84,7 @@ def tiny_plan(*vllm_args: str, dtype: str = "float32", required: Sequence[str] =
             batch_size=8,
             vllm_args=("--logprobs-mode", "raw_logits", *vllm_args),
             required=frozenset(required),
+            expert_load=expert_load,
         )
     )
 
