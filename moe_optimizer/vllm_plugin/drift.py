@@ -13,6 +13,8 @@ from moe_optimizer.vllm_plugin import compat
 from moe_optimizer.vllm_plugin.patch import Patch, probe
 from moe_optimizer.vllm_plugin.patches.fp8_oracle import FP8_ORACLE
 from moe_optimizer.vllm_plugin.patches.unquantized_oracle import UNQUANTIZED_ORACLE
+from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
+from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
 
 _PERMANENT = "stays: a public interface"
 
@@ -182,6 +184,27 @@ _SEAMS = (
         look=_patched(FP8_ORACLE),
         why=FP8_ORACLE.why,
         remove_when=FP8_ORACLE.remove_when,
+    ),
+    _Known(
+        name="routed experts callback",
+        look=_defined(
+            "vllm.model_executor.layers.fused_moe.router.base_router",
+            "BaseRouter.set_capture_fn",
+            arguments=("self", "capture_fn"),
+        ),
+        why="tokens are counted per expert in it",
+    ),
+    _Known(
+        name="a worker's model is loaded",
+        look=_patched(WORKER_MODEL_LOADED),
+        why=WORKER_MODEL_LOADED.why,
+        remove_when=WORKER_MODEL_LOADED.remove_when,
+    ),
+    _Known(
+        name="a worker's step",
+        look=_patched(WORKER_EXECUTE_MODEL),
+        why=WORKER_EXECUTE_MODEL.why,
+        remove_when=WORKER_EXECUTE_MODEL.remove_when,
     ),
     _Known(name="experts interface", look=_abstract_methods, why="the experts classes implement it"),
     _Known(

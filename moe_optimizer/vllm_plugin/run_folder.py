@@ -12,6 +12,7 @@ from pathlib import Path
 from moe_optimizer.errors import InputError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR
 from moe_optimizer.vllm_plugin.activation import PLAN_FILE
 from moe_optimizer.vllm_plugin.proof import PROOF_DIR
 
@@ -38,15 +39,17 @@ class RunFolder:
         return self.path / LOG_FILE
 
     def prepare(self, plan: Plan) -> None:
-        """Write the plan and remove the proofs of an earlier server, which would count for this one.
+        """Write the plan and remove the proofs and counts of an earlier server, which would be taken for this one's.
 
         Raises:
             InputError: the folder cannot be written.
         """
         try:
             write_atomically(self.plan_path, plan.to_json())
-            for old in (self.path / PROOF_DIR).glob("*.json"):
-                old.unlink()
+            for folder in (PROOF_DIR, PARTS_DIR):
+                for old in (self.path / folder).glob("*.json"):
+                    old.unlink()
+            (self.path / LOAD_FILE).unlink(missing_ok=True)
         except OSError as error:
             raise self._refused(error) from None
 
