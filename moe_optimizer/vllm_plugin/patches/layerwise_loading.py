@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_optimizer.vllm_plugin.activation import current
+from moe_optimizer.vllm_plugin.freed_memory import return_freed_memory
 from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.weight_format import PLAIN, planned_format
 
@@ -64,6 +65,7 @@ def _once(method: Any) -> None:
     def process_weights_after_loading(layer: Any) -> None:
         if method.moe_kernel is None:
             process(layer)
+            return_freed_memory()
 
     method.process_weights_after_loading = process_weights_after_loading
 

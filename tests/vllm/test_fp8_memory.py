@@ -1,0 +1,104 @@
+"""What FP8 experts save, measured from outside the code that saves it: the memory of a process that loads a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.planner import PlanRequest, make_plan
+from moe_optimizer.profiles import load_profile
+from moe_optimizer.specs.software import SoftwareSpec
+from tests.vllm.conftest import TINY_MOE, free_port
+
+pytestmark = pytest.mark.vllm
+LAYERS, EXPERTS, WIDTH = 8, 32, 512
+BF16_BYTES = LAYERS * EXPERTS * 3 * WIDTH * WIDTH * 2
+SCRIPT = Path(__file__).parent / "loading_memory.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose experts (403 MB in BF16) stand out from everything else in a process."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("model")
+    config = json.loads((TINY_MOE / "config.json").read_text())
+    config |= {"hidden_size": WIDTH, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS}
+    config |= {"num_hidden_layers": LAYERS}
+    (folder / "config.json").write_text(json.dumps(config))
+    heads, kv_heads, head_dim = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Any:
+        return (torch.randn(*shape, generator=generator) * 0.02).bfloat16()
+
+    tensors = {"model.embed_tokens.weight": randn(config["vocab_size"], WIDTH), "model.norm.weight": randn(WIDTH)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{norm}.weight"] = randn(WIDTH)
+        for norm in ("q_norm", "k_norm"):
+            tensors[f"{prefix}.self_attn.{norm}.weight"] = randn(head_dim)
+        for part, rows in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
+            tensors[f"{prefix}.self_attn.{part}.weight"] = randn(rows * head_dim, WIDTH)
+        tensors[f"{prefix}.self_attn.o_proj.weight"] = randn(WIDTH, heads * head_dim)
+        tensors[f"{prefix}.mlp.gate.weight"] = randn(EXPERTS, WIDTH)
+        for expert in range(EXPERTS):
+            for part in ("gate_proj", "up_proj", "down_proj"):
+                tensors[f"{prefix}.mlp.experts.{expert}.{part}.weight"] = randn(WIDTH, WIDTH)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def loaded(model: Path, run_dir: Path, *, fp8: bool) -> dict[str, int]:
+    """Load the model under a plan and return what it cost."""
+    plan = make_plan(
+        PlanRequest(
+            model=ModelInspector().inspect(model),
+            hardware=probe_hardware(),
+            software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
+            profile=load_profile("balanced"),
+            batch_size=1,
+            max_model_len=128,
+            wishes={"fp8": (Wish.ON if fp8 else Wish.OFF, "test")},
+        )
+    )
+    run_dir.mkdir()
+    (run_dir / "plan.json").write_text(plan.to_json())
+    environment = {**os.environ, "MOE_OPTIMIZER_PLAN": str(run_dir / "plan.json"), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [sys.executable, str(SCRIPT), str(model), str(free_port())]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def memory(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {name: loaded(model, folder / name, fp8=name == "fp8") for name in ("bf16", "fp8")}
+
+
+def test_the_expert_weights_halve(memory: dict[str, dict[str, int]]) -> None:
+    assert memory["bf16"]["expert_bytes"] == BF16_BYTES
+    assert memory["fp8"]["expert_bytes"] == BF16_BYTES // 2
+
+
+def test_the_process_is_smaller_by_half_of_the_experts(memory: dict[str, dict[str, int]]) -> None:
+    # Half of the experts, less some 25 MB that converting costs for good: code, threads, scratch.
+    saved = memory["bf16"]["end_bytes"] - memory["fp8"]["end_bytes"]
+    assert saved > 0.5 * BF16_BYTES - 50e6, memory
+
+
+def test_the_experts_are_never_all_there_in_bf16(memory: dict[str, dict[str, int]]) -> None:
+    # With the conversion after the last layer is loaded, the peak is all of BF16 and a layer more.
+    assert memory["bf16"]["peak_bytes"] > BF16_BYTES, memory
+    assert memory["fp8"]["peak_bytes"] < 0.9 * BF16_BYTES, memory
