@@ -17,6 +17,11 @@ SOURCE_DIR = Path(__file__).resolve().parent
 SOURCES = (
     "CMakeLists.txt", "*.cmake", "*.py", "bindings/*", "cpu/*.*", "cpu/simd/*", "include/moeopt/*", "launch/*",
 )  # fmt: skip
+DEVICE_SOURCES = {
+    "cpu": ("CMakeLists.txt", "cpu/*.*", "cpu/simd/*", "include/moeopt/*.h"),
+    "cuda": ("cuda.cmake", "compile_cuda.py", "include/moeopt/*", "launch/*"),
+}
+"""What the kernels for one device are made of: measured speeds hold as long as it stays."""
 CPU_OPS = ("fused_experts", "flash_dmoe")
 CUDA_OPS = ("fused_experts", "flash_dmoe")
 
@@ -29,6 +34,15 @@ def source_hash(compiler: str, cuda_archs: str) -> str:
         digest.update(path.read_bytes())
     digest.update(f"{compiler_version(compiler)}\0{nvcc_version()}\0{cuda_archs}\0".encode())
     digest.update(str(sysconfig.get_config_var("SOABI")).encode())
+    return digest.hexdigest()
+
+
+def device_sources(device: str, folder: Path = SOURCE_DIR) -> str:
+    """Return a hash of the sources of one device's kernels in a csrc folder; compilers do not count."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in DEVICE_SOURCES[device] for path in folder.glob(pattern)):
+        digest.update(f"{path.relative_to(folder)}\0".encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -65,6 +79,7 @@ def main() -> None:
     kernels = [entry for report in options.cuda_reports for entry in json.loads(report.read_text(encoding="utf-8"))]
     info = {
         "source_hash": source_hash(options.compiler, options.cuda_archs),
+        "sources": {device: device_sources(device) for device in DEVICE_SOURCES},
         "cpu_ops": list(CPU_OPS),
         "cuda_ops": list(CUDA_OPS) if kernels else [],
         "cuda_archs": options.cuda_archs.split(",") if kernels else [],

@@ -88,6 +88,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
         load_hardware,
         probe_hardware,
         read_kernel_inventory,
+        read_kernel_speeds,
     )
     from moe_optimizer.planner import PlanRequest, make_plan
     from moe_optimizer.specs.placement_load import read_placement_load
@@ -103,7 +104,9 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
         PlanRequest(
             model=ModelInspector(trust_remote_code=facts.trust_remote_code).inspect(facts.model),
             hardware=load_hardware(hardware, num_gpus) if hardware else probe_hardware(),
-            software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
+            software=SoftwareSpec(
+                vllm=find_vllm(), kernels=read_kernel_inventory(), kernel_speeds=read_kernel_speeds()
+            ),
             profile=profile,
             num_gpus=num_gpus,
             wishes={},

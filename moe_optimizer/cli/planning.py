@@ -55,13 +55,14 @@ def make(options: PlanOptions) -> Planned:
     """
     settings, profile = read_settings(options)
 
-    from moe_optimizer.inspection import ModelInspector, find_vllm, read_kernel_inventory
+    from moe_optimizer.inspection import ModelInspector, find_vllm, read_kernel_inventory, read_kernel_speeds
+    from moe_optimizer.inspection.tuned_configs import user_folder
     from moe_optimizer.planner import ALLOW_LONG_MODEL_LEN, PlanRequest, make_plan
     from moe_optimizer.specs.placement_load import read_placement_load
     from moe_optimizer.specs.software import SoftwareSpec
 
     model = ModelInspector(trust_remote_code=settings["trust_remote_code"]).inspect(settings["model"])
-    dtype = settings["dtype"]
+    dtype, vllm = settings["dtype"], find_vllm()
     section = profile.passes.expert_placement
     expert_load = read_placement_load(
         settings["expert_load"] or section.load, settings["expert_load_check"] or section.load_check
@@ -69,7 +70,12 @@ def make(options: PlanOptions) -> Planned:
     request = PlanRequest(
         model=model,
         hardware=read_hardware(settings["hardware"], settings["gpus"]),
-        software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
+        software=SoftwareSpec(
+            vllm=vllm,
+            kernels=read_kernel_inventory(),
+            kernel_speeds=read_kernel_speeds(),
+            tuned_configs=str(user_folder(vllm.version if vllm else "", os.environ)),
+        ),
         profile=profile,
         num_gpus=settings["gpus"],
         wishes=settings.wishes,

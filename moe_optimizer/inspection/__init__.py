@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from moe_optimizer.inspection.hardware_catalog import hardware_names, load_hardware
     from moe_optimizer.inspection.hardware_probe import probe_hardware
     from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory
+    from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds
     from moe_optimizer.inspection.model_inspector import ModelInspector
     from moe_optimizer.inspection.report import to_inspect_json
     from moe_optimizer.inspection.vllm_installation import find_vllm
@@ -23,6 +24,7 @@ __all__ = [
     "load_hardware",
     "probe_hardware",
     "read_kernel_inventory",
+    "read_kernel_speeds",
     "to_inspect_json",
 ]
 
@@ -33,6 +35,7 @@ _HOMES = {
     "load_hardware": "hardware_catalog",
     "probe_hardware": "hardware_probe",
     "read_kernel_inventory": "kernel_inventory",
+    "read_kernel_speeds": "kernel_speeds",
     "to_inspect_json": "report",
 }
 

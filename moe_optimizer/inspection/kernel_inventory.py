@@ -42,7 +42,16 @@ def read_kernel_inventory(folder: Path | None = None) -> KernelInventory:
         cuda_ops=tuple(data["cuda_ops"]),
         cuda_archs=tuple(data["cuda_archs"]),
         source_hash=data["source_hash"],
+        cpu_sources=_sources(data, "cpu"),
+        cuda_sources=_sources(data, "cuda"),
     )
+
+
+def _sources(data: dict[str, Any], device: str) -> str:
+    """Return the hash of one device's sources; "" in the manifest of an older build."""
+    found = data.get("sources")
+    value = found.get(device) if isinstance(found, dict) else None
+    return value if isinstance(value, str) else ""
 
 
 def _manifest_problem(data: Any) -> str:

@@ -71,11 +71,11 @@ class SpeedQuestion:
     def why_not(self, speeds: KernelSpeeds) -> str:
         """Return why a table does not answer this question, or ""; the first difference of the weightiest kind."""
         for name, what in (
-            ("device", "is of"),
-            ("shape", "is of a layer of"),
-            ("weights", "is of weights in"),
-            ("vllm", "is of vLLM"),
-            ("kernel_hash", "is of kernels from other sources:"),
+            ("device", "are of"),
+            ("shape", "are of a layer of"),
+            ("weights", "are of weights in"),
+            ("vllm", "are of vLLM"),
+            ("kernel_hash", "are of kernels from other sources:"),
         ):
             mine, theirs = getattr(self, name), getattr(speeds, name)
             if mine != theirs:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from moe_optimizer.specs.kernel_speeds import SpeedTables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,10 @@ class KernelInventory:
     """For example "sm_90a"."""
     source_hash: str
     """SHA-256 over csrc at build time; "" when nothing is built."""
+    cpu_sources: str = ""
+    """SHA-256 over what the CPU kernels are made of, without compilers: the key of their measured speeds."""
+    cuda_sources: str = ""
+    """Likewise for the CUDA kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,3 +47,6 @@ class SoftwareSpec:
 
     vllm: VllmInstallation | None
     kernels: KernelInventory
+    tuned_configs: str | None = None
+    """Folder of the user's own Triton configurations, whether there is one or not; None: nothing is looked for."""
+    kernel_speeds: SpeedTables = field(default_factory=SpeedTables)

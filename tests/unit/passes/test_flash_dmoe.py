@@ -1,15 +1,26 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
-from tests.builders import context, cpu_machine, decided_by, dense_model, gpus, qwen3_30b_a3b, software, tiny_moe
-
-ROOT = Path(__file__).parents[3]
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds
+from moe_optimizer.specs.quantity import Quantity, Source
+from moe_optimizer.specs.software import SoftwareSpec
+from moe_optimizer.specs.workload import WorkloadSpec
+from tests.builders import (
+    context,
+    cpu_machine,
+    decided_by,
+    dense_model,
+    gpus,
+    qwen3_30b_a3b,
+    qwen3_30b_a3b_fp8,
+    software,
+    tiny_moe,
+)
 
 
 def decide(model=None, hardware=None, **changes: Any) -> Decision:
@@ -20,7 +31,9 @@ def decide(model=None, hardware=None, **changes: Any) -> Decision:
 def test_on_the_cpu_build_our_kernel_is_installed_by_the_plugin():
     decision = decide()
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
-    assert decision.params == {"kernel": "cpu", "unquantized": True, "fp8": False}
+    (question,) = decision.params["measure"]
+    assert question["device"] == "Test CPU (avx2), 4 threads"
+    assert decision.params == {"kernel": "cpu", "unquantized": True, "fp8": False, "measure": [question]}
     assert decision.value == "cpu kernel, bf16 weights"
     assert not decision.required
 
@@ -67,11 +80,152 @@ def test_without_a_cuda_kernel_for_the_architecture_it_is_refused():
     assert "not built for sm_80, only for sm_90a" in decide(qwen3_30b_a3b(), gpus("a100_80gb"), software=built).reason
 
 
-def test_on_gpus_it_is_not_available_and_names_the_record_that_says_why():
-    decision = decide(qwen3_30b_a3b(), gpus("h200", 1), software=software("cuda", cuda_ops=("fused_experts",)))
-    assert decision.status is Status.UNAVAILABLE
-    assert "win up to 8 tokens and lose at 16 to 128" in decision.reason
-    assert all((ROOT / record).is_file() for record in decision.evidence)
+H200_SHAPE = LayerShape(hidden_size=2048, intermediate_size=768, num_experts=128, num_global_experts=128, top_k=8)
+WINS_UP_TO_8 = (
+    TokenSpeeds(tokens=1, stock_us=30.0, ours_us={"direct": 25.0}),
+    TokenSpeeds(tokens=8, stock_us=130.0, ours_us={"direct": 125.0, "grouped-bf16-n16": 140.0}),
+    TokenSpeeds(tokens=64, stock_us=300.0, ours_us={"grouped-bf16-n16": 310.0}),
+)
+
+
+def speeds(rows: tuple[TokenSpeeds, ...] = WINS_UP_TO_8, **changes: Any) -> KernelSpeeds:
+    fields: dict[str, Any] = {
+        "device": "NVIDIA H200",
+        "weights": "bf16",
+        "shape": H200_SHAPE,
+        "kernel_hash": "c" * 64,
+        "vllm": "0.32.0",
+        "driver": "580",
+        "rows": rows,
+        "source": "benchmarks/records/some.json",
+    }
+    return KernelSpeeds(**(fields | changes))
+
+
+def measured(*tables: KernelSpeeds, device: str = "cuda") -> SoftwareSpec:
+    found = software(device, cuda_ops=("fused_experts",) if device == "cuda" else (), version="0.32.0+cu130")
+    kernels = dataclasses.replace(found.kernels, cuda_sources="c" * 64, cpu_sources="d" * 64)
+    return dataclasses.replace(found, kernels=kernels, kernel_speeds=SpeedTables(tables=tables))
+
+
+def decide_on_h200(*tables: KernelSpeeds, model: Any = None, **changes: Any) -> Decision:
+    return decide(model or qwen3_30b_a3b(), gpus("h200", 1), **({"software": measured(*tables)} | changes))
+
+
+def test_on_gpus_it_is_used_for_the_numbers_of_tokens_at_which_it_was_faster():
+    decision = decide_on_h200(speeds())
+    assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
+    assert decision.params == {"kernel": "cuda", "dispatch": {"bf16": [{"up_to": 8, "use": "direct"}]}}
+    assert "tokens in a step 1-8: ours, direct (1.04-1.20x), above 8: vLLM's" in decision.reason
+    assert decision.evidence == ("benchmarks/records/some.json",)
+
+
+def test_the_gain_is_what_was_measured_nearest_to_the_batch_size():
+    few = WorkloadSpec(batch_size=6, input_tokens=1, output_tokens=1, max_model_len=None)
+    gain = decide_on_h200(speeds(), workload=few).gain
+    assert gain is not None
+    assert gain.ratio == Quantity(130.0 / 125.0, "ratio", Source.MEASURED, "benchmarks/records/some.json")
+    many = dataclasses.replace(few, batch_size=64)
+    assert decide_on_h200(speeds(), workload=many).gain is None
+
+
+def test_where_vllm_is_never_slower_nothing_is_replaced():
+    slower = (TokenSpeeds(tokens=1, stock_us=30.0, ours_us={"direct": 31.0}),)
+    decision = decide_on_h200(speeds(slower))
+    assert (decision.status, decision.applier) == (Status.OFF, Applier.NONE)
+    assert "as fast or faster at every number of tokens" in decision.reason
+    on = {"flash_dmoe": (Wish.ON, "flag --enable-flash-dmoe")}
+    assert decide_on_h200(speeds(slower), wishes=on).status is Status.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("tables", "why"),
+    [
+        ((), "no kernel speeds for NVIDIA H200"),
+        ((speeds(vllm="0.26.0"),), "the kernel speeds are of vLLM 0.26.0, needed 0.32.0"),
+        ((speeds(kernel_hash="e" * 64),), "the kernel speeds are of kernels from other sources"),
+    ],
+)
+def test_without_a_table_for_this_machine_it_stays_off_until_it_is_measured(tables, why):
+    decision = decide_on_h200(*tables)
+    assert decision.status is Status.OFF
+    assert why in decision.reason
+    assert "--calibrate" in decision.reason
+    (question,) = decision.params["measure"]
+    assert (question["device"], question["weights"], question["vllm"]) == ("NVIDIA H200", "bf16", "0.32.0")
+
+
+def test_the_layer_is_looked_up_as_one_gpu_holds_it():
+    pinned = {"--tensor-parallel-size": "2"}
+    (half,) = decide(qwen3_30b_a3b(), gpus("h200", 2), software=measured(), pinned=pinned).params["measure"]
+    assert half["shape"]["intermediate_size"] == 384
+    apart = pinned | {"--enable-expert-parallel": ""}
+    (question,) = decide(qwen3_30b_a3b(), gpus("h200", 2), software=measured(), pinned=apart).params["measure"]
+    shape = question["shape"]
+    assert (shape["intermediate_size"], shape["num_experts"], shape["num_global_experts"]) == (768, 64, 128)
+
+
+def test_an_fp8_checkpoint_is_looked_up_with_both_kinds_of_scales():
+    asked = decide_on_h200(model=qwen3_30b_a3b_fp8()).params["measure"]
+    assert [question["weights"] for question in asked] == ["fp8_block", "fp8_channel"]
+    decision = decide_on_h200(speeds(weights="fp8_block"), model=qwen3_30b_a3b_fp8())
+    assert list(decision.params["dispatch"]) == ["fp8_block"]
+
+
+def test_online_quantisation_by_the_user_is_looked_up():
+    (question,) = decide_on_h200(pinned={"--quantization": "fp8_per_block"}).params["measure"]
+    assert question["weights"] == "fp8_block"
+    assert "found --quantization awq after --" in decide_on_h200(pinned={"--quantization": "awq"}).reason
+
+
+@pytest.mark.parametrize(
+    ("pinned", "why"),
+    [
+        ({"--moe-backend": "flashinfer_cutlass"}, "found --moe-backend flashinfer_cutlass after --"),
+        ({"--enable-lora": ""}, "found --enable-lora after --"),
+        ({"--enable-eplb": ""}, "found --enable-eplb after --"),
+    ],
+)
+def test_where_another_kernel_of_vllm_would_be_beside_it_it_stays_off(pinned, why):
+    assert why in decide_on_h200(speeds(), pinned=pinned).reason
+    assert decide_on_h200(speeds(), pinned={"--moe-backend": "triton"}).status is Status.ON
+
+
+def test_float16_is_refused_on_gpus():
+    assert "needs bfloat16 on GPUs, found float16" in decide_on_h200(speeds(), dtype="float16").reason
+
+
+def cpu_speeds(*ratios: float) -> KernelSpeeds:
+    rows = tuple(
+        TokenSpeeds(tokens=4**power, stock_us=100.0 * ratio, ours_us={"fused_experts": 100.0})
+        for power, ratio in enumerate(ratios)
+    )
+    shape = LayerShape(hidden_size=128, intermediate_size=128, num_experts=16, num_global_experts=16, top_k=4)
+    return speeds(rows, device="Test CPU (avx2), 4 threads", shape=shape, kernel_hash="d" * 64, driver="")
+
+
+def test_on_a_processor_where_vllm_is_faster_somewhere_its_kernel_stays():
+    software = measured(cpu_speeds(0.94, 1.5), device="cpu")
+    decision = decide(software=software)
+    assert decision.status is Status.OFF
+    assert "vLLM's own kernel is faster on this processor: 0.94 at 1, 1.50 at 4 tokens" in decision.reason
+    asked_for = decide(software=software, wishes={"flash_dmoe": (Wish.ON, "flag --enable-flash-dmoe")})
+    assert asked_for.status is Status.ON
+    assert asked_for.warnings == (
+        "flash_dmoe (flag --enable-flash-dmoe): vLLM's own kernel is faster here at some numbers of tokens",
+    )
+
+
+def test_on_a_processor_where_ours_is_never_slower_it_is_used_with_the_measurement():
+    decision = decide(software=measured(cpu_speeds(1.0, 1.5), device="cpu"))
+    assert decision.status is Status.ON
+    assert "measured here, vLLM's time over ours: 1.00 at 1, 1.50 at 4 tokens" in decision.reason
+    assert "measure" not in decision.params
+
+
+def test_experts_apart_on_the_cpu_need_it_whatever_was_measured():
+    pinned = {"--tensor-parallel-size": "2", "--enable-expert-parallel": ""}
+    assert decide(software=measured(cpu_speeds(0.5), device="cpu"), pinned=pinned).status is Status.ON
 
 
 def test_quantisation_by_the_users_own_argument_is_seen():

@@ -1,0 +1,101 @@
+"""The tables of kernel speeds: those that ship with this package, and those measured on this machine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.files import write_atomically
+from moe_optimizer.plan.json_codec import decode, encode
+from moe_optimizer.resources import config_dir
+from moe_optimizer.specs.hardware import CpuSpec
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, SpeedTables
+
+SCHEMA_VERSION = 1
+_MAX_FILE_BYTES = 5_000_000
+_FOLDER = "kernel_speeds"
+
+
+def cache_dir() -> Path:
+    """Return where this user's measured tables lie: $XDG_CACHE_HOME or ~/.cache, moe-optimizer/kernel_speeds."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a path that is not absolute is to be ignored.
+    root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
+    return root / "moe-optimizer" / _FOLDER
+
+
+def shipped_dir() -> Path:
+    """Return where the shipped tables lie."""
+    return config_dir() / _FOLDER
+
+
+def read_kernel_speeds(cache: Path | None = None) -> SpeedTables:
+    """Return all tables, the shipped ones first. A file that cannot be read becomes a warning: without it a plan only
+    knows less.
+
+    Args:
+        cache: the user's folder; None: `cache_dir()`.
+    """
+    tables: list[KernelSpeeds] = []
+    warnings: list[str] = []
+    for path in _files(shipped_dir(), cache_dir() if cache is None else cache):
+        try:
+            tables += read_tables(path)
+        except (InputError, OSError) as error:
+            warnings.append(f"{path}: kernel speeds not used: {error}")
+    return SpeedTables(tables=tuple(tables), warnings=tuple(warnings))
+
+
+def _files(*folders: Path) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted(folder.glob("*.json"))
+
+
+def read_tables(path: Path) -> tuple[KernelSpeeds, ...]:
+    """Return the tables of one file.
+
+    Raises:
+        InputError: it is not such a file.
+        OSError: it cannot be read.
+    """
+    if path.stat().st_size > _MAX_FILE_BYTES:
+        raise InputError(f"got {path.stat().st_size} bytes, expected at most {_MAX_FILE_BYTES}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
+        raise InputError(f"not a table of schema_version {SCHEMA_VERSION}")
+    tables = data.get("tables")
+    if not isinstance(tables, list):
+        raise InputError("tables: expected a list")
+    return tuple(_checked(decode(KernelSpeeds, table, origin="tables"), path) for table in tables)
+
+
+def _checked(table: KernelSpeeds, path: Path) -> KernelSpeeds:
+    numbers = [row.tokens for row in table.rows]
+    if not numbers or numbers[0] < 1 or any(b <= a for a, b in itertools.pairwise(numbers)):
+        raise InputError(f"{path.name}: rows: expected ascending numbers of tokens from 1 on")
+    for row in table.rows:
+        if not all(time > 0 for time in (row.stock_us, *row.ours_us.values())):
+            raise InputError(f"{path.name}: rows: expected times above 0 at {row.tokens} tokens")
+    return table
+
+
+def write_tables(path: Path, tables: tuple[KernelSpeeds, ...]) -> None:
+    """Write one file of tables, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    data = {"schema_version": SCHEMA_VERSION, "tables": [encode(table) for table in tables]}
+    write_atomically(path, json.dumps(data, indent=1, sort_keys=True) + "\n")
+
+
+def cpu_device(cpu: CpuSpec, threads: int) -> str:
+    """Return how the tables call this processor with so many threads: what its speed depends on."""
+    return f"{cpu.name} ({'+'.join(sorted(cpu.isa)) or 'no vector instructions'}), {threads} threads"

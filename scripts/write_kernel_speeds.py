@@ -1,0 +1,132 @@
+"""Turns benchmark records into the kernel speed tables that ship in configs/kernel_speeds.
+
+    python scripts/write_kernel_speeds.py [RECORD...]
+
+Without arguments: every record of the CUDA benchmark. The tables of a record hold for the kernels of the commit that it
+names; a table for other kernels answers no plan. Where two records have the same layer, the later one is taken.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from moe_optimizer.inspection.kernel_speeds import shipped_dir, write_tables  # noqa: E402
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, TokenSpeeds  # noqa: E402
+
+RECORDS = ROOT / "benchmarks" / "records"
+_WEIGHTS = {"bf16": "bf16", "fp8": "fp8_block"}
+_STOCK = "vllm"
+_OTHER_SIDES = ("vllm gate+experts", "flash_dmoe from logits")
+_ROUNDED_ACTIVATIONS = "grouped-fp8-"
+"""Variants that quantise the activations to FP8: not as accurate as what they would replace."""
+
+
+def main(arguments: list[str]) -> int:
+    """Write one file per device."""
+    paths = [Path(argument) for argument in arguments] or sorted(RECORDS.glob("*.json"))
+    records = {path: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    found = {path: record for path, record in records.items() if _is_of_cuda_kernels(record)}
+    newest: dict[str, dict[tuple[Any, ...], KernelSpeeds]] = {}
+    for path in sorted(found, key=lambda path: _commit_time(found[path]["commit"])):
+        for table in tables_of(found[path], path):
+            key = (table.weights, table.shape, table.kernel_hash, table.vllm)
+            newest.setdefault(table.device, {})[key] = table
+    for device, tables in newest.items():
+        path = shipped_dir() / f"{device.lower().replace(' ', '_')}.json"
+        current = _of_the_last_kernels(tuple(tables.values()))
+        write_tables(path, current)
+        path.chmod(0o644)
+        print(f"{path.relative_to(ROOT)}: {len(current)} tables, kernels {current[0].kernel_hash[:12]}")
+    return 0
+
+
+def _is_of_cuda_kernels(record: dict[str, Any]) -> bool:
+    cases = record.get("cases") or []
+    return bool(record.get("multiprocessors") and cases and _STOCK in cases[0].get("sides", {}))
+
+
+def _commit_time(commit: str) -> int:
+    shown = subprocess.run(["git", "log", "-1", "--format=%ct", commit], cwd=ROOT, capture_output=True, check=True)
+    return int(shown.stdout)
+
+
+def _of_the_last_kernels(tables: tuple[KernelSpeeds, ...]) -> tuple[KernelSpeeds, ...]:
+    """Leave tables of earlier kernels out: they could answer no plan."""
+    return tuple(table for table in tables if table.kernel_hash == tables[-1].kernel_hash)
+
+
+def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
+    """Return one table per layer shape and weights of a record; with uniform routing, as the goals are stated."""
+    kernel_hash = record.get("cuda_sources") or sources_at(record["commit"])
+    driver = record["nvidia_smi"].split(",")[1].strip()
+    rows: dict[tuple[str, str], list[TokenSpeeds]] = {}
+    shapes: dict[str, dict[str, Any]] = {}
+    for case in record["cases"]:
+        if case["routing"] != "uniform" or _STOCK not in case["sides"]:
+            continue
+        shapes[case["shape"]["name"]] = case["shape"]
+        rows.setdefault((case["shape"]["name"], case["dtype"]), []).append(_row(case))
+    return [
+        KernelSpeeds(
+            device=record["device"],
+            weights=_WEIGHTS[dtype],
+            shape=_shape(shapes[name]),
+            kernel_hash=kernel_hash,
+            vllm=record["vllm"].partition("+")[0],
+            driver=driver,
+            rows=tuple(sorted(entries, key=lambda row: row.tokens)),
+            source=f"benchmarks/records/{path.name}",
+            torch=record["torch"],
+        )
+        for (name, dtype), entries in rows.items()
+    ]
+
+
+def _row(case: dict[str, Any]) -> TokenSpeeds:
+    times = {name: round(side["median_us"], 2) for name, side in case["sides"].items() if name not in _OTHER_SIDES}
+    stock = times.pop(_STOCK)
+    accurate = {name: time for name, time in times.items() if not name.startswith(_ROUNDED_ACTIVATIONS)}
+    return TokenSpeeds(tokens=case["tokens"], stock_us=stock, ours_us=accurate)
+
+
+def _shape(shape: dict[str, Any]) -> LayerShape:
+    return LayerShape(
+        hidden_size=shape["hidden"],
+        intermediate_size=shape["width"],
+        num_experts=shape["experts"],
+        num_global_experts=shape["experts"],
+        top_k=shape["top_k"],
+    )
+
+
+def sources_at(commit: str) -> str:
+    """Return the hash of the CUDA kernels' sources as they were at a commit."""
+    archive = subprocess.run(["git", "archive", commit, "csrc"], cwd=ROOT, capture_output=True, check=True).stdout
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(folder, filter="data")
+        return _build_info().device_sources("cuda", Path(folder) / "csrc")
+
+
+def _build_info() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_info", ROOT / "csrc" / "build_info.py")
+    assert spec is not None, "csrc/build_info.py"
+    assert spec.loader is not None, "csrc/build_info.py"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

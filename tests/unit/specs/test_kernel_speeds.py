@@ -1,0 +1,141 @@
+"""From measured times to which kernel runs how many tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_optimizer.specs.kernel_speeds import (
+    STOCK,
+    KernelSpeeds,
+    LayerShape,
+    SpeedQuestion,
+    SpeedTables,
+    TokenRange,
+    TokenSpeeds,
+    kernel_for,
+    never_slower,
+    token_ranges,
+)
+
+SHAPE = LayerShape(hidden_size=2048, intermediate_size=768, num_experts=128, num_global_experts=128, top_k=8)
+QUESTION = SpeedQuestion(device="NVIDIA H200", weights="bf16", shape=SHAPE, kernel_hash="abc", vllm="0.26.0")
+
+
+def row(tokens: int, **times: float) -> TokenSpeeds:
+    stock = times.pop("stock", 100.0)
+    return TokenSpeeds(tokens=tokens, stock_us=stock, ours_us=times)
+
+
+def table(**changes: object) -> KernelSpeeds:
+    fields = {"driver": "580", "rows": (row(1, direct=90.0),), "source": "a record"}
+    asked = {name: getattr(QUESTION, name) for name in ("device", "weights", "shape", "kernel_hash", "vllm")}
+    return KernelSpeeds(**(asked | fields | changes))  # type: ignore[arg-type]
+
+
+def uses(*rows: TokenSpeeds) -> list[tuple[int, str]]:
+    return [(each.up_to, each.use) for each in token_ranges(rows)]
+
+
+def test_a_variant_is_used_between_two_numbers_of_tokens_at_which_it_is_faster():
+    assert uses(row(1, direct=90.0), row(8, direct=95.0), row(16, direct=120.0)) == [(8, "direct")]
+
+
+def test_a_gain_within_the_margin_is_none():
+    assert uses(row(1, direct=98.1)) == []
+    assert uses(row(1, direct=98.0)) == [(1, "direct")]
+
+
+def test_a_variant_that_was_slower_at_the_lower_end_is_not_used_in_between():
+    assert uses(row(64, tile=101.0), row(128, tile=50.0)) == []
+    assert uses(row(64, tile=100.0), row(128, tile=50.0)) == [(64, STOCK), (128, "tile")]
+
+
+def test_a_variant_that_was_not_measured_at_the_lower_end_is_not_used_in_between():
+    assert uses(row(8, direct=80.0), row(16, tile=50.0)) == [(7, STOCK), (8, "direct")]
+
+
+def test_of_neighbouring_numbers_only_the_upper_one_counts():
+    assert uses(row(1, direct=120.0), row(2, direct=50.0)) == [(1, STOCK), (2, "direct")]
+
+
+def test_of_several_variants_the_fastest_at_the_upper_end_is_used():
+    assert uses(row(8, a=90.0, b=80.0), row(16, a=70.0, b=75.0)) == [(7, STOCK), (8, "b"), (16, "a")]
+
+
+def test_below_the_first_measured_number_is_vllms():
+    assert uses(row(4, direct=50.0)) == [(3, STOCK), (4, "direct")]
+
+
+def test_equal_neighbours_are_one_range_and_the_last_is_never_vllms():
+    ranges = token_ranges([row(1, a=50.0), row(2, a=50.0), row(4, a=50.0), row(8, a=200.0)])
+    assert ranges == (TokenRange(up_to=4, use="a"),)
+    assert kernel_for(ranges, 4) == "a"
+    assert kernel_for(ranges, 5) == STOCK
+
+
+times = st.floats(min_value=1.0, max_value=1000.0)
+variants = st.dictionaries(st.sampled_from(["direct", "n16", "n32"]), times, max_size=3)
+measured = st.lists(
+    st.tuples(st.integers(1, 9000), times, variants), min_size=1, max_size=12, unique_by=lambda entry: entry[0]
+)
+
+
+def ascending(entries):
+    return [TokenSpeeds(tokens=n, stock_us=us, ours_us=ours) for n, us, ours in sorted(entries, key=lambda e: e[0])]
+
+
+@given(measured)
+def test_at_a_measured_number_nothing_slower_than_vllms_is_ever_used(entries):
+    rows = ascending(entries)
+    ranges = token_ranges(rows)
+    assert [each.up_to for each in ranges] == sorted({each.up_to for each in ranges})
+    for each in rows:
+        used = kernel_for(ranges, each.tokens)
+        assert used == STOCK or each.ours_us[used] < each.stock_us
+
+
+@given(measured)
+def test_in_between_a_variant_is_used_only_where_both_neighbours_were_faster_with_it(entries):
+    rows = ascending(entries)
+    ranges = token_ranges(rows)
+    for lower, upper in itertools.pairwise(rows):
+        if lower.tokens + 1 < upper.tokens:
+            used = kernel_for(ranges, upper.tokens - 1)
+            assert used == STOCK or (lower.ours_us[used] <= lower.stock_us and upper.ours_us[used] < upper.stock_us)
+
+
+def test_a_kernel_for_all_or_nothing_must_lose_nowhere_and_gain_somewhere():
+    assert never_slower([row(1, k=99.0), row(64, k=60.0)], "k")
+    assert not never_slower([row(1, k=104.0), row(64, k=60.0)], "k")
+    assert not never_slower([row(1, k=100.0), row(64, k=99.0)], "k")
+    assert not never_slower([row(1, k=50.0), row(64)], "k")
+    assert not never_slower([], "k")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"device": "NVIDIA H100"}, "no kernel speeds for NVIDIA H200"),
+        (
+            {"shape": dataclasses.replace(SHAPE, top_k=4)},
+            "no kernel speeds for a layer of H=2048, I=768, 128 experts, top-8 on NVIDIA H200",
+        ),
+        ({"weights": "fp8_block"}, "the kernel speeds are of weights in fp8_block, needed bf16"),
+        ({"vllm": "0.27.0"}, "the kernel speeds are of vLLM 0.27.0, needed 0.26.0"),
+        ({"kernel_hash": "def"}, "the kernel speeds are of kernels from other sources: def, needed abc"),
+    ],
+)
+def test_a_table_of_something_else_is_not_used_and_the_difference_is_named(change, why):
+    tables = SpeedTables(tables=(table(**change),))
+    assert tables.find(QUESTION) is None
+    assert tables.why_none(QUESTION) == why
+
+
+def test_what_was_measured_here_goes_before_what_is_shipped():
+    shipped, here = table(source="record"), table(source="measured here")
+    assert SpeedTables(tables=(shipped, here)).find(QUESTION) == here
