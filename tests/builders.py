@@ -93,6 +93,7 @@ def shaped_model(
         "router_params": router,
         "quant_method": None,
         "weight_bits": 16.0,
+        "weight_block": None,
         "weight_bytes": expert_bytes + round(linear * linear_bytes_per_weight) + 2 * other,
         "expert_weight_bytes": expert_bytes,
         "dtype": "bfloat16",
@@ -126,6 +127,7 @@ def qwen3_30b_a3b_fp8() -> ModelSpec:
         name="Qwen3-30B-A3B-FP8",
         quant_method="fp8",
         weight_bits=8.0,
+        weight_block=(128, 128),
         expert_bytes_per_weight=1 + 4 / 128**2,
         linear_bytes_per_weight=1 + 4 / 128**2,
     )
@@ -174,6 +176,7 @@ def deepseek_v3(*, bytes_per_weight: float = 1 + 4 / 128**2, **changes: Any) -> 
         "max_position": 163840,
         "quant_method": "fp8",
         "weight_bits": 8.0,
+        "weight_block": (128, 128),
         "expert_bytes_per_weight": bytes_per_weight,
         "linear_bytes_per_weight": bytes_per_weight,
     }
@@ -345,5 +348,5 @@ def decided_by(ctx: PlanContext, *names: str) -> PlanContext:
 
     passes = {each.name: each for each in all_passes()}
     for name in names:
-        ctx = dataclasses.replace(ctx, decided={**ctx.decided, name: passes[name].decide(ctx)})
+        ctx = ctx.with_decision(passes[name].decide(ctx))
     return ctx

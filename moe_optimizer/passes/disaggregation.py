@@ -2,32 +2,145 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+from moe_optimizer.errors import InputError
 from moe_optimizer.passes.base import OptimizationPass, PlanContext
-from moe_optimizer.plan.decision import Decision
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.serve_args import flag_value, read_integer, without_flags
+from moe_optimizer.plan.server_group import RUN_DIR, ServerGroup, ServerRole
+
+_ROLES = (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+"""In the order in which a request passes through them, with what vLLM calls their part."""
+_LOCAL = "127.0.0.1"
+"""Where the servers listen: only the router is for others."""
+_METRICS_OFFSET = len(_ROLES) + 1
+_SIDE_CHANNEL_OFFSET = 100
+"""Chosen: from the plan's port to NIXL's own; each server takes one for each of its processes."""
+_MAX_PORT = 65_535
+_NIXL = "NixlConnector"
+_SHARED_FOLDER = "SharedFolderConnector"
+_UNSAFE_FLAGS = {
+    "--kv-transfer-config": "the connector between the servers is the plan's",
+    "--api-key": "vllm-router does not check API keys, so the servers behind it would answer anybody",
+    "--ssl-certfile": "vllm-router speaks plain HTTP",
+    "--nnodes": "both servers run on this machine",
+}
+"""Arguments of the user's that two servers behind the router cannot have, and why."""
 
 
 class Disaggregation(OptimizationPass):
-    """Some GPUs only read prompts, the others only write answers, with a router between them.
+    """One server only reads prompts, another only writes answers, with a router before them.
 
-    Long prompts then no longer hold up running answers.
+    Long prompts then no longer hold up running answers. The pass stands first, because all others plan one of the two
+    servers: each has half of the devices.
     """
 
     name = "disaggregation"
     flag = "disaggregation"
     title = "separate servers for prefill and decode"
     limits = (
-        "every part holds the whole model, and the cache travels between them; pays with long prompts and "
-        "strict latency goals only"
+        "tunes latency, not throughput: each server holds the whole model and has half of the devices, and every "
+        "prompt's cache travels between them"
     )
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
-        """Needs a device for each part."""
-        if ctx.device == "cuda" and ctx.num_gpus < 2:
-            return False, "needs at least 2 GPUs, one for prefill and one for decode, found 1"
-        if ctx.device == "cpu" and ctx.cpu.cores < 2:
-            return False, "needs at least 2 CPU cores, found 1"
-        return True, ""
+        """Needs devices for two servers, and arguments that both can have."""
+        if ctx.device == "cuda" and ctx.num_gpus < len(_ROLES):
+            return False, f"needs at least 2 GPUs, one for prefill and one for decode, found {ctx.num_gpus}"
+        for flag, reason in _UNSAFE_FLAGS.items():
+            if flag in ctx.pinned:
+                return False, f"{flag} is given after --: {reason}"
+        return _supported_on_cpu(ctx) if ctx.device == "cpu" else (True, "")
 
     def choose(self, ctx: PlanContext) -> Decision:
-        """Say what is not there yet."""
-        return self.unavailable(ctx, "starting two servers and a router comes with a later one")
+        """Return two servers where they are asked for by name; nothing measured says when they pay."""
+        if ctx.wish(self.name)[0] is Wish.AUTO:
+            return self.when_off(ctx, "it trades throughput for steadier latency; --enable-disaggregation asks for it")
+        each, idle = divmod(ctx.num_gpus, len(_ROLES))
+        where = f"{each} GPU{'s' if each > 1 else ''}" if ctx.device == "cuda" else "half of the cores"
+        connector = _NIXL if ctx.device == "cuda" else _SHARED_FOLDER
+        return self.decision(
+            ctx,
+            Status.ON,
+            f"prefill + decode, {connector}",
+            f"prompts are read on {where} and answers written on as many, so that a long prompt does not hold up "
+            "running answers",
+            Applier.SERVERS,
+            rejected={"auto": "no record says for which load it pays"},
+            params={"num_servers": len(_ROLES), "connector": connector},
+            warnings=(f"disaggregation leaves {idle} of {ctx.num_gpus} GPUs idle",) if idle else (),
+        )
+
+    def server_group(self, ctx: PlanContext, serve_args: tuple[str, ...]) -> ServerGroup:
+        """Return the two servers and the router, which takes the plan's address; the servers have the ports after it.
+
+        Raises:
+            InputError: there are no such ports.
+        """
+        port = read_integer(flag_value(serve_args, "--port") or "", flag="--port")
+        processes = ctx.tensor_parallel_size * ctx.data_parallel_size
+        if port + len(_ROLES) * _SIDE_CHANNEL_OFFSET + processes > _MAX_PORT:
+            raise InputError(f"--port: got {port}, but disaggregation needs the ports after it too",
+                             hint="choose a port below 60000")  # fmt: skip
+        servers = tuple(self._role(ctx, serve_args, port, index) for index in range(len(_ROLES)))
+        return ServerGroup(servers=servers, router_args=_router_args(serve_args, port))
+
+    def _role(self, ctx: PlanContext, serve_args: tuple[str, ...], port: int, index: int) -> ServerRole:
+        name, kv_role = _ROLES[index]
+        transfer = {"kv_connector": ctx.decided[self.name].params["connector"], "kv_role": kv_role}
+        environment = {}
+        if ctx.device == "cuda":
+            side_channel = port + (index + 1) * _SIDE_CHANNEL_OFFSET
+            environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": _LOCAL, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
+        else:
+            transfer |= _shared_folder()
+            environment = {"VLLM_CPU_OMP_THREADS_BIND": _core_list(ctx, index)}
+        own = ["--host", _LOCAL, "--port", str(_server_port(port, index))]
+        own += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
+        processes = ctx.tensor_parallel_size * ctx.data_parallel_size if ctx.device == "cuda" else 0
+        return ServerRole(
+            name=name,
+            serve_args=(*without_flags(serve_args, {"--host", "--port"}), *own),
+            serve_env=environment,
+            gpus=tuple(range(index * processes, (index + 1) * processes)),
+        )
+
+
+def _supported_on_cpu(ctx: PlanContext) -> tuple[bool, str]:
+    if ctx.cpu.cores < len(_ROLES):
+        return False, f"needs at least 2 CPU cores, one for prefill and one for decode, found {ctx.cpu.cores}"
+    asked = ctx.pinned_integer("--tensor-parallel-size") or ctx.profile.passes.parallelism.tensor_parallel_size or 1
+    if asked > 1:
+        return False, f"on the CPU each server is one process, and tensor parallelism of {asked} is asked for"
+    if ctx.model.state_bytes_per_sequence:
+        return False, "the model keeps a state beside its cache, which does not travel over a shared folder"
+    return True, ""
+
+
+def _shared_folder() -> dict[str, Any]:
+    return {
+        "kv_connector_module_path": "moe_optimizer.vllm_plugin.shared_folder_connector",
+        "kv_connector_extra_config": {"shared_storage_path": f"{RUN_DIR}/kv"},
+    }
+
+
+def _core_list(ctx: PlanContext, index: int) -> str:
+    """Return the cores of one server: the halves must not share one, or each would wait for the other's threads."""
+    half = ctx.cpu.cores // len(_ROLES)
+    return ",".join(map(str, ctx.cpu.core_ids[index * half : (index + 1) * half]))
+
+
+def _server_port(port: int, index: int) -> int:
+    return port + 1 + index
+
+
+def _router_args(serve_args: tuple[str, ...], port: int) -> tuple[str, ...]:
+    host = flag_value(serve_args, "--host") or _LOCAL
+    arguments = ["--vllm-pd-disaggregation"]
+    for index, (name, _) in enumerate(_ROLES):
+        arguments += [f"--{name}", f"http://{_LOCAL}:{_server_port(port, index)}"]
+    arguments += ["--host", host, "--port", str(port), "--prometheus-port", str(port + _METRICS_OFFSET)]
+    # One server of each kind leaves nothing to choose; the default policy keeps a tree of all prompts for it.
+    return (*arguments, "--policy", "round_robin", "--worker-startup-check-interval", "1")

@@ -14,6 +14,7 @@ from moe_optimizer.plan.decision import Wish
 
 # In planning order: a pass may look only at the decisions of those before it.
 _PASSES = (
+    ("disaggregation", "Disaggregation"),
     ("parallelism", "Parallelism"),
     ("fp8", "Fp8"),
     ("sparsity_24", "Sparsity24"),
@@ -24,7 +25,6 @@ _PASSES = (
     ("graph_capture", "GraphCapture"),
     ("scheduler", "Scheduler"),
     ("kv_cache", "KvCache"),
-    ("disaggregation", "Disaggregation"),
     ("dual_batch_overlap", "DualBatchOverlap"),
 )
 PASS_NAMES = tuple(name for name, _ in _PASSES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
@@ -44,8 +44,8 @@ class _Page:
             (f"Memory of each {_unit(plan)}", self._memory(plan)),
             ("Decisions", self._decisions(plan)),
             ("Warnings", self._warnings(plan)),
-            ("Command", self._command(plan)),
-            ("Against plain vLLM on the same devices", self._difference(plan)),
+            ("Command" if plan.group is None else "Commands", self._commands(plan)),
+            (_comparison(plan), self._difference(plan)),
         )
         version = f"vLLM {plan.vllm_version}" if plan.vllm_version else "no vLLM installed"
         lines = [self._paint(f"Plan {plan.digest}: profile {plan.profile_name}, {version}", "bold")]
@@ -143,22 +143,37 @@ class _Page:
         for warning in plan.warnings:
             yield from self._wrap(f"- {warning}", hang=2)
 
-    def _command(self, plan: Plan) -> Iterator[str]:
-        words = [f"{key}={shlex.quote(value)}" for key, value in sorted(plan.serve_env.items())]
-        if any(decision.applier is Applier.PLUGIN for decision in plan.decisions):
-            # A placeholder: the launcher names the folder. Without the variable the plugin does nothing.
-            words.insert(0, "MOE_OPTIMIZER_PLAN=RUN_DIR/plan.json")
-        words.append(f"vllm serve {shlex.quote(plan.model.path)}")
-        words += [_quoted(argument.tokens) for argument in split_arguments(plan.serve_args)]
-        for index, word in enumerate(words):
-            indent = "    " if word.startswith("-") else "  "
-            yield printable(indent + word) + (" \\" if index < len(words) - 1 else "")
+    def _commands(self, plan: Plan) -> Iterator[str]:
+        if plan.group is None:
+            yield from self._serve_command(plan, plan.serve_args, plan.serve_env, "RUN_DIR")
+        else:
+            for role in plan.group.servers:
+                gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, role.gpus))} if role.gpus else {}
+                environment = {**plan.serve_env, **role.serve_env, **gpus}
+                yield from self._serve_command(plan, role.serve_args, environment, f"RUN_DIR/{role.name}")
+                yield ""
+            yield from self._command(["vllm-router"], plan.group.router_args)
         if not plan.num_gpus:
             yield ""
             yield from self._wrap(
                 "The CPU build has no working vllm command; the same flags are given to "
                 "python -m vllm.entrypoints.openai.api_server --model instead."
             )
+
+    def _serve_command(
+        self, plan: Plan, arguments: tuple[str, ...], environment: Mapping[str, str], folder: str
+    ) -> Iterator[str]:
+        words = [f"{key}={shlex.quote(value)}" for key, value in sorted(environment.items())]
+        if any(decision.applier is Applier.PLUGIN for decision in plan.decisions):
+            # A placeholder: the launcher names the folder. Without the variable the plugin does nothing.
+            words.insert(0, f"MOE_OPTIMIZER_PLAN={folder}/plan.json")
+        yield from self._command([*words, f"vllm serve {shlex.quote(plan.model.path)}"], arguments)
+
+    def _command(self, head: list[str], arguments: tuple[str, ...]) -> Iterator[str]:
+        words = [*head, *(_quoted(argument.tokens) for argument in split_arguments(arguments))]
+        for index, word in enumerate(words):
+            indent = "    " if word.startswith("-") else "  "
+            yield printable(indent + word) + (" \\" if index < len(words) - 1 else "")
 
     def _difference(self, plan: Plan) -> Iterator[str]:
         planned = {argument.flag: argument.tokens for argument in split_arguments(plan.serve_args)}
@@ -182,6 +197,12 @@ class _Page:
 
     def _paint(self, text: str, style: str) -> str:
         return f"\033[{_COLORS[style]}m{text}\033[0m" if self.color else text
+
+
+def _comparison(plan: Plan) -> str:
+    if plan.group is None:
+        return "Against plain vLLM on the same devices"
+    return "Each of the servers against one plain vLLM of its size"
 
 
 def _unit(plan: Plan) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import split_arguments
+from moe_optimizer.plan.serve_args import flag_value, split_arguments
+from moe_optimizer.plan.server_group import ServerGroup
 
 
 def verify_plan(plan: Plan, *, pass_names: Sequence[str], user_args: Sequence[str]) -> None:
@@ -29,6 +30,8 @@ def verify_plan(plan: Plan, *, pass_names: Sequence[str], user_args: Sequence[st
     assert plan.memory.fits, f"a plan that does not fit: {plan.memory}"
     _verify_arguments(plan, tuple(user_args))
     _verify_environment(plan)
+    if plan.group is not None:
+        _verify_group(plan, plan.group)
     if plan.num_gpus:
         assert plan.num_gpus <= plan.hardware.num_gpus, f"{plan.num_gpus} GPUs of {plan.hardware.num_gpus}"
 
@@ -91,3 +94,17 @@ def _verify_environment(plan: Plan) -> None:
     for decision in plan.decisions:
         for key, value in decision.env.items():
             assert plan.serve_env.get(key) == value, f"{decision.pass_name}: {key}={value} not in {plan.serve_env}"
+
+
+def _verify_group(plan: Plan, group: ServerGroup) -> None:
+    names = [server.name for server in group.servers]
+    assert len(set(names)) == len(names) > 1, f"servers {names}"
+    addresses = [group.router_args, *(server.serve_args for server in group.servers)]
+    ports = [flag_value(arguments, "--port") for arguments in addresses]
+    assert len(set(ports)) == len(ports), f"two parts listen on one port: {ports}"
+    gpus = [gpu for server in group.servers for gpu in server.gpus]
+    assert sorted(gpus) == list(range(plan.num_gpus)), f"{plan.num_gpus} GPUs are used, the servers have {gpus}"
+    for server in group.servers:
+        for decision in plan.decisions:
+            for argument in split_arguments(decision.vllm_args):
+                assert _contains(server.serve_args, argument.tokens), f"{decision.pass_name}: {argument}, {server}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.plan.server_group import RUN_DIR, ServerRole
-from moe_optimizer.vllm_plugin.address import base_url, server_address
+from moe_optimizer.vllm_plugin.address import base_url, check_address, server_address
 from moe_optimizer.vllm_plugin.http_client import ServerClient, api_key
 from moe_optimizer.vllm_plugin.part import Part
 from moe_optimizer.vllm_plugin.router import check_group_can_run, router_command, router_environment
@@ -62,7 +63,8 @@ class Deployment:
             InputError, UnsupportedError: an address is taken, or something that is needed is missing.
         """
         for part in self.parts:
-            part.check()
+            for address in part.addresses:
+                check_address(*address)
         check_plugin_visible(self._plan)
         check_group_can_run(self._plan)
         drain_timeout_s(self._plan)
@@ -93,8 +95,9 @@ class Deployment:
             self.router.stop(grace_s=grace_s, hurry=hurry)
         for server in self.servers:
             server.ask_to_stop()
+        deadline = time.monotonic() + grace_s
         for server in self.servers:
-            server.stop(grace_s=grace_s, hurry=hurry)
+            server.stop(grace_s=max(0.0, deadline - time.monotonic()), hurry=hurry)
 
 
 def _server(plan: Plan, run: RunFolder, role: ServerRole | None = None) -> Part:
@@ -108,7 +111,7 @@ def _server(plan: Plan, run: RunFolder, role: ServerRole | None = None) -> Part:
     scheme = "https" if flag_value(arguments, "--ssl-certfile") else "http"
     return Part(
         title="server" if role is None else f"{role.name} server",
-        address=(host, port),
+        addresses=((host, port),),
         command=server_command(plan, arguments),
         environment=environment,
         folder=folder,
@@ -118,11 +121,14 @@ def _server(plan: Plan, run: RunFolder, role: ServerRole | None = None) -> Part:
 
 def _router(plan: Plan, run: RunFolder) -> Part:
     assert plan.group is not None, "a router without a group"
-    host, port = server_address(plan.serve_args)
+    arguments = plan.group.router_args
+    host, port = server_address(arguments)
+    metrics_port = flag_value(arguments, "--prometheus-port")
+    assert metrics_port is not None, f"the router would take its default port for metrics: {arguments}"
     return Part(
         title="router",
-        address=(host, port),
-        command=router_command(plan.group.router_args),
+        addresses=((host, port), ("127.0.0.1", int(metrics_port))),
+        command=router_command(arguments),
         environment=router_environment(run.plan_path),
         folder=run,
         client=ServerClient(base_url(host, port)),

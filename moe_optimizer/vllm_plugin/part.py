@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
-from moe_optimizer.vllm_plugin.address import check_address
 from moe_optimizer.vllm_plugin.http_client import ServerClient
 from moe_optimizer.vllm_plugin.run_folder import RunFolder
 from moe_optimizer.vllm_plugin.server_log import refusal, root_cause
@@ -24,7 +23,8 @@ class Part:
 
     title: str
     """What messages call it: "server", "prefill server", "router"."""
-    address: tuple[str, int]
+    addresses: tuple[tuple[str, int], ...]
+    """Where it listens: host and port."""
     command: Sequence[str]
     environment: Mapping[str, str]
     folder: RunFolder
@@ -33,14 +33,6 @@ class Part:
     ready: bool = False
     """It has answered its health check."""
     _process: ServerProcess | None = field(default=None, init=False)
-
-    def check(self) -> None:
-        """Refuse what is known to fail before anything is started.
-
-        Raises:
-            InputError: its address cannot be listened on.
-        """
-        check_address(*self.address)
 
     def start(self) -> None:
         """Start the process."""
@@ -85,7 +77,7 @@ class Part:
     def stop(self, *, grace_s: float, hurry: Callable[[], bool]) -> None:
         """Stop it and everything it started; `grace_s`: how long one that serves may finish its requests."""
         if self._process is not None:
-            self._process.stop(grace_s=grace_s if self.ready else _START_GRACE_S, hurry=hurry)
+            self._process.stop(grace_s=grace_s if self.ready else min(grace_s, _START_GRACE_S), hurry=hurry)
 
     @property
     def log_hint(self) -> str:

@@ -26,10 +26,6 @@ DP_EP = profile_with(passes={"parallelism": {"expert_parallel": "on", "data_para
 @pytest.mark.parametrize(
     ("name", "model", "hardware", "profile", "status", "why"),
     [
-        ("disaggregation", qwen3_30b_a3b(), EIGHT, None, Status.UNAVAILABLE, NOT_AVAILABLE),
-        ("disaggregation", qwen3_30b_a3b(), H100, None, Status.REFUSED, "needs at least 2 GPUs"),
-        ("disaggregation", tiny_moe(), cpu_machine(), None, Status.UNAVAILABLE, NOT_AVAILABLE),
-        ("disaggregation", tiny_moe(), cpu_machine(cores=1), None, Status.REFUSED, "needs at least 2 CPU cores"),
         ("dual_batch_overlap", qwen3_30b_a3b(), EIGHT, DP_EP, Status.UNAVAILABLE, NOT_AVAILABLE),
         ("dual_batch_overlap", qwen3_30b_a3b(), EIGHT, EP, Status.REFUSED, "needs data parallel"),
         ("dual_batch_overlap", qwen3_30b_a3b(), H100, None, Status.REFUSED, "needs at least 2 GPUs"),

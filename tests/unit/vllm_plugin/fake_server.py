@@ -11,6 +11,7 @@ Usage: fake_server.py PORT BEHAVIOUR...
   leave       end with status 0 as soon as it was healthy once
   stubborn    ignore SIGTERM
   escape      start a child that leaves the session
+  alone       receive no prompt's cache from another server
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def main() -> None:
         write_proof(child.pid, refused="refuse" in behaviour)
     if "silent" in behaviour:
         time.sleep(600)
-    serve(port, once="leave" in behaviour)
+    serve(port, once="leave" in behaviour, alone="alone" in behaviour)
 
 
 def write_proof(pid: int, *, refused: bool) -> None:
@@ -73,17 +74,34 @@ def write_proof(pid: int, *, refused: bool) -> None:
     ProofWriter(path.parent, proof).write()
 
 
-def serve(port: int, *, once: bool) -> None:
+def serve(port: int, *, once: bool, alone: bool) -> None:
     class Handler(BaseHTTPRequestHandler):
+        received = 0
+
         def do_GET(self) -> None:
-            body = json.dumps({"data": [{"id": "fake"}]}).encode()
+            if self.path == "/metrics":
+                self.answer(
+                    'vllm:cache_config_info{block_size="16",engine="0"} 1.0\n'
+                    f'vllm:external_prefix_cache_hits_total{{engine="0"}} {float(Handler.received)}\n'
+                )
+                return
+            self.answer(json.dumps({"data": [{"id": "fake", "max_model_len": 64}]}))
+            if once and self.path == "/v1/models":
+                self.wfile.flush()
+                os._exit(0)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            if not alone:
+                Handler.received += 16
+            self.answer(json.dumps({"choices": [{"text": "hello"}]}))
+
+        def answer(self, text: str) -> None:
+            body = text.encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
-            if once and self.path == "/v1/models":
-                self.wfile.flush()
-                os._exit(0)
 
         def log_request(self, code: object = "-", size: object = "-") -> None:
             pass

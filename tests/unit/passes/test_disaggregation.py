@@ -1,0 +1,132 @@
+"""Prefill and decode in separate servers: when, with which devices, and how the servers differ."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.decision import Applier, Status, Wish
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import flag_value
+from moe_optimizer.planner import make_plan
+from tests.builders import context, cpu_machine, decided_by, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
+
+ON = resolve_wishes(["disaggregation"], [])
+TWO_PROCESSES = profile_with(passes={"parallelism": {"tensor_parallel_size": 2}})
+
+
+def on_cpu(**changes) -> Plan:
+    return make_plan(request(tiny_moe(), cpu_machine(cores=4), **{"wishes": ON, **changes}))
+
+
+def on_gpus(count: int, **changes) -> Plan:
+    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", count), **{"wishes": ON, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "changes", "why"),
+    [
+        (gpus("h100_sxm", 1), {}, "needs at least 2 GPUs, one for prefill and one for decode, found 1"),
+        (cpu_machine(cores=1), {}, "needs at least 2 CPU cores"),
+        (cpu_machine(cores=4), {"profile": TWO_PROCESSES}, "tensor parallelism of 2"),
+        (cpu_machine(cores=4), {"pinned": {"--tensor-parallel-size": "2"}}, "tensor parallelism of 2"),
+        (gpus("h100_sxm", 2), {"pinned": {"--api-key": "k"}}, "--api-key is given after --: vllm-router does not"),
+        (gpus("h100_sxm", 2), {"pinned": {"--kv-transfer-config": "{}"}}, "--kv-transfer-config is given"),
+        (gpus("h100_sxm", 2), {"pinned": {"--ssl-certfile": "c"}}, "plain HTTP"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(hardware, changes, why):
+    ctx = context(tiny_moe(), hardware, wishes=ON, **changes)
+    decision = decided_by(ctx, "disaggregation").decided["disaggregation"]
+    assert decision.status is Status.REFUSED
+    assert why in decision.reason
+
+
+def test_a_model_with_a_state_beside_its_cache_is_refused_on_the_cpu():
+    ctx = context(qwen3_30b_a3b(state_bytes_per_sequence=4096), cpu_machine(cores=4), wishes=ON)
+    assert "keeps a state" in decided_by(ctx, "disaggregation").decided["disaggregation"].reason
+
+
+def test_nobody_gets_two_servers_without_asking_by_name():
+    ctx = context(qwen3_30b_a3b(), gpus("h100_sxm", 8), wishes={"disaggregation": (Wish.AUTO, "profile")})
+    after = decided_by(ctx, "disaggregation")
+    assert after.decided["disaggregation"].status is Status.OFF
+    assert (after.num_servers, after.num_gpus) == (1, 8)
+    assert make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2))).group is None
+
+
+def test_each_server_has_half_of_the_gpus_and_every_other_pass_plans_for_that():
+    plan = on_gpus(4)
+    assert plan.group is not None
+    assert plan.decision("disaggregation").applier is Applier.SERVERS
+    assert plan.decision("parallelism").params["tensor_parallel_size"] == 2
+    assert [server.gpus for server in plan.group.servers] == [(0, 1), (2, 3)]
+    assert plan.num_gpus == 4
+    assert plan.memory == make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2))).memory
+
+
+def test_a_gpu_that_is_left_over_is_said():
+    assert "disaggregation leaves 1 of 3 GPUs idle" in on_gpus(3).warnings
+
+
+def test_on_the_cpu_each_server_has_half_of_the_cores_and_of_the_memory():
+    plan = on_cpu()
+    assert plan.group is not None
+    cores = [server.serve_env["VLLM_CPU_OMP_THREADS_BIND"] for server in plan.group.servers]
+    assert cores == ["0,1", "2,3"]
+    alone = make_plan(request(tiny_moe(), cpu_machine(cores=4)))
+    assert plan.memory.total_bytes == alone.memory.total_bytes // 2
+
+
+def test_the_router_has_the_address_and_the_servers_are_for_it_alone():
+    plan = on_cpu(host="0.0.0.0", port=9000)
+    assert plan.group is not None
+    router = plan.group.router_args
+    assert (flag_value(router, "--host"), flag_value(router, "--port")) == ("0.0.0.0", "9000")
+    for server in plan.group.servers:
+        assert flag_value(server.serve_args, "--host") == "127.0.0.1"
+        address = f"http://127.0.0.1:{flag_value(server.serve_args, '--port')}"
+        assert flag_value(router, f"--{server.name}") == address
+    ports = [flag_value(server.serve_args, "--port") for server in plan.group.servers]
+    assert len({*ports, "9000", flag_value(router, "--prometheus-port")}) == 4
+
+
+def test_the_servers_differ_in_address_and_part_only():
+    plan = on_gpus(2, vllm_args=("--seed", "7"))
+    assert plan.group is not None
+    for server in plan.group.servers:
+        common = [word for word in plan.serve_args if word in server.serve_args]
+        assert flag_value(server.serve_args, "--seed") == "7"
+        assert set(plan.serve_args) - set(common) <= {"8000"}
+    parts = [json.loads(flag_value(s.serve_args, "--kv-transfer-config") or "") for s in plan.group.servers]
+    assert [part["kv_role"] for part in parts] == ["kv_producer", "kv_consumer"]
+    assert {part["kv_connector"] for part in parts} == {"NixlConnector"}
+    assert len({server.serve_env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for server in plan.group.servers}) == 2
+
+
+def test_without_gpus_the_cache_goes_through_a_folder_of_the_run():
+    plan = on_cpu()
+    assert plan.group is not None
+    for server in plan.group.servers:
+        transfer = json.loads(flag_value(server.serve_args, "--kv-transfer-config") or "")
+        assert transfer["kv_connector_extra_config"] == {"shared_storage_path": "RUN_DIR/kv"}
+
+
+def test_the_users_own_port_is_the_routers():
+    plan = on_cpu(vllm_args=("--port", "9100"))
+    assert plan.group is not None
+    assert flag_value(plan.group.router_args, "--port") == "9100"
+    assert flag_value(plan.group.servers[0].serve_args, "--port") == "9101"
+
+
+def test_a_port_without_room_for_the_others_is_refused():
+    with pytest.raises(InputError, match="--port: got 65500"):
+        on_cpu(port=65500)
+
+
+def test_a_plan_of_two_servers_survives_its_file():
+    plan = on_cpu()
+    assert Plan.from_json(plan.to_json(), origin="test") == plan
