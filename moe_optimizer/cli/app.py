@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from moe_optimizer import __version__
-from moe_optimizer.cli import build, doctor, experts, inspect, messages, plan, serve
+from moe_optimizer.cli import build, doctor, experts, inspect, messages, plan, serve, tune
 from moe_optimizer.cli.arguments import check_consistency, split_at_separator
 from moe_optimizer.cli.near_match import did_you_mean
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError
@@ -49,6 +49,7 @@ def _root(
 app.command("serve")(serve.command)
 app.command("inspect")(inspect.command)
 app.command("plan")(plan.command)
+app.command("tune")(tune.command)
 app.command("doctor")(doctor.command)
 app.command("experts")(experts.command)
 app.command("build")(build.command)

@@ -23,7 +23,7 @@ SWITCHES: Mapping[str, str] = {
     "flash-dmoe": "our expert kernel instead of vLLM's",
     "expert-load": "count the tokens that each expert is given",
     "expert-placement": "place and replicate experts by their load",
-    "tuned-configs": "find the tuned Triton MoE configuration",
+    "tuned-configs": "use a tuned Triton MoE configuration",
     "graph-capture": "CUDA graphs for every planned batch size",
     "scheduler": "requests and tokens in one step, from batch size and memory",
     "kv-cache": "FP8 key/value cache",
@@ -261,6 +261,26 @@ class ServeOptions(PlanOptions):
             metavar="SECONDS",
             help=f"Give up when the server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
         ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(PlanOptions):
+    """`moe-optimizer tune`."""
+
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", parser=seconds, metavar="SECONDS", help="Time to spend.  [default: 600]"),
+    ] = None
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--tokens", metavar="N,N,...", help="Numbers of tokens to tune for.  [default: powers of 2 up to 8192]"
+        ),
+    ] = None
+    folder: Annotated[
+        str | None,
+        typer.Option("--folder", metavar="DIR", help="Where to write.  [default: where serve looks: the user's cache]"),
     ] = None
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
     from moe_optimizer.vllm_plugin.launch import ServerInfo
 
-TAKES_VLLM_ARGS = ("serve", "plan")
+TAKES_VLLM_ARGS = ("serve", "plan", "tune")
 """Commands that accept arguments of `vllm serve` after `--`."""
 
 

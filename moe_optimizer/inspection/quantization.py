@@ -122,6 +122,8 @@ class Quantization:
     """Where the file gives the experts a type of their own."""
     scale_bytes_per_weight: float
     """Bytes of scales for each quantised weight."""
+    weight_block: tuple[int, int] | None = None
+    """Rows and columns of the block of weights that shares a scale; None: per tensor, channel or group."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -197,6 +199,7 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
         ignored=ignored,
         expert_bits=bits_of_type(expert_dtype) if expert_dtype else None,
         scale_bytes_per_weight=_scale_bytes(scheme, method, min(group.bits for group in groups)),
+        weight_block=_weight_block(scheme),
         warnings=tuple(warnings),
     )
 
@@ -323,10 +326,17 @@ def _bits_in_nested_type(scheme: Config) -> float | None:
     return None
 
 
+def _weight_block(scheme: Config) -> tuple[int, int] | None:
+    block = scheme.get(("weight_block_size", "config_groups.group_0.weights.block_structure"))
+    if isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block):
+        return block[0], block[1]
+    return None
+
+
 def _scale_bytes(scheme: Config, method: str, bits: float) -> float:
     """Return the bytes of scales for each weight, as the method's checkpoints store them."""
-    block = scheme.get("weight_block_size")
-    if isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block):
+    block = _weight_block(scheme)
+    if block is not None:
         return 4 / (block[0] * block[1])
     if "mxfp4" in method:
         return 1 / 32

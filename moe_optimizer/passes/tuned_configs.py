@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from pathlib import Path
 
 from moe_optimizer.costs.weights import FP8_BLOCK
-from moe_optimizer.passes.base import NOT_AVAILABLE, OptimizationPass, PlanContext
-from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.errors import InputError
+from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE, SHIPPED, read_rows
+from moe_optimizer.passes.base import OptimizationPass, PlanContext
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.specs.triton_shape import TritonShape
 
-_SHIPPED = "model_executor/layers/fused_moe/configs"
+_FP8_METHODS = ("fp8", "fbgemm_fp8", "ptpc_fp8")
+"""Checkpoint methods whose experts vLLM's Triton kernel computes in FP8."""
+_FP8_FLAGS = {"fp8": False, "fp8_per_tensor": False, "fp8_per_channel": False, "fp8_per_block": True}
+"""Values of --quantization that convert experts -> whether with 128 x 128 blocks."""
 
 
 class TunedConfigs(OptimizationPass):
     """Is there a tuned configuration for these experts on this GPU?
 
-    vLLM looks for a file named by local experts, expert width on one GPU, device and dtype; without one it uses
-    a default and warns. This pass looks the same names up in the installed vLLM and in a folder of the user's
-    (VLLM_TUNED_CONFIG_FOLDER).
+    vLLM looks for a file named by the experts on one GPU, their width there, device, dtype and block of scales;
+    without one it takes a default and warns. This pass looks for the same name in the user's folder (what the profile
+    names, else VLLM_TUNED_CONFIG_FOLDER or the cache that `moe-optimizer tune` writes to), then in the installed vLLM.
     """
 
     name = "tuned_configs"
     flag = "tuned-configs"
-    title = "find the tuned Triton MoE configuration"
-    limits = (
-        "it applies where vLLM picks its Triton kernel, which another MoE backend may replace; finding a "
-        "configuration is done here, making one is not"
-    )
+    title = "use a tuned Triton MoE configuration"
+    limits = "it applies where vLLM picks its Triton kernel, which another MoE backend may replace"
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """Needs experts, a GPU, a dtype whose file name is known, and a vLLM to look into."""
@@ -34,67 +37,94 @@ class TunedConfigs(OptimizationPass):
             return False, "the model has no experts"
         if ctx.device == "cpu":
             return False, "Triton configurations are for GPUs"
-        if not _dtype_parts(ctx):
-            return False, f"the Triton kernel is not used for {ctx.model.quant_method} experts"
+        if _dtype(ctx) is None:
+            scheme = ctx.pinned.get("--quantization") or ctx.model.quant_method
+            return False, f"the Triton kernel is not used for {scheme} experts"
         if ctx.software.vllm is None:
             return False, "no vLLM is installed to look into"
-        if not (Path(ctx.software.vllm.location) / _SHIPPED).is_dir():
-            return False, f"vLLM {ctx.software.vllm.version} does not keep its configurations in vllm/{_SHIPPED}"
+        if not (Path(ctx.software.vllm.location) / SHIPPED).is_dir():
+            return False, f"vLLM {ctx.software.vllm.version} does not keep its configurations in vllm/{SHIPPED}"
         return True, ""
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return which file is used, or which one is missing."""
-        names = _file_names(ctx)
-        folder = ctx.profile.passes.tuned_configs.folder
-        own = next((name for name in names if folder is not None and (Path(folder) / name).is_file()), None)
-        if folder is not None and own is not None:
-            return self.decision(
-                ctx,
-                Status.ON,
-                "from the folder",
-                f"{own} is in the folder that {ctx.profile_origin} names",
-                Applier.FILES,
-                env={"VLLM_TUNED_CONFIG_FOLDER": str(Path(folder).absolute())},
-                params={"file": own},
-            )
+        shape = _shape(ctx)
         assert ctx.software.vllm is not None, "supported() has checked it"
-        shipped = Path(ctx.software.vllm.location) / _SHIPPED
-        found = next((name for name in names if (shipped / name).is_file()), None)
         version = ctx.software.vllm.version
-        if found is not None:
+        folder = ctx.section(self.name).folder or ctx.software.tuned_configs
+        # What `moe-optimizer tune` needs to know.
+        params = {
+            "file": shape.file_name,
+            "shape": dataclasses.asdict(shape),
+            "dtype": ctx.dtype,
+            "folder": folder,
+        }
+        warnings: tuple[str, ...] = ()
+        if folder is not None and (Path(folder) / shape.file_name).exists():
+            try:
+                rows = read_rows(Path(folder) / shape.file_name)
+            except InputError as error:
+                warnings = (f"tuned_configs: not used, because vLLM would end on it: {error} (in {folder})",)
+            else:
+                return self.decision(
+                    ctx,
+                    Status.ON,
+                    f"tuned, {len(rows)} rows",
+                    f"{shape.file_name} is in {folder}",
+                    Applier.FILES,
+                    env={FOLDER_VARIABLE: str(Path(folder).absolute())},
+                    params=params,
+                )
+        if (Path(ctx.software.vllm.location) / SHIPPED / shape.file_name).is_file():
             reason = f"vLLM {version} ships a configuration for these experts and this GPU"
             return self.decision(
-                ctx, Status.OFF, "shipped", reason, Applier.NONE, evidence=(found,), params={"file": found}
+                ctx,
+                Status.OFF,
+                "shipped",
+                reason,
+                Applier.NONE,
+                evidence=(shape.file_name,),
+                params=params,
+                warnings=warnings,
             )
         return self.decision(
             ctx,
-            Status.UNAVAILABLE,
+            Status.REFUSED if ctx.wish(self.name)[0] is Wish.ON else Status.OFF,
             "missing",
-            f"{names[0]} is not among the configurations of vLLM {version}, which will use a default; "
-            f"tuning one is {NOT_AVAILABLE}",
+            f"{shape.file_name} is not among the configurations of vLLM {version}, which takes a default; "
+            f"`moe-optimizer tune {ctx.model.name}` on this GPU makes one",
             Applier.NONE,
-            evidence=tuple(f"not found: {name}" for name in names),
-            params={"missing": list(names)},
+            params=params,
+            warnings=warnings,
         )
 
 
-def _file_names(ctx: PlanContext) -> tuple[str, ...]:
-    """Return the names vLLM would look for, most likely first."""
+def _shape(ctx: PlanContext) -> TritonShape:
+    """Return what vLLM will look for."""
     model, devices = ctx.model, ctx.tensor_parallel_size * ctx.data_parallel_size
-    experts = model.num_experts // devices if ctx.expert_parallel else model.num_experts
-    width = model.moe_intermediate_size if ctx.expert_parallel else model.moe_intermediate_size // devices
-    device = re.sub(r"[\s/]+", "_", ctx.gpu.name)
-    if "H200" in device.split("_"):
-        device = "NVIDIA_H200"
-    return tuple(f"E={experts},N={width},device_name={device}{dtype}.json" for dtype in _dtype_parts(ctx))
+    replicas = ctx.decided["expert_placement"].params.get("num_redundant_experts", 0)
+    scheme = _dtype(ctx)
+    assert scheme is not None, "supported() has checked it"
+    return TritonShape(
+        num_experts=(model.num_experts + replicas) // devices if ctx.expert_parallel else model.num_experts,
+        width=model.moe_intermediate_size if ctx.expert_parallel else model.moe_intermediate_size // devices,
+        device_name=ctx.gpu.name,
+        dtype=scheme[0],
+        block=scheme[1],
+    )
 
 
-def _dtype_parts(ctx: PlanContext) -> tuple[str, ...]:
-    """Return the dtype part of the file name; two where the model's facts do not tell the granularity."""
-    quantisation = ctx.pinned.get("--quantization") or ctx.model.quant_method
-    if quantisation is None:
-        return ("",)
-    if "fp8" in quantisation:
-        block = f",dtype=fp8_w8a8,block_shape=[{FP8_BLOCK},{FP8_BLOCK}]"
-        return (block, ",dtype=fp8_w8a8")
-    return ()
+def _dtype(ctx: PlanContext) -> tuple[str, tuple[int, int] | None] | None:
+    """Return dtype and block of scales as the file name has them; None where Triton does not run these experts."""
+    blocks = (FP8_BLOCK, FP8_BLOCK)
+    given, method = ctx.pinned.get("--quantization"), ctx.model.quant_method
+    if method in _FP8_METHODS:
+        return "fp8_w8a8", ctx.model.weight_block
+    if method is not None:
+        return None
+    if given is not None:
+        return ("fp8_w8a8", blocks if _FP8_FLAGS[given] else None) if given in _FP8_FLAGS else None
+    converted = ctx.decided["fp8"].params
+    if converted.get("expert_bits") == 8:
+        return "fp8_w8a8", blocks if converted["granularity"] == "block" else None
+    return ("float32" if ctx.dtype == "float32" else "", None)

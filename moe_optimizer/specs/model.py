@@ -89,6 +89,9 @@ class ModelSpec:
     """As the checkpoint names it ("fp8", "gptq", "mxfp4", "modelopt", ...); None when not quantised."""
     weight_bits: float
     """Bits of one weight of the quantised part (of every weight when not quantised), scales left out."""
+    weight_block: tuple[int, int] | None
+    """Rows and columns of the block of quantised weights that shares a scale; None: per tensor, channel or group, or
+    not quantised."""
     weight_bytes: int
     """Bytes of all weights as stored in the checkpoint, scales included; exact with safetensors headers."""
     expert_weight_bytes: int

@@ -32,6 +32,7 @@ SURFACE = {
     "serve": COMMON | PLAN | {"--dry-run", "--run-dir", "--ready-timeout"},
     "inspect": COMMON | MODEL,
     "plan": COMMON | PLAN | {"--explain"},
+    "tune": COMMON | PLAN | {"--budget", "--tokens", "--folder"},
     "doctor": COMMON | {"--model", "--drift"},
     "experts": COMMON | {"SOURCE", "--png", "--top"},
     "build": COMMON | {"--check"},

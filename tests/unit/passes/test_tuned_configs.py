@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 
+from moe_optimizer.passes.registry import PASS_NAMES
 from moe_optimizer.plan.decision import Decision, Status
 from tests.builders import (
     context,
@@ -26,9 +30,10 @@ def vllm(tmp_path):
     return tmp_path
 
 
-def decide(model, hardware, location, **changes) -> Decision:
-    ctx = context(model, hardware, software=software(location=str(location)), **changes)
-    return decided_by(ctx, "parallelism", "tuned_configs").decided["tuned_configs"]
+def decide(model, hardware, location, folder=None, **changes) -> Decision:
+    spec = dataclasses.replace(software(location=str(location)), tuned_configs=folder)
+    ctx = context(model, hardware, software=spec, **changes)
+    return decided_by(ctx, *PASS_NAMES[: PASS_NAMES.index("tuned_configs") + 1]).decided["tuned_configs"]
 
 
 @pytest.mark.parametrize(
@@ -52,11 +57,13 @@ def decide(model, hardware, location, **changes) -> Decision:
 )
 def test_the_name_is_the_one_vllm_looks_for(vllm, model, hardware, name):
     missing = decide(model, hardware, vllm)
-    assert missing.status is Status.UNAVAILABLE
-    assert missing.params["missing"][0] == name
+    assert (missing.status, missing.value) == (Status.OFF, "missing")
+    assert missing.params["file"] == name
+    assert name in missing.reason
+    assert "moe-optimizer tune" in missing.reason
     (vllm / SHIPPED / name).touch()
     present = decide(model, hardware, vllm)
-    assert present.status is Status.OFF
+    assert (present.status, present.value) == (Status.OFF, "shipped")
     assert present.evidence == (name,)
 
 
@@ -64,15 +71,70 @@ def test_no_machine_path_is_in_the_decision(vllm):
     assert str(vllm) not in repr(decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm))
 
 
-def test_a_folder_of_the_users_goes_before_vllms_own(vllm, tmp_path):
-    name = "E=128,N=768,device_name=NVIDIA_H100_80GB_HBM3.json"
-    folder = tmp_path / "tuned"
-    folder.mkdir()
-    (folder / name).touch()
+NAME = "E=128,N=768,device_name=NVIDIA_H100_80GB_HBM3.json"
+ROW = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 4}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "tuned").mkdir()
+    return tmp_path / "tuned"
+
+
+def test_a_folder_of_the_users_goes_before_vllms_own(vllm, folder):
+    (vllm / SHIPPED / NAME).touch()
+    (folder / NAME).write_text(json.dumps({"triton_version": "3.6.0", "1": ROW, "64": ROW}), encoding="utf-8")
     profile = profile_with(passes={"tuned_configs": {"folder": str(folder)}})
-    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, profile=profile)
-    assert decision.status is Status.ON
-    assert decision.env == {"VLLM_TUNED_CONFIG_FOLDER": str(folder)}
+    for decision in (
+        decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, profile=profile),
+        decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, folder=str(folder)),
+    ):
+        assert (decision.status, decision.value) == (Status.ON, "tuned, 2 rows")
+        assert decision.env == {"VLLM_TUNED_CONFIG_FOLDER": str(folder)}
+
+
+def test_the_profiles_folder_goes_before_the_environments(vllm, folder, tmp_path):
+    (folder / NAME).write_text(json.dumps({"1": ROW}), encoding="utf-8")
+    profile = profile_with(passes={"tuned_configs": {"folder": str(tmp_path / "elsewhere")}})
+    assert decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, folder=str(folder), profile=profile).value == "missing"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"1": {}}', '{"one": {"BLOCK_SIZE_M": 16}}', '{"1": {"BLOCK_SIZE_M": "16"}}']
+)
+def test_a_broken_file_is_said_and_not_given_to_vllm(vllm, folder, content):
+    (folder / NAME).write_text(content, encoding="utf-8")
+    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, folder=str(folder))
+    assert (decision.status, decision.env) == (Status.OFF, {})
+    assert NAME in decision.warnings[0]
+
+
+def test_a_configuration_that_is_asked_for_by_name_and_missing_is_refused(vllm):
+    profile = profile_with(passes={"tuned_configs": {"mode": "on"}})
+    assert decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, profile=profile).status is Status.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("changes", "ending"),
+    [
+        ({"dtype": "float32"}, "HBM3,dtype=float32.json"),
+        ({"pinned": {"--quantization": "fp8"}}, "HBM3,dtype=fp8_w8a8.json"),
+        ({"pinned": {"--quantization": "fp8_per_block"}}, "HBM3,dtype=fp8_w8a8,block_shape=[128,128].json"),
+        (
+            {"profile": profile_with(passes={"fp8": {"mode": "on"}})},
+            "HBM3,dtype=fp8_w8a8,block_shape=[128,128].json",
+        ),
+        (
+            {"profile": profile_with(passes={"fp8": {"mode": "on", "granularity": "channel"}})},
+            "HBM3,dtype=fp8_w8a8.json",
+        ),
+    ],
+    ids=["float32", "per tensor", "per block", "converted in blocks", "converted in channels"],
+)
+def test_the_name_says_what_the_experts_are_computed_in(vllm, changes, ending):
+    profile = {"profile": profile_with(passes={"fp8": {"mode": "off"}})}
+    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, **(profile | changes))
+    assert decision.params["file"].endswith(ending)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""`moe-optimizer tune`: better launch parameters for vLLM's Triton MoE kernel, for one model on the GPU at hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_optimizer.cli import messages
+from moe_optimizer.cli.options import TuneOptions, takes
+from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from moe_optimizer.plan.decision import Decision
+    from moe_optimizer.plan.plan import Plan
+
+DEFAULT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_DEFAULT_BUDGET_S = 600.0
+_MOST_TOKENS = 65_536
+
+
+@takes(TuneOptions)
+def command(options: TuneOptions) -> int:
+    """Tune vLLM's Triton MoE kernel for a model on this GPU.
+
+    Measures launch parameters for the model's experts as the plan splits them, and keeps those that beat vLLM's own
+    by a margin when both are timed in turns; every other number of tokens stays as it is in vLLM. A stopped tuning
+    goes on where it was. Serving finds the result by itself.
+    """
+    from moe_optimizer.cli import planning
+
+    with messages.held_messages(verbose=options.verbose):
+        planned = planning.make(options)
+        decision = planned.plan.decision("tuned_configs")
+        _check_can_tune(planned.plan, decision)
+        request = _request(planned.plan, decision, options)
+    from moe_optimizer.cli.tune_process import run_tuning
+
+    file = Path(request["folder"]) / decision.params["file"]
+    verdicts = run_tuning(request, log=file.with_suffix(".log"))
+    written = file if file.is_file() else None
+    if options.json:
+        messages.write_data(json.dumps({"file": str(written) if written else None, "sizes": verdicts}, indent=2))
+    else:
+        messages.write_data(render(decision.params["file"], written, verdicts))
+    return ExitCode.OK
+
+
+def _check_can_tune(plan: Plan, decision: Decision) -> None:
+    """Refuse where there is nothing to measure, or not the hardware that was planned for.
+
+    Raises:
+        UnsupportedError: no GPU here or another one than planned for, no vLLM for it, or experts that Triton does
+            not run.
+    """
+    from moe_optimizer.inspection import find_vllm, probe_hardware
+
+    here, vllm = probe_hardware(), find_vllm()
+    if here.gpu is None:
+        raise UnsupportedError(
+            "tune: needs a GPU, and this machine has none", hint="run it on the machine that will serve"
+        )
+    planned = plan.hardware.gpu
+    if planned is not None and planned.key != here.gpu.key:
+        raise UnsupportedError(f"tune: planned for {planned.name}, but this machine has {here.gpu.name}")
+    if vllm is None or vllm.device == "cpu":
+        raise UnsupportedError("tune: needs a vLLM for GPUs", hint="run: pip install 'vllm>=0.26'")
+    if "shape" not in decision.params:
+        raise UnsupportedError(f"tune: {decision.reason}")
+
+
+def _request(plan: Plan, decision: Decision, options: TuneOptions) -> dict[str, Any]:
+    """Return the `TuneRequest` as an object."""
+    from moe_optimizer.inspection import find_vllm
+    from moe_optimizer.inspection.tuned_configs import SHIPPED
+
+    vllm = find_vllm()
+    assert vllm is not None, "_check_can_tune has looked"
+    return {
+        "shape": decision.params["shape"],
+        "num_experts": plan.model.num_experts,
+        "top_k": plan.model.top_k,
+        "hidden_size": plan.model.expert_hidden_size,
+        "dtype": decision.params["dtype"],
+        "tokens": list(_tokens(options.tokens)),
+        "budget_s": options.budget or _DEFAULT_BUDGET_S,
+        "folder": str(Path(options.folder or decision.params["folder"]).absolute()),
+        "shipped_folder": str(Path(vllm.location) / SHIPPED),
+    }
+
+
+def _tokens(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return DEFAULT_TOKENS
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part[:9]) <= _MOST_TOKENS for part in parts):
+        raise InputError(f"--tokens: got {text!r:.80}, expected numbers from 1 to {_MOST_TOKENS} with commas between")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def render(name: str, written: Path | None, verdicts: list[dict[str, Any]]) -> str:
+    """Return the sizes that were compared, and where the result is, as text."""
+    lines = [name]
+    if verdicts:
+        lines += ["", f"  {'tokens':>7}  {'now':>9}  {'tuned':>9}  {'faster':>6}  used for"]
+    for verdict in sorted(verdicts, key=lambda entry: entry["tokens"]):
+        used = f"{verdict['low']} to {verdict['high']}" if verdict["low"] <= verdict["high"] else "-"
+        lines.append(
+            f"  {verdict['tokens']:>7}  {verdict['stock_us']:>6.1f} us  {verdict['row_us']:>6.1f} us  "
+            f"{verdict['ratio']:>5.2f}x  {used}"
+        )
+    lines.append("")
+    if written is None:
+        lines.append("Nothing beat what vLLM takes now by enough: no file was written.")
+    else:
+        lines += [
+            f"Written: {written}",
+            "serve finds it there. Plain vLLM takes it with:",
+            f"  VLLM_TUNED_CONFIG_FOLDER={written.parent}",
+        ]
+    return "\n".join(lines)

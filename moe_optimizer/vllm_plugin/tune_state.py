@@ -1,0 +1,90 @@
+"""What a tuning has measured so far: kept beside the configuration, so that a stopped one goes on where it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.files import write_atomically
+from moe_optimizer.inspection.json_file import read_json_object
+from moe_optimizer.inspection.tuned_configs import Row
+
+STATE_ENDING = ".tuning.json"
+_MAX_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One size: the best row found beside the one that vLLM takes now, timed in turns in one run."""
+
+    tokens: int
+    stock: Row
+    row: Row
+    stock_us: float
+    """Median."""
+    row_us: float
+    """Median."""
+    ratio: float
+    """Median over the rounds of stock / row: above 1 the row is faster."""
+    low: int
+    high: int
+    """Sizes [low, high] that the row is used for; high < low: none."""
+
+    @property
+    def won(self) -> bool:
+        """Whether the row replaces stock somewhere."""
+        return self.low <= self.high
+
+
+@dataclass(slots=True, kw_only=True)
+class TuneState:
+    """Everything measured for one shape on one GPU with one vLLM and one Triton."""
+
+    identity: dict[str, Any]
+    """What the measurements are valid for; another identity starts anew."""
+    measured: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """Tokens -> `key_of` a row -> microseconds, None where it does not work."""
+    trying: list[str] | None = None
+    """Tokens and row being measured; still there in a file: the process died on it."""
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    """Tokens -> the last comparison."""
+
+    def store(self, path: Path) -> None:
+        """Write it atomically."""
+        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+
+def state_path(config: Path) -> Path:
+    """Return where the state of the configuration file `config` lies."""
+    return config.with_name(config.name.removesuffix(".json") + STATE_ENDING)
+
+
+def load_state(path: Path, identity: dict[str, Any]) -> TuneState:
+    """Return the state at `path` if it is of this identity, else an empty one.
+
+    A row on which an earlier process died counts as one that does not work.
+
+    Raises:
+        InputError: the file is broken.
+    """
+    if not path.exists():
+        return TuneState(identity=identity)
+    data = read_json_object(path, max_bytes=_MAX_BYTES)
+    if data.get("identity") != identity:
+        return TuneState(identity=identity)
+    try:
+        state = TuneState(**{name: data[name] for name in ("identity", "measured", "trying", "verdicts")})  # type: ignore[arg-type]
+        state.verdicts = {key: Verdict(**entry) for key, entry in dict(data["verdicts"]).items()}  # type: ignore[call-overload]
+    except (KeyError, TypeError) as error:
+        raise InputError(
+            f"{path}: not a tuning of this version: {error}", hint="delete the file to start anew"
+        ) from None
+    if state.trying is not None:
+        tokens, key = state.trying
+        state.measured.setdefault(tokens, {})[key] = None
+        state.trying = None
+    return state
