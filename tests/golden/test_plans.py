@@ -34,6 +34,7 @@ DP_EPLB = profile_with(
         "expert_placement": {"redundant_experts": 32},
     }
 )
+DISAGGREGATED = profile_with(passes={"disaggregation": {"mode": "on"}})
 
 CASES = {
     "qwen3-30b-a3b_h100_sxm-x1_conservative": (qwen3_30b_a3b, ("h100_sxm", 1), "conservative"),
@@ -42,6 +43,7 @@ CASES = {
     "qwen3-30b-a3b_h100_sxm-x1_single_h100": (qwen3_30b_a3b, ("h100_sxm", 1), "single_h100"),
     "qwen3-30b-a3b_h200-x1_balanced": (qwen3_30b_a3b, ("h200", 1), "balanced"),
     "qwen3-30b-a3b_h200-x2_balanced": (qwen3_30b_a3b, ("h200", 2), "balanced"),
+    "qwen3-30b-a3b_h200-x2_disaggregated": (qwen3_30b_a3b, ("h200", 2), DISAGGREGATED),
     "qwen3-30b-a3b_h100_sxm-x8_balanced": (qwen3_30b_a3b, ("h100_sxm", 8), "balanced"),
     "qwen3-30b-a3b_h100_sxm-x8_aggressive": (qwen3_30b_a3b, ("h100_sxm", 8), "aggressive"),
     "qwen3-30b-a3b-fp8_h100_sxm-x4_balanced": (qwen3_30b_a3b_fp8, ("h100_sxm", 4), "balanced"),
@@ -53,6 +55,7 @@ CASES = {
     "tiny-moe_cpu_conservative": (tiny_moe, None, "conservative"),
     "tiny-moe_cpu_balanced": (tiny_moe, None, "balanced"),
     "tiny-moe_cpu_aggressive": (tiny_moe, None, "aggressive"),
+    "tiny-moe_cpu_disaggregated": (tiny_moe, None, DISAGGREGATED),
     "tiny-moe_cpu_placed": (tiny_moe, None, EP_2),
 }
 
