@@ -1,0 +1,133 @@
+"""The tuning command: what it refuses, what it asks of the tuning process, what it shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.cli import tune, tune_process
+from moe_optimizer.cli.main import main
+from moe_optimizer.cli.tune_process import run_tuning
+from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
+from moe_optimizer.inspection import load_hardware
+from moe_optimizer.inspection.tuned_configs import SHIPPED
+from moe_optimizer.specs.software import VllmInstallation
+
+TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
+VERDICT = {
+    "tokens": 8, "stock": {}, "row": {}, "stock_us": 30.0, "row_us": 25.0, "ratio": 1.2, "low": 1, "high": 11,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _fake_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_process, "_MODULE", "tests.unit.cli.fake_tuning")
+    monkeypatch.delenv("VLLM_TUNED_CONFIG_FOLDER", raising=False)
+
+
+def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: load_hardware("cpu"), raising=False)
+    for arguments in ([], ["--hardware", "h200"]):
+        assert main(["tune", TINY_MOE, *arguments]) == ExitCode.UNSUPPORTED
+        assert capsys.readouterr().err.startswith("error: tune: needs a GPU, and this machine has none\n")
+
+
+def on_an_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """This machine as one with an H200 and a vLLM for it; return the folder of vLLM's configurations."""
+    shipped = tmp_path / "vllm" / SHIPPED
+    shipped.mkdir(parents=True)
+    vllm = VllmInstallation(distribution="vllm", version="0.26.0", device="cuda", location=str(tmp_path / "vllm"))
+    here = dataclasses.replace(load_hardware("h200", 1), origin="probed", cpu=load_hardware("cpu").cpu)
+    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: here, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return shipped
+
+
+def test_it_asks_for_the_shape_that_is_planned_and_shows_the_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = on_an_h200(monkeypatch, tmp_path)
+    asked: dict[str, Any] = {}
+
+    def fake(request: dict[str, Any], *, log: Path) -> list[dict[str, Any]]:
+        asked.update(request, log=log)
+        folder = Path(request["folder"])
+        folder.mkdir(parents=True)
+        (folder / "E=16,N=128,device_name=NVIDIA_H200.json").write_text("{}", encoding="utf-8")
+        return [VERDICT]
+
+    monkeypatch.setattr(tune_process, "run_tuning", fake)
+    assert main(["tune", TINY_MOE, "--disable-fp8", "--tokens", "8,1,8", "--budget", "90"]) == ExitCode.OK
+    assert asked["tokens"] == [1, 8]
+    assert asked["budget_s"] == 90
+    assert asked["shipped_folder"] == str(shipped)
+    assert asked["folder"] == str(tmp_path / "cache" / "moe-optimizer" / "tuned_configs" / "vllm-0.26.0")
+    shown = capsys.readouterr().out
+    assert "1.20x  1 to 11" in shown
+    assert f"VLLM_TUNED_CONFIG_FOLDER={asked['folder']}" in shown
+    assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= 80
+
+
+@pytest.mark.parametrize("text", ["", "0", "eight", "1,,8", "-1", "99999999"])
+def test_impossible_sizes_are_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_an_h200(monkeypatch, tmp_path)
+    assert main(["tune", TINY_MOE, "--disable-fp8", f"--tokens={text}"]) == ExitCode.BAD_INPUT
+    assert capsys.readouterr().err.startswith("error: --tokens: got ")
+
+
+def test_experts_that_triton_does_not_run_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_an_h200(monkeypatch, tmp_path)
+    arguments = ["tune", TINY_MOE, "--disable-fp8", "--", "--quantization", "int8"]
+    assert main(arguments) == ExitCode.UNSUPPORTED
+    assert "the Triton kernel is not used for int8 experts" in capsys.readouterr().err
+
+
+def test_nothing_that_won_is_said() -> None:
+    assert "no file was written" in tune.render("E=1.json", None, [{**VERDICT, "low": 8, "high": 7}])
+
+
+def test_the_process_reports_progress_and_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "new" / "tuning.log"
+    assert run_tuning({"verdicts": [VERDICT]}, log=log) == [VERDICT]
+    assert "50%  8 tokens: 12 rows tried" in capsys.readouterr().err
+    assert log.read_text(encoding="utf-8") == "vLLM said something\n"
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, InputError), (3, UnsupportedError)])
+def test_a_refusal_of_the_process_is_the_commands(code: int, kind: type[MoeOptimizerError], tmp_path: Path) -> None:
+    with pytest.raises(kind, match="too little memory"):
+        run_tuning({"refused": "too little memory", "exit_code": code}, log=tmp_path / "log")
+
+
+def test_a_process_that_dies_leaves_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(MoeOptimizerError, match="illegal memory access") as error:
+        run_tuning({"dies": True}, log=tmp_path / "log")
+    assert "goes on from what was measured" in str(error.value.hint)
+
+
+def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+
+    def interrupt() -> None:
+        while not pid_file.exists() or not pid_file.read_text():
+            time.sleep(0.02)
+        os.kill(os.getpid(), 2)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_tuning({"pid_file": str(pid_file)}, log=tmp_path / "log")
+    thread.join()
+    assert not Path(f"/proc/{json.loads(pid_file.read_text())}").exists()
