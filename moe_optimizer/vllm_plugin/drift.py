@@ -12,6 +12,7 @@ from pathlib import Path
 from moe_optimizer.vllm_plugin import compat
 from moe_optimizer.vllm_plugin.patch import Patch, probe
 from moe_optimizer.vllm_plugin.patches.fp8_oracle import FP8_ORACLE
+from moe_optimizer.vllm_plugin.patches.routed_experts import ROUTED_EXPERTS
 from moe_optimizer.vllm_plugin.patches.unquantized_oracle import UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
 from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
@@ -206,6 +207,12 @@ _SEAMS = (
         why=WORKER_EXECUTE_MODEL.why,
         remove_when=WORKER_EXECUTE_MODEL.remove_when,
     ),
+    _Known(
+        name="a layer's expert map",
+        look=_patched(ROUTED_EXPERTS),
+        why=ROUTED_EXPERTS.why,
+        remove_when=ROUTED_EXPERTS.remove_when,
+    ),
     _Known(name="experts interface", look=_abstract_methods, why="the experts classes implement it"),
     _Known(
         name="Triton experts",
@@ -272,6 +279,7 @@ _SEAMS = (
     _Known(
         name="EPLB policies",
         look=_defined("vllm.distributed.eplb.policy", "EPLB_POLICIES"),
-        why="place for an expert placement policy; not used in this version",
+        why="our expert placement takes the place of the default policy",
+        remove_when="vLLM's flag takes policies from outside, also while experts are moved in the background",
     ),
 )
