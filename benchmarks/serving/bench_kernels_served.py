@@ -1,0 +1,181 @@
+"""Decoding speed of a served model with our expert kernels and with vLLM's, one server after the other on one GPU.
+
+    python benchmarks/serving/bench_kernels_served.py --model DIR --out FILE [-- further vllm serve arguments]
+
+Both servers get the same plan but for flash_dmoe. Each concurrency is a closed loop: that many clients, each sending
+its next request when the last one ended. Prompts are random token ids, outputs have a fixed length; what is reported is
+the time per output token (per request: first to last token over the tokens in between) and tokens per second of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.record import checkout  # noqa: E402
+from moe_optimizer.inspection import (  # noqa: E402
+    ModelInspector,
+    find_vllm,
+    probe_hardware,
+    read_kernel_inventory,
+    read_kernel_speeds,
+)
+from moe_optimizer.plan.decision import Wish  # noqa: E402
+from moe_optimizer.plan.json_codec import encode  # noqa: E402
+from moe_optimizer.plan.plan import Plan  # noqa: E402
+from moe_optimizer.planner import PlanRequest, make_plan  # noqa: E402
+from moe_optimizer.profiles import load_profile  # noqa: E402
+from moe_optimizer.specs.software import SoftwareSpec  # noqa: E402
+from moe_optimizer.vllm_plugin.http_client import ServerClient  # noqa: E402
+from moe_optimizer.vllm_plugin.launch import running  # noqa: E402
+
+PASS = "flash_dmoe"
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
+ROUNDS = {1: 4, 8: 3, 64: 2}
+"""Concurrency -> requests per client."""
+
+
+def main() -> int:
+    """Serve, load, stop, twice; print a table and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", help="for the record, where the checkout came without its .git; +dirty when it is")
+    parser.add_argument("--sides", default="ours,stock")
+    own, rest = _split(sys.argv[1:])
+    options = parser.parse_args(own)
+    record: dict[str, Any] = {
+        "what": "decoding with our expert kernels and with vLLM's: closed loops of streamed completions, one GPU, "
+        "one server after the other; weights are random where vLLM was told to (--load-format dummy)",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": sys.argv,
+        **checkout(options.commit),
+        "prompt_tokens": PROMPT_TOKENS,
+        "output_tokens": OUTPUT_TOKENS,
+        "sides": {},
+    }
+    for side in options.sides.split(","):
+        plan = make(options.model, rest, ours=side == "ours")
+        record["sides"][side] = measure(plan)
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    _print_table(record["sides"])
+    return 0
+
+
+def _split(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], tuple(arguments[at + 1 :])
+
+
+def make(model: str, vllm_args: tuple[str, ...], *, ours: bool) -> Plan:
+    """Return the plan of one side."""
+    wishes = {} if ours else {PASS: (Wish.OFF, "flag --disable-flash-dmoe")}
+    return make_plan(
+        PlanRequest(
+            model=ModelInspector().inspect(model),
+            hardware=probe_hardware(),
+            software=SoftwareSpec(
+                vllm=find_vllm(), kernels=read_kernel_inventory(), kernel_speeds=read_kernel_speeds()
+            ),
+            profile=load_profile("conservative"),
+            wishes={PASS: (Wish.AUTO, "this benchmark")} | wishes,
+            batch_size=64,
+            max_model_len=1024,
+            vllm_args=vllm_args,
+        )
+    )
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """Serve one plan and load it at every concurrency."""
+    (decision,) = [each for each in plan.decisions if each.pass_name == PASS]
+    with tempfile.TemporaryDirectory() as folder, running(plan, run_dir=Path(folder), ready_timeout_s=500) as info:
+        model = ServerClient(info.base_url).models()[0]
+        load(info.base_url, model, plan.model.vocab_size, clients=2, requests=1)
+        loads = {
+            clients: load(info.base_url, model, plan.model.vocab_size, clients=clients, requests=requests)
+            for clients, requests in ROUNDS.items()
+        }
+        return {
+            "start_up_s": info.start_up_s,
+            "plan_digest": plan.digest,
+            "decision": encode(decision),
+            "serve_args": list(plan.serve_args),
+            "versions": dict(info.proofs[0].versions) if info.proofs else {},
+            "proof": [encode(proof.passes[PASS]) for proof in info.proofs if PASS in proof.passes],
+            "loads": loads,
+        }
+
+
+def load(url: str, model: str, vocabulary: int, *, clients: int, requests: int) -> dict[str, Any]:
+    """Return times per output token in ms of every request, and tokens per second of all."""
+    times: list[float] = []
+    lock = threading.Lock()
+
+    def client(seed: int) -> None:
+        generator = random.Random(seed)
+        for _ in range(requests):
+            prompt = [generator.randrange(100, vocabulary - 100) for _ in range(PROMPT_TOKENS)]
+            per_token = stream_one(url, model, prompt)
+            with lock:
+                times.append(per_token)
+
+    threads = [threading.Thread(target=client, args=(clients * 1000 + index,)) for index in range(clients)]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wall = time.monotonic() - started
+    assert len(times) == clients * requests, f"{clients * requests - len(times)} requests failed"
+    return {
+        "requests": len(times),
+        "tpot_ms_median": statistics.median(times),
+        "tpot_ms": [round(each, 4) for each in sorted(times)],
+        "output_tokens_per_s": len(times) * OUTPUT_TOKENS / wall,
+    }
+
+
+def stream_one(url: str, model: str, prompt: list[int]) -> float:
+    """Return the milliseconds per output token of one streamed completion."""
+    body = {
+        "model": model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0,
+        "stream": True,
+    }  # fmt: skip
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    first = last = 0.0
+    with urllib.request.urlopen(request, timeout=300) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                last = time.monotonic()
+                first = first or last
+    return 1000 * (last - first) / (OUTPUT_TOKENS - 1)
+
+
+def _print_table(sides: dict[str, Any]) -> None:
+    print(f"{'clients':>8} " + " ".join(f"{side + ' TPOT ms':>14} {side + ' tok/s':>12}" for side in sides))
+    for clients in ROUNDS:
+        cells = []
+        for side in sides.values():
+            found = side["loads"][clients]
+            cells.append(f"{found['tpot_ms_median']:14.3f} {found['output_tokens_per_s']:12.1f}")
+        print(f"{clients:8d} " + " ".join(cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
