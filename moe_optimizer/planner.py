@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from moe_optimizer.errors import DoesNotFitError, InputError, UnsupportedError
+from moe_optimizer.errors import DoesNotFitError, InputError, RequiredNotAppliedError, UnsupportedError
 from moe_optimizer.passes.base import PlanContext, WishWithOrigin
 from moe_optimizer.passes.registry import PASS_NAMES, all_passes, pass_named, switches
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
@@ -82,6 +82,7 @@ def make_plan(request: PlanRequest) -> Plan:
         InputError: a value of the request is wrong, or two of them contradict each other.
         DoesNotFitError: the weights and one sequence need more memory than there is.
         UnsupportedError: this model, machine or version cannot do what is asked.
+        RequiredNotAppliedError: a required pass is not on.
     """
     pinned = _pinned(request)
     _check_request(request, pinned)
@@ -99,7 +100,7 @@ def make_plan(request: PlanRequest) -> Plan:
     decisions = tuple(context.decided.values())
     memory = _memory(context)
     _require_fit(context, memory)
-    _require_required(decisions)
+    _require_required(context)
     own_args = _own_args(request, context)
     serve_args = _serve_args(own_args, decisions, request.vllm_args)
     plan = Plan(
@@ -344,10 +345,13 @@ def _fit_hint(context: PlanContext, size: int) -> str:
     return f"GPUs of this kind needed: {words}"
 
 
-def _require_required(decisions: tuple[Decision, ...]) -> None:
-    for decision in decisions:
+def _require_required(context: PlanContext) -> None:
+    for decision in context.decided.values():
         if decision.required and decision.status is not Status.ON:
-            raise UnsupportedError(
+            # Required by the user, or by another decision that does not work without it.
+            asked = context.is_required(decision.pass_name)
+            kind = RequiredNotAppliedError if asked else UnsupportedError
+            raise kind(
                 f"{decision.pass_name} is required ({decision.wish_origin}) and {decision.status.value}: "
                 f"{decision.reason}",
                 hint="leave the requirement out to serve without it",

@@ -27,7 +27,7 @@ SWITCHES: Mapping[str, str] = {
     "graph-capture": "CUDA graphs for every planned batch size",
     "scheduler": "requests and tokens in one step, from batch size and memory",
     "kv-cache": "FP8 key/value cache",
-    "kv-tiering": "move cold cache blocks to host memory",
+    "kv-tiering": "keep cold cache blocks in host memory",
     "disaggregation": "separate servers for prefill and decode",
     "dual-batch-overlap": "overlap expert exchange with computation",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -74,6 +75,7 @@ def make(options: PlanOptions) -> Planned:
             vllm=vllm,
             kernels=read_kernel_inventory(),
             kernel_speeds=read_kernel_speeds(),
+            lmcache=importlib.util.find_spec("lmcache") is not None,
             tuned_configs=str(user_folder(vllm.version if vllm else "", os.environ)),
         ),
         profile=profile,

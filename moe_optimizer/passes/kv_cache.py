@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from moe_optimizer.costs.memory import sequence_kv_bytes
-from moe_optimizer.passes.base import NOT_AVAILABLE, OptimizationPass, PlanContext
+from moe_optimizer.passes.base import OptimizationPass, PlanContext
+from moe_optimizer.passes.host_tier import decide_tier
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.specs.quantity import Quantity, Source
 
@@ -23,9 +24,9 @@ class KvCache(OptimizationPass):
     """FP8 cache elements where they are asked for, and the sequence length that the cache really holds.
 
     An FP8 cache holds twice the tokens and changes the output slightly; no quality gate has judged it in this
-    version, so only the aggressive profile or a flag asks for it. Tiering cold blocks to host memory is not
-    available yet. Whatever the wish, the pass works out how long a sequence may be, and on the CPU build how
-    much memory the cache takes, for the planner.
+    version, so only the aggressive profile or a flag asks for it. Blocks that no request uses any more can be kept
+    in host memory (tiering), where a profile or a flag asks for it. Whatever the wish, the pass works out how long a
+    sequence may be, and on the CPU build how much memory the cache takes, for the planner.
     """
 
     name = "kv_cache"
@@ -33,7 +34,7 @@ class KvCache(OptimizationPass):
     title = "FP8 key/value cache"
     limits = "latent (MLA), hybrid and sliding-window caches keep their type"
     setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "kv-tiering": ("tiering", "move cold cache blocks to host memory")
+        "kv-tiering": ("tiering", "keep cold cache blocks in host memory")
     }
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
@@ -67,26 +68,32 @@ class KvCache(OptimizationPass):
         bits = kv_bits(ctx, dtype)
         wanted, length = _lengths(ctx, bits)
         cache_gib = _host_cache_gib(ctx, bits, length) if ctx.device == "cpu" else None
-        tiering, warnings = _tiering(ctx)
+        tier = decide_tier(ctx, bits)
         fp8 = status is Status.ON and dtype in _FP8_WORDS
+        value = f"{dtype if dtype != 'auto' else ctx.dtype} cache"
+        arguments = ("--kv-cache-dtype", dtype) if status is Status.ON else ()
+        if tier.gib is not None:
+            value, reason = f"{value}, {tier.gib} GiB in host memory", f"{reason}; {tier.reason}"
+            status, arguments = Status.ON if status is Status.OFF else status, (*arguments, *tier.vllm_args)
         return self.decision(
             ctx,
             status,
-            f"{dtype if dtype != 'auto' else ctx.dtype} cache",
+            value,
             reason,
-            Applier.FLAGS if status is Status.ON else Applier.NONE,
+            Applier.FLAGS if arguments else Applier.NONE,
             evidence=_held_at_once(ctx, bits),
-            rejected={"tiering": tiering},
+            rejected={} if tier.gib is not None else {"tiering": tier.reason},
             gain=_fp8_gain(ctx) if fp8 else None,
-            vllm_args=("--kv-cache-dtype", dtype) if status is Status.ON else (),
+            vllm_args=arguments,
             params={
                 "dtype": dtype,
                 "kv_bits": bits,
                 "wanted_model_len": wanted,
                 "max_model_len": length,
                 "host_cache_gib": cache_gib,
+                "host_tier_gib": tier.gib,
             },
-            warnings=warnings,
+            warnings=tier.warnings,
         )
 
 
@@ -165,12 +172,6 @@ def _held_at_once(ctx: PlanContext, bits: int) -> tuple[str, ...]:
     if not held or held >= asked:
         return ()
     return (f"the cache holds {held} requests of {length} tokens at once; of {asked} the others wait",)
-
-
-def _tiering(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:
-    wish, origin = ctx.setting("kv_cache", "tiering")
-    reason = "vLLM moves cache blocks on CUDA only" if ctx.device == "cpu" else NOT_AVAILABLE
-    return reason, ((f"kv tiering ({origin}): {reason}",) if wish is Wish.ON else ())
 
 
 def _fp8_gain(ctx: PlanContext) -> Gain:

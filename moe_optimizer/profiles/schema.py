@@ -126,7 +126,9 @@ class KvCacheSection(PassSection):
     dtype: Literal["model", "fp8"] = "model"
     """Element type of the cache. fp8 holds twice the tokens and changes the output slightly."""
     tiering: Mode = "off"
-    """Move cold cache blocks to host memory."""
+    """Keep cache blocks that no request uses any more in host memory. auto: not without a measured gain."""
+    tiering_backend: Literal["native", "lmcache"] = "native"
+    """native: vLLM's own; lmcache: an LMCache server beside it, which must be installed and running."""
 
 
 class DisaggregationSection(PassSection):

@@ -47,6 +47,8 @@ class SoftwareSpec:
 
     vllm: VllmInstallation | None
     kernels: KernelInventory
+    lmcache: bool = False
+    """Whether `import lmcache` would find a package."""
     tuned_configs: str | None = None
     """Folder of the user's own Triton configurations, whether there is one or not; None: nothing is looked for."""
     kernel_speeds: SpeedTables = field(default_factory=SpeedTables)

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_optimizer.errors import DoesNotFitError, ExitCode, InputError, MoeOptimizerError, UnsupportedError
+from moe_optimizer.errors import (
+    DoesNotFitError,
+    ExitCode,
+    InputError,
+    MoeOptimizerError,
+    RequiredNotAppliedError,
+    UnsupportedError,
+)
 from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
 from moe_optimizer.plan.decision import Status, Wish
 from moe_optimizer.plan.plan import Plan
@@ -257,7 +264,8 @@ def test_expert_parallelism_on_the_cpu_with_experts_our_kernel_cannot_do_is_unsu
 
 
 def test_a_required_pass_that_is_not_on_makes_no_plan():
-    error = refused(request(qwen3_30b_a3b(), gpus("a100_80gb"), required=frozenset({"fp8"})), UnsupportedError)
+    error = refused(request(qwen3_30b_a3b(), gpus("a100_80gb"), required=frozenset({"fp8"})), RequiredNotAppliedError)
+    assert error.exit_code is ExitCode.NOT_APPLIED
     assert str(error).startswith("fp8 is required (flag --require fp8) and refused: needs FP8 matrix units")
     assert error.hint is not None
 

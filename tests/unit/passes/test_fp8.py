@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.errors import InputError, RequiredNotAppliedError
 from moe_optimizer.passes.base import PlanContext
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.planner import make_plan
@@ -287,5 +287,5 @@ def test_the_memory_plan_counts_the_converted_weights(machine):
 
 
 def test_required_without_our_kernel_is_no_plan():
-    with pytest.raises(UnsupportedError, match=r"fp8 is required .* needs our expert kernel"):
+    with pytest.raises(RequiredNotAppliedError, match=r"fp8 is required .* needs our expert kernel"):
         make_plan(request(tiny_moe(), cpu_machine(), required=frozenset({"fp8"}), wishes=WITHOUT_FLASH))

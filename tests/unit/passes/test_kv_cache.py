@@ -118,12 +118,3 @@ def test_how_many_requests_the_cache_really_holds_is_said_where_it_is_fewer_than
     (evidence,) = decide().evidence
     assert evidence.startswith("the cache holds 8")  # about 137,000 tokens / 1536
     assert decide(hardware=gpus("h100_sxm", 8)).evidence == ()
-
-
-def test_tiering_asked_for_by_flag_is_refused_aloud():
-    wishes = {"kv_cache.tiering": (Wish.ON, "flag --enable-kv-tiering")}
-    assert decide(wishes=wishes).warnings == (
-        "kv tiering (flag --enable-kv-tiering): not available in this version of moe-optimizer",
-    )
-    assert "CUDA only" in decide(tiny_moe(), cpu_machine(), wishes=wishes).warnings[0]
-    assert decide().warnings == ()

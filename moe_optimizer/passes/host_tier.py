@@ -1,0 +1,85 @@
+"""The part of the kv_cache pass that keeps cold blocks in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_optimizer.passes.base import PlanContext
+from moe_optimizer.plan.decision import Wish
+
+_GIB = 2**30
+_HOST_SHARE = 1 / 2
+"""Chosen: the tier is page-locked, so it is lost to loading weights and to everything else on the host."""
+_FLAG = "--kv-offloading-size"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTier:
+    """Whether there is a tier in host memory, how large, and why or why not."""
+
+    gib: int | None
+    """Of one engine, all its GPUs together; None: no tier."""
+    reason: str
+    vllm_args: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def decide_tier(ctx: PlanContext, kv_bits: int) -> HostTier:
+    """Return the tier: as large as the cache of all GPUs of an engine, at most half of the host's memory.
+
+    Args:
+        ctx: after the scheduler and graph_capture passes, which the memory plan needs.
+        kv_bits: bits of one cache element.
+    """
+    if _FLAG in ctx.pinned:
+        return HostTier(gib=None, reason=f"{_FLAG} {ctx.pinned[_FLAG]} is given after -- and decides")
+    wish, origin = ctx.setting("kv_cache", "tiering")
+    if wish is not Wish.ON:
+        why = f"switched off by {origin}" if wish is Wish.OFF else "no measurement shows a gain; --enable-kv-tiering"
+        return HostTier(gib=None, reason=why)
+    reason = _why_not(ctx)
+    gib, sized = (0, "") if reason else _size(ctx, kv_bits)
+    if not reason and gib < 1:
+        reason = sized
+    if reason:
+        return HostTier(gib=None, reason=reason, warnings=(f"kv tiering ({origin}): {reason}",))
+    backend, warnings = _backend(ctx)
+    if ctx.hardware.cpu is None:
+        warnings += (f"kv tiering ({origin}): the host of {ctx.gpu.key} is not known; it needs {gib} GiB to spare",)
+    arguments = (_FLAG, str(gib), "--kv-offloading-backend", backend)
+    return HostTier(gib=gib, reason=f"cold blocks go to host memory ({backend}): {sized}", vllm_args=arguments,
+                    warnings=warnings)  # fmt: skip
+
+
+def _why_not(ctx: PlanContext) -> str:
+    attention = ctx.model.attention
+    if ctx.device == "cpu":
+        return "vLLM moves cache blocks between GPU and host, and its CPU build has them in host memory already"
+    if ctx.pinned.get("--enable-prefix-caching") == "false":
+        return "only blocks of the prefix cache are kept, and --no-enable-prefix-caching is given after --"
+    if "--kv-transfer-config" in ctx.pinned:
+        return "it takes vLLM's one KV connector, and --kv-transfer-config is given after --"
+    if ctx.wish("disaggregation")[0] is Wish.ON:
+        return "it takes vLLM's one KV connector, and disaggregation needs that"
+    if attention.kind in ("hybrid", "none") or attention.num_windowed_layers:
+        return "the model's layers keep caches of different kinds, with which it was not tried"
+    return ""
+
+
+def _size(ctx: PlanContext, kv_bits: int) -> tuple[int, str]:
+    """Return the GiB of an engine's tier and how they come about."""
+    cache = ctx.memory(**ctx.memory_terms(kv_bits)).kv_cache_bytes * ctx.tensor_parallel_size
+    if ctx.hardware.cpu is None:
+        return cache // _GIB, "as large as the cache on the GPUs"
+    most = int(ctx.hardware.cpu.memory.value * _HOST_SHARE) // ctx.data_parallel_size
+    if cache <= most:
+        return cache // _GIB, "as large as the cache on the GPUs"
+    return most // _GIB, f"half of the host's memory, {most / cache:.0%} of the cache on the GPUs"
+
+
+def _backend(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:
+    if ctx.section("kv_cache").tiering_backend == "native":
+        return "native", ()
+    if not ctx.software.lmcache:
+        return "native", (f"tiering_backend lmcache ({ctx.profile_origin}): LMCache is not installed; native is used",)
+    return "lmcache", ("kv tiering: LMCache needs its server running on this host; the launcher does not start it",)

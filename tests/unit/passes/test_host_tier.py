@@ -1,0 +1,121 @@
+"""Cold cache blocks in host memory: how much, through which arguments, and where not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.serve_args import flag_value
+from moe_optimizer.specs.quantity import Quantity, Source
+from tests.builders import (
+    context,
+    cpu_machine,
+    decided_by,
+    gpt_oss_120b,
+    gpus,
+    profile_with,
+    qwen3_30b_a3b,
+    shaped_model,
+    software,
+    tiny_moe,
+)
+
+ASKED = {"wishes": resolve_wishes(["kv-tiering"], [])}
+
+
+def decide(model=None, hardware=None, **changes) -> Decision:
+    ctx = context(model or qwen3_30b_a3b(), hardware or gpus("h100_sxm", 2), **(ASKED | changes))
+    return decided_by(ctx, *PASS_NAMES[: PASS_NAMES.index("kv_cache") + 1]).decided["kv_cache"]
+
+
+def host(gib: float, name: str = "h100_sxm", count: int = 2):
+    """A machine with GPUs and so much host memory."""
+    cpu = cpu_machine().cpu
+    assert cpu is not None
+    memory = Quantity(gib * 2**30, "bytes", Source.MEASURED, "cgroup")
+    return dataclasses.replace(gpus(name, count), cpu=dataclasses.replace(cpu, memory=memory))
+
+
+def test_the_tier_is_as_large_as_the_cache_of_all_gpus():
+    decision = decide(hardware=host(1000))
+    size = flag_value(decision.vllm_args, "--kv-offloading-size")
+    assert size is not None
+    # Two H100 hold 61 GB of weights and 0.9 * 2 * 80 GB in all.
+    assert 60 < int(size) < 85
+    assert decision.params["host_tier_gib"] == int(size)
+    assert flag_value(decision.vllm_args, "--kv-offloading-backend") == "native"
+    assert (decision.status, decision.applier) == (Status.ON, Applier.FLAGS)
+    assert f"{size} GiB in host memory" in decision.value
+    assert decision.warnings == ()
+
+
+def test_the_tier_leaves_half_of_the_host():
+    assert flag_value(decide(hardware=host(64)).vllm_args, "--kv-offloading-size") == "32"
+
+
+def test_every_engine_of_data_parallel_has_its_own_share():
+    profile = profile_with(passes={"parallelism": {"data_parallel_size": 2}})
+    decision = decide(hardware=host(64, "h200"), profile=profile)
+    assert flag_value(decision.vllm_args, "--kv-offloading-size") == "16"
+
+
+def test_a_host_that_is_not_known_is_said():
+    (warning,) = decide().warnings
+    assert "the host of h100_sxm is not known" in warning
+
+
+def test_nobody_gets_a_tier_without_asking():
+    for mode in ("auto", "off"):
+        decision = decide(wishes={}, profile=profile_with(passes={"kv_cache": {"tiering": mode}}))
+        assert flag_value(decision.vllm_args, "--kv-offloading-size") is None
+        assert decision.rejected["tiering"]
+        assert decision.warnings == ()
+
+
+def test_an_fp8_cache_and_a_tier_go_together():
+    profile = profile_with(passes={"kv_cache": {"dtype": "fp8", "tiering": "on"}})
+    decision = decide(hardware=host(1000), profile=profile, wishes={})
+    assert flag_value(decision.vllm_args, "--kv-cache-dtype") == "fp8"
+    assert flag_value(decision.vllm_args, "--kv-offloading-size") is not None
+
+
+HYBRID = dataclasses.replace(shaped_model(), attention=dataclasses.replace(shaped_model().attention, kind="hybrid"))
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "changes", "why"),
+    [
+        (tiny_moe(), cpu_machine(), {}, "its CPU build has them in host memory already"),
+        (gpt_oss_120b(), host(100), {}, "caches of different kinds"),
+        (HYBRID, host(100), {}, "caches of different kinds"),
+        (None, host(1), {}, "half of the host's memory"),
+        (None, host(100), {"wishes": ASKED["wishes"] | {"disaggregation": (Wish.ON, "flag")}}, "disaggregation"),
+        (None, host(100), {"pinned": {"--kv-transfer-config": "{}"}}, "one KV connector"),
+        (None, host(100), {"pinned": {"--enable-prefix-caching": "false"}}, "prefix cache"),
+    ],
+    ids=["cpu", "windowed", "hybrid", "small host", "disaggregation", "connector", "no prefix cache"],
+)
+def test_where_there_is_none_the_reason_is_said(model, hardware, changes, why):
+    decision = decide(model, hardware, **changes)
+    assert "--kv-offloading-size" not in decision.vllm_args
+    assert why in decision.rejected["tiering"]
+    assert why in decision.warnings[0]
+    assert decision.params["host_tier_gib"] is None
+
+
+def test_the_users_own_size_decides():
+    decision = decide(hardware=host(100), pinned={"--kv-offloading-size": "8"})
+    assert decision.vllm_args == ()
+    assert "given after --" in decision.rejected["tiering"]
+
+
+@pytest.mark.parametrize(("installed", "backend", "words"), [(True, "lmcache", "server"), (False, "native", "LMCache")])
+def test_lmcache_is_used_where_it_is_asked_for_and_installed(installed, backend, words):
+    profile = profile_with(passes={"kv_cache": {"tiering": "on", "tiering_backend": "lmcache"}})
+    spec = dataclasses.replace(software(), lmcache=installed)
+    decision = decide(hardware=host(100), profile=profile, software=spec, wishes={})
+    assert flag_value(decision.vllm_args, "--kv-offloading-backend") == backend
+    assert words in decision.warnings[0]
