@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import sys
@@ -21,25 +20,12 @@ from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin import deployment, evidence, launch, router, supervisor
 from moe_optimizer.vllm_plugin.launch import ServerInfo
 from tests.builders import cpu_machine, request, tiny_moe
+from tests.free_ports import four_free_ports
 from tests.run_processes import processes_of
 
 HERE = Path(__file__).parent
 ROOT = Path(__file__).parents[3]
 Group = Callable[..., Plan]
-
-
-def four_free_ports() -> int:
-    """Return the first of four ports in a row that nobody listens on."""
-    for _ in range(100):
-        first = random.randrange(20_000, 50_000)
-        if all(is_free(port) for port in range(first, first + 4)):
-            return first
-    raise AssertionError("no four free ports in a row")
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 @pytest.fixture
