@@ -12,6 +12,7 @@ from pathlib import Path
 from moe_optimizer.vllm_plugin import compat
 from moe_optimizer.vllm_plugin.patch import Patch, probe
 from moe_optimizer.vllm_plugin.patches.fp8_oracle import FP8_ORACLE
+from moe_optimizer.vllm_plugin.patches.layerwise_loading import LAYERWISE_LOADING
 from moe_optimizer.vllm_plugin.patches.routed_experts import ROUTED_EXPERTS
 from moe_optimizer.vllm_plugin.patches.unquantized_oracle import UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
@@ -185,6 +186,19 @@ _SEAMS = (
         look=_patched(FP8_ORACLE),
         why=FP8_ORACLE.why,
         remove_when=FP8_ORACLE.remove_when,
+    ),
+    _Known(
+        name="unquantized experts' weights",
+        look=_patched(LAYERWISE_LOADING),
+        why=LAYERWISE_LOADING.why,
+        remove_when=LAYERWISE_LOADING.remove_when,
+    ),
+    _Known(
+        name="layerwise loading",
+        look=_defined(
+            "vllm.model_executor.model_loader.reload.layerwise", "initialize_online_processing", arguments=("layer",)
+        ),
+        why="a layer whose experts are converted is finished while the next ones are loaded",
     ),
     _Known(
         name="routed experts callback",

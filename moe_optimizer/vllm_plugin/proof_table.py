@@ -11,6 +11,7 @@ from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.vllm_plugin.proof import PassProof, Proof
+from moe_optimizer.vllm_plugin.weight_format import FORMAT_PARAM
 
 NO_WORKER = "no worker process reported: the plugin was not loaded (is VLLM_PLUGINS set?)"
 
@@ -149,6 +150,9 @@ def _why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str
     reported = len({proof.model_rank for proof in holders})
     if reported < holders[0].world_size:
         return f"{reported} of {holders[0].world_size} workers reported"
+    left = _layers_left(plan.decision(name), proofs)
+    if left and not any(entry and entry.layers for entry in entries):
+        return f"no layer is converted: {left}"
     return "no forward pass reached the kernel yet"
 
 
@@ -169,9 +173,22 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
         pass_name=decision.pass_name,
         requested=requested,
         applied=_share([bool(entry and entry.applied) for entry in entries]),
-        ran=f"{ran}, {layers} layers" if layers and ran != "no" else ran,
-        why_not=_why_not_running(plan, decision.pass_name, proofs, absent),
+        ran=f"{ran}, {layers} layer{'s' if layers > 1 else ''}" if layers and ran != "no" else ran,
+        why_not=_why_not_running(plan, decision.pass_name, proofs, absent) or _layers_left(decision, proofs),
     )
+
+
+def _layers_left(decision: Decision, proofs: Iterable[Proof]) -> str:
+    """Return which layers a pass that converts weights left as they are loaded, and why; "" when it left none."""
+    if FORMAT_PARAM not in decision.params:
+        return ""
+    entries = (entry for proof in model_holders(proofs) for entry in proof.passes.values())
+    left = {layer.name: layer.why_plain for entry in entries for layer in entry.layers if layer.why_plain}
+    if not left:
+        return ""
+    name, why = min(left.items())
+    more = f"; {len(left) - 1} more too" if len(left) > 1 else ""
+    return f"{name} stays as loaded: {why}{more}"
 
 
 def _share(answers: Sequence[bool]) -> str:

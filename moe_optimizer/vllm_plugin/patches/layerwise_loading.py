@@ -13,10 +13,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from moe_optimizer.log import get_logger
 from moe_optimizer.vllm_plugin.activation import current
 from moe_optimizer.vllm_plugin.freed_memory import return_freed_memory
 from moe_optimizer.vllm_plugin.patch import Patch
+from moe_optimizer.vllm_plugin.proof import described
 from moe_optimizer.vllm_plugin.weight_format import PLAIN, planned_format
+
+logger = get_logger(__name__)
 
 # Loaders that hand every tensor to the parameters' own loaders, which is what layerwise loading counts.
 _LOAD_FORMATS = frozenset({"auto", "hf", "safetensors"})
@@ -25,23 +29,35 @@ _LOAD_FORMATS = frozenset({"auto", "hf", "safetensors"})
 def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def create_weights(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-        if not _converts(self):
+        begin = _layerwise_loading_of(self)
+        if begin is None:
             original(self, layer, *args, **kwargs)
             return
         import torch
-        from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
         with torch.device("meta"):
             original(self, layer, *args, **kwargs)
-        initialize_online_processing(layer)
+        begin(layer)
         self.uses_meta_device = True  # asks vLLM for the end of its layerwise loading
         _once(self)
 
     return create_weights
 
 
+def _layerwise_loading_of(method: Any) -> Callable[[Any], None] | None:
+    """Return vLLM's function that begins the loading of one layer, for a layer that is converted while loading."""
+    try:
+        if not _converts(method):
+            return None
+        from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+    except Exception as error:  # noqa: BLE001 - vLLM is building its model; without this it takes more memory
+        logger.warning("experts are converted after loading, not while: %s", described(error))
+        return None
+    return initialize_online_processing
+
+
 def _converts(method: Any) -> bool:
-    """Whether this layer's experts are ours and will be converted while loading."""
+    """Whether this layer's experts are ours and will be converted."""
     from vllm.config import get_current_vllm_config
 
     from moe_optimizer.vllm_plugin.experts import MoeOptimizerExperts

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, Proof
@@ -12,6 +15,11 @@ from tests.builders import cpu_machine, request, tiny_moe
 
 PASS = "flash_dmoe"
 PLAN = make_plan(request(tiny_moe(), cpu_machine()))
+
+
+FP8_LAYER = LayerProof(
+    name="", num_local_experts=8, hidden_size=4, intermediate_size=2, dtype="bfloat16", expert_map=False, calls=1
+)
 
 
 @pytest.fixture
@@ -85,6 +93,32 @@ def test_the_row_counts_workers(plan: Plan) -> None:
     (row,) = [row for row in proof_rows(plan, [worker(0), worker(1, ran=False)]) if row.pass_name == PASS]
     assert row.applied == "yes, 2 workers"
     assert row.ran.startswith("1 of 2 workers")
+
+
+FP8_PLAN = make_plan(request(tiny_moe(), cpu_machine(), wishes={"fp8": (Wish.ON, "test")}))
+
+
+def with_fp8(**why_plain: str) -> Proof:
+    """A worker under a plan with FP8: which of its layers stayed as they are, and why."""
+    kept = tuple(dataclasses.replace(FP8_LAYER, name=name, why_plain=why) for name, why in why_plain.items() if why)
+    converted = tuple(dataclasses.replace(FP8_LAYER, name=name) for name, why in why_plain.items() if not why)
+    both = PassProof(requested="x", applied=True, ran=True, kernel="k", layers=converted + kept)
+    fp8 = PassProof(requested="x", applied=True, ran=bool(converted), kernel="k", layers=converted)
+    passes = dict.fromkeys(("flash_dmoe", "expert_load"), both) | {"fp8": fp8}
+    return dataclasses.replace(worker(0, 1), plan_digest=FP8_PLAN.digest, passes=passes)
+
+
+def test_layers_that_were_not_converted_are_named_with_the_reason() -> None:
+    rows = {row.pass_name: row for row in proof_rows(FP8_PLAN, [with_fp8(a="", b="kept by the plan", c="too large")])}
+    assert rows["fp8"].ran == "yes, 1 layer"
+    assert rows["fp8"].why_not == "b stays as loaded: kept by the plan; 1 more too"
+    assert rows["flash_dmoe"].why_not == ""
+    assert not_running(FP8_PLAN, [with_fp8(a="", b="kept by the plan")], ["fp8"]) == {}
+
+
+def test_a_conversion_of_no_layer_did_not_run() -> None:
+    missing = not_running(FP8_PLAN, [with_fp8(a="too large")], ["fp8"])
+    assert missing == {"fp8": "no layer is converted: a stays as loaded: too large"}
 
 
 def test_the_kernel_in_use_is_named_once(plan: Plan) -> None:
