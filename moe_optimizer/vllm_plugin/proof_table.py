@@ -173,7 +173,7 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
         pass_name=decision.pass_name,
         requested=requested,
         applied=_share([bool(entry and entry.applied) for entry in entries]),
-        ran=f"{ran}, {layers} layer{'s' if layers > 1 else ''}" if layers and ran != "no" else ran,
+        ran=f"{ran}, {layers} layers" if layers and ran != "no" else ran,
         why_not=_why_not_running(plan, decision.pass_name, proofs, absent) or _layers_left(decision, proofs),
     )
 

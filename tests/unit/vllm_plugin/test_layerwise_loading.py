@@ -1,4 +1,4 @@
-"""The patch that has a layer finished while the next ones are loaded; vLLM's part is in tests/vllm/test_fp8_memory.py."""
+"""The patch that has a layer finished while the next ones are loaded. With vLLM: tests/vllm/test_fp8_memory.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from moe_optimizer.vllm_plugin.patches import layerwise_loading  # noqa: E402
+from moe_optimizer.vllm_plugin.patches import layerwise_loading
 
 
 class Method:

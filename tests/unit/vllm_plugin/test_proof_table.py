@@ -110,7 +110,7 @@ def with_fp8(**why_plain: str) -> Proof:
 
 def test_layers_that_were_not_converted_are_named_with_the_reason() -> None:
     rows = {row.pass_name: row for row in proof_rows(FP8_PLAN, [with_fp8(a="", b="kept by the plan", c="too large")])}
-    assert rows["fp8"].ran == "yes, 1 layer"
+    assert rows["fp8"].ran == "yes, 1 layers"
     assert rows["fp8"].why_not == "b stays as loaded: kept by the plan; 1 more too"
     assert rows["flash_dmoe"].why_not == ""
     assert not_running(FP8_PLAN, [with_fp8(a="", b="kept by the plan")], ["fp8"]) == {}
