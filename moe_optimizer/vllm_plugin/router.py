@@ -48,4 +48,4 @@ def router_environment(plan_path: Path, environ: Mapping[str, str] | None = None
     environ = os.environ if environ is None else environ
     # The router would send this key to every server.
     kept = {name: value for name, value in environ.items() if name != "OPENAI_API_KEY"}
-    return {**kept, "NO_COLOR": "1", env.PLAN: str(plan_path)}
+    return {**kept, env.PLAN: str(plan_path)}

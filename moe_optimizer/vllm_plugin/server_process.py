@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ import psutil
 from moe_optimizer import env
 
 _PR_SET_PDEATHSIG = 1
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _KILL_WAIT_S = 5.0
 _POLL_S = 0.1
 
@@ -118,7 +120,7 @@ class ServerProcess:
             return False
 
     def last_lines(self, count: int) -> list[str]:
-        """Return the last lines of the log, at most `count`."""
+        """Return the last lines of the log, at most `count`, without colours."""
         try:
             with self.log_path.open("rb") as stream:
                 stream.seek(0, os.SEEK_END)
@@ -126,4 +128,4 @@ class ServerProcess:
                 text = stream.read().decode("utf-8", errors="replace")
         except OSError:
             return []
-        return [line for line in text.splitlines() if line.strip()][-count:]
+        return [line for line in _COLOR.sub("", text).splitlines() if line.strip()][-count:]
