@@ -56,7 +56,8 @@ def test_a_ready_server_is_described_and_stopped(fake: Fake, tmp_path: Path) -> 
     with launch.running(fake(), run_dir=tmp_path) as info:
         assert processes_of(tmp_path)
         (row,) = [row for row in info.rows if row.pass_name == "flash_dmoe"]
-        assert (row.applied, row.ran, row.why_not) == ("yes", "yes, 1 layers", "")
+        assert (row.applied, row.why_not) == ("yes", "")
+        assert row.ran.startswith("yes, 1 layer")
         assert info.model == "fake"
         assert Plan.load(tmp_path / "plan.json").digest
     assert not processes_of(tmp_path)

@@ -73,7 +73,8 @@ def test_both_servers_and_the_router_are_started_proven_and_stopped(group: Group
         assert info.base_url.endswith(flag_value(plan.serve_args, "--port") or "none")
         rows = {row.pass_name: row for row in info.rows}
         assert rows["disaggregation"].ran == "yes, 16 tokens received"
-        assert (rows["flash_dmoe"].applied, rows["flash_dmoe"].ran) == ("yes", "yes, 1 layer")
+        assert rows["flash_dmoe"].applied == "yes"
+        assert rows["flash_dmoe"].ran.startswith("yes, 1 layer")
         assert [len(server.proofs) for server in info.servers] == [1, 1]
         assert (tmp_path / "kv").is_dir()
     assert processes_of(tmp_path) == []
