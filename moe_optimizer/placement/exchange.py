@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,18 +27,30 @@ _EVEN_ENOUGH = 1e-4
 """Chosen: a row is left alone when its largest load is this close to the smallest possible one."""
 
 
-def exchange(load_BE: Floats, placement_BS: Ids, num_ranks: int) -> Ids:
-    """Return the placement after exchanges; no rank of a row ends fuller than its fullest one was.
+class Exchanged(NamedTuple):
+    """A placement after exchanges."""
+
+    placement: Ids
+    """[B, S]."""
+    largest_before: Floats
+    """[B]: load of the fullest rank before the exchanges."""
+    largest: Floats
+    """[B]: the same after them, never more."""
+
+
+def exchange(load_BE: Floats, placement_BS: Ids, num_ranks: int) -> Exchanged:
+    """Exchange replicas between ranks; no rank of a row ends fuller than its fullest one was.
 
     In each round the fullest rank is paired with the emptiest, the next with the next, and each pair makes the one
     exchange that helps it most.
     """
     rows, num_slots = placement_BS.shape
     places = num_slots // num_ranks
-    if num_ranks == 1 or places == 1:
-        return placement_BS.copy()
     state = _State(placement_BS.flatten(), replica_loads(load_BE, placement_BS).ravel(), num_ranks, places)
     loads_BR = state.load.reshape(rows, num_ranks)
+    largest_before = loads_BR.max(axis=1)
+    if num_ranks == 1 or places == 1:
+        return Exchanged(placement_BS, largest_before, largest_before)
     busiest = state.share.reshape(rows, num_slots).max(axis=1)
     enough = np.maximum(loads_BR.mean(axis=1), busiest) * (1 + _EVEN_ENOUGH)
     active = np.arange(rows)
@@ -45,7 +59,7 @@ def exchange(load_BE: Floats, placement_BS: Ids, num_ranks: int) -> Ids:
         if not active.size:
             break
         active = active[_exchange_once(state, active)]
-    return state.expert.reshape(rows, num_slots)
+    return Exchanged(state.expert.reshape(rows, num_slots), largest_before, loads_BR.max(axis=1))
 
 
 class _State:

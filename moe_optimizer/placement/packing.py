@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
+_WORTH_SORTING = 16
+"""Chosen: with fewer packs than these, sorting them takes longer than putting the items one by one."""
+
 
 def replicate(load_BE: Floats, num_slots: int) -> tuple[Ids, Ids]:
     """Give each further slot to the expert whose replicas are busiest.
@@ -51,27 +54,65 @@ def pack(weight_BS: NDArray[np.floating], num_packs: int) -> Ids:
     if places == 1:
         return np.broadcast_to(np.arange(num_items), weight_BS.shape).copy()
     order = np.argsort(-weight_BS, axis=-1)
-    weight_SB = np.ascontiguousarray(np.take_along_axis(weight_BS, order, axis=1).T, dtype=np.float64)
-    # The first items find every pack empty.
-    total = weight_SB[:num_packs].T.copy()
-    free = np.full(rows * num_packs, places - 1)
-    flat_total = total.ravel()
-    first = np.arange(rows) * num_packs
-    closed = np.zeros(places)
-    closed[0] = np.inf
+    weight = np.take_along_axis(weight_BS, order, axis=1).astype(np.float64, copy=False)
+    state = _Packs(weight[:, :num_packs], places)
     pack_SB = np.empty((num_items, rows), dtype=np.int64)
-    pack_SB[:num_packs] = first + np.arange(num_packs)[:, None]
-    for weight, lightest in zip(weight_SB[num_packs:], pack_SB[num_packs:], strict=True):
-        total.argmin(axis=1, out=lightest)
-        np.add(lightest, first, out=lightest)
-        new_total = flat_total.take(lightest)
-        new_total += weight
-        left = free.take(lightest)
-        left -= 1
-        free[lightest] = left
-        # Of an infinite total, a full pack is never the lightest.
-        new_total += closed.take(left)
-        flat_total[lightest] = new_total
-    pack_BS = (pack_SB - first).T.astype(np.uint16)
-    by_pack = np.argsort(pack_BS, axis=1, kind="stable")
+    # The first items find every pack empty.
+    pack_SB[:num_packs] = np.arange(num_packs)[:, None]
+    weight_SB = np.ascontiguousarray(weight.T)
+    for start in range(num_packs, num_items, num_packs):
+        done = start
+        if num_packs >= _WORTH_SORTING:
+            certain = state.put_certain(weight[:, start : start + num_packs])
+            done += certain.shape[1]
+            pack_SB[start:done] = certain.T
+        for item in range(done, start + num_packs):
+            state.put_one(weight_SB[item], out=pack_SB[item])
+    by_pack = np.argsort(pack_SB.T.astype(np.uint16), axis=1, kind="stable")
     return np.take_along_axis(order, by_pack, axis=1)
+
+
+class _Packs:
+    """How heavy each pack is and how many places it has left; all have one item at first."""
+
+    def __init__(self, weight_BP: Floats, places: int) -> None:
+        rows, packs = weight_BP.shape
+        self.total = weight_BP.copy()
+        """Infinite for a full pack: it is never the lightest."""
+        self.flat_total = self.total.ravel()
+        self.free = np.full(rows * packs, places - 1)
+        self.first = np.arange(0, rows * packs, packs)
+        self.closed = np.zeros(places)
+        """By places left: what to add to the total."""
+        self.closed[0] = np.inf
+
+    def put_one(self, weight_B: Floats, *, out: Ids) -> None:
+        """Put an item on the lightest pack of each row, whose number is written to `out`."""
+        self.total.argmin(axis=1, out=out)
+        flat = out + self.first
+        total = self.flat_total.take(flat)
+        total += weight_B
+        free = self.free.take(flat)
+        free -= 1
+        self.free[flat] = free
+        total += self.closed.take(free)
+        self.flat_total[flat] = total
+
+    def put_certain(self, weight_BP: Floats) -> Ids:
+        """Put the first of P items, as many as surely go to different packs in every row: the lightest, the next, ...
+
+        They do as long as the next pack is lighter than every one that has just got its item.
+
+        Returns:
+            The packs in the order of the items, [B, n]; at least one.
+        """
+        order = np.argsort(self.total, axis=1, kind="stable")
+        before = np.take_along_axis(self.total, order, axis=1)
+        after = before + weight_BP
+        certain = np.all(before[:, 1:] < np.minimum.accumulate(after, axis=1)[:, :-1], axis=0)
+        count = len(certain) + 1 if certain.all() else int(certain.argmin()) + 1
+        flat = order[:, :count] + self.first[:, None]
+        free = self.free[flat] - 1
+        self.free[flat] = free
+        self.flat_total[flat] = after[:, :count] + self.closed[free]
+        return order[:, :count]

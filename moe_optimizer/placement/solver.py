@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.placement.balance import groups_on_nodes, node_traffic, rank_loads, replica_counts
+from moe_optimizer.placement.balance import groups_on_nodes, node_traffic, replica_counts
 from moe_optimizer.placement.continuity import align_slots, rename_units
 from moe_optimizer.placement.exchange import exchange
 from moe_optimizer.placement.packing import pack, replicate
@@ -78,8 +78,8 @@ def place_experts(  # noqa: PLR0917 - what vLLM's policy is given, in this order
     expert_BE = _experts_of_nodes(load_LE, nodes, groups)
     load_BE = np.take_along_axis(np.repeat(load_LE, nodes, axis=0), expert_BE, axis=1)
     greedy_BS = _greedy(load_BE, num_replicas // nodes, num_ranks // nodes)
-    local_BS = exchange(load_BE, greedy_BS, num_ranks // nodes)
-    placement = np.take_along_axis(expert_BE, local_BS, axis=1).reshape(len(load_LE), num_replicas)
+    local = exchange(load_BE, greedy_BS, num_ranks // nodes)
+    placement = np.take_along_axis(expert_BE, local.placement, axis=1).reshape(len(load_LE), num_replicas)
     if not shape.grouped and num_groups > 1:
         placement = _gather_groups(load_LE, placement, shape)
     if previous is None:
@@ -87,8 +87,10 @@ def place_experts(  # noqa: PLR0917 - what vLLM's policy is given, in this order
     old_LS = np.asarray(previous, dtype=np.int64)
     if old_LS.shape != placement.shape:
         raise InputError(f"previous: got shape {old_LS.shape}, expected {placement.shape}")
-    greedy = np.take_along_axis(expert_BE, greedy_BS, axis=1).reshape(placement.shape)
-    return _near(old_LS, placement, rank_loads(load_LE, greedy, num_ranks).max(axis=1), load_LE, shape)
+    # Never above the greedy placement's, which is the default policy's.
+    largest_L = local.largest.reshape(len(load_LE), nodes).max(axis=1)
+    greedy_L = local.largest_before.reshape(len(load_LE), nodes).max(axis=1)
+    return _near(old_LS, placement, np.minimum(greedy_L, largest_L * (1 + _SAME_LOAD)), load_LE, shape)
 
 
 def _check(load_LE: Floats, num_ranks: int, num_replicas: int, num_nodes: int, num_groups: int) -> None:
@@ -144,28 +146,30 @@ def _gather_groups(load_LE: Floats, placement: Ids, shape: _Shape) -> Ids:
 
 
 def _near(old_LS: Ids, new_LS: Ids, limit_L: Floats, load_LE: Floats, shape: _Shape) -> Ids:
-    """Return for each layer the placement with the fewest moves of three that are equally good.
+    """Return for each layer the placement with the fewest moves of three that are as good as equal.
 
     In this order: the old one as it is, the old one after exchanges, the new one renamed to be near the old one. An
-    old one counts as equally good when its largest load is at most `limit_L` and as small as the new one's.
+    old one is as good when its largest load is at most `limit_L` and it has no more traffic between nodes.
     """
-    num_experts = load_LE.shape[1]
+    layers, num_experts = load_LE.shape
     usable = _usable(old_LS, num_experts, shape)
     old_LS = np.where(usable[:, None], old_LS, new_LS)
-    most = np.minimum(limit_L, rank_loads(load_LE, new_LS, shape.num_ranks).max(axis=1) * (1 + _SAME_LOAD))
     nodes = shape.num_nodes if shape.grouped else 1
-    by_node = old_LS.reshape(len(old_LS) * nodes, -1)
-    exchanged = exchange(np.repeat(load_LE, nodes, axis=0), by_node, shape.num_ranks // nodes).reshape(old_LS.shape)
-    chosen, far = new_LS.copy(), np.ones(len(old_LS), dtype=bool)
-    for candidate in (exchanged, old_LS):
-        good = rank_loads(load_LE, candidate, shape.num_ranks).max(axis=1) <= most
+    by_node = old_LS.reshape(layers * nodes, -1)
+    exchanged = exchange(np.repeat(load_LE, nodes, axis=0), by_node, shape.num_ranks // nodes)
+    chosen, far = new_LS.copy(), np.ones(layers, dtype=bool)
+    for candidate, largest in (
+        (exchanged.placement.reshape(old_LS.shape), exchanged.largest),
+        (old_LS, exchanged.largest_before),
+    ):
+        good = largest.reshape(layers, nodes).max(axis=1) <= limit_L
         if not shape.grouped:
             good &= shape.traffic(load_LE, candidate) <= shape.traffic(load_LE, new_LS)
         chosen[good] = candidate[good]
         far &= ~good
     if far.any():
         chosen[far] = _rename(new_LS[far], old_LS[far], num_experts, shape)
-    rows = len(chosen) * shape.num_ranks
+    rows = layers * shape.num_ranks
     return align_slots(chosen.reshape(rows, -1), old_LS.reshape(rows, -1)).reshape(chosen.shape)
 
 

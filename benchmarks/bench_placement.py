@@ -1,0 +1,216 @@
+"""How long placing experts takes and how even the result is: our solver beside vLLM's default EPLB policy.
+
+Both sides run in one process, interleaved, on the same loads: `anew` without an earlier placement, `moved` after the
+load has changed, with the earlier placement as vLLM's EPLB gives it each time. Times are of the process's CPU, so that
+other work on the machine disturbs them less; neither side uses threads.
+
+Run it:  python benchmarks/bench_placement.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, write_record  # noqa: E402
+from moe_optimizer.placement import imbalance, moves, place_experts  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Size:
+    """One model on one installation."""
+
+    experts: int
+    layers: int
+    ranks: int
+    replicas: int
+    nodes: int = 1
+    groups: int = 1
+
+    def __str__(self) -> str:
+        nodes = f", {self.nodes} nodes, {self.groups} groups" if self.nodes > 1 else ""
+        return f"{self.experts} x {self.layers}, {self.ranks} ranks, {self.replicas} replicas{nodes}"
+
+    @property
+    def work(self) -> float:
+        """Layers times E log E."""
+        return self.layers * self.experts * math.log2(self.experts)
+
+
+SIZES = (
+    Size(256, 61, 64, 256),
+    Size(256, 61, 64, 320),
+    Size(256, 61, 32, 288),
+    Size(256, 61, 64, 320, nodes=8, groups=8),
+    Size(128, 48, 8, 128),
+    Size(1024, 96, 512, 1024),
+    Size(1024, 96, 512, 1536),
+)
+GROWTH = tuple(Size(experts, 96, experts // 2, experts * 3 // 2) for experts in (64, 128, 256, 512, 1024))
+"""The same layers, two experts and one more replica for each rank: only E changes."""
+LOADS: dict[str, Callable[[np.random.Generator, Size], np.ndarray]] = {
+    "zipf": lambda rng, size: np.stack(
+        [rng.permutation(1e6 / np.arange(1, size.experts + 1)) for _ in range(size.layers)]
+    ),
+    "log-normal": lambda rng, size: 1000 * rng.lognormal(0, 1, (size.layers, size.experts)),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print tables, and with --write store the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=7, help="calls per side and case (default: 7)")
+    parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
+    options = parser.parse_args(arguments)
+
+    load_before = os.getloadavg()[0]
+    cases = [measure(size, name, options.samples) for size in SIZES for name in LOADS]
+    growth = [measure_growth(size, options.samples) for size in GROWTH]
+    for case in cases:
+        anew, moved = case["anew"], case["moved"]
+        print(
+            f"{case['size']:<42} {case['load']:<10} "
+            f"anew {anew['ours_ms']['median']:6.2f} ms 1/{anew['ratio']:4.1f} "
+            f"imbalance {anew['ours_imbalance']:.4f} {anew['theirs_imbalance']:.4f}  "
+            f"moved {moved['ours_ms']['median']:6.2f} ms 1/{moved['ratio']:4.1f} "
+            f"moves {moved['ours_moves']} {moved['theirs_moves']}"
+        )
+    for case in growth:
+        print(f"E {case['experts']:>5}: {case['ms']['median']:7.2f} ms, {case['ns_per_layer_e_log_e']:5.1f} ns a unit")
+    if options.write:
+        record = make_record(cases, growth, load_before=load_before)
+        write_record(record, cpu_slug(record["environment"]["cpu"]), "placement")
+    return 0
+
+
+def measure(size: Size, load_name: str, samples: int) -> dict[str, Any]:
+    """Return times, balance and moves of both sides for one size and kind of load."""
+    rng = np.random.default_rng(0)
+    load = LOADS[load_name](rng, size)
+    changed = load * rng.lognormal(0, 0.2, load.shape)
+    sides = {"ours": place_experts_at(size), "theirs": default_placement_at(size)}
+    first = {name: place(load, None) for name, place in sides.items()}
+    return {
+        "size": str(size),
+        "load": load_name,
+        "anew": _compared(size, load, {name: Side(place, None, first[name]) for name, place in sides.items()}, samples),
+        "moved": _compared(
+            size, changed, {name: Side(place, first[name], first[name]) for name, place in sides.items()}, samples
+        ),
+    }
+
+
+Place = Callable[[np.ndarray, np.ndarray | None], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two solvers, and what it is given."""
+
+    place: Place
+    previous: np.ndarray | None
+    first: np.ndarray
+    """Moves are counted from here."""
+
+
+def place_experts_at(size: Size) -> Place:
+    """Return our solver for this size."""
+    return lambda load, previous: place_experts(
+        load, size.ranks, size.replicas, size.nodes, size.groups, previous=previous
+    )
+
+
+def default_placement_at(size: Size) -> Place:
+    """Return vLLM's default policy for this size; tensors are made outside of its time in `_time`."""
+    import torch
+
+    from tests.unit.placement.deepseek import default_policy
+
+    policy = default_policy()
+
+    def place(load: np.ndarray, previous: np.ndarray | None) -> np.ndarray:
+        old = None if previous is None else torch.from_numpy(previous)
+        return policy.rebalance_experts(
+            torch.from_numpy(load), size.replicas, size.groups, size.nodes, size.ranks, old
+        ).numpy()
+
+    return place
+
+
+def _compared(size: Size, load: np.ndarray, sides: dict[str, Side], samples: int) -> dict[str, Any]:
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    placed: dict[str, np.ndarray] = {}
+    for _ in range(samples):
+        for name, side in sides.items():
+            start = time.process_time()
+            placed[name] = side.place(load, side.previous)
+            times[name].append((time.process_time() - start) * 1e3)
+    result: dict[str, Any] = {"ratio": statistics.median(times["theirs"]) / statistics.median(times["ours"])}
+    for name, each in times.items():
+        result[f"{name}_ms"] = {"median": statistics.median(each), "min": min(each), "samples": each}
+        result[f"{name}_imbalance"] = imbalance(load, placed[name], size.ranks)
+        result[f"{name}_moves"] = moves(sides[name].first, placed[name], size.ranks)
+    return result
+
+
+def measure_growth(size: Size, samples: int) -> dict[str, Any]:
+    """Return our time for one size, and the time for each unit of layers * E log E."""
+    load = LOADS["log-normal"](np.random.default_rng(0), size)
+    times = []
+    for _ in range(samples + 1):
+        start = time.process_time()
+        place_experts(load, size.ranks, size.replicas)
+        times.append((time.process_time() - start) * 1e3)
+    median = statistics.median(times[1:])
+    return {
+        "experts": size.experts,
+        "size": str(size),
+        "ms": {"median": median, "min": min(times[1:]), "samples": times[1:]},
+        "ns_per_layer_e_log_e": median * 1e6 / size.work,
+    }
+
+
+def make_record(cases: list[dict[str, Any]], growth: list[dict[str, Any]], *, load_before: float) -> dict[str, Any]:
+    """Return the record: where, with what, every sample."""
+    import torch
+
+    from moe_optimizer.inspection import find_vllm
+
+    vllm = find_vllm()
+    return {
+        "subject": "placing experts: our solver and vLLM's default EPLB policy",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": "python benchmarks/bench_placement.py --write",
+        "checkout": checkout(),
+        "environment": {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "load_before": load_before,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "torch": str(torch.__version__),
+            "vllm": vllm.version if vllm else None,
+        },
+        "clock": "CPU time of the process",
+        "workload": "loads from numpy's default_rng(0); changed: times log-normal(0, 0.2)",
+        "results": {"cases": cases, "growth": growth},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
