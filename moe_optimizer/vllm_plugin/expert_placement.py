@@ -7,6 +7,7 @@ take the same placement, or experts would be missing: they agree on each layer b
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,11 @@ def place_layer(activation: Activation, layer: Any) -> None:
             expert_map = _expert_map(layer, [int(expert) for expert in experts.split()])
     except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's answer
         reason = f"fallback: {described(error)}"
-    if not all_ranks_can(not reason):
+    try:
+        agreed = all_ranks_can(not reason)
+    except Exception as error:  # noqa: BLE001 - no rank hears the others; each leaves its layer alone
+        agreed, reason = False, f"fallback: {described(error)}"
+    if not agreed:
         activation.refused(PLACEMENT_PASS, f"{layer.layer_name}: {reason or 'another rank cannot take its experts'}")
         return
     assert expert_map is not None
@@ -99,8 +104,25 @@ def place_layer(activation: Activation, layer: Any) -> None:
     placed = _PlacedLayer(expert_map, manager.map_global_to_local, _load_format())
     setattr(layer, _PLACED, placed)
     manager.map_global_to_local = placed.map_global_to_local
+    _confirm_when_loaded(activation, layer)
     activation.applied(PLACEMENT_PASS, kernel="", isa="")
     activation.proof.passes[PLACEMENT_PASS].digest = decision.params["digest"]
+
+
+def _confirm_when_loaded(activation: Activation, layer: Any) -> None:
+    """Check the layer once vLLM has loaded it. Where its kernel does not count calls for us, that is all the proof."""
+    method = layer.quant_method
+    original = method.process_weights_after_loading
+
+    @functools.wraps(original)
+    def process_weights_after_loading(loaded: Any) -> None:
+        original(loaded)
+        passes_of_placed(loaded)
+        counted = {known.name for known in activation.proof.passes[PLACEMENT_PASS].layers}
+        if loaded.layer_name not in counted:
+            activation.ran(PLACEMENT_PASS)
+
+    method.process_weights_after_loading = process_weights_after_loading
 
 
 def _load_format() -> str:

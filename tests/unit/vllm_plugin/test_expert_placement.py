@@ -32,6 +32,7 @@ class FakeLayer:
         manager.expert_map = manager._expert_map
         manager.map_global_to_local = lambda expert: int(manager._expert_map[expert])
         self.global_num_experts = 4
+        self.quant_method = SimpleNamespace(process_weights_after_loading=lambda layer: None)
         self.update_expert_map_info()
 
     def update_expert_map_info(self) -> None:
@@ -47,7 +48,7 @@ class FakeActivation:
     def __init__(self, params: dict[str, Any] = PARAMS) -> None:
         self.params = params
         self.said: list[str] = []
-        entry = SimpleNamespace(digest="")
+        entry = SimpleNamespace(digest="", layers=())
         self.proof = SimpleNamespace(passes={"expert_placement": entry})
 
     def wanted(self, name: str) -> Any:
@@ -55,6 +56,9 @@ class FakeActivation:
 
     def applied(self, name: str, *, kernel: str, isa: str) -> None:
         self.said.append("applied")
+
+    def ran(self, name: str) -> None:
+        self.said.append("ran")
 
     def refused(self, name: str, reason: str) -> None:
         self.said.append(reason)
@@ -109,6 +113,17 @@ def test_an_exception_is_a_no_that_the_other_ranks_hear(monkeypatch):
     assert activation.said[0].startswith("model.layers.3.mlp.experts: fallback: AssertionError")
 
 
+def test_ranks_that_cannot_agree_leave_the_layer_alone(monkeypatch):
+    def broken(this_one: bool) -> bool:
+        raise RuntimeError("no group")
+
+    monkeypatch.setattr(expert_placement, "all_ranks_can", broken)
+    layer, activation = FakeLayer(0), FakeActivation()
+    place_layer(activation, layer)  # type: ignore[arg-type]
+    assert layer.expert_map.tolist() == [0, 1, -1, -1]
+    assert activation.said == ["model.layers.3.mlp.experts: fallback: RuntimeError: no group"]
+
+
 @pytest.mark.parametrize(
     ("params", "name"),
     [
@@ -130,6 +145,25 @@ def test_weights_that_were_loaded_without_the_map_stop_the_server():
     layer.load([0, 1])
     with pytest.raises(RequiredNotAppliedError, match="1 of 2 experts without asking the expert map"):
         passes_of_placed(layer)
+
+
+def test_what_was_loaded_is_checked_when_vllm_is_done_with_the_layer():
+    layer, activation = FakeLayer(0), FakeActivation()
+    place_layer(activation, layer)  # type: ignore[arg-type]
+    with pytest.raises(RequiredNotAppliedError, match="2 of 2 experts"):
+        layer.quant_method.process_weights_after_loading(layer)
+    layer.load(range(4))
+    layer.quant_method.process_weights_after_loading(layer)
+    assert activation.said == ["applied", "ran"]
+
+
+def test_a_layer_whose_calls_are_counted_has_not_run_before_its_first_call():
+    layer, activation = FakeLayer(0), FakeActivation()
+    place_layer(activation, layer)  # type: ignore[arg-type]
+    layer.load(range(4))
+    activation.proof.passes["expert_placement"].layers = (SimpleNamespace(name=layer.layer_name),)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert activation.said == ["applied"]
 
 
 def test_made_up_weights_need_no_loading(monkeypatch):
