@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from moe_optimizer import env
 from moe_optimizer.errors import InputError, RequiredNotAppliedError
+from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.vllm_plugin.activation import plugin_decisions
 from moe_optimizer.vllm_plugin.deployment import Deployment
@@ -24,6 +25,7 @@ from moe_optimizer.vllm_plugin.proof_table import (
     not_running,
     proof_rows,
 )
+from moe_optimizer.vllm_plugin.tuned_config_use import TUNED_PASS, observed_use
 
 _POLL_S = 0.2
 _PROOF_WAIT_S = 20.0
@@ -52,6 +54,9 @@ class Evidence:
             self._observed[TRANSFER_PASS] = observed_transfer(self._deployment)
         for server in self._deployment.servers:
             self._proofs[server.title] = self._wait_for_proofs(server, pause)
+        tuned = self._plan.decision(TUNED_PASS)
+        if tuned.status is Status.ON:
+            self._observed[TUNED_PASS] = observed_use(tuned, [s.folder.log_path for s in self._deployment.servers])
 
     @property
     def proofs(self) -> tuple[Proof, ...]:
