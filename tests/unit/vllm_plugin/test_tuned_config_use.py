@@ -7,8 +7,8 @@ from moe_optimizer.vllm_plugin.tuned_config_use import TUNED_PASS, observed_use
 
 NAME = "E=64,N=1024,device_name=NVIDIA_H200.json"
 DECISION = Decision(
-    pass_name=TUNED_PASS, wish=Wish.AUTO, wish_origin="profile balanced", status=Status.ON, value="tuned", reason="there",
-    applier=Applier.FILES, params={"file": NAME},
+    pass_name=TUNED_PASS, wish=Wish.AUTO, wish_origin="profile balanced", status=Status.ON, value="tuned",
+    reason="there", applier=Applier.FILES, params={"file": NAME},
 )  # fmt: skip
 READ = f"(EngineCore pid=8) INFO [fused_moe.py:1094] Using configuration from /cache/{NAME} for MoE layer.\n"
 NOT_READ = f"WARNING Using default MoE config. Config file not found at /cache/{NAME}\n"
