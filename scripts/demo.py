@@ -1,7 +1,8 @@
-"""The main job on the bundled model: plan, serve through vLLM with the plugin, ask, show the proof, stop.
+"""The main job on the bundled model: plan, serve through vLLM with the plugin, ask, show the proof, stop; and once
+more with FP8 weights, to compare.
 
 Uses the command a user would type, in a process of its own, and talks to it over HTTP only. Exits 0 when the
-server became ready, answered a completion and a streamed chat, and stopped cleanly; otherwise 1 with the reason.
+servers became ready, answered, and stopped cleanly; otherwise 1 with the reason.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from demo_fp8 import Measured, comparison, measure
+from perplexity import PerplexityError
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "tiny-moe"
@@ -45,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         _demo(options.model, options.serve_args)
-    except DemoError as error:
+    except (DemoError, PerplexityError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -57,26 +61,48 @@ def _demo(model: str, more: Sequence[str]) -> None:
     port = _free_port()
     # Strict: what the plan puts into the workers must be seen running in them, or the command fails.
     serve = [*COMMAND, "--model", model, "--port", str(port), "--strict", *more]
+    heldout = Path(model) / "heldout.txt"
     _heading("the plan")
     if subprocess.run([*serve, "--dry-run"], check=False, timeout=60).returncode != 0:
         raise DemoError("planning failed; the reason is above")
     _heading("the server")
-    server = subprocess.Popen([*serve, "--json"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-    try:
-        name = _wait_until_ready(server)["model"]
+    with _serving(serve) as ready:
         if _get(port, "/health") != http.client.OK:
             raise DemoError("the command says the server is ready, but /health does not")
         _heading("one completion")
-        _show_completion(port, name)
+        _show_completion(port, ready["model"])
         _heading("one streamed chat")
-        _show_chat(port, name)
+        _show_chat(port, ready["model"])
+        without_fp8 = measure(ready, heldout)
         _heading("stopping")
+    _heading("the same server with FP8 weights")
+    with _serving([*serve, "--enable-fp8"]) as ready:
+        _heading("FP8 off against on")
+        _show_fp8(without_fp8, ready, heldout)
+        _heading("stopping")
+    print("\ndemo finished: served, answered, stopped")
+
+
+@contextlib.contextmanager
+def _serving(command: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Run the serve command for the block; yields what it printed when the server was ready."""
+    server = subprocess.Popen([*command, "--json"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    try:
+        yield _wait_until_ready(server)
         code = _stop(server)
     finally:
         _kill(server)
     if code != 0:
         raise DemoError(f"the server command ended with exit code {code}, expected 0")
-    print("\ndemo finished: served, answered, stopped")
+
+
+def _show_fp8(without: Measured, ready: dict[str, Any], heldout: Path) -> None:
+    (row,) = [row for row in ready["passes"] if row["pass_name"] == "fp8"]
+    if row["applied"] in ("-", "no"):
+        print(f"not used here: {row['why_not']}")
+        return
+    for line in comparison(without, measure(ready, heldout)):
+        print(line)
 
 
 def _heading(text: str) -> None:

@@ -51,13 +51,13 @@ def perplexity(base_url: str, model: str, text: str, *, context_length: int = 51
 
 
 def _tokenize(base_url: str, model: str, text: str) -> list[int]:
-    return _post(f"{base_url}/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})["tokens"]
+    return post_json(f"{base_url}/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})["tokens"]
 
 
 def _log_likelihood(base_url: str, model: str, windows: list[list[int]]) -> float:
     """Return the sum over all tokens of the windows but their first ones."""
     body = {"model": model, "prompt": windows, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-    choices = sorted(_post(f"{base_url}/v1/completions", body)["choices"], key=lambda choice: choice["index"])
+    choices = sorted(post_json(f"{base_url}/v1/completions", body)["choices"], key=lambda choice: choice["index"])
     total = 0.0
     for window, choice in zip(windows, choices, strict=True):
         given = choice.get("prompt_logprobs") or []
@@ -67,7 +67,12 @@ def _log_likelihood(base_url: str, model: str, windows: list[list[int]]) -> floa
     return total
 
 
-def _post(url: str, body: dict[str, Any]) -> Any:
+def post_json(url: str, body: dict[str, Any]) -> Any:
+    """Send one request and return the answer.
+
+    Raises:
+        PerplexityError: there is none, or it is not JSON.
+    """
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     # The server is on this machine: a proxy in the environment is ignored.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
