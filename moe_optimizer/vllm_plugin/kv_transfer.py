@@ -20,9 +20,9 @@ def observed_transfer(deployment: Deployment) -> Observed:
     assert deployment.router is not None, "one server hands nothing over"
     decode = deployment.servers[-1].client
     try:
-        prompt = _probe_prompt(decode)
-        if prompt is None:
-            return Observed(ran="no", why_not="no prompt is long enough to hand over a whole block of the cache")
+        prompt, obstacle = _probe_prompt(decode)
+        if obstacle:
+            return Observed(ran="no", why_not=f"cannot be shown: {obstacle}")
         before = received_tokens(decode)
         deployment.router.client.complete(prompt, max_tokens=1, timeout_s=_TIMEOUT_S)
         received = received_tokens(decode) - before
@@ -43,11 +43,16 @@ def received_tokens(client: ServerClient) -> int:
     return sum(round(float(value)) for name, _, value in samples if name.partition("{")[0] == _RECEIVED)
 
 
-def _probe_prompt(decode: ServerClient) -> list[int] | None:
-    """Return token ids that fill a block of the cache and some more; None where the server takes no such prompt."""
-    match = _BLOCK_SIZE.search(decode.metrics())
-    block = int(match[1]) if match else 16
-    longest = decode.max_model_len()
+def _probe_prompt(decode: ServerClient) -> tuple[list[int], str]:
+    """Return token ids that fill a block of the cache and some more, or why there are none that would show anything."""
+    metrics = decode.metrics()
+    match = _BLOCK_SIZE.search(metrics)
+    if match is None or _RECEIVED not in metrics:
+        return [], "the decode server publishes no counts (--disable-log-stats)"
+    block = int(match[1])
     length = block + block // 2 + 2
+    longest = decode.max_model_len() - 1
+    if length > longest:
+        return [], f"prompts of at most {longest} tokens are too short to hand over a block of {block}"
     # Small ids, which every vocabulary has.
-    return [1 + index % 7 for index in range(length)] if length + 1 <= longest else None
+    return [1 + index % 7 for index in range(length)], ""

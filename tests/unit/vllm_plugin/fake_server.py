@@ -12,6 +12,7 @@ Usage: fake_server.py PORT BEHAVIOUR...
   stubborn    ignore SIGTERM
   escape      start a child that leaves the session
   alone       receive no prompt's cache from another server
+  countless   publish no counts
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ REFUSALS = {
     ),
     "weights": ("(Worker pid=1) INFO Starting to load model x...\nValueError: a weight of 3 bits", 1),
 }
+METRICS = """\
+vllm:cache_config_info{block_size="16",engine="0"} 1.0
+vllm:external_prefix_cache_hits_total{engine="0"} %d.0
+"""
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
@@ -53,7 +58,7 @@ def main() -> None:
         write_proof(child.pid, refused="refuse" in behaviour)
     if "silent" in behaviour:
         time.sleep(600)
-    serve(port, once="leave" in behaviour, alone="alone" in behaviour)
+    serve(port, once="leave" in behaviour, alone="alone" in behaviour, countless="countless" in behaviour)
 
 
 def write_proof(pid: int, *, refused: bool) -> None:
@@ -74,16 +79,13 @@ def write_proof(pid: int, *, refused: bool) -> None:
     ProofWriter(path.parent, proof).write()
 
 
-def serve(port: int, *, once: bool, alone: bool) -> None:
+def serve(port: int, *, once: bool, alone: bool, countless: bool) -> None:
     class Handler(BaseHTTPRequestHandler):
         received = 0
 
         def do_GET(self) -> None:
             if self.path == "/metrics":
-                self.answer(
-                    'vllm:cache_config_info{block_size="16",engine="0"} 1.0\n'
-                    f'vllm:external_prefix_cache_hits_total{{engine="0"}} {float(Handler.received)}\n'
-                )
+                self.answer("" if countless else METRICS % Handler.received)
                 return
             self.answer(json.dumps({"data": [{"id": "fake", "max_model_len": 64}]}))
             if once and self.path == "/v1/models":

@@ -109,11 +109,16 @@ def test_one_server_that_dies_while_starting_ends_the_other(group: Group, tmp_pa
     assert processes_of(tmp_path) == []
 
 
-def test_a_cache_that_does_not_travel_is_said(group: Group, tmp_path: Path) -> None:
-    with launch.running(group(decode=("alone",)), run_dir=tmp_path) as info:
+@pytest.mark.parametrize(
+    ("behaviour", "why"), [("alone", "computed a prompt itself"), ("countless", "cannot be shown: the decode server")]
+)
+def test_a_cache_that_does_not_travel_or_is_not_counted_is_said(
+    group: Group, tmp_path: Path, behaviour: str, why: str
+) -> None:
+    with launch.running(group(decode=(behaviour,)), run_dir=tmp_path) as info:
         (row,) = [row for row in info.rows if row.pass_name == "disaggregation"]
     assert row.ran == "no"
-    assert "computed a prompt itself" in row.why_not
+    assert why in row.why_not
 
 
 def test_a_required_group_whose_cache_does_not_travel_ends_with_exit_code_6(group: Group, tmp_path: Path) -> None:
