@@ -3,8 +3,11 @@
 Two servers run side by side, alike but for the pass, with layers of the shape of Qwen3-30B-A3B (few of them, with
 made-up weights: the layers are alike, and each step's fixed cost weighs more than in the whole model). The same
 requests go to the one and the other in turn, and which of them is first changes in every round, so that a change of the
-machine's load touches both. A sample is the mean time between tokens of one round; the result is the median of the
-ratios on / off of all rounds, with its 95 % interval (order statistics).
+machine's load touches both. A sample is the time between two tokens of a request; compared are quantiles of all
+samples, with the 95 % interval of their ratio (bootstrap over rounds). Other work on the machine only ever adds time,
+so the low quantile says most where there is any.
+
+Beside it, the added work by itself: microseconds for each layer and each step, plain and compiled, without a server.
 
 Run it on a quiet machine:  python benchmarks/serving/bench_expert_load.py --write
 """
@@ -14,10 +17,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
-import math
 import os
 import platform
+import random
 import shutil
 import socket
 import statistics
@@ -26,10 +30,11 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -51,6 +56,8 @@ SHAPE = {
 """Qwen3-30B-A3B, from its config.json."""
 READY_TIMEOUT_S = 600.0
 GOAL = 1.01
+QUANTILES = (0.1, 0.25, 0.5)
+SEED = 20261120
 PACKAGES = ("moe-optimizer", "torch")
 
 
@@ -66,16 +73,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     load_before = os.getloadavg()[0]
+    alone = {batch: added_work(batch) for batch in options.batch}
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model", options.layers)
         with servers(model, Path(folder), eager=options.eager) as (off, on):
             samples = {batch: measure(off, on, batch, options) for batch in options.batch}
-    record = make_record(samples, options, load_before=load_before)
+    record = make_record(samples, alone, options, load_before=load_before)
     for batch, result in record["results"].items():
-        low, high = result["ratio_interval_95"]
+        print(f"batch {batch}, {options.layers} layers")
+        for name, row in result["quantiles"].items():
+            low, high = row["ratio_interval_95"]
+            times = f"{row['off_ms']:8.3f} ms off, {row['on_ms']:8.3f} ms on"
+            print(f"  {name:>4} of the steps: {times}, on / off {row['ratio']:.4f} ({low:.4f} to {high:.4f})")
+        work = result["added_work"]
         print(
-            f"batch {batch:>3}: {result['off_median_ms']:7.3f} ms a token off, {result['on_median_ms']:7.3f} ms on, "
-            f"on / off {result['ratio_median']:.4f} ({low:.4f} to {high:.4f})"
+            f"  by itself: {work['layer_us_compiled']:.1f} us a layer compiled, {work['layer_us_plain']:.1f} us plain, "
+            f"{work['step_us']:.1f} us a step; compiled {work['share_compiled']:.2%} of a step, "
+            f"plain {work['share_plain']:.2%}"
         )
     if options.write:
         subject = "expert_load_eager" if options.eager else "expert_load"
@@ -127,35 +141,82 @@ def plan_of(model: Path, *, counting: bool, eager: bool) -> Plan:
     )
 
 
-def measure(off: ServerInfo, on: ServerInfo, batch: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the seconds between tokens of every round, after two uncounted ones."""
-    samples: dict[str, list[float]] = {"off": [], "on": []}
+def added_work(batch: int) -> dict[str, float]:
+    """Return the microseconds that counting adds: a layer plain, a layer in a compiled graph, and a step."""
+    import torch
+
+    from moe_optimizer.vllm_plugin.expert_load import Counting
+    from moe_optimizer.vllm_plugin.expert_load_counter import LayerwiseCounter
+    from moe_optimizer.vllm_plugin.expert_load_writer import ExpertLoadWriter
+
+    layers = range(48)
+    counter = LayerwiseCounter(layers, SHAPE["num_experts"])
+    ids = [torch.randint(0, SHAPE["num_experts"], (batch, SHAPE["num_experts_per_tok"])) for _ in layers]
+
+    def forward(*ids: torch.Tensor) -> None:
+        for layer_id, each in zip(layers, ids, strict=True):
+            counter.capture(layer_id, each)
+
+    compiled = torch.compile(forward, fullgraph=True)
+
+    writer = ExpertLoadWriter(
+        counter, model="", layers=(), since="2026-01-01T00:00:00Z", path=None, on_seen=lambda: None
+    )
+    # No activation: it is told of failures only.
+    counting = Counting(cast("Any", None), counter, writer)
+    scheduled = SimpleNamespace(total_num_scheduled_tokens=batch)
+
+    def step() -> None:
+        with counting.step(scheduled):
+            pass
+
+    return {
+        "layer_us_plain": _microseconds(lambda: forward(*ids)) / len(layers),
+        "layer_us_compiled": _microseconds(lambda: compiled(*ids)) / len(layers),
+        "step_us": _microseconds(step),
+    }
+
+
+def _microseconds(work: Callable[[], None]) -> float:
+    """Return the median time of a call, after a hundred uncounted ones."""
+    times = []
+    for repetition in range(1100):
+        start = time.perf_counter()
+        work()
+        if repetition >= 100:
+            times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times)
+
+
+def measure(off: ServerInfo, on: ServerInfo, batch: int, options: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """Return the seconds between tokens, a list for each round, after two uncounted rounds."""
+    samples: dict[str, list[list[float]]] = {"off": [], "on": []}
     for round_idx in range(-2, options.rounds):
         pair = (("off", off), ("on", on)) if round_idx % 2 else (("on", on), ("off", off))
         for name, server in pair:
-            seconds = _round(server, batch, options.tokens)
+            steps = _round(server, batch, options.tokens)
             if round_idx >= 0:
-                samples[name].append(seconds)
+                samples[name].append(steps)
     return samples
 
 
-def _round(server: ServerInfo, batch: int, tokens: int) -> float:
-    """Send `batch` requests at once; return the mean time between tokens, from every request's own first to last."""
-    times: list[float] = []
+def _round(server: ServerInfo, batch: int, tokens: int) -> list[float]:
+    """Send `batch` requests at once; return the seconds between the tokens of each."""
+    steps: list[list[float]] = []
     threads = [
-        threading.Thread(target=lambda number=number: times.append(_between_tokens(server, tokens, number)))
+        threading.Thread(target=lambda number=number: steps.append(_between_tokens(server, tokens, number)))
         for number in range(batch)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if len(times) != batch:
-        raise RuntimeError(f"{batch - len(times)} of {batch} requests failed")
-    return statistics.mean(times)
+    if len(steps) != batch:
+        raise RuntimeError(f"{batch - len(steps)} of {batch} requests failed")
+    return [seconds for request in steps for seconds in request]
 
 
-def _between_tokens(server: ServerInfo, tokens: int, number: int) -> float:
+def _between_tokens(server: ServerInfo, tokens: int, number: int) -> list[float]:
     body = {
         "model": server.model, "prompt": [10 + number, 20, 30, 40], "max_tokens": tokens, "temperature": 0,
         "ignore_eos": True, "stream": True,
@@ -170,11 +231,15 @@ def _between_tokens(server: ServerInfo, tokens: int, number: int) -> float:
                 arrivals.append(time.perf_counter())
     if len(arrivals) != tokens:
         raise RuntimeError(f"got {len(arrivals)} tokens, expected {tokens}")
-    return (arrivals[-1] - arrivals[0]) / (tokens - 1)
+    return [later - earlier for earlier, later in itertools.pairwise(arrivals)]
 
 
 def make_record(
-    samples: dict[int, dict[str, list[float]]], options: argparse.Namespace, *, load_before: float
+    samples: dict[int, dict[str, list[list[float]]]],
+    alone: dict[int, dict[str, float]],
+    options: argparse.Namespace,
+    *,
+    load_before: float,
 ) -> dict[str, Any]:
     """Return the record: what was run, where, from which sources, every sample."""
     vllm = find_vllm()
@@ -199,24 +264,51 @@ def make_record(
             "rounds": options.rounds,
         },
         "goal_ratio": GOAL,
-        "results": {str(batch): result(values) for batch, values in samples.items()},
+        "results": {
+            str(batch): {
+                "quantiles": quantiles(values),
+                "added_work": added_shares(alone[batch], options.layers, _quantile(values["off"], 0.1)),
+                "off_s": values["off"],
+                "on_s": values["on"],
+            }
+            for batch, values in samples.items()
+        },
     }
 
 
-def result(samples: dict[str, list[float]]) -> dict[str, Any]:
-    """Return medians, the median ratio of the pairs with its interval, and the samples."""
-    ratios = sorted(on / off for off, on in zip(samples["off"], samples["on"], strict=True))
-    # Of n sorted values, those 0.98 sqrt(n) places from the middle bound the median with 95 % (normal approximation).
-    reach = math.ceil(0.98 * math.sqrt(len(ratios)))
-    middle = len(ratios) // 2
-    return {
-        "off_median_ms": 1e3 * statistics.median(samples["off"]),
-        "on_median_ms": 1e3 * statistics.median(samples["on"]),
-        "ratio_median": statistics.median(ratios),
-        "ratio_interval_95": [ratios[max(0, middle - reach)], ratios[min(len(ratios) - 1, middle + reach)]],
-        "off_s": samples["off"],
-        "on_s": samples["on"],
+def added_shares(work: dict[str, float], layers: int, step_s: float) -> dict[str, float]:
+    """Return `work` with what it is of a step of `layers` layers that takes `step_s` without it."""
+    shares = {
+        kind: (layers * work[f"layer_us_{kind}"] + work["step_us"]) / (1e6 * step_s) for kind in ("compiled", "plain")
     }
+    return work | {f"share_{kind}": share for kind, share in shares.items()}
+
+
+def quantiles(samples: dict[str, list[list[float]]]) -> dict[str, dict[str, Any]]:
+    """Return the quantiles of both sides and their ratio with its 95 % interval."""
+    generator = random.Random(SEED)
+    rounds = range(len(samples["off"]))
+    resampled = [generator.choices(rounds, k=len(rounds)) for _ in range(500)]
+    rows = {}
+    for quantile in QUANTILES:
+        off, on = (_quantile(samples[side], quantile) for side in ("off", "on"))
+        ratios = sorted(
+            _quantile([samples["on"][each] for each in chosen], quantile)
+            / _quantile([samples["off"][each] for each in chosen], quantile)
+            for chosen in resampled
+        )
+        rows[f"{quantile:.0%}"] = {
+            "off_ms": 1e3 * off,
+            "on_ms": 1e3 * on,
+            "ratio": on / off,
+            "ratio_interval_95": [ratios[12], ratios[-13]],
+        }
+    return rows
+
+
+def _quantile(rounds: list[list[float]], quantile: float) -> float:
+    values = sorted(itertools.chain.from_iterable(rounds))
+    return values[int(quantile * (len(values) - 1))]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
+from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import PlanRequest, make_plan
 from moe_optimizer.profiles import load_profile
@@ -26,6 +27,7 @@ from moe_optimizer.specs.placement_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.vllm_plugin.http_client import ServerClient
 from moe_optimizer.vllm_plugin.launch import ServerInfo, running
+from tests.vllm.counted import Counted, count_one_request
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MOE = ROOT / "examples" / "tiny-moe"
@@ -57,6 +59,8 @@ class Served:
     answers: tuple[Answer, ...]
     info: ServerInfo | None
     """None for a server that was not started by the launcher."""
+    counted: Counted | None = None
+    """What it counted for one more request; None where nobody asked."""
 
 
 def free_port() -> int:
@@ -69,6 +73,7 @@ def tiny_plan(
     *vllm_args: str,
     dtype: str = "float32",
     required: Sequence[str] = (),
+    disabled: Sequence[str] = (),
     expert_load: PlacementLoad | None = None,
 ) -> Plan:
     """Return a plan for the bundled model on this machine, as the command line makes it."""
@@ -83,6 +88,7 @@ def tiny_plan(
             max_model_len=512,
             batch_size=8,
             vllm_args=("--logprobs-mode", "raw_logits", *vllm_args),
+            wishes=resolve_wishes((), disabled),
             required=frozenset(required),
             expert_load=expert_load,
         )
@@ -141,13 +147,13 @@ def _needs_cpu_vllm() -> None:
 def serve_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
     """Serves a plan through the launcher, asks all prompts, stops the server."""
 
-    def serve(plan: Plan, **environment: str) -> Served:
+    def serve(plan: Plan, *, count: bool = False, **environment: str) -> Served:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
             run_dir = tmp_path_factory.mktemp("run")
             with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
-                return Served(ask(info.base_url), info)
+                return Served(ask(info.base_url), info, count_one_request(info) if count else None)
 
     return serve
 
@@ -192,7 +198,14 @@ def stock_fp32() -> Served:
 def ours_fp32(stock_fp32: Served, serve_once: Callable[..., Served]) -> Served:
     """Our kernel in the same configuration, after stock has filled vLLM's compile cache."""
     plan = tiny_plan()
-    return serve_once(plan.replace(serve_args=(*plan.plain_args, "--max-num-seqs", "8")))
+    return serve_once(plan.replace(serve_args=(*plan.plain_args, "--max-num-seqs", "8")), count=True)
+
+
+@pytest.fixture(scope="session")
+def ours_expert_parallel(serve_once: Callable[..., Served]) -> Served:
+    """Our kernel on two workers with half of the experts each."""
+    plan = tiny_plan("--enforce-eager", "--tensor-parallel-size", "2", "--enable-expert-parallel")
+    return serve_once(plan, count=True)
 
 
 @pytest.fixture(scope="session")
@@ -203,7 +216,8 @@ def stock_bf16(serve_once: Callable[..., Served]) -> Served:
 
 @pytest.fixture(scope="session")
 def ours_bf16(serve_once: Callable[..., Served]) -> Served:
-    return serve_once(tiny_plan("--enforce-eager", dtype="bfloat16"))
+    """Without counting: the other servers have it."""
+    return serve_once(tiny_plan("--enforce-eager", dtype="bfloat16", disabled=("expert-load",)))
 
 
 @pytest.fixture

@@ -54,11 +54,10 @@ def test_fp32_with_tensor_parallelism_equals_stock(stock_fp32: Served, serve_onc
     assert tokens(served) == tokens(stock_fp32)
 
 
-def test_fp32_with_expert_parallelism_equals_stock(stock_fp32: Served, serve_once: Callable[..., Served]) -> None:
+def test_fp32_with_expert_parallelism_equals_stock(stock_fp32: Served, ours_expert_parallel: Served) -> None:
     # Stock itself cannot be compared with here: its CPU kernel ignores the expert map and crashes.
-    served = serve_once(tiny_plan("--enforce-eager", "--tensor-parallel-size", "2", "--enable-expert-parallel"))
-    assert_ours_ran(served, workers=2, dtype="float32", expert_map=True)
-    assert tokens(served) == tokens(stock_fp32)
+    assert_ours_ran(ours_expert_parallel, workers=2, dtype="float32", expert_map=True)
+    assert tokens(ours_expert_parallel) == tokens(stock_fp32)
 
 
 def test_the_kill_switch_leaves_no_trace(stock_bf16: Served) -> None:

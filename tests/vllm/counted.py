@@ -1,0 +1,75 @@
+"""What a running server counted for one request whose tokens are known."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_optimizer.cli.experts import read_source
+from moe_optimizer.errors import InputError
+from moe_optimizer.specs.expert_load import LOAD_FILE, ExpertLoad, read_expert_load, read_run_load
+from moe_optimizer.vllm_plugin.launch import ServerInfo
+
+PROMPT = tuple(range(100, 117))
+MAX_TOKENS = 9
+ROUTED_TOKENS = len(PROMPT) + MAX_TOKENS - 1
+"""Tokens that pass through the model: the last one of an answer does not."""
+_SETTLE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Routed tokens by layer and expert of the request alone, and what the server shows of all it counted."""
+
+    request: tuple[tuple[int, ...], ...]
+    merged: ExpertLoad
+    """The run's expert_load.json."""
+    parts: int
+    """Processes that wrote counts."""
+    on_metrics: ExpertLoad
+
+
+def count_one_request(info: ServerInfo) -> Counted:
+    """Send the request to a server that is otherwise idle, and read its counts before and after."""
+    before = _settled(info.run_dir, more_than=-1)
+    body = {
+        "model": info.model,
+        "prompt": PROMPT,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    request = urllib.request.Request(
+        f"{info.base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        assert json.load(response)["usage"]["completion_tokens"] == MAX_TOKENS
+    after = _settled(info.run_dir, more_than=before.steps)
+    return Counted(
+        request=tuple(
+            tuple(b - a for a, b in zip(old.tokens, new.tokens, strict=True))
+            for old, new in zip(before.layers, after.layers, strict=True)
+        ),
+        merged=read_expert_load(info.run_dir / LOAD_FILE),
+        parts=len(list((info.run_dir / "expert_load").glob("*.json"))),
+        on_metrics=read_source(info.base_url),
+    )
+
+
+def _settled(run_dir: Path, *, more_than: int) -> ExpertLoad:
+    """Return the counts once they have more steps than that and no longer change: they are written every 3 seconds."""
+    deadline, last, since = time.monotonic() + _SETTLE_S, None, 0.0
+    while time.monotonic() < deadline:
+        try:
+            load = read_run_load(run_dir)
+        except InputError:
+            load = None
+        if load != last:
+            last, since = load, time.monotonic()
+        if last is not None and last.steps > more_than and time.monotonic() - since > 5.0:
+            return last
+        time.sleep(0.2)
+    raise AssertionError(f"no settled counts in {run_dir} after {_SETTLE_S:g} s: {last}")

@@ -1,0 +1,67 @@
+"""The counts of real servers: tokens x top-k in every layer, once each, however many workers there are."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
+from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
+from moe_optimizer.vllm_plugin.proof_table import model_holders
+from tests.vllm.conftest import Served
+from tests.vllm.counted import ROUTED_TOKENS, Counted
+
+pytestmark = pytest.mark.vllm
+LAYERS, EXPERTS, TOP_K = 4, 16, 4
+
+
+def counted(served: Served) -> Counted:
+    assert served.counted is not None
+    return served.counted
+
+
+def assert_counts_are_right(served: Served) -> None:
+    """Every layer routed each token of the request to top-k different experts."""
+    counts = counted(served).request
+    assert [sum(layer) for layer in counts] == [ROUTED_TOKENS * TOP_K] * LAYERS
+    assert all(len(layer) == EXPERTS and max(layer) <= ROUTED_TOKENS for layer in counts)
+    assert counted(served).parts == 1
+    assert counted(served).merged == counted(served).on_metrics
+    assert [layer.name for layer in counted(served).merged.layers] == [
+        f"model.layers.{index}.mlp.experts" for index in range(LAYERS)
+    ]
+
+
+def test_a_known_request_is_counted_in_the_compiled_model(ours_fp32: Served) -> None:
+    assert_counts_are_right(ours_fp32)
+    assert_proven(ours_fp32, workers=1)
+
+
+def test_expert_parallel_workers_count_once(ours_expert_parallel: Served) -> None:
+    assert_counts_are_right(ours_expert_parallel)
+    assert_proven(ours_expert_parallel, workers=2)
+
+
+def assert_proven(served: Served, *, workers: int) -> None:
+    assert served.info is not None
+    holders = model_holders(served.info.proofs)
+    assert len(holders) == workers
+    for proof in holders:
+        entry = proof.passes["expert_load"]
+        assert (entry.applied, entry.ran, entry.why_not) == (True, True, "")
+        states = {patch.target: patch.state for patch in proof.patches}
+        assert states[WORKER_EXECUTE_MODEL.target] == states[WORKER_MODEL_LOADED.target] == "applied"
+
+
+def test_the_same_request_uses_the_same_experts_with_one_worker_and_with_two(
+    ours_fp32: Served, ours_expert_parallel: Served
+) -> None:
+    assert counted(ours_fp32).request == counted(ours_expert_parallel).request
+
+
+def test_off_means_no_patch_and_no_counts(ours_bf16: Served) -> None:
+    assert ours_bf16.info is not None
+    for proof in ours_bf16.info.proofs:
+        assert "expert_load" not in proof.passes
+        assert not {WORKER_EXECUTE_MODEL.target, WORKER_MODEL_LOADED.target} & {p.target for p in proof.patches}
+    names = {path.name for path in ours_bf16.info.run_dir.iterdir()}
+    assert not any("expert_load" in name for name in names), names
