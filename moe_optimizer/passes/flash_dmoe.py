@@ -102,7 +102,8 @@ class FlashDmoe(OptimizationPass):
             reason,
             Applier.PLUGIN,
             evidence=(f"{OP} is built for cpu (csrc {ctx.software.kernels.source_hash[:12]})", *sources),
-            params={"kernel": "cpu", "unquantized": True, "fp8": False, **({} if tables else _to_measure(ctx))},
+            # Where it is needed, a measurement could change nothing.
+            params={"kernel": "cpu", **({} if tables or needs else _to_measure(ctx))},
             warnings=warnings,
         )
 

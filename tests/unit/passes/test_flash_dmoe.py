@@ -33,7 +33,7 @@ def test_on_the_cpu_build_our_kernel_is_installed_by_the_plugin():
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
     (question,) = decision.params["measure"]
     assert question["device"] == "Test CPU (avx2), 4 threads"
-    assert decision.params == {"kernel": "cpu", "unquantized": True, "fp8": False, "measure": [question]}
+    assert decision.params == {"kernel": "cpu", "measure": [question]}
     assert decision.value == "cpu kernel, bf16 weights"
     assert not decision.required
 

@@ -220,6 +220,7 @@ def test_on_the_cpu_our_kernel_is_on_where_the_experts_are_converted():
     ctx = decided_by(planned(tiny_moe(), cpu_machine()), "flash_dmoe")
     assert ctx.decided["flash_dmoe"].status is Status.ON
     assert ctx.decided["flash_dmoe"].value == "cpu kernel, fp8 weights"
+    assert "measure" not in ctx.decided["flash_dmoe"].params  # there is no other kernel to choose
 
 
 def test_the_transformer_engine_is_warned_about_where_it_is_not_used():
