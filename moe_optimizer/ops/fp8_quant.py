@@ -11,10 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_optimizer.errors import TensorContractError
+from moe_optimizer.errors import KernelUnavailableError, TensorContractError
+from moe_optimizer.ops.fp8_transformer_engine import quantize_with_transformer_engine, why_not_transformer_engine
 from moe_optimizer.ops.reference import SCALE_BLOCK
 
 Granularity = Literal["block", "channel"]
+Quantizer = Literal["builtin", "transformer_engine"]
 
 E4M3_MAX = 448.0
 """Largest finite E4M3 number."""
@@ -23,7 +25,9 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _CHUNK_ELEMENTS = 8 * 1024 * 1024
 
 
-def quantize_fp8(weight: Tensor, *, granularity: Granularity = "block") -> tuple[Tensor, Tensor]:
+def quantize_fp8(
+    weight: Tensor, *, granularity: Granularity = "block", quantizer: Quantizer = "builtin"
+) -> tuple[Tensor, Tensor]:
     """Return `weight` in E4M3 and the FP32 factors to multiply it with again.
 
     scale = (largest magnitude of the block or channel) / 448, or 1 where that is zero; quantized =
@@ -33,6 +37,7 @@ def quantize_fp8(weight: Tensor, *, granularity: Granularity = "block") -> tuple
         weight: float32, bfloat16 or float16 [N, K] or [E, N, K], any strides.
         granularity: "block": one scale per 128x128 block, those at the edges smaller;
             "channel": one scale per row.
+        quantizer: "transformer_engine" has the same scales, up to FP32 rounding, for blocks of CUDA tensors.
 
     Returns:
         float8_e4m3fn of the same shape, contiguous; float32 scales [ceil(N/128), ceil(K/128)] or [N], with a
@@ -40,6 +45,7 @@ def quantize_fp8(weight: Tensor, *, granularity: Granularity = "block") -> tuple
 
     Raises:
         TensorContractError: another dtype or rank, or a value that is infinite or not a number.
+        KernelUnavailableError: Transformer Engine cannot convert this; the message says why.
 
     Numerics: |dequantized - weight| <= max(|weight| / 16, scale / 1024), up to FP32 rounding; a block or channel
     whose largest magnitude is below 2**-117 has a scale of 2**-126 and loses more.
@@ -49,11 +55,18 @@ def quantize_fp8(weight: Tensor, *, granularity: Granularity = "block") -> tuple
         raise TensorContractError(f"quantize_fp8: weight: got {weight.dtype}, expected float32, bfloat16 or float16")
     if weight.dim() not in (2, 3):
         raise TensorContractError(f"quantize_fp8: weight: got {weight.dim()} dimensions, expected 2 or 3")
+    if quantizer == "transformer_engine":
+        why_not = why_not_transformer_engine(weight.device, granularity=granularity)
+        if why_not:
+            raise KernelUnavailableError(f"quantize_fp8: Transformer Engine: {why_not}")
     matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)
     size = _block_size(matrices, granularity)
     quantized = torch.empty(matrices.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(_scale_shape(matrices, granularity), dtype=torch.float32, device=weight.device)
     for matrix, target, factors in zip(matrices, quantized, scale, strict=True):
+        if quantizer == "transformer_engine":
+            _quantize_elsewhere(matrix, target, factors)
+            continue
         for rows, blocks in _row_chunks(matrix.shape, size):
             factors[blocks] = _quantize_rows(matrix[rows], target[rows], size).view_as(factors[blocks])
     if not bool(torch.isfinite(scale).all()):
@@ -83,6 +96,13 @@ def dequantize_fp8(quantized: Tensor, scale: Tensor, dtype: torch.dtype = torch.
             values.mul_(factors[blocks].view(values.shape[0], 1, values.shape[2], 1))
             target[rows] = _rows(values, matrix[rows].shape)
     return out
+
+
+def _quantize_elsewhere(matrix: Tensor, target: Tensor, factors: Tensor) -> None:
+    converted, scale = quantize_with_transformer_engine(matrix)
+    target.copy_(converted)
+    # What it makes of weights that are not finite is its own; here their scales tell.
+    factors.copy_(scale if bool(torch.isfinite(matrix).all()) else torch.full_like(scale, torch.nan))
 
 
 def _quantize_rows(matrix: Tensor, target: Tensor, size: tuple[int, int]) -> Tensor:
