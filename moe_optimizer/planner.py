@@ -52,7 +52,11 @@ class PlanRequest:
     software: SoftwareSpec
     profile: Profile
     num_gpus: int | None = None
-    """GPUs to use; None: all there are."""
+    """GPUs to use, of all machines together; None: all there are."""
+    num_nodes: int = 1
+    """Machines, all like `hardware`."""
+    one_server: bool = False
+    """One server over all machines, whatever the profile says of them."""
     wishes: Mapping[str, WishWithOrigin] = field(default_factory=dict)
     """From flags, see `passes.registry.resolve_wishes`: a pass's name, or "pass.setting", to a wish and its origin."""
     required: frozenset[str] = frozenset()
@@ -97,6 +101,8 @@ def make_plan(request: PlanRequest) -> Plan:
     for optimization in all_passes():
         decision = _without_pinned(optimization.decide(context), pinned)
         context = context.with_decision(decision)
+    if context.num_nodes > 1 and context.num_servers > 1:
+        raise UnsupportedError("disaggregation: its servers are planned on one machine, expected no --nodes")
     decisions = tuple(context.decided.values())
     memory = _memory(context)
     _require_fit(context, memory)
@@ -112,6 +118,7 @@ def make_plan(request: PlanRequest) -> Plan:
         engine=request.engine,
         vllm_version=request.software.vllm.version if request.software.vllm else None,
         num_gpus=_gpus_used(context),
+        num_nodes=request.num_nodes,
         decisions=decisions,
         memory=memory,
         serve_args=serve_args,
@@ -215,16 +222,26 @@ def _device(request: PlanRequest) -> Literal["cuda", "cpu"]:
 
 
 def _gpus(request: PlanRequest, device: str) -> tuple[int, tuple[str, ...]]:
-    """Return how many GPUs may be used, and warnings where that is fewer than asked for."""
+    """Return how many GPUs of a machine may be used, and warnings where that is fewer than asked for.
+
+    Raises:
+        InputError: the GPUs do not divide by the machines.
+        UnsupportedError: several machines without GPUs.
+    """
     asked, most = request.num_gpus, request.profile.passes.parallelism.max_gpus
+    if device == "cpu" and request.num_nodes > 1:
+        raise UnsupportedError(f"--nodes {request.num_nodes}: several machines are planned for GPUs only")
     if device == "cpu":
         idle = "the installed vLLM is built for the CPU" if request.hardware.gpu else "there is no GPU"
         return 0, (f"--gpus {asked}: {idle}; planning for the CPU",) if asked is not None else ()
     available = request.hardware.num_gpus
     warnings: tuple[str, ...] = ()
-    count = available if asked is None else asked
+    nodes = request.num_nodes
+    if asked is not None and asked % nodes:
+        raise InputError(f"--gpus {asked}: does not divide by --nodes {nodes}; every machine has as many GPUs")
+    count = available if asked is None else asked // nodes
     if count > available:
-        warnings += (f"--gpus {asked}: only {available} there; planning for {available}",)
+        warnings += (f"--gpus {asked}: only {available * nodes} there; planning for {available * nodes}",)
         count = available
     if most is not None and count > most:
         if asked is not None:
@@ -252,6 +269,8 @@ def _context(
         profile=profile,
         device=device,
         num_gpus=num_gpus,
+        num_nodes=request.num_nodes,
+        one_server=request.one_server,
         dtype=_dtype(request, pinned),
         wishes={**request.wishes, **asked},
         required=required,
@@ -318,7 +337,8 @@ def _require_fit(context: PlanContext, memory: MemoryPlan) -> None:
         return
     device = context.gpu.name if context.device == "cuda" else "this machine"
     size = context.tensor_parallel_size
-    where = f"{size} x {device}" if context.device == "cuda" else device
+    machines = f"{context.num_nodes} machines of " if context.num_nodes > 1 else ""
+    where = f"{machines}{size} x {device}" if context.device == "cuda" else device
     used = memory.weight_bytes + memory.activation_bytes + memory.workspace_bytes
     message = (
         f"{context.model.name} does not fit {where}: each needs {_gb(memory.weight_bytes)} of weights and "
@@ -398,7 +418,8 @@ def _server_group(context: PlanContext, serve_args: tuple[str, ...]) -> ServerGr
 def _gpus_used(context: PlanContext) -> int:
     if context.device == "cpu":
         return 0
-    return context.tensor_parallel_size * context.data_parallel_size * context.num_servers
+    each = context.tensor_parallel_size * context.data_parallel_size * context.num_servers
+    return each * context.num_nodes
 
 
 def _serve_env(context: PlanContext) -> dict[str, str]:

@@ -34,11 +34,13 @@ SWITCHES: Mapping[str, str] = {
 """X of --enable-X and --disable-X -> what it does. Written out, because asking the passes would slow --help down."""
 
 ENGINES = ("vllm", "embedded")
+RENDERINGS = ("ray", "lws")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 DEFAULT_PROFILE = "balanced"
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_READY_TIMEOUT_S = 1800.0
+DEFAULT_CALIBRATE_S = 20.0
 
 
 def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
@@ -64,6 +66,17 @@ def seconds(text: str) -> float:
         value = 0.0
     if not 0.0 < value < float("inf"):
         raise typer.BadParameter(f"got {text!r}, expected a positive number of seconds")
+    return value
+
+
+def seconds_or_none(text: str) -> float:
+    """Parse a finite number of seconds; 0 is "not at all"."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise typer.BadParameter(f"got {text!r}, expected a number of seconds, 0 or more")
     return value
 
 
@@ -227,10 +240,17 @@ class PlanOptions(ModelOptions):
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print every setting with where it comes from, and stop.")
     ] = False
+    nodes: int = 1
+    """Machines; only `plan` plans for several."""
     switches: Mapping[str, bool] = field(default_factory=dict)
     """X of --enable-X (True) and --disable-X (False); absent where neither was given."""
     vllm_args: tuple[str, ...] = ()
     """What followed `--`."""
+
+    @property
+    def one_server(self) -> bool:
+        """Whether one server over all machines is asked for."""
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +260,31 @@ class PlanCommandOptions(PlanOptions):
     explain: Annotated[
         bool, typer.Option("--explain", help="Add evidence, rejected alternatives and limits of every decision.")
     ] = False
+    nodes: Annotated[
+        int,
+        typer.Option(
+            "--nodes",
+            parser=whole_number(1, 1024),
+            metavar="N",
+            help="Machines to plan for, all alike; --gpus counts the GPUs of all of them.  [default: 1]",
+            show_default=False,
+        ),
+    ] = 1
+    render: Annotated[
+        str | None,
+        typer.Option(
+            "--render",
+            metavar="|".join(RENDERINGS),
+            help="Print only what starts it: one server over all machines, through Ray; or a Kubernetes "
+            "LeaderWorkerSet.",
+            autocompletion=_complete(RENDERINGS),
+        ),
+    ] = None
+
+    @property
+    def one_server(self) -> bool:
+        """`--render ray`: without one there is nothing for Ray to connect."""
+        return self.render == "ray"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +305,16 @@ class ServeOptions(PlanOptions):
             parser=seconds,
             metavar="SECONDS",
             help=f"Give up when the server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
+        ),
+    ] = None
+    calibrate: Annotated[
+        float | None,
+        typer.Option(
+            "--calibrate",
+            parser=seconds_or_none,
+            metavar="SECONDS",
+            help="Measure the expert kernels for at most so long before the start, where no table of their speeds "
+            f"fits this machine and model; 0: never.  [default: {DEFAULT_CALIBRATE_S:g}]",
         ),
     ] = None
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moe_optimizer.cli import messages
-from moe_optimizer.cli.options import PlanCommandOptions, takes
-from moe_optimizer.errors import ExitCode
+from moe_optimizer.cli.options import RENDERINGS, PlanCommandOptions, check_choice, takes
+from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 
 
 @takes(PlanCommandOptions)
@@ -12,7 +12,8 @@ def command(options: PlanCommandOptions) -> int:
     """Show what serving would do, and why.
 
     Prints the model, the hardware, the memory, every decision and the exact vLLM command. With --json it prints the
-    plan file that MOE_OPTIMIZER_PLAN takes. Arguments after -- go to vllm serve.
+    plan file that MOE_OPTIMIZER_PLAN takes, with --render what starts it on several machines. Arguments after -- go to
+    vllm serve.
     """
     from moe_optimizer.cli import planning
     from moe_optimizer.cli.show_config import show_config
@@ -21,6 +22,17 @@ def command(options: PlanCommandOptions) -> int:
         if options.show_config:
             show_config(*planning.read_settings(options), as_json=options.json)
             return ExitCode.OK
+        check_choice("--render", options.render, RENDERINGS)
+        if options.render is not None and options.json:
+            raise InputError("--render and --json contradict each other", hint="give one of them")
         planned = planning.make(options)
+        if options.render is not None and not planned.plan.num_gpus:
+            raise UnsupportedError("--render: several machines are planned for GPUs only")
+    if options.render is not None:
+        from moe_optimizer.plan.machines import render_lws, render_ray
+
+        messages.write_data({"ray": render_ray, "lws": render_lws}[options.render](planned.plan))
+        messages.write_warnings(planned.plan.warnings)
+        return ExitCode.OK
     planning.show_plan(planned.plan, as_json=options.json, explain=options.explain)
     return ExitCode.OK

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,7 @@ from moe_optimizer.cli import messages
 from moe_optimizer.cli.options import PlanOptions
 from moe_optimizer.cli.settings import Settings, resolve
 from moe_optimizer.env import read_environment
-from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.log import get_logger
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 
 LOGGER = get_logger(__name__)
+_MEASURED_PASS = "flash_dmoe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,13 @@ def read_settings(options: PlanOptions) -> tuple[Settings, Profile]:
     return settings, load_profile(settings["profile"])
 
 
-def make(options: PlanOptions) -> Planned:
+def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | None = None) -> Planned:
     """Plan what the command line asks for; prints nothing.
+
+    Args:
+        options: the command line.
+        measure: given a first plan, may measure what it has no table for, and returns whether it did; then the plan is
+            made with what was found.
 
     Raises:
         InputError, UnsupportedError, DoesNotFitError: the first thing that is wrong, in the order above.
@@ -70,16 +78,19 @@ def make(options: PlanOptions) -> Planned:
     )
     request = PlanRequest(
         model=model,
-        hardware=read_hardware(settings["hardware"], settings["gpus"]),
+        hardware=read_hardware(settings["hardware"], settings["gpus"], options.nodes),
         software=SoftwareSpec(
             vllm=vllm,
             kernels=read_kernel_inventory(),
             kernel_speeds=read_kernel_speeds(),
             lmcache=importlib.util.find_spec("lmcache") is not None,
+            transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
             tuned_configs=str(user_folder(vllm.version if vllm else "", os.environ)),
         ),
         profile=profile,
         num_gpus=settings["gpus"],
+        num_nodes=options.nodes,
+        one_server=options.one_server,
         wishes=settings.wishes,
         required=settings.required,
         engine=settings["engine"],
@@ -93,6 +104,12 @@ def make(options: PlanOptions) -> Planned:
         dtype=None if dtype == "auto" else dtype,
         expert_load=expert_load,
     )
+    if measure is not None and not settings.disabled:
+        # What is required may be what cannot be decided before it is measured.
+        first = dataclasses.replace(request, required=request.required - {_MEASURED_PASS})
+        if measure(make_plan(first), settings):
+            software = dataclasses.replace(request.software, kernel_speeds=read_kernel_speeds())
+            request = dataclasses.replace(request, software=software)
     plan = make_plan(request)
     if settings.disabled:
         plan = plan.replace(serve_args=plan.plain_args)
@@ -117,15 +134,27 @@ def refuse_unmet_wishes(plan: Plan) -> None:
             )
 
 
-def read_hardware(name: str | None, num_gpus: int | None) -> HardwareSpec:
-    """Return the named machine, or this one when `name` is None.
+def read_hardware(name: str | None, num_gpus: int | None, nodes: int = 1) -> HardwareSpec:
+    """Return the named machine, or this one when `name` is None; `num_gpus` counts those of all machines.
 
     Raises:
-        InputError: no hardware of that name.
+        InputError: no hardware of that name, or one machine of it does not have so many GPUs.
     """
     from moe_optimizer.inspection import load_hardware, probe_hardware
 
-    return probe_hardware() if name is None else load_hardware(name, num_gpus)
+    if name is None:
+        return probe_hardware()
+    each = None if num_gpus is None else -(-num_gpus // nodes)
+    hardware = load_hardware(name, each)
+    if hardware.gpu is not None and each is not None and each > hardware.gpu.max_gpus_per_node:
+        most = hardware.gpu.max_gpus_per_node
+        raise InputError(
+            f"--gpus {num_gpus}: a machine with {name} has at most {most}, expected at most {most * nodes} GPUs",
+            hint=f"for several machines: moe-optimizer plan --gpus {num_gpus} --nodes {-(-num_gpus // most)}"
+            if num_gpus is not None
+            else None,
+        )
+    return hardware
 
 
 def show_plan(plan: Plan, *, as_json: bool, explain: bool = False) -> None:

@@ -65,6 +65,8 @@ class MemoryRequest:
     """Bits of one cache element."""
     expert_parallel: bool = False
     """Whole experts on each device instead of a slice of every expert."""
+    pipeline_stages: int = 1
+    """Groups of `num_devices` that hold successive layers (pipeline parallel size)."""
     cuda_graphs: bool = True
     device: Literal["cuda", "cpu"] = "cuda"
 
@@ -94,7 +96,7 @@ def sequence_kv_bytes(request: MemoryRequest, tokens: int) -> int:
 
 def kv_bytes_per_token(request: MemoryRequest) -> float:
     """Return the cache bytes of one token on one device, all layers together."""
-    share = kv_head_share(request.model, request.num_devices)
+    share = kv_head_share(request.model, request.num_devices) * _stage_share(request)
     return request.model.kv_bytes_per_token * request.kv_bits / 16 * share
 
 
@@ -125,8 +127,9 @@ def workspace_bytes(request: MemoryRequest) -> int:
     if request.device == "cpu":
         return _CPU_PROCESS
     reserve = round(_DRIVER_RESERVE * request.gpu_memory_utilization)
-    communication = _NON_TORCH_ONE if request.num_devices == 1 else _NON_TORCH_GROUP
-    graphs = request.model.num_layers * _GRAPH_PER_LAYER if request.cuda_graphs else 0
+    communication = _NON_TORCH_ONE if request.num_devices * request.pipeline_stages == 1 else _NON_TORCH_GROUP
+    layers = math.ceil(request.model.num_layers * _stage_share(request))
+    graphs = layers * _GRAPH_PER_LAYER if request.cuda_graphs else 0
     return reserve + communication + graphs
 
 
@@ -136,6 +139,9 @@ def _plan_for(request: MemoryRequest) -> MemoryPlan:
     weights = device_weight_bytes(
         model, parts, num_devices=request.num_devices, expert_parallel=request.expert_parallel
     )
+    # The first stage holds the embedding beside its layers, the last the head; each is counted on the fullest.
+    vocabulary = parts.vocabulary / request.num_devices
+    weights = math.ceil(vocabulary + (weights - vocabulary) * _stage_share(request))
     budget = math.floor(request.device_bytes * request.gpu_memory_utilization)
     activations = activation_bytes(request)
     workspace = workspace_bytes(request)
@@ -162,7 +168,7 @@ def _min_devices(request: MemoryRequest) -> int | None:
     # CPU processes share one host memory: more of them do not bring more.
     counts = (request.num_devices,) if request.device == "cpu" else TRIED_DEVICE_COUNTS
     for count in counts:
-        if _plan_for(replace(request, num_devices=count)).fits:
+        if _plan_for(replace(request, num_devices=count, pipeline_stages=1)).fits:
             return count
     return None
 
@@ -175,7 +181,13 @@ def _kv_tokens(request: MemoryRequest, kv_cache_bytes: int) -> int:
 
 
 def _state_bytes(request: MemoryRequest) -> int:
-    return math.ceil(request.model.state_bytes_per_sequence / request.num_devices)
+    return math.ceil(request.model.state_bytes_per_sequence * _stage_share(request) / request.num_devices)
+
+
+def _stage_share(request: MemoryRequest) -> float:
+    """Return the share of the layers that the fullest pipeline stage holds."""
+    layers = request.model.num_layers
+    return math.ceil(layers / request.pipeline_stages) / layers if layers else 1.0
 
 
 def _dense_mlp_width(model: ModelSpec) -> float:
@@ -188,6 +200,7 @@ def _dense_mlp_width(model: ModelSpec) -> float:
 
 def _ref(request: MemoryRequest) -> str:
     kind = "EP" if request.expert_parallel else "TP"
+    stages = f" in each of {request.pipeline_stages} pipeline stages" if request.pipeline_stages > 1 else ""
     if request.device == "cpu":
         workspace = "0.75 GiB for the worker process"
     else:
@@ -195,7 +208,7 @@ def _ref(request: MemoryRequest) -> str:
         graphs = "25 MiB a layer of CUDA graphs" if request.cuda_graphs else "no CUDA graphs"
         workspace = f"driver reserve 0.5 GiB, {group} outside the allocator, {graphs}"
     return (
-        f"modelled after vLLM's start-up accounting: weights split {request.num_devices} ways ({kind}); "
+        f"modelled after vLLM's start-up accounting: weights split {request.num_devices} ways ({kind}){stages}; "
         f"activations = max(forward at {request.max_num_batched_tokens} tokens, "
         f"sampling {request.max_num_seqs} x vocabulary in FP32 x {_SAMPLER_LOGIT_COPIES}); "
         f"workspace assumed: {workspace}"

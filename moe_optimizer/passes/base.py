@@ -56,6 +56,10 @@ class PlanContext:
     """Measured load to place experts by."""
     num_servers: int = 1
     """Servers that share this machine evenly; what is planned is one of them."""
+    num_nodes: int = 1
+    """Machines like this one, each with `num_gpus`."""
+    one_server: bool = False
+    """A flag asks for one server over all machines."""
     decided: Mapping[str, Decision] = field(default_factory=dict)
 
     def with_decision(self, decision: Decision) -> PlanContext:
@@ -123,6 +127,11 @@ class PlanContext:
     def tensor_parallel_size(self) -> int:
         """Devices that share each layer, as decided by the parallelism pass."""
         return self.decided["parallelism"].params["tensor_parallel_size"]
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Machines that hold successive layers, as decided by the parallelism pass."""
+        return self.decided["parallelism"].params["pipeline_parallel_size"]
 
     @property
     def expert_parallel(self) -> bool:
@@ -202,6 +211,7 @@ class PlanContext:
         scheduler = self.decided["scheduler"].params
         return {
             "num_devices": self.tensor_parallel_size,
+            "pipeline_stages": self.pipeline_parallel_size,
             "expert_parallel": self.expert_parallel,
             "max_num_batched_tokens": scheduler["max_num_batched_tokens"],
             "max_num_seqs": scheduler["max_num_seqs"],

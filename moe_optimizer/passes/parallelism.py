@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from moe_optimizer.costs.weights import FP8_BLOCK, splits_over
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass, PlanContext
+from moe_optimizer.passes.machines import AcrossMachines, across_machines
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.specs.model import ModelSpec
 
@@ -34,7 +35,12 @@ class Parallelism(OptimizationPass):
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """One device needs no split; more are supported where the model divides."""
-        if _asked_size(ctx) in (None, 1) and _asked_data_parallel(ctx) == 1 and _device_limit(ctx) == 1:
+        if (
+            ctx.num_nodes == 1
+            and _asked_size(ctx) in (None, 1)
+            and _asked_data_parallel(ctx) == 1
+            and _device_limit(ctx) == 1
+        ):
             kind = "GPU" if ctx.device == "cuda" else "CPU process"
             return False, f"one {kind}: nothing to split"
         return True, ""
@@ -64,34 +70,27 @@ class Parallelism(OptimizationPass):
         rejected = _rejected(ctx, limit // data_parallel, size, data_parallel) if asked is None else {}
         if unused:
             why = f", because {'; '.join(rejected.values())}" if rejected else ""
-            warnings += (f"{unused} of {limit} GPUs stay unused with {_value(size, data_parallel, False)}{why}",)
+            warnings += (f"{unused} of {limit} GPUs stay unused with {_split(size, data_parallel)}{why}",)
         if not expert_parallel:
             rejected["EP"] = expert_reason
         reason = _in_words(ctx, size, data_parallel, expert_parallel)
         if expert_parallel:
             reason = f"{reason}; {expert_reason}"
-        if size * data_parallel == 1:
-            return self.decision(
-                ctx,
-                Status.OFF,
-                "TP=1",
-                reason,
-                Applier.NONE,
-                params=_params(1, 1, False),
-                rejected=rejected,
-                warnings=warnings,
-            )
+        across = across_machines(ctx, size, data_parallel, expert_parallel)
+        rejected |= across.rejected
+        arguments = _vllm_args(size, data_parallel, expert_parallel) + across.vllm_args
         return self.decision(
             ctx,
-            Status.ON,
-            _value(size, data_parallel, expert_parallel),
-            reason,
-            Applier.FLAGS,
+            Status.ON if arguments else Status.OFF,
+            _value(size, data_parallel, expert_parallel, across),
+            "; ".join(filter(None, (reason, across.reason))),
+            Applier.FLAGS if arguments else Applier.NONE,
             rejected=rejected,
-            vllm_args=_vllm_args(size, data_parallel, expert_parallel),
-            env=_environment(ctx, size * data_parallel),
-            params=_params(size, data_parallel, expert_parallel),
-            warnings=warnings,
+            vllm_args=arguments,
+            env=_environment(ctx, size * data_parallel) if arguments else {},
+            params=_params(size, data_parallel, expert_parallel)
+            | {"pipeline_parallel_size": across.pipeline_parallel_size, "replicas": across.replicas},
+            warnings=(*warnings, *across.warnings),
         )
 
 
@@ -224,13 +223,17 @@ def _in_words(ctx: PlanContext, size: int, data_parallel: int, expert_parallel: 
     return "; ".join(words)
 
 
-def _value(size: int, data_parallel: int, expert_parallel: bool) -> str:
-    parts = [f"TP={size}"]
-    if data_parallel > 1:
-        parts.append(f"DP={data_parallel}")
+def _split(size: int, data_parallel: int) -> str:
+    return f"TP={size} DP={data_parallel}" if data_parallel > 1 else f"TP={size}"
+
+
+def _value(size: int, data_parallel: int, expert_parallel: bool, across: AcrossMachines) -> str:
+    parts = [_split(size, data_parallel)]
     if expert_parallel:
         parts.append(f"EP={size * data_parallel}")
-    return " ".join(parts)
+    if across.pipeline_parallel_size > 1:
+        parts.append(f"PP={across.pipeline_parallel_size}")
+    return " ".join(parts) + (f" on each of {across.replicas} machines" if across.replicas > 1 else "")
 
 
 def _vllm_args(size: int, data_parallel: int, expert_parallel: bool) -> tuple[str, ...]:
@@ -262,4 +265,10 @@ def _core_list(core_ids: tuple[int, ...]) -> str:
 
 
 def _params(size: int, data_parallel: int, expert_parallel: bool) -> dict[str, Any]:
-    return {"tensor_parallel_size": size, "data_parallel_size": data_parallel, "expert_parallel": expert_parallel}
+    return {
+        "tensor_parallel_size": size,
+        "data_parallel_size": data_parallel,
+        "expert_parallel": expert_parallel,
+        "pipeline_parallel_size": 1,
+        "replicas": 1,
+    }

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
+from moe_optimizer.plan.machines import render_ray
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import split_arguments
 from moe_optimizer.specs.quantity import Quantity
@@ -82,7 +83,9 @@ class _Page:
         if plan.num_gpus and hardware.gpu is not None:
             gpu = hardware.gpu
             where = "here" if hardware.origin == "probed" else "assumed"
-            yield from self._wrap(f"{plan.num_gpus} of {hardware.num_gpus} x {gpu.name} ({where})")
+            machines = f" on {plan.num_nodes} machines" if plan.num_nodes > 1 else ""
+            there = hardware.num_gpus * plan.num_nodes
+            yield from self._wrap(f"{plan.num_gpus} of {there} x {gpu.name}{machines} ({where})")
             yield from self._wrap(
                 f"memory {_bytes(gpu.memory.value)}, {_rate(gpu.memory_bandwidth)}; "
                 f"{gpu.gpu_link} {_rate(gpu.gpu_link_bandwidth)}"
@@ -144,7 +147,11 @@ class _Page:
             yield from self._wrap(f"- {warning}", hang=2)
 
     def _commands(self, plan: Plan) -> Iterator[str]:
-        if plan.group is None:
+        if plan.num_nodes > 1:
+            yield from (printable(f"  {line}".rstrip()) for line in render_ray(plan).splitlines())
+            yield ""
+            yield "  As a Kubernetes LeaderWorkerSet: the same command with --render lws."
+        elif plan.group is None:
             yield from self._serve_command(plan, plan.serve_args, plan.serve_env, "RUN_DIR")
         else:
             for role in plan.group.servers:

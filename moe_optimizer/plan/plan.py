@@ -37,7 +37,9 @@ class Plan:
     vllm_version: str | None
     """The version planned for; None when no vLLM is installed."""
     num_gpus: int
-    """GPUs used; 0 on the CPU build."""
+    """GPUs used, of all machines together; 0 on the CPU build."""
+    num_nodes: int
+    """Machines, all like `hardware`."""
     decisions: tuple[Decision, ...]
     memory: MemoryPlan
     serve_args: tuple[str, ...]

@@ -33,7 +33,8 @@ def verify_plan(plan: Plan, *, pass_names: Sequence[str], user_args: Sequence[st
     if plan.group is not None:
         _verify_group(plan, plan.group)
     if plan.num_gpus:
-        assert plan.num_gpus <= plan.hardware.num_gpus, f"{plan.num_gpus} GPUs of {plan.hardware.num_gpus}"
+        there = plan.hardware.num_gpus * plan.num_nodes
+        assert plan.num_gpus <= there, f"{plan.num_gpus} GPUs of {there}"
 
 
 def verify_memory(memory: MemoryPlan) -> None:

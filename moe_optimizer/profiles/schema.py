@@ -67,7 +67,8 @@ class Fp8Section(PassSection):
     granularity: Literal["block", "channel"] = "block"
     """One scale per 128x128 block, or per output channel."""
     quantizer: Literal["auto", "builtin", "transformer_engine"] = "auto"
-    """auto: Transformer Engine where it can be imported, else the built-in one."""
+    """auto: vLLM's own where vLLM converts (GPUs), else the built-in one. All have the same scales. transformer_engine
+    is for GPUs and blocks; where it cannot be, the built-in one is used, with a warning."""
     keep_bf16_layers: Annotated[tuple[KeptPart, ...], Field(strict=False)] = ("router", "embeddings", "lm_head")
     """Parts that stay in the checkpoint's dtype: `attention`, `shared_experts`, or a decoder layer as `layers.3`.
     Router, embeddings and lm_head stay whether they are named or not."""
@@ -108,7 +109,10 @@ class ParallelismSection(PassSection):
     data_parallel_size: int | None = Field(default=None, ge=1, le=1024)
     """Copies of the attention part; null: 1."""
     max_gpus: int | None = Field(default=None, ge=1, le=4096)
-    """Use at most so many GPUs; null: all."""
+    """Use at most so many GPUs of a machine; null: all."""
+    across_nodes: Literal["auto", "replicas", "pipeline"] = "auto"
+    """Several machines: replicas: a whole server on each; pipeline: one server, each machine holds a part of the
+    layers; auto: replicas where one machine holds the model."""
 
 
 class GraphCaptureSection(PassSection):

@@ -29,9 +29,9 @@ PLAN = MODEL | {
     *(f"--disable-{name}" for name in SWITCHED),
 }  # fmt: skip
 SURFACE = {
-    "serve": COMMON | PLAN | {"--dry-run", "--run-dir", "--ready-timeout"},
+    "serve": COMMON | PLAN | {"--dry-run", "--run-dir", "--ready-timeout", "--calibrate"},
     "inspect": COMMON | MODEL,
-    "plan": COMMON | PLAN | {"--explain"},
+    "plan": COMMON | PLAN | {"--explain", "--nodes", "--render"},
     "tune": COMMON | PLAN | {"--budget", "--tokens", "--folder"},
     "doctor": COMMON | {"--model", "--drift"},
     "experts": COMMON | {"SOURCE", "--png", "--top"},

@@ -34,6 +34,7 @@ DP_EPLB = profile_with(
         "expert_placement": {"redundant_experts": 32},
     }
 )
+TIERED = profile_with(passes={"kv_cache": {"dtype": "fp8", "tiering": "on"}})
 DISAGGREGATED = profile_with(passes={"disaggregation": {"mode": "on"}})
 
 CASES = {
@@ -51,6 +52,9 @@ CASES = {
     "deepseek-v3_h200-x8_balanced": (deepseek_v3, ("h200", 8), "balanced"),
     "deepseek-v3_h200-x8_aggressive": (deepseek_v3, ("h200", 8), "aggressive"),
     "deepseek-v3_h200-x16_placed": (deepseek_v3, ("h200", 16), DP_EPLB),
+    "deepseek-v3_h100_sxm-x8_2-machines": (deepseek_v3, ("h100_sxm", 8), "conservative"),
+    "qwen3-30b-a3b_h100_sxm-x8_2-machines": (qwen3_30b_a3b, ("h100_sxm", 8), "conservative"),
+    "qwen3-30b-a3b_h100_sxm-x2_tiered": (qwen3_30b_a3b, ("h100_sxm", 2), TIERED),
     "gpt-oss-120b_h100_sxm-x1_balanced": (gpt_oss_120b, ("h100_sxm", 1), "balanced"),
     "tiny-moe_cpu_conservative": (tiny_moe, None, "conservative"),
     "tiny-moe_cpu_balanced": (tiny_moe, None, "balanced"),
@@ -71,7 +75,9 @@ def plan_for(tmp_path):
         hardware = gpus(*machine) if machine else cpu_machine()
         installed = software("cuda" if machine else "cpu", location=str(tmp_path))
         load = placement_load(model()) if case.endswith("_placed") else None
-        return make_plan(request(model(), hardware, profile, software=installed, expert_load=load))
+        nodes = 2 if case.endswith("_2-machines") else 1
+        fields = {"software": installed, "expert_load": load, "num_nodes": nodes}
+        return make_plan(request(model(), hardware, profile, **fields))
 
     return make
 

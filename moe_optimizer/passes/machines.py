@@ -1,0 +1,70 @@
+"""The part of the parallelism pass that spreads a model over several machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.passes.base import PlanContext
+
+_TRIED_TOKENS = 2048
+"""Tokens of a step with which it is asked whether a machine holds the model; the scheduler pass decides them later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcrossMachines:
+    """How several machines share the work."""
+
+    pipeline_parallel_size: int
+    """Machines that hold successive layers of one server; 1: a machine holds all layers."""
+    replicas: int
+    """Servers, each on machines of its own, that know nothing of each other."""
+    reason: str
+    """"" on one machine."""
+    rejected: dict[str, str]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def vllm_args(self) -> tuple[str, ...]:
+        """Flags for one server over all machines; vLLM reaches the others through Ray."""
+        if self.pipeline_parallel_size == 1:
+            return ()
+        size = str(self.pipeline_parallel_size)
+        return ("--pipeline-parallel-size", size, "--distributed-executor-backend", "ray")
+
+
+def across_machines(
+    ctx: PlanContext, tensor_parallel: int, data_parallel: int, expert_parallel: bool
+) -> AcrossMachines:
+    """Return replicas where one machine holds the model, else one server whose layers the machines share.
+
+    Raises:
+        UnsupportedError: a pipeline is asked for or needed together with data parallel copies, or of more machines
+            than there are layers.
+    """
+    nodes, wished = ctx.num_nodes, ctx.profile.passes.parallelism.across_nodes
+    origin = ctx.profile_origin
+    if ctx.one_server:
+        wished, origin = "pipeline", "--render ray"
+    if nodes == 1:
+        return AcrossMachines(pipeline_parallel_size=1, replicas=1, reason="", rejected={})
+    request = {"num_devices": tensor_parallel, "expert_parallel": expert_parallel}
+    holds = ctx.memory(**request, max_num_batched_tokens=_TRIED_TOKENS).fits
+    if wished == "replicas" or (wished == "auto" and holds):
+        why = f"one machine holds the model, so each of {nodes} serves by itself and nothing travels between them"
+        if not holds:
+            why = f"each of {nodes} machines serves by itself, as {origin} asks"
+        rejected = {"one server over all machines": "every token would wait for the network between them"}
+        return AcrossMachines(pipeline_parallel_size=1, replicas=nodes, reason=why, rejected=rejected)
+    if data_parallel > 1:
+        raise UnsupportedError("data parallel copies on several machines are not planned", hint="give each its --nodes")
+    if nodes > ctx.model.num_layers:
+        raise UnsupportedError(f"--nodes {nodes}: the model has {ctx.model.num_layers} layers to divide")
+    why = "one machine does not hold the model" if not holds else f"as {origin} asks"
+    return AcrossMachines(
+        pipeline_parallel_size=nodes,
+        replicas=1,
+        reason=f"{why}: its layers are divided over {nodes} machines, and only activations travel between them",
+        rejected={f"TP={tensor_parallel * nodes}": "every layer would wait for the network between the machines"},
+        warnings=("one server on several machines was not run with this version: try it before it is relied on",),
+    )

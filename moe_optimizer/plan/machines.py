@@ -1,0 +1,188 @@
+"""A plan for several machines as what starts it: commands for vLLM's own start through Ray, or a LeaderWorkerSet.
+
+Nothing here runs anything. Where machines are replicas, each runs the plan's one command by itself.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from typing import Any
+
+from moe_optimizer.plan.decision import Applier
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import flag_value, split_arguments
+
+RAY_PORT = 6379
+"""Ray's own default."""
+_WIDTH = 78
+_PLAN_MOUNT = "/plan"
+_RUN_DIR = "/tmp/moe-optimizer"
+_MODEL_MOUNT = "/model"
+_COMMENT = "# Put in your own: the image (vLLM with moe-optimizer) and the claim that holds the model's folder.\n"
+
+
+def machines_per_server(plan: Plan) -> int:
+    """Return how many machines one server of the plan runs on."""
+    return plan.decision("parallelism").params["pipeline_parallel_size"]
+
+
+def render_ray(plan: Plan) -> str:
+    """Return the commands for every machine as lines of shell, with what they need as comments."""
+    nodes, each = plan.num_nodes, machines_per_server(plan)
+    lines = _comment(
+        f"{plan.model.name} on {nodes} machines of {plan.num_gpus // nodes} GPUs each. Every machine has vLLM "
+        f"{plan.vllm_version or '>= 0.26'}, moe-optimizer, and the model at the same path."
+    )
+    if _needs_plan(plan):
+        lines += _comment(
+            "The plan travels as a file: the same command with --json instead of --render makes it; it lies at "
+            "RUN_DIR/plan.json on every machine."
+        )
+    environment = [f"export {name}={shlex.quote(value)}" for name, value in _environment(plan, "RUN_DIR").items()]
+    if each == 1:
+        lines += [
+            "",
+            *_comment(
+                f"On each of the {nodes} machines: a whole server by itself, so no Ray; ADDRESS is the machine's own. "
+                "Any HTTP load balancer before them spreads the requests, for example vllm-router."
+            ),
+            *environment,
+            *_command(plan, host="ADDRESS"),
+        ]
+        return "\n".join(lines) + "\n"
+    others = "the other machine" if nodes == 2 else f"each of the other {nodes - 1} machines"
+    lines += [
+        *_comment("Every machine has Ray (pip install 'ray[default]'), which starts vLLM's workers on the others; "
+                  f"Ray's port {RAY_PORT} and the ports that Ray, NCCL and vLLM choose are open between them."),
+        "",
+        *_comment("On the first machine; HEAD is its address:"),
+        *environment,
+        "export VLLM_HOST_IP=HEAD",
+        f"ray start --head --node-ip-address=HEAD --port={RAY_PORT}",
+        "",
+        *_comment(f"On {others}; ADDRESS is its own address:"),
+        *environment,
+        "export VLLM_HOST_IP=ADDRESS",
+        f"ray start --address=HEAD:{RAY_PORT} --node-ip-address=ADDRESS",
+        "",
+        *_comment(f"Then on the first machine, once `ray status` shows {plan.num_gpus} GPUs:"),
+        *_command(plan),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+
+
+def render_lws(plan: Plan) -> str:
+    """Return a Service and a LeaderWorkerSet (leaderworkerset.x-k8s.io/v1) as YAML for `kubectl apply -f -`.
+
+    A group of the set is one server: its leader runs `vllm serve`, its workers join the leader's Ray.
+    """
+    import yaml
+
+    name, each = _name(plan), machines_per_server(plan)
+    template: dict[str, Any] = {"size": each, "restartPolicy": "RecreateGroupOnPodRestart"}
+    if each > 1:
+        template["leaderTemplate"] = _pod(plan, "leader", f"ray start --head --port={RAY_PORT}")
+        join = f"exec ray start --address=$(LWS_LEADER_ADDRESS):{RAY_PORT} --block"
+        template["workerTemplate"] = _pod(plan, "worker", join)
+    else:
+        template["workerTemplate"] = _pod(plan, "leader", "")
+    port = int(flag_value(plan.serve_args, "--port") or 8000)
+    documents = [_config_map(plan)] if _needs_plan(plan) else []
+    documents += [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": name},
+            "spec": {
+                "selector": {"leaderworkerset.sigs.k8s.io/name": name, "role": "leader"},
+                "ports": [{"name": "http", "port": port, "targetPort": port}],
+            },
+        },
+        {
+            "apiVersion": "leaderworkerset.x-k8s.io/v1",
+            "kind": "LeaderWorkerSet",
+            "metadata": {"name": name},
+            "spec": {"replicas": plan.num_nodes // each, "leaderWorkerTemplate": template},
+        },
+    ]
+    return _COMMENT + yaml.safe_dump_all(documents, sort_keys=False, width=110)
+
+
+def _pod(plan: Plan, role: str, ray: str) -> dict[str, Any]:
+    port = int(flag_value(plan.serve_args, "--port") or 8000)
+    steps = [f"mkdir -p {_RUN_DIR} && cp {_PLAN_MOUNT}/plan.json {_RUN_DIR}/"] if _needs_plan(plan) else []
+    steps += [ray] if ray else []
+    container: dict[str, Any] = {
+        "name": f"vllm-{role}",
+        "image": f"registry.example/vllm-moe-optimizer:{plan.vllm_version or 'latest'}",
+        "command": ["sh", "-ec"],
+        "env": [{"name": key, "value": value} for key, value in _environment(plan, _RUN_DIR).items()],
+        "resources": {"limits": {"nvidia.com/gpu": plan.num_gpus // plan.num_nodes}},
+        "volumeMounts": [
+            {"name": "model", "mountPath": _MODEL_MOUNT, "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+    if role == "leader":
+        steps.append("exec " + " ".join(_serve_words(plan, model=_MODEL_MOUNT, host="0.0.0.0")))
+        container["ports"] = [{"containerPort": port}]
+        container["readinessProbe"] = {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 10}
+    container["args"] = ["\n".join(steps)]
+    container["env"].append({"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
+    volumes: list[dict[str, Any]] = [
+        {"name": "model", "persistentVolumeClaim": {"claimName": "model", "readOnly": True}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    if _needs_plan(plan):
+        container["volumeMounts"].append({"name": "plan", "mountPath": _PLAN_MOUNT, "readOnly": True})
+        volumes.append({"name": "plan", "configMap": {"name": f"{_name(plan)}-plan"}})
+    return {"metadata": {"labels": {"role": role}}, "spec": {"containers": [container], "volumes": volumes}}
+
+
+def _environment(plan: Plan, folder: str) -> dict[str, str]:
+    """Return the variables of the server processes; Ray's workers have those with which Ray was started."""
+    own = {"MOE_OPTIMIZER_PLAN": f"{folder}/plan.json"} if _needs_plan(plan) else {}
+    return own | dict(sorted(plan.serve_env.items()))
+
+
+def _needs_plan(plan: Plan) -> bool:
+    return any(decision.applier is Applier.PLUGIN for decision in plan.decisions)
+
+
+def _serve_words(plan: Plan, *, model: str, host: str | None = None) -> list[str]:
+    """Return the words of the command, quoted; flag and value together."""
+    words = [f"vllm serve {shlex.quote(model)}"]
+    for argument in split_arguments(plan.serve_args):
+        tokens = ("--host", host) if host is not None and argument.flag == "--host" else argument.tokens
+        words.append(" ".join(shlex.quote(token) for token in tokens))
+    if model != plan.model.path and flag_value(plan.serve_args, "--served-model-name") is None:
+        words.append(f"--served-model-name {shlex.quote(plan.model.name)}")
+    return words
+
+
+def _command(plan: Plan, host: str | None = None) -> list[str]:
+    first, *rest = _serve_words(plan, model=plan.model.path, host=host)
+    lines = [first, *(f"  {word}" for word in rest)]
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
+def _name(plan: Plan) -> str:
+    """Return the model's name as Kubernetes takes it: small letters, digits and dashes, at most 50."""
+    plain = re.sub(r"[^a-z0-9]+", "-", plan.model.name.rsplit("/", 1)[-1].lower()).strip("-")
+    return f"vllm-{plain[:44].strip('-') or 'model'}"
+
+
+def _config_map(plan: Plan) -> dict[str, Any]:
+    """Return the plan as an object of the cluster: pods read the file from it."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{_name(plan)}-plan"},
+        "data": {"plan.json": plan.to_json(indent=None)},
+    }

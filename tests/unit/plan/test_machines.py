@@ -1,0 +1,112 @@
+"""What starts a plan on several machines: Ray commands and a LeaderWorkerSet."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+
+from moe_optimizer.plan.machines import render_lws, render_ray
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import flag_value
+from moe_optimizer.planner import make_plan
+from moe_optimizer.specs.model import ModelSpec
+from tests.builders import deepseek_v3, gpus, qwen3_30b_a3b, request
+
+
+def bf16_deepseek() -> ModelSpec:
+    model = deepseek_v3()
+    stored = {"weight_bytes": 2 * model.total_params, "expert_weight_bytes": 2 * model.expert_params}
+    return dataclasses.replace(model, quant_method=None, weight_bits=16.0, weight_block=None, **stored)
+
+
+def plan(kind: str, **changes: Any) -> Plan:
+    model, machine = (qwen3_30b_a3b(), "h100_sxm") if kind == "replicas" else (bf16_deepseek(), "h200")
+    return make_plan(request(model, gpus(machine, 8), "balanced", num_nodes=2, num_gpus=16, **changes))
+
+
+def test_a_model_that_one_machine_holds_is_served_whole_on_each():
+    made = plan("replicas")
+    decision = made.decision("parallelism")
+    assert (decision.params["replicas"], decision.params["pipeline_parallel_size"]) == (2, 1)
+    assert decision.value == "TP=8 on each of 2 machines"
+    assert (made.num_gpus, made.num_nodes) == (16, 2)
+    assert flag_value(made.serve_args, "--pipeline-parallel-size") is None
+
+
+def test_a_model_that_one_machine_does_not_hold_is_divided_by_layers():
+    made = plan("pipeline")
+    decision = made.decision("parallelism")
+    assert (decision.params["replicas"], decision.params["pipeline_parallel_size"]) == (1, 2)
+    assert flag_value(made.serve_args, "--pipeline-parallel-size") == "2"
+    assert flag_value(made.serve_args, "--distributed-executor-backend") == "ray"
+    weights = 2 * deepseek_v3().total_params
+    assert weights / 16 < made.memory.weight_bytes < 1.1 * weights / 16
+
+
+def test_one_server_can_be_asked_for():
+    assert plan("replicas", one_server=True).decision("parallelism").value == "TP=8 PP=2"
+
+
+def test_the_ray_commands_start_ray_everywhere_and_the_server_once():
+    lines = [line for line in render_ray(plan("pipeline")).splitlines() if not line.startswith("#")]
+    text = "\n".join(lines)
+    assert text.count("ray start --head ") == 1
+    assert text.count("ray start --address=HEAD:6379 ") == 1
+    assert text.count("vllm serve ") == 1
+    assert text.index("ray start --head") < text.index("ray start --address") < text.index("vllm serve")
+    command = shlex.split(text[text.index("vllm serve") :].replace("\\\n", " "))
+    assert tuple(command[3:]) == plan("pipeline").serve_args
+
+
+def test_replicas_need_no_ray():
+    text = render_ray(plan("replicas"))
+    assert "ray start" not in text
+    assert "--host ADDRESS" in text
+
+
+@pytest.mark.parametrize("kind", ["replicas", "pipeline"])
+def test_lines_fit_a_terminal(kind):
+    assert max(map(len, render_ray(plan(kind)).splitlines())) <= 78
+
+
+@pytest.mark.parametrize(("kind", "replicas", "size"), [("replicas", 2, 1), ("pipeline", 1, 2)])
+def test_the_set_has_a_group_for_each_server(kind, replicas, size):
+    made = plan(kind)
+    *_, service, workers = yaml.safe_load_all(render_lws(made))
+    assert (workers["kind"], workers["apiVersion"]) == ("LeaderWorkerSet", "leaderworkerset.x-k8s.io/v1")
+    group = workers["spec"]["leaderWorkerTemplate"]
+    assert (workers["spec"]["replicas"], group["size"]) == (replicas, size)
+    templates = [group[key] for key in ("leaderTemplate", "workerTemplate") if key in group]
+    assert len(templates) == size
+    for template in templates:
+        (container,) = template["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in template["spec"]["volumes"]}
+    leader = templates[0]
+    assert leader["metadata"]["labels"]["role"] == service["spec"]["selector"]["role"] == "leader"
+    (script,) = leader["spec"]["containers"][0]["args"]
+    words = shlex.split(script.splitlines()[-1])
+    assert words[:4] == ["exec", "vllm", "serve", "/model"]
+    assert flag_value(words[4:], "--host") == "0.0.0.0"
+    assert flag_value(words[4:], "--tensor-parallel-size") == "8"
+    assert flag_value(words[4:], "--served-model-name") == made.model.name
+    if size == 2:
+        assert "ray start --head" in script
+        (worker_script,) = templates[1]["spec"]["containers"][0]["args"]
+        assert worker_script == "exec ray start --address=$(LWS_LEADER_ADDRESS):6379 --block"
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "a_b/C.D e" * 20, "..."])
+def test_names_are_such_as_kubernetes_takes(name):
+    made = plan("replicas").replace(model=qwen3_30b_a3b(name=name))
+    *_, workers = yaml.safe_load_all(render_lws(made))
+    label = workers["metadata"]["name"]
+    assert label == label.lower()
+    assert 0 < len(label) <= 50
+    assert label.replace("-", "").isalnum()
+    assert label[-1] != "-"
