@@ -23,8 +23,10 @@ DISABLE = "MOE_OPTIMIZER_DISABLE"
 """1: the plugin changes nothing at all, whatever else is set."""
 HARDWARE = "MOE_OPTIMIZER_HARDWARE"
 """Plan for this entry of configs/hardware instead of the machine at hand."""
+CALIBRATE = "MOE_OPTIMIZER_CALIBRATE"
+"""Seconds that `serve` may measure kernels for where no table of their speeds fits; 0: never."""
 
-NAMES = (PROFILE, PLAN, RUN_DIR, DISABLE, HARDWARE)
+NAMES = (PROFILE, PLAN, RUN_DIR, DISABLE, HARDWARE, CALIBRATE)
 _PREFIX = "MOE_OPTIMIZER_"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
@@ -39,13 +41,14 @@ class Environment:
     run_dir: Path | None
     disabled: bool
     hardware: str | None
+    calibrate_s: float | None
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Return the package's settings from `environ` (default: this process's).
 
     Raises:
-        InputError: an unknown MOE_OPTIMIZER_* variable, or a value that is not a boolean for DISABLE.
+        InputError: an unknown MOE_OPTIMIZER_* variable, or a value of the wrong type for DISABLE or CALIBRATE.
     """
     environ = os.environ if environ is None else environ
     for name in environ:
@@ -59,7 +62,20 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         run_dir=Path(environ[RUN_DIR]) if environ.get(RUN_DIR) else None,
         disabled=_boolean(DISABLE, environ.get(DISABLE, "")),
         hardware=environ.get(HARDWARE) or None,
+        calibrate_s=_seconds(CALIBRATE, environ.get(CALIBRATE, "")),
     )
+
+
+def _seconds(name: str, text: str) -> float | None:
+    if not text.strip():
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise InputError(f"environment: {name}: got {text!r:.80}, expected a number of seconds, 0 or more")
+    return value
 
 
 def _boolean(name: str, text: str) -> bool:

@@ -83,6 +83,7 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
             vllm=vllm,
             kernels=read_kernel_inventory(),
             kernel_speeds=read_kernel_speeds(),
+            deep_ep=importlib.util.find_spec("deep_ep") is not None,
             lmcache=importlib.util.find_spec("lmcache") is not None,
             transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
             tuned_configs=str(user_folder(vllm.version if vllm else "", os.environ)),

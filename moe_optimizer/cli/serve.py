@@ -34,13 +34,21 @@ def command(options: ServeOptions) -> int:
         if options.show_config:
             show_config(*planning.read_settings(options), as_json=options.json)
             return ExitCode.OK
-        planned = planning.make(options)
+        planned = planning.make(options, measure=None if options.dry_run else _measure)
         if not options.dry_run:
             check_can_serve_here(planned.plan, planned.settings)
     if options.dry_run:
         planning.show_plan(planned.plan, as_json=options.json)
         return ExitCode.OK
     return _launch(planned.plan, options, strict=planned.settings["strict"])
+
+
+def _measure(plan: Plan, settings: Settings) -> bool:
+    """Measure what the plan needs to know of this machine, once nothing can refuse the start any more."""
+    from moe_optimizer.cli.calibrating import measure_if_needed
+
+    check_can_serve_here(plan, settings)
+    return measure_if_needed(plan, settings["calibrate"])
 
 
 def check_can_serve_here(plan: Plan, settings: Settings) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_optimizer import env
 from moe_optimizer.cli.options import (
+    DEFAULT_CALIBRATE_S,
     DEFAULT_HOST,
     DEFAULT_PORT,
     DEFAULT_PROFILE,
@@ -61,6 +62,11 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
     if options.engine == "embedded":
         raise UnsupportedError("--engine embedded: not available in this version", hint="use --engine vllm")
     values = {
+        "calibrate": _first(
+            (getattr(options, "calibrate", None), "flag --calibrate"),
+            (environment.calibrate_s, f"environment {env.CALIBRATE}"),
+            (DEFAULT_CALIBRATE_S, "default"),
+        ),
         "model": Setting(options.model_name, "flag --model"),
         "profile": _first(
             (options.profile, "flag --profile"),

@@ -71,6 +71,7 @@ def questions(ctx: PlanContext) -> tuple[SpeedQuestion, ...]:
             shape=layer_shape(ctx),
             kernel_hash=kernels.cpu_sources if on_cpu else kernels.cuda_sources,
             vllm="" if vllm is None else release(vllm.version),
+            driver="" if on_cpu else ctx.hardware.driver_version or "",
         )
         for weights in stored_weights(ctx)
     )

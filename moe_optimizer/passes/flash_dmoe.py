@@ -31,7 +31,7 @@ class FlashDmoe(OptimizationPass):
 
     name = "flash_dmoe"
     flag = "flash-dmoe"
-    title = "our expert kernels instead of vLLM's"
+    title = "our expert kernel instead of vLLM's"
     limits = (
         "gated SiLU experts without biases, at most 1024 experts and top-32; on GPUs Hopper, BF16 activations, BF16 or "
         "FP8 weights, no data parallelism"

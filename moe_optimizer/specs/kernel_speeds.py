@@ -54,8 +54,10 @@ class KernelSpeeds:
     rows: tuple[TokenSpeeds, ...]
     """Ascending in `tokens`."""
     source: str
-    """The record, or when and where it was measured."""
+    """The record, or when it was measured."""
     torch: str = ""
+    measured_here: bool = False
+    """By this user, not shipped: then it holds for this driver only, since measuring again is easy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,7 @@ class SpeedQuestion:
     shape: LayerShape
     kernel_hash: str
     vllm: str
+    driver: str = ""
 
     def why_not(self, speeds: KernelSpeeds) -> str:
         """Return why a table does not answer this question, or ""; the first difference of the weightiest kind."""
@@ -80,6 +83,8 @@ class SpeedQuestion:
             mine, theirs = getattr(self, name), getattr(speeds, name)
             if mine != theirs:
                 return f"{what} {_short(theirs)}, needed {_short(mine)}"
+        if speeds.measured_here and speeds.driver != self.driver:
+            return f"are of driver {speeds.driver}, needed {self.driver}"
         return ""
 
 

@@ -63,6 +63,7 @@ class CudaLayer:
         self._facts = facts
         self._ranges = tuple(ranges)
         self._error: float | None = None
+        self._activation: Activation | None = None
 
     def use_for(self, tokens: int) -> str:
         """Return the name of the kernel for this many tokens."""
@@ -76,6 +77,7 @@ class CudaLayer:
         Raises:
             RequiredNotAppliedError: a kernel is wrong, and the plan requires ours.
         """
+        self._activation = activation
         if not self._ranges:
             return
         if torch.cuda.is_current_stream_capturing():
@@ -129,6 +131,15 @@ class CudaLayer:
             w2_scale=self._weights.w2_scale,
         )
         cuda_dispatch.run(problem, variant_named(name))
+
+    def note_run(self, name: str, x: torch.Tensor) -> None:
+        """Count one forward of these tokens in the proof, by our kernel of this name or by vLLM's."""
+        if self._activation is None:
+            return
+        if name == STOCK:
+            self._activation.left_to_stock(self.address)
+        else:
+            self._activation.called(self.address, x.shape[0], self.proof_entry, kernel=name)
 
     def _under_check(self) -> LayerUnderCheck:
         facts = self._facts

@@ -135,13 +135,10 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         apply_router_weight_on_input: bool,
     ) -> Any:
         """Compute the routed experts of every token: ours when vLLM says where to write, vLLM's into `output`."""
-        ours = current()
-        assert ours is not None, "the class was chosen in a process with a plan"
-        layer = self._layer_of(w1, w2, expert_map, ours)
-        tokens = hidden_states.shape[0]
-        use = layer.use_for(tokens)
+        layer = self._layer_of(w1, w2, expert_map)
+        use = layer.use_for(hidden_states.shape[0])
         if use == STOCK or not layer.covers(hidden_states):
-            ours.left_to_stock(layer.address)
+            layer.note_run(STOCK, hidden_states)
             quantized, scale = self.stock_input(hidden_states)
             return self.stock.apply(
                 output,
@@ -172,7 +169,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
             w2_bias=None,
         )
         self._output.pending = functools.partial(_run_into, layer, use, call)
-        ours.called(layer.address, tokens, layer.proof_entry, kernel=use)
+        layer.note_run(use, hidden_states)
         return None
 
     def stock_input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -183,12 +180,16 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         """Return the layer's weights for our kernels, their format, and their name in the plan's dispatch."""
         return KernelWeights(format=PLAIN, w13=w1, w2=w2), weight_format(PLAIN), _WEIGHTS[w1.dtype]
 
-    def _layer_of(
-        self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None, activation: Activation
-    ) -> CudaLayer:
+    def use_layer(self, layer: CudaLayer) -> None:
+        """Run this layer as it is, outside any plan: for measurements."""
+        self._layer = layer
+
+    def _layer_of(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> CudaLayer:
         """Return the layer, checked: in its first forward, which is vLLM's own run to measure memory."""
         if self._layer is not None and self._layer.address == w1.data_ptr():
             return self._layer
+        activation = current()
+        assert activation is not None, "the class was chosen in a process with a plan"
         decision = activation.wanted(EXPERTS_PASS)
         assert decision is not None, "the class was chosen for a plan that wants it"
         weights, form, kind = self.kernel_weights(w1, w2)

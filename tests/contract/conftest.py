@@ -48,6 +48,10 @@ def run_command() -> Callable[..., Finished]:
     return run
 
 
+NOT_MEASURED = {"MOE_OPTIMIZER_CALIBRATE": "0"}
+"""Twenty seconds before each server, and a plan that depends on this processor, would be in the way."""
+
+
 def clean_environment() -> dict[str, str]:
     """This process's environment without the package's own variables, colours off, no network."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MOE_OPTIMIZER_")}
@@ -81,7 +85,7 @@ def run(
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         [sys.executable, *program, *arguments],
-        cwd=cwd, env={**clean_environment(), **(env or {}), _MARK: mark}, start_new_session=True,
+        cwd=cwd, env={**clean_environment(), **NOT_MEASURED, **(env or {}), _MARK: mark}, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, encoding="utf-8", errors="replace",
     )  # fmt: skip

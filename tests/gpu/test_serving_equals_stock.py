@@ -18,7 +18,7 @@ from moe_optimizer.profiles import load_profile
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.vllm_plugin.launch import running
-from moe_optimizer.vllm_plugin.proof import PassProof
+from moe_optimizer.vllm_plugin.proof import PassProof, read_proofs
 from tests.vllm.conftest import READY_TIMEOUT_S, TINY_MOE, Answer, ask, free_port
 from tests.vllm.test_serving_equals_stock import assert_same_up_to_a_tie
 
@@ -89,10 +89,12 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[tuple
             patch.setenv("VLLM_NO_USAGE_STATS", "1")
             for name, value in environment.items():
                 patch.setenv(name, value)
-            with running(plan, run_dir=tmp_path_factory.mktemp("run"), ready_timeout_s=READY_TIMEOUT_S) as info:
+            run_dir = tmp_path_factory.mktemp("run")
+            with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
                 answers = ask(info.base_url)
-                entries = [proof.passes[PASS] for proof in info.proofs if PASS in proof.passes and proof.world_size]
-                return answers, entries[0] if entries else None
+            # Written a last time when the server ended: with what the requests ran.
+            entries = [proof.passes[PASS] for proof in read_proofs(run_dir) if PASS in proof.passes]
+            return answers, next((entry for entry in entries if entry.layers), None)
 
     return start
 

@@ -12,7 +12,7 @@ from moe_optimizer.errors import InputError
 
 def test_nothing_set_gives_nothing() -> None:
     assert env.read_environment({}) == env.Environment(
-        profile=None, plan=None, run_dir=None, disabled=False, hardware=None
+        profile=None, plan=None, run_dir=None, disabled=False, hardware=None, calibrate_s=None
     )
 
 
@@ -28,10 +28,16 @@ def test_every_variable_is_read() -> None:
             env.RUN_DIR: "/r",
             env.DISABLE: "1",
             env.HARDWARE: "h200",
+            env.CALIBRATE: "2.5",
         }
     )
     assert settings == env.Environment(
-        profile="balanced", plan=Path("/p/plan.json"), run_dir=Path("/r"), disabled=True, hardware="h200"
+        profile="balanced",
+        plan=Path("/p/plan.json"),
+        run_dir=Path("/r"),
+        disabled=True,
+        hardware="h200",
+        calibrate_s=2.5,
     )
 
 
@@ -51,3 +57,9 @@ def test_disable_takes_booleans(text: str, value: bool) -> None:
 def test_disable_refuses_anything_else() -> None:
     with pytest.raises(InputError, match=r"MOE_OPTIMIZER_DISABLE: got 'maybe', expected one of 1, true"):
         env.read_environment({env.DISABLE: "maybe"})
+
+
+@pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf"])
+def test_calibrate_takes_seconds(text: str) -> None:
+    with pytest.raises(InputError, match=f"MOE_OPTIMIZER_CALIBRATE: got '{text}', expected a number of seconds"):
+        env.read_environment({env.CALIBRATE: text})
