@@ -22,8 +22,8 @@ _USAGE_ERROR = re.compile(r"^\S+: error: (\S.*)$")
 _REFUSED = re.compile(r"(?:[a-z_]\w*\.)*(?:ValueError|ValidationError): ")
 # pydantic says what is wrong on the line after the error's name, and appends values that tell a user nothing.
 _DETAIL = re.compile(r"^\s+(?:Value error, )?(.*?)(?: \[type=.*)?$")
-_LOADING = "to load model"
-"""In the line that every vLLM from 0.26 on writes before it reads weights ("Starting to load model ...")."""
+_READING = ("checkpoint shards", "Loading weights took", "Model loading took")
+"""Parts of the lines that vLLM writes while it reads weights and after: what fails then is not a refused argument."""
 
 
 def root_cause(log_path: Path) -> str:
@@ -49,7 +49,7 @@ def refusal(log_path: Path, status: int) -> str:
         return printable(found[-1])[:_MAX_CAUSE] if found else ""
     cause = root_cause(log_path)
     refused = _REFUSED.match(cause)
-    if refused is None or any(_LOADING in line for line in lines):
+    if refused is None or any(words in line for line in lines for words in _READING):
         return ""
     return cause[refused.end() :]
 

@@ -33,7 +33,7 @@ REFUSALS = {
         "  Value error, max_model_len (9) is greater than 8 [type=value_error, input_value=ArgsKwargs()]",
         1,
     ),
-    "weights": ("(Worker pid=1) INFO Starting to load model x...\nValueError: a weight of 3 bits", 1),
+    "weights": ("Loading safetensors checkpoint shards:   0% Completed | 0/1\nValueError: a weight of 3 bits", 1),
 }
 METRICS = """\
 vllm:cache_config_info{block_size="16",engine="0"} 1.0

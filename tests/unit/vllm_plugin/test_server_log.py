@@ -63,8 +63,18 @@ def test_a_configuration_that_validation_refuses_is_told_by_its_sentence(tmp_pat
 
 def test_an_error_after_the_weights_are_read_is_no_refusal(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
-    path.write_text("INFO Starting to load model m...\nValueError: no room\n")
+    path.write_text("Loading safetensors checkpoint shards: 100% Completed | 1/1\nValueError: no room\n")
     assert refusal(path, 1) == ""
+
+
+def test_a_worker_that_refuses_a_value_before_it_reads_weights_is_a_refusal(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(
+        "(Worker pid=3) INFO Starting to load model m...\n"
+        "(Worker pid=3) ERROR 01-01 00:00:00 [multiproc_executor.py:9] ValueError: Load format `x` is not supported\n"
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+    )
+    assert refusal(path, 1) == "Load format `x` is not supported"
 
 
 def test_an_error_of_our_own_plugin_is_no_refusal(tmp_path: Path) -> None:
