@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from moe_optimizer.passes.base import OptimizationPass, PlanContext
-from moe_optimizer.plan.decision import Decision
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+
+_BACKENDS = ("deepep_low_latency", "deepep_high_throughput")
+_FLAG = "--all2all-backend"
 
 
 class DualBatchOverlap(OptimizationPass):
     """While one half of the batch is computed, the other half's tokens travel to their experts.
 
-    Needs data parallel plus expert parallel with a DeepEP all-to-all, as vLLM has it.
+    vLLM has it for data parallel with expert parallel, where tokens really travel, and with an all-to-all that can run
+    beside the computation: DeepEP's. It is switched on only where it is asked for: what it brings depends on the
+    network between the GPUs, and it was not run with this version.
     """
 
     name = "dual_batch_overlap"
@@ -17,11 +22,11 @@ class DualBatchOverlap(OptimizationPass):
     title = "overlap expert exchange with computation"
     limits = (
         "pays only where the exchange takes long beside the computation; can fail at start-up for some "
-        "models, so it must be tried on the very model and machine before it is switched on"
+        "models, so it must be tried on the very model and machine before it is relied on"
     )
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
-        """Needs experts, CUDA, and DP together with EP."""
+        """Needs experts, CUDA, DP together with EP, and DeepEP."""
         if not ctx.model.is_moe:
             return False, "the model has no experts"
         if ctx.device == "cpu":
@@ -30,10 +35,31 @@ class DualBatchOverlap(OptimizationPass):
             return False, "needs at least 2 GPUs, found 1"
         if ctx.data_parallel_size < 2 or not ctx.expert_parallel:
             return False, "needs data parallel with expert parallel; without them no tokens travel to other GPUs"
+        given = ctx.pinned.get(_FLAG, _BACKENDS[0])
+        if given not in _BACKENDS:
+            return False, f"needs a DeepEP all-to-all, and {_FLAG} {given} is given after --"
+        if ctx.hardware.origin == "probed" and not ctx.software.deep_ep:
+            return False, "needs DeepEP (the package deep_ep), which is not installed here"
         return True, ""
 
     def choose(self, ctx: PlanContext) -> Decision:
-        """Say what is not there yet."""
-        return self.unavailable(
-            ctx, "it is switched on only after a trial on the machine, which comes with a later one"
+        """Return the flags where it is asked for; auto leaves it off."""
+        wish, origin = ctx.wish(self.name)
+        if wish is not Wish.ON:
+            return self.when_off(
+                ctx, "no measurement of this version shows a gain; --enable-dual-batch-overlap tries it"
+            )
+        backend = ctx.pinned.get(_FLAG) or ctx.section(self.name).all2all_backend
+        warnings = ("dual_batch_overlap: not run with this version; compare with --disable-dual-batch-overlap",)
+        if not ctx.software.deep_ep:
+            warnings += (f"dual_batch_overlap: DeepEP (the package deep_ep) must be installed on {ctx.gpu.key}",)
+        return self.decision(
+            ctx,
+            Status.ON,
+            f"on, {backend}",
+            f"asked for by {origin}: half of a batch is computed while the other half's tokens travel",
+            Applier.FLAGS,
+            vllm_args=("--enable-dbo", _FLAG, backend),
+            params={"all2all_backend": backend},
+            warnings=warnings,
         )

@@ -13,6 +13,12 @@ from moe_optimizer.passes.machines import AcrossMachines, across_machines
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.specs.model import ModelSpec
 
+_FEW_GPUS = 8
+_EP_WARNING = (
+    "EP over {count} GPUs: on few GPUs it is often slower than slices, or than a whole server on each GPU where the "
+    "model fits one (published: vllm-project/vllm issue 28887, DeepSeek-R1 on 8 H200; not measured here)"
+)
+
 
 class Parallelism(OptimizationPass):
     """How many devices share the model, and how.
@@ -28,7 +34,7 @@ class Parallelism(OptimizationPass):
     name = "parallelism"
     flag = "parallelism"
     title = "split the model over the GPUs (TP, EP, DP)"
-    limits = "pipeline parallelism is not planned; DP is used only where it is asked for"
+    limits = "pipeline stages only across machines; DP is used only where it is asked for"
     setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {
         "expert-parallel": ("expert_parallel", "whole experts on each GPU instead of slices (EP)")
     }
@@ -76,6 +82,8 @@ class Parallelism(OptimizationPass):
         reason = _in_words(ctx, size, data_parallel, expert_parallel)
         if expert_parallel:
             reason = f"{reason}; {expert_reason}"
+        if expert_parallel and ctx.device == "cuda" and size * data_parallel <= _FEW_GPUS:
+            warnings += (_EP_WARNING.format(count=size * data_parallel),)
         across = across_machines(ctx, size, data_parallel, expert_parallel)
         rejected |= across.rejected
         arguments = _vllm_args(size, data_parallel, expert_parallel) + across.vllm_args

@@ -142,6 +142,9 @@ class DisaggregationSection(PassSection):
 class DualBatchOverlapSection(PassSection):
     """Two half batches that overlap communication with computation."""
 
+    all2all_backend: Literal["deepep_low_latency", "deepep_high_throughput"] = "deepep_low_latency"
+    """DeepEP's kernels for few tokens a step (decode), or for many (prefill)."""
+
 
 class Sparsity24Section(PassSection):
     """Experts pruned to two of four weights."""

@@ -47,8 +47,12 @@ class SoftwareSpec:
 
     vllm: VllmInstallation | None
     kernels: KernelInventory
+    deep_ep: bool = False
+    """Whether `import deep_ep` would find a package."""
     lmcache: bool = False
     """Whether `import lmcache` would find a package."""
+    transformer_engine: bool = False
+    """Likewise `import transformer_engine`."""
     tuned_configs: str | None = None
     """Folder of the user's own Triton configurations, whether there is one or not; None: nothing is looked for."""
     kernel_speeds: SpeedTables = field(default_factory=SpeedTables)

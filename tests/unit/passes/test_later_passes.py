@@ -8,14 +8,12 @@ from moe_optimizer.passes.base import NOT_AVAILABLE
 from moe_optimizer.plan.decision import Status, Wish
 from tests.builders import (
     context,
-    cpu_machine,
     decided_by,
     deepseek_v3,
     dense_model,
     gpus,
     profile_with,
     qwen3_30b_a3b,
-    tiny_moe,
 )
 
 H100, EIGHT = gpus("h100_sxm", 1), gpus("h100_sxm", 8)
@@ -26,10 +24,6 @@ DP_EP = profile_with(passes={"parallelism": {"expert_parallel": "on", "data_para
 @pytest.mark.parametrize(
     ("name", "model", "hardware", "profile", "status", "why"),
     [
-        ("dual_batch_overlap", qwen3_30b_a3b(), EIGHT, DP_EP, Status.UNAVAILABLE, NOT_AVAILABLE),
-        ("dual_batch_overlap", qwen3_30b_a3b(), EIGHT, EP, Status.REFUSED, "needs data parallel"),
-        ("dual_batch_overlap", qwen3_30b_a3b(), H100, None, Status.REFUSED, "needs at least 2 GPUs"),
-        ("dual_batch_overlap", tiny_moe(), cpu_machine(), None, Status.REFUSED, "on CUDA only"),
         ("sparsity_24", qwen3_30b_a3b(), H100, None, Status.UNAVAILABLE, NOT_AVAILABLE),
         ("sparsity_24", deepseek_v3(), EIGHT, None, Status.REFUSED, "unquantised expert weights to prune, found fp8"),
         ("sparsity_24", dense_model(), H100, None, Status.REFUSED, "no experts"),

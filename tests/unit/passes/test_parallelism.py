@@ -159,3 +159,11 @@ def test_expert_parallel_on_the_cpu_without_our_kernel_is_refused_because_stock_
     with pytest.raises(UnsupportedError, match="would end the server") as caught:
         decide(tiny_moe(), cpu_machine(), pinned=EP_ON_TWO, **changes)
     assert why in str(caught.value)
+
+
+@pytest.mark.parametrize(("machine", "warned"), [(gpus("h200", 4), True), (cpu_machine(), False)])
+def test_expert_parallel_over_few_gpus_is_warned_of_with_its_source(machine, warned):
+    arguments = {"--tensor-parallel-size": "2", "--enable-expert-parallel": ""}
+    model = tiny_moe() if machine.gpu is None else qwen3_30b_a3b()
+    warnings = decide(model, machine, pinned=arguments).warnings
+    assert any("vllm-project/vllm issue 28887" in warning for warning in warnings) is warned
