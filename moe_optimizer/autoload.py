@@ -90,6 +90,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
         read_kernel_inventory,
         read_kernel_speeds,
     )
+    from moe_optimizer.plan.decision import Wish
     from moe_optimizer.planner import PlanRequest, make_plan
     from moe_optimizer.specs.placement_load import read_placement_load
     from moe_optimizer.specs.software import SoftwareSpec
@@ -109,7 +110,8 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
             ),
             profile=profile,
             num_gpus=num_gpus,
-            wishes={},
+            # One server cannot become two, and none of the others may be planned for half of the machine.
+            wishes={"disaggregation": (Wish.OFF, "vllm serve, which is one server")},
             required=frozenset(),
             engine="vllm",
             batch_size=facts.max_num_seqs,

@@ -14,6 +14,7 @@ from moe_optimizer import autoload
 from moe_optimizer.errors import InputError
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.vllm_plugin.activation import ServerFacts
+from tests.builders import profile_with
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,19 +103,27 @@ def test_a_misspelt_variable_stops_the_process(monkeypatch: pytest.MonkeyPatch) 
         autoload.register()
 
 
+FACTS = ServerFacts(
+    model=str(ROOT / "examples" / "tiny-moe"),
+    dtype="float32",
+    device="cpu",
+    tensor_parallel_size=2,
+    expert_parallel=True,
+    world_size=2,
+    max_model_len=256,
+    max_num_seqs=4,
+    trust_remote_code=False,
+)
+
+
+def test_a_running_server_is_not_planned_as_half_of_a_group() -> None:
+    plan = autoload.plan_for_server(FACTS, profile_with(passes={"disaggregation": {"mode": "on"}}), None)
+    assert plan.group is None
+    assert plan.decision("disaggregation").reason == "switched off by vllm serve, which is one server"
+
+
 def test_a_running_server_is_planned_for_as_it_is() -> None:
-    facts = ServerFacts(
-        model=str(ROOT / "examples" / "tiny-moe"),
-        dtype="float32",
-        device="cpu",
-        tensor_parallel_size=2,
-        expert_parallel=True,
-        world_size=2,
-        max_model_len=256,
-        max_num_seqs=4,
-        trust_remote_code=False,
-    )
-    plan = autoload.plan_for_server(facts, load_profile("balanced"), None)
+    plan = autoload.plan_for_server(FACTS, load_profile("balanced"), None)
     parallelism = plan.decision("parallelism").params
     assert (parallelism["tensor_parallel_size"], parallelism["expert_parallel"]) == (2, True)
     assert plan.workload.max_model_len == 256
