@@ -60,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _demo(model: str, more: Sequence[str]) -> None:
     port = _free_port()
     # Strict: what the plan puts into the workers must be seen running in them, or the command fails.
-    # Not measured: the demo shows our kernels at work, on whatever processor it runs.
-    serve = [*COMMAND, "--model", model, "--port", str(port), "--strict", "--calibrate", "0", *more]
+    # Asked for and not measured: the demo shows our kernels at work, on whatever processor it runs.
+    kernels = ["--enable-flash-dmoe", "--calibrate", "0"]
+    serve = [*COMMAND, "--model", model, "--port", str(port), "--strict", *kernels, *more]
     heldout = Path(model) / "heldout.txt"
     _heading("the plan")
     if subprocess.run([*serve, "--dry-run"], check=False, timeout=60).returncode != 0:

