@@ -28,8 +28,8 @@ else()
   message(STATUS "CUDA kernels: nvcc ${MOEOPT_NVCC_VERSION} for ${MOEOPT_CUDA_ARCHS}")
   file(GLOB_RECURSE cuda_headers CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/include/moeopt/*"
        "${CMAKE_CURRENT_SOURCE_DIR}/launch/*.h" "${CMAKE_CURRENT_SOURCE_DIR}/launch/*.cuh")
-  foreach(name flash_dmoe_decode grouped_experts grouped_gemm_bf16 grouped_gemm_fp8 grouped_gemm_fp8_weights
-               tensor_map)
+  foreach(name direct_experts grouped_experts grouped_gemm_bf16 grouped_gemm_fp8 grouped_gemm_fp8_weights
+               router tensor_map)
     set(object "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}.o")
     set(report "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}.json")
     add_custom_command(OUTPUT "${object}" "${report}"

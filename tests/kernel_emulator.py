@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.ops import reference
-from moe_optimizer.ops.cuda_dispatch_calls import KernelCall, decode_call, grouped_call, sizes_of
+from moe_optimizer.ops.cuda_dispatch_calls import KernelCall, direct_call, grouped_call, sizes_of
 from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
-from moe_optimizer.ops.launch_geometry.decode import decode_geometry
+from moe_optimizer.ops.launch_geometry.direct import direct_geometry
 from moe_optimizer.ops.launch_geometry.grouped import GemmMode, grouped_geometry
 from moe_optimizer.ops.launch_geometry.routing import routing_geometry
-from moe_optimizer.ops.launch_geometry.workspace import num_counters
+from moe_optimizer.ops.launch_geometry.workspace import COUNTERS
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATION = ROOT / "tests/unit/ops/emulation"
@@ -114,23 +114,15 @@ def make_case(
 
 
 class Emulator:
-    """Runs the kernels thread by thread; every method returns the output and checks that the counters are back at 0."""
+    """Runs the kernels thread by thread; `grouped` checks that the counters are back at 0."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
 
-    def decode(self, problem: CudaProblem, *, blocks: int = 3, split: bool = False, seed: int = 1,
-               num_stages: int | None = None, direct: bool = False) -> Tensor:  # fmt: skip
-        """One persistent launch of `blocks` blocks, or two with `split`."""
-        num_global = None if problem.router is None else problem.router.logits.shape[1]
-        geometry = decode_geometry(
-            sizes_of(problem), num_multiprocessors=blocks, has_router=problem.router is not None,
-            num_global_experts=num_global, num_stages=num_stages,
-            direct=direct,
-        )  # fmt: skip
-        counters = torch.zeros(num_counters(), dtype=torch.int32)
-        self._call("emulate_decode", decode_call(problem, geometry, counters), int(split), seed)
-        assert not counters.any(), counters.nonzero()
+    def direct(self, problem: CudaProblem, *, blocks: int = 3, seed: int = 1) -> Tensor:
+        """The two kernels for small batches, the first with at most `blocks` multiprocessors."""
+        geometry = direct_geometry(sizes_of(problem), num_multiprocessors=blocks)
+        self._call("emulate_direct", direct_call(problem, geometry), seed=seed)
         return problem.out
 
     def grouped(self, problem: CudaProblem, mode: GemmMode, *, blocks: int = 2, tile_tokens: int | None = None,
@@ -140,8 +132,8 @@ class Emulator:
         geometry = grouped_geometry(
             sizes, mode, num_multiprocessors=blocks, tile_tokens=tile_tokens, num_stages=num_stages
         )
-        counters = torch.zeros(num_counters(), dtype=torch.int32)
-        self._call("emulate_grouped", grouped_call(problem, geometry, routing_geometry(sizes), counters), 0, seed)
+        counters = torch.zeros(COUNTERS, dtype=torch.int32)
+        self._call("emulate_grouped", grouped_call(problem, geometry, routing_geometry(sizes), counters), 0, seed=seed)
         assert not counters.any(), counters.nonzero()
         return problem.out
 
@@ -149,9 +141,9 @@ class Emulator:
         """The routing kernels alone: sorted_pair, pair_position, expert_offsets, and the tile table."""
         sizes = sizes_of(problem)
         geometry = grouped_geometry(sizes, GemmMode.BF16, num_multiprocessors=1, tile_tokens=tile_tokens)
-        counters = torch.zeros(num_counters(), dtype=torch.int32)
+        counters = torch.zeros(COUNTERS, dtype=torch.int32)
         call = grouped_call(problem, geometry, routing_geometry(sizes), counters)
-        self._call("emulate_grouped", call, 1, seed)
+        self._call("emulate_grouped", call, 1, seed=seed)
         assert not counters.any(), counters.nonzero()
 
         def ints(index: int, count: int) -> Tensor:
@@ -187,13 +179,13 @@ class Emulator:
         assert value >= 0, name
         return value
 
-    def _call(self, name: str, call: KernelCall, option: int, seed: int) -> None:
+    def _call(self, name: str, call: KernelCall, *options: int, seed: int) -> None:
         call.buffer.fill_(0xFF)  # NaN and -1: a kernel that reads what nobody wrote shows it
         error = ctypes.create_string_buffer(4000)
         lists = []
         for values in (call.values, call.workspace, call.geometry):
             lists += [_int64s(values), ctypes.c_int64(len(values))]
-        failed = getattr(self._library, name)(*lists, option, ctypes.c_uint64(seed), error, len(error))
+        failed = getattr(self._library, name)(*lists, *options, ctypes.c_uint64(seed), error, len(error))
         assert not failed, error.value.decode()
 
 

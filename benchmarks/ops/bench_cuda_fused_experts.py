@@ -214,7 +214,7 @@ def one_case(case: Case, out: Path, right: dict[str, bool], vllm: Vllm | None, c
     for variant in variants_for(problems[0]):
         if right[family_of(variant)]:
             sides[str(variant)] = [our_call(p, variant) for p in problems]
-    if tokens <= 16 and right["decode"]:
+    if tokens <= 16 and right["direct"]:
         sides["flash_dmoe from logits"] = [
             our_call_from_logits(w, t, shape) for w, t in zip(weights, inputs, strict=True)
         ]

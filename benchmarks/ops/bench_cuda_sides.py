@@ -9,22 +9,23 @@ import torch
 from bench_cuda_cases import Shape, Tokens, Weights, problem_of
 
 from moe_optimizer.ops import cuda_dispatch, reference
-from moe_optimizer.ops.cuda_dispatch import DecodeStart, DecodeVariant, GroupedVariant, Variant, choose_variant
+from moe_optimizer.ops.cuda_dispatch import DirectVariant, GroupedVariant, Variant, choose_variant
 from moe_optimizer.ops.cuda_dispatch_calls import sizes_of
 from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
 from moe_optimizer.ops.launch_geometry import GemmMode
+from moe_optimizer.ops.launch_geometry.direct import PAIRS, TOKENS
 from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS, choose_tile_tokens
 
 Call = Callable[[], torch.Tensor]
 """Runs one call on the current stream and returns its output."""
 
-FAMILIES = ("decode", "grouped-bf16", "grouped-fp8_weights", "grouped-fp8")
+FAMILIES = ("direct", "grouped-bf16", "grouped-fp8_weights", "grouped-fp8")
 
 
 def family_of(variant: Variant) -> str:
     """The group of kernels a variant belongs to: what is excluded together when a check fails."""
-    if isinstance(variant, DecodeVariant):
-        return "decode"
+    if isinstance(variant, DirectVariant):
+        return "direct"
     return f"grouped-{variant.mode.name.lower()}"
 
 
@@ -33,14 +34,8 @@ def variants_for(problem: CudaProblem) -> list[Variant]:
     sizes = sizes_of(problem)
     fp8 = sizes.weight_bytes == 1
     chosen: list[Variant] = []
-    if sizes.num_pairs <= 512:
-        chosen.append(DecodeVariant())
-    if sizes.num_tokens <= 8:
-        chosen.append(DecodeVariant(DecodeStart.CHAINED, direct=True))
-    if sizes.num_tokens <= 4:
-        chosen += [DecodeVariant(DecodeStart.PLAIN), DecodeVariant(DecodeStart.CHAINED)]
-    if sizes.num_tokens == 1:
-        chosen.append(DecodeVariant(num_stages=4))
+    if sizes.num_tokens <= TOKENS and sizes.num_pairs <= PAIRS:
+        chosen.append(DirectVariant())
     for mode in (GemmMode.FP8_WEIGHTS, GemmMode.FP8) if fp8 else (GemmMode.BF16,):
         if sizes.num_tokens < (8 if mode != GemmMode.FP8 else 64):
             continue

@@ -1,6 +1,6 @@
 """Which stage of a CUDA kernel is wrong: routing, the up GEMM (h), the down GEMM (y) or the combine.
 
-    python benchmarks/ops/bench_cuda_stages.py [--variant decode|bf16|fp8_weights] [--tile N] [--tokens T] ...
+    python benchmarks/ops/bench_cuda_stages.py [--variant direct|bf16|fp8_weights] [--tile N] [--tokens T] ...
 
 Runs one small call and compares what lies in its workspace with plain torch, row by row: the pattern of the wrong
 rows and columns usually names the line (every other 8 rows: a fragment's halves; columns from 64 on: the second step
@@ -21,26 +21,26 @@ from bench_cuda_cases import Shape, make_tokens, make_weights, problem_of  # noq
 from torch import Tensor  # noqa: E402
 
 from moe_optimizer.ops import reference  # noqa: E402
-from moe_optimizer.ops.cuda_dispatch_calls import KernelCall, decode_call, grouped_call, sizes_of  # noqa: E402
+from moe_optimizer.ops.cuda_dispatch_calls import KernelCall, direct_call, grouped_call, sizes_of  # noqa: E402
 from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem  # noqa: E402
 from moe_optimizer.ops.launch_geometry import (  # noqa: E402
     GemmMode,
-    decode_geometry,
+    direct_geometry,
     grouped_geometry,
     routing_geometry,
 )
-from moe_optimizer.ops.launch_geometry.workspace import num_counters  # noqa: E402
+from moe_optimizer.ops.launch_geometry.workspace import COUNTERS  # noqa: E402
 
 # Positions in the workspace lists, see csrc/launch/arguments.h.
-_DECODE_H, _DECODE_Y = 0, 1
+_DIRECT_H = 0
 _GROUPED_SORTED, _GROUPED_POSITION, _GROUPED_H, _GROUPED_Y = 3, 4, 8, 9
 
 
 def main() -> int:
     """Run and compare; 0 when every stage is right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", choices=("decode", "bf16", "fp8_weights"), default="bf16")
-    parser.add_argument("--fp8", action="store_true", help="with decode: FP8 weights")
+    parser.add_argument("--variant", choices=("direct", "bf16", "fp8_weights"), default="bf16")
+    parser.add_argument("--fp8", action="store_true", help="with direct: FP8 weights")
     for name, value in (("tile", 16), ("tokens", 5), ("top-k", 2), ("experts", 3), ("hidden", 64), ("width", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
@@ -58,10 +58,10 @@ def main() -> int:
 def make_call(problem: CudaProblem, variant: str, tile: int) -> KernelCall:
     """The call and its workspace."""
     sizes = sizes_of(problem)
-    counters = torch.zeros(num_counters(), dtype=torch.int32, device=problem.x.device)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=problem.x.device)
     multiprocessors = torch.cuda.get_device_properties(problem.x.device).multi_processor_count
-    if variant == "decode":
-        return decode_call(problem, decode_geometry(sizes, num_multiprocessors=multiprocessors), counters)
+    if variant == "direct":
+        return direct_call(problem, direct_geometry(sizes, num_multiprocessors=multiprocessors))
     mode = GemmMode[variant.upper()]
     geometry = grouped_geometry(sizes, mode, num_multiprocessors=multiprocessors, tile_tokens=tile)
     return grouped_call(problem, geometry, routing_geometry(sizes), counters)
@@ -72,8 +72,8 @@ def launch(call: KernelCall, variant: str) -> None:
     from moe_optimizer.ops import _load
 
     stream = torch.cuda.current_stream().cuda_stream
-    if variant == "decode":
-        _load.kernels().cuda_decode(call.values, call.workspace, call.geometry, stream, 0)
+    if variant == "direct":
+        _load.kernels().cuda_direct(call.values, call.workspace, call.geometry, stream)
     else:
         _load.kernels().cuda_grouped(call.values, call.workspace, call.geometry, stream)
 
@@ -87,15 +87,17 @@ def compare(problem: CudaProblem, call: KernelCall, variant: str) -> bool:
     order = flat.sort(stable=True).indices[int((flat < 0).sum()) :]
     pairs, width, hidden = flat.numel(), p.w2.shape[2], p.w2.shape[1]
     right = True
-    if variant != "decode":
+    if variant != "direct":
         right &= _same("sorted_pair", _part(call, _GROUPED_SORTED, order.numel(), torch.int32), order.int())
         want = torch.full_like(flat, -1, dtype=torch.int32)
         want[order] = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
         right &= _same("pair_position", _part(call, _GROUPED_POSITION, pairs, torch.int32), want)
-    h_index, y_index = (_DECODE_H, _DECODE_Y) if variant == "decode" else (_GROUPED_H, _GROUPED_Y)
-    y_dtype = torch.float32 if variant == "decode" else torch.bfloat16
-    h = _part(call, h_index, pairs * width, torch.bfloat16).view(pairs, width)[: order.numel()]
-    y = _part(call, y_index, pairs * hidden, y_dtype).view(pairs, hidden)[: order.numel()]
+    # The direct kernels keep h by pair and no y.
+    if variant == "direct":
+        order = (flat >= 0).nonzero().flatten()
+    h_index = _DIRECT_H if variant == "direct" else _GROUPED_H
+    h = _part(call, h_index, pairs * width, torch.bfloat16).view(pairs, width)
+    h = h[order] if variant == "direct" else h[: order.numel()]
     want_h, want_y = [], []
     for pair in order.tolist():
         expert = int(flat[pair])
@@ -110,7 +112,9 @@ def compare(problem: CudaProblem, call: KernelCall, variant: str) -> bool:
         position = (k & ~15) | ((k & 12) >> 1) | ((k & 2) << 2) | (k & 1)
         stored_h = torch.empty_like(stored_h).index_copy_(1, position, stored_h)
     right &= _close("h (up GEMM, activation)", h.float(), stored_h)
-    right &= _close("y (down GEMM)", y.float(), torch.stack(want_y))
+    if variant != "direct":
+        y = _part(call, _GROUPED_Y, pairs * hidden, torch.bfloat16).view(pairs, hidden)[: order.numel()]
+        right &= _close("y (down GEMM)", y.float(), torch.stack(want_y))
     want = reference.fused_experts(p.x, p.w13, p.w2, p.topk_weights, p.topk_ids, w13_scale=p.w13_scale,
                                    w2_scale=p.w2_scale, activation=p.activation)  # fmt: skip
     return right & _close("out (combine)", p.out.float(), want.float())

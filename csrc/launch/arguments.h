@@ -11,11 +11,11 @@
 
 #include "launch/problem.h"
 #include "moeopt/combine.cuh"
-#include "moeopt/direct_decode.cuh"
-#include "moeopt/flash_dmoe_decode.cuh"
+#include "moeopt/direct_experts.cuh"
 #include "moeopt/grouped_gemm.cuh"
 #include "moeopt/prepare_tokens.cuh"
 #include "moeopt/route_pairs.cuh"
+#include "moeopt/router.cuh"
 
 namespace moeopt {
 
@@ -26,50 +26,58 @@ inline void expect_count(const char* what, int64_t got, int64_t expected) {
   }
 }
 
+// --- from logits ---------------------------------------------------------------------------------------------
+
+constexpr int kRouterWarps = 4;  // a token each
+
+inline int64_t router_columns(const FusedExpertsArgs& moe) {
+  return moe.expert_map != nullptr ? moe.num_global_experts : moe.num_local_experts;
+}
+// 8 bytes per warp and column, and the alignment.
+inline int router_shared_bytes(const FusedExpertsArgs& moe) {
+  return static_cast<int>(kRouterWarps * 8 * router_columns(moe) + 1024);
+}
+
+// The chosen ids and weights take the place of given ones.
+inline Problem with_routed_ids(Problem problem, const int* topk_ids, const float* topk_weights) {
+  problem.moe.topk_ids = topk_ids;
+  problem.moe.topk_weights = topk_weights;
+  problem.moe.ids_are_int64 = false;
+  return problem;
+}
+
 // --- small batches -------------------------------------------------------------------------------------------
 
-struct DecodeLaunch {
-  int32_t column_blocks, num_stages, w13_chunk_bytes, w2_chunk_bytes, shared_bytes, grid;
-  int32_t is_direct;  // direct_up_kernel and direct_down_kernel instead of flash_dmoe_decode_kernel
+struct DirectLaunch {
+  int32_t up_grid, up_shared_bytes, down_grid, down_shared_bytes;
 };
-constexpr int kDecodeWorkspace = 5;  // h, y, slot_arrivals, tile_arrivals, block_arrivals
-constexpr int kDecodeLaunchValues = 7;
+constexpr int kDirectLaunchValues = 4;
 
-inline DecodeLaunch decode_launch(const int64_t* values, int64_t count) {
-  expect_count("decode geometry", count, kDecodeLaunchValues);
+struct DirectWorkspace {
+  uint16_t* h;
+  int* topk_ids;  // what the router chose; null without one
+  float* topk_weights;
+};
+constexpr int kDirectWorkspace = 3;
+
+inline DirectLaunch direct_launch(const int64_t* values, int64_t count) {
+  expect_count("direct geometry", count, kDirectLaunchValues);
   const auto at = [&](int i) { return static_cast<int32_t>(values[i]); };
-  return {at(0), at(1), at(2), at(3), at(4), at(5), at(6)};
+  return {at(0), at(1), at(2), at(3)};
 }
 
-inline DecodeArgs decode_arguments(const Problem& problem, const int64_t* workspace, int64_t count,
-                                   const DecodeLaunch& launch) {
-  expect_count("decode workspace", count, kDecodeWorkspace);
-  DecodeArgs args{};
-  args.moe = problem.moe;
-  args.router = problem.router;
-  args.h = reinterpret_cast<uint16_t*>(workspace[0]);
-  args.y = reinterpret_cast<float*>(workspace[1]);
-  args.slot_arrivals = reinterpret_cast<int*>(workspace[2]);
-  args.tile_arrivals = reinterpret_cast<int*>(workspace[3]);
-  args.block_arrivals = reinterpret_cast<int*>(workspace[4]);
-  args.num_stages = launch.num_stages;
-  args.w13_chunk_bytes = launch.w13_chunk_bytes;
-  args.w2_chunk_bytes = launch.w2_chunk_bytes;
-  return args;
-}
-
-inline DirectArgs direct_arguments(const Problem& problem, const int64_t* workspace, int64_t count) {
-  expect_count("decode workspace", count, kDecodeWorkspace);
-  return {problem.moe, problem.router, reinterpret_cast<uint16_t*>(workspace[0])};
+inline DirectWorkspace direct_workspace(const int64_t* v, int64_t count) {
+  expect_count("direct workspace", count, kDirectWorkspace);
+  return {reinterpret_cast<uint16_t*>(v[0]), reinterpret_cast<int*>(v[1]), reinterpret_cast<float*>(v[2])};
 }
 
 // --- middle and large batches --------------------------------------------------------------------------------
 
 struct GroupedLaunch {
   GemmMode mode;
-  int32_t tile_tokens, num_stages, shared_bytes, grid, route_blocks, route_shared_bytes;
+  int32_t tile_tokens, num_stages, shared_bytes, grid, route_blocks, route_shared_bytes, prepare_blocks;
 };
-constexpr int kGroupedLaunchValues = 7;
+constexpr int kGroupedLaunchValues = 8;
 
 // In the order of the list. Null where a mode does not use it.
 struct GroupedWorkspace {
@@ -79,7 +87,7 @@ struct GroupedWorkspace {
   uint16_t *h, *y;
   void* tokens;  // permuted BF16, or E4M3
   float* token_scale;
-  void* h_quantized;
+  uint8_t* h_quantized;
   float* h_scale;
   int* topk_ids;  // what the router chose
   float* topk_weights;
@@ -89,7 +97,7 @@ constexpr int kGroupedWorkspace = 16;
 inline GroupedLaunch grouped_launch(const int64_t* values, int64_t count) {
   expect_count("grouped geometry", count, kGroupedLaunchValues);
   const auto at = [&](int i) { return static_cast<int32_t>(values[i]); };
-  return {static_cast<GemmMode>(values[0]), at(1), at(2), at(3), at(4), at(5), at(6)};
+  return {static_cast<GemmMode>(values[0]), at(1), at(2), at(3), at(4), at(5), at(6), at(7)};
 }
 
 inline GroupedWorkspace grouped_workspace(const int64_t* v, int64_t count) {
@@ -109,55 +117,30 @@ inline GroupedWorkspace grouped_workspace(const int64_t* v, int64_t count) {
   w.y = static_cast<uint16_t*>(any(9));
   w.tokens = any(10);
   w.token_scale = static_cast<float*>(any(11));
-  w.h_quantized = any(12);
+  w.h_quantized = static_cast<uint8_t*>(any(12));
   w.h_scale = static_cast<float*>(any(13));
   w.topk_ids = ints(14);
   w.topk_weights = static_cast<float*>(any(15));
   return w;
 }
 
-// With router logits, the chosen ids and weights take the place of given ones.
-inline Problem with_routed_ids(Problem problem, const GroupedWorkspace& workspace) {
-  if (problem.router.logits != nullptr) {
-    problem.moe.topk_ids = workspace.topk_ids;
-    problem.moe.topk_weights = workspace.topk_weights;
-    problem.moe.ids_are_int64 = false;
-  }
-  return problem;
-}
-
-inline int64_t router_columns(const FusedExpertsArgs& moe) {
-  return moe.expert_map != nullptr ? moe.num_global_experts : moe.num_local_experts;
-}
-
 inline RouteArgs route_arguments(const Problem& problem, const GroupedWorkspace& w, const GroupedLaunch& launch) {
   return {problem.moe,  w.block_counts, w.pair_rank,      w.expert_offsets,  w.sorted_pair, w.pair_position, w.tiles,
-          w.num_tiles, w.block_arrivals, launch.tile_tokens};
+          w.num_tiles, w.block_arrivals, launch.tile_tokens, launch.route_blocks};
 }
 
-inline PrepareArgs prepare_arguments(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t depth, GemmMode mode,
-                                     void* out, float* scale) {
+inline PrepareArgs prepare_arguments(const Problem& problem, const GroupedWorkspace& w, GemmMode mode) {
+  const FusedExpertsArgs& moe = problem.moe;
   PrepareArgs args{};
-  args.in = in;
-  args.in_stride = in_stride;
-  args.permuted = mode == GemmMode::kFp8Weights ? static_cast<uint16_t*>(out) : nullptr;
-  args.quantized = mode == GemmMode::kFp8 ? static_cast<uint8_t*>(out) : nullptr;
-  args.scale = scale;
-  args.rows = rows;
-  args.depth = static_cast<int32_t>(depth);
+  args.in = static_cast<const uint16_t*>(moe.x);
+  args.in_stride = moe.x_stride;
+  args.permuted = mode == GemmMode::kFp8Weights ? static_cast<uint16_t*>(w.tokens) : nullptr;
+  args.quantized = mode == GemmMode::kFp8 ? static_cast<uint8_t*>(w.tokens) : nullptr;
+  args.scale = w.token_scale;
+  args.rows = moe.num_tokens;
+  args.depth = static_cast<int32_t>(moe.hidden_size);
   return args;
 }
-inline PrepareArgs prepare_x(const Problem& problem, const GroupedWorkspace& w, GemmMode mode) {
-  const FusedExpertsArgs& moe = problem.moe;
-  return prepare_arguments(static_cast<const uint16_t*>(moe.x), moe.x_stride, moe.num_tokens, moe.hidden_size, mode,
-                           w.tokens, w.token_scale);
-}
-inline PrepareArgs prepare_h(const Problem& problem, const GroupedWorkspace& w) {
-  const FusedExpertsArgs& moe = problem.moe;
-  return prepare_arguments(w.h, moe.intermediate_size, moe.num_tokens * moe.top_k, moe.intermediate_size,
-                           GemmMode::kFp8, w.h_quantized, w.h_scale);
-}
-
 inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, const GroupedLaunch& launch) {
   const FusedExpertsArgs& moe = problem.moe;
   const bool prepared = launch.mode != GemmMode::kBf16;
@@ -170,6 +153,8 @@ inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, 
   args.num_tiles = w.num_tiles;
   args.out = w.h;
   args.out_stride = moe.intermediate_size;
+  args.out_quantized = w.h_quantized;
+  args.out_scale = w.h_scale;
   args.weight_scale = moe.w13_scale;
   args.bias = moe.w13_bias;
   args.top_k = static_cast<int32_t>(moe.top_k);
@@ -186,7 +171,8 @@ inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, 
 inline GemmArgs down_arguments(const Problem& problem, const GroupedWorkspace& w, const GroupedLaunch& launch) {
   const FusedExpertsArgs& moe = problem.moe;
   GemmArgs args = up_arguments(problem, w, launch);
-  args.tokens = launch.mode == GemmMode::kFp8 ? w.h_quantized : w.h;
+  args.tokens = w.h;
+  if (launch.mode == GemmMode::kFp8) args.tokens = w.h_quantized;
   args.token_stride = moe.intermediate_size;
   args.token_scale = w.h_scale;
   args.sorted_pair = nullptr;
@@ -216,13 +202,12 @@ inline CombineArgs combine_arguments(const Problem& problem, const GroupedWorksp
 struct WeightView {
   const unsigned char* base;
   int32_t element_bytes;
-  int32_t rank;
-  int64_t sizes[5];
-  int64_t strides[5];  // bytes
-  int32_t box[5];
+  int64_t sizes[3];
+  int64_t strides[3];  // bytes
+  int32_t box[3];
 };
 
-// which: 0 gate, 1 up, 2 down. Rank 3: [expert][row][K].
+// which: 0 gate, 1 up, 2 down. [expert][row][K].
 inline WeightView weight_view(const FusedExpertsArgs& moe, int which) {
   const int32_t bytes = moe.weight_dtype == DType::kFloat8E4M3 ? 1 : 2;
   const bool down = which == 2, alternating = moe.activation == Activation::kSwigluOai;
@@ -232,24 +217,10 @@ inline WeightView weight_view(const FusedExpertsArgs& moe, int which) {
   const auto* base = static_cast<const unsigned char*>(down ? moe.w2 : moe.w13) + up_row * moe.w13_row_stride * bytes;
   return {base,
           bytes,
-          3,
           {down ? moe.intermediate_size : moe.hidden_size, down ? moe.hidden_size : moe.intermediate_size,
-           moe.num_local_experts, 1, 1},
-          {bytes, row, expert, 0, 0},
-          {128 / bytes, kBoxRows, 1, 1, 1}};
-}
-
-// For tiles of 256 tokens. Rank 5: [expert][group of 8 rows][gate, up][row of the group][K]; a box holds 4 groups of
-// gate and up in turns, so that row g of a fragment is a gate and row g + 8 its up. Down: 8 groups of plain rows.
-inline WeightView grouped_weight_view(const FusedExpertsArgs& moe, bool up) {
-  const WeightView gate = weight_view(moe, up ? 0 : 2);
-  const int64_t row = gate.strides[1], to_up = up ? weight_view(moe, 1).base - gate.base : row;
-  return {gate.base,
-          gate.element_bytes,
-          5,
-          {gate.sizes[0], 8, up ? 2 : 1, gate.sizes[1] / 8, gate.sizes[2]},
-          {gate.strides[0], row, to_up, 8 * row, gate.strides[2]},
-          {gate.box[0], 8, up ? 2 : 1, up ? 4 : 8, 1}};
+           moe.num_local_experts},
+          {bytes, row, expert},
+          {128 / bytes, kBoxRows, 1}};
 }
 
 }  // namespace moeopt

@@ -11,10 +11,8 @@ template <GemmMode kMode, int kTokens>
 void launch_gemms_of(const Problem& problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch, bool up,
                      cudaStream_t stream) {
   const LaunchShape shape{dim3(static_cast<unsigned>(launch.grid)), kGemmThreads, launch.shared_bytes, stream};
-  constexpr bool kWide = GemmShape<kMode, kTokens>::kWide;
-  const FusedExpertsArgs& moe = problem.moe;
-  const TensorMap map0 = encode_tensor_map(kWide ? grouped_weight_view(moe, up) : weight_view(moe, up ? 0 : 2));
-  const TensorMap map1 = up && !kWide ? encode_tensor_map(weight_view(moe, 1)) : map0;
+  const TensorMap map0 = encode_tensor_map(weight_view(problem.moe, up ? 0 : 2));
+  const TensorMap map1 = up ? encode_tensor_map(weight_view(problem.moe, 1)) : map0;
   if (up) {
     launch_kernel("grouped_gemm (up)", grouped_gemm_kernel<kMode, kTokens, true>, shape, map0, map1,
                   up_arguments(problem, workspace, launch));

@@ -10,8 +10,9 @@ void launch_gemm_bf16(const Problem& problem, const GroupedWorkspace& workspace,
     case 16: return launch_gemms_of<kMode, 16>(problem, workspace, launch, up, stream);
     case 32: return launch_gemms_of<kMode, 32>(problem, workspace, launch, up, stream);
     case 64: return launch_gemms_of<kMode, 64>(problem, workspace, launch, up, stream);
+    case 96: return launch_gemms_of<kMode, 96>(problem, workspace, launch, up, stream);
     case 128: return launch_gemms_of<kMode, 128>(problem, workspace, launch, up, stream);
-    case 256: return launch_gemms_of<kMode, 256>(problem, workspace, launch, up, stream);
+    case 160: return launch_gemms_of<kMode, 160>(problem, workspace, launch, up, stream);
     default: fail_tile(launch);
   }
 }

@@ -20,29 +20,24 @@ struct LaunchShape {
   int threads;
   int shared_bytes;
   cudaStream_t stream;
-  bool cooperative = false;
-  bool overlaps_previous = false;  // may start before the previous kernel of the stream has ended
 };
 
 template <typename... Parameters, typename... Arguments>
 void launch_kernel(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
                    const Arguments&... arguments) {
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes), name);
-  cudaLaunchAttribute attributes[2];
+  // Programmatic dependent launch: the kernel may start before the one in front of it in the stream has ended. Every
+  // kernel waits for it (wait_for_previous_kernel) before it touches what another one reads or writes.
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = shape.stream;
-  config.attrs = attributes;
-  if (shape.cooperative) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeCooperative;
-    attributes[config.numAttrs++].val.cooperative = 1;
-  }
-  if (shape.overlaps_previous) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-  }
+  config.attrs = &overlap;
+  config.numAttrs = 1;
   check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), name);
 }
 

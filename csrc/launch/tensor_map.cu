@@ -33,17 +33,16 @@ Encode find_encoder() {
 CUtensorMap encode_tensor_map(const WeightView& view) {
   static const Encode encode = find_encoder();
   CUtensorMap map;
-  cuuint64_t sizes[5], strides[4];
-  cuuint32_t box[5];
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  for (int d = 0; d < view.rank; ++d) {
+  cuuint64_t sizes[3], strides[2];
+  cuuint32_t box[3];
+  const cuuint32_t steps[3] = {1, 1, 1};
+  for (int d = 0; d < 3; ++d) {
     sizes[d] = static_cast<cuuint64_t>(view.sizes[d]);
     box[d] = static_cast<cuuint32_t>(view.box[d]);
     if (d > 0) strides[d - 1] = static_cast<cuuint64_t>(view.strides[d]);
   }
   const CUresult status = encode(
-      &map, view.element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      static_cast<cuuint32_t>(view.rank),
+      &map, view.element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
       const_cast<unsigned char*>(view.base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {

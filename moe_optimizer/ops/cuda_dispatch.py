@@ -9,21 +9,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moe_optimizer.ops import _load
-from moe_optimizer.ops.cuda_dispatch_calls import decode_call, grouped_call, sizes_of
+from moe_optimizer.ops.cuda_dispatch_calls import direct_call, grouped_call, sizes_of
 from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
-from moe_optimizer.ops.launch_geometry.decode import DIRECT_PAIRS, DIRECT_TOKENS, DecodeGeometry, decode_geometry
+from moe_optimizer.ops.launch_geometry.direct import PAIRS, TOKENS, DirectGeometry, direct_geometry
 from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry, grouped_geometry
 from moe_optimizer.ops.launch_geometry.hopper import GeometryError
 from moe_optimizer.ops.launch_geometry.routing import routing_geometry
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
-from moe_optimizer.ops.launch_geometry.workspace import num_counters
+from moe_optimizer.ops.launch_geometry.workspace import COUNTERS
 
 if TYPE_CHECKING:
     from moe_optimizer.ops.fused_experts import Inputs
@@ -34,29 +33,12 @@ _MAX_EXPERTS = 1024
 _MAX_TOP_K = 32
 
 
-class DecodeStart(IntEnum):
-    """How the small-batch kernel is launched; codes of csrc/launch/cuda_kernels.h."""
-
-    COOPERATIVE = 0
-    PLAIN = 1
-    CHAINED = 2
-    SEPARATE = 3
-
-
 @dataclass(frozen=True, slots=True)
-class DecodeVariant:
-    """The small-batch kernel."""
-
-    start: DecodeStart = DecodeStart.COOPERATIVE
-    num_stages: int | None = None
-    direct: bool = False
-    """The two kernels without a ring (at most 8 tokens; chained or separate) instead of the one with it."""
+class DirectVariant:
+    """The two chained kernels for small batches."""
 
     def __str__(self) -> str:
-        if self.direct:
-            return f"direct-{self.start.name.lower()}"
-        stages = "" if self.num_stages is None else f"/{self.num_stages}"
-        return f"decode-{self.start.name.lower()}{stages}"
+        return "direct"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +55,7 @@ class GroupedVariant:
         return f"grouped-{self.mode.name.lower()}{tile}{stages}"
 
 
-Variant = DecodeVariant | GroupedVariant
+Variant = DirectVariant | GroupedVariant
 
 _enabled = False
 
@@ -96,7 +78,7 @@ def why_not_selected() -> str | None:
     available, reason = _load.kernels_available()
     if not available:
         return reason
-    if not hasattr(_load.kernels(), "cuda_decode"):
+    if not hasattr(_load.kernels(), "cuda_direct"):
         return "built without CUDA kernels: no nvcc was found"
     return None
 
@@ -118,8 +100,8 @@ def why_not(problem: CudaProblem) -> str | None:
             return f"CUDA kernels copy 16 bytes at a time: {name} {misaligned}"
     try:
         variant = choose_variant(sizes_of(problem))
-        if isinstance(variant, DecodeVariant):
-            decode_launch(problem, variant, num_multiprocessors=1)
+        if isinstance(variant, DirectVariant):
+            direct_launch(problem, num_multiprocessors=1)
         else:
             grouped_launch(problem, variant, num_multiprocessors=1)
     except GeometryError as error:
@@ -139,22 +121,15 @@ def _misaligned(tensor: Tensor) -> str:
 
 def choose_variant(sizes: MoeSizes) -> Variant:
     """Return the variant for these sizes by arithmetic; a table of measurements is to take its place."""
-    if sizes.num_tokens <= DIRECT_TOKENS and sizes.num_pairs <= DIRECT_PAIRS:
-        return DecodeVariant(DecodeStart.CHAINED, direct=True)
+    if sizes.num_tokens <= TOKENS and sizes.num_pairs <= PAIRS:
+        return DirectVariant()
     # FP8 x FP8 rounds the activations to 4 significant bits: it has to be asked for.
     return GroupedVariant(GemmMode.BF16 if sizes.weight_bytes == 2 else GemmMode.FP8_WEIGHTS)
 
 
-def decode_launch(problem: CudaProblem, variant: DecodeVariant, num_multiprocessors: int) -> DecodeGeometry:
-    """Return the launch of the small-batch kernel; raises GeometryError where it does not cover the problem."""
-    return decode_geometry(
-        sizes_of(problem),
-        num_multiprocessors=num_multiprocessors,
-        has_router=problem.router is not None,
-        num_global_experts=None if problem.router is None else problem.router.logits.shape[1],
-        num_stages=variant.num_stages,
-        direct=variant.direct,
-    )
+def direct_launch(problem: CudaProblem, num_multiprocessors: int) -> DirectGeometry:
+    """Return the launches of the direct kernels; raises GeometryError where they do not cover the problem."""
+    return direct_geometry(sizes_of(problem), num_multiprocessors=num_multiprocessors)
 
 
 def grouped_launch(problem: CudaProblem, variant: GroupedVariant, num_multiprocessors: int) -> GroupedGeometry:
@@ -226,13 +201,12 @@ def run(problem: CudaProblem, variant: Variant | None = None) -> None:
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
-        counters = _counters_for(device, stream)
-        if isinstance(variant, DecodeVariant):
-            call = decode_call(problem, decode_launch(problem, variant, multiprocessors), counters)
-            _load.kernels().cuda_decode(call.values, call.workspace, call.geometry, stream, int(variant.start))
+        if isinstance(variant, DirectVariant):
+            call = direct_call(problem, direct_launch(problem, multiprocessors))
+            _load.kernels().cuda_direct(call.values, call.workspace, call.geometry, stream)
         else:
             geometry = grouped_launch(problem, variant, multiprocessors)
-            call = grouped_call(problem, geometry, routing_geometry(sizes), counters)
+            call = grouped_call(problem, geometry, routing_geometry(sizes), _counters_for(device, stream))
             _load.kernels().cuda_grouped(call.values, call.workspace, call.geometry, stream)
 
 
@@ -246,7 +220,7 @@ class CounterBank:
     SETS = 16
 
     def __init__(self, device: torch.device) -> None:
-        self._sets = torch.zeros(self.SETS, num_counters(), dtype=torch.int32, device=device)
+        self._sets = torch.zeros(self.SETS, COUNTERS, dtype=torch.int32, device=device)
         self._owner: dict[int, int] = {}
 
     def get(self, stream: int) -> Tensor:
@@ -270,6 +244,6 @@ def prepare_device(device: torch.device) -> None:
 def _counters_for(device: torch.device, stream: int) -> Tensor:
     if device not in _banks:
         if torch.cuda.is_current_stream_capturing():
-            return torch.zeros(num_counters(), dtype=torch.int32, device=device)
+            return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         prepare_device(device)
     return _banks[device].get(stream)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
-from moe_optimizer.ops.launch_geometry.decode import DecodeGeometry
+from moe_optimizer.ops.launch_geometry.direct import DirectGeometry
 from moe_optimizer.ops.launch_geometry.grouped import GroupedGeometry
 from moe_optimizer.ops.launch_geometry.routing import RoutingGeometry
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
-from moe_optimizer.ops.launch_geometry.workspace import Layout, counter_offset, decode_layout, grouped_layout
+from moe_optimizer.ops.launch_geometry.workspace import Layout, direct_layout, grouped_layout
 
 _GROUPED_ORDER_BEFORE_COUNTER = (
     "block_counts", "pair_rank", "expert_offsets", "sorted_pair", "pair_position", "tiles", "num_tiles",
@@ -34,7 +34,7 @@ class KernelCall:
     geometry: list[int]
     buffer: Tensor
     """Keeps the workspace alive; its contents before the call do not matter."""
-    counters: Tensor
+    counters: Tensor | None = None
     """Keeps the counters alive."""
 
 
@@ -50,32 +50,23 @@ def sizes_of(problem: CudaProblem) -> MoeSizes:
     )
 
 
-def decode_call(problem: CudaProblem, geometry: DecodeGeometry, counters: Tensor) -> KernelCall:
-    """Return the call of the small-batch kernel; `counters`: int32, zero, see launch_geometry/workspace.py."""
-    layout = decode_layout(sizes_of(problem), geometry)
+def direct_call(problem: CudaProblem, geometry: DirectGeometry) -> KernelCall:
+    """Return the call of the direct kernels."""
+    layout = direct_layout(sizes_of(problem), has_router=problem.router is not None)
     buffer = _buffer(layout, problem)
-    workspace = [_part(buffer, layout, name) for name in ("h", "y")]
-    workspace += [_counter(counters, name) for name in ("slot_arrivals", "tile_arrivals", "block_arrivals")]
-    launch = [
-        geometry.column_blocks,
-        geometry.num_stages,
-        geometry.w13_chunk_bytes,
-        geometry.w2_chunk_bytes,
-        geometry.shared_bytes,
-        geometry.grid,
-        int(geometry.direct),
-    ]
-    return KernelCall(problem.values(), workspace, launch, buffer, counters)
+    workspace = [_part(buffer, layout, name) for name in ("h", "topk_ids", "topk_weights")]
+    launch = [geometry.up_grid, geometry.up_shared_bytes, geometry.down_grid, geometry.down_shared_bytes]
+    return KernelCall(problem.values(), workspace, launch, buffer)
 
 
 def grouped_call(
     problem: CudaProblem, geometry: GroupedGeometry, routing: RoutingGeometry, counters: Tensor
 ) -> KernelCall:
-    """Return the call of the grouped path; `counters` as in `decode_call`."""
+    """Return the call of the grouped path; `counters`: int32, zero, see launch_geometry/workspace.py."""
     layout = grouped_layout(sizes_of(problem), geometry, routing, has_router=problem.router is not None)
     buffer = _buffer(layout, problem)
     workspace = [_part(buffer, layout, name) for name in _GROUPED_ORDER_BEFORE_COUNTER]
-    workspace.append(_counter(counters, "route_arrivals"))
+    workspace.append(counters.data_ptr())
     workspace += [_part(buffer, layout, name) for name in _GROUPED_ORDER_AFTER_COUNTER]
     launch = [
         int(geometry.mode),
@@ -85,6 +76,7 @@ def grouped_call(
         geometry.grid,
         routing.blocks,
         routing.shared_bytes,
+        geometry.prepare_blocks,
     ]
     return KernelCall(problem.values(), workspace, launch, buffer, counters)
 
@@ -96,7 +88,3 @@ def _buffer(layout: Layout, problem: CudaProblem) -> Tensor:
 def _part(buffer: Tensor, layout: Layout, name: str) -> int:
     offset = layout.offsets[name]
     return 0 if offset is None else buffer.data_ptr() + offset
-
-
-def _counter(counters: Tensor, name: str) -> int:
-    return counters.data_ptr() + 4 * counter_offset(name)

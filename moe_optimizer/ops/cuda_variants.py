@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from moe_optimizer.ops.cuda_dispatch import DecodeStart, DecodeVariant, GroupedVariant, Variant
-from moe_optimizer.ops.launch_geometry.decode import DIRECT_PAIRS, DIRECT_TOKENS
+from moe_optimizer.ops.cuda_dispatch import DirectVariant, GroupedVariant, Variant
+from moe_optimizer.ops.launch_geometry.direct import PAIRS, TOKENS
 from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS, GemmMode, choose_tile_tokens
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 
 _GROUPED = re.compile(r"grouped-(?P<mode>[a-z0-9_]+?)(?:-n(?P<tile>\d+))?(?:/(?P<stages>\d+))?")
-_DIRECT = DecodeVariant(DecodeStart.CHAINED, direct=True)
+_DIRECT = DirectVariant()
 _GROUPED_FROM_TOKENS = 8
 
 
@@ -20,7 +20,7 @@ def accurate_variants(sizes: MoeSizes) -> tuple[Variant, ...]:
     The variant that quantises the activations to FP8 is left out: it is not as accurate as what it would replace.
     """
     chosen: list[Variant] = []
-    if sizes.num_tokens <= DIRECT_TOKENS and sizes.num_pairs <= DIRECT_PAIRS:
+    if sizes.num_tokens <= TOKENS and sizes.num_pairs <= PAIRS:
         chosen.append(_DIRECT)
     if sizes.num_tokens >= _GROUPED_FROM_TOKENS:
         mode = GemmMode.BF16 if sizes.weight_bytes == 2 else GemmMode.FP8_WEIGHTS

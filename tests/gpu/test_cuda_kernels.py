@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.ops import cuda_dispatch, flash_dmoe, fused_experts
-from moe_optimizer.ops.cuda_dispatch import DecodeStart, DecodeVariant, GroupedVariant, Variant
+from moe_optimizer.ops.cuda_dispatch import DirectVariant, GroupedVariant, Variant
 from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
 from moe_optimizer.ops.launch_geometry import GemmMode
+from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS
 from moe_optimizer.ops.topk_router import topk_router
 from tests.kernel_emulator import Case, make_case
 
 pytestmark = pytest.mark.gpu
 
 FP8_TOKENS_BOUND = 0.06
-DECODE = DecodeVariant()
-DIRECT = DecodeVariant(DecodeStart.CHAINED, direct=True)
+DIRECT = DirectVariant()
 BF16 = GroupedVariant(GemmMode.BF16)
 FP8_WEIGHTS = GroupedVariant(GemmMode.FP8_WEIGHTS)
 
@@ -55,34 +55,24 @@ def assert_close(case: Case, out: Tensor) -> None:
     assert error <= 2 * in_bf16 + 1e-3 * want.norm(), (error / want.norm(), in_bf16 / want.norm())
 
 
-@pytest.mark.parametrize("start", list(DecodeStart))
 @pytest.mark.parametrize("fp8", [None, "block", "channel"])
-@pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 2048, 768), (7, 272, 208), (16, 1200, 560)])
-def test_decode_matches_the_reference(tokens, hidden, width, fp8, start):
+@pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 2048, 768), (7, 272, 208), (64, 1200, 560)])
+def test_direct_matches_the_reference_with_the_same_bits_every_time(tokens, hidden, width, fp8):
     case = on_gpu(make_case(tokens, 4, 16, hidden, width, fp8=fp8))
-    assert_close(case, run(case.problem, DecodeVariant(start)))
-
-
-@pytest.mark.parametrize("start", [DecodeStart.CHAINED, DecodeStart.SEPARATE])
-@pytest.mark.parametrize("fp8", [None, "block", "channel"])
-@pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 2048, 768), (7, 272, 208), (8, 1200, 560)])
-def test_direct_decode_matches_the_reference_with_the_same_bits_every_time(tokens, hidden, width, fp8, start):
-    case = on_gpu(make_case(tokens, 4, 16, hidden, width, fp8=fp8))
-    variant = DecodeVariant(start, direct=True)
-    first = run(case.problem, variant).clone()
+    first = run(case.problem, DIRECT).clone()
     assert_close(case, first)
     for _ in range(10):
-        assert torch.equal(first, run(case.problem, variant))
+        assert torch.equal(first, run(case.problem, DIRECT))
 
 
-@pytest.mark.parametrize("tile", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("tile", TILE_TOKENS[GemmMode.BF16])
 @pytest.mark.parametrize(("tokens", "hidden", "width"), [(5, 2048, 768), (130, 272, 208), (700, 512, 144)])
 def test_grouped_bf16_matches_the_reference(tokens, hidden, width, tile):
     case = on_gpu(make_case(tokens, 2, 5, hidden, width))
     assert_close(case, run(case.problem, GroupedVariant(GemmMode.BF16, tile)))
 
 
-@pytest.mark.parametrize("tile", [16, 32, 64])
+@pytest.mark.parametrize("tile", TILE_TOKENS[GemmMode.FP8_WEIGHTS])
 @pytest.mark.parametrize("fp8", ["block", "channel"])
 @pytest.mark.parametrize(("tokens", "hidden", "width"), [(5, 2048, 768), (300, 272, 208)])
 def test_grouped_fp8_weights_match_the_reference(tokens, hidden, width, fp8, tile):
@@ -90,7 +80,7 @@ def test_grouped_fp8_weights_match_the_reference(tokens, hidden, width, fp8, til
     assert_close(case, run(case.problem, GroupedVariant(GemmMode.FP8_WEIGHTS, tile)))
 
 
-@pytest.mark.parametrize("tile", [32, 64, 128])
+@pytest.mark.parametrize("tile", TILE_TOKENS[GemmMode.FP8])
 @pytest.mark.parametrize("fp8", ["block", "channel"])
 def test_grouped_fp8_tokens_stay_within_their_rounding(fp8, tile):
     case = on_gpu(make_case(300, 2, 5, 272, 208, fp8=fp8))
@@ -99,7 +89,7 @@ def test_grouped_fp8_tokens_stay_within_their_rounding(fp8, tile):
     assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
 
 
-@pytest.mark.parametrize("variant", [DECODE, BF16], ids=str)
+@pytest.mark.parametrize("variant", [DIRECT, BF16], ids=str)
 def test_biases_clamped_activation_map_and_skipped_ids(variant):
     ids = torch.randint(-1, 6, (12, 2), generator=torch.Generator().manual_seed(3))
     expert_map = torch.tensor([-1, 1, -1, 0, 2, 3])
@@ -110,19 +100,19 @@ def test_biases_clamped_activation_map_and_skipped_ids(variant):
     assert_close(case, run(case.problem, variant))
 
 
-@pytest.mark.parametrize("variant", [DECODE, BF16], ids=str)
+@pytest.mark.parametrize("variant", [DIRECT, BF16], ids=str)
 def test_all_tokens_on_one_expert_and_duplicate_ids(variant):
     case = on_gpu(make_case(16, 3, 4, 272, 144, ids=torch.full((16, 3), 2)))
     assert_close(case, run(case.problem, variant))
 
 
-@pytest.mark.parametrize("variant", [DECODE, BF16], ids=str)
+@pytest.mark.parametrize("variant", [DIRECT, BF16], ids=str)
 def test_nothing_routed_here_gives_zeros(variant):
     case = on_gpu(make_case(5, 2, 4, 272, 144, ids=torch.full((5, 2), -1)))
     assert not run(case.problem, variant).any()
 
 
-@pytest.mark.parametrize("variant", [DECODE, BF16], ids=str)
+@pytest.mark.parametrize("variant", [DIRECT, BF16], ids=str)
 def test_rows_around_the_output_stay_as_they_were(variant):
     case = on_gpu(make_case(9, 2, 4, 272, 144))
     guard = torch.full((9 + 2, 272 + 16), 7.0, dtype=torch.bfloat16, device="cuda")
@@ -132,22 +122,16 @@ def test_rows_around_the_output_stay_as_they_were(variant):
     assert (guard == 7.0).all()
 
 
-@pytest.mark.parametrize("variant", [DECODE, BF16, FP8_WEIGHTS, GroupedVariant(GemmMode.FP8)], ids=str)
+@pytest.mark.parametrize("variant", [DIRECT, BF16, FP8_WEIGHTS, GroupedVariant(GemmMode.FP8)], ids=str)
 def test_the_same_input_gives_the_same_bits(variant):
-    fp8 = None if variant in (DECODE, BF16) else "block"
+    fp8 = None if variant in (DIRECT, BF16) else "block"
     case = on_gpu(make_case(16, 4, 16, 2048, 768, fp8=fp8))
     first = run(case.problem, variant).clone()
     for _ in range(20):
         assert torch.equal(first, run(case.problem, variant))
 
 
-@pytest.mark.parametrize("start", [DecodeStart.PLAIN, DecodeStart.CHAINED, DecodeStart.SEPARATE])
-def test_every_start_of_the_decode_kernel_gives_the_same_bits(start):
-    case = on_gpu(make_case(6, 4, 16, 2048, 768))
-    assert torch.equal(run(case.problem, DECODE).clone(), run(case.problem, DecodeVariant(start)))
-
-
-@pytest.mark.parametrize("variant", [DIRECT, DECODE, BF16], ids=str)
+@pytest.mark.parametrize("variant", [DIRECT, BF16], ids=str)
 def test_a_captured_graph_follows_its_inputs(variant):
     case = on_gpu(make_case(8, 4, 16, 512, 256))
     problem = case.problem
@@ -164,6 +148,25 @@ def test_a_captured_graph_follows_its_inputs(variant):
         graph.replay()
         torch.cuda.synchronize()
         assert_close(case, problem.out)
+
+
+def test_a_kernel_that_overlaps_the_one_before_waits_for_what_it_wrote():
+    # Layer after layer on one stream, each reading the last one's output: 40 chained calls against 40 separate ones.
+    case = on_gpu(make_case(8, 4, 16, 512, 512))
+    problems = [replace(case.problem, out=torch.empty_like(case.problem.x)) for _ in range(2)]
+    for variant in (DIRECT, BF16):
+        outs = []
+        for apart in (False, True):
+            x = case.problem.x.clone()
+            for layer in range(40):
+                problem = replace(problems[layer % 2], x=x)
+                cuda_dispatch.run(problem, variant)
+                if apart:
+                    torch.cuda.synchronize()
+                x = problem.out
+            torch.cuda.synchronize()
+            outs.append(x.clone())
+        assert torch.equal(*outs)
 
 
 def test_two_streams_do_not_disturb_each_other():
@@ -190,23 +193,10 @@ def test_from_logits_equals_from_the_ids_that_torch_chooses(tokens, scoring):
     routed = replace(
         case.problem, router=Router(logits=logits, top_k=4, scoring=scoring), topk_ids=None, topk_weights=None
     )
-    assert_close(chosen, run(routed, DECODE if tokens <= 16 else BF16))
-    if tokens <= 8:
-        assert_close(chosen, run(routed, DIRECT))
+    assert_close(chosen, run(routed, DIRECT if tokens <= 64 else BF16))
 
 
-def test_the_occupancy_calculator_agrees_that_one_block_fits():
-    from moe_optimizer.ops import _load
-    from moe_optimizer.ops.cuda_dispatch_calls import decode_call
-    from moe_optimizer.ops.launch_geometry.workspace import num_counters
-
-    case = on_gpu(make_case(4, 4, 16, 2048, 768))
-    counters = torch.zeros(num_counters(), dtype=torch.int32, device="cuda")
-    call = decode_call(case.problem, cuda_dispatch.decode_launch(case.problem, DECODE, 1), counters)
-    assert _load.kernels().cuda_decode_blocks_per_multiprocessor(call.values, call.geometry) == 1
-
-
-@pytest.mark.parametrize("tokens", [4, 40])
+@pytest.mark.parametrize("tokens", [4, 100])
 def test_the_registered_ops_pass_opcheck_and_run_the_kernels(tokens, monkeypatch):
     case = on_gpu(make_case(tokens, 2, 8, 272, 144))
     p = case.problem

@@ -2,8 +2,7 @@
 //
 //   y BF16 [pairs sorted by expert][H] ──16 bytes per thread──► FP32 sums of 8 columns ──► out BF16
 //
-// One block per token and 2048 columns. Fixed order: the same bits on every run. State: compiled and run in
-// emulation; not yet run on a GPU.
+// One block per token and 2048 columns. Fixed order: the same bits on every run.
 #pragma once
 
 #include "moeopt/device.cuh"
@@ -12,6 +11,7 @@
 namespace moeopt {
 
 constexpr int kCombineThreads = 256;
+constexpr int kCombineBatch = 8;  // rows of y in flight: one after the other, each would wait for L2
 
 struct CombineArgs {
   const uint16_t* y;
@@ -26,16 +26,28 @@ MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kCombineThreads, 1) combine_kernel(const 
   const int64_t token = block_index();
   const int column = (block_index_y() * kCombineThreads + thread_index()) * 8;
   if (column >= args.hidden_size) return;
+  wait_for_previous_kernel();
   float sum[8] = {};
-  for (int j = 0; j < args.top_k; ++j) {
-    const int position = args.pair_position[token * args.top_k + j];
-    if (position < 0) continue;
-    const float weight = args.topk_weights[token * args.top_k + j];
-    const Vec4 v = load_constant16(args.y + static_cast<int64_t>(position) * args.hidden_size + column);
-    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+  for (int first = 0; first < args.top_k; first += kCombineBatch) {
+    Vec4 row[kCombineBatch];
+    float weight[kCombineBatch];
     MOEOPT_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      sum[i] += weight * float_from_bits(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+    for (int j = 0; j < kCombineBatch; ++j) {
+      const int64_t pair = token * args.top_k + first + j;
+      const int position = first + j < args.top_k ? args.pair_position[pair] : -1;
+      weight[j] = position < 0 ? 0.0f : args.topk_weights[pair];
+      row[j] = Vec4{0, 0, 0, 0};
+      if (position >= 0) {
+        row[j] = load_shared_across_blocks16(args.y + static_cast<int64_t>(position) * args.hidden_size + column);
+      }
+    }
+    MOEOPT_UNROLL
+    for (int j = 0; j < kCombineBatch; ++j) {
+      const uint32_t words[4] = {row[j].x, row[j].y, row[j].z, row[j].w};
+      MOEOPT_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        sum[i] += weight[j] * float_from_bits(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+      }
     }
   }
   uint32_t packed[4];

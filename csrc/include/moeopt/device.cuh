@@ -53,7 +53,19 @@ MOEOPT_DEVICE float float_from_bits(uint32_t bits) { return __uint_as_float(bits
 MOEOPT_DEVICE uint32_t bits_from_float(float value) { return __float_as_uint(value); }
 MOEOPT_DEVICE float exp_accurate(float x) { return expf(x); }
 // 2^(x log2 e) on the special function unit: error about 2 units in the last place of FP32, far under BF16's.
-MOEOPT_DEVICE float exp_fast(float x) { return __expf(x); }
+MOEOPT_DEVICE float exp_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  return y;
+}
+
+// Error at most 1 unit in the last place of FP32; a division is 8 instructions and a branch.
+MOEOPT_DEVICE float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+MOEOPT_DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
 
 // Low half: first; high half: second. Round to nearest even.
 MOEOPT_DEVICE uint32_t pack_bf16x2(float first, float second) {
@@ -99,7 +111,7 @@ MOEOPT_DEVICE Vec4 load_once16(const void* pointer) {
   return v;
 }
 MOEOPT_DEVICE float load_constant(const float* pointer) { return __ldg(pointer); }
-// Data that another block wrote in this launch: L1 is not coherent, so read it from L2.
+// Data that another block wrote in this launch, or that an overlapping launch wrote: L1 is not coherent, so read L2.
 MOEOPT_DEVICE Vec4 load_shared_across_blocks16(const void* pointer) {
   Vec4 v;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -110,17 +122,15 @@ MOEOPT_DEVICE Vec4 load_shared_across_blocks16(const void* pointer) {
 }
 MOEOPT_DEVICE float load_shared_across_blocks(const float* pointer) { return __ldcg(pointer); }
 MOEOPT_DEVICE int load_shared_across_blocks(const int* pointer) { return __ldcg(pointer); }
-
-MOEOPT_DEVICE int load_acquire(const int* pointer) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
-  return value;
+MOEOPT_DEVICE int64_t load_shared_across_blocks(const int64_t* pointer) {
+  return __ldcg(reinterpret_cast<const long long*>(pointer));
 }
+
 // Release before a count, acquire after one. Lighter than __threadfence, which also orders against every other fence.
 MOEOPT_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 MOEOPT_DEVICE int atomic_add_global(int* pointer, int value) { return atomicAdd(pointer, value); }
-MOEOPT_DEVICE int atomic_add_shared(int* pointer, int value) { return atomicAdd(pointer, value); }
-MOEOPT_DEVICE void back_off() { __nanosleep(32); }
+MOEOPT_DEVICE void atomic_max_shared(int* pointer, int value) { atomicMax(pointer, value); }
+MOEOPT_DEVICE uint32_t atomic_or_shared(uint32_t* pointer, uint32_t bits) { return atomicOr(pointer, bits); }
 
 // --- threads -------------------------------------------------------------------------------------------------
 
@@ -129,9 +139,23 @@ MOEOPT_DEVICE void sync_warp() { __syncwarp(); }
 MOEOPT_DEVICE void sync_named(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+// A value that all lanes of a warp have in common, said to the compiler: it may live in a uniform register.
+MOEOPT_DEVICE int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 MOEOPT_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 MOEOPT_DEVICE uint32_t warp_max(uint32_t value) { return __reduce_max_sync(0xffffffffu, value); }
 MOEOPT_DEVICE uint32_t warp_min(uint32_t value) { return __reduce_min_sync(0xffffffffu, value); }
+// Sum over this lane and those before it.
+MOEOPT_DEVICE int warp_inclusive_sum(int value) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  MOEOPT_UNROLL
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, value, static_cast<unsigned>(offset));
+    value += lane >= offset ? other : 0;
+  }
+  return value;
+}
+// Lanes that hold the same value, as bits.
+MOEOPT_DEVICE uint32_t warp_match(int value) { return __match_any_sync(0xffffffffu, value); }
 
 // Registers of this warpgroup from here on (sm_90a): all four warps, once, in one branch of the role's if/else.
 template <int kRegisters>
@@ -181,13 +205,6 @@ MOEOPT_DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
-// `bytes` contiguous bytes, a multiple of 16, both addresses 16-byte aligned.
-MOEOPT_DEVICE void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   smem_address(shared)),
-               "l"(global), "r"(bytes), "r"(smem_address(barrier))
-               : "memory");
-}
 // One box of a rank-3 tensor map; what lies outside the tensor arrives as zeros and counts as bytes.
 MOEOPT_DEVICE void tensor_copy(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
   asm volatile(
@@ -196,13 +213,12 @@ MOEOPT_DEVICE void tensor_copy(void* shared, const TensorMap* map, int x, int y,
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(smem_address(barrier))
       : "memory");
 }
-// The same for a rank-5 map [e][group][which][row][x], from its start in rows and `which`.
-MOEOPT_DEVICE void tensor_copy_groups(void* shared, const TensorMap* map, int x, int group, int e, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4, %5}], "
-      "[%6];" ::"r"(smem_address(shared)),
-      "l"(map), "r"(x), "r"(0), "r"(group), "r"(e), "r"(smem_address(barrier))
-      : "memory");
+// Four 8 x 8 matrices of 16-bit values, transposed, one warp: lane 4 g + t holds elements [g][2t, 2t+1] of matrix i in
+// register i, and lane 8 i + r gives the address of row r, 16 bytes, of the stored (transposed) matrix i.
+MOEOPT_DEVICE void store_transposed(void* shared_row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_address(shared_row)),
+               "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+               : "memory");
 }
 MOEOPT_DEVICE void prefetch_tensor_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -217,10 +233,9 @@ MOEOPT_DEVICE void async_copy16(void* shared, const void* global, bool valid) {
 MOEOPT_DEVICE void async_copy4(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(shared)), "l"(global) : "memory");
 }
-MOEOPT_DEVICE void async_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-MOEOPT_DEVICE void async_copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+// One arrival once all copies that this thread has started so far have landed; nobody waits here.
+MOEOPT_DEVICE void async_copies_arrive(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
 // --- tensor cores ----------------------------------------------------------------------------------------------

@@ -1,76 +1,140 @@
-// Work list of the kernels without a ring, built by every block for itself: at most 8 tokens, so column = token.
+// Work list of the direct kernels, built by every block for itself from the same ids.
 //
-//   pairs p = token * k + j  ->  (expert, how often the token named it before)  ->  slots: one per distinct such key,
-//   in the order of their first pair, with the pair of each token in it
+//   pairs p = token * k + j  ──►  bit `token` in the mask of the expert  ──►  rank = bits below, count = bits
+//                prefix sums over experts  ──►  pairs sorted by (expert, token)
+//   once more for the pairs whose token named the same expert before, if there are any, and so on
+//   slots: runs of one expert, at most 8 pairs each. A token is in a slot at most once.
+//
+// No pass over all pairs per pair: the time hardly depends on their number. It counts: no weight is asked for before.
 #pragma once
 
-#include "moeopt/decode_routing.cuh"
+#include "moeopt/block_sum.cuh"
+#include "moeopt/expert_ids.cuh"
+#include "moeopt/swiglu.cuh"
 
 namespace moeopt {
 
-constexpr int kDirectTokens = 8;
-constexpr int kDirectPairs = kDirectTokens * 32;
+constexpr int kDirectTokens = 64;  // bits of a mask
+constexpr int kDirectPairs = 512;
+constexpr int kDirectMaxWarps = 16;
+constexpr int kSlotColumns = 8;
 
 // In shared memory.
 struct DirectRouting {
   int expert[kDirectPairs];  // local expert of a pair, or -1: skipped
   float weight[kDirectPairs];
-  int key[kDirectPairs];
-  int leads[kDirectPairs];
+  int sorted_pair[kDirectPairs];
   int slot_expert[kDirectPairs];
-  int pair[kDirectPairs][kDirectTokens];  // of a slot and token; -1: the token is not there
+  int slot_begin[kDirectPairs + 1];  // slot s has sorted pairs [slot_begin[s], slot_begin[s + 1])
   int num_slots;
+  int has_repeats, last_repeat;
+  int warp_sums[kDirectMaxWarps];
 };
 
-// All threads of the block. `scratch`: shared memory, 8 bytes per expert and warp when the router runs.
-MOEOPT_DEVICE void build_direct_routing(const FusedExpertsArgs& moe, const RouterArgs& router, DirectRouting& routing,
-                                        unsigned char* scratch) {
-  const int num_tokens = static_cast<int>(moe.num_tokens), top_k = static_cast<int>(moe.top_k);
-  const int num_pairs = num_tokens * top_k, p = thread_index();
-  if (p == 0) routing.num_slots = 0;
-  if (router.logits != nullptr) {
-    const int warps = block_threads() / 32, warp = thread_index() / 32;
-    const int num_experts = static_cast<int>(moe.expert_map ? moe.num_global_experts : moe.num_local_experts);
-    float* scores = reinterpret_cast<float*>(scratch) + warp * num_experts;
-    uint32_t* keys = reinterpret_cast<uint32_t*>(scratch) + (warps + warp) * num_experts;
-    for (int token = warp; token < num_tokens; token += warps) {
-      route_token(router, num_experts, top_k, token, scores, keys, thread_index() % 32,
-                  routing.expert + token * top_k, routing.weight + token * top_k);
+// Scratch of build_direct_routing per expert: a mask of 64 bits and the packed sums before it.
+constexpr int kDirectScratchPerExpert = 12;
+
+// Pair in a column of a slot, or -1.
+MOEOPT_DEVICE int slot_pair(const DirectRouting& routing, int slot, int column) {
+  const int at = routing.slot_begin[slot] + column;
+  return at < routing.slot_begin[slot + 1] ? routing.sorted_pair[at] : -1;
+}
+
+MOEOPT_DEVICE int repeats_before(const DirectRouting& routing, int pair, int top_k) {
+  int before = 0;
+  for (int q = pair / top_k * top_k; q < pair; ++q) before += routing.expert[q] == routing.expert[pair];
+  return before;
+}
+
+// Where the pairs and slots of an expert start, both counts in one number.
+struct PackedSums {
+  MOEOPT_DEVICE static int of(uint32_t low, uint32_t high) {
+    const int pairs = count_bits(low) + count_bits(high);
+    return ((pairs + kSlotColumns - 1) / kSlotColumns << 16) | pairs;
+  }
+  MOEOPT_DEVICE static int pairs(int packed) { return packed & 0xffff; }
+  MOEOPT_DEVICE static int slots(int packed) { return packed >> 16; }
+};
+
+// All threads of a block of kWarps warps. `scratch`: shared memory, kDirectScratchPerExpert bytes per expert.
+template <int kWarps>
+MOEOPT_DEVICE void build_direct_routing(const FusedExpertsArgs& moe, DirectRouting& routing, unsigned char* scratch) {
+  constexpr int kThreads = kWarps * 32, kRounds = kDirectPairs / kThreads;
+  const int num_pairs = static_cast<int>(moe.num_tokens * moe.top_k), top_k = static_cast<int>(moe.top_k);
+  const int num_experts = static_cast<int>(moe.num_local_experts), thread = thread_index();
+  uint32_t* masks = reinterpret_cast<uint32_t*>(scratch);
+  int* starts = reinterpret_cast<int*>(masks + 2 * num_experts);
+  int expert[kRounds], before[kRounds];  // of this thread's pairs; before: how often the token named the expert
+  MOEOPT_UNROLL
+  for (int i = 0; i < kRounds; ++i) {
+    const int p = thread + i * kThreads;
+    expert[i] = p < num_pairs ? expert_of_pair(moe, p) : -1;
+    before[i] = 0;
+    if (p < num_pairs) routing.weight[p] = load_shared_across_blocks(moe.topk_weights + p);
+  }
+  for (int i = thread; i < 2 * num_experts; i += kThreads) masks[i] = 0;
+  if (thread == 0) routing.has_repeats = routing.last_repeat = 0;
+  sync_block();
+  MOEOPT_UNROLL
+  for (int i = 0; i < kRounds; ++i) {
+    const int p = thread + i * kThreads, token = p / top_k;
+    if (p < num_pairs) routing.expert[p] = expert[i];
+    if (expert[i] < 0) continue;
+    const uint32_t bit = 1u << (token % 32);
+    const bool again = atomic_or_shared(masks + 2 * expert[i] + token / 32, bit) & bit;
+    if (again) atomic_max_shared(&routing.has_repeats, 1);
+  }
+  sync_block();
+  if (routing.has_repeats) {
+    MOEOPT_UNROLL
+    for (int i = 0; i < kRounds; ++i) {
+      if (expert[i] >= 0) before[i] = repeats_before(routing, thread + i * kThreads, top_k);
+      atomic_max_shared(&routing.last_repeat, before[i]);
     }
     sync_block();
-    if (p < num_pairs) routing.expert[p] = local_expert(moe, routing.expert[p]);
-  } else if (p < num_pairs) {
-    routing.expert[p] = local_expert(moe, topk_id(moe, p));
-    routing.weight[p] = moe.topk_weights[p];
   }
-  for (int i = p; i < num_pairs * kDirectTokens; i += block_threads()) (&routing.pair[0][0])[i] = -1;
-  sync_block();
-  const int token = p / top_k;
-  int key = -1;
-  if (p < num_pairs) {
-    const int expert = routing.expert[p];
-    int before = 0;
-    for (int q = token * top_k; q < p; ++q) before += routing.expert[q] == expert;
-    key = expert < 0 ? -1 : before * 1024 + expert;
-    routing.key[p] = key;
-  }
-  sync_block();
-  int first = p;
-  if (p < num_pairs) {
-    for (int q = num_pairs - 1; q >= 0; --q) {
-      if (routing.key[q] == key && q < first) first = q;
+  const int last_repeat = routing.last_repeat;
+  int done = 0;  // of the repeats before, packed
+  for (int repeat = 0;; ++repeat) {
+    const int per_thread = ceil_div(num_experts, kThreads), first = thread * per_thread;
+    const int end = first + per_thread < num_experts ? first + per_thread : num_experts;
+    int mine = 0, total = 0;
+    for (int e = first; e < end; ++e) mine += PackedSums::of(masks[2 * e], masks[2 * e + 1]);
+    int start = done + exclusive_sum<kWarps>(mine, routing.warp_sums, total);
+    for (int e = first; e < end; ++e) {
+      const int here = PackedSums::of(masks[2 * e], masks[2 * e + 1]);
+      starts[e] = start;
+      for (int i = 0; i < PackedSums::slots(here); ++i) {
+        routing.slot_expert[PackedSums::slots(start) + i] = e;
+        routing.slot_begin[PackedSums::slots(start) + i] = PackedSums::pairs(start) + i * kSlotColumns;
+      }
+      start += here;
     }
-    routing.leads[p] = key >= 0 && first == p;
-    if (routing.leads[p]) atomic_add_shared(&routing.num_slots, 1);
+    done += total;
+    if (thread == 0) {
+      routing.num_slots = PackedSums::slots(done);
+      routing.slot_begin[PackedSums::slots(done)] = PackedSums::pairs(done);
+    }
+    sync_block();
+    MOEOPT_UNROLL
+    for (int i = 0; i < kRounds; ++i) {
+      const int p = thread + i * kThreads, token = p / top_k;
+      if (expert[i] < 0 || before[i] != repeat) continue;
+      const uint32_t low = masks[2 * expert[i]], high = masks[2 * expert[i] + 1], below = (1u << (token % 32)) - 1u;
+      const int rank = token < 32 ? count_bits(low & below) : count_bits(low) + count_bits(high & below);
+      routing.sorted_pair[PackedSums::pairs(starts[expert[i]]) + rank] = p;
+    }
+    sync_block();
+    if (repeat == last_repeat) return;
+    for (int i = thread; i < 2 * num_experts; i += kThreads) masks[i] = 0;
+    sync_block();
+    MOEOPT_UNROLL
+    for (int i = 0; i < kRounds; ++i) {
+      const int token = (thread + i * kThreads) / top_k;
+      if (before[i] == repeat + 1) atomic_or_shared(masks + 2 * expert[i] + token / 32, 1u << (token % 32));
+    }
+    sync_block();
   }
-  sync_block();
-  if (p < num_pairs && key >= 0) {
-    int slot = 0;
-    for (int q = 0; q < num_pairs; ++q) slot += q < first ? routing.leads[q] : 0;
-    routing.pair[slot][token] = p;
-    if (first == p) routing.slot_expert[slot] = routing.expert[p];
-  }
-  sync_block();
 }
 
 }  // namespace moeopt

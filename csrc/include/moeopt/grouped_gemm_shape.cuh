@@ -15,28 +15,31 @@ constexpr int kGemmThreads = 384;
 constexpr int kProducerThreads = 128;
 constexpr int kBoxRows = 64;
 constexpr int kBoxBytes = kBoxRows * 128;
-// Stages that the producers' signal trails their copies. The BF16 math warps trail too: they release a stage when the
-// next one is issued. A ring of kLag + 1 (+ 1) stages is the least that cannot deadlock; checked in launch_geometry.
-constexpr int kLag = 1;
-
 template <GemmMode kMode, int kTokens>
 struct GemmShape {
-  // 256 tokens: one operand of 64 rows per math warpgroup instead of two, so that a weight row serves twice the tokens.
-  static constexpr bool kWide = kTokens == 256;
-  static constexpr int kBoxes = kWide ? 2 : 4;
-  // 168 per thread at launch (65536 / 384, rounded down to 8); moved from the producers to the math warpgroups:
-  // 128 x 56 + 256 x 224 = 128 x 104 + 256 x 200 = 64512 = 384 x 168. Wide producers hold 16 token rows, not 8.
-  static constexpr int kProducerRegisters = kWide ? 104 : 56;
-  static constexpr int kMathRegisters = kWide ? 200 : 224;
+  static constexpr int kBoxes = 4;
   static constexpr int kWeightBytes = kBoxes * kBoxBytes;
   static constexpr int kDepth = kMode == GemmMode::kBf16 ? 64 : 128;  // K per stage: 128 bytes of weights
   static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2 : 1;  // of 128 bytes per token
   static constexpr int kTokenBytes = kTokenTiles * kTokens * 128;
-  static constexpr int kScaleBytes = kMode == GemmMode::kFp8 ? 1024 : 0;  // kTokens floats, alignment kept
+  // 128 floats for the tokens (kFp8), then kFactors for the weights; the next stage's alignment kept.
+  static constexpr int kScaleBytes = kMode == GemmMode::kBf16 ? 0 : 1024;
+  static constexpr int kScaleOffset = kWeightBytes + kTokenBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes + kScaleBytes;
-  // Per math warpgroup: kTokens x 64 BF16; wide: 256 x 32 (up), or 128 x 64 at a time (down).
-  static constexpr int kStagingBytes = kTokens * (kWide ? 64 : 128);
+  static constexpr int kStagedTokens = kTokens < 64 ? kTokens : 64;  // at a time, on their way out
+  // Per math warpgroup: 64 BF16 per token; FP8 tokens also the largest of them.
+  static constexpr int kStagingBytes = kStagedTokens * (128 + (kMode == GemmMode::kFp8 ? 4 : 0));
 };
+
+// Scales of the weights in a stage: [math warpgroup][operand][warp]. I and H are multiples of 16, so the 16 rows of a
+// warp lie in one block of 128; the 64 of an operand may not.
+constexpr int kFactors = 16;
+constexpr int kFactorOffset = 128;  // floats, behind the tokens' scales
+
+// 168 per thread at launch (65536 / 384, rounded down to 8); moved from the producers to the math warpgroups:
+// 128 x 56 + 256 x 224 = 64512 = 384 x 168.
+constexpr int kProducerRegisters = 56;
+constexpr int kMathRegisters = 224;
 
 struct GemmArgs {
   const void* tokens;  // BF16, permuted BF16 or E4M3 rows
@@ -47,6 +50,8 @@ struct GemmArgs {
   const int* num_tiles;
   uint16_t* out;  // BF16 rows by position
   int64_t out_stride;
+  uint8_t* out_quantized;  // kFp8, kUp: E4M3 in the place of `out`
+  float* out_scale;        // [rows by position][ceil(I / 128)]
   const float* weight_scale;
   const float* bias;
   int32_t top_k;
@@ -78,21 +83,22 @@ struct GemmRing {
 };
 
 // Rows of the output (kUp: of I) that one math warpgroup makes of one tile.
-template <bool kUp, bool kWide>
-constexpr int kRowsPerWarpgroup = (kUp ? 64 : 128) / (kWide ? 2 : 1);
+template <bool kUp>
+constexpr int kRowsPerWarpgroup = kUp ? 64 : 128;
 
-template <bool kUp, bool kWide>
+template <bool kUp>
 MOEOPT_DEVICE int row_tiles(const GemmArgs& args) {
-  return ceil_div(args.rows, 2 * kRowsPerWarpgroup<kUp, kWide>);
+  return ceil_div(args.rows, 2 * kRowsPerWarpgroup<kUp>);
 }
 // First row of a math warpgroup's operand `a`.
-template <bool kUp, bool kWide>
+template <bool kUp>
 MOEOPT_DEVICE int first_row(int row_tile, int warpgroup, int a) {
-  return (2 * row_tile + warpgroup) * kRowsPerWarpgroup<kUp, kWide> + (kUp ? 0 : a * 64);
+  return (2 * row_tile + warpgroup) * kRowsPerWarpgroup<kUp> + (kUp ? 0 : a * 64);
 }
 
+// From L2: the routing may belong to a launch that overlaps this one.
 MOEOPT_DEVICE TokenTile load_tile(const TokenTile* tile) {
-  const Vec4 v = load_constant16(tile);
+  const Vec4 v = load_shared_across_blocks16(tile);
   return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), 0};
 }
 

@@ -1,24 +1,28 @@
 // From top-k ids to work for the grouped GEMMs: pairs sorted by expert, stable, and a table of token tiles.
 //
-//   pairs [T k] ──blocks of 1024──► rank of a pair among its expert's in the block, histogram of the block
+//   pairs [T k] ──blocks of 1024, 128 per warp──► lanes with the same expert found by a match: rank of a pair in its warp,
+//                 counts per warp and expert ──prefix over warps──► rank in the block, histogram of the block
 //                 last block to arrive ──► prefix over blocks, offsets per expert, tile table
+//                 further blocks of the launch: the tokens as FP8 weights want them (prepare_tokens.cuh)
 //   second launch (or the only block itself): position = offset[e] + prefix[block][e] + rank
 //                 ──► sorted_pair[position] = pair, pair_position[pair] = position
 //
 // Stable and without floating point: the same ids give the same order on every run.
-//
-// State: compiled and run in emulation on a CPU; not yet run on a GPU.
 #pragma once
 
-#include "moeopt/decode_routing.cuh"
+#include "moeopt/block_sum.cuh"
 #include "moeopt/device.cuh"
+#include "moeopt/expert_ids.cuh"
 #include "moeopt/fused_experts.h"
+#include "moeopt/prepare_tokens.cuh"
 #include "moeopt/swiglu.cuh"
 
 namespace moeopt {
 
-constexpr int kRouteThreads = 256;
+constexpr int kRouteThreads = kPrepareThreads;
 constexpr int kRoutePairs = 1024;  // per block
+constexpr int kRouteWarps = kRouteThreads / 32;
+constexpr int kRouteRounds = kRoutePairs / kRouteThreads;  // pairs per thread
 
 // Tokens of one expert that one tile of a grouped GEMM takes: positions [begin, begin + count).
 struct alignas(16) TokenTile {
@@ -36,92 +40,110 @@ struct RouteArgs {
   int* num_tiles;       // [1]
   int* block_arrivals;  // [1]; zero between launches
   int32_t tile_tokens;
+  int32_t num_blocks;   // that count pairs
 };
 
 MOEOPT_DEVICE int* block_count(const RouteArgs& args, int block, int expert) {
   return args.block_counts + block * args.moe.num_local_experts + expert;
 }
 
-MOEOPT_DEVICE int expert_of_pair(const FusedExpertsArgs& moe, int64_t pair) {
-  return local_expert(moe, topk_id(moe, pair));
-}
+// The pairs of a thread: round i of warp w has pairs 128 w + 32 i + lane of the block.
+struct RoutedPairs {
+  int expert[kRouteRounds];  // -1: skipped, or no such pair
+  int rank[kRouteRounds];    // among the pairs of the expert in this block
 
-// Histogram and ranks of this block's pairs. Shared: counts[E], then 256 ids.
-MOEOPT_DEVICE void count_block(const RouteArgs& args, int* counts, int* ids) {
-  const int num_experts = static_cast<int>(args.moe.num_local_experts);
+  MOEOPT_DEVICE static int pair(int round) {
+    return block_index() * kRoutePairs + (thread_index() / 32 * kRouteRounds + round) * 32 + thread_index() % 32;
+  }
+};
+
+// Shared: counts[E], then warp_counts[kRouteWarps][E].
+MOEOPT_DEVICE RoutedPairs count_block(const RouteArgs& args, int* counts, uint16_t* warp_counts) {
+  const int num_experts = static_cast<int>(args.moe.num_local_experts), lane = thread_index() % 32;
   const int num_pairs = static_cast<int>(args.moe.num_tokens * args.moe.top_k);
-  for (int e = thread_index(); e < num_experts; e += kRouteThreads) counts[e] = 0;
-  sync_block();
-  for (int first = block_index() * kRoutePairs; first < (block_index() + 1) * kRoutePairs && first < num_pairs;
-       first += kRouteThreads) {
-    const int pair = first + thread_index();
-    const int expert = pair < num_pairs ? expert_of_pair(args.moe, pair) : -1;
-    ids[thread_index()] = expert;
-    sync_block();
-    int rank = 0;
-    for (int q = 0; q < thread_index(); ++q) rank += ids[q] == expert;
-    if (expert >= 0) args.pair_rank[pair] = counts[expert] + rank;
-    sync_block();
-    if (expert >= 0) atomic_add_shared(counts + expert, 1);
-    sync_block();
+  RoutedPairs mine;
+  MOEOPT_UNROLL
+  for (int i = 0; i < kRouteRounds; ++i) {
+    const int pair = RoutedPairs::pair(i);
+    mine.expert[i] = pair < num_pairs ? expert_of_pair(args.moe, pair) : -1;
   }
+  for (int i = thread_index(); i < kRouteWarps * num_experts; i += kRouteThreads) warp_counts[i] = 0;
+  sync_block();
+  uint16_t* of_warp = warp_counts + thread_index() / 32 * num_experts;
+  MOEOPT_UNROLL
+  for (int i = 0; i < kRouteRounds; ++i) {
+    const int expert = mine.expert[i];
+    const uint32_t same = warp_match(expert);
+    const int before = count_bits(same & ((1u << lane) - 1u));
+    mine.rank[i] = expert < 0 ? 0 : of_warp[expert] + before;
+    sync_warp();
+    if (expert >= 0 && before == 0) of_warp[expert] = static_cast<uint16_t>(of_warp[expert] + count_bits(same));
+    sync_warp();
+  }
+  sync_block();
   for (int e = thread_index(); e < num_experts; e += kRouteThreads) {
-    *block_count(args, block_index(), e) = counts[e];
-  }
-}
-
-// Exclusive sums of `values` [n] in place, total returned to every thread. `partial`: kRouteThreads ints.
-MOEOPT_DEVICE int exclusive_sums(int* values, int n, int* partial) {
-  const int per_thread = ceil_div(n, kRouteThreads), begin = thread_index() * per_thread;
-  int sum = 0;
-  for (int i = begin; i < begin + per_thread && i < n; ++i) sum += values[i];
-  partial[thread_index()] = sum;
-  sync_block();
-  int before = 0, total = 0;
-  for (int t = 0; t < kRouteThreads; ++t) {
-    before += t < thread_index() ? partial[t] : 0;
-    total += partial[t];
-  }
-  for (int i = begin; i < begin + per_thread && i < n; ++i) {
-    const int value = values[i];
-    values[i] = before;
-    before += value;
+    int sum = 0;
+    MOEOPT_UNROLL
+    for (int w = 0; w < kRouteWarps; ++w) {
+      const int count = warp_counts[w * num_experts + e];
+      warp_counts[w * num_experts + e] = static_cast<uint16_t>(sum);
+      sum += count;
+    }
+    counts[e] = sum;
   }
   sync_block();
-  return total;
+  MOEOPT_UNROLL
+  for (int i = 0; i < kRouteRounds; ++i) {
+    if (mine.expert[i] >= 0) mine.rank[i] += of_warp[mine.expert[i]];
+  }
+  return mine;
 }
 
-// By the last block: prefix over blocks, offsets, tile table. Shared: totals[E], tile_base[E], 256 partial sums.
-MOEOPT_DEVICE void finish_counts(const RouteArgs& args, int* totals, int* tile_base, int* partial) {
+// Turns the blocks' histograms into prefixes over blocks; `totals`: the sums.
+MOEOPT_DEVICE void add_blocks(const RouteArgs& args, int* totals) {
   const int num_experts = static_cast<int>(args.moe.num_local_experts);
   for (int e = thread_index(); e < num_experts; e += kRouteThreads) {
     int before = 0;
     // 16 loads at a time: one after the other, each would wait for L2.
-    for (int first = 0; first < grid_blocks(); first += 16) {
+    for (int first = 0; first < args.num_blocks; first += 16) {
       int value[16];
       MOEOPT_UNROLL
       for (int i = 0; i < 16; ++i) {
-        value[i] = first + i < grid_blocks() ? load_shared_across_blocks(block_count(args, first + i, e)) : 0;
+        value[i] = first + i < args.num_blocks ? load_shared_across_blocks(block_count(args, first + i, e)) : 0;
       }
       MOEOPT_UNROLL
       for (int i = 0; i < 16; ++i) {
-        if (first + i < grid_blocks()) *block_count(args, first + i, e) = before;
+        if (first + i < args.num_blocks) *block_count(args, first + i, e) = before;
         before += value[i];
       }
     }
     totals[e] = before;
-    tile_base[e] = ceil_div(before, args.tile_tokens);
   }
   sync_block();
-  const int num_tiles = exclusive_sums(tile_base, num_experts, partial);
-  const int num_active = exclusive_sums(totals, num_experts, partial);  // totals: now the offsets
-  for (int e = thread_index(); e < num_experts; e += kRouteThreads) {
-    const int begin = totals[e], end = e + 1 < num_experts ? totals[e + 1] : num_active;
-    args.expert_offsets[e] = begin;
-    for (int i = 0; begin + i * args.tile_tokens < end; ++i) {
-      const int first = begin + i * args.tile_tokens, left = end - first;
-      args.tiles[tile_base[e] + i] = {e, first, left < args.tile_tokens ? left : args.tile_tokens, 0};
+}
+
+// Offsets per expert and the tile table, by one block. `totals` [E]: pairs per expert; becomes the offsets.
+MOEOPT_DEVICE void write_tiles(const RouteArgs& args, int* totals, int* warp_sums) {
+  const int num_experts = static_cast<int>(args.moe.num_local_experts);
+  const int per_thread = ceil_div(num_experts, kRouteThreads), begin = thread_index() * per_thread;
+  const int end = begin + per_thread < num_experts ? begin + per_thread : num_experts;
+  int pairs = 0, tiles = 0, num_active = 0, num_tiles = 0;
+  for (int e = begin; e < end; ++e) {
+    pairs += totals[e];
+    tiles += ceil_div(totals[e], args.tile_tokens);
+  }
+  int position = exclusive_sum<kRouteWarps>(pairs, warp_sums, num_active);
+  sync_block();
+  int tile = exclusive_sum<kRouteWarps>(tiles, warp_sums, num_tiles);
+  for (int e = begin; e < end; ++e) {
+    const int count = totals[e];
+    totals[e] = position;
+    args.expert_offsets[e] = position;
+    for (int first = 0; first < count; first += args.tile_tokens) {
+      const int left = count - first;
+      args.tiles[tile++] = {e, position + first, left < args.tile_tokens ? left : args.tile_tokens, 0};
     }
+    position += count;
   }
   if (thread_index() == 0) {
     args.expert_offsets[num_experts] = num_active;
@@ -130,47 +152,77 @@ MOEOPT_DEVICE void finish_counts(const RouteArgs& args, int* totals, int* tile_b
   }
 }
 
-// Positions of this block's pairs.
-MOEOPT_DEVICE void place_pairs(const RouteArgs& args) {
-  const int num_pairs = static_cast<int>(args.moe.num_tokens * args.moe.top_k);
-  const int first = block_index() * kRoutePairs;
-  for (int pair = first + thread_index(); pair < first + kRoutePairs && pair < num_pairs; pair += kRouteThreads) {
-    const int expert = expert_of_pair(args.moe, pair);
-    int position = -1;
-    if (expert >= 0) {
-      position = args.expert_offsets[expert] + *block_count(args, block_index(), expert) + args.pair_rank[pair];
-      args.sorted_pair[position] = pair;
-    }
-    args.pair_position[pair] = position;
-  }
+MOEOPT_DEVICE void place_pair(const RouteArgs& args, int pair, int position) {
+  if (position >= 0) args.sorted_pair[position] = pair;
+  args.pair_position[pair] = position;
 }
 
-// Dynamic shared memory: (2 E + 256 + 1) ints and the alignment.
-MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1) count_pairs_kernel(const MOEOPT_GRID_CONSTANT RouteArgs args) {
-  MOEOPT_SHARED_BASE(shared);
+// Shared memory of the first launch: is_last and warp sums, counts[E], warp_counts[kRouteWarps][E].
+struct RouteShared {
+  int is_last;
+  int warp_sums[kRouteWarps];
+};
+
+MOEOPT_DEVICE void count_pairs(const RouteArgs& args, unsigned char* shared) {
   const int num_experts = static_cast<int>(args.moe.num_local_experts);
-  int* counts = reinterpret_cast<int*>(shared);
-  int* tile_base = counts + num_experts;
-  int* partial = tile_base + num_experts;
-  int* is_last = partial + kRouteThreads;
-  count_block(args, counts, partial);
+  const int num_pairs = static_cast<int>(args.moe.num_tokens * args.moe.top_k);
+  RouteShared& own = *reinterpret_cast<RouteShared*>(shared);
+  int* counts = reinterpret_cast<int*>(shared + sizeof(RouteShared));
+  const RoutedPairs mine = count_block(args, counts, reinterpret_cast<uint16_t*>(counts + num_experts));
+  if (args.num_blocks == 1) {  // nothing to wait for: the second launch is left out
+    write_tiles(args, counts, own.warp_sums);
+    sync_block();
+    MOEOPT_UNROLL
+    for (int i = 0; i < kRouteRounds; ++i) {
+      const int pair = RoutedPairs::pair(i), expert = mine.expert[i];
+      if (pair < num_pairs) place_pair(args, pair, expert < 0 ? -1 : counts[expert] + mine.rank[i]);
+    }
+    return;
+  }
+  MOEOPT_UNROLL
+  for (int i = 0; i < kRouteRounds; ++i) {
+    if (mine.expert[i] >= 0) args.pair_rank[RoutedPairs::pair(i)] = mine.rank[i];
+  }
+  for (int e = thread_index(); e < num_experts; e += kRouteThreads) *block_count(args, block_index(), e) = counts[e];
   sync_block();
   if (thread_index() == 0) {
     fence_gpu();
-    *is_last = atomic_add_global(args.block_arrivals, 1) == grid_blocks() - 1;
+    own.is_last = atomic_add_global(args.block_arrivals, 1) == args.num_blocks - 1;
     fence_gpu();
   }
   sync_block();
-  if (*is_last == 0) return;
-  finish_counts(args, counts, tile_base, partial);
-  if (grid_blocks() == 1) {  // nothing to wait for: the second launch is left out
-    sync_block();
-    place_pairs(args);
+  if (own.is_last == 0) return;
+  add_blocks(args, counts);
+  write_tiles(args, counts, own.warp_sums);
+}
+
+// The first launch: blocks from args.num_blocks on prepare tokens, if there are any.
+MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1)
+    count_pairs_kernel(const MOEOPT_GRID_CONSTANT RouteArgs args, const MOEOPT_GRID_CONSTANT PrepareArgs prepare) {
+  MOEOPT_SHARED_BASE(shared);
+  wait_for_previous_kernel();
+  launch_dependents();
+  if (block_index() < args.num_blocks) {
+    count_pairs(args, shared);
+  } else {
+    prepare_tokens(prepare, block_index() - args.num_blocks, grid_blocks() - args.num_blocks);
   }
 }
 
 MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1) place_pairs_kernel(const MOEOPT_GRID_CONSTANT RouteArgs args) {
-  place_pairs(args);
+  const int num_pairs = static_cast<int>(args.moe.num_tokens * args.moe.top_k);
+  wait_for_previous_kernel();
+  launch_dependents();
+  MOEOPT_UNROLL
+  for (int i = 0; i < kRouteRounds; ++i) {
+    const int pair = RoutedPairs::pair(i);
+    if (pair >= num_pairs) continue;
+    const int expert = expert_of_pair(args.moe, pair);
+    const int position = expert < 0 ? -1
+                                    : args.expert_offsets[expert] + *block_count(args, block_index(), expert) +
+                                          args.pair_rank[pair];
+    place_pair(args, pair, position);
+  }
 }
 
 }  // namespace moeopt

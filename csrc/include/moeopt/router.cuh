@@ -128,6 +128,8 @@ MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(128, 1)
     route_tokens_kernel(RouterArgs router, int num_tokens, int num_experts, int top_k, int* topk_ids,
                         float* topk_weights) {
   MOEOPT_SHARED_BASE(shared);
+  wait_for_previous_kernel();
+  launch_dependents();
   const int warp = thread_index() / 32;
   float* scores = reinterpret_cast<float*>(shared) + warp * num_experts;
   uint32_t* keys = reinterpret_cast<uint32_t*>(shared) + (block_threads() / 32 + warp) * num_experts;

@@ -6,7 +6,7 @@
 
 namespace moeopt {
 
-MOEOPT_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + exp_fast(-x)); }
+MOEOPT_DEVICE float sigmoid(float x) { return reciprocal_fast(1.0f + exp_fast(-x)); }
 
 MOEOPT_DEVICE float swiglu(Activation activation, float gate, float up) {
   if (activation == Activation::kSwigluOai) {
@@ -25,10 +25,10 @@ MOEOPT_DEVICE int w13_row(Activation activation, int intermediate_size, int i, i
   return activation == Activation::kSwigluOai ? 2 * i + which : which * intermediate_size + i;
 }
 
-// The factor of one weight row and one 128-wide block along K (kBlock128), or of the row (kChannel).
-MOEOPT_DEVICE float block_scale(const float* scale, int expert, int rows, int columns, int row, int column) {
+// The factors of one weight row, one per 128 along K (kBlock128); below: of the whole row (kChannel).
+MOEOPT_DEVICE const float* block_scales(const float* scale, int expert, int rows, int columns, int row) {
   const int64_t row_blocks = ceil_div(rows, 128), column_blocks = ceil_div(columns, 128);
-  return load_constant(scale + (expert * row_blocks + row / 128) * column_blocks + column / 128);
+  return scale + (expert * row_blocks + row / 128) * column_blocks;
 }
 MOEOPT_DEVICE float channel_scale(const float* scale, int expert, int rows, int row) {
   return load_constant(scale + static_cast<int64_t>(expert) * rows + row);

@@ -1,13 +1,13 @@
 """Protocols of the CUDA kernels, computed and checked without a GPU.
 
-Each module mirrors one kernel header of csrc/include/moeopt: it chooses tile shapes, stages, chunk sizes and grid from
+Each module mirrors one kernel header of csrc/include/moeopt: it chooses tile shapes, stages and grid from
 the problem's sizes, and checks what the hardware and the kernel's barriers demand. The launchers take these numbers as
 they are; the compiled constants they rest on are compared in the tests.
 """
 
 from __future__ import annotations
 
-from moe_optimizer.ops.launch_geometry.decode import DecodeGeometry, decode_geometry
+from moe_optimizer.ops.launch_geometry.direct import DirectGeometry, direct_geometry
 from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry, grouped_geometry
 from moe_optimizer.ops.launch_geometry.hopper import HOPPER, ChipLimits, GeometryError
 from moe_optimizer.ops.launch_geometry.routing import RoutingGeometry, routing_geometry
@@ -16,13 +16,13 @@ from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 __all__ = [
     "HOPPER",
     "ChipLimits",
-    "DecodeGeometry",
+    "DirectGeometry",
     "GemmMode",
     "GeometryError",
     "GroupedGeometry",
     "MoeSizes",
     "RoutingGeometry",
-    "decode_geometry",
+    "direct_geometry",
     "grouped_geometry",
     "routing_geometry",
 ]

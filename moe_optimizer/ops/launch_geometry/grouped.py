@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from moe_optimizer.ops.launch_geometry.hopper import HOPPER, ChipLimits, expect
-from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
+from moe_optimizer.ops.launch_geometry.sizes import MoeSizes, ceil_div
 
 KERNEL = "grouped_gemm"
 THREADS = 384
@@ -17,16 +17,14 @@ PRODUCER_THREADS = 128
 MATH_WARPS = (THREADS - PRODUCER_THREADS) // 32
 PRODUCER_REGISTERS = 56
 MATH_REGISTERS = 224
-WIDE_PRODUCER_REGISTERS = 104
-WIDE_MATH_REGISTERS = 200
-"""The same with tiles of 256 tokens: their producers hold 16 token rows each, not 8."""
 BOX_ROWS = 64
 BOXES = 4
-LAG = 1
-"""Stages by which the producers' signal trails their copies."""
 RELEASE_LAG = 1
 """Stages by which the BF16 math warps' release trails: stage s is released once s + 1 is issued."""
+PREPARE_WARPS = 8
 ALIGNMENT_SLACK = 1024
+STAGED_TOKENS = 64
+"""Tokens that pass through a math warpgroup's output buffer at a time."""
 SWIZZLE_BYTES = 128
 """Bytes of a weight row per stage: one swizzled row of the tensor copy."""
 
@@ -41,14 +39,12 @@ class GemmMode(IntEnum):
     """E4M3 weights and tokens quantised per 128."""
 
 
-WIDE_TILE = 256
-"""Tile of which each math warpgroup has one operand of 64 rows instead of two."""
 TILE_TOKENS = {
-    GemmMode.BF16: (16, 32, 64, 128, WIDE_TILE),
+    GemmMode.BF16: (16, 32, 64, 96, 128, 160),
     GemmMode.FP8_WEIGHTS: (16, 32, 64),
-    GemmMode.FP8: (32, 64, 128),
+    GemmMode.FP8: (32, 64, 96, 128),
 }
-"""Token tiles that are compiled. FP8_WEIGHTS stops at 64: sums and partial sums of 128 do not fit the registers."""
+"""Token tiles that are compiled: up to where sums and partial sums fit the registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +67,8 @@ class GroupedGeometry:
     """Bytes of the 4 boxes that the copy engine adds to one stage."""
     accumulators: int
     """FP32 registers per math thread that hold sums and partial sums."""
+    prepare_blocks: int
+    """Blocks that prepare the tokens, beside those that count pairs: a warp per 128 elements."""
     max_tiles: int
     """Token tiles the table must have room for: every pair full tiles, and one started tile per expert."""
 
@@ -109,40 +107,33 @@ def grouped_geometry(
 
     box = BOX_ROWS * SWIZZLE_BYTES
     token_bytes = tile_tokens * SWIZZLE_BYTES * (2 if mode == GemmMode.FP8_WEIGHTS else 1)
-    # 1024 for at most 128 floats: keeps every stage, and so every swizzled tile, on a 1024-byte boundary.
-    scale_bytes = 1024 if mode == GemmMode.FP8 else 0
-    boxes = BOXES // 2 if tile_tokens == WIDE_TILE else BOXES
-    stage = boxes * box + token_bytes + scale_bytes
+    # 1024 for at most 144 floats: keeps every stage, and so every swizzled tile, on a 1024-byte boundary.
+    scale_bytes = 0 if mode == GemmMode.BF16 else 1024
+    stage = BOXES * box + token_bytes + scale_bytes
     expect(stage % 1024 == 0, KERNEL, "bytes per stage", stage, "a multiple of 1024, the swizzle's period")
-    staging = 2 * min(tile_tokens, 128) * SWIZZLE_BYTES
+    # BF16 of 64 rows per token, and in FP8 the largest of them.
+    staging = 2 * min(tile_tokens, STAGED_TOKENS) * (SWIZZLE_BYTES + (4 if mode == GemmMode.FP8 else 0))
     fixed = {"output staging of 2 warpgroups": staging, "alignment": ALIGNMENT_SLACK}
     if num_stages is None:
         num_stages = min(8, (limits.shared_bytes_per_block - sum(fixed.values())) // (stage + 16))
-    # To signal stage s the producer first fills s + LAG, so stage s + LAG - num_stages must have been released, and
-    # that (BF16) needs stage s + LAG - num_stages + RELEASE_LAG signalled: a stage before s, or both wait forever.
+    # Math warps that keep stage s until s + 1 is issued need that one filled meanwhile, or both sides wait for ever.
     release_lag = RELEASE_LAG if mode == GemmMode.BF16 else 0
     expect(
-        num_stages >= LAG + release_lag + 1,
-        KERNEL,
-        "ring stages",
-        num_stages,
-        f"at least {LAG} (signal lag) + {release_lag} (release lag) + 1",
+        num_stages >= release_lag + 1, KERNEL, "ring stages", num_stages, f"at least {release_lag} (release lag) + 1"
     )
     shared = limits.check_shared(
         KERNEL,
         {f"{num_stages} stages of {stage}": num_stages * stage, f"{2 * num_stages} barriers": 16 * num_stages, **fixed},
     )
-    wide = tile_tokens == WIDE_TILE
-    math_registers = WIDE_MATH_REGISTERS if wide else MATH_REGISTERS
-    _check_registers(limits, WIDE_PRODUCER_REGISTERS if wide else PRODUCER_REGISTERS, math_registers)
+    _check_registers(limits)
     accumulators = _accumulators(mode, tile_tokens)
     # Addresses, row data and loop state need about 24 registers beside the sums and two operand sets.
     expect(
-        accumulators + 24 <= math_registers,
+        accumulators + 24 <= MATH_REGISTERS,
         KERNEL,
         f"sums of {tile_tokens} tokens in {mode.name}",
         f"{accumulators} registers + 24",
-        f"at most {math_registers}",
+        f"at most {MATH_REGISTERS}",
     )
     return GroupedGeometry(
         mode=mode,
@@ -154,8 +145,13 @@ def grouped_geometry(
         grid=num_multiprocessors,
         full_arrivals=PRODUCER_THREADS + 1,
         empty_arrivals=MATH_WARPS,
-        transaction_bytes=boxes * box,
+        transaction_bytes=BOXES * box,
         accumulators=accumulators,
+        prepare_blocks=0
+        if mode == GemmMode.BF16
+        else min(
+            ceil_div(sizes.num_tokens * ceil_div(sizes.hidden_size, 128), PREPARE_WARPS), 16 * num_multiprocessors
+        ),
         max_tiles=sizes.num_pairs // tile_tokens + min(sizes.num_experts, sizes.num_pairs),
     )
 
@@ -172,23 +168,24 @@ def choose_tile_tokens(sizes: MoeSizes, mode: GemmMode) -> int:
 
 
 def _accumulators(mode: GemmMode, tile_tokens: int) -> int:
-    operands = 1 if tile_tokens == WIDE_TILE else 2
-    sums = operands * tile_tokens // 2
+    sums = tile_tokens  # two operands of 64 rows: half a register per token each
     if mode == GemmMode.BF16:
         return sums
-    # Both partial sums at once, or one after the other.
-    partial = sums + 16 if mode == GemmMode.FP8_WEIGHTS else tile_tokens // 2
-    return sums + partial
+    if mode == GemmMode.FP8_WEIGHTS:
+        return 2 * sums + 16
+    # Partial sums of both operands at once, or above 64 tokens one after the other.
+    return sums + (tile_tokens if tile_tokens <= 64 else tile_tokens // 2)
 
 
-def _check_registers(limits: ChipLimits, producer: int, math: int) -> None:
+def _check_registers(limits: ChipLimits) -> None:
     at_launch = limits.registers // THREADS // 8 * 8
-    moved = PRODUCER_THREADS * producer + (THREADS - PRODUCER_THREADS) * math
+    moved = PRODUCER_THREADS * PRODUCER_REGISTERS + (THREADS - PRODUCER_THREADS) * MATH_REGISTERS
     limits.check_registers(KERNEL, THREADS, at_launch)
     expect(
         moved <= THREADS * at_launch,
         KERNEL,
-        f"registers after the move: {PRODUCER_THREADS} x {producer} + {THREADS - PRODUCER_THREADS} x {math}",
+        f"registers after the move: {PRODUCER_THREADS} x {PRODUCER_REGISTERS} + "
+        f"{THREADS - PRODUCER_THREADS} x {MATH_REGISTERS}",
         moved,
         f"at most {THREADS} x {at_launch} = {THREADS * at_launch}",
     )

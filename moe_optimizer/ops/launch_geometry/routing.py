@@ -13,6 +13,9 @@ from moe_optimizer.ops.launch_geometry.sizes import MoeSizes, ceil_div
 KERNEL = "route_pairs"
 THREADS = 256
 PAIRS_PER_BLOCK = 1024
+WARPS = THREADS // 32
+FIXED_SHARED_BYTES = (1 + WARPS) * 4
+"""The last-block flag and the warps' sums."""
 MAX_PAIRS = 2**31 - 1
 ALIGNMENT_SLACK = 1024
 
@@ -35,9 +38,9 @@ def routing_geometry(sizes: MoeSizes, *, limits: ChipLimits = HOPPER) -> Routing
     shared = limits.check_shared(
         KERNEL,
         {
-            f"2 counts of {sizes.num_experts} experts": 2 * sizes.num_experts * 4,
-            "partial sums": THREADS * 4,
-            "last-block flag": 4,
+            f"counts of {sizes.num_experts} experts": sizes.num_experts * 4,
+            f"the same for each of {WARPS} warps": WARPS * sizes.num_experts * 2,
+            "flag and sums": FIXED_SHARED_BYTES,
             "alignment": ALIGNMENT_SLACK,
         },
     )

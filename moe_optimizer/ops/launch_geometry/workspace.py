@@ -9,27 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_optimizer.ops.launch_geometry.decode import MAX_PAIRS, TILE_ROWS, DecodeGeometry
 from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry
-from moe_optimizer.ops.launch_geometry.hopper import expect
 from moe_optimizer.ops.launch_geometry.routing import RoutingGeometry
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes, ceil_div
 
 ALIGNMENT = 256
 
-COUNTERS = {"slot_arrivals": MAX_PAIRS, "tile_arrivals": 1022, "block_arrivals": 1, "route_arrivals": 1}
-"""Zeroed int32 counters by name, in order. tile_arrivals covers H up to 32,704."""
-
-
-def counter_offset(name: str) -> int:
-    """Return the index of the first int32 of the counter `name`."""
-    names = list(COUNTERS)
-    return sum(COUNTERS[other] for other in names[: names.index(name)])
-
-
-def num_counters() -> int:
-    """Return the int32 elements of one set of counters."""
-    return sum(COUNTERS.values())
+COUNTERS = 1
+"""Zeroed int32 counters of one set: the arrivals of the blocks that count pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +27,11 @@ class Layout:
     total_bytes: int
 
 
-def decode_layout(sizes: MoeSizes, geometry: DecodeGeometry) -> Layout:
-    """Return the workspace of the small-batch kernel: h in BF16, y in FP32, a row per pair."""
-    expect(
-        geometry.down_tiles <= COUNTERS["tile_arrivals"],
-        "flash_dmoe_decode",
-        f"tiles of {TILE_ROWS} rows in H = {sizes.hidden_size}",
-        geometry.down_tiles,
-        f"at most {COUNTERS['tile_arrivals']}",
-    )
+def direct_layout(sizes: MoeSizes, *, has_router: bool = False) -> Layout:
+    """Return the workspace of the direct kernels, in the order of `DirectWorkspace` in csrc/launch/arguments.h."""
     pairs = sizes.num_pairs
-    return _pack({"h": pairs * sizes.intermediate_size * 2, "y": pairs * sizes.hidden_size * 4})
+    routed = pairs * 4 * has_router
+    return _pack({"h": pairs * sizes.intermediate_size * 2, "topk_ids": routed, "topk_weights": routed})
 
 
 def grouped_layout(
@@ -69,7 +50,7 @@ def grouped_layout(
             "pair_position": pairs * 4,
             "tiles": geometry.max_tiles * 16,
             "num_tiles": 4,
-            "h": pairs * width * 2,
+            "h": pairs * width * 2 * (not fp8),
             "y": pairs * hidden * 2,
             "tokens": tokens * hidden * token_bytes,
             "token_scale": tokens * ceil_div(hidden, 128) * 4 * fp8,

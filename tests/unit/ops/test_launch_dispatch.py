@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_optimizer.ops import _load, cuda_dispatch
-from moe_optimizer.ops.cuda_dispatch import CounterBank, DecodeStart, DecodeVariant, GroupedVariant, choose_variant
+from moe_optimizer.ops.cuda_dispatch import CounterBank, DirectVariant, GroupedVariant, choose_variant
 from moe_optimizer.ops.launch_geometry import GemmMode, MoeSizes
 from tests.kernel_emulator import make_case
 
@@ -25,19 +25,19 @@ def test_the_kernels_are_not_selected_unless_switched_on():
 @pytest.mark.parametrize(
     ("tokens", "weight_bytes", "expected"),
     [
-        (1, 2, DecodeVariant(DecodeStart.CHAINED, direct=True)),
-        (8, 1, DecodeVariant(DecodeStart.CHAINED, direct=True)),
-        (9, 2, GroupedVariant(GemmMode.BF16)),
-        (9, 1, GroupedVariant(GemmMode.FP8_WEIGHTS)),
+        (1, 2, DirectVariant()),
+        (64, 1, DirectVariant()),
+        (65, 2, GroupedVariant(GemmMode.BF16)),
+        (65, 1, GroupedVariant(GemmMode.FP8_WEIGHTS)),
         (8192, 1, GroupedVariant(GemmMode.FP8_WEIGHTS)),
     ],
 )
-def test_small_batches_decode_and_activations_are_never_quantised_unasked(tokens, weight_bytes, expected):
+def test_small_batches_are_direct_and_activations_are_never_quantised_unasked(tokens, weight_bytes, expected):
     assert choose_variant(replace(SIZES, num_tokens=tokens, weight_bytes=weight_bytes)) == expected
 
 
-def test_eight_tokens_of_top_33_go_to_the_grouped_kernels():
-    assert choose_variant(replace(SIZES, num_tokens=8, top_k=33)) == GroupedVariant(GemmMode.BF16)
+def test_more_pairs_than_the_tables_of_the_direct_kernels_hold_go_to_the_grouped_kernels():
+    assert choose_variant(replace(SIZES, num_tokens=64, top_k=9)) == GroupedVariant(GemmMode.BF16)
 
 
 def test_other_activation_dtypes_are_refused_with_the_dtype():
@@ -74,11 +74,11 @@ def test_a_stream_keeps_its_counters_and_no_two_share():
 
 def test_a_list_of_the_wrong_length_is_an_error_before_anything_is_launched():
     available, reason = _load.kernels_available()
-    if not available or not hasattr(_load.kernels(), "cuda_decode"):
+    if not available or not hasattr(_load.kernels(), "cuda_direct"):
         pytest.skip(f"needs the extension with CUDA kernels: {reason or 'built without nvcc'}")
     with pytest.raises(ValueError, match="problem: got 3 values, expected 36"):
-        _load.kernels().cuda_decode([0] * 3, [0] * 5, [0] * 7, 0, 0)
-    with pytest.raises(ValueError, match="decode geometry: got 5 values, expected 7"):
-        _load.kernels().cuda_decode([0] * 36, [0] * 5, [0] * 5, 0, 0)
+        _load.kernels().cuda_direct([0] * 3, [0] * 3, [0] * 4, 0)
+    with pytest.raises(ValueError, match="direct geometry: got 5 values, expected 4"):
+        _load.kernels().cuda_direct([0] * 36, [0] * 3, [0] * 5, 0)
     with pytest.raises(ValueError, match="grouped workspace: got 2 values, expected 16"):
-        _load.kernels().cuda_grouped([0] * 36, [0] * 2, [0] * 7, 0)
+        _load.kernels().cuda_grouped([0] * 36, [0] * 2, [0] * 8, 0)

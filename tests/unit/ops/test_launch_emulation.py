@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_optimizer.ops.launch_geometry.grouped import GemmMode
+from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS, GemmMode
 from tests.kernel_emulator import Case, Emulator, make_case, with_poisoned_output
 
 # E4M3 tokens have 4 significant bits: a relative error of up to 2**-4 per element, about 2.6e-2 on average, twice.
@@ -28,95 +28,54 @@ def assert_close(case: Case, out: torch.Tensor) -> None:
     assert error <= 2 * in_bf16 + 1e-3 * want.norm(), (error / want.norm(), in_bf16 / want.norm())
 
 
-# Sizes: one token; K not a multiple of a step (272 = 4.25 x 64); rows past the last full tile (H % 32, I % 128);
-# several chunks per row; more tokens than one column block.
+# Sizes: one token; K not a multiple of a step (272 = 4.25 x 64); I and H no multiple of a block; slots of one expert.
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "width"), [(1, 64, 32), (3, 272, 48), (9, 144, 80), (2, 1040, 528)], ids=str
+    ("tokens", "hidden", "width"), [(1, 64, 32), (3, 272, 48), (40, 144, 80), (2, 1040, 528)], ids=str
 )
 @pytest.mark.parametrize("fp8", [None, "block", "channel"])
-def test_decode_matches_the_reference(emulator: Emulator, tokens, hidden, width, fp8):
+def test_direct_matches_the_reference_whoever_runs_first(emulator: Emulator, tokens, hidden, width, fp8):
     case = make_case(tokens, 2, 4, hidden, width, fp8=fp8)
-    assert_close(case, emulator.decode(case.problem))
-
-
-def test_decode_with_biases_and_the_clamped_activation(emulator: Emulator):
-    case = make_case(3, 2, 4, 144, 48, activation="swigluoai", bias=True)
-    assert_close(case, emulator.decode(case.problem))
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_decode_does_not_depend_on_who_runs_first(emulator: Emulator, seed):
-    case = make_case(5, 2, 4, 144, 80)
-    first = emulator.decode(case.problem, blocks=2, seed=1).clone()
-    again = emulator.decode(with_poisoned_output(case), blocks=5, seed=100 + seed)
-    assert torch.equal(first, again)
-
-
-def test_decode_with_the_smallest_ring(emulator: Emulator):
-    case = make_case(3, 2, 4, 1040, 80)
-    assert_close(case, emulator.decode(case.problem, num_stages=2))
-
-
-def test_decode_in_two_launches_gives_the_same_bits(emulator: Emulator):
-    case = make_case(3, 2, 4, 144, 80)
-    one = emulator.decode(case.problem).clone()
-    assert torch.equal(one, emulator.decode(with_poisoned_output(case), split=True))
-
-
-def test_decode_with_more_pairs_on_one_expert_than_a_slot_holds(emulator: Emulator):
-    ids = torch.full((7, 3), 2)  # 21 pairs on one expert, each token naming it three times: 3 slots of 8
-    case = make_case(7, 3, 4, 80, 48, ids=ids)
-    assert_close(case, emulator.decode(case.problem))
-
-
-def test_decode_skips_negative_and_unmapped_ids(emulator: Emulator):
-    ids = torch.tensor([[0, -1], [5, 3], [-1, -1], [4, 4]])
-    expert_map = torch.tensor([-1, 1, -1, 0, 2, 3])
-    case = make_case(4, 2, 4, 80, 48, ids=ids, expert_map=expert_map, int64_ids=True)
-    out = emulator.decode(case.problem)
-    assert_close(case, out)
-    assert not out[0].any()
-    assert not out[2].any()
-
-
-def test_decode_writes_zeros_when_nothing_is_routed_here(emulator: Emulator):
-    case = make_case(3, 2, 4, 80, 48, ids=torch.full((3, 2), -1))
-    assert not emulator.decode(case.problem).any()
-    case = make_case(3, 2, 4, 80, 48, ids=torch.full((3, 2), -1))
-    assert not emulator.decode(case.problem, split=True).any()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "hidden", "width"), [(1, 64, 32), (3, 272, 48), (8, 144, 80), (2, 1040, 528)], ids=str
-)
-@pytest.mark.parametrize("fp8", [None, "block", "channel"])
-def test_direct_decode_matches_the_reference_whoever_runs_first(emulator: Emulator, tokens, hidden, width, fp8):
-    case = make_case(tokens, 2, 4, hidden, width, fp8=fp8)
-    one = emulator.decode(case.problem, direct=True, blocks=1).clone()
+    one = emulator.direct(case.problem, blocks=1).clone()
     assert_close(case, one)
-    assert torch.equal(one, emulator.decode(with_poisoned_output(case), direct=True, seed=7))
+    assert torch.equal(one, emulator.direct(with_poisoned_output(case), seed=7))
 
 
-def test_direct_decode_with_biases_a_map_and_the_clamped_activation(emulator: Emulator):
+def test_direct_with_as_many_tokens_and_pairs_as_its_tables_hold(emulator: Emulator):
+    case = make_case(64, 8, 9, 32, 32)
+    assert_close(case, emulator.direct(case.problem))
+
+
+def test_direct_with_more_experts_than_threads(emulator: Emulator):
+    case = make_case(5, 4, 700, 32, 16)
+    assert_close(case, emulator.direct(case.problem))
+
+
+def test_direct_with_biases_a_map_and_the_clamped_activation(emulator: Emulator):
     ids = torch.tensor([[0, -1], [5, 3], [-1, -1], [4, 4]])
     expert_map = torch.tensor([-1, 1, -1, 0, 2, 3])
     case = make_case(
         4, 2, 4, 144, 48, ids=ids, expert_map=expert_map, activation="swigluoai", bias=True, int64_ids=True
     )
-    out = emulator.decode(case.problem, direct=True)
+    out = emulator.direct(case.problem)
     assert_close(case, out)
     assert not out[0].any()
     assert not out[2].any()
+
+
+def test_direct_writes_zeros_when_nothing_is_routed_here(emulator: Emulator):
     case = make_case(3, 2, 4, 80, 48, ids=torch.full((3, 2), -1))
-    assert not emulator.decode(case.problem, direct=True).any()
+    assert not emulator.direct(case.problem).any()
 
 
-def test_direct_decode_with_more_pairs_on_one_expert_than_a_slot_holds(emulator: Emulator):
-    case = make_case(7, 3, 4, 80, 48, ids=torch.full((7, 3), 2))
-    assert_close(case, emulator.decode(case.problem, direct=True))
+def test_direct_with_tokens_that_name_an_expert_several_times(emulator: Emulator):
+    # A slot holds a token once: 3 slots of one expert, then (token 8 names it once more than the rest) a fourth.
+    ids = torch.full((9, 4), 2)
+    ids[:8, 3] = 1
+    case = make_case(9, 4, 4, 80, 48, ids=ids)
+    assert_close(case, emulator.direct(case.problem))
 
 
-@pytest.mark.parametrize("tile", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("tile", TILE_TOKENS[GemmMode.BF16])
 def test_grouped_bf16_matches_the_reference(emulator: Emulator, tile):
     # More tokens per expert than a tile, so that an expert has several; K and rows end inside a box.
     case = make_case(tile + 12, 2, 3, 144, 80)
@@ -131,14 +90,15 @@ def test_grouped_fp8_weights_match_the_reference(emulator: Emulator, tile, fp8):
 
 
 @pytest.mark.parametrize("fp8", ["block", "channel"])
-def test_grouped_fp8_tokens_stay_within_their_rounding(emulator: Emulator, fp8):
-    case = make_case(24, 2, 3, 208, 144, fp8=fp8)
+@pytest.mark.parametrize("tile", TILE_TOKENS[GemmMode.FP8])
+def test_grouped_fp8_tokens_stay_within_their_rounding(emulator: Emulator, fp8, tile):
+    case = make_case(tile + 12, 2, 3, 208, 144, fp8=fp8)
     want = case.reference().float()
-    out = emulator.grouped(case.problem, GemmMode.FP8, tile_tokens=32).float()
+    out = emulator.grouped(case.problem, GemmMode.FP8, tile_tokens=tile).float()
     assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
 
 
-@pytest.mark.parametrize("tile", [16, 64, 256])
+@pytest.mark.parametrize("tile", [16, 64, 160])
 def test_grouped_with_biases_the_clamped_activation_and_a_map(emulator: Emulator, tile):
     # 20 tokens: the larger tiles take their path for half-empty tiles.
     ids = torch.randint(-1, 6, (20, 2), generator=torch.Generator().manual_seed(3))
@@ -149,7 +109,7 @@ def test_grouped_with_biases_the_clamped_activation_and_a_map(emulator: Emulator
     assert_close(case, emulator.grouped(case.problem, GemmMode.BF16, tile_tokens=tile))
 
 
-@pytest.mark.parametrize("stages", [3, 4, 5])
+@pytest.mark.parametrize("stages", [2, 3, 5])
 def test_grouped_with_small_rings_ends(emulator: Emulator, stages):
     case = make_case(20, 2, 3, 272, 208)
     assert_close(case, emulator.grouped(case.problem, GemmMode.BF16, tile_tokens=16, num_stages=stages))
@@ -182,7 +142,7 @@ def test_identity_weights_reveal_a_wrong_permutation(emulator: Emulator):
     want = p.x.float() * 20 / 16 * factor
     for out in (
         emulator.grouped(with_poisoned_output(case), GemmMode.BF16, tile_tokens=16),
-        emulator.decode(with_poisoned_output(case)),
+        emulator.direct(with_poisoned_output(case)),
     ):
         assert torch.allclose(out.float(), want, rtol=2**-7, atol=0)
 
@@ -199,10 +159,8 @@ def test_nan_in_the_weights_reaches_the_output(emulator: Emulator):
     for fp8, mode in ((None, GemmMode.BF16), ("channel", GemmMode.FP8_WEIGHTS)):
         case = make_case(3, 2, 2, 80, 48, fp8=fp8)
         case.problem.w2[1, 5, 7] = float("nan")
-        direct = emulator.decode(case.problem, direct=True).clone()
         for out in (
-            direct,
-            emulator.decode(case.problem).clone(),
+            emulator.direct(case.problem).clone(),
             emulator.grouped(case.problem, mode, tile_tokens=16),
         ):
             nan = out.isnan()
@@ -226,10 +184,7 @@ def test_any_covered_shape_and_routing_matches_the_reference(
     top_k = data.draw(st.integers(1, 3))
     ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(seed))
     case = make_case(tokens, top_k, experts, hidden, width, fp8=fp8, ids=ids, seed=seed)
-    assert_close(case, emulator.decode(case.problem, blocks=data.draw(st.integers(1, 4)), seed=seed))
-    if tokens <= 8:
-        problem = with_poisoned_output(case)
-        assert_close(case, emulator.decode(problem, direct=True, blocks=data.draw(st.integers(1, 3)), seed=seed))
+    assert_close(case, emulator.direct(case.problem, blocks=data.draw(st.integers(1, 3)), seed=seed))
     mode = GemmMode.BF16 if fp8 is None else GemmMode.FP8_WEIGHTS
     problem = with_poisoned_output(case)
     assert_close(case, emulator.grouped(problem, mode, blocks=data.draw(st.integers(1, 3)), seed=seed))

@@ -13,18 +13,16 @@ from moe_optimizer.ops.launch_geometry import (
     GeometryError,
     GroupedGeometry,
     MoeSizes,
-    decode_geometry,
+    direct_geometry,
     grouped_geometry,
     routing_geometry,
 )
-from moe_optimizer.ops.launch_geometry.decode import CHUNK_BYTES, DIRECT_UP_BLOCKS, MATH_WARPS, STEP_BYTES
+from moe_optimizer.ops.launch_geometry.direct import UP_BLOCKS
 from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS, GemmMode, choose_tile_tokens
 from moe_optimizer.ops.launch_geometry.workspace import (
     ALIGNMENT,
-    counter_offset,
-    decode_layout,
+    direct_layout,
     grouped_layout,
-    num_counters,
 )
 
 QWEN3 = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=2)
@@ -43,60 +41,38 @@ sizes_strategy = st.builds(
 
 
 @given(sizes_strategy)
-def test_a_decode_launch_fits_the_chip_for_every_covered_size(sizes):
-    geometry = decode_geometry(sizes, num_multiprocessors=132)
-    assert geometry.shared_bytes <= HOPPER.shared_bytes_per_block
-    assert geometry.num_stages >= 4
-    assert geometry.transaction_bytes <= HOPPER.max_transaction_bytes
+def test_a_direct_launch_fits_the_chip_for_every_covered_size(sizes):
+    geometry = direct_geometry(sizes, num_multiprocessors=132)
+    assert geometry.up_shared_bytes <= HOPPER.shared_bytes_per_block
+    assert geometry.down_shared_bytes <= HOPPER.shared_bytes_per_block
+    assert geometry.down_grid * 16 == sizes.hidden_size
 
 
 def test_the_blocks_of_a_direct_launch_fit_a_multiprocessor_together():
-    for weight_bytes, blocks in DIRECT_UP_BLOCKS.items():
-        geometry = decode_geometry(replace(QWEN3, weight_bytes=weight_bytes), num_multiprocessors=132, direct=True)
-        assert geometry.grid == min(132 * blocks, 8 * 48)
-        assert blocks * (geometry.shared_bytes + 1024) <= 228 * 1024
+    for weight_bytes, blocks in UP_BLOCKS.items():
+        geometry = direct_geometry(replace(QWEN3, weight_bytes=weight_bytes), num_multiprocessors=132)
+        assert geometry.up_grid == min(132 * blocks, 8 * 48)
+        assert blocks * (geometry.up_shared_bytes + 1024) <= 228 * 1024
 
 
-def test_nine_tokens_are_too_many_for_a_direct_launch():
-    with pytest.raises(GeometryError, match="T without a ring: got 9, expected at most 8"):
-        decode_geometry(replace(QWEN3, num_tokens=9), num_multiprocessors=132, direct=True)
+def test_more_tokens_or_pairs_than_the_tables_hold_are_refused_with_the_number():
+    with pytest.raises(GeometryError, match="T: got 65, expected at most 64"):
+        direct_geometry(replace(QWEN3, num_tokens=65), num_multiprocessors=132)
+    with pytest.raises(GeometryError, match=r"T x k = 64 x 9: got 576, expected at most 512"):
+        direct_geometry(replace(QWEN3, num_tokens=64, top_k=9), num_multiprocessors=132)
 
 
-@given(sizes_strategy)
-def test_decode_chunks_cover_a_weight_row_and_the_warps_cover_a_chunk(sizes):
-    geometry = decode_geometry(sizes, num_multiprocessors=132)
-    for row, chunk in (
-        (sizes.hidden_size * sizes.weight_bytes, geometry.w13_chunk_bytes),
-        (sizes.intermediate_size * sizes.weight_bytes, geometry.w2_chunk_bytes),
-    ):
-        assert chunk % STEP_BYTES == 0
-        assert 0 < chunk <= CHUNK_BYTES == MATH_WARPS * 2 * STEP_BYTES
-        last = row - (-(-row // chunk) - 1) * chunk
-        assert 0 < last <= chunk
-        assert last % 16 == 0, "a bulk copy moves multiples of 16 bytes"
-
-
-def test_a_decode_ring_holds_the_whole_of_w2_at_one_token():
-    geometry = decode_geometry(QWEN3, num_multiprocessors=132)
-    w2_bytes = QWEN3.top_k * QWEN3.hidden_size * QWEN3.intermediate_size * 2
-    assert 132 * geometry.bytes_in_flight >= w2_bytes
-
-
-def test_more_pairs_than_the_tables_hold_are_refused_with_the_product():
-    with pytest.raises(GeometryError, match=r"T x k = 65 x 8: got 520, expected at most 512"):
-        decode_geometry(replace(QWEN3, num_tokens=65), num_multiprocessors=132)
-
-
-def test_too_many_stages_are_refused_with_every_term_of_the_sum():
+def test_shared_memory_that_does_not_fit_is_refused_with_every_term_of_the_sum():
+    small = replace(HOPPER, shared_bytes_per_block=48 * 1024)
     with pytest.raises(
-        GeometryError, match=r"348160 \(10 stages\) \+ 160 \(20 barriers\) .* = \d+ bytes, expected at most 232448"
+        GeometryError, match=r"\d+ \(routing tables\) \+ 65536 \(sums.*\) .* = \d+ bytes, expected at most 49152"
     ):
-        decode_geometry(QWEN3, num_multiprocessors=132, num_stages=10)
+        direct_geometry(replace(QWEN3, num_tokens=64), num_multiprocessors=132, limits=small)
 
 
 def test_sizes_that_are_no_multiple_of_16_are_refused():
     with pytest.raises(GeometryError, match="I: got 770, expected a multiple of 16"):
-        decode_geometry(replace(QWEN3, intermediate_size=770), num_multiprocessors=132)
+        direct_geometry(replace(QWEN3, intermediate_size=770), num_multiprocessors=132)
 
 
 @pytest.mark.parametrize("mode", list(GemmMode))
@@ -107,15 +83,13 @@ def test_every_compiled_tile_fits_the_chip(mode, sizes):
         geometry = grouped_geometry(sizes, mode, num_multiprocessors=132, tile_tokens=tile)
         assert geometry.shared_bytes <= HOPPER.shared_bytes_per_block
         assert geometry.stage_bytes % 1024 == 0
-        assert geometry.transaction_bytes == (16384 if tile == 256 else 32768)
+        assert geometry.transaction_bytes == 32768
         assert (geometry.full_arrivals, geometry.empty_arrivals) == (129, 8)
 
 
 def test_a_ring_that_could_deadlock_is_refused():
-    with pytest.raises(
-        GeometryError, match=r"ring stages: got 2, expected at least 1 \(signal lag\) \+ 1 \(release lag\) \+ 1"
-    ):
-        grouped_geometry(QWEN3, GemmMode.BF16, num_multiprocessors=132, tile_tokens=16, num_stages=2)
+    with pytest.raises(GeometryError, match=r"ring stages: got 1, expected at least 1 \(release lag\) \+ 1"):
+        grouped_geometry(QWEN3, GemmMode.BF16, num_multiprocessors=132, tile_tokens=16, num_stages=1)
 
 
 def test_a_tile_whose_sums_exceed_the_registers_is_refused():
@@ -146,7 +120,7 @@ def test_the_tile_grows_with_the_tokens_per_expert():
         choose_tile_tokens(replace(QWEN3, num_tokens=tokens), GemmMode.BF16)
         for tokens in (32, 128, 256, 512, 1024, 8192)
     ]
-    assert tiles == [16, 16, 32, 64, 128, 256]
+    assert tiles == [16, 16, 32, 64, 96, 160]
 
 
 def test_one_block_routes_in_one_launch_and_more_in_two():
@@ -172,18 +146,13 @@ def test_workspace_parts_are_aligned_and_do_not_overlap(mode):
 def test_only_fp8_activations_take_room_for_quantised_tokens():
     bf16 = grouped_layout(QWEN3, _grouped(QWEN3, GemmMode.BF16), routing_geometry(QWEN3))
     assert bf16.offsets["h_quantized"] is None
+    assert bf16.offsets["h"] is not None
     fp8_sizes = replace(QWEN3, weight_bytes=1)
     fp8 = grouped_layout(fp8_sizes, _grouped(fp8_sizes, GemmMode.FP8), routing_geometry(fp8_sizes))
     assert fp8.offsets["h_quantized"] is not None
+    assert fp8.offsets["h"] is None
 
 
-def test_a_hidden_size_past_the_arrival_counters_is_refused():
-    sizes = replace(QWEN3, hidden_size=32768)
-    with pytest.raises(GeometryError, match="tiles of 32 rows in H = 32768: got 1024, expected at most 1022"):
-        decode_layout(sizes, decode_geometry(sizes, num_multiprocessors=132))
-
-
-def test_counters_do_not_overlap():
-    assert counter_offset("slot_arrivals") == 0
-    assert counter_offset("tile_arrivals") == 512
-    assert counter_offset("route_arrivals") == num_counters() - 1
+def test_only_logits_take_room_for_ids_and_weights():
+    assert direct_layout(QWEN3).offsets == {"h": 0, "topk_ids": None, "topk_weights": None}
+    assert None not in direct_layout(QWEN3, has_router=True).offsets.values()

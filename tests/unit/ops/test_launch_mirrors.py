@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from moe_optimizer.ops.launch_geometry import GemmMode, MoeSizes, decode, grouped, routing
+from moe_optimizer.ops.launch_geometry import GemmMode, MoeSizes, direct, grouped, routing
 from tests.kernel_emulator import Emulator
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,15 +23,12 @@ SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, inter
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        (decode, ["THREADS", "MATH_WARPS", "PRODUCER_WARPS", "TILE_ROWS", "STEP_BYTES", "STEPS_PER_WARP",
-                  "CHUNK_BYTES", "ROW_PITCH", "STAGE_BYTES", "MAX_PAIRS", "ROUTING_BYTES",
-                  "DIRECT_TOKENS", "DIRECT_PAIRS", "DIRECT_UP_WARPS", "DIRECT_DOWN_WARPS",
-                  "DIRECT_ROUTING_BYTES", "DIRECT_SUM_BYTES"]),
-        (grouped, ["THREADS", "PRODUCER_THREADS", "PRODUCER_REGISTERS", "MATH_REGISTERS", "WIDE_PRODUCER_REGISTERS",
-                   "WIDE_MATH_REGISTERS", "BOX_ROWS", "LAG"]),
-        (routing, ["THREADS", "PAIRS_PER_BLOCK"]),
+        (direct, ["TOKENS", "PAIRS", "UP_WARPS", "DOWN_WARPS", "ROWS", "ROUTING_BYTES", "SCRATCH_PER_EXPERT",
+                  "UP_SUM_BYTES", "DOWN_SUM_BYTES_PER_TOKEN"]),
+        (grouped, ["THREADS", "PRODUCER_THREADS", "PRODUCER_REGISTERS", "MATH_REGISTERS", "BOX_ROWS"]),
+        (routing, ["THREADS", "PAIRS_PER_BLOCK", "WARPS", "FIXED_SHARED_BYTES"]),
     ],
-    ids=["decode", "grouped", "routing"],
+    ids=["direct", "grouped", "routing"],
 )  # fmt: skip
 def test_constants_are_the_compiled_ones(emulator: Emulator, module: ModuleType, names):
     family = module.__name__.rpartition(".")[2]
@@ -42,7 +39,7 @@ def test_constants_are_the_compiled_ones(emulator: Emulator, module: ModuleType,
 
 @pytest.mark.parametrize(
     ("mode", "tile"),
-    [(GemmMode.BF16, 16), (GemmMode.BF16, 128), (GemmMode.BF16, 256), (GemmMode.FP8_WEIGHTS, 64), (GemmMode.FP8, 128)],
+    [(GemmMode.BF16, 16), (GemmMode.BF16, 128), (GemmMode.BF16, 160), (GemmMode.FP8_WEIGHTS, 64), (GemmMode.FP8, 128)],
 )
 def test_stage_bytes_are_the_compiled_ones(emulator: Emulator, mode, tile):
     sizes = MoeSizes(
@@ -53,24 +50,8 @@ def test_stage_bytes_are_the_compiled_ones(emulator: Emulator, mode, tile):
     assert geometry.stage_bytes == emulator.constant(f"grouped.stage_bytes_{int(mode)}_{tile}")
 
 
-def test_blocks_per_multiprocessor_without_a_ring_are_the_compiled_ones(emulator: Emulator):
-    assert {n: emulator.constant(f"decode.direct_up_blocks_{n}") for n in (1, 2)} == decode.DIRECT_UP_BLOCKS
-
-
-@pytest.mark.parametrize("tokens", [8, 16])
-def test_decode_shared_memory_is_what_the_kernel_lays_out(emulator: Emulator, tokens):
-    sizes = MoeSizes(
-        num_tokens=tokens, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=2
-    )
-    geometry = decode.decode_geometry(sizes, num_multiprocessors=132)
-    laid_out = (
-        geometry.num_stages * emulator.constant("decode.STAGE_BYTES")
-        + emulator.constant(f"decode.reduction_bytes_{geometry.column_blocks}")
-        + 2 * geometry.num_stages * 8
-        + emulator.constant("decode.ROUTING_BYTES")
-        + decode.ALIGNMENT_SLACK
-    )
-    assert geometry.shared_bytes == laid_out
+def test_blocks_per_multiprocessor_are_the_compiled_ones(emulator: Emulator):
+    assert {n: emulator.constant(f"direct.up_blocks_{n}") for n in (1, 2)} == direct.UP_BLOCKS
 
 
 def _compile_cuda() -> ModuleType:
@@ -142,23 +123,20 @@ def _reports(tmp_path: Path) -> list[dict]:
 def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
     kernels = _reports(tmp_path)
     names = {entry["name"] for entry in kernels}
-    # 2 weight widths x 2 column blocks x 3 phases; up and down without a ring;
-    # the tiles of each mode x up and down; 5 plain kernels.
-    assert len([name for name in names if name.startswith("flash_dmoe_decode")]) == 12
+    # 2 weight widths x up and down; the tiles of each mode x up and down; 4 plain kernels.
     assert len([name for name in names if name.startswith("direct_")]) == 4
     tiles = sum(len(values) for values in grouped.TILE_TOKENS.values())
     assert len([name for name in names if name.startswith("grouped_gemm")]) == 2 * tiles
     assert {name.partition("<")[0] for name in names} == {
-        "flash_dmoe_decode_kernel", "direct_up_kernel", "direct_down_kernel", "grouped_gemm_kernel",
-        "route_tokens_kernel", "count_pairs_kernel", "place_pairs_kernel", "prepare_tokens_kernel", "combine_kernel",
+        "direct_up_kernel", "direct_down_kernel", "grouped_gemm_kernel",
+        "route_tokens_kernel", "count_pairs_kernel", "place_pairs_kernel", "combine_kernel",
     }  # fmt: skip
     spilling = {entry["name"]: entry for entry in kernels if entry["spill_bytes"] or entry["stack_bytes"]}
     assert spilling == {}
-    threads = {"flash_dmoe_decode_kernel": decode.THREADS, "grouped_gemm_kernel": grouped.THREADS,
-               "direct_down_kernel": decode.DIRECT_DOWN_WARPS * 32}  # fmt: skip
+    threads = {"grouped_gemm_kernel": grouped.THREADS, "direct_down_kernel": direct.DOWN_WARPS * 32}
     for entry in kernels:
         count = threads.get(entry["name"].partition("<")[0], 256)
         if entry["name"].startswith("direct_up"):
             weight_bytes = int(entry["name"].partition("<")[2][0])
-            count = decode.DIRECT_UP_WARPS * 32 * decode.DIRECT_UP_BLOCKS[weight_bytes]
+            count = direct.UP_WARPS * 32 * direct.UP_BLOCKS[weight_bytes]
         grouped.HOPPER.check_registers(entry["name"], count, entry["registers"])

@@ -83,23 +83,12 @@ def test_equal_logits_go_to_the_lowest_ids(emulator: Emulator):
     assert ids.tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
-def test_decode_from_logits_equals_decode_from_the_ids_they_give(emulator: Emulator):
+def test_direct_from_logits_equals_direct_from_the_ids_they_give(emulator: Emulator):
     case = make_case(5, 3, 8, 80, 48)
     logits = guarded(torch.randn(5, 8, generator=torch.Generator().manual_seed(2)))
     weights, ids = topk_router(logits, top_k=3)
     problem = replace(case.problem, topk_ids=guarded(ids), topk_weights=guarded(weights))
-    from_ids = emulator.decode(problem).clone()
+    from_ids = emulator.direct(problem).clone()
     router = Router(logits=logits, top_k=3)
-    from_logits = emulator.decode(replace(case.problem, router=router, topk_ids=None, topk_weights=None))
+    from_logits = emulator.direct(replace(case.problem, router=router, topk_ids=None, topk_weights=None))
     assert torch.allclose(from_ids.float(), from_logits.float(), rtol=2**-7, atol=1e-6)
-
-
-def test_direct_decode_from_logits_equals_that_from_the_ids_they_give(emulator: Emulator):
-    case = make_case(5, 3, 8, 80, 48)
-    logits = guarded(torch.randn(5, 8, generator=torch.Generator().manual_seed(2)))
-    weights, ids = topk_router(logits, top_k=3)
-    problem = replace(case.problem, topk_ids=guarded(ids), topk_weights=guarded(weights))
-    from_ids = emulator.decode(problem, direct=True).clone()
-    router = Router(logits=logits, top_k=3)
-    problem = replace(case.problem, router=router, topk_ids=None, topk_weights=None)
-    assert torch.allclose(from_ids.float(), emulator.decode(problem, direct=True).float(), rtol=2**-7, atol=1e-6)

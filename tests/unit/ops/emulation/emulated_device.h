@@ -22,10 +22,9 @@ namespace moeopt {
 struct TensorMap {  // what cuTensorMapEncodeTiled is told; swizzle always 128 bytes, zeros outside
   const unsigned char* base;
   int element_bytes;
-  int rank;
-  int64_t sizes[5];
-  int64_t strides[5];  // bytes; strides[0] is element_bytes
-  int box[5];
+  int64_t sizes[3];
+  int64_t strides[3];  // bytes; strides[0] is element_bytes
+  int box[3];
 };
 
 struct alignas(16) Vec4 {
@@ -61,6 +60,9 @@ inline uint32_t bits_from_float(float value) {
 }
 inline float exp_accurate(float x) { return std::exp(x); }
 inline float exp_fast(float x) { return std::exp(x); }
+
+inline float reciprocal_fast(float x) { return 1.0f / x; }
+inline int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
 
 inline uint32_t bf16_bits(float value) {
   const uint32_t bits = bits_from_float(value);
@@ -106,7 +108,7 @@ inline float load_constant(const float* pointer) { return *pointer; }
 inline Vec4 load_shared_across_blocks16(const void* pointer) { return load_constant16(pointer); }
 inline float load_shared_across_blocks(const float* pointer) { return *pointer; }
 inline int load_shared_across_blocks(const int* pointer) { return *pointer; }
-inline int load_acquire(const int* pointer) { return *pointer; }
+inline int64_t load_shared_across_blocks(const int64_t* pointer) { return *pointer; }
 inline void fence_gpu() {}
 inline int atomic_add_global(int* pointer, int value) {
   ::emulation::made_progress();
@@ -114,8 +116,12 @@ inline int atomic_add_global(int* pointer, int value) {
   *pointer += value;
   return old;
 }
-inline int atomic_add_shared(int* pointer, int value) { return atomic_add_global(pointer, value); }
-inline void back_off() { ::emulation::yield("a count of another block"); }
+inline void atomic_max_shared(int* pointer, int value) { *pointer = value > *pointer ? value : *pointer; }
+inline uint32_t atomic_or_shared(uint32_t* pointer, uint32_t bits) {
+  const uint32_t old = *pointer;
+  *pointer |= bits;
+  return old;
+}
 
 // --- threads -------------------------------------------------------------------------------------------------
 
@@ -144,6 +150,9 @@ inline uint32_t warp_exchange(uint32_t value, Combine combine) {
   sync_warp();
   return result;
 }
+inline int uniform(int value) {
+  return static_cast<int>(warp_exchange(static_cast<uint32_t>(value), [] { return exchange_of(0)[0]; }));
+}
 inline float shuffle_xor(float value, int mask) {
   return float_from_bits(
       warp_exchange(bits_from_float(value), [&] { return exchange_of((thread_index() % 32) ^ mask)[0]; }));
@@ -160,6 +169,22 @@ inline uint32_t warp_min(uint32_t value) {
     uint32_t result = 0xffffffffu;
     for (int lane = 0; lane < 32; ++lane) result = exchange_of(lane)[0] < result ? exchange_of(lane)[0] : result;
     return result;
+  });
+}
+inline int warp_inclusive_sum(int value) {
+  return static_cast<int>(warp_exchange(static_cast<uint32_t>(value), [] {
+    uint32_t sum = 0;
+    for (int lane = 0; lane <= thread_index() % 32; ++lane) sum += exchange_of(lane)[0];
+    return sum;
+  }));
+}
+inline uint32_t warp_match(int value) {
+  return warp_exchange(static_cast<uint32_t>(value), [value] {
+    uint32_t same = 0;
+    for (int lane = 0; lane < 32; ++lane) {
+      same |= static_cast<uint32_t>(exchange_of(lane)[0] == static_cast<uint32_t>(value)) << lane;
+    }
+    return same;
   });
 }
 template <int>
@@ -213,38 +238,26 @@ inline void mbarrier_complete(::emulation::Block* owner, uint64_t* barrier, int6
   mbarrier_settle(state);
 }
 
-inline void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
-  if (bytes % 16 || bytes == 0 || reinterpret_cast<uintptr_t>(global) % 16 || smem_address(shared) % 16) {
-    ::emulation::fail("bulk copy: size or address is not a multiple of 16");
-  }
-  ::emulation::Block* owner = &block();
-  ::emulation::machine()->in_flight.push_back([=] {
-    std::memcpy(shared, global, bytes);
-    mbarrier_complete(owner, barrier, bytes);
-  });
-}
-
 // Address bits 4-6 (the chunk of 16 bytes) xor bits 7-9 (the row in a group of 8).
 inline uint32_t swizzle(uint32_t address) { return address ^ ((address >> 3) & 0x70u); }
 
-// The box at `start`, dimension 0 fastest, rows of 128 bytes one after the other.
-inline void copy_box(void* shared, const TensorMap* map, const int (&start)[5], int rank, uint64_t* barrier) {
+// The box at (x, y, z), dimension 0 fastest, rows of 128 bytes one after the other.
+inline void tensor_copy(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
   if (smem_address(shared) % 1024) ::emulation::fail("tensor copy: box is not 1024-byte aligned");
   if (map->box[0] * map->element_bytes != 128) ::emulation::fail("tensor copy: box rows are not 128 bytes");
-  if (map->rank != rank) ::emulation::fail("tensor copy: the map has another rank");
   ::emulation::Block* owner = &block();
   const uint32_t address = smem_address(shared);
   const TensorMap m = *map;
-  const int x[5] = {start[0], start[1], start[2], start[3], start[4]};
+  const int start[3] = {x, y, z};
   ::emulation::machine()->in_flight.push_back([=] {
     int total = 1;
-    for (int d = 0; d < rank; ++d) total *= m.box[d];
+    for (int d = 0; d < 3; ++d) total *= m.box[d];
     for (int i = 0; i < total; ++i) {
       int rest = i;
       bool inside = true;
       const unsigned char* from = m.base;
-      for (int d = 0; d < rank; ++d) {
-        const int64_t at = x[d] + rest % m.box[d];
+      for (int d = 0; d < 3; ++d) {
+        const int64_t at = start[d] + rest % m.box[d];
         rest /= m.box[d];
         inside = inside && at >= 0 && at < m.sizes[d];
         from += at * m.strides[d];
@@ -259,11 +272,19 @@ inline void copy_box(void* shared, const TensorMap* map, const int (&start)[5], 
     mbarrier_complete(owner, barrier, static_cast<int64_t>(total) * m.element_bytes);
   });
 }
-inline void tensor_copy(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
-  copy_box(shared, map, {x, y, z, 0, 0}, 3, barrier);
-}
-inline void tensor_copy_groups(void* shared, const TensorMap* map, int x, int group, int e, uint64_t* barrier) {
-  copy_box(shared, map, {x, 0, 0, group, e}, 5, barrier);
+inline void store_transposed(void* shared_row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+  const int lane = thread_index() % 32, g = lane / 4, t = lane % 4;
+  const uint32_t mine[4] = {m0, m1, m2, m3};
+  if (smem_address(shared_row) % 16) ::emulation::fail("stmatrix: misaligned address");
+  exchange_of(lane)[0] = smem_address(shared_row);
+  sync_warp();
+  for (int i = 0; i < 4; ++i) {
+    for (int half = 0; half < 2; ++half) {
+      const auto value = static_cast<uint16_t>(half ? mine[i] >> 16 : mine[i]);
+      std::memcpy(shared_at(exchange_of(8 * i + 2 * t + half)[0]) + 2 * g, &value, 2);
+    }
+  }
+  sync_warp();
 }
 inline void prefetch_tensor_map(const TensorMap*) {}
 
@@ -274,23 +295,22 @@ inline void async_copy16(void* shared, const void* global, bool valid) {
   fiber().open_copies.push_back({shared, global, 16, valid});
 }
 inline void async_copy4(void* shared, const void* global) { fiber().open_copies.push_back({shared, global, 4, true}); }
-inline void async_copy_commit() {
-  fiber().copy_groups.push_back(std::move(fiber().open_copies));
-  fiber().open_copies.clear();
-}
-template <int kPending>
-inline void async_copy_wait() {
-  auto& groups = fiber().copy_groups;
-  while (groups.size() > static_cast<size_t>(kPending)) {
-    for (const auto& copy : groups.front()) {
+inline void async_copies_arrive(uint64_t* barrier) {
+  ::emulation::Block* owner = &block();
+  ::emulation::machine()->in_flight.push_back([owner, barrier, copies = std::move(fiber().open_copies)] {
+    for (const auto& copy : copies) {
       if (copy.valid) {
         std::memcpy(copy.to, copy.from, copy.bytes);
       } else {
         std::memset(copy.to, 0, copy.bytes);
       }
     }
-    groups.erase(groups.begin());
-  }
+    auto& state = mbarrier_state(*owner, barrier);
+    if (state.pending == 0) ::emulation::machine()->failure = "more arrivals at an mbarrier than it was made for";
+    --state.pending;
+    mbarrier_settle(state);
+  });
+  fiber().open_copies.clear();
 }
 
 // --- tensor cores ----------------------------------------------------------------------------------------------

@@ -16,31 +16,21 @@ int report(const std::string& message, char* error, int capacity) {
   return message.empty() ? 0 : 1;
 }
 
-template <int kWeightBytes, int kColumnBlocks>
-std::string run_decode(const DecodeArgs& args, DecodePhase phase, const DecodeLaunch& launch, uint64_t seed) {
-  return emulation::launch(launch.grid, kDecodeThreads, static_cast<size_t>(launch.shared_bytes), seed, [&] {
-    if (phase == DecodePhase::kBoth) flash_dmoe_decode_kernel<kWeightBytes, kColumnBlocks, DecodePhase::kBoth>(args);
-    if (phase == DecodePhase::kUp) flash_dmoe_decode_kernel<kWeightBytes, kColumnBlocks, DecodePhase::kUp>(args);
-    if (phase == DecodePhase::kDown) flash_dmoe_decode_kernel<kWeightBytes, kColumnBlocks, DecodePhase::kDown>(args);
-  });
-}
-
 template <int kWeightBytes>
-std::string run_direct(const DirectArgs& args, const DecodeLaunch& launch, uint64_t seed) {
-  const auto shared = static_cast<size_t>(launch.shared_bytes);
-  const std::string failure = emulation::launch(launch.grid, kDirectUpWarps * 32, shared, seed,
-                                                [&] { direct_up_kernel<kWeightBytes>(args); });
+std::string run_direct(const DirectArgs& args, const DirectLaunch& launch, uint64_t seed) {
+  const std::string failure =
+      emulation::launch(launch.up_grid, kDirectUpWarps * 32, static_cast<size_t>(launch.up_shared_bytes), seed,
+                        [&] { direct_up_kernel<kWeightBytes>(args); });
   if (!failure.empty()) return failure;
-  return emulation::launch(static_cast<int>(args.moe.hidden_size / 16), kDirectDownWarps * 32, shared, seed,
+  return emulation::launch(launch.down_grid, kDirectDownWarps * 32, static_cast<size_t>(launch.down_shared_bytes), seed,
                            [&] { direct_down_kernel<kWeightBytes>(args); });
 }
 
 TensorMap tensor_map(const WeightView& view) {
   TensorMap map{};
-  map.rank = view.rank;
   map.base = view.base;
   map.element_bytes = view.element_bytes;
-  for (int i = 0; i < 5; ++i) {
+  for (int i = 0; i < 3; ++i) {
     map.sizes[i] = view.sizes[i];
     map.strides[i] = view.strides[i];
     map.box[i] = view.box[i];
@@ -50,10 +40,8 @@ TensorMap tensor_map(const WeightView& view) {
 
 template <GemmMode kMode, int kTokens, bool kUp>
 std::string run_gemm(const Problem& problem, const GemmArgs& args, const GroupedLaunch& launch, uint64_t seed) {
-  constexpr bool kWide = GemmShape<kMode, kTokens>::kWide;
-  const FusedExpertsArgs& moe = problem.moe;
-  const TensorMap map0 = tensor_map(kWide ? grouped_weight_view(moe, kUp) : weight_view(moe, kUp ? 0 : 2));
-  const TensorMap map1 = kWide ? map0 : tensor_map(weight_view(moe, kUp ? 1 : 2));
+  const TensorMap map0 = tensor_map(weight_view(problem.moe, kUp ? 0 : 2));
+  const TensorMap map1 = tensor_map(weight_view(problem.moe, kUp ? 1 : 2));
   return emulation::launch(launch.grid, kGemmThreads, static_cast<size_t>(launch.shared_bytes), seed,
                            [&] { grouped_gemm_kernel<kMode, kTokens, kUp>(map0, map1, args); });
 }
@@ -62,12 +50,17 @@ template <bool kUp>
 std::string run_gemm_for(const Problem& problem, const GemmArgs& args, const GroupedLaunch& launch, uint64_t seed) {
   const auto choose = [&](auto mode_constant) -> std::string {
     constexpr GemmMode kMode = decltype(mode_constant)::value;
-    if (launch.tile_tokens == 16) return run_gemm<kMode, 16, kUp>(problem, args, launch, seed);
+    if constexpr (kMode != GemmMode::kFp8) {
+      if (launch.tile_tokens == 16) return run_gemm<kMode, 16, kUp>(problem, args, launch, seed);
+    }
     if (launch.tile_tokens == 32) return run_gemm<kMode, 32, kUp>(problem, args, launch, seed);
     if (launch.tile_tokens == 64) return run_gemm<kMode, 64, kUp>(problem, args, launch, seed);
-    if (launch.tile_tokens == 128) return run_gemm<kMode, 128, kUp>(problem, args, launch, seed);
+    if constexpr (kMode != GemmMode::kFp8Weights) {
+      if (launch.tile_tokens == 96) return run_gemm<kMode, 96, kUp>(problem, args, launch, seed);
+      if (launch.tile_tokens == 128) return run_gemm<kMode, 128, kUp>(problem, args, launch, seed);
+    }
     if constexpr (kMode == GemmMode::kBf16) {
-      if (launch.tile_tokens == 256) return run_gemm<kMode, 256, kUp>(problem, args, launch, seed);
+      if (launch.tile_tokens == 160) return run_gemm<kMode, 160, kUp>(problem, args, launch, seed);
     }
     return "no such tile";
   };
@@ -80,20 +73,18 @@ std::string run_routing(const Problem& problem, const GroupedWorkspace& workspac
                         uint64_t seed) {
   const RouteArgs args = route_arguments(problem, workspace, launch);
   const std::string failure =
-      emulation::launch(launch.route_blocks, kRouteThreads, static_cast<size_t>(launch.route_shared_bytes), seed,
-                        [&] { count_pairs_kernel(args); });
+      emulation::launch(launch.route_blocks + launch.prepare_blocks, kRouteThreads,
+                        static_cast<size_t>(launch.route_shared_bytes), seed,
+                        [&] { count_pairs_kernel(args, prepare_arguments(problem, workspace, launch.mode)); });
   if (!failure.empty() || launch.route_blocks == 1) return failure;
   return emulation::launch(launch.route_blocks, kRouteThreads, 0, seed, [&] { place_pairs_kernel(args); });
-}
-
-std::string run_prepare(const PrepareArgs& args, uint64_t seed) {
-  return emulation::launch(2, kPrepareThreads, 0, seed, [&] { prepare_tokens_kernel(args); });
 }
 
 std::string run_router(const Problem& problem, int* ids, float* weights, uint64_t seed) {
   const FusedExpertsArgs& moe = problem.moe;
   const int columns = static_cast<int>(router_columns(moe)), tokens = static_cast<int>(moe.num_tokens);
-  return emulation::launch((tokens + 3) / 4, 128, static_cast<size_t>(4 * 8 * columns), seed, [&] {
+  const auto shared = static_cast<size_t>(router_shared_bytes(moe));
+  return emulation::launch((tokens + kRouterWarps - 1) / kRouterWarps, kRouterWarps * 32, shared, seed, [&] {
     route_tokens_kernel(problem.router, tokens, columns, static_cast<int>(moe.top_k), ids, weights);
   });
 }
@@ -102,27 +93,19 @@ std::string run_router(const Problem& problem, int* ids, float* weights, uint64_
 
 extern "C" {
 
-// split: two launches (up, down) instead of one.
-int emulate_decode(const int64_t* values, int64_t num_values, const int64_t* workspace, int64_t num_workspace,
-                   const int64_t* geometry, int64_t num_geometry, int split, uint64_t seed, char* error,
-                   int capacity) {
-  const Problem problem = problem_from_values(values, num_values);
-  const DecodeLaunch launch = decode_launch(geometry, num_geometry);
-  if (launch.is_direct) {
-    const bool fp8 = problem.moe.weight_dtype == DType::kFloat8E4M3;
-    const DirectArgs args = direct_arguments(problem, workspace, num_workspace);
-    return report((fp8 ? run_direct<1> : run_direct<2>)(args, launch, seed), error, capacity);
+int emulate_direct(const int64_t* values, int64_t num_values, const int64_t* workspace_values, int64_t num_workspace,
+                   const int64_t* geometry, int64_t num_geometry, uint64_t seed, char* error, int capacity) {
+  Problem problem = problem_from_values(values, num_values);
+  const DirectLaunch launch = direct_launch(geometry, num_geometry);
+  const DirectWorkspace workspace = direct_workspace(workspace_values, num_workspace);
+  if (problem.router.logits != nullptr) {
+    const std::string failure = run_router(problem, workspace.topk_ids, workspace.topk_weights, seed);
+    if (!failure.empty()) return report(failure, error, capacity);
+    problem = with_routed_ids(problem, workspace.topk_ids, workspace.topk_weights);
   }
-  const DecodeArgs args = decode_arguments(problem, workspace, num_workspace, launch);
-  const auto run = [&](DecodePhase phase) {
-    const bool fp8 = problem.moe.weight_dtype == DType::kFloat8E4M3;
-    const auto entry = fp8 ? (launch.column_blocks == 1 ? run_decode<1, 1> : run_decode<1, 2>)
-                           : (launch.column_blocks == 1 ? run_decode<2, 1> : run_decode<2, 2>);
-    return entry(args, phase, launch, seed);
-  };
-  if (!split) return report(run(DecodePhase::kBoth), error, capacity);
-  const std::string first = run(DecodePhase::kUp);
-  return report(first.empty() ? run(DecodePhase::kDown) : first, error, capacity);
+  const bool fp8 = problem.moe.weight_dtype == DType::kFloat8E4M3;
+  const DirectArgs args = {problem.moe, workspace.h};
+  return report((fp8 ? run_direct<1> : run_direct<2>)(args, launch, seed), error, capacity);
 }
 
 // routing_only: stop before the first GEMM.
@@ -136,15 +119,11 @@ int emulate_grouped(const int64_t* values, int64_t num_values, const int64_t* wo
   std::string failure;
   if (problem.router.logits != nullptr) {
     failure = run_router(problem, workspace.topk_ids, workspace.topk_weights, seed);
-    problem = with_routed_ids(problem, workspace);
+    problem = with_routed_ids(problem, workspace.topk_ids, workspace.topk_weights);
   }
   if (failure.empty()) failure = run_routing(problem, workspace, launch, seed);
   if (routing_only || !failure.empty()) return report(failure, error, capacity);
-  if (launch.mode != GemmMode::kBf16) failure = run_prepare(prepare_x(problem, workspace, launch.mode), seed);
-  if (failure.empty()) {
-    failure = run_gemm_for<true>(problem, up_arguments(problem, workspace, launch), launch, seed);
-  }
-  if (failure.empty() && launch.mode == GemmMode::kFp8) failure = run_prepare(prepare_h(problem, workspace), seed);
+  failure = run_gemm_for<true>(problem, up_arguments(problem, workspace, launch), launch, seed);
   if (failure.empty()) {
     failure = run_gemm_for<false>(problem, down_arguments(problem, workspace, launch), launch, seed);
   }
@@ -163,44 +142,34 @@ int64_t compiled_constant(const char* name) {
     const char* name;
     int64_t value;
   } constants[] = {
-      {"decode.THREADS", kDecodeThreads},
-      {"decode.MATH_WARPS", kDecodeMathWarps},
-      {"decode.PRODUCER_WARPS", kDecodeProducerWarps},
-      {"decode.TILE_ROWS", kTileRows},
-      {"decode.STEP_BYTES", kStepBytes},
-      {"decode.STEPS_PER_WARP", kStepsPerWarp},
-      {"decode.CHUNK_BYTES", kChunkBytes},
-      {"decode.ROW_PITCH", kRowPitch},
-      {"decode.STAGE_BYTES", kStageBytes},
-      {"decode.MAX_PAIRS", kMaxPairs},
-      {"decode.ROUTING_BYTES", sizeof(DecodeRouting)},
-      {"decode.direct_up_blocks_1", kDirectUpBlocks<1>},
-      {"decode.direct_up_blocks_2", kDirectUpBlocks<2>},
-      {"decode.DIRECT_PAIRS", kDirectPairs},
-      {"decode.DIRECT_UP_WARPS", kDirectUpWarps},
-      {"decode.DIRECT_DOWN_WARPS", kDirectDownWarps},
-      {"decode.DIRECT_ROUTING_BYTES", kDirectScratchOffset},
-      {"decode.DIRECT_SUM_BYTES", kDirectSumBytes},
-      {"decode.DIRECT_TOKENS", kDirectTokens},
-      {"decode.reduction_bytes_1", kReductionBytes<1>},
-      {"decode.reduction_bytes_2", kReductionBytes<2>},
+      {"direct.up_blocks_1", kDirectUpBlocks<1>},
+      {"direct.up_blocks_2", kDirectUpBlocks<2>},
+      {"direct.TOKENS", kDirectTokens},
+      {"direct.PAIRS", kDirectPairs},
+      {"direct.UP_WARPS", kDirectUpWarps},
+      {"direct.DOWN_WARPS", kDirectDownWarps},
+      {"direct.ROWS", kDirectRows},
+      {"direct.ROUTING_BYTES", kDirectScratchOffset},
+      {"direct.SCRATCH_PER_EXPERT", kDirectScratchPerExpert},
+      {"direct.UP_SUM_BYTES", kDirectUpSumBytes},
+      {"direct.DOWN_SUM_BYTES_PER_TOKEN", kDirectDownSumBytesPerToken},
       {"grouped.THREADS", kGemmThreads},
       {"grouped.PRODUCER_THREADS", kProducerThreads},
-      {"grouped.PRODUCER_REGISTERS", GemmShape<GemmMode::kBf16, 128>::kProducerRegisters},
-      {"grouped.MATH_REGISTERS", GemmShape<GemmMode::kBf16, 128>::kMathRegisters},
-      {"grouped.WIDE_PRODUCER_REGISTERS", GemmShape<GemmMode::kBf16, 256>::kProducerRegisters},
-      {"grouped.WIDE_MATH_REGISTERS", GemmShape<GemmMode::kBf16, 256>::kMathRegisters},
+      {"grouped.PRODUCER_REGISTERS", kProducerRegisters},
+      {"grouped.MATH_REGISTERS", kMathRegisters},
       {"grouped.BOX_ROWS", kBoxRows},
-      {"grouped.LAG", kLag},
       {"grouped.stage_bytes_0_16", GemmShape<GemmMode::kBf16, 16>::kStageBytes},
       {"grouped.stage_bytes_0_128", GemmShape<GemmMode::kBf16, 128>::kStageBytes},
-      {"grouped.stage_bytes_0_256", GemmShape<GemmMode::kBf16, 256>::kStageBytes},
+      {"grouped.stage_bytes_0_160", GemmShape<GemmMode::kBf16, 160>::kStageBytes},
       {"grouped.stage_bytes_1_64", GemmShape<GemmMode::kFp8Weights, 64>::kStageBytes},
       {"grouped.stage_bytes_2_128", GemmShape<GemmMode::kFp8, 128>::kStageBytes},
-      {"grouped.staging_bytes_64", GemmShape<GemmMode::kBf16, 64>::kStagingBytes},
+      {"grouped.staging_bytes_0_160", GemmShape<GemmMode::kBf16, 160>::kStagingBytes},
+      {"grouped.staging_bytes_2_32", GemmShape<GemmMode::kFp8, 32>::kStagingBytes},
       {"grouped.tile_entry_bytes", sizeof(TokenTile)},
       {"routing.THREADS", kRouteThreads},
       {"routing.PAIRS_PER_BLOCK", kRoutePairs},
+      {"routing.WARPS", kRouteWarps},
+      {"routing.FIXED_SHARED_BYTES", sizeof(RouteShared)},
   };
   for (const auto& constant : constants) {
     if (std::strcmp(constant.name, name) == 0) return constant.value;

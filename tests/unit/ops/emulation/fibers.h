@@ -65,7 +65,6 @@ struct Fiber {
   bool done = false;
   const char* waits_for = "start";
   std::vector<AsyncCopy> open_copies;
-  std::vector<std::vector<AsyncCopy>> copy_groups;
   std::vector<WgmmaOp> open_wgmma;
   std::vector<std::vector<WgmmaOp>> wgmma_groups;
 };
@@ -118,7 +117,7 @@ inline void fail(const std::string& message) {
 inline void fiber_main() {
   Machine& m = *machine();
   m.kernel();
-  if (!m.current->copy_groups.empty() || !m.current->wgmma_groups.empty()) fail("ends with asynchronous work pending");
+  if (!m.current->open_copies.empty() || !m.current->wgmma_groups.empty()) fail("ends with asynchronous work pending");
   m.current->done = true;
   made_progress();
   swapcontext(&m.current->context, &m.scheduler);

@@ -1,0 +1,363 @@
+// FlashDMoE for at most 64 tokens: the weights go from global memory straight into mma registers.
+//
+//   slot = up to 8 pairs of one expert: the 8 columns of mma.m16n8k16, weights are its 16 rows (direct_routing.cuh)
+//
+//   direct_up_kernel    persistent; tile of 16 gate + 16 up rows of one expert x a slot, an eighth of K per warp
+//                         16-byte loads ──► A registers of mma ──► sum of 8 warps ──► SwiGLU ──► h
+//                         the next tile's first weights are asked for before this one is summed
+//   direct_down_kernel  16 rows of the output per block, every slot; (slot, K) cut evenly over 16 warps
+//                         w2 ──► registers, then wait for h (programmatic dependent launch) ──► mma
+//                         per slot: sums[warp][token] += routing weight x partial;  sum of 16 warps ──► out
+//
+// The second kernel meets no other block: no counters, no partial outputs in global memory. A slot holds a token once,
+// so no two lanes add to the same sum; the order of the additions is fixed, so the bits are those of every run.
+//
+// A lane reads 16 bytes of a row (lane t of a quad: bytes 16t of every 64), which permutes K; the tokens are read the
+// same way, so both operands see the same permutation.
+#pragma once
+
+#include "moeopt/device.cuh"
+#include "moeopt/direct_routing.cuh"
+#include "moeopt/swiglu.cuh"
+
+namespace moeopt {
+
+struct DirectArgs {
+  FusedExpertsArgs moe;
+  uint16_t* h;  // BF16 [T k, I], a row per pair
+};
+
+constexpr int kDirectUpWarps = 8;
+constexpr int kDirectDownWarps = 16;
+constexpr int kDirectRows = 16;        // of w2 and of the output, per block of the second kernel
+constexpr int kDirectStepBytes = 128;  // of a weight row per step: twice 4 lanes x 16 bytes; FP8: one block of scales
+constexpr int kDirectUpSumBytes = kDirectUpWarps * 2 * 128 * 4;
+constexpr int kDirectDownSumBytesPerToken = kDirectDownWarps * kDirectRows * 4;
+// Behind the routing tables: the sums of the warps, before them the scratch of the routing.
+constexpr int kDirectScratchOffset = (static_cast<int>(sizeof(DirectRouting)) + 15) / 16 * 16;
+
+// Blocks per multiprocessor: as many as the registers of the conversion to BF16 leave room for.
+template <int kWeightBytes>
+constexpr int kDirectUpBlocks = kWeightBytes == 2 ? 3 : 2;
+
+// Steps of w2 that a warp loads at once.
+template <int kWeightBytes>
+constexpr int kDirectDownBatch = kWeightBytes == 2 ? 3 : 2;
+
+// The tokens of half a step: 16 weights need 16 BF16 = 2 vectors, 8 weights need 1.
+template <int kWeightBytes>
+struct DirectTokens {
+  Vec4 part[2 / kWeightBytes];
+};
+
+// Sets `to` to 16 bytes a lane of both 64-byte halves of a step; zeros where `inside` is false or past the row's end.
+template <typename Load>
+MOEOPT_DEVICE void load_step(Vec4 (&to)[2], int column, int row_bytes, bool inside, Load load) {
+  MOEOPT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int byte = column + half * 64 + thread_index() % 4 * 16;
+    to[half] = Vec4{0, 0, 0, 0};
+    if (inside && byte < row_bytes) to[half] = load(byte);
+  }
+}
+
+template <int kWeightBytes, typename Load>
+MOEOPT_DEVICE DirectTokens<kWeightBytes> load_tokens(int column, int row_bytes, bool inside, Load load) {
+  DirectTokens<kWeightBytes> tokens;
+  const int byte = column + thread_index() % 4 * 16;
+  MOEOPT_UNROLL
+  for (int v = 0; v < 2 / kWeightBytes; ++v) {
+    tokens.part[v] = Vec4{0, 0, 0, 0};
+    if (inside && byte < row_bytes) tokens.part[v] = load(byte / kWeightBytes + v * 8);
+  }
+  return tokens;
+}
+
+// sums += 16 rows x half a step of weights, not scaled yet, times 8 columns.
+template <int kWeightBytes>
+MOEOPT_DEVICE void multiply_half(const Vec4& low, const Vec4& high, const DirectTokens<kWeightBytes>& tokens,
+                                 float (&sums)[4]) {
+  if constexpr (kWeightBytes == 2) {
+    const Vec4& x = tokens.part[0];
+    mma_m16n8k16(sums, low.x, high.x, low.y, high.y, x.x, x.y);
+    mma_m16n8k16(sums, low.z, high.z, low.w, high.w, x.z, x.w);
+  } else {
+    const uint32_t lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
+    MOEOPT_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const Vec4& x = tokens.part[i / 2];
+      mma_m16n8k16(sums, bf16x2_from_e4m3x2(lows[i]), bf16x2_from_e4m3x2(highs[i]), bf16x2_from_e4m3x2(lows[i] >> 16),
+                   bf16x2_from_e4m3x2(highs[i] >> 16), i % 2 ? x.z : x.x, i % 2 ? x.w : x.y);
+    }
+  }
+}
+
+MOEOPT_DEVICE void add_scaled_to(float (&sums)[4], float scale, const float (&partial)[4]) {
+  MOEOPT_UNROLL
+  for (int r = 0; r < 4; ++r) sums[r] += scale * partial[r];
+}
+
+// --- gate and up -------------------------------------------------------------------------------------------------
+
+// Where this lane's part of a tile lies: rows g and g + 8 of the gates and of the ups, steps [step, end).
+template <int kWeightBytes>
+struct DirectTile {
+  const unsigned char* gate;
+  const float* gate_scale;  // of the first block along K; null: none per block
+  int64_t up_offset, eight_rows;
+  int up_scale_offset, step, end, slot, expert, first;
+
+  MOEOPT_DEVICE void locate(const FusedExpertsArgs& moe, const DirectRouting& routing, int g) {
+    const int width = static_cast<int>(moe.intermediate_size), tiles = width / 16;
+    slot = g / tiles;
+    first = (g - slot * tiles) * 16;
+    expert = routing.slot_expert[slot];
+    const int64_t stride = moe.w13_row_stride * kWeightBytes;
+    const int row = w13_row(moe.activation, width, first + thread_index() % 32 / 4, 0);
+    gate = static_cast<const unsigned char*>(moe.w13) + expert * moe.w13_expert_stride * kWeightBytes + row * stride;
+    up_offset = w13_row(moe.activation, width, 0, 1) * stride;
+    eight_rows = w13_row(moe.activation, width, 8, 0) * stride;
+    gate_scale = nullptr;
+    if (kWeightBytes == 1 && moe.scale_kind == ScaleKind::kBlock128) {  // 16 rows of a tile lie in one block
+      const int columns = ceil_div(static_cast<int>(moe.hidden_size), 128), blocks = ceil_div(2 * width, 128);
+      const int gate_block = w13_row(moe.activation, width, first, 0) / 128;
+      gate_scale = moe.w13_scale + (static_cast<int64_t>(expert) * blocks + gate_block) * columns;
+      up_scale_offset = (w13_row(moe.activation, width, first, 1) / 128 - gate_block) * columns;
+    }
+    const int steps = ceil_div(static_cast<int>(moe.hidden_size) * kWeightBytes, kDirectStepBytes);
+    const int share = ceil_div(steps, kDirectUpWarps);
+    step = thread_index() / 32 * share;
+    end = step + share < steps ? step + share : steps;
+  }
+};
+
+struct DirectUpStep {
+  Vec4 rows[2][2][2];  // [gate, up][row g or g + 8][half]
+  float scale[2];
+};
+
+// Asks for one step. Past the end: zeros.
+template <int kWeightBytes>
+MOEOPT_DEVICE void load_up(const FusedExpertsArgs& moe, const DirectTile<kWeightBytes>& tile, DirectUpStep& weights) {
+  const int column = tile.step * kDirectStepBytes, row_bytes = static_cast<int>(moe.hidden_size) * kWeightBytes;
+  const bool inside = tile.step < tile.end;
+  MOEOPT_UNROLL
+  for (int a = 0; a < 2; ++a) {
+    weights.scale[a] = 1.0f;
+    if (kWeightBytes == 1 && tile.gate_scale != nullptr && inside) {
+      weights.scale[a] = load_constant(tile.gate_scale + a * tile.up_scale_offset + tile.step);
+    }
+    MOEOPT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const unsigned char* row = tile.gate + a * tile.up_offset + r * tile.eight_rows;
+      load_step(weights.rows[a][r], column, row_bytes, inside, [&](int byte) { return load_once16(row + byte); });
+    }
+  }
+}
+
+template <int kWeightBytes>
+MOEOPT_DEVICE void multiply_up(const FusedExpertsArgs& moe, const DirectTile<kWeightBytes>& tile, const uint16_t* tokens,
+                               const DirectUpStep& weights, float (&sums)[2][4]) {
+  const int row_bytes = static_cast<int>(moe.hidden_size) * kWeightBytes;
+  float partial[2][4] = {};
+  MOEOPT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const auto values =
+        load_tokens<kWeightBytes>(tile.step * kDirectStepBytes + half * 64, row_bytes, tokens != nullptr,
+                                  [&](int k) { return load_constant16(tokens + k); });
+    MOEOPT_UNROLL
+    for (int a = 0; a < 2; ++a) {
+      multiply_half<kWeightBytes>(weights.rows[a][0][half], weights.rows[a][1][half], values,
+                                  kWeightBytes == 2 ? sums[a] : partial[a]);
+    }
+  }
+  if constexpr (kWeightBytes == 1) {
+    MOEOPT_UNROLL
+    for (int a = 0; a < 2; ++a) add_scaled_to(sums[a], weights.scale[a], partial[a]);
+  }
+}
+
+// Where the sum at index j of a 16 x 8 block lies: j = lane * 4 + register.
+MOEOPT_DEVICE int fragment_row(int j) { return j / 16 + 8 * ((j & 3) >> 1); }
+MOEOPT_DEVICE int fragment_column(int j) { return 2 * ((j >> 2) & 3) + (j & 1); }
+
+MOEOPT_DEVICE void store_fragment(float* to, const float (&sums)[4]) {
+  *reinterpret_cast<Vec4*>(to + thread_index() % 32 * 4) = Vec4{bits_from_float(sums[0]), bits_from_float(sums[1]),
+                                                                bits_from_float(sums[2]), bits_from_float(sums[3])};
+}
+
+// h of one tile: thread j < 128 has an element of the 16 x 8 block.
+MOEOPT_DEVICE void finish_up(const DirectArgs& args, const DirectRouting& routing, int slot, int expert, int first,
+                             const float* reduction) {
+  const FusedExpertsArgs& moe = args.moe;
+  const int j = thread_index(), width = static_cast<int>(moe.intermediate_size);
+  if (j >= 128) return;
+  const int pair = slot_pair(routing, slot, fragment_column(j)), i = first + fragment_row(j);
+  if (pair < 0) return;
+  float value[2] = {0.0f, 0.0f};
+  MOEOPT_UNROLL
+  for (int a = 0; a < 2; ++a) {
+    MOEOPT_UNROLL
+    for (int w = 0; w < kDirectUpWarps; ++w) value[a] += reduction[(w * 2 + a) * 128 + j];
+    const int row = w13_row(moe.activation, width, i, a);
+    if (moe.scale_kind == ScaleKind::kChannel) value[a] *= channel_scale(moe.w13_scale, expert, 2 * width, row);
+    if (moe.w13_bias != nullptr) value[a] += channel_scale(moe.w13_bias, expert, 2 * width, row);
+  }
+  const uint32_t packed = pack_bf16x2(swiglu(moe.activation, value[0], value[1]), 0.0f);
+  args.h[static_cast<int64_t>(pair) * width + i] = static_cast<uint16_t>(packed);
+}
+
+template <int kWeightBytes>
+MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, kDirectUpBlocks<kWeightBytes>)
+    direct_up_kernel(const MOEOPT_GRID_CONSTANT DirectArgs args) {
+  MOEOPT_SHARED_BASE(shared);
+  DirectRouting& routing = *reinterpret_cast<DirectRouting*>(shared);
+  float* reduction = reinterpret_cast<float*>(shared + kDirectScratchOffset);
+  wait_for_previous_kernel();
+  launch_dependents();  // after the wait: the second kernel may read the ids at once
+  build_direct_routing<kDirectUpWarps>(args.moe, routing, shared + kDirectScratchOffset);  // ends in sync_block
+  const FusedExpertsArgs& moe = args.moe;
+  const int warp = thread_index() / 32, column = thread_index() % 32 / 4, top_k = static_cast<int>(moe.top_k);
+  const int num_tasks = routing.num_slots * (static_cast<int>(moe.intermediate_size) / 16);
+  int g = block_index();
+  if (g >= num_tasks) return;
+  DirectTile<kWeightBytes> tile;
+  DirectUpStep weights;
+  tile.locate(moe, routing, g);
+  load_up(moe, tile, weights);
+  while (true) {
+    const int slot = tile.slot, expert = tile.expert, first = tile.first;
+    const int pair = slot_pair(routing, slot, column);
+    const uint16_t* tokens = pair < 0 ? nullptr : static_cast<const uint16_t*>(moe.x) + pair / top_k * moe.x_stride;
+    float sums[2][4] = {};
+    while (tile.step < tile.end) {
+      multiply_up(moe, tile, tokens, weights, sums);
+      ++tile.step;
+      if (tile.step < tile.end) load_up(moe, tile, weights);
+    }
+    g += grid_blocks();
+    const bool more = g < num_tasks;
+    if (more) {  // in flight while this tile is summed and finished
+      tile.locate(moe, routing, g);
+      load_up(moe, tile, weights);
+    }
+    MOEOPT_UNROLL
+    for (int a = 0; a < 2; ++a) store_fragment(reduction + (warp * 2 + a) * 128, sums[a]);
+    sync_block();
+    finish_up(args, routing, slot, expert, first, reduction);
+    if (!more) return;
+    sync_block();
+  }
+}
+
+// --- down --------------------------------------------------------------------------------------------------------
+
+template <int kWeightBytes>
+MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
+    direct_down_kernel(const MOEOPT_GRID_CONSTANT DirectArgs args) {
+  constexpr int kBatch = kDirectDownBatch<kWeightBytes>;
+  MOEOPT_SHARED_BASE(shared);
+  DirectRouting& routing = *reinterpret_cast<DirectRouting*>(shared);
+  build_direct_routing<kDirectDownWarps>(args.moe, routing, shared + kDirectScratchOffset);  // ends in sync_block
+  const FusedExpertsArgs& moe = args.moe;
+  const int warp = thread_index() / 32, group = thread_index() % 32 / 4, quad_lane = thread_index() % 4;
+  const int hidden = static_cast<int>(moe.hidden_size), width = static_cast<int>(moe.intermediate_size);
+  const int top_k = static_cast<int>(moe.top_k), num_sums = static_cast<int>(moe.num_tokens) * kDirectRows;
+  float* all_sums = reinterpret_cast<float*>(shared + kDirectScratchOffset);  // [warp][token][row]
+  float* sums = all_sums + warp * num_sums;
+  for (int i = thread_index() % 32; i < num_sums; i += 32) sums[i] = 0.0f;
+  sync_warp();
+  const int row_bytes = width * kWeightBytes, steps = ceil_div(row_bytes, kDirectStepBytes);
+  const int total = routing.num_slots * steps, first_row = block_index() * kDirectRows;
+  int left = total * (warp + 1) / kDirectDownWarps - total * warp / kDirectDownWarps;
+  int slot = total * warp / kDirectDownWarps / steps, step = total * warp / kDirectDownWarps - slot * steps;
+  const unsigned char* base = static_cast<const unsigned char*>(moe.w2) +
+                              (first_row + group) * moe.w2_row_stride * kWeightBytes;
+  const int64_t scale_blocks = static_cast<int64_t>(ceil_div(hidden, 128)) * ceil_div(width, 128);
+  const int scale_row = first_row / 128 * ceil_div(width, 128);
+  const int64_t eight_rows = 8 * moe.w2_row_stride * kWeightBytes;
+  Vec4 weights[kBatch][2][2];
+  float scale[kBatch];
+  int count = 0;
+  const auto load = [&] {  // at most kBatch steps, of one expert
+    count = left < kBatch ? left : kBatch;
+    if (steps - step < count) count = steps - step;
+    const int expert = routing.slot_expert[slot];
+    const unsigned char* source = base + expert * moe.w2_expert_stride * kWeightBytes;
+    MOEOPT_UNROLL
+    for (int u = 0; u < kBatch; ++u) {
+      const int column = (step + u) * kDirectStepBytes;
+      MOEOPT_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        load_step(weights[u][r], column, row_bytes, u < count,
+                  [&](int byte) { return load_once16(source + r * eight_rows + byte); });
+      }
+      scale[u] = 1.0f;
+      if (kWeightBytes == 1 && moe.scale_kind == ScaleKind::kBlock128 && u < count) {
+        scale[u] = load_constant(moe.w2_scale + expert * scale_blocks + scale_row + step + u);
+      }
+    }
+  };
+  if (left > 0) load();
+  wait_for_previous_kernel();
+  float partial[4] = {0, 0, 0, 0};
+  bool has_first_step = step == 0;
+  while (left > 0) {
+    const int pair = slot_pair(routing, slot, group);
+    const uint16_t* h = args.h + static_cast<int64_t>(pair) * width;
+    DirectTokens<kWeightBytes> values[kBatch][2];
+    MOEOPT_UNROLL
+    for (int u = 0; u < kBatch; ++u) {
+      MOEOPT_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        values[u][half] =
+            load_tokens<kWeightBytes>((step + u) * kDirectStepBytes + half * 64, row_bytes, pair >= 0 && u < count,
+                                      [&](int k) { return load_shared_across_blocks16(h + k); });
+      }
+    }
+    MOEOPT_UNROLL
+    for (int u = 0; u < kBatch; ++u) {
+      float of_step[4] = {0, 0, 0, 0};
+      MOEOPT_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        multiply_half<kWeightBytes>(weights[u][0][half], weights[u][1][half], values[u][half],
+                                    kWeightBytes == 2 ? partial : of_step);
+      }
+      if constexpr (kWeightBytes == 1) add_scaled_to(partial, scale[u], of_step);
+    }
+    left -= count;
+    step += count;
+    const int done = slot;
+    const bool ends = left == 0 || step == steps, adds_bias = has_first_step;
+    if (step == steps) {
+      step = 0;
+      ++slot;
+      has_first_step = true;
+    }
+    if (left > 0) load();
+    if (!ends) continue;
+    const int expert = routing.slot_expert[done];
+    MOEOPT_UNROLL
+    for (int r = 0; r < 4; ++r) {
+      const int row = group + 8 * (r / 2), to = slot_pair(routing, done, quad_lane * 2 + r % 2);
+      if (to >= 0) {
+        float value = partial[r];
+        if (moe.scale_kind == ScaleKind::kChannel) value *= channel_scale(moe.w2_scale, expert, hidden, first_row + row);
+        if (moe.w2_bias != nullptr && adds_bias) value += channel_scale(moe.w2_bias, expert, hidden, first_row + row);
+        sums[to / top_k * kDirectRows + row] += routing.weight[to] * value;
+      }
+      partial[r] = 0.0f;
+    }
+    sync_warp();  // another lane may have the token in the next slot
+  }
+  sync_block();
+  for (int i = thread_index(); i < num_sums; i += block_threads()) {
+    float sum = 0;
+    MOEOPT_UNROLL
+    for (int w = 0; w < kDirectDownWarps; ++w) sum += all_sums[w * num_sums + i];
+    static_cast<uint16_t*>(moe.out)[i / kDirectRows * moe.out_stride + first_row + i % kDirectRows] =
+        static_cast<uint16_t>(pack_bf16x2(sum, 0.0f));
+  }
+}
+
+}  // namespace moeopt

@@ -1,0 +1,30 @@
+// Starts the direct path: router, direct_up_kernel, direct_down_kernel.
+#include "launch/arguments.h"
+#include "launch/cuda_kernels.h"
+#include "launch/launch.cuh"
+#include "launch/router.h"
+
+namespace moeopt {
+
+void run_direct(const Values& problem_values, const Values& workspace_values, const Values& geometry,
+                uintptr_t stream_handle) {
+  Problem problem = problem_from_values(problem_values.data(), static_cast<int64_t>(problem_values.size()));
+  const DirectLaunch launch = direct_launch(geometry.data(), static_cast<int64_t>(geometry.size()));
+  const DirectWorkspace workspace =
+      direct_workspace(workspace_values.data(), static_cast<int64_t>(workspace_values.size()));
+  auto* stream = reinterpret_cast<cudaStream_t>(stream_handle);
+  if (problem.router.logits != nullptr) {
+    launch_router(problem, workspace.topk_ids, workspace.topk_weights, stream);
+    problem = with_routed_ids(problem, workspace.topk_ids, workspace.topk_weights);
+  }
+  const bool fp8 = problem.moe.weight_dtype == DType::kFloat8E4M3;
+  const DirectArgs args = {problem.moe, workspace.h};
+  LaunchShape shape{dim3(static_cast<unsigned>(launch.up_grid)), kDirectUpWarps * 32, launch.up_shared_bytes, stream};
+  launch_kernel("direct_up", fp8 ? direct_up_kernel<1> : direct_up_kernel<2>, shape, args);
+  shape.grid = dim3(static_cast<unsigned>(launch.down_grid));
+  shape.threads = kDirectDownWarps * 32;
+  shape.shared_bytes = launch.down_shared_bytes;
+  launch_kernel("direct_down", fp8 ? direct_down_kernel<1> : direct_down_kernel<2>, shape, args);
+}
+
+}  // namespace moeopt

@@ -1,0 +1,64 @@
+"""Launch of the direct kernels, for small batches.
+
+Mirrors csrc/include/moeopt/direct_experts.cuh and direct_routing.cuh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_optimizer.ops.launch_geometry.hopper import HOPPER, ChipLimits, expect
+from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
+
+KERNEL = "direct_experts"
+TOKENS = 64
+"""Bits of an expert's mask of tokens."""
+PAIRS = 512
+UP_WARPS = 8
+DOWN_WARPS = 16
+UP_BLOCKS = {2: 3, 1: 2}
+"""Blocks per multiprocessor by bytes of a weight."""
+ROWS = 16
+"""Rows of the output that a block of the second launch owns; gate rows of a tile of the first."""
+ROUTING_BYTES = (PAIRS * 4 * 4 + (PAIRS + 1) * 4 + 3 * 4 + 16 * 4 + 15) // 16 * 16
+SCRATCH_PER_EXPERT = 12
+UP_SUM_BYTES = UP_WARPS * 2 * 128 * 4
+DOWN_SUM_BYTES_PER_TOKEN = DOWN_WARPS * ROWS * 4
+ALIGNMENT_SLACK = 1024
+"""Shared memory lost when its base is rounded up to 1024 bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectGeometry:
+    """Both launches, in the order of `DirectLaunch` in csrc/launch/arguments.h."""
+
+    up_grid: int
+    up_shared_bytes: int
+    down_grid: int
+    down_shared_bytes: int
+
+
+def direct_geometry(sizes: MoeSizes, *, num_multiprocessors: int, limits: ChipLimits = HOPPER) -> DirectGeometry:
+    """Return the launches for `sizes`; raise GeometryError, with the number, where the kernels do not cover them."""
+    expect(sizes.num_tokens <= TOKENS, KERNEL, "T", sizes.num_tokens, f"at most {TOKENS}")
+    pairs = sizes.num_pairs
+    expect(pairs <= PAIRS, KERNEL, f"T x k = {sizes.num_tokens} x {sizes.top_k}", pairs, f"at most {PAIRS}")
+    expect(sizes.hidden_size % 16 == 0, KERNEL, "H", sizes.hidden_size, "a multiple of 16")
+    expect(sizes.intermediate_size % 16 == 0, KERNEL, "I", sizes.intermediate_size, "a multiple of 16")
+
+    def shared(sum_bytes: int) -> int:
+        scratch = SCRATCH_PER_EXPERT * sizes.num_experts
+        parts = {
+            "routing tables": ROUTING_BYTES,
+            "sums or routing scratch": max(sum_bytes, scratch),
+            "alignment": ALIGNMENT_SLACK,
+        }
+        return limits.check_shared(KERNEL, parts)
+
+    tiles = pairs * (sizes.intermediate_size // ROWS)
+    return DirectGeometry(
+        up_grid=min(num_multiprocessors * UP_BLOCKS[sizes.weight_bytes], tiles),
+        up_shared_bytes=shared(UP_SUM_BYTES),
+        down_grid=sizes.hidden_size // ROWS,
+        down_shared_bytes=shared(DOWN_SUM_BYTES_PER_TOKEN * sizes.num_tokens),
+    )
