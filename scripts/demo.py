@@ -33,6 +33,8 @@ READY_TIMEOUT_S = 420.0
 """vLLM's CPU build imports and compiles for about a minute on two cores; a busy machine takes several times that."""
 REQUEST_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 90.0
+EXPERT_LOAD_S = 4.0
+"""The workers write their counts every 3 seconds."""
 PROMPT = "def __init__(self, name):"
 CHAT = [{"role": "user", "content": "Write a Python function that reads a file."}]
 
@@ -76,6 +78,8 @@ def _demo(model: str, more: Sequence[str]) -> None:
         _heading("one streamed chat")
         _show_chat(port, ready["model"])
         without_fp8 = measure(ready, heldout)
+        _heading("which experts the requests used")
+        _show_experts(port)
         _heading("stopping")
     _heading("the same server with FP8 weights")
     with _serving([*serve, "--enable-fp8"]) as ready:
@@ -176,6 +180,13 @@ def _show_chat(port: int, model: str) -> None:
     print(f"\n[{chunks} chunks]")
     if not text or chunks < 2 or not ended:
         raise DemoError(f"/v1/chat/completions: {chunks} chunks, stream {'ended' if ended else 'cut off'}: {text!r}")
+
+
+def _show_experts(port: int) -> None:
+    time.sleep(EXPERT_LOAD_S)
+    experts = [sys.executable, "-m", "moe_optimizer", "experts", f"http://{HOST}:{port}"]
+    if subprocess.run(experts, cwd=ROOT, check=False, timeout=60).returncode != 0:
+        raise DemoError("the server does not show which experts it used; the reason is above")
 
 
 def _post(port: int, path: str, request: dict[str, Any]) -> Iterator[bytes]:

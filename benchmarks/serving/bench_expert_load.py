@@ -268,12 +268,16 @@ def make_record(
             str(batch): {
                 "quantiles": quantiles(values),
                 "added_work": added_shares(alone[batch], options.layers, _quantile(values["off"], 0.1)),
-                "off_s": values["off"],
-                "on_s": values["on"],
+                "off_us": _whole_microseconds(values["off"]),
+                "on_us": _whole_microseconds(values["on"]),
             }
             for batch, values in samples.items()
         },
     }
+
+
+def _whole_microseconds(rounds: list[list[float]]) -> list[list[int]]:
+    return [[round(1e6 * seconds) for seconds in each] for each in rounds]
 
 
 def added_shares(work: dict[str, float], layers: int, step_s: float) -> dict[str, float]:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from moe_optimizer.passes.base import OptimizationPass, PlanContext
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 
+_CONFLICTS = {
+    "--enable-dbo": "a router sees half of the tokens at a time",
+    "--enable-return-routed-experts": "vLLM's own capture takes the same place",
+}
+"""Arguments of `vllm serve` with which tokens cannot be counted, and why."""
 _RECORD = "benchmarks/records/2026-11-20_epyc_expert_load.json"
 
 
@@ -25,6 +30,9 @@ class ExpertLoad(OptimizationPass):
             return False, "the model has no experts"
         if ctx.data_parallel_size > 1:
             return False, f"data parallelism ({ctx.data_parallel_size}): a router sees the tokens of other replicas too"
+        for flag, why in _CONFLICTS.items():
+            if ctx.pinned.get(flag, "false") != "false":
+                return False, f"{flag}: {why}"
         return True, ""
 
     def choose(self, ctx: PlanContext) -> Decision:
@@ -32,14 +40,12 @@ class ExpertLoad(OptimizationPass):
         wish, _ = ctx.wish(self.name)
         if ctx.device == "cuda" and wish is not Wish.ON:
             return self.when_off(ctx, "its cost on a GPU is not measured yet; --enable-expert-load counts anyway")
-        evidence = (_RECORD,) if ctx.device == "cpu" else ()
+        measured = ctx.device == "cpu"
         return self.decision(
             ctx,
             Status.ON,
             "counts per layer and expert",
-            "shows which experts the traffic uses, for less than a hundredth of a step"
-            if evidence
-            else "shows which experts the traffic uses",
+            "shows which experts the traffic uses" + (", for less than a hundredth of a step" if measured else ""),
             Applier.PLUGIN,
-            evidence=evidence,
+            evidence=(_RECORD,) if measured else (),
         )
