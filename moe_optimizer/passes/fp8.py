@@ -136,7 +136,7 @@ class Fp8(OptimizationPass):
                 "expert_bits": 8,
                 "linear_bits": None,
             },
-            warnings=(*warnings, *_quantizer_warnings(section, "it converts on CUDA devices only; builtin is used")),
+            warnings=(*warnings, *_quantizer_on_the_cpu(section)),
         )
 
     def _by_vllm(self, ctx: PlanContext, layers: tuple[int, ...], *, experts: bool, linears: bool) -> Decision:
@@ -149,6 +149,7 @@ class Fp8(OptimizationPass):
             config["moe"] = scheme
         config["ignore"] = _ignored_modules(section, layers)
         parts = " and ".join(word for word, wanted in (("experts", experts), ("linears", linears)) if wanted)
+        quantizer, why_not = _quantizer_on_gpus(ctx)
         rejected = {} if linears else {"attention and dense linears": _why_part_off(ctx, "linears")}
         if not experts and ctx.model.is_moe:
             rejected["experts"] = _why_part_off(ctx, "experts")
@@ -157,19 +158,20 @@ class Fp8(OptimizationPass):
             Status.ON,
             f"{parts} in FP8",
             f"{parts} with {_SCALES[section.granularity]}, converted by vLLM while loading; {_UNJUDGED}",
-            Applier.FLAGS,
-            evidence=(*(_GPU_RECORDS if experts else ()), "quantizer: vLLM's own"),
+            # vLLM converts; with another quantiser than its own, the plugin has to put it there.
+            Applier.FLAGS if quantizer == "vllm" else Applier.PLUGIN,
+            evidence=(*(_GPU_RECORDS if experts else ()), f"quantizer: {quantizer}"),
             rejected={**rejected, **_kept(ctx)},
             gain=self.gain(ctx),
             vllm_args=("--quantization", "online", "--quantization-config", json.dumps(config)),
             params={
                 "granularity": section.granularity,
-                "quantizer": "vllm",
+                "quantizer": quantizer,
                 "kept_layers": list(layers),
                 "expert_bits": 8 if experts else None,
                 "linear_bits": 8 if linears else None,
             },
-            warnings=_quantizer_warnings(section, "vLLM converts by itself on GPUs"),
+            warnings=why_not,
         )
 
 
@@ -220,10 +222,23 @@ def _ignored_modules(section: Fp8Section, layers: tuple[int, ...]) -> list[str]:
     return [*named, *(rf"re:.*\.layers\.{layer}\." for layer in layers)]
 
 
-def _quantizer_warnings(section: Fp8Section, why_not: str) -> tuple[str, ...]:
+def _quantizer_on_the_cpu(section: Fp8Section) -> tuple[str, ...]:
     if section.quantizer != "transformer_engine":
         return ()
-    return (f"fp8.quantizer transformer_engine is not used: {why_not}",)
+    return ("fp8.quantizer transformer_engine: it converts on CUDA devices only; builtin is used",)
+
+
+def _quantizer_on_gpus(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:
+    """Return which quantiser is used, and a warning where it is not the one asked for."""
+    section = ctx.profile.passes.fp8
+    asked = section.quantizer
+    if asked == "auto":
+        return "vllm", ()
+    if section.granularity == "channel":
+        return "vllm", (f"fp8.quantizer {asked}: per channel vLLM converts with its own",)
+    if asked == "transformer_engine" and not ctx.software.transformer_engine:
+        return "builtin", ("fp8.quantizer transformer_engine: it is not installed; builtin is used",)
+    return asked, ()
 
 
 def _decode_floor_us(ctx: PlanContext, *, experts: bool, linears: bool) -> Quantity:

@@ -12,7 +12,7 @@ APPLIERS = {
     EXPERTS_PASS: "moe_optimizer.vllm_plugin.apply_experts:offer_experts",
     "expert_load": "moe_optimizer.vllm_plugin.expert_load:count_expert_load",
     "expert_placement": "moe_optimizer.vllm_plugin.expert_placement:apply_placement",
-    "fp8": "moe_optimizer.vllm_plugin.apply_fp8:convert_experts",
+    "fp8": "moe_optimizer.vllm_plugin.apply_fp8:convert_weights",
 }
 """Pass name -> "module:function", imported when a plan wants the pass.
 

@@ -1,16 +1,26 @@
-"""Has the experts converted to FP8 inside vLLM's processes."""
+"""Has weights converted to FP8 in vLLM's processes: experts by the plugin, or all by vLLM with another quantiser."""
 
 from __future__ import annotations
 
 from moe_optimizer.plan.decision import Decision
 from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation
-from moe_optimizer.vllm_plugin.patch import PatchReport, apply_when_imported
-from moe_optimizer.vllm_plugin.patches.layerwise_loading import LAYERWISE_LOADING
+from moe_optimizer.vllm_plugin.patch import PatchReport, PatchState, apply_when_imported
+from moe_optimizer.vllm_plugin.weight_format import FORMAT_PARAM
 from moe_optimizer.vllm_plugin.weight_format_fp8 import FP8_PASS
 
 
-def convert_experts(activation: Activation, decision: Decision) -> None:  # noqa: ARG001 - read for each layer
+def convert_weights(activation: Activation, decision: Decision) -> None:
+    """Install what the decision needs."""
+    if FORMAT_PARAM in decision.params:
+        _convert_experts(activation)
+    else:
+        _replace_quantizer(activation)
+
+
+def _convert_experts(activation: Activation) -> None:
     """Have each layer converted as soon as it is loaded; the experts class does the converting."""
+    from moe_optimizer.vllm_plugin.patches.layerwise_loading import LAYERWISE_LOADING
+
     if activation.wanted(EXPERTS_PASS) is None:
         activation.refused(FP8_PASS, f"needs {EXPERTS_PASS}: no other kernel reads the converted experts")
         return
@@ -20,3 +30,14 @@ def convert_experts(activation: Activation, decision: Decision) -> None:  # noqa
         activation.patches_changed()
 
     apply_when_imported(LAYERWISE_LOADING, on_change=patched)
+
+
+def _replace_quantizer(activation: Activation) -> None:
+    from moe_optimizer.vllm_plugin.patches.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
+
+    def patched(report: PatchReport) -> None:
+        activation.patches_changed()
+        if report.state is PatchState.REFUSED:
+            activation.refused(FP8_PASS, f"vLLM's own quantizer is used: {report.detail}")
+
+    apply_when_imported(ONLINE_FP8_QUANTIZER, on_change=patched)

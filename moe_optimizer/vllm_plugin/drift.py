@@ -13,6 +13,7 @@ from moe_optimizer.vllm_plugin import compat
 from moe_optimizer.vllm_plugin.patch import Patch, probe
 from moe_optimizer.vllm_plugin.patches.fp8_oracle import FP8_ORACLE
 from moe_optimizer.vllm_plugin.patches.layerwise_loading import LAYERWISE_LOADING
+from moe_optimizer.vllm_plugin.patches.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
 from moe_optimizer.vllm_plugin.patches.routed_experts import ROUTED_EXPERTS
 from moe_optimizer.vllm_plugin.patches.unquantized_oracle import UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
@@ -199,6 +200,12 @@ _SEAMS = (
             "vllm.model_executor.model_loader.reload.layerwise", "initialize_online_processing", arguments=("layer",)
         ),
         why="a layer whose experts are converted is finished while the next ones are loaded",
+    ),
+    _Known(
+        name="online FP8 quantiser",
+        look=_patched(ONLINE_FP8_QUANTIZER),
+        why=ONLINE_FP8_QUANTIZER.why,
+        remove_when=ONLINE_FP8_QUANTIZER.remove_when,
     ),
     _Known(
         name="routed experts callback",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -223,16 +224,37 @@ def test_on_the_cpu_our_kernel_is_on_where_the_experts_are_converted():
     assert "measure" not in ctx.decided["flash_dmoe"].params  # there is no other kernel to choose
 
 
-def test_the_transformer_engine_is_warned_about_where_it_is_not_used():
-    for decision in (
-        on_cpu(settings={"quantizer": "transformer_engine"}),
-        on_gpu(settings={"quantizer": "transformer_engine"}),
-    ):
-        (warning,) = decision.warnings
-        assert warning.startswith("fp8.quantizer transformer_engine is not used: ")
-    assert on_cpu().warnings == on_gpu().warnings == ()
+def test_on_the_cpu_the_builtin_quantizer_converts_whatever_is_asked_for():
+    assert on_cpu().warnings == ()
     assert "quantizer: builtin" in on_cpu().evidence
-    assert "quantizer: vLLM's own" in on_gpu().evidence
+    decision = on_cpu(settings={"quantizer": "transformer_engine"})
+    assert decision.params["quantizer"] == "builtin"
+    assert decision.warnings == ("fp8.quantizer transformer_engine: it converts on CUDA devices only; builtin is used",)
+
+
+@pytest.mark.parametrize(
+    ("asked", "installed", "used", "warned"),
+    [
+        ("auto", True, "vllm", ""),
+        ("builtin", False, "builtin", ""),
+        ("transformer_engine", True, "transformer_engine", ""),
+        ("transformer_engine", False, "builtin", "it is not installed; builtin is used"),
+    ],
+)
+def test_the_quantizer_on_gpus(asked, installed, used, warned):
+    found = dataclasses.replace(software(), transformer_engine=installed)
+    decision = on_gpu(settings={"quantizer": asked}, software=found)
+    assert decision.params["quantizer"] == used
+    assert f"quantizer: {used}" in decision.evidence
+    assert decision.applier is (Applier.FLAGS if used == "vllm" else Applier.PLUGIN)
+    assert decision.vllm_args  # vLLM converts in every case
+    assert [warning.partition(": ")[2] for warning in decision.warnings] == ([warned] if warned else [])
+
+
+def test_per_channel_vllm_converts_with_its_own_quantizer():
+    decision = on_gpu(settings={"quantizer": "builtin", "granularity": "channel"})
+    assert decision.params["quantizer"] == "vllm"
+    assert decision.warnings == ("fp8.quantizer builtin: per channel vLLM converts with its own",)
 
 
 # On both.

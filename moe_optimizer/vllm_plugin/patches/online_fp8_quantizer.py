@@ -1,0 +1,65 @@
+"""Puts another quantiser of 128x128 blocks under vLLM's online FP8."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from moe_optimizer.errors import KernelUnavailableError, RequiredNotAppliedError
+from moe_optimizer.log import get_logger
+from moe_optimizer.vllm_plugin.activation import Activation, current
+from moe_optimizer.vllm_plugin.patch import Patch
+from moe_optimizer.vllm_plugin.proof import described
+from moe_optimizer.vllm_plugin.server_facts import world
+from moe_optimizer.vllm_plugin.weight_format_fp8 import FP8_PASS
+
+logger = get_logger(__name__)
+_BLOCK = [128, 128]
+
+
+def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def per_block_cast_to_fp8(x: Any, block_size: Any = _BLOCK, use_ue8m0: bool = False) -> Any:
+        activation = current()
+        decision = None if activation is None else activation.wanted(FP8_PASS)
+        # Scales that are powers of two are another format, for another kernel.
+        if activation is None or decision is None or use_ue8m0 or list(block_size) != _BLOCK:
+            return original(x, block_size, use_ue8m0)
+        try:
+            result, used = _quantized(x, decision.params["quantizer"])
+            _note(activation, used)
+        except RequiredNotAppliedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - vLLM is loading its model, and its own quantiser works
+            activation.refused(FP8_PASS, f"vLLM's own quantizer is used: fallback: {described(error)}")
+            return original(x, block_size, use_ue8m0)
+        return result
+
+    return per_block_cast_to_fp8
+
+
+def _quantized(matrix: Any, quantizer: Any) -> tuple[Any, str]:
+    """Return the matrix with its scales, and which quantiser made them."""
+    from moe_optimizer.ops.fp8_quant import quantize_fp8
+
+    try:
+        return quantize_fp8(matrix, quantizer=quantizer), quantizer
+    except KernelUnavailableError as error:
+        logger.warning("fp8: the builtin quantizer is used instead: %s", error)
+        return quantize_fp8(matrix), "builtin"
+
+
+def _note(activation: Activation, used: str) -> None:
+    activation.proof.model_rank, activation.proof.world_size = world()
+    activation.applied(FP8_PASS, kernel=f"FP8 quantizer {used}", isa="")
+    activation.ran(FP8_PASS)
+
+
+ONLINE_FP8_QUANTIZER = Patch(
+    target="vllm.utils.deep_gemm:per_block_cast_to_fp8",
+    why="vLLM's online FP8 converts every weight with this function and has no other quantiser to choose",
+    remove_when="vLLM lets the quantiser of its online FP8 be chosen",
+    fingerprints={"0.26 to 0.33": "892375fae126e419"},
+    replacement=_replacement,
+)

@@ -1,0 +1,117 @@
+"""Our quantiser under vLLM's online FP8: the same scales, and vLLM's own wherever ours cannot be.
+
+vLLM converts on GPUs; the function that it calls for each weight runs here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.planner import make_plan
+from moe_optimizer.vllm_plugin import activation as activations
+from moe_optimizer.vllm_plugin import apply
+from moe_optimizer.vllm_plugin import patch as patches
+from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.patch import PatchState
+from moe_optimizer.vllm_plugin.patches.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
+from tests.builders import gpus, profile_with, qwen3_30b_a3b, request
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def deep_gemm() -> Any:
+    from vllm.utils import deep_gemm
+
+    return deep_gemm
+
+
+@pytest.fixture
+def activate(deep_gemm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Activation]]:
+    """Applies a plan for a GPU in this process, and undoes it afterwards."""
+    monkeypatch.setattr(activations, "_current", None)
+    monkeypatch.setattr(patches, "_reports", {})
+
+    def start(quantizer: str) -> Activation:
+        profile = profile_with("balanced", {"fp8": {"quantizer": quantizer}, "expert_load": {"mode": "off"}})
+        plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm"), profile, wishes={"fp8": (Wish.ON, "test")}))
+        return apply.apply_plan(plan, run_dir=tmp_path)
+
+    yield start
+    patches.undo(ONLINE_FP8_QUANTIZER.target)
+
+
+def weight() -> Any:
+    import torch
+
+    return (torch.randn(300, 200, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+
+
+def test_the_builtin_quantiser_has_the_scales_of_vllms(deep_gemm: Any, activate: Callable[..., Activation]) -> None:
+    import torch
+
+    expected, expected_scale = deep_gemm.per_block_cast_to_fp8(weight())
+    activation = activate("builtin")
+    converted, scale = deep_gemm.per_block_cast_to_fp8(weight())
+    entry = activation.proof.passes["fp8"]
+    assert (entry.applied, entry.ran, entry.why_not) == (True, True, "")
+    assert entry.kernel == "FP8 quantizer builtin"
+    assert (converted.shape, converted.dtype, scale.shape) == (expected.shape, expected.dtype, expected_scale.shape)
+    torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
+    assert (converted.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 1e-2
+
+
+def test_the_transformer_engine_says_why_it_is_not_used(
+    deep_gemm: Any, activate: Callable[..., Activation], caplog: pytest.LogCaptureFixture
+) -> None:
+    activation = activate("builtin")
+    assert activation.plan is not None
+    decision = activation.wanted("fp8")
+    assert decision is not None
+    decision.params["quantizer"] = "transformer_engine"  # pyright: ignore[reportIndexIssue] - as planned on another machine
+    deep_gemm.per_block_cast_to_fp8(weight())
+    assert activation.proof.passes["fp8"].kernel == "FP8 quantizer builtin"
+    assert "Transformer Engine: it converts tensors on CUDA devices, found cpu" in caplog.text
+
+
+def test_other_scales_are_vllms_own(deep_gemm: Any, activate: Callable[..., Activation]) -> None:
+    activation = activate("builtin")
+    deep_gemm.per_block_cast_to_fp8(weight(), use_ue8m0=True)
+    deep_gemm.per_block_cast_to_fp8(weight(), block_size=[64, 64])
+    assert not activation.proof.passes["fp8"].ran
+
+
+def test_a_failure_of_ours_leaves_it_to_vllm(
+    deep_gemm: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activation = activate("builtin")
+
+    def raising(*_args: Any, **_kwargs: Any) -> Any:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr("moe_optimizer.ops.fp8_quant.quantize_fp8", raising)
+    converted, _ = deep_gemm.per_block_cast_to_fp8(weight())
+    assert converted.shape == (300, 200)
+    assert "fallback: RuntimeError: injected" in activation.proof.passes["fp8"].why_not
+
+
+def test_auto_leaves_vllms_function_alone(deep_gemm: Any, activate: Callable[..., Activation]) -> None:
+    own = deep_gemm.per_block_cast_to_fp8
+    activation = activate("auto")
+    assert deep_gemm.per_block_cast_to_fp8 is own
+    assert "fp8" not in activation.proof.passes
+
+
+def test_undone_it_is_vllms_again(deep_gemm: Any, activate: Callable[..., Activation]) -> None:
+    own = deep_gemm.per_block_cast_to_fp8
+    activate("builtin")
+    assert {report.patch.target: report.state for report in patches.patch_reports()}[
+        ONLINE_FP8_QUANTIZER.target
+    ] is PatchState.APPLIED
+    assert patches.undo(ONLINE_FP8_QUANTIZER.target)
+    assert deep_gemm.per_block_cast_to_fp8 is own
