@@ -1,28 +1,81 @@
-"""Every argument that a plan gives to `vllm serve` is one that vLLM's own parser takes."""
+"""Every argument that a plan gives to `vllm serve` is taken by vLLM's own parser and EngineArgs; no engine starts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moe_optimizer.errors import DoesNotFitError, UnsupportedError
+from moe_optimizer.inspection import ModelInspector, load_hardware
+from moe_optimizer.passes.registry import resolve_wishes, switches
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import flag_value
+from moe_optimizer.planner import PlanRequest, make_plan
+from moe_optimizer.profiles import load_profile, profile_names
+from moe_optimizer.specs.hardware import HardwareSpec
+from moe_optimizer.specs.model import ModelSpec
+from tests.builders import profile_with, software
 from tests.vllm.conftest import ROOT
 
 pytestmark = pytest.mark.vllm
 PLANS = sorted((ROOT / "tests" / "golden" / "plans").glob("*.json"))
+TINY_MOE = str(ROOT / "examples" / "tiny-moe")
+"""EngineArgs look for the model; of it only the name matters here."""
+CONFIGS = ROOT / "tests" / "data" / "model_configs"
+# Published configurations, one of each way in which experts, attention or weights differ.
+MODELS = (
+    "qwen3_moe", "qwen3_next", "mixtral", "deepseek_v3", "kimi_k2", "gpt_oss", "glm4_moe", "llama4", "olmoe",
+    "granitemoe", "hunyuan", "minimax_m2",
+)  # fmt: skip
+GPUS = (1, 2, 8, 16)
+FEWEST = 5
+"""Of the 16 plans of a model, so many at least must be possible: DeepSeek's needs eight GPUs and more."""
 
 
 @pytest.fixture(scope="module")
-def parse() -> Callable[[list[str]], object]:
+def parse() -> Callable[[Sequence[str]], Any]:
+    """vLLM's arguments as the engine gets them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     try:
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
     except ImportError:
         from vllm.entrypoints.openai.cli_args import make_arg_parser  # pyright: ignore[reportMissingImports] - 0.26
-    return make_arg_parser(FlexibleArgumentParser()).parse_args
+    parser = make_arg_parser(FlexibleArgumentParser())
+
+    def parse(arguments: Sequence[str]) -> Any:
+        try:
+            return AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", TINY_MOE, *arguments]))
+        except SystemExit:
+            pytest.fail(f"vLLM does not take {arguments}")
+
+    return parse
+
+
+def inspected(name: str, folder: Path) -> ModelSpec:
+    model = folder / name
+    model.mkdir()
+    shutil.copy(CONFIGS / f"{name}.json", model / "config.json")
+    return ModelInspector(trust_remote_code=True).inspect(model)
+
+
+def machines(count: int) -> tuple[HardwareSpec, int]:
+    """H200s, at most eight in a machine; and how many machines."""
+    return load_hardware("h200", min(count, 8)), -(-count // 8)
+
+
+def argument_lists(plan: Plan) -> Iterator[tuple[str, ...]]:
+    yield plan.plain_args
+    if plan.group is None:
+        yield plan.serve_args
+    else:
+        yield from (server.serve_args for server in plan.group.servers)
 
 
 def test_there_are_golden_plans() -> None:
@@ -31,9 +84,54 @@ def test_there_are_golden_plans() -> None:
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("key", ["serve_args", "plain_args"])
-def test_vllm_parses_the_arguments(path: Path, key: str, parse: Callable[[list[str]], object]) -> None:
-    arguments = json.loads(path.read_text())[key]
+def test_vllm_parses_the_arguments_of_a_golden_plan(
+    path: Path, key: str, parse: Callable[[Sequence[str]], Any]
+) -> None:
+    parse(json.loads(path.read_text(encoding="utf-8"))[key])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_vllm_takes_every_plan_of_a_model(name: str, tmp_path: Path, parse: Callable[[Sequence[str]], Any]) -> None:
+    model, planned = inspected(name, tmp_path), 0
+    for profile in profile_names():
+        for count in GPUS:
+            hardware, nodes = machines(count)
+            request = PlanRequest(
+                model=model, hardware=hardware, software=software(), profile=load_profile(profile), num_gpus=count,
+                num_nodes=nodes, trust_remote_code=True,
+            )  # fmt: skip
+            try:
+                plan = make_plan(request)
+            except DoesNotFitError:
+                continue
+            planned += 1
+            for arguments in argument_lists(plan):
+                taken = parse(arguments)
+                # What was planned is what the engine would be told, not only words that parse.
+                assert taken.tensor_parallel_size == plan.decision("parallelism").params["tensor_parallel_size"]
+                assert taken.pipeline_parallel_size == plan.decision("parallelism").params["pipeline_parallel_size"]
+                asked = flag_value(arguments, "--max-num-seqs")
+                assert asked is None or taken.max_num_seqs == int(asked)
+    assert planned >= FEWEST, f"{name}: only {planned} of {len(GPUS) * len(profile_names())} plans are possible"
+
+
+DATA_AND_EXPERT_PARALLEL = {"parallelism": {"data_parallel_size": 2, "expert_parallel": "on"}}
+
+
+@pytest.mark.parametrize("flag", [switch.flag for switch in switches()])
+@pytest.mark.parametrize("side", ["enable", "disable"])
+@pytest.mark.parametrize("passes", [{}, DATA_AND_EXPERT_PARALLEL], ids=["", "dp-ep"])
+def test_vllm_takes_the_plan_of_every_switch(
+    flag: str, side: str, passes: dict[str, Any], tmp_path: Path, parse: Callable[[Sequence[str]], Any]
+) -> None:
+    wishes = resolve_wishes([flag], []) if side == "enable" else resolve_wishes([], [flag])
+    request = PlanRequest(
+        model=inspected("qwen3_moe", tmp_path), hardware=load_hardware("h200", 8), software=software(),
+        profile=profile_with(passes=passes), wishes=wishes,
+    )  # fmt: skip
     try:
-        parse(["--model", "any", *arguments])
-    except SystemExit:
-        pytest.fail(f"vLLM does not take {arguments}")
+        plan = make_plan(request)
+    except UnsupportedError as error:
+        pytest.skip(f"no plan: {error}")
+    for arguments in argument_lists(plan):
+        parse(arguments)
