@@ -198,9 +198,14 @@ def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> No
         ("kv_cache", Wish.OFF, "--kv-cache-dtype"),
         ("parallelism.expert_parallel", Wish.OFF, "--enable-expert-parallel"),
         ("parallelism", Wish.OFF, "--tensor-parallel-size"),
+        ("parallelism", Wish.OFF, "--data-parallel-size"),
+        ("kv_cache.tiering", Wish.OFF, "--kv-offloading-size"),
+        ("dual_batch_overlap", Wish.OFF, "--enable-dbo"),
+        ("expert_placement", Wish.OFF, "--enable-eplb"),
     ):
         wish, origin = request.wishes.get(key, (None, ""))
-        if wish is wanted and pinned.get(flag, "false") != "false":
+        # The kill switch in the environment switches this package off, not the user's own arguments.
+        if wish is wanted and origin.startswith("flag ") and pinned.get(flag, "false") != "false":
             raise InputError(
                 f"{origin.removeprefix('flag ')} and {flag} contradict each other", hint="give one of them"
             )

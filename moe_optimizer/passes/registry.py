@@ -31,8 +31,15 @@ PASS_NAMES = tuple(name for name, _ in _PASSES)
 
 _CONTRADICTIONS = {
     ("fp8", "sparsity_24"): "the experts are either pruned or quantised",
+    ("kv_cache.tiering", "disaggregation"): "both need vLLM's one KV connector",
 }
-"""Pairs of passes that may not both be asked for by flag, and why."""
+"""Pairs that may not both be asked for by flag, and why."""
+
+_NEEDS = {
+    "dual_batch_overlap": ("parallelism", "parallelism.expert_parallel"),
+    "expert_placement": ("parallelism", "parallelism.expert_parallel"),
+}
+"""What a pass asked for by flag cannot do without: keys that may not be switched off by flag then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +113,10 @@ def resolve_wishes(enabled: Iterable[str], disabled: Iterable[str]) -> Mapping[s
     for (first, second), why in _CONTRADICTIONS.items():
         if first in on and second in on:
             raise InputError(f"{on[first]} and {on[second]} contradict each other: {why}", hint="give one of them")
+    for key, needed in _NEEDS.items():
+        missing = next((off[other] for other in needed if key in on and other in off), None)
+        if missing is not None:
+            raise InputError(f"{on[key]} and {missing} contradict each other: the one needs the other")
     return {key: (Wish.ON, f"flag {flag}") for key, flag in on.items()} | {
         key: (Wish.OFF, f"flag {flag}") for key, flag in off.items()
     }

@@ -420,3 +420,25 @@ def test_planning_gpt_oss_on_one_h100():
 def test_an_argument_that_starts_another_server_than_the_planned_one_is_refused(flag):
     with pytest.raises(InputError, match=f"vllm arguments: {flag}: "):
         make_plan(request(tiny_moe(), cpu_machine(), vllm_args=(f"{flag}=x",)))
+
+
+@pytest.mark.parametrize(
+    ("disabled", "argument"),
+    [
+        ("kv-tiering", ("--kv-offloading-size", "4")),
+        ("dual-batch-overlap", ("--enable-dbo",)),
+        ("expert-placement", ("--enable-eplb",)),
+        ("parallelism", ("--data-parallel-size", "2")),
+    ],
+)
+def test_a_flag_and_an_argument_of_vllm_that_contradict_each_other_are_both_named(disabled, argument):
+    wishes = resolve_wishes([], [disabled])
+    with pytest.raises(InputError, match=f"--disable-{disabled} and {argument[0]} contradict each other"):
+        make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=argument))
+
+
+def test_the_kill_switch_leaves_the_users_own_arguments():
+    off = dict.fromkeys([*PASS_NAMES, "kv_cache.tiering"], (Wish.OFF, "environment MOE_OPTIMIZER_DISABLE"))
+    arguments = ("--kv-cache-dtype", "fp8", "--kv-offloading-size", "4")
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), wishes=off, vllm_args=arguments))
+    assert plan.serve_args[-4:] == arguments

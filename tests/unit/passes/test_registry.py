@@ -62,6 +62,10 @@ def test_wishes_name_the_flag_they_came_from():
         (["kv-tiering"], ["kv-cache"], ("--enable-kv-tiering", "--disable-kv-cache")),
         (["expert-parallel"], ["parallelism"], ("--enable-expert-parallel", "--disable-parallelism")),
         (["fp8", "sparsity"], [], ("--enable-fp8", "--enable-sparsity")),
+        (["kv-tiering", "disaggregation"], [], ("--enable-kv-tiering", "--enable-disaggregation")),
+        (["dual-batch-overlap"], ["expert-parallel"], ("--enable-dual-batch-overlap", "--disable-expert-parallel")),
+        (["dual-batch-overlap"], ["parallelism"], ("--enable-dual-batch-overlap", "--disable-parallelism")),
+        (["expert-placement"], ["expert-parallel"], ("--enable-expert-placement", "--disable-expert-parallel")),
     ],
 )
 def test_flags_that_contradict_each_other_are_both_named(enabled, disabled, both):

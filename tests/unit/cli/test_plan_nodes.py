@@ -1,0 +1,70 @@
+"""Planning for several machines on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moe_optimizer.cli.main import main
+from moe_optimizer.errors import ExitCode
+
+TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
+TWO = ["plan", TINY_MOE, "--hardware", "h100_sxm", "--gpus", "16", "--nodes", "2", "--disable-fp8"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "code"),
+    [
+        (["--hardware", "h100_sxm", "--gpus", "16"], "at most 8", ExitCode.BAD_INPUT),
+        (["--hardware", "h100_sxm", "--gpus", "16", "--nodes", "3"], "does not divide", ExitCode.BAD_INPUT),
+        (["--hardware", "h100_sxm", "--nodes", "0"], "--nodes: got '0'", ExitCode.BAD_INPUT),
+        (["--hardware", "h100_sxm", "--render", "yaml"], "--render: got 'yaml'", ExitCode.BAD_INPUT),
+        (["--hardware", "h100_sxm", "--render", "lws", "--json"], "contradict", ExitCode.BAD_INPUT),
+        (["--hardware", "cpu", "--nodes", "2"], "several machines", ExitCode.UNSUPPORTED),
+        (["--hardware", "cpu", "--render", "lws"], "several machines", ExitCode.UNSUPPORTED),
+        (
+            ["--hardware", "h100_sxm", "--gpus", "16", "--nodes", "2", "--enable-disaggregation"],
+            "one machine",
+            ExitCode.UNSUPPORTED,
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    arguments: list[str], words: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", TINY_MOE, *arguments]) == code
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert words in shown.err.partition("\n")[0]
+
+
+def test_more_gpus_than_a_machine_has_name_the_machines_they_need(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", TINY_MOE, "--hardware", "h100_sxm", "--gpus", "20"])
+    assert "hint: for several machines: moe-optimizer plan --gpus 20 --nodes 3" in capsys.readouterr().err
+
+
+def test_the_plan_says_how_to_start_every_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(TWO) == ExitCode.OK
+    shown = capsys.readouterr().out
+    assert "8 of 16 x NVIDIA H100 80GB HBM3 on 2 machines (assumed)" in " ".join(shown.split())
+    assert "On each of the 2 machines" in shown
+    assert max(len(line) for line in shown.splitlines() if TINY_MOE not in line) <= 80
+
+
+def test_ray_is_rendered_as_one_server_and_the_set_as_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TWO, "--render", "ray"]) == ExitCode.OK
+    shown = capsys.readouterr().out
+    assert "--pipeline-parallel-size 2" in shown
+    assert "ray start --head" in shown
+    assert main([*TWO, "--render", "lws"]) == ExitCode.OK
+    kinds = [document["kind"] for document in yaml.safe_load_all(capsys.readouterr().out)]
+    assert kinds[-2:] == ["Service", "LeaderWorkerSet"]
+
+
+def test_the_plan_as_data_has_the_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TWO, "--json"]) == ExitCode.OK
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["num_gpus"], plan["num_nodes"], plan["hardware"]["num_gpus"]) == (8, 2, 8)  # four heads take four GPUs of a machine
