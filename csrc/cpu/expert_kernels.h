@@ -29,7 +29,8 @@ struct LayerBuffers {
   char* h;              // SwiGLU results: pair p at h + (p - h_first_pair) * h_row_bytes
   int64_t h_row_bytes;
   int64_t h_first_pair;
-  float* sum;           // FP32 sums [T, H], contiguous
+  float* sum;           // FP32 sums: token t at sum + t * sum_stride
+  int64_t sum_stride;
   const Pair* pairs;
 };
 

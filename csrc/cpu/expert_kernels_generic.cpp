@@ -115,7 +115,7 @@ void down(const FusedExpertsArgs& args, const LayerBuffers& buffers, const Exper
     for (int64_t p = run.begin; p < run.end; ++p) {
       const float* h = reinterpret_cast<const float*>(buffers.h + (p - buffers.h_first_pair) * buffers.h_row_bytes);
       const Pair pair = buffers.pairs[p];
-      buffers.sum[pair.token * H + j] += pair.weight * (dot(h, row, I) + bias);
+      buffers.sum[pair.token * buffers.sum_stride + j] += pair.weight * (dot(h, row, I) + bias);
     }
   }
 }
@@ -124,7 +124,7 @@ template <typename X>
 void store(const FusedExpertsArgs& args, const LayerBuffers& buffers, int64_t begin, int64_t end) {
   for (int64_t t = 0; t < args.num_tokens; ++t) {
     X* out = static_cast<X*>(args.out) + t * args.out_stride;
-    for (int64_t j = begin; j < end; ++j) from_float(buffers.sum[t * args.hidden_size + j], &out[j]);
+    for (int64_t j = begin; j < end; ++j) from_float(buffers.sum[t * buffers.sum_stride + j], &out[j]);
   }
 }
 

@@ -102,7 +102,9 @@ void run_pass(const FusedExpertsArgs& args, const ExpertKernels& kernels, const 
   const int64_t packed_row_bytes = round_up(kernels.packed_x_row_bytes(args), kAlignment);
   const int64_t packed_bytes = round_up(T * packed_row_bytes, kAlignment);
   const int64_t h_bytes = round_up(routing.max_group_pairs * h_row_bytes, kAlignment);
-  const int64_t sum_bytes = round_up(T * H * static_cast<int64_t>(sizeof(float)), kAlignment);
+  // One line more than H: tokens a power of two apart would compete for the same lines of the cache.
+  const int64_t sum_stride = round_up(H, 16) + 16;
+  const int64_t sum_bytes = T * sum_stride * static_cast<int64_t>(sizeof(float));
   const int64_t thread_bytes = round_up(kernels.scratch_bytes(args), kAlignment);
 
   static thread_local Scratch scratch;
@@ -117,6 +119,7 @@ void run_pass(const FusedExpertsArgs& args, const ExpertKernels& kernels, const 
   layer.h = memory + packed_bytes;
   layer.h_row_bytes = h_row_bytes;
   layer.sum = reinterpret_cast<float*>(memory + packed_bytes + h_bytes);
+  layer.sum_stride = sum_stride;
   layer.pairs = routing.pairs.data();
 
   const int64_t down_tile = tile_rows(H, 1, threads);
@@ -145,7 +148,9 @@ void run_pass(const FusedExpertsArgs& args, const ExpertKernels& kernels, const 
       for (int64_t task = 0; task < down_tasks; ++task) {
         const int64_t begin = task * down_tile, end = std::min(begin + down_tile, H);
         if (&group == &routing.groups.front()) {
-          for (int64_t t = 0; t < T; ++t) std::fill(layer.sum + t * H + begin, layer.sum + t * H + end, 0.0f);
+          for (int64_t t = 0; t < T; ++t) {
+            std::fill(layer.sum + t * sum_stride + begin, layer.sum + t * sum_stride + end, 0.0f);
+          }
         }
         for (int64_t r = group.run_begin; r < group.run_end; ++r) {
           kernels.down(args, buffers, routing.runs[r], begin, end, mine);

@@ -131,7 +131,6 @@ struct Avx2Float8 : Avx2Format<X> {
   using Decoded = Avx2DecodedFloat8<X>;
   static constexpr bool kDecodes = true;
   static constexpr float kUnit = 256.0f;
-  static constexpr int kMaxTokens = 2;
   static constexpr int kStep = 8, kParts = 1;
   static __m256 weight(const Weight* w, int /*part*/) { return _mm256_cvtph_ps(fp8_to_fp16_bits(w)); }
   // `ahead`: half as many bytes to fetch meanwhile, or null.

@@ -93,7 +93,6 @@ struct DotFloat8 : DotBFloat16 {
   using Weight = Float8E4M3;
   using Decoded = DotBFloat16;
   static constexpr bool kDecodes = true;
-  static constexpr int kMaxTokens = 2;  // beyond, converting first was measured faster
   static constexpr int kStep = 64, kParts = 2;
 
   static Operand weight(const Weight* w, int part) {
