@@ -187,12 +187,15 @@ class PlanContext:
         }
         return MemoryRequest(**(defaults | changes))
 
-    def _converted_bits(self) -> tuple[int | None, int | None]:
-        """Return the bits to which expert and other weights are converted while loading; None: they are not."""
+    def _converted_bits(self) -> tuple[float | None, float | None]:
+        """Return the bits to which expert and other weights are converted while loading, what they are filled up with
+        included; None: they are not.
+        """
         if self.model.quant_method is None and "fp8" in self.pinned.get("--quantization", ""):
             return 8, 8
         params = self.decided["fp8"].params if "fp8" in self.decided else {}
-        return params.get("expert_bits"), params.get("linear_bits")
+        experts = params.get("expert_bits")
+        return None if experts is None else experts * params.get("expert_padding", 1.0), params.get("linear_bits")
 
     def _model_as_served(self) -> ModelSpec:
         """Return the model with its weights in `dtype`; a quantised checkpoint keeps its bytes."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from moe_optimizer.costs.fp8_blocks import padded_experts, ragged_linear
 from moe_optimizer.costs.roofline import decode_step_floor_us, experts_read_ratio
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import DTYPE_BYTES, OptimizationPass, PlanContext
@@ -103,8 +104,7 @@ class Fp8(OptimizationPass):
             return self.decision(ctx, Status.ON, "as in the checkpoint", reason, Applier.NONE)
         experts, linears = _parts(ctx)
         if not experts and not linears:
-            what = "the experts are" if ctx.device == "cpu" else "experts and linears are both"
-            return self.when_off(ctx, f"{what} off in {ctx.profile_origin}")
+            return self._refused_parts(ctx)
         layers = _kept_layers(ctx)
         gain = self.gain(ctx)
         if ctx.wish(self.name)[0] is Wish.AUTO and gain is not None and gain.ratio.value < _LEAST_GAIN:
@@ -113,6 +113,14 @@ class Fp8(OptimizationPass):
         if ctx.device == "cpu":
             return self._by_the_plugin(ctx, layers)
         return self._by_vllm(ctx, layers, experts=experts, linears=linears)
+
+    def _refused_parts(self, ctx: PlanContext) -> Decision:
+        """Return the decision where neither part is converted."""
+        ragged = "" if ctx.device == "cpu" else _ragged_linear(ctx)
+        if ragged and ctx.profile.passes.fp8.linears != "off":
+            return self.refused(ctx, f"linears: {ragged}")
+        what = "the experts are" if ctx.device == "cpu" else "experts and linears are both"
+        return self.when_off(ctx, f"{what} off in {ctx.profile_origin}")
 
     def _by_the_plugin(self, ctx: PlanContext, layers: tuple[int, ...]) -> Decision:
         section = ctx.profile.passes.fp8
@@ -150,6 +158,8 @@ class Fp8(OptimizationPass):
         config["ignore"] = _ignored_modules(section, layers)
         parts = " and ".join(word for word, wanted in (("experts", experts), ("linears", linears)) if wanted)
         quantizer, why_not = _quantizer_on_gpus(ctx)
+        padding = _expert_padding(ctx) if experts else 1.0
+        padded = (f"fp8: vLLM fills the experts up to whole blocks: {padding:.2f}x",) if padding > 1 else ()
         rejected = {} if linears else {"attention and dense linears": _why_part_off(ctx, "linears")}
         if not experts and ctx.model.is_moe:
             rejected["experts"] = _why_part_off(ctx, "experts")
@@ -169,9 +179,10 @@ class Fp8(OptimizationPass):
                 "quantizer": quantizer,
                 "kept_layers": list(layers),
                 "expert_bits": 8 if experts else None,
+                "expert_padding": padding,
                 "linear_bits": 8 if linears else None,
             },
-            warnings=why_not,
+            warnings=(*why_not, *padded),
         )
 
 
@@ -182,10 +193,27 @@ def _is_fp8(ctx: PlanContext) -> bool:
 def _parts(ctx: PlanContext) -> tuple[bool, bool]:
     """Return whether experts and whether linears are converted."""
     section = ctx.profile.passes.fp8
-    return section.experts != "off" and ctx.model.is_moe, section.linears != "off" and ctx.device == "cuda"
+    linears = section.linears != "off" and ctx.device == "cuda" and not _ragged_linear(ctx)
+    return section.experts != "off" and ctx.model.is_moe, linears
+
+
+def _ragged_linear(ctx: PlanContext) -> str:
+    if ctx.profile.passes.fp8.granularity == "channel":
+        return ""
+    return ragged_linear(ctx.model, ctx.tensor_parallel_size)
+
+
+def _expert_padding(ctx: PlanContext) -> float:
+    """Return by what factor vLLM's conversion of the experts enlarges them."""
+    if ctx.profile.passes.fp8.granularity == "channel":
+        return 1.0
+    return padded_experts(ctx.model, ctx.tensor_parallel_size, expert_parallel=ctx.expert_parallel)
 
 
 def _why_part_off(ctx: PlanContext, part: str) -> str:
+    ragged = _ragged_linear(ctx) if part == "linears" else ""
+    if ragged and ctx.profile.passes.fp8.linears != "off":
+        return f"{ragged}; they stay {ctx.dtype}, granularity channel converts them"
     return f"fp8.{part} is off in {ctx.profile_origin}; they stay {ctx.dtype}"
 
 
@@ -248,6 +276,6 @@ def _decode_floor_us(ctx: PlanContext, *, experts: bool, linears: bool) -> Quant
         batch=ctx.workload.batch_size,
         context=ctx.workload.input_tokens + ctx.workload.output_tokens // 2,
         num_gpus=ctx.tensor_parallel_size,
-        expert_bits=8 if experts else 16,
+        expert_bits=8 * _expert_padding(ctx) if experts else 16,
         linear_bits=8 if linears else 16,
     )

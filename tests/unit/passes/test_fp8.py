@@ -156,6 +156,36 @@ def test_experts_alone_gain_less_than_all():
     assert 1.0 < experts.ratio.value < every.ratio.value
 
 
+def test_linears_whose_slices_are_no_whole_groups_stay_in_blocks_and_go_in_channels():
+    # 64 heads of 64 on 8 GPUs are 512 wide, on 64 heads of 72 they are 576.
+    model = qwen3_30b_a3b(heads=64, head_dim=72)
+    decision = on_gpu(model)
+    assert decision.value == "experts in FP8"
+    assert decision.params["linear_bits"] is None
+    assert decision.rejected["attention and dense linears"] == (
+        "the attention heads of a device: 576 wide, vLLM needs a multiple of 128; they stay bfloat16, "
+        "granularity channel converts them"
+    )
+    assert on_gpu(model, settings={"granularity": "channel"}).value == "experts and linears in FP8"
+
+
+def test_a_dense_model_that_cannot_be_converted_in_blocks_is_refused():
+    decision = on_gpu(dataclasses.replace(dense_model(), hidden_size=4000))
+    assert decision.status is Status.REFUSED
+    assert "linears: the model width of a device: 4000 wide" in decision.reason
+
+
+def test_experts_that_vllm_fills_up_to_blocks_are_counted_and_warned_about():
+    # 768 / 8 = 96, filled up to 128.
+    decision = on_gpu()
+    assert decision.params["expert_padding"] == pytest.approx(128 / 96)
+    assert decision.warnings == ("fp8: vLLM fills the experts up to whole blocks: 1.33x",)
+    profile = profile_with("aggressive", {"fp8": {"mode": "on"}})
+    filled = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 8), profile)).memory
+    whole = make_plan(request(qwen3_30b_a3b(width=1024), gpus("h100_sxm", 8), profile)).memory
+    assert filled.weight_bytes == pytest.approx(whole.weight_bytes, rel=0.001)
+
+
 def test_a_gpu_without_fp8_units_is_refused_with_what_it_has():
     assert on_gpu(name="a100_80gb").reason == "needs FP8 matrix units (sm_89 or later), found sm_80"
 
@@ -248,7 +278,8 @@ def test_the_quantizer_on_gpus(asked, installed, used, warned):
     assert f"quantizer: {used}" in decision.evidence
     assert decision.applier is (Applier.FLAGS if used == "vllm" else Applier.PLUGIN)
     assert decision.vllm_args  # vLLM converts in every case
-    assert [warning.partition(": ")[2] for warning in decision.warnings] == ([warned] if warned else [])
+    about = [warning for warning in decision.warnings if warning.startswith("fp8.quantizer")]
+    assert [warning.partition(": ")[2] for warning in about] == ([warned] if warned else [])
 
 
 def test_per_channel_vllm_converts_with_its_own_quantizer():

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from moe_optimizer.costs.fp8_blocks import padded_experts, ragged_linear
+from tests.builders import deepseek_v3, dense_model, mixtral_8x7b, qwen3_30b_a3b, shaped_model
+
+
+@pytest.mark.parametrize("model", [qwen3_30b_a3b(), mixtral_8x7b(), deepseek_v3(), dense_model()], ids=lambda m: m.name)
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_usual_models_divide(model, devices):
+    assert ragged_linear(model, devices) == ""
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "what"),
+    [
+        ({"hidden": 2000}, 1, "the model width of a device: 2000 wide"),
+        ({"heads": 8, "head_dim": 64}, 8, "the attention heads of a device: 64 wide"),
+        ({"dense_layers": 1, "dense_width": 10944}, 1, "the dense MLP of a device: 10944 wide"),
+        ({"shared": 1, "width": 704}, 1, "the shared experts of a device: 704 wide"),
+    ],
+)
+def test_the_first_that_does_not_divide_is_named(shape, devices, what):
+    assert ragged_linear(shaped_model(**shape), devices).startswith(what)
+
+
+def test_a_gate_beside_the_shared_experts_does_not_matter():
+    model = shaped_model(shared=1, width=768)
+    with_gate = shaped_model(shared=1, width=768, shared_expert_params=model.shared_expert_params + 48 * 2048)
+    assert ragged_linear(with_gate, 1) == ""
+
+
+def test_experts_are_filled_up_to_whole_blocks():
+    model = qwen3_30b_a3b()  # 768 wide
+    assert padded_experts(model, 2, expert_parallel=False) == 1.0
+    assert padded_experts(model, 4, expert_parallel=False) == pytest.approx(256 / 192)
+    assert padded_experts(model, 4, expert_parallel=True) == 1.0
+    assert padded_experts(dense_model(), 4, expert_parallel=False) == 1.0
