@@ -67,4 +67,8 @@ def test_ray_is_rendered_as_one_server_and_the_set_as_yaml(capsys: pytest.Captur
 def test_the_plan_as_data_has_the_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TWO, "--json"]) == ExitCode.OK
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["num_gpus"], plan["num_nodes"], plan["hardware"]["num_gpus"]) == (8, 2, 8)  # four heads take four GPUs of a machine
+    assert (plan["num_gpus"], plan["num_nodes"], plan["hardware"]["num_gpus"]) == (
+        8,
+        2,
+        8,
+    )  # four heads take four GPUs of a machine
