@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -168,7 +169,13 @@ def _search_size(
                 return None
             state.trying = [str(tokens), key]
             state.store(state_path(config))
-            known[key] = bench.quick_us(row, tokens)
+            try:
+                known[key] = bench.quick_us(row, tokens)
+            except (KeyboardInterrupt, SystemExit):
+                # Stopped by somebody, not by the row: it is tried again. After any other end it is not.
+                state.trying = None
+                state.store(state_path(config))
+                raise
             state.trying = None
             state.store(state_path(config))
         return known[key]
@@ -247,6 +254,7 @@ def main(arguments: list[str]) -> int:
     def report(event: dict[str, Any]) -> None:
         os.write(events, (json.dumps(event) + "\n").encode())
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # What vLLM takes without us is what a row has to beat.
     os.environ.pop(FOLDER_VARIABLE, None)
     try:

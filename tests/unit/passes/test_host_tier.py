@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from tests.builders import (
     tiny_moe,
 )
 
-ASKED = {"wishes": resolve_wishes(["kv-tiering"], [])}
+ASKED: dict[str, Any] = {"wishes": resolve_wishes(["kv-tiering"], [])}
 
 
 def decide(model=None, hardware=None, **changes) -> Decision:
@@ -92,7 +93,7 @@ HYBRID = dataclasses.replace(shaped_model(), attention=dataclasses.replace(shape
         (gpt_oss_120b(), host(100), {}, "caches of different kinds"),
         (HYBRID, host(100), {}, "caches of different kinds"),
         (None, host(1), {}, "half of the host's memory"),
-        (None, host(100), {"wishes": ASKED["wishes"] | {"disaggregation": (Wish.ON, "flag")}}, "disaggregation"),
+        (None, host(100), {"wishes": {**ASKED["wishes"], "disaggregation": (Wish.ON, "flag")}}, "disaggregation"),
         (None, host(100), {"pinned": {"--kv-transfer-config": "{}"}}, "one KV connector"),
         (None, host(100), {"pinned": {"--enable-prefix-caching": "false"}}, "prefix cache"),
     ],

@@ -25,9 +25,10 @@ class FakeBench:
     vllm_version = "0.26.0"
     triton_version = "3.6.0"
 
-    def __init__(self, gain: dict[int, float], dies_on: str = "") -> None:
+    def __init__(self, gain: dict[int, float], ends_at: str = "", how: type[BaseException] = KeyboardInterrupt) -> None:
         self.gain = gain
-        self.dies_on = dies_on
+        self.ends_at = ends_at
+        self.how = how
         self.clock = 0.0
         self.measured: list[str] = []
 
@@ -37,8 +38,8 @@ class FakeBench:
     def quick_us(self, row, tokens):
         self.clock += 1
         self.measured.append(key_of(row))
-        if key_of(row) == self.dies_on:
-            raise KeyboardInterrupt
+        if key_of(row) == self.ends_at:
+            raise self.how
         return self._us(row, tokens)
 
     def interleaved_us(self, rows, tokens):
@@ -89,15 +90,25 @@ def test_a_row_that_is_slower_at_the_end_of_its_reach_stays_at_its_size(tmp_path
     assert nearest(read_rows(tmp_path / NAME), 9) == STOCK
 
 
-def test_a_tuning_that_was_stopped_goes_on_without_the_row_it_died_on(tmp_path):
-    stopped = FakeBench({8: 1.2}, dies_on=DEADLY)
+def test_a_tuning_that_was_stopped_goes_on_where_it_was(tmp_path):
+    stopped = FakeBench({8: 1.2}, ends_at=DEADLY, how=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         run(stopped, tmp_path, tokens=(8,))
-    going_on = FakeBench({8: 1.2}, dies_on=DEADLY)
+    going_on = FakeBench({8: 1.2})
     state = run(going_on, tmp_path, tokens=(8,))
-    assert state.measured["8"][DEADLY] is None
-    assert not set(stopped.measured) & set(going_on.measured)
+    assert set(stopped.measured) & set(going_on.measured) == {DEADLY}
+    assert state.measured["8"][DEADLY] is not None
     assert state.verdicts["8"].won
+
+
+def test_a_row_that_ended_the_process_is_not_tried_again(tmp_path):
+    dying = FakeBench({8: 1.2}, ends_at=DEADLY, how=RuntimeError)
+    with pytest.raises(RuntimeError):
+        run(dying, tmp_path, tokens=(8,))
+    going_on = FakeBench({8: 1.2}, ends_at=DEADLY, how=RuntimeError)
+    state = run(going_on, tmp_path, tokens=(8,))
+    assert DEADLY not in going_on.measured
+    assert state.measured["8"][DEADLY] is None
 
 
 def test_another_vllm_starts_anew(tmp_path):
