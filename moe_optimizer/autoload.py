@@ -91,7 +91,8 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
         read_kernel_speeds,
     )
     from moe_optimizer.plan.decision import Wish
-    from moe_optimizer.planner import PlanRequest, make_plan
+    from moe_optimizer.plan_request import PlanRequest
+    from moe_optimizer.planner import make_plan
     from moe_optimizer.specs.placement_load import read_placement_load
     from moe_optimizer.specs.software import SoftwareSpec
 

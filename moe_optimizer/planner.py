@@ -5,78 +5,28 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from moe_optimizer.errors import DoesNotFitError, InputError, RequiredNotAppliedError, UnsupportedError
-from moe_optimizer.passes.base import PlanContext, WishWithOrigin
+from moe_optimizer.passes.base import PlanContext
 from moe_optimizer.passes.registry import PASS_NAMES, all_passes, pass_named, switches
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import read_integer, split_arguments, without_flags
+from moe_optimizer.plan.serve_args import split_arguments, without_flags
 from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.plan.verify import verify_plan
-from moe_optimizer.specs.hardware import HardwareSpec
-from moe_optimizer.specs.model import ModelSpec
-from moe_optimizer.specs.placement_load import PlacementLoad
-from moe_optimizer.specs.software import SoftwareSpec
+from moe_optimizer.plan_request import PlanRequest, check_for_device, check_request, pinned_arguments
 from moe_optimizer.specs.workload import WorkloadSpec
 
 if TYPE_CHECKING:
-    from moe_optimizer.profiles.schema import Profile
+    pass
 
 _GIB = 2**30
 DRAIN_TIMEOUT_S = 30
 """Chosen: how long vLLM may finish the requests at hand after a stop was asked for. vLLM's own default aborts them;
 every supported version takes the flag."""
-ALLOW_LONG_MODEL_LEN = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
-"""vLLM's own switch for lengths beyond the model's."""
-_NOT_PLANNED = {
-    "--model": "the model is given by --model before --",
-    "--config": "a file would change what was planned; give its entries as flags after --",
-    "--uds": "the server is watched and proven over --host and --port",
-    "--headless": "a server without an address can be neither watched nor proven",
-    "--grpc": "the server is watched and proven over HTTP",
-}
-"""Arguments of `vllm serve` with which another server would run than the one that the plan describes."""
 _DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """Everything a plan is made from. Equal requests give equal plans."""
-
-    model: ModelSpec
-    hardware: HardwareSpec
-    software: SoftwareSpec
-    profile: Profile
-    num_gpus: int | None = None
-    """GPUs to use, of all machines together; None: all there are."""
-    num_nodes: int = 1
-    """Machines, all like `hardware`."""
-    one_server: bool = False
-    """One server over all machines, whatever the profile says of them."""
-    wishes: Mapping[str, WishWithOrigin] = field(default_factory=dict)
-    """From flags, see `passes.registry.resolve_wishes`: a pass's name, or "pass.setting", to a wish and its origin."""
-    required: frozenset[str] = frozenset()
-    """Names of passes without which no plan is made."""
-    engine: str = "vllm"
-    batch_size: int | None = None
-    """Goes before the profile's."""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    max_model_len: int | None = None
-    """Goes before the profile's."""
-    any_model_len: bool = False
-    """A length beyond the model's own is taken: the environment allows it to vLLM, or vLLM has accepted it already."""
-    dtype: str | None = None
-    """vLLM's --dtype; None: the model's own."""
-    vllm_args: tuple[str, ...] = ()
-    """The user's own arguments of `vllm serve`; they replace the planner's."""
-    trust_remote_code: bool = False
-    expert_load: PlacementLoad | None = None
-    """Measured load to place experts by."""
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -88,14 +38,10 @@ def make_plan(request: PlanRequest) -> Plan:
         UnsupportedError: this model, machine or version cannot do what is asked.
         RequiredNotAppliedError: a required pass is not on.
     """
-    pinned = _pinned(request)
-    _check_request(request, pinned)
+    pinned = pinned_arguments(request)
+    check_request(request, pinned)
     device = _device(request)
-    if device == "cpu" and "fp8" in pinned.get("--quantization", ""):
-        raise UnsupportedError(
-            f"--quantization {pinned['--quantization']}: vLLM's CPU build has no FP8 kernels, the server would end",
-            hint="leave it out; --enable-fp8 is this package's own way",
-        )
+    check_for_device(pinned, device)
     num_gpus, gpu_warnings = _gpus(request, device)
     context = _context(request, pinned, device, num_gpus)
     for optimization in all_passes():
@@ -129,86 +75,6 @@ def make_plan(request: PlanRequest) -> Plan:
     )
     verify_plan(plan, pass_names=PASS_NAMES, user_args=request.vllm_args)
     return plan
-
-
-def _pinned(request: PlanRequest) -> dict[str, str]:
-    """Return the user's own flags with their values; "false" for the --no- form, "" for a bare flag."""
-    return {
-        argument.flag: "false" if argument.tokens[0].startswith("--no-") else argument.value
-        for argument in split_arguments(request.vllm_args)
-    }
-
-
-def _check_request(request: PlanRequest, pinned: Mapping[str, str]) -> None:
-    if request.engine != "vllm":
-        raise UnsupportedError(f"engine {request.engine!r} is not available in this version, expected 'vllm'")
-    if request.model.needs_remote_code and not (request.trust_remote_code or "--trust-remote-code" in pinned):
-        raise UnsupportedError(
-            f"{request.model.name}: its configuration wants to run code of its own (auto_map)",
-            hint="read that code, then add --trust-remote-code",
-        )
-    if request.model.servable is False:
-        raise UnsupportedError(f"{request.model.name}: {request.model.servable_reason}")
-    for flag, reason in _NOT_PLANNED.items():
-        if flag in pinned:
-            raise InputError(f"vllm arguments: {flag}: {reason}")
-    if pinned.get("--pipeline-parallel-size", "1") != "1":
-        raise UnsupportedError("--pipeline-parallel-size: pipeline parallelism is not available in this version")
-    for flag, value in (("--gpus", request.num_gpus), ("--batch-size", request.batch_size)):
-        if value is not None and value < 1:
-            raise InputError(f"{flag}: got {value}, expected at least 1")
-    if request.max_model_len is not None and request.max_model_len < 1:
-        raise InputError(f"--max-model-len: got {request.max_model_len}, expected at least 1")
-    _check_model_len(request, pinned)
-    if not request.host.strip():
-        raise InputError(f"--host: got {request.host!r}, expected an address")
-    if not 0 < request.port < 2**16:
-        raise InputError(f"--port: got {request.port}, expected 1 to {2**16 - 1}")
-    if "--enable-expert-parallel" in pinned and not request.model.is_moe:
-        raise UnsupportedError(f"--enable-expert-parallel: {request.model.name} has no experts")
-    _check_contradictions(request, pinned)
-
-
-def _check_model_len(request: PlanRequest, pinned: Mapping[str, str]) -> None:
-    """Refuse a length with which vLLM would end at once; its overrides may change the model's own."""
-    most = request.model.max_model_len
-    if not most or request.any_model_len or "--hf-overrides" in pinned or "--rope-scaling" in pinned:
-        return
-    asked = request.max_model_len
-    if pinned.get("--max-model-len", "auto") not in ("auto", "-1"):
-        asked = read_integer(pinned["--max-model-len"], flag="--max-model-len")
-    if asked is not None and asked > most:
-        raise InputError(
-            f"--max-model-len: got {asked}, expected at most the {most} tokens of {request.model.name}",
-            hint=f"{ALLOW_LONG_MODEL_LEN}=1 in the environment lets vLLM go beyond what the model was made for",
-        )
-
-
-def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> None:
-    for name in request.required:
-        wish, origin = request.wishes.get(pass_named(name), (Wish.AUTO, ""))
-        if wish is Wish.OFF:
-            raise InputError(f"{name} is required, and {origin} switches it off", hint="give one of them")
-    for name, section in request.profile.passes:
-        wish, origin = request.wishes.get(name, (Wish(section.mode), f"profile {request.profile.name}"))
-        if section.required and wish is Wish.OFF:
-            raise InputError(f"profile {request.profile.name} requires {name}, and {origin} switches it off")
-    for key, wanted, flag in (
-        ("graph_capture", Wish.ON, "--enforce-eager"),
-        ("kv_cache", Wish.OFF, "--kv-cache-dtype"),
-        ("parallelism.expert_parallel", Wish.OFF, "--enable-expert-parallel"),
-        ("parallelism", Wish.OFF, "--tensor-parallel-size"),
-        ("parallelism", Wish.OFF, "--data-parallel-size"),
-        ("kv_cache.tiering", Wish.OFF, "--kv-offloading-size"),
-        ("dual_batch_overlap", Wish.OFF, "--enable-dbo"),
-        ("expert_placement", Wish.OFF, "--enable-eplb"),
-    ):
-        wish, origin = request.wishes.get(key, (None, ""))
-        # The kill switch in the environment switches this package off, not the user's own arguments.
-        if wish is wanted and origin.startswith("flag ") and pinned.get(flag, "false") != "false":
-            raise InputError(
-                f"{origin.removeprefix('flag ')} and {flag} contradict each other", hint="give one of them"
-            )
 
 
 def _device(request: PlanRequest) -> Literal["cuda", "cpu"]:

@@ -66,7 +66,8 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
 
     from moe_optimizer.inspection import ModelInspector, find_vllm, read_kernel_inventory, read_kernel_speeds
     from moe_optimizer.inspection.tuned_configs import user_folder
-    from moe_optimizer.planner import ALLOW_LONG_MODEL_LEN, PlanRequest, make_plan
+    from moe_optimizer.plan_request import ALLOW_LONG_MODEL_LEN, PlanRequest
+    from moe_optimizer.planner import make_plan
     from moe_optimizer.specs.placement_load import read_placement_load
     from moe_optimizer.specs.software import SoftwareSpec
 
