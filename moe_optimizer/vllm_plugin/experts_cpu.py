@@ -15,6 +15,7 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.ops import use_huge_pages
 from moe_optimizer.vllm_plugin import kernel
 from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation, current
 from moe_optimizer.vllm_plugin.expert_placement import passes_of_placed
@@ -103,6 +104,7 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             weight_dtype="" if weights.format == PLAIN else dtype_name(weights.w13.dtype),
             loaded_bytes=sum(weight.nbytes for weight in loaded),
             weight_bytes=weights.nbytes,
+            why_small_pages=_why_small_pages(weights),
             output_error=weights.output_error,
             why_plain=weights.why_plain,
             self_check_error=result.error,
@@ -199,6 +201,12 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             self.w2_bias,
             PLAIN if weights is None else weights.format,
         )
+
+
+def _why_small_pages(weights: KernelWeights) -> str:
+    """Move the weights to huge pages, in place; return why some are not, or ""."""
+    outcomes = {use_huge_pages(tensor) for tensor in (weights.w13, weights.w2)}
+    return "; ".join(sorted(reason for done, reason in outcomes if not done))
 
 
 def _passes_of(weights: KernelWeights) -> tuple[str, ...]:

@@ -50,6 +50,8 @@ class LayerProof:
     """Bytes of the experts' weights as vLLM loaded them; 0: not known."""
     weight_bytes: int = 0
     """Bytes that are kept of them, scales included."""
+    why_small_pages: str = ""
+    """Why the weights are not on huge pages, which the CPU kernels read faster; "" where they are, or on a GPU."""
     output_error: float | None = None
     """By what share the planned format changes the layer's output on calibration tokens; None: not measured."""
     why_plain: str = ""
