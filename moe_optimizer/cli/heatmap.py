@@ -11,8 +11,8 @@ from moe_optimizer.costs.expert_imbalance import LoadFigures, LoadReport
 from moe_optimizer.errors import printable
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
 
-_BOUNDS = (0.5, 1.5, 3.0)
-"""Times a layer's mean where the next darker block begins. Chosen: the second one is what an even load shows."""
+_BOUNDS = (0.75, 1.25, 2.0)
+"""Times a layer's mean where the next darker block begins. Chosen: an even load shows the second block."""
 _BLOCKS = " ░▒▓█"
 _ASCII = " .-+#"
 _MARGINS = 7 + 9

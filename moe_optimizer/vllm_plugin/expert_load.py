@@ -83,6 +83,11 @@ def count_expert_load(activation: Activation, decision: Decision | None = None) 
     patches: tuple[Patch, ...] = (WORKER_MODEL_LOADED, WORKER_EXECUTE_MODEL)
     for patch in patches:
         apply_when_imported(patch, on_change=patched)
+    show_expert_load(activation)
+
+
+def show_expert_load(activation: Activation) -> None:
+    """Show on /metrics, in the process that answers it, what the workers of this run have counted."""
     if activation.proof.role == "frontend":
         from moe_optimizer.vllm_plugin.expert_load_metrics import show_on_metrics
 

@@ -100,14 +100,14 @@ def test_json_has_the_counts_and_their_figures(tmp_path: Path, capsys: Any) -> N
 
 def test_darker_is_busier() -> None:
     first, second = rows(rendered(UNEVEN))
-    assert first[7:23] == "▓▓▓▓" + "    " + "░░░░" + "▒▒▒▒"
+    assert first[7:23] == "████" + "    " + "░░░░" + "▒▒▒▒"
     assert first.endswith("2.7 x")
     assert second[7:23] == "▒" * 16
 
 
 def test_without_blocks_ascii_says_the_same() -> None:
     first, _ = rows(rendered(UNEVEN, unicode=False))
-    assert first[7:23] == "++++" + "    " + "...." + "----"
+    assert first[7:23] == "####" + "    " + "...." + "----"
     assert rendered(UNEVEN, unicode=False).isascii()
 
 
