@@ -54,7 +54,7 @@ def render_ray(plan: Plan) -> str:
         return "\n".join(lines) + "\n"
     others = "the other machine" if nodes == 2 else f"each of the other {nodes - 1} machines"
     lines += [
-        *_comment("Every machine has Ray (pip install 'ray[default]'), which starts vLLM's workers on the others; "
+        *_comment("Every machine has Ray (pip install 'ray[cgraph]'), which starts vLLM's workers on the others; "
                   f"Ray's port {RAY_PORT} and the ports that Ray, NCCL and vLLM choose are open between them."),
         "",
         *_comment("On the first machine; HEAD is its address:"),
