@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ def command(options: TuneOptions) -> int:
         planned = planning.make(options)
         decision = planned.plan.decision("tuned_configs")
         _check_can_tune(planned.plan, decision)
-        request = _request(planned.plan, decision, options)
+        request = _request(planned.plan, decision, options, planned.profile.passes.tuned_configs.folder)
     from moe_optimizer.cli.tune_process import run_tuning
 
     file = Path(request["folder"]) / decision.params["file"]
@@ -69,13 +70,14 @@ def _check_can_tune(plan: Plan, decision: Decision) -> None:
         raise UnsupportedError(f"tune: {decision.reason}")
 
 
-def _request(plan: Plan, decision: Decision, options: TuneOptions) -> dict[str, Any]:
-    """Return the `TuneRequest` as an object."""
+def _request(plan: Plan, decision: Decision, options: TuneOptions, profile_folder: str | None) -> dict[str, Any]:
+    """Return the `TuneRequest` as an object; it is written to where serving with the same profile looks."""
     from moe_optimizer.inspection import find_vllm
-    from moe_optimizer.inspection.tuned_configs import SHIPPED
+    from moe_optimizer.inspection.tuned_configs import SHIPPED, user_folder
 
     vllm = find_vllm()
     assert vllm is not None, "_check_can_tune has looked"
+    folder = options.folder or profile_folder or user_folder(vllm.version, os.environ)
     return {
         "shape": decision.params["shape"],
         "num_experts": plan.model.num_experts,
@@ -84,7 +86,7 @@ def _request(plan: Plan, decision: Decision, options: TuneOptions) -> dict[str, 
         "dtype": decision.params["dtype"],
         "tokens": list(_tokens(options.tokens)),
         "budget_s": options.budget or _DEFAULT_BUDGET_S,
-        "folder": str(Path(options.folder or decision.params["folder"]).absolute()),
+        "folder": str(Path(folder).absolute()),
         "shipped_folder": str(Path(vllm.location) / SHIPPED),
     }
 

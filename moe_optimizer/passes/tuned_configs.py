@@ -53,12 +53,7 @@ class TunedConfigs(OptimizationPass):
         version = ctx.software.vllm.version
         folder = ctx.section(self.name).folder or ctx.software.tuned_configs
         # What `moe-optimizer tune` needs to know.
-        params = {
-            "file": shape.file_name,
-            "shape": dataclasses.asdict(shape),
-            "dtype": ctx.dtype,
-            "folder": folder,
-        }
+        params = {"file": shape.file_name, "shape": dataclasses.asdict(shape), "dtype": ctx.dtype}
         warnings: tuple[str, ...] = ()
         if folder is not None and (Path(folder) / shape.file_name).exists():
             try:
