@@ -102,7 +102,7 @@ class ExpertPlacement(OptimizationPass):
             ctx,
             Status.ON,
             f"EPLB, {replicas} replicas",
-            reason if placed is None else f"{reason}; at the start {placed.in_words}",
+            reason if placed is None else f"{reason}; placed by the load given: {placed.in_words}",
             Applier.PLUGIN,
             evidence=() if placed is None else placed.evidence,
             gain=None if placed is None else placed.gain,

@@ -19,6 +19,7 @@ from moe_optimizer.vllm_plugin.activation import (
 from moe_optimizer.vllm_plugin.appliers import applier
 from moe_optimizer.vllm_plugin.apply_experts import offer_experts
 from moe_optimizer.vllm_plugin.expert_load import LOAD_PASS, show_expert_load
+from moe_optimizer.vllm_plugin.expert_placement import PLACEMENT_PASS, offer_placement
 from moe_optimizer.vllm_plugin.proof import described
 
 logger = get_logger(__name__)
@@ -43,6 +44,8 @@ def apply_later(make_plan: Callable[[ServerFacts], Plan], *, run_dir: Path) -> A
     activation = activate(Activation(run_dir=run_dir, make_plan=make_plan, on_plan=_apply_decisions))
     # The plan is made where vLLM chooses the kernel of its first MoE layer: in our patch of that choice.
     _install(activation, EXPERTS_PASS, offer_experts)
+    # That choice is a part of building the first layer, which ends in our patch of the layers.
+    _install(activation, PLACEMENT_PASS, offer_placement)
     # The API server never learns the plan: it shows what the workers write, if they do.
     _install(activation, LOAD_PASS, show_expert_load)
     return activation

@@ -32,8 +32,14 @@ def register_policy(activation: Activation) -> None:
     """
     if activation.proof.role == "frontend":
         return
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.distributed.eplb import policy
 
+    config = get_current_vllm_config_or_none()
+    if config is not None and not config.parallel_config.enable_eplb:
+        # A plain `vllm serve`, whose plan is made while it builds the model: too late for flags.
+        activation.refused(PLACEMENT_PASS, "needs --enable-eplb, which vLLM was started without")
+        return
     table = policy.EPLB_POLICIES
     if getattr(table.get(_POLICY_NAME), "made_by_moe_optimizer", False):
         return

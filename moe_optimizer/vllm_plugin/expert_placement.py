@@ -2,14 +2,16 @@
 
 A layer's expert map says which of its experts live in this process and in which slot. vLLM loads weights through the
 map and routes tokens through it, so a layer whose map is changed before loading keeps both together. All ranks must
-take the same placement, or experts would be missing: they agree on each layer before one of them changes it.
+take the same placement, or experts would be missing: they agree on each layer before one of them changes it. They
+ask each other even where nothing is planned, because a rank that failed to plan must not leave the others waiting.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import RequiredNotAppliedError
@@ -29,6 +31,17 @@ _LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 _PLACED = "placed_by_moe_optimizer"
 """Attribute of a vLLM layer with a map of ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """What the plan says of one layer."""
+
+    experts: tuple[int, ...]
+    """By rank, as many for each."""
+    num_ranks: int
+    num_experts: int
+    digest: str
 
 
 class _PlacedLayer:
@@ -68,6 +81,11 @@ def apply_placement(activation: Activation, decision: Decision) -> None:
     apply_when_imported(ROUTED_EXPERTS, on_change=patched)
 
 
+def offer_placement(activation: Activation) -> None:
+    """Patch vLLM's layers for a plan that is made while vLLM builds the first of them; no plan, no change."""
+    apply_when_imported(ROUTED_EXPERTS, on_change=lambda report: activation.patches_changed())  # noqa: ARG005
+
+
 def place_layer(activation: Activation, layer: Any) -> None:
     """Give a vLLM RoutedExperts its expert map, if the plan has one and every rank can.
 
@@ -75,27 +93,20 @@ def place_layer(activation: Activation, layer: Any) -> None:
         RequiredNotAppliedError: it cannot be, and the plan requires it. Whatever else goes wrong leaves the layer of
             every rank as vLLM made it, with the reason in the proof.
     """
-    decision = activation.wanted(PLACEMENT_PASS)
-    if decision is None or decision.params["mode"] != "initial":
+    if layer.expert_map_manager.expert_map is None:
+        # No expert parallelism in this layer.
         return
-    index = _LAYER_INDEX.search(layer.layer_name)
-    experts = decision.params["experts"].get(index[1]) if index else None
-    if experts is None or layer.expert_map_manager.expert_map is None:
-        # A layer that was not counted (a draft model's), or no expert parallelism in this layer: nothing to place.
-        return
-    expert_map = None
+    planned = _planned(activation, layer)
+    expert_map, reason = (None, "") if planned is None else _possible_map(layer, planned)
     try:
-        reason = _why_not(layer, decision.params)
-        if not reason:
-            expert_map = _expert_map(layer, [int(expert) for expert in experts.split()])
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's answer
-        reason = f"fallback: {described(error)}"
-    try:
-        agreed = all_ranks_can(not reason)
+        agreed = all_ranks_can(expert_map is not None)
     except Exception as error:  # noqa: BLE001 - no rank hears the others; each leaves its layer alone
         agreed, reason = False, f"fallback: {described(error)}"
+    if planned is None:
+        return
     if not agreed:
-        activation.refused(PLACEMENT_PASS, f"{layer.layer_name}: {reason or 'another rank cannot take its experts'}")
+        why = reason or "another rank cannot take its experts"
+        activation.refused(PLACEMENT_PASS, f"{layer.layer_name}: {why}")
         return
     assert expert_map is not None
     manager = layer.expert_map_manager
@@ -106,7 +117,25 @@ def place_layer(activation: Activation, layer: Any) -> None:
     manager.map_global_to_local = placed.map_global_to_local
     _confirm_when_loaded(activation, layer)
     activation.applied(PLACEMENT_PASS, kernel="", isa="")
-    activation.proof.passes[PLACEMENT_PASS].digest = decision.params["digest"]
+    activation.proof.passes[PLACEMENT_PASS].digest = planned.digest
+
+
+def _planned(activation: Activation, layer: Any) -> _Planned | None:
+    """Return what the plan says of a layer; None when it places nothing, or has not this layer (a draft model's)."""
+    decision = activation.wanted(PLACEMENT_PASS)
+    index = _LAYER_INDEX.search(layer.layer_name)
+    if decision is None or decision.params["mode"] != "initial" or index is None:
+        return None
+    params = decision.params
+    experts = params["experts"].get(index[1])
+    if experts is None:
+        return None
+    return _Planned(
+        experts=tuple(map(int, experts.split())),
+        num_ranks=params["num_ranks"],
+        num_experts=params["num_experts"],
+        digest=params["digest"],
+    )
 
 
 def _confirm_when_loaded(activation: Activation, layer: Any) -> None:
@@ -131,7 +160,16 @@ def _load_format() -> str:
     return str(get_current_vllm_config().load_config.load_format)
 
 
-def _why_not(layer: Any, params: Mapping[str, Any]) -> str:
+def _possible_map(layer: Any, planned: _Planned) -> tuple[torch.Tensor | None, str]:
+    """Return this rank's map, or None with the reason."""
+    try:
+        reason = _why_not(layer, planned)
+        return (None, reason) if reason else (_expert_map(layer, planned), "")
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's answer
+        return None, f"fallback: {described(error)}"
+
+
+def _why_not(layer: Any, planned: _Planned) -> str:
     from vllm.config import get_current_vllm_config
 
     from moe_optimizer.vllm_plugin.experts import MoeOptimizerExperts
@@ -142,10 +180,10 @@ def _why_not(layer: Any, params: Mapping[str, Any]) -> str:
     if not (isinstance(chosen, type) and issubclass(chosen, MoeOptimizerExperts)):
         name = getattr(chosen, "__name__", "an unknown kernel")
         return f"{name} computes the layer, and only our kernels were shown to follow the expert map"
-    if (parallel.ep_size, layer.global_num_experts) != (params["num_ranks"], params["num_experts"]):
+    if (parallel.ep_size, layer.global_num_experts) != (planned.num_ranks, planned.num_experts):
         return (
             f"{layer.global_num_experts} experts on {parallel.ep_size} ranks, the placement is for "
-            f"{params['num_experts']} on {params['num_ranks']}"
+            f"{planned.num_experts} on {planned.num_ranks}"
         )
     if parallel.use_all2all_kernels:
         return "tokens are sent to ranks by expert number"
@@ -159,11 +197,12 @@ def _why_not(layer: Any, params: Mapping[str, Any]) -> str:
     return ""
 
 
-def _expert_map(layer: Any, experts: list[int]) -> torch.Tensor:
+def _expert_map(layer: Any, planned: _Planned) -> torch.Tensor:
     """Return the map of this rank: slot by expert, -1 for experts of other ranks."""
     import torch
 
     manager = layer.expert_map_manager
+    experts = planned.experts
     assert sorted(experts) == list(range(layer.global_num_experts)), f"{layer.layer_name}: {experts}"
     count = manager.local_num_experts
     first = manager.ep_rank * count

@@ -111,19 +111,39 @@ def test_another_table_or_interface_is_left_alone(vllm_policies, change, why):
     assert re.search(why, _why_not(vllm_policies, vllm_policies.EPLB_POLICIES))
 
 
-def test_it_takes_the_place_of_vllms_default_once(vllm_policies, monkeypatch):
+@pytest.fixture
+def register(vllm_policies, monkeypatch):
+    """Registers our policy in a worker whose vLLM has this configuration; returns what the proof was told."""
     from moe_optimizer.vllm_plugin.eplb_policy import register_policy
 
-    monkeypatch.setitem(sys.modules, "vllm.distributed.eplb", SimpleNamespace(policy=vllm_policies))
     said: list[str] = []
     worker: Any = SimpleNamespace(
         proof=SimpleNamespace(role="worker"),
         applied=lambda name, *, kernel, isa: said.append("applied"),
         refused=lambda name, reason: said.append(reason),
     )
-    register_policy(worker)
+
+    def run(config=None) -> list[str]:
+        fake_config = SimpleNamespace(get_current_vllm_config_or_none=lambda: config)
+        monkeypatch.setitem(sys.modules, "vllm.config", fake_config)
+        monkeypatch.setitem(sys.modules, "vllm.distributed.eplb", SimpleNamespace(policy=vllm_policies))
+        register_policy(worker)
+        return said
+
+    return run
+
+
+def test_a_vllm_without_its_load_balancer_is_said_to_be_one(register, vllm_policies):
+    stock = vllm_policies.EPLB_POLICIES["default"]
+    config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=False))
+    assert register(config) == ["needs --enable-eplb, which vLLM was started without"]
+    assert vllm_policies.EPLB_POLICIES["default"] is stock
+
+
+def test_it_takes_the_place_of_vllms_default_once(register, vllm_policies):
+    said = register()
     ours = vllm_policies.EPLB_POLICIES["default"]
     assert issubclass(ours, vllm_policies.AbstractEplbPolicy)
-    register_policy(worker)
+    register()
     assert list(vllm_policies.EPLB_POLICIES.values()) == [ours]
     assert said == ["applied"]

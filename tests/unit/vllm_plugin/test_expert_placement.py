@@ -132,11 +132,21 @@ def test_ranks_that_cannot_agree_leave_the_layer_alone(monkeypatch):
         ({"mode": "eplb"}, "model.layers.3.mlp.experts"),
     ],
 )
-def test_layers_that_are_not_in_the_plan_stay_as_they_are(params, name):
+def test_layers_that_are_not_in_the_plan_stay_as_they_are(monkeypatch, params, name):
+    # The other ranks may have a plan with the layer: they must hear a no, not wait.
+    answers = []
+    monkeypatch.setattr(expert_placement, "all_ranks_can", lambda this_one: answers.append(this_one) or False)
     layer, activation = FakeLayer(1, name), FakeActivation(params)
     place_layer(activation, layer)  # type: ignore[arg-type]
     assert layer.expert_map.tolist() == [-1, -1, 0, 1]
-    assert not activation.said
+    assert (activation.said, answers) == ([], [False])
+
+
+def test_without_expert_parallelism_nobody_is_asked(monkeypatch):
+    monkeypatch.setattr(expert_placement, "all_ranks_can", lambda this_one: pytest.fail("asked"))
+    layer = FakeLayer(0)
+    layer.expert_map_manager.expert_map = None
+    place_layer(FakeActivation(), layer)  # type: ignore[arg-type]
 
 
 def test_weights_that_were_loaded_without_the_map_stop_the_server():
