@@ -234,8 +234,15 @@ def _ratio(samples: list[list[float]]) -> float:
 
 
 def _write(config: Path, bench: Bench, state: TuneState) -> None:
+    # Verdicts of an earlier run with other sizes may reach over these: each ends halfway to its neighbours.
+    reaches = reach([verdict.tokens for verdict in state.verdicts.values()])
     wins = [
-        Win(tokens=verdict.tokens, row=verdict.row, low=verdict.low, high=verdict.high)
+        Win(
+            tokens=verdict.tokens,
+            row=verdict.row,
+            low=max(verdict.low, reaches[verdict.tokens][0]),
+            high=min(verdict.high, reaches[verdict.tokens][1]),
+        )
         for verdict in state.verdicts.values()
         if verdict.won
     ]

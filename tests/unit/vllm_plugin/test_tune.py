@@ -127,6 +127,14 @@ def test_the_budget_bounds_the_search_and_every_size_has_its_share(tmp_path):
     assert min(counts) >= 4
 
 
+def test_a_size_that_a_later_run_compared_is_not_reached_over(tmp_path):
+    run(FakeBench({64: 1.2}), tmp_path, tokens=(64,))
+    assert nearest(read_rows(tmp_path / NAME), 8) == BETTER  # alone, 64 reaches down to 1
+    run(FakeBench({8: 1.0}), tmp_path, tokens=(8,))
+    rows = read_rows(tmp_path / NAME)
+    assert [nearest(rows, tokens) == BETTER for tokens in (8, 36, 37, 64)] == [False, False, True, True]
+
+
 def test_a_result_that_does_not_win_any_more_is_taken_back(tmp_path):
     run(FakeBench({8: 1.2}), tmp_path, tokens=(8,))
     assert (tmp_path / NAME).exists()
