@@ -234,8 +234,8 @@ def _ratio(samples: list[list[float]]) -> float:
 
 
 def _write(config: Path, bench: Bench, state: TuneState) -> None:
-    # Verdicts of an earlier run with other sizes may reach over these: each ends halfway to its neighbours.
-    reaches = reach([verdict.tokens for verdict in state.verdicts.values()])
+    # Verdicts of an earlier run may reach over sizes of this one: each ends halfway to the next size that was searched.
+    reaches = reach([int(tokens) for tokens in state.measured])
     wins = [
         Win(
             tokens=verdict.tokens,
