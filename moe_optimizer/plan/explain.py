@@ -150,7 +150,8 @@ class _Page:
         if plan.num_nodes > 1:
             yield from (printable(f"  {line}".rstrip()) for line in render_ray(plan).splitlines())
             yield ""
-            yield "  As a Kubernetes LeaderWorkerSet: the same command with --render lws."
+            yield "  Only the commands of one server over all machines, through Ray: --render ray."
+            yield "  A Kubernetes LeaderWorkerSet: --render lws."
         elif plan.group is None:
             yield from self._serve_command(plan, plan.serve_args, plan.serve_env, "RUN_DIR")
         else:

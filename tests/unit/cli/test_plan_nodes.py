@@ -51,6 +51,8 @@ def test_the_plan_says_how_to_start_every_machine(capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert "8 of 16 x NVIDIA H100 80GB HBM3 on 2 machines (assumed)" in " ".join(shown.split())
     assert "On each of the 2 machines" in shown
+    assert "--render ray" in shown
+    assert "--render lws" in shown
     assert max(len(line) for line in shown.splitlines() if TINY_MOE not in line) <= 80
 
 
