@@ -18,7 +18,7 @@ from moe_optimizer.cli.options import (
     check_choice,
 )
 from moe_optimizer.errors import InputError, UnsupportedError
-from moe_optimizer.passes.registry import PASS_NAMES, pass_named, resolve_wishes
+from moe_optimizer.passes.registry import PASS_NAMES, required_key, resolve_wishes
 from moe_optimizer.plan.decision import Wish
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
         ),
         "vllm_args": _first((list(options.vllm_args) or None, "after --"), ([], "default")),
     }
-    required = frozenset(pass_named(name) for name in options.require)
+    required = frozenset(required_key(name) for name in options.require)
     return Settings(values, _wishes(options, environment, required), required, environment.disabled)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from moe_optimizer.errors import InputError
 from moe_optimizer.passes.base import PlanContext
 from moe_optimizer.plan.decision import Wish
 
@@ -27,12 +29,20 @@ class HostTier:
 def decide_tier(ctx: PlanContext, kv_bits: int) -> HostTier:
     """Return the tier: as large as the cache of all GPUs of an engine, at most half of the host's memory.
 
+    The user's own size goes before it.
+
     Args:
         ctx: after the scheduler and graph_capture passes, which the memory plan needs.
         kv_bits: bits of one cache element.
+
+    Raises:
+        InputError: the user's own size is not a positive number.
     """
     if _FLAG in ctx.pinned:
-        return HostTier(gib=None, reason=f"{_FLAG} {ctx.pinned[_FLAG]} is given after -- and decides")
+        size = ctx.pinned[_FLAG]
+        return HostTier(gib=_given_gib(size), reason="cold blocks go to host memory", vllm_args=(_FLAG, size))
+    if ctx.wish("kv_cache")[0] is Wish.OFF:
+        return HostTier(gib=None, reason="kv_cache is off")
     wish, origin = ctx.setting("kv_cache", "tiering")
     if wish is not Wish.ON:
         why = f"switched off by {origin}" if wish is Wish.OFF else "no measurement shows a gain; --enable-kv-tiering"
@@ -49,6 +59,16 @@ def decide_tier(ctx: PlanContext, kv_bits: int) -> HostTier:
     arguments = (_FLAG, str(gib), "--kv-offloading-backend", backend)
     return HostTier(gib=gib, reason=f"cold blocks go to host memory ({backend}): {sized}", vllm_args=arguments,
                     warnings=warnings)  # fmt: skip
+
+
+def _given_gib(text: str) -> int:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < math.inf:
+        raise InputError(f"{_FLAG}: got {text!r:.80}, expected a positive number of GiB")
+    return math.ceil(size)
 
 
 def _why_not(ctx: PlanContext) -> str:

@@ -64,6 +64,11 @@ class KvCache(OptimizationPass):
         reason = "FP8 elements hold twice the tokens; the output changes slightly, and no quality gate has judged it"
         return self._sized(ctx, Status.ON, "fp8", reason)
 
+    def why_setting_off(self, decision: Decision, setting: str) -> str:
+        """Tiering is there when it has a size."""
+        assert setting == "tiering", setting
+        return "" if decision.params["host_tier_gib"] is not None else decision.rejected["tiering"]
+
     def _sized(self, ctx: PlanContext, status: Status, dtype: str, reason: str) -> Decision:
         bits = kv_bits(ctx, dtype)
         wanted, length = _lengths(ctx, bits)
@@ -74,7 +79,10 @@ class KvCache(OptimizationPass):
         arguments = ("--kv-cache-dtype", dtype) if status is Status.ON else ()
         if tier.gib is not None:
             value, reason = f"{value}, {tier.gib} GiB in host memory", f"{reason}; {tier.reason}"
-            status, arguments = Status.ON if status is Status.OFF else status, (*arguments, *tier.vllm_args)
+            arguments += tier.vllm_args
+            # The user's own size counts even where the pass is switched off, and leaves it off.
+            if status is Status.OFF and ctx.wish(self.name)[0] is not Wish.OFF:
+                status = Status.ON
         return self.decision(
             ctx,
             status,

@@ -51,6 +51,11 @@ class Parallelism(OptimizationPass):
             return False, f"one {kind}: nothing to split"
         return True, ""
 
+    def why_setting_off(self, decision: Decision, setting: str) -> str:
+        """Expert parallelism is on or has been rejected."""
+        assert setting == "expert_parallel", setting
+        return "" if decision.params["expert_parallel"] else decision.rejected.get("EP", decision.reason)
+
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return the decision for one device."""
         return self.decision(

@@ -92,6 +92,18 @@ def pass_named(text: str) -> str:
     )
 
 
+def required_key(text: str) -> str:
+    """Return what `--require TEXT` asks for: a pass's name, or "pass.setting" for a flag of a setting ("kv-tiering").
+
+    Raises:
+        InputError: there is neither.
+    """
+    wanted = text.strip().lower().replace("_", "-")
+    setting = next((switch.key for switch in switches() if switch.flag == wanted and "." in switch.key), None)
+    # A key that was resolved before stays what it is.
+    return setting or (text if text in {switch.key for switch in switches()} else pass_named(text))
+
+
 def resolve_wishes(enabled: Iterable[str], disabled: Iterable[str]) -> Mapping[str, WishWithOrigin]:
     """Return the wishes of the flags that were given.
 

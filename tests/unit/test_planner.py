@@ -442,3 +442,22 @@ def test_the_kill_switch_leaves_the_users_own_arguments():
     arguments = ("--kv-cache-dtype", "fp8", "--kv-offloading-size", "4")
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), wishes=off, vllm_args=arguments))
     assert plan.serve_args[-4:] == arguments
+
+
+@pytest.mark.parametrize(
+    ("required", "machine", "words"),
+    [
+        ("kv-tiering", cpu_machine(), "tiering of kv_cache is required and off: vLLM moves cache blocks"),
+        ("expert-parallel", gpus("h200", 1), "expert_parallel of parallelism is required and off: one GPU"),
+    ],
+)
+def test_a_required_setting_that_cannot_be_makes_no_plan(required, machine, words):
+    model = tiny_moe() if machine.gpu is None else qwen3_30b_a3b()
+    error = refused(request(model, machine, required=frozenset({required})), RequiredNotAppliedError)
+    assert str(error).startswith(words)
+
+
+def test_a_required_setting_is_switched_on():
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), required=frozenset({"kv-tiering", "expert-parallel"})))
+    assert flag_value(plan.serve_args, "--kv-offloading-size") is not None
+    assert "--enable-expert-parallel" in plan.serve_args

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from moe_optimizer.errors import InputError
 from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.serve_args import flag_value
@@ -76,6 +77,11 @@ def test_nobody_gets_a_tier_without_asking():
         assert decision.warnings == ()
 
 
+def test_a_pass_that_is_off_has_no_tier():
+    decision = decide(wishes={}, profile=profile_with(passes={"kv_cache": {"mode": "off", "tiering": "on"}}))
+    assert (decision.status, decision.vllm_args) == (Status.OFF, ())
+
+
 def test_an_fp8_cache_and_a_tier_go_together():
     profile = profile_with(passes={"kv_cache": {"dtype": "fp8", "tiering": "on"}})
     decision = decide(hardware=host(1000), profile=profile, wishes={})
@@ -108,9 +114,15 @@ def test_where_there_is_none_the_reason_is_said(model, hardware, changes, why):
 
 
 def test_the_users_own_size_decides():
-    decision = decide(hardware=host(100), pinned={"--kv-offloading-size": "8"})
-    assert decision.vllm_args == ()
-    assert "given after --" in decision.rejected["tiering"]
+    decision = decide(hardware=host(100), pinned={"--kv-offloading-size": "7.5"})
+    assert decision.vllm_args == ("--kv-offloading-size", "7.5")  # the planner leaves the user's own in its place
+    assert decision.params["host_tier_gib"] == 8
+
+
+@pytest.mark.parametrize("text", ["", "many", "0", "-4", "nan", "inf"])
+def test_an_impossible_size_is_refused(text):
+    with pytest.raises(InputError, match="--kv-offloading-size: got"):
+        decide(hardware=host(100), pinned={"--kv-offloading-size": text})
 
 
 @pytest.mark.parametrize(("installed", "backend", "words"), [(True, "lmcache", "server"), (False, "native", "LMCache")])

@@ -1,0 +1,82 @@
+"""The passes that flags carry out reach a real server: it says itself what it runs with."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan_request import PlanRequest
+from moe_optimizer.planner import make_plan
+from moe_optimizer.specs.software import SoftwareSpec
+from moe_optimizer.vllm_plugin.launch import ServerInfo, running
+from tests.builders import profile_with
+from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, TINY_MOE, Answer, ask, free_port
+
+pytestmark = pytest.mark.vllm
+EAGER_FP8_CACHE = {"kv_cache": {"dtype": "fp8"}, "graph_capture": {"eager": True}}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A server with every flag of these passes."""
+
+    plan: Plan
+    info: ServerInfo
+    answers: tuple[Answer, ...]
+    arguments: str
+    """What vLLM says it was started with beyond its defaults."""
+    metrics: str
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    plan = make_plan(
+        PlanRequest(
+            model=ModelInspector().inspect(TINY_MOE), hardware=probe_hardware(),
+            software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
+            profile=profile_with(passes=EAGER_FP8_CACHE, performance="interactivity"), dtype="bfloat16",
+            port=free_port(), max_model_len=500, batch_size=6, vllm_args=("--logprobs-mode", "raw_logits"),
+        )
+    )  # fmt: skip
+    with running(plan, run_dir=tmp_path_factory.mktemp("run"), ready_timeout_s=READY_TIMEOUT_S) as info:
+        answers = ask(info.base_url)
+        with urllib.request.urlopen(f"{info.base_url}/metrics", timeout=30) as response:
+            metrics = response.read().decode()
+        log = info.log_path.read_text(encoding="utf-8", errors="replace")
+        arguments = next(line for line in log.splitlines() if "non-default args" in line)
+        yield Seen(plan, info, answers, arguments, metrics)
+
+
+def test_the_scheduler_has_the_planned_sizes(seen: Seen) -> None:
+    tokens = seen.plan.decision("scheduler").params["max_num_batched_tokens"]
+    assert "'max_num_seqs': 6" in seen.arguments
+    assert f"'max_num_batched_tokens': {tokens}" in seen.arguments
+    assert "'performance_mode': 'interactivity'" in seen.arguments
+
+
+def test_the_cache_has_the_planned_type_and_holds_the_planned_length(seen: Seen) -> None:
+    (labels,) = re.findall(r"^vllm:cache_config_info\{(.*)\}", seen.metrics, re.MULTILINE)
+    assert 'cache_dtype="fp8"' in labels
+    assert "'max_model_len': 500" in seen.arguments
+    blocks, size = (int(re.findall(rf'{name}="(\d+)"', labels)[0]) for name in ("num_gpu_blocks", "block_size"))
+    assert blocks * size >= 500
+
+
+def test_nothing_is_compiled_or_captured_where_the_profile_says_eager(seen: Seen) -> None:
+    assert "'enforce_eager': True" in seen.arguments
+
+
+def test_it_answers(seen: Seen) -> None:
+    assert len(seen.answers) == len(PROMPTS)
+    assert all(answer.tokens for answer in seen.answers)
+
+
+def test_the_table_names_who_carried_them_out(seen: Seen) -> None:
+    rows = {row.pass_name: row for row in seen.info.rows}
+    assert {rows[name].applied for name in ("scheduler", "kv_cache", "graph_capture")} == {"by flags"}
