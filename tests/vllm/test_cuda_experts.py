@@ -19,7 +19,7 @@ from tests.vllm.test_patch_points import PASS, moe_config
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.vllm
 
-RANGES = [{"up_to": 2, "use": "direct-chained"}, {"up_to": 4, "use": "stock"}, {"up_to": 8, "use": "grouped-bf16-n16"}]
+RANGES = [{"up_to": 2, "use": "direct"}, {"up_to": 4, "use": "stock"}, {"up_to": 8, "use": "grouped-bf16-n16"}]
 EXPERTS, HIDDEN, WIDTH, TOP_K = 16, 128, 128, 4
 
 
@@ -187,7 +187,7 @@ def forward(
 def test_every_number_of_tokens_goes_where_the_plan_says_and_is_right(
     kernel: Any, kernels: Kernels, weights: Any, activation: Activation
 ) -> None:
-    expected = ["", *2 * ["direct-chained"], *2 * ["stock"], *4 * ["grouped-bf16-n16"], *3 * ["stock"]]
+    expected = ["", *2 * ["direct"], *2 * ["stock"], *4 * ["grouped-bf16-n16"], *3 * ["stock"]]
     for tokens in range(1, 12):
         kernels.runs.clear()
         got, want = forward(kernel, weights, tokens)
@@ -195,7 +195,7 @@ def test_every_number_of_tokens_goes_where_the_plan_says_and_is_right(
         if tokens > 1:  # the first forward also runs the check
             assert kernels.runs == [(use, tokens) for use in (expected[tokens],) if use != "stock"]
     (layer,) = activation.proof.passes[PASS].layers
-    assert layer.calls_by_kernel == {"direct-chained": 2, "stock": 5, "grouped-bf16-n16": 4}
+    assert layer.calls_by_kernel == {"direct": 2, "stock": 5, "grouped-bf16-n16": 4}
     assert (layer.calls, layer.tokens) == (6, 1 + 2 + 5 + 6 + 7 + 8)
     assert activation.proof.passes[PASS].ran
 
@@ -204,7 +204,7 @@ def test_each_planned_kernel_is_tried_on_the_layer_before_its_first_forward(
     kernel: Any, kernels: Kernels, weights: Any, activation: Activation
 ) -> None:
     forward(kernel, weights, 3)
-    assert kernels.runs == [("direct-chained", 2), ("grouped-bf16-n16", 8)]
+    assert kernels.runs == [("direct", 2), ("grouped-bf16-n16", 8)]
     (layer,) = activation.proof.passes[PASS].layers
     assert layer.self_check_error is not None
     assert layer.self_check_error <= 1
@@ -230,7 +230,7 @@ def test_a_wrong_kernel_of_a_required_pass_ends_the_start(
     from moe_optimizer.errors import RequiredNotAppliedError
 
     activated(tmp_path, monkeypatch, {"bf16": RANGES}, required=True)
-    kernels.wrong = "direct-chained"
+    kernels.wrong = "direct"
     kernel = modular_kernel(offered("experts_cuda", "MoeOptimizerCudaExperts"), FusedMoEQuantConfig.make())
     with pytest.raises(RequiredNotAppliedError, match="self-check failed"):
         forward(kernel, weights, 1)

@@ -1,0 +1,36 @@
+"""Names of the CUDA kernels in tables and plans."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from moe_optimizer.ops.cuda_variants import accurate_variants, variant_named  # noqa: E402
+from moe_optimizer.ops.launch_geometry.sizes import MoeSizes  # noqa: E402
+
+
+def sizes(tokens: int, weight_bytes: int) -> MoeSizes:
+    return MoeSizes(
+        num_tokens=tokens, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=weight_bytes
+    )
+
+
+@pytest.mark.parametrize("weight_bytes", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 64, 500, 8192])
+def test_every_variant_that_may_be_measured_is_found_by_its_name(tokens: int, weight_bytes: int) -> None:
+    variants = accurate_variants(sizes(tokens, weight_bytes))
+    assert variants
+    assert [variant_named(str(variant)) for variant in variants] == list(variants)
+    assert len({str(variant) for variant in variants}) == len(variants)
+
+
+def test_variants_that_round_the_activations_to_fp8_are_not_offered() -> None:
+    for tokens in (1, 64, 512, 8192):
+        assert not any(str(each).startswith("grouped-fp8-") for each in accurate_variants(sizes(tokens, 1)))
+
+
+@pytest.mark.parametrize("name", ["", "stock", "grouped-", "grouped-int4-n16", "grouped-bf16-nx", "direct-chained2"])
+def test_an_unknown_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="no kernel is called"):
+        variant_named(name)
