@@ -163,6 +163,8 @@ def _launch(plan: Plan, options: ServeOptions, *, strict: bool) -> int:
         ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
         on_ready=watcher.on_ready,
         echo=watcher.echo,
+        # A person sees the lines as they come; a program reads the first one, which is a refusal's.
+        hold_start=not (sys.stderr.isatty() or options.verbose),
         verbose=options.verbose,
     )
     # Stopped before it ever served: that is an interrupt, not a run that was ended.

@@ -19,7 +19,7 @@ from moe_optimizer.vllm_plugin.proof import Proof, process_is_alive
 from moe_optimizer.vllm_plugin.proof_table import render_table
 from moe_optimizer.vllm_plugin.run_folder import RunFolder
 from moe_optimizer.vllm_plugin.server_info import RunningServer, ServerInfo
-from moe_optimizer.vllm_plugin.server_log import LogFollower
+from moe_optimizer.vllm_plugin.server_log import LogFollower, arguments_accepted
 from moe_optimizer.vllm_plugin.stop_signals import StopRequestedError, StopSignals
 
 _POLL_S = 0.2
@@ -32,10 +32,19 @@ _NOTICE_S = 15.0
 class Supervisor:
     """One run from start to stop. When one of its processes ends, all of them end."""
 
-    def __init__(self, plan: Plan, run_dir: Path, required: frozenset[str], echo: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        run_dir: Path,
+        required: frozenset[str],
+        echo: Callable[[str], None],
+        *,
+        hold_start: bool = False,
+    ) -> None:
         self._plan = plan
         self._required = required
         self._echo = echo
+        self._held: list[str] | None = [] if hold_start else None
         self._signals: StopSignals | None = None
         self._deployment = Deployment(plan, RunFolder(run_dir))
         self._evidence = Evidence(plan, self._deployment)
@@ -59,12 +68,24 @@ class Supervisor:
 
     def _start(self, part: Part) -> None:
         name = "vLLM" if part.title == "server" else f"the {part.title}"
-        self._echo(f"starting {name}; its log: {part.folder.log_path}")
+        self._announce(f"starting {name}; its log: {part.folder.log_path}")
         if self._verbose:
-            self._echo(f"command: {shlex.join(part.command)}")
+            self._announce(f"command: {shlex.join(part.command)}")
         part.start()
         if self._verbose:
             self._followers.enter_context(LogFollower(part.folder.log_path, sys.stderr))
+
+    def _announce(self, line: str) -> None:
+        """Say a line of the start; held ones are dropped when a refusal ends the run, which then says it first."""
+        if self._held is None:
+            self._echo(line)
+        else:
+            self._held.append(line)
+
+    def _announce_held(self) -> None:
+        lines, self._held = self._held or (), None
+        for line in lines:
+            self._echo(line)
 
     def wait_until_ready(self, timeout_s: float) -> ServerInfo:
         """Wait until everything answers and the proofs are in; print the table.
@@ -98,9 +119,12 @@ class Supervisor:
 
     def _wait_for(self, part: Part, deadline: float, timeout_s: float) -> None:
         while not part.becomes_ready():
+            if self._held is not None and arguments_accepted(part.folder.log_path):
+                self._announce_held()
             if time.monotonic() > deadline:
                 raise part.failed(f"not ready after {timeout_s:.0f} s")
             self._pause(_HEALTH_INTERVAL_S)
+        self._announce_held()
 
     def _described(self, server: Part) -> RunningServer:
         return RunningServer(

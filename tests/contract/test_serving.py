@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MOE = ROOT / "examples" / "tiny-moe"
-INTERRUPTED, SERVER_FAILED = 130, 7
+BAD_INPUT, INTERRUPTED, SERVER_FAILED = 2, 130, 7
 
 pytestmark = pytest.mark.vllm
 
@@ -62,4 +62,14 @@ def test_a_server_that_dies_while_starting_is_told_with_its_last_lines(tmp_path:
     assert "last lines of server.log:" in finished.stderr
     assert len(finished.hints) == 1
     assert "server.log" in finished.hints[0]
+    assert finished.left_running == ()
+
+
+def test_a_value_that_vllm_refuses_is_bad_input_and_the_first_line_names_it(tmp_path: Path, run_command: Any) -> None:
+    arguments = ["--model", str(TINY_MOE), "--port", free_port(), "--run-dir", str(tmp_path / "run")]
+    finished = run_command([*arguments, "--", "--seed", "soon"], cwd=tmp_path, bounded=False, timeout_s=240)
+    assert finished.code == BAD_INPUT, finished
+    assert finished.first_line == "error: vLLM refuses its arguments: argument --seed: invalid int value: 'soon'"
+    assert len(finished.hints) == 1
+    assert "Traceback" not in finished.stderr
     assert finished.left_running == ()

@@ -158,6 +158,23 @@ def test_arguments_that_vllm_refuses_are_the_users_mistake(
     assert not processes_of(tmp_path)
 
 
+def test_a_refusal_comes_before_anything_else_when_the_start_is_held(fake: Fake, tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(InputError):
+        launch.serve(fake("usage", "unproven"), run_dir=tmp_path, echo=said.append, hold_start=True)
+    assert said == []
+    with pytest.raises(InputError):
+        launch.serve(fake("usage", "unproven"), run_dir=tmp_path, echo=said.append)
+    assert said[0].startswith("starting vLLM")
+
+
+def test_a_held_start_is_told_once_vllm_has_taken_its_arguments(fake: Fake, tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(ServerFailedError):
+        launch.serve(fake("silent", "engine"), run_dir=tmp_path, ready_timeout_s=2.0, echo=said.append, hold_start=True)
+    assert [line.split(";")[0] for line in said] == ["starting vLLM"]
+
+
 def test_what_goes_wrong_with_the_weights_is_not_the_users_mistake(fake: Fake, tmp_path: Path) -> None:
     with pytest.raises(ServerFailedError, match="ValueError: a weight of 3 bits"):
         launch.serve(fake("weights", "unproven"), run_dir=tmp_path, echo=lambda line: None)
