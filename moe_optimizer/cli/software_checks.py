@@ -30,13 +30,14 @@ _DEFAULT_ARCHS = "sm_90a"
 
 
 def software_checks() -> Iterator[Check]:
-    """Yield the checks of kernels, vLLM, plugin and environment; imports none of them."""
+    """Yield the checks of kernels, vLLM, plugin, router and environment; imports none of them."""
     from moe_optimizer.inspection import find_vllm
 
     yield _kernels()
     vllm = find_vllm()
     yield _vllm(vllm)
     yield _plugin()
+    yield _router()
     yield _environment()
 
 
@@ -96,6 +97,15 @@ def _plugin() -> Check:
         return Check("plugin", "missing", f"VLLM_PLUGINS={allowed!r} leaves {PLUGIN_NAME} out",
                      f"unset VLLM_PLUGINS, or add {PLUGIN_NAME} to it")  # fmt: skip
     return Check("plugin", "ok", f"{next(iter(entries)).value} in {PLUGIN_GROUP}")
+
+
+def _router() -> Check:
+    """Whether the router is there that --enable-disaggregation puts before its servers."""
+    try:
+        return Check("vllm-router", "ok", metadata.version("vllm-router"))
+    except metadata.PackageNotFoundError:
+        return Check("vllm-router", "note", "not installed; only --enable-disaggregation needs it",
+                     "run: pip install vllm-router")  # fmt: skip
 
 
 def _environment() -> Check:

@@ -23,6 +23,7 @@ _NIXL = "NixlConnector"
 _SHARED_FOLDER = "SharedFolderConnector"
 _UNSAFE_FLAGS = {
     "--kv-transfer-config": "the connector between the servers is the plan's",
+    "--kv-offloading-size": "it takes vLLM's one connector, which the servers need",
     "--api-key": "vllm-router does not check API keys, so the servers behind it would answer anybody",
     "--ssl-certfile": "vllm-router speaks plain HTTP",
     "--nnodes": "both servers run on this machine",

@@ -142,6 +142,14 @@ def test_each_check_is_one_line_and_a_hint_line() -> None:
     ]
 
 
+def test_a_router_that_is_not_there_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(software_checks.metadata, "version", absent)
+    assert software(monkeypatch)["vllm-router"].status == "note"
+
+
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("note", 0), ("missing", 3)])
 def test_only_what_serving_needs_changes_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: str, code: int
