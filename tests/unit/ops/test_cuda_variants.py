@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from moe_optimizer.ops.cuda_variants import accurate_variants, variant_named  # noqa: E402
-from moe_optimizer.ops.launch_geometry.sizes import MoeSizes  # noqa: E402
+from moe_optimizer.ops.cuda_variants import accurate_variants, variant_named
+from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 
 
 def sizes(tokens: int, weight_bytes: int) -> MoeSizes:
