@@ -116,6 +116,7 @@ def _server(plan: Plan, run: RunFolder, role: ServerRole | None = None) -> Part:
         environment=environment,
         folder=folder,
         client=ServerClient(base_url(host, port).replace("http", scheme, 1), api_key(arguments)),
+        takes_user_arguments=True,
     )
 
 
@@ -132,6 +133,7 @@ def _router(plan: Plan, run: RunFolder) -> Part:
         environment=router_environment(run.plan_path),
         folder=run,
         client=ServerClient(base_url(host, port)),
+        takes_user_arguments=False,
     )
 
 

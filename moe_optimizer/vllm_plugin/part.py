@@ -30,6 +30,8 @@ class Part:
     folder: RunFolder
     """Its plan, log and proofs."""
     client: ServerClient
+    takes_user_arguments: bool
+    """Whether some of its arguments are the user's, so that refusing them is no failure of ours."""
     ready: bool = False
     """It has answered its health check."""
     _process: ServerProcess | None = field(default=None, init=False)
@@ -54,8 +56,8 @@ class Part:
         status = None if self._process is None else self._process.poll()
         if status is None:
             return None
-        refused = "" if self.ready else refusal(self.folder.log_path, status)
-        if refused:
+        refused = refusal(self.folder.log_path, status)
+        if refused and self.takes_user_arguments and not self.ready:
             return InputError(f"vLLM refuses its arguments: {refused}", hint=self.log_hint)
         when = "while serving" if self.ready else "during start-up"
         # vLLM ends with status 0 when its engine is killed, so the status says little.

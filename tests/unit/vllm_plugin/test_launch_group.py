@@ -109,6 +109,17 @@ def test_one_server_that_dies_while_starting_ends_the_other(group: Group, tmp_pa
     assert processes_of(tmp_path) == []
 
 
+def test_a_router_that_does_not_take_our_arguments_is_a_failure_not_bad_input(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = group()
+    refuses = "import sys; print('router: error: unrecognized arguments: --x'); sys.exit(2)"
+    monkeypatch.setattr(deployment, "router_command", lambda arguments: [sys.executable, "-c", refuses])
+    with pytest.raises(ServerFailedError, match=r"^router ended during start-up \(exit status 2\)"):
+        launch.serve(plan, run_dir=tmp_path, echo=lambda line: None)
+    assert processes_of(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("behaviour", "why"), [("alone", "computed a prompt itself"), ("countless", "cannot be shown: the decode server")]
 )
