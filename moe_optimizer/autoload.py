@@ -93,6 +93,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
     from moe_optimizer.plan.decision import Wish
     from moe_optimizer.plan_request import PlanRequest
     from moe_optimizer.planner import make_plan
+    from moe_optimizer.specs.fp8_sensitivity import read_sensitivity_file
     from moe_optimizer.specs.placement_load import read_placement_load
     from moe_optimizer.specs.software import SoftwareSpec
 
@@ -124,5 +125,6 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
             trust_remote_code=facts.trust_remote_code,
             dtype=facts.dtype,
             expert_load=read_placement_load(section.load, section.load_check),
+            fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity),
         )
     )

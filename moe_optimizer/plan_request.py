@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import WishWithOrigin
-from moe_optimizer.passes.registry import pass_named
+from moe_optimizer.passes.registry import required_key
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.serve_args import read_integer, split_arguments
+from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.placement_load import PlacementLoad
@@ -48,7 +49,7 @@ class PlanRequest:
     wishes: Mapping[str, WishWithOrigin] = field(default_factory=dict)
     """From flags, see `passes.registry.resolve_wishes`: a pass's name, or "pass.setting", to a wish and its origin."""
     required: frozenset[str] = frozenset()
-    """Names of passes without which no plan is made."""
+    """Passes, and flags of their settings, without which no plan is made."""
     engine: str = "vllm"
     batch_size: int | None = None
     """Goes before the profile's."""
@@ -63,6 +64,8 @@ class PlanRequest:
     vllm_args: tuple[str, ...] = ()
     """The user's own arguments of `vllm serve`; they replace the planner's."""
     trust_remote_code: bool = False
+    fp8_sensitivity: Fp8SensitivityFile | None = None
+    """What FP8 changes in each layer, as measured; None: nothing was."""
     expert_load: PlacementLoad | None = None
     """Measured load to place experts by."""
 
@@ -132,7 +135,7 @@ def _check_model_len(request: PlanRequest, pinned: Mapping[str, str]) -> None:
 
 def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> None:
     for name in request.required:
-        wish, origin = request.wishes.get(pass_named(name), (Wish.AUTO, ""))
+        wish, origin = request.wishes.get(required_key(name), (Wish.AUTO, ""))
         if wish is Wish.OFF:
             raise InputError(f"{name} is required, and {origin} switches it off", hint="give one of them")
     for name, section in request.profile.passes:

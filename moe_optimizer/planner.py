@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moe_optimizer.errors import DoesNotFitError, InputError, RequiredNotAppliedError, UnsupportedError
 from moe_optimizer.passes.base import PlanContext
-from moe_optimizer.passes.registry import PASS_NAMES, all_passes, pass_named, switches
+from moe_optimizer.passes.registry import PASS_NAMES, all_passes, required_key, switches
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.plan import Plan
@@ -26,6 +26,7 @@ _GIB = 2**30
 DRAIN_TIMEOUT_S = 30
 """Chosen: how long vLLM may finish the requests at hand after a stop was asked for. vLLM's own default aborts them;
 every supported version takes the flag."""
+_WITHOUT = "leave the requirement out to serve without it"
 _DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
 
 
@@ -125,7 +126,7 @@ def _context(
     request: PlanRequest, pinned: Mapping[str, str], device: Literal["cuda", "cpu"], num_gpus: int
 ) -> PlanContext:
     profile = request.profile
-    required = frozenset(pass_named(name) for name in request.required)
+    required = frozenset(required_key(name) for name in request.required)
     asked = {name: (Wish.ON, f"flag --require {name}") for name in required if name not in request.wishes}
     context = PlanContext(
         model=request.model,
@@ -147,6 +148,7 @@ def _context(
         required=required,
         pinned=pinned,
         expert_load=request.expert_load,
+        fp8_sensitivity=request.fp8_sensitivity,
     )
     unknown = context.wishes.keys() - {switch.key for switch in switches()}
     assert not unknown, f"wishes for unknown passes or settings: {sorted(unknown)}"
@@ -245,8 +247,14 @@ def _require_required(context: PlanContext) -> None:
             raise kind(
                 f"{decision.pass_name} is required ({decision.wish_origin}) and {decision.status.value}: "
                 f"{decision.reason}",
-                hint="leave the requirement out to serve without it",
+                hint=_WITHOUT,
             )
+    passes = {each.name: each for each in all_passes()}
+    for key in context.required:
+        name, _, setting = key.partition(".")
+        why_off = passes[name].why_setting_off(context.decided[name], setting) if setting else ""
+        if why_off:
+            raise RequiredNotAppliedError(f"{setting} of {name} is required and off: {why_off}", hint=_WITHOUT)
 
 
 def _own_args(request: PlanRequest, context: PlanContext) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.serve_args import read_integer
 from moe_optimizer.plan.server_group import ServerGroup
+from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
 from moe_optimizer.specs.hardware import CpuSpec, GpuSpec, HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.placement_load import PlacementLoad
@@ -49,9 +50,11 @@ class PlanContext:
     wishes: Mapping[str, WishWithOrigin] = field(default_factory=dict)
     """From flags: a pass's name, or "pass.setting", to a wish. They go before the profile."""
     required: frozenset[str] = frozenset()
-    """Passes that must be on."""
+    """Passes that must be on, and settings ("pass.setting") that must be carried out."""
     pinned: Mapping[str, str] = field(default_factory=dict)
     """The user's own arguments of `vllm serve`: long flag -> value. They go before every decision."""
+    fp8_sensitivity: Fp8SensitivityFile | None = None
+    """What FP8 changes in each layer, as measured; None: nothing was."""
     expert_load: PlacementLoad | None = None
     """Measured load to place experts by."""
     num_servers: int = 1
@@ -266,6 +269,10 @@ class OptimizationPass(ABC):
     def server_group(self, ctx: PlanContext, serve_args: tuple[str, ...]) -> ServerGroup | None:  # noqa: ARG002
         """Return the servers that this pass, being on, makes of the one with `serve_args`; None: it stays one."""
         return None
+
+    def why_setting_off(self, decision: Decision, setting: str) -> str:  # noqa: ARG002 - most passes have no such setting
+        """Return why a setting of `setting_flags` is not carried out under this pass's decision, "" when it is."""
+        raise KeyError(f"{self.name} has no setting {setting}")
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return the decision for a pass that is not used; override where off needs flags too."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.costs.fp8_blocks import padded_experts, ragged_linear
 from moe_optimizer.costs.roofline import decode_step_floor_us, experts_read_ratio
-from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.passes.base import DTYPE_BYTES, OptimizationPass, PlanContext
 from moe_optimizer.passes.expert_kernel import FORMAT_PARAM, why_not_for_converted_weights
+from moe_optimizer.passes.fp8_kept import ignored_modules, kept_layers, kept_parts, measured_on
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.specs.quantity import Quantity, Source
 
@@ -19,18 +19,10 @@ if TYPE_CHECKING:
 
 FORMAT = "fp8"
 """Name of the plugin's weight format."""
-_ALWAYS_KEPT = ("router", "embeddings", "lm_head")
 _QUANTIZATION_FLAGS = ("--quantization", "--quantization-config")
 _SCHEMES = {"block": "fp8_per_block", "channel": "fp8_per_channel"}
 """Granularity -> vLLM's name of the online scheme, from 0.26 on."""
 _SCALES = {"block": "one scale per 128x128 block", "channel": "one scale per output channel"}
-# vLLM matches them against the names of its modules, from the start. The input embedding and the head are no
-# modules that its online quantisation looks at.
-_IGNORED = {
-    "router": r"re:.*\.(gate|router|shared_expert_gate)$",
-    "attention": r"re:.*\.(self_attn|self_attention|attention|attn|linear_attn)\.",
-    "shared_experts": r"re:.*\.(shared_expert|shared_experts|shared_mlp)\.",
-}
 _GPU_RECORDS = ("benchmarks/records/2026-11-20_h200_fused_experts.json",)
 _CPU_RECORDS = (
     "benchmarks/records/2026-11-20_epyc-avx512_bf16_fused_experts.json",
@@ -105,7 +97,7 @@ class Fp8(OptimizationPass):
         experts, linears = _parts(ctx)
         if not experts and not linears:
             return self._refused_parts(ctx)
-        layers = _kept_layers(ctx)
+        layers = kept_layers(ctx, experts=experts)
         gain = self.gain(ctx)
         if ctx.wish(self.name)[0] is Wish.AUTO and gain is not None and gain.ratio.value < _LEAST_GAIN:
             less = f"a decode step would take at best {gain.ratio.value:.2f}x less time"
@@ -132,15 +124,16 @@ class Fp8(OptimizationPass):
             "experts in FP8",
             f"experts with {_SCALES[section.granularity]}, converted layer by layer while loading; {_UNJUDGED}",
             Applier.PLUGIN,
-            evidence=(*_CPU_RECORDS, "quantizer: builtin"),
-            rejected={"attention and dense linears": linears, **_kept(ctx)},
+            evidence=(*_CPU_RECORDS, "quantizer: builtin", *measured_on(ctx)),
+            rejected={"attention and dense linears": linears, **kept_parts(ctx)},
             gain=self.gain(ctx),
             params={
                 FORMAT_PARAM: FORMAT,
                 "granularity": section.granularity,
                 "quantizer": "builtin",
                 "kept_layers": list(layers),
-                "max_layer_error": section.max_layer_error,
+                # Measured on text, the layers are decided on here and not once more on synthetic tokens.
+                "max_layer_error": None if ctx.fp8_sensitivity else section.max_layer_error,
                 "expert_bits": 8,
                 "linear_bits": None,
             },
@@ -155,7 +148,7 @@ class Fp8(OptimizationPass):
             config["linear"] = scheme
         if experts:
             config["moe"] = scheme
-        config["ignore"] = _ignored_modules(section, layers)
+        config["ignore"] = ignored_modules(section, layers)
         parts = " and ".join(word for word, wanted in (("experts", experts), ("linears", linears)) if wanted)
         quantizer, why_not = _quantizer_on_gpus(ctx)
         padding = _expert_padding(ctx) if experts else 1.0
@@ -170,10 +163,10 @@ class Fp8(OptimizationPass):
             f"{parts} with {_SCALES[section.granularity]}, converted by vLLM while loading; {_UNJUDGED}",
             # vLLM converts; with another quantiser than its own, the plugin has to put it there.
             Applier.FLAGS if quantizer == "vllm" else Applier.PLUGIN,
-            evidence=(*(_GPU_RECORDS if experts else ()), f"quantizer: {quantizer}"),
-            rejected={**rejected, **_kept(ctx)},
+            evidence=(*(_GPU_RECORDS if experts else ()), f"quantizer: {quantizer}", *measured_on(ctx)),
+            rejected={**rejected, **kept_parts(ctx)},
             gain=self.gain(ctx),
-            vllm_args=("--quantization", "online", "--quantization-config", json.dumps(config)),
+            vllm_args=("--quantization", "online", "--quantization-config", json.dumps(config, separators=(",", ":"))),
             params={
                 "granularity": section.granularity,
                 "quantizer": quantizer,
@@ -215,39 +208,6 @@ def _why_part_off(ctx: PlanContext, part: str) -> str:
     if ragged and ctx.profile.passes.fp8.linears != "off":
         return f"{ragged}; they stay {ctx.dtype}, granularity channel converts them"
     return f"fp8.{part} is off in {ctx.profile_origin}; they stay {ctx.dtype}"
-
-
-def _kept(ctx: PlanContext) -> Mapping[str, str]:
-    """Return what stays in the checkpoint's type whatever the profile says, and what the profile adds."""
-    kept = {
-        "router": "a changed choice of experts costs more than its few bytes",
-        "embeddings and head": "looked up, or read once a step; their errors reach every token's logits",
-    }
-    added = [each for each in ctx.profile.passes.fp8.keep_bf16_layers if each not in _ALWAYS_KEPT]
-    return kept | ({", ".join(added): f"kept by {ctx.profile_origin}"} if added else {})
-
-
-def _kept_layers(ctx: PlanContext) -> tuple[int, ...]:
-    """Return the decoder layers that stay as they are.
-
-    Raises:
-        InputError: the model has no such layer.
-    """
-    parts = ctx.profile.passes.fp8.keep_bf16_layers
-    layers = sorted({int(part.removeprefix("layers.")) for part in parts if part.startswith("layers.")})
-    if layers and layers[-1] >= ctx.model.num_layers:
-        raise InputError(
-            f"fp8.keep_bf16_layers ({ctx.profile_origin}): got layers.{layers[-1]}, "
-            f"expected at most layers.{ctx.model.num_layers - 1}: {ctx.model.name} has {ctx.model.num_layers} layers"
-        )
-    return tuple(layers)
-
-
-def _ignored_modules(section: Fp8Section, layers: tuple[int, ...]) -> list[str]:
-    """Return vLLM's patterns of the modules that stay as they are."""
-    parts = dict.fromkeys((*_ALWAYS_KEPT, *section.keep_bf16_layers))
-    named = [_IGNORED[part] for part in parts if part in _IGNORED]
-    return [*named, *(rf"re:.*\.layers\.{layer}\." for layer in layers)]
 
 
 def _quantizer_on_the_cpu(section: Fp8Section) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
@@ -178,16 +178,24 @@ class _Page:
         yield from self._command([*words, f"vllm serve {shlex.quote(plan.model.path)}"], arguments)
 
     def _command(self, head: list[str], arguments: tuple[str, ...]) -> Iterator[str]:
-        words = [*head, *(_quoted(argument.tokens) for argument in split_arguments(arguments))]
+        words = [*head, *(line for argument in split_arguments(arguments) for line in self._argument(argument.tokens))]
         for index, word in enumerate(words):
             indent = "    " if word.startswith("-") else "  "
             yield printable(indent + word) + (" \\" if index < len(words) - 1 else "")
 
+    def _argument(self, tokens: Sequence[str]) -> Sequence[str]:
+        """Return an argument in one line, or with its values below it where that is too long."""
+        text = _quoted(tokens)
+        if len(text) + len("      ") <= self.width:
+            return [text]
+        return [tokens[0], *(f"    {shlex.quote(value)}" for value in tokens[1:])]
+
     def _difference(self, plan: Plan) -> Iterator[str]:
         planned = {argument.flag: argument.tokens for argument in split_arguments(plan.serve_args)}
         plain = {argument.flag: argument.tokens for argument in split_arguments(plan.plain_args)}
-        lines = [("-", _quoted(tokens)) for flag, tokens in plain.items() if planned.get(flag, ()) != tokens]
-        lines += [("+", _quoted(tokens)) for flag, tokens in planned.items() if plain.get(flag, ()) != tokens]
+        without = [("-", tokens) for flag, tokens in plain.items() if planned.get(flag, ()) != tokens]
+        with_ = [("+", tokens) for flag, tokens in planned.items() if plain.get(flag, ()) != tokens]
+        lines = [(sign, line) for sign, tokens in [*without, *with_] for line in self._argument(tokens)]
         lines += [("+", f"{key}={shlex.quote(value)}") for key, value in sorted(plan.serve_env.items())]
         lines += [("+", f"plugin: {d.pass_name} ({d.value})") for d in plan.decisions if d.applier.value == "plugin"]
         for sign, text in lines or [(" ", "nothing differs")]:

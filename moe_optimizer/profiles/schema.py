@@ -73,8 +73,11 @@ class Fp8Section(PassSection):
     """Parts that stay in the checkpoint's dtype: `attention`, `shared_experts`, or a decoder layer as `layers.3`.
     Router, embeddings and lm_head stay whether they are named or not."""
     max_layer_error: float | None = Field(default=0.08, gt=0, le=1)
-    """Experts of a layer stay in the checkpoint's dtype when FP8 changes their output by more than this share on
-    calibration tokens (CPU build); null: not measured. Chosen: well-behaved weights show 0.03 to 0.05."""
+    """A layer stays in the checkpoint's dtype when FP8 changes its experts' output by more than this share on
+    calibration tokens; null: no layer stays for that. Chosen: well-behaved weights show 0.02 to 0.05."""
+    sensitivity: str | None = None
+    """File of that share for every layer, as measured on a text; null: on the CPU build each layer is measured on
+    synthetic tokens while it is loaded, on GPUs none is."""
 
 
 class ExpertLoadSection(PassSection):

@@ -163,6 +163,14 @@ class Activation:
             entry.layers += (layer,)
         self.writer.touch()
 
+    def layer_at(self, address: int) -> LayerProof:
+        """Return the proof entry of the layer whose weights are at `address`.
+
+        Raises:
+            KeyError: no layer was added under it.
+        """
+        return self._layers[address].proof
+
     def called(
         self, address: int, tokens: int, describe: Callable[[], tuple[Sequence[str], LayerProof]], *, kernel: str = ""
     ) -> None:

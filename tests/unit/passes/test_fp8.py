@@ -11,6 +11,7 @@ from moe_optimizer.errors import InputError, RequiredNotAppliedError
 from moe_optimizer.passes.base import PlanContext
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.planner import make_plan
+from moe_optimizer.specs.fp8_sensitivity import Fp8Sensitivity, Fp8SensitivityFile
 from moe_optimizer.specs.quantity import Source
 from tests.builders import (
     context,
@@ -319,6 +320,50 @@ def test_a_profile_with_both_parts_off_asks_for_nothing():
 def test_a_layer_that_the_model_does_not_have_is_an_error():
     with pytest.raises(InputError, match=r"got layers\.4, expected at most layers\.3: tiny-moe has 4 layers"):
         on_cpu(settings={"keep_bf16_layers": ["layers.4"]})
+
+
+def sensitivity(errors: dict[int, float], **changes: Any) -> Fp8SensitivityFile:
+    fields: dict[str, Any] = {"model": "tiny-moe", "granularity": "block", "tokens": 4096, "errors": errors}
+    return Fp8SensitivityFile(path="s.json", measured=Fp8Sensitivity(**(fields | changes)))
+
+
+MEASURED = {0: 0.02, 1: 0.09, 2: 0.03, 3: 0.081}
+
+
+def test_layers_that_were_measured_over_the_budget_stay():
+    decision = on_cpu(fp8_sensitivity=sensitivity(MEASURED))
+    assert decision.params["kept_layers"] == [1, 3]
+    assert decision.params["max_layer_error"] is None  # decided here, not once more while loading
+    assert "s.json: FP8 changes the layers' outputs by 0.020 to 0.090 on 4096 tokens" in decision.evidence
+
+
+def test_measured_and_named_layers_stay_together():
+    settings = {"keep_bf16_layers": ["layers.0"], "max_layer_error": 0.085}
+    assert on_cpu(settings=settings, fp8_sensitivity=sensitivity(MEASURED)).params["kept_layers"] == [0, 1]
+    settings["max_layer_error"] = None
+    assert on_cpu(settings=settings, fp8_sensitivity=sensitivity(MEASURED)).params["kept_layers"] == [0]
+
+
+def test_on_gpus_measured_layers_are_left_out_of_vllms_conversion():
+    errors = dict.fromkeys(range(48), 0.03) | {7: 0.2}
+    decision = on_gpu(name="h200", fp8_sensitivity=sensitivity(errors, model="Qwen3-30B-A3B"))
+    config = quantization_config(decision)
+    assert is_ignored(config, "model.layers.7.mlp.experts")
+    assert not is_ignored(config, "model.layers.8.mlp.experts")
+
+
+@pytest.mark.parametrize(
+    ("changes", "errors", "message"),
+    [
+        ({"model": "other"}, MEASURED, "fp8.sensitivity s.json: model: got other, expected tiny-moe"),
+        ({"granularity": "channel"}, MEASURED, "granularity: got channel, expected block"),
+        ({}, {0: 0.1}, "layers: got [0], expected [0, 1, 2, 3]"),
+    ],
+)
+def test_a_measurement_of_something_else_is_an_error(changes, errors, message):
+    with pytest.raises(InputError) as caught:
+        on_cpu(fp8_sensitivity=sensitivity(errors, **changes))
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("profile", ["conservative", "balanced", "single_h100"])

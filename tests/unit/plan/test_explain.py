@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 
 import pytest
 
 from moe_optimizer.passes.registry import PASS_NAMES
+from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.explain import render_plan
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
@@ -76,10 +78,25 @@ def test_memory_bars_add_up_to_the_device(plan):
     assert sum(shares) == pytest.approx(100, abs=0.5)
 
 
-def test_a_gain_shows_its_source_and_that_an_unavailable_one_is_not_claimed(plan):
+def test_a_gain_shows_its_source(plan):
     text = " ".join(render_plan(plan).split())
-    assert "gain it could bring: 2.00x in expert weight bytes per decode step (modelled:" in text
     assert "expected gain: 2.00x in tokens the cache holds per byte (modelled:" in text
+
+
+def test_the_gain_of_an_unavailable_pass_is_not_claimed(plan):
+    unavailable = tuple(
+        dataclasses.replace(each, status=Status.UNAVAILABLE) if each.pass_name == "kv_cache" else each
+        for each in plan.decisions
+    )
+    text = " ".join(render_plan(plan.replace(decisions=unavailable)).split())
+    assert "gain it could bring: 2.00x in tokens the cache holds per byte (modelled:" in text
+
+
+def test_an_argument_that_is_too_long_has_its_value_below_it(plan):
+    lines = render_plan(plan, width=80).splitlines()
+    at = lines.index("    --quantization-config \\")
+    assert lines[at + 1].startswith('      \'{"linear":"fp8_per_block",')
+    assert "  + --quantization-config" in lines
 
 
 def test_explain_adds_who_asked_evidence_rejected_and_limits(plan):

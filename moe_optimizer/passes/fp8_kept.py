@@ -1,0 +1,82 @@
+"""What FP8 leaves in the checkpoint's type: parts by name, and layers by name or by their measured change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.passes.base import PlanContext
+
+if TYPE_CHECKING:
+    from moe_optimizer.profiles.schema import Fp8Section
+
+_ALWAYS_KEPT = ("router", "embeddings", "lm_head")
+# vLLM matches them against the names of its modules, from the start. The input embedding and the head are no
+# modules that its online quantisation looks at.
+_IGNORED = {
+    "router": r"re:.*\.(gate|router|shared_expert_gate)$",
+    "attention": r"re:.*\.(self_attn|self_attention|attention|attn|linear_attn)\.",
+    "shared_experts": r"re:.*\.(shared_expert|shared_experts|shared_mlp)\.",
+}
+
+
+def kept_parts(ctx: PlanContext) -> Mapping[str, str]:
+    """Return what stays in the checkpoint's type whatever the profile says, and what the profile adds."""
+    kept = {
+        "router": "a changed choice of experts costs more than its few bytes",
+        "embeddings and head": "looked up, or read once a step; their errors reach every token's logits",
+    }
+    added = [each for each in ctx.profile.passes.fp8.keep_bf16_layers if each not in _ALWAYS_KEPT]
+    return kept | ({", ".join(added): f"kept by {ctx.profile_origin}"} if added else {})
+
+
+def kept_layers(ctx: PlanContext, *, experts: bool) -> tuple[int, ...]:
+    """Return the decoder layers that stay as they are: those named, and where experts are converted those over budget.
+
+    Raises:
+        InputError: the model has no such layer, or the measurement is of something else.
+    """
+    parts = ctx.profile.passes.fp8.keep_bf16_layers
+    named = {int(part.removeprefix("layers.")) for part in parts if part.startswith("layers.")}
+    if named and max(named) >= ctx.model.num_layers:
+        raise InputError(
+            f"fp8.keep_bf16_layers ({ctx.profile_origin}): got layers.{max(named)}, "
+            f"expected at most layers.{ctx.model.num_layers - 1}: {ctx.model.name} has {ctx.model.num_layers} layers"
+        )
+    return tuple(sorted(named | (_over_budget(ctx) if experts else set())))
+
+
+def _over_budget(ctx: PlanContext) -> set[int]:
+    """Return the layers whose measured change is larger than the profile allows."""
+    section, given = ctx.profile.passes.fp8, ctx.fp8_sensitivity
+    if given is None:
+        return set()
+    measured = given.measured
+    for what, found, wanted in (
+        ("model", measured.model, ctx.model.name.rstrip("/").rpartition("/")[2]),
+        ("granularity", measured.granularity, section.granularity),
+        ("layers", sorted(measured.errors), list(ctx.model.moe_layers)),
+    ):
+        if found != wanted:
+            raise InputError(f"fp8.sensitivity {given.path}: {what}: got {found}, expected {wanted}")
+    if section.max_layer_error is None:
+        return set()
+    return {layer for layer, error in measured.errors.items() if error > section.max_layer_error}
+
+
+def measured_on(ctx: PlanContext) -> tuple[str, ...]:
+    """Return the evidence that a measurement of the layers is."""
+    given = ctx.fp8_sensitivity
+    if given is None:
+        return ()
+    errors = given.measured.errors.values()
+    span = f"{min(errors):.3f} to {max(errors):.3f}"
+    return (f"{given.path}: FP8 changes the layers' outputs by {span} on {given.measured.tokens} tokens",)
+
+
+def ignored_modules(section: Fp8Section, layers: tuple[int, ...]) -> list[str]:
+    """Return vLLM's patterns of the modules that stay as they are."""
+    parts = dict.fromkeys((*_ALWAYS_KEPT, *section.keep_bf16_layers))
+    named = [_IGNORED[part] for part in parts if part in _IGNORED]
+    return [*named, *(rf"re:.*\.layers\.{layer}\." for layer in layers)]

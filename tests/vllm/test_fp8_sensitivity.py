@@ -1,0 +1,60 @@
+"""FP8's change of each layer on a text, measured by vLLM, and what a plan makes of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.planner import make_plan
+from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile, read_sensitivity_file
+from tests.builders import cpu_machine, profile_with, request, tiny_moe
+from tests.vllm.conftest import TINY_MOE
+
+pytestmark = pytest.mark.vllm
+MODULE = "moe_optimizer.vllm_plugin.fp8_sensitivity"
+
+
+@pytest.fixture(scope="module")
+def sensitivity(tmp_path_factory: pytest.TempPathFactory) -> Fp8SensitivityFile:
+    path = tmp_path_factory.mktemp("sensitivity") / "s.json"
+    command = [sys.executable, "-m", MODULE, str(TINY_MOE), str(TINY_MOE / "heldout.txt"), "--output", str(path)]
+    done = subprocess.run([*command, "--max-tokens", "1500"], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "1500 tokens; written to" in done.stdout
+    found = read_sensitivity_file(str(path))
+    assert found is not None
+    return found
+
+
+def test_every_layer_is_measured_on_the_text(sensitivity: Fp8SensitivityFile) -> None:
+    measured = sensitivity.measured
+    assert (measured.model, measured.granularity, measured.tokens) == ("tiny-moe", "block", 1500)
+    assert list(measured.errors) == [0, 1, 2, 3]
+    assert all(0.01 < error < 0.05 for error in measured.errors.values())
+
+
+def test_the_plan_keeps_what_changes_more_than_the_budget(sensitivity: Fp8SensitivityFile) -> None:
+    errors = sensitivity.measured.errors
+    worst = max(errors, key=lambda layer: errors[layer])
+    second = sorted(errors.values())[-2]
+    profile = profile_with("balanced", {"fp8": {"max_layer_error": (errors[worst] + second) / 2}})
+    plan = make_plan(
+        request(tiny_moe(), cpu_machine(), profile, wishes={"fp8": (Wish.ON, "test")}, fp8_sensitivity=sensitivity)
+    )
+    assert plan.decision("fp8").params["kept_layers"] == [worst]
+
+
+def test_a_text_without_tokens_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    command = [sys.executable, "-m", MODULE, str(TINY_MOE), str(tmp_path / "empty.txt"), "--output"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "s.json")], capture_output=True, text=True, timeout=60, check=False, env=os.environ
+    )
+    assert done.returncode == 2
+    assert "the text is empty" in done.stderr
+    assert not (tmp_path / "s.json").exists()
