@@ -48,9 +48,10 @@ struct ExpertKernels {
   // h[p, begin:end) = activation(x[p] @ gate.T, x[p] @ up.T) for the pairs of `run`.
   void (*gate_up)(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, int64_t begin,
                   int64_t end, char* scratch);
-  // sum[token(p), begin:end) += weight(p) * (h[p] @ down.T + bias), for the pairs of `run` in order.
-  void (*down)(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, int64_t begin,
-               int64_t end, char* scratch);
+  // sum[token(p), begin:end) += weight(p) * (h[p] @ down.T + bias), for the pairs of `run` in order. `next`: the run
+  // that the same columns are wanted of afterwards, or null; its weights may be fetched ahead.
+  void (*down)(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, const ExpertRun* next,
+               int64_t begin, int64_t end, char* scratch);
   // out[:, begin:end) = sum[:, begin:end), rounded once.
   void (*store)(const FusedExpertsArgs& args, const LayerBuffers& buffers, int64_t begin, int64_t end);
 };

@@ -104,8 +104,8 @@ void gate_up(const FusedExpertsArgs& args, const LayerBuffers& buffers, const Ex
 }
 
 template <typename W>
-void down(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, int64_t begin, int64_t end,
-          char* scratch) {
+void down(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, const ExpertRun* /*next*/,
+          int64_t begin, int64_t end, char* scratch) {
   const int64_t H = args.hidden_size, I = args.intermediate_size;
   float* row = reinterpret_cast<float*>(scratch);
   for (int64_t j = begin; j < end; ++j) {

@@ -153,7 +153,8 @@ void run_pass(const FusedExpertsArgs& args, const ExpertKernels& kernels, const 
           }
         }
         for (int64_t r = group.run_begin; r < group.run_end; ++r) {
-          kernels.down(args, buffers, routing.runs[r], begin, end, mine);
+          const ExpertRun* next = r + 1 < group.run_end ? &routing.runs[r + 1] : nullptr;
+          kernels.down(args, buffers, routing.runs[r], next, begin, end, mine);
         }
         if (&group == &routing.groups.back()) kernels.store(args, buffers, begin, end);
       }

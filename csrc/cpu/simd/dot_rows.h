@@ -170,6 +170,7 @@ template <typename Format, Ahead kAhead>
 inline void tile_of(int64_t tokens, const char* const* x, const Block<Format>& block, typename Format::Vec* state,
                     float* out) {
   static_assert(Format::kMaxTokens <= 5, "add the case below");
+  static_assert(Format::kTileTokens <= Format::kMaxTokens, "tiles among several are no larger");
   switch (tokens) {
     case 1: return tile<Format, 1, kAhead>(x, block, state, out);
     case 2: return tile<Format, 2, kAhead>(x, block, state, out);
@@ -231,11 +232,11 @@ void dot_few(const char* const* x, int64_t tokens, const WeightRows<Format>& row
   }
 }
 
-// The same for more tokens.
+// The same for more tokens than one tile takes.
 template <typename Format>
 void dot_many(const char* const* x, int64_t tokens, const WeightRows<Format>& rows, Fetch fetch,
               typename Format::Vec* state, float* out) {
-  const int64_t tiles = (tokens + Format::kMaxTokens - 1) / Format::kMaxTokens;
+  const int64_t tiles = (tokens + Format::kTileTokens - 1) / Format::kTileTokens;
   const int64_t step_bytes = fetch.bytes / (tiles * (rows.columns / Format::kStep) + 1) + 1;
   // Two lines per step must do; more would leave gaps.
   const char* ahead = step_bytes <= 2 * kLineBytes ? fetch.cursor : nullptr;
@@ -267,7 +268,7 @@ template <typename Format>
 void dot_rows(const char* const* x, int64_t tokens, const WeightRows<Format>& rows,
               const typename Format::Weight* next, const DotScratch<Format>& scratch, float* out) {
   using Decoded = typename Format::Decoded;
-  static_assert(Format::kMaxTokens >= Decoded::kMaxTokens, "decoded rows are for several tiles");
+  static_assert(Format::kMaxTokens >= Decoded::kTileTokens, "decoded rows are for several tiles");
   constexpr int64_t kElementBytes = sizeof(typename Format::Weight);
   const int64_t row_bytes = rows.row_stride * kElementBytes;
   int64_t rows_ahead = kAheadBytes / (rows.columns * kElementBytes) / kTileRows * kTileRows;

@@ -160,16 +160,19 @@ void gate_up(const FusedExpertsArgs& args, const LayerBuffers& buffers, const Ex
 }
 
 template <typename Format>
-void down(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, int64_t begin, int64_t end,
-          char* memory) {
+void down(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, const ExpertRun* next,
+          int64_t begin, int64_t end, char* memory) {
   using Simd = typename Format::Simd;
   constexpr int kVecs = kRows / Simd::kLanes;
   const Scratch<Format> scratch(args, memory);
   const WeightMatrix<Format> matrix = WeightMatrix<Format>::w2(args, run.expert);
+  const typename Format::Weight* first_of_next = nullptr;
+  if (next) first_of_next = WeightMatrix<Format>::w2(args, next->expert).unit(begin, 1).w;
 
   for (int64_t j = begin; j < end; j += kRows) {
     const WeightRows<Format> rows = matrix.unit(j, 1);
-    const typename Format::Weight* after = j + kRows < end ? matrix.unit(j + kRows, 1).w : nullptr;
+    const typename Format::Weight* after = first_of_next;
+    if (j + kRows < end) after = matrix.unit(j + kRows, 1).w;
     float factor[kRows], offset[kRows];
     matrix.finish(j, 1, factor, offset);
 

@@ -38,7 +38,8 @@ struct Avx2Format {
   using Vec = __m256;
   using Operand = __m256;
   using Output = X;
-  static constexpr int kMaxTokens = 3;  // 12 sums, 3 activations, 1 row: all 16 registers
+  static constexpr int kMaxTokens = 3;            // 12 sums, 3 activations, 1 row: all 16 registers
+  static constexpr int kTileTokens = kMaxTokens;  // of a tile among several
   static constexpr int64_t kActivationBytes = 4;
   static constexpr float kUnit = 1.0f;  // weights are multiplied by this with their scale
   static constexpr bool kDecodes = false;
@@ -89,6 +90,9 @@ struct Avx2Float16 : Avx2Format<Float16> {
 struct Avx2BFloat16 : Avx2Format<BFloat16> {
   using Weight = BFloat16;
   using Decoded = Avx2BFloat16;
+  // The mask takes a register too; with 3 the compiler runs out of them: measured 0.6 of the speed.
+  static constexpr int kMaxTokens = 2;
+  static constexpr int kTileTokens = kMaxTokens;
   static constexpr int kStep = 16, kParts = 2;
   static Operand weight(const Weight* w, int part) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
