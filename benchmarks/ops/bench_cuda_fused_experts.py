@@ -2,6 +2,8 @@
 
     python benchmarks/ops/bench_cuda_fused_experts.py --out FOLDER [--budget-s 460]
 
+Beside vLLM's Triton kernels: DeepGEMM's FP8 experts, where vLLM has them.
+
 In this order, each result written and printed as it comes, until the budget is spent:
   1. bash build.sh (--no-build leaves it out), the two ceilings of the machine;
   2. correctness per kernel family, each in its own process with a time limit: a family that hangs, crashes or is
@@ -26,7 +28,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bench_cuda_cases import Shape, Weights
-    from bench_cuda_sides import Vllm
+    from bench_cuda_sides import DeepGemm, Vllm
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -35,6 +37,7 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 NUM_SETS = 8
 BF16_ORDER = (1, 8, 64, 4096, 2, 4, 16, 32, 128, 512, 256, 1024, 2048, 8192)
 CHECK_LIMIT_S = 90
+DEEP_GEMM_FROM_TOKENS = 64  # below, its tiles of 128 tokens per expert are mostly padding
 
 
 def main() -> int:
@@ -150,16 +153,18 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
     """Time case after case; one JSON line per case in FOLDER/timings.jsonl, facts in FOLDER/facts.json."""
     import torch
     from bench_cuda_cases import SHAPES, make_weights
-    from bench_cuda_sides import find_vllm
+    from bench_cuda_sides import find_deep_gemm, find_vllm
     from bench_cuda_timing import device_facts, measure_ceilings
 
     from benchmarks.record import checkout
 
     ceilings = measure_ceilings()
     vllm, why_no_vllm = find_vllm()
+    deep_gemm, why_no_deep_gemm = find_deep_gemm()
     facts = {
         "command": sys.argv, **checkout(options.commit),
         **device_facts(), **ceilings, "vllm": None if vllm is None else vllm.version, "why_no_vllm": why_no_vllm,
+        "deep_gemm": deep_gemm is not None, "why_no_deep_gemm": why_no_deep_gemm,
         "checks": right, "weight_sets": NUM_SETS,
     }  # fmt: skip
     (options.out / "facts.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
@@ -179,7 +184,9 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
                         print("budget spent", flush=True)
                         return
                     try:
-                        one_case(Case(shape, fp8, routing, tokens, weights), options.out, right, vllm, ceilings)
+                        one_case(
+                            Case(shape, fp8, routing, tokens, weights), options.out, right, (vllm, deep_gemm), ceilings
+                        )
                     except Exception:  # noqa: BLE001  one case must not end the run; the trace is printed
                         traceback.print_exc()
             del weights
@@ -197,12 +204,19 @@ class Case:
     weights: list[Weights]
 
 
-def one_case(case: Case, out: Path, right: dict[str, bool], vllm: Vllm | None, ceilings: dict[str, float]) -> None:
+def one_case(
+    case: Case,
+    out: Path,
+    right: dict[str, bool],
+    peers: tuple[Vllm | None, DeepGemm | None],
+    ceilings: dict[str, float],
+) -> None:
     """Time all sides of one case, print a line per side, append the record."""
     from bench_cuda_cases import floor_us, make_tokens, problem_of
     from bench_cuda_sides import family_of, our_call, our_call_from_logits, variants_for
     from bench_cuda_timing import summary, time_interleaved
 
+    vllm, deep_gemm = peers
     shape, fp8, routing, tokens, weights = case.shape, case.fp8, case.routing, case.tokens, case.weights
     inputs = [make_tokens(shape, tokens, routing, seed=1000 * tokens + s) for s in range(len(weights))]
     sides = {}
@@ -210,6 +224,8 @@ def one_case(case: Case, out: Path, right: dict[str, bool], vllm: Vllm | None, c
         sides["vllm"] = [vllm.experts(w, t) for w, t in zip(weights, inputs, strict=True)]
         if tokens <= 16:
             sides["vllm gate+experts"] = [vllm.layer(w, t, shape) for w, t in zip(weights, inputs, strict=True)]
+    if deep_gemm is not None and fp8 and tokens >= DEEP_GEMM_FROM_TOKENS:
+        sides["deep_gemm"] = [deep_gemm.experts(w, t) for w, t in zip(weights, inputs, strict=True)]
     problems = [problem_of(w, t) for w, t in zip(weights, inputs, strict=True)]
     for variant in variants_for(problems[0]):
         if right[family_of(variant)]:

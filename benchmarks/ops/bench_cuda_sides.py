@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import TypeVar
 
 import torch
 from bench_cuda_cases import Shape, Tokens, Weights, problem_of
@@ -18,6 +20,8 @@ from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS, choose_tile_t
 
 Call = Callable[[], torch.Tensor]
 """Runs one call on the current stream and returns its output."""
+
+Side = TypeVar("Side")
 
 FAMILIES = ("direct", "grouped-bf16", "grouped-fp8_weights", "grouped-fp8")
 
@@ -104,10 +108,60 @@ class Vllm:
         )  # fmt: skip
 
 
+class DeepGemm:
+    """DeepGEMM's FP8 grouped GEMMs as vLLM runs them: tokens quantised and sorted, both products, sum by token."""
+
+    def __init__(self) -> None:
+        from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+        from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+        from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import DeepGemmExperts
+        from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+        from vllm.utils.deep_gemm import is_deep_gemm_supported
+
+        if not is_deep_gemm_supported():
+            raise RuntimeError("vLLM says that DeepGEMM does not run here")
+        self._class, self._config, self._quantize = (
+            DeepGemmExperts,
+            fp8_w8a8_moe_quant_config,
+            per_token_group_quant_fp8,
+        )
+        self._silu = MoEActivation.SILU
+
+    def experts(self, weights: Weights, tokens: Tokens) -> Call:
+        """With given ids; its workspaces are allocated once."""
+        config = self._config(weights.w13_scale, weights.w2_scale, block_shape=[128, 128])
+        # The layer's configuration is kept by the class and read only where experts are spread over GPUs.
+        experts = self._class(SimpleNamespace(), config)
+        num_experts, rows, hidden = weights.w13.shape
+        sizes = (tokens.x.shape[0], rows, hidden, tokens.topk_ids.shape[1], num_experts, num_experts, None, self._silu)
+        first, second, out = (
+            torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in experts.workspace_shapes(*sizes)
+        )
+
+        def call() -> torch.Tensor:
+            quantized, scale = self._quantize(tokens.x, 128)
+            experts.apply(
+                out, quantized, weights.w13, weights.w2, tokens.topk_weights, tokens.topk_ids, self._silu, num_experts,
+                None, scale, None, first, second, None, False,
+            )  # fmt: skip
+            return out
+
+        return call
+
+
 def find_vllm() -> tuple[Vllm | None, str]:
     """Return the side of vLLM, or why there is none."""
+    return _find(Vllm)
+
+
+def find_deep_gemm() -> tuple[DeepGemm | None, str]:
+    """Return the side of DeepGEMM, or why there is none."""
+    return _find(DeepGemm)
+
+
+def _find(side: type[Side]) -> tuple[Side | None, str]:
     try:
-        return Vllm(), ""
+        return side(), ""
     except Exception as error:  # noqa: BLE001  anything may be missing in a foreign installation; it is printed
         return None, f"{type(error).__name__}: {error}"
 

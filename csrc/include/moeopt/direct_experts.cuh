@@ -2,10 +2,11 @@
 //
 //   slot = up to 8 pairs of one expert: the 8 columns of mma.m16n8k16, weights are its 16 rows (direct_routing.cuh)
 //
-//   direct_up_kernel    persistent; tile of 16 gate + 16 up rows of one expert x a slot, an eighth of K per warp
+//   direct_up_kernel    persistent; tile of 8 gate + 8 up rows (BF16), or twice that (FP8), of one expert x a slot, an
+//                         eighth of K per warp
 //                         16-byte loads ──► A registers of mma ──► sum of 8 warps ──► SwiGLU ──► h
 //                         the next tile's first weights are asked for before this one is summed
-//   direct_down_kernel  16 rows of the output per block, every slot; (slot, K) cut evenly over 16 warps
+//   direct_down_kernel  persistent; 16 rows of the output, every slot; (slot, K) cut evenly over 16 warps
 //                         w2 ──► registers, then wait for h (programmatic dependent launch) ──► mma
 //                         per slot: sums[warp][token] += routing weight x partial;  sum of 16 warps ──► out
 //
@@ -36,9 +37,14 @@ constexpr int kDirectDownSumBytesPerToken = kDirectDownWarps * kDirectRows * 4;
 // Behind the routing tables: the sums of the warps, before them the scratch of the routing.
 constexpr int kDirectScratchOffset = (static_cast<int>(sizeof(DirectRouting)) + 15) / 16 * 16;
 
-// Blocks per multiprocessor: as many as the registers of the conversion to BF16 leave room for.
+// Gates of a tile, and as many ups. 8: gates are rows 0 to 7 of one product, ups rows 8 to 15; small tiles divide evenly.
+// FP8 takes 16 in two products: its tokens are twice the bytes of its weights, and a tile reads them once.
 template <int kWeightBytes>
-constexpr int kDirectUpBlocks = kWeightBytes == 2 ? 3 : 2;
+constexpr int kDirectUpRows = kWeightBytes == 2 ? 8 : 16;
+
+// Blocks per multiprocessor: as many as their registers leave room for.
+template <int kWeightBytes>
+constexpr int kDirectUpBlocks = kWeightBytes == 2 ? 4 : 2;
 
 // Steps of w2 that a warp loads at once.
 template <int kWeightBytes>
@@ -99,7 +105,7 @@ MOEOPT_DEVICE void add_scaled_to(float (&sums)[4], float scale, const float (&pa
 
 // --- gate and up -------------------------------------------------------------------------------------------------
 
-// Where this lane's part of a tile lies: rows g and g + 8 of the gates and of the ups, steps [step, end).
+// Where this lane's part of a tile lies: gate rows g (and g + 8) and their ups, steps [step, end).
 template <int kWeightBytes>
 struct DirectTile {
   const unsigned char* gate;
@@ -108,9 +114,9 @@ struct DirectTile {
   int up_scale_offset, step, end, slot, expert, first;
 
   MOEOPT_DEVICE void locate(const FusedExpertsArgs& moe, const DirectRouting& routing, int g) {
-    const int width = static_cast<int>(moe.intermediate_size), tiles = width / 16;
+    const int width = static_cast<int>(moe.intermediate_size), tiles = width / kDirectUpRows<kWeightBytes>;
     slot = g / tiles;
-    first = (g - slot * tiles) * 16;
+    first = (g - slot * tiles) * kDirectUpRows<kWeightBytes>;
     expert = routing.slot_expert[slot];
     const int64_t stride = moe.w13_row_stride * kWeightBytes;
     const int row = w13_row(moe.activation, width, first + thread_index() % 32 / 4, 0);
@@ -131,14 +137,18 @@ struct DirectTile {
   }
 };
 
+template <int kWeightBytes>
 struct DirectUpStep {
-  Vec4 rows[2][2][2];  // [gate, up][row g or g + 8][half]
+  static constexpr int kProducts = kDirectUpRows<kWeightBytes> / 8;
+  static_assert(kWeightBytes == 2 || kProducts == 2, "a scale is added to the sums of one product: of gates or of ups");
+  Vec4 rows[2][kProducts][2];  // [gate, up][row g or g + 8][half]
   float scale[2];
 };
 
 // Asks for one step. Past the end: zeros.
 template <int kWeightBytes>
-MOEOPT_DEVICE void load_up(const FusedExpertsArgs& moe, const DirectTile<kWeightBytes>& tile, DirectUpStep& weights) {
+MOEOPT_DEVICE void load_up(const FusedExpertsArgs& moe, const DirectTile<kWeightBytes>& tile,
+                           DirectUpStep<kWeightBytes>& weights) {
   const int column = tile.step * kDirectStepBytes, row_bytes = static_cast<int>(moe.hidden_size) * kWeightBytes;
   const bool inside = tile.step < tile.end;
   MOEOPT_UNROLL
@@ -148,30 +158,33 @@ MOEOPT_DEVICE void load_up(const FusedExpertsArgs& moe, const DirectTile<kWeight
       weights.scale[a] = load_constant(tile.gate_scale + a * tile.up_scale_offset + tile.step);
     }
     MOEOPT_UNROLL
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < DirectUpStep<kWeightBytes>::kProducts; ++r) {
       const unsigned char* row = tile.gate + a * tile.up_offset + r * tile.eight_rows;
       load_step(weights.rows[a][r], column, row_bytes, inside, [&](int byte) { return load_once16(row + byte); });
     }
   }
 }
 
-template <int kWeightBytes>
+template <int kWeightBytes, int kProducts>
 MOEOPT_DEVICE void multiply_up(const FusedExpertsArgs& moe, const DirectTile<kWeightBytes>& tile, const uint16_t* tokens,
-                               const DirectUpStep& weights, float (&sums)[2][4]) {
+                               const DirectUpStep<kWeightBytes>& weights, float (&sums)[kProducts][4]) {
   const int row_bytes = static_cast<int>(moe.hidden_size) * kWeightBytes;
-  float partial[2][4] = {};
+  float partial[kProducts][4] = {};
   MOEOPT_UNROLL
   for (int half = 0; half < 2; ++half) {
     const auto values =
         load_tokens<kWeightBytes>(tile.step * kDirectStepBytes + half * 64, row_bytes, tokens != nullptr,
                                   [&](int k) { return load_constant16(tokens + k); });
-    MOEOPT_UNROLL
-    for (int a = 0; a < 2; ++a) {
-      multiply_half<kWeightBytes>(weights.rows[a][0][half], weights.rows[a][1][half], values,
-                                  kWeightBytes == 2 ? sums[a] : partial[a]);
+    if constexpr (kProducts == 1) {
+      multiply_half<kWeightBytes>(weights.rows[0][0][half], weights.rows[1][0][half], values, sums[0]);
+    } else {
+      MOEOPT_UNROLL
+      for (int a = 0; a < 2; ++a) {
+        multiply_half<kWeightBytes>(weights.rows[a][0][half], weights.rows[a][1][half], values, partial[a]);
+      }
     }
   }
-  if constexpr (kWeightBytes == 1) {
+  if constexpr (kProducts == 2) {
     MOEOPT_UNROLL
     for (int a = 0; a < 2; ++a) add_scaled_to(sums[a], weights.scale[a], partial[a]);
   }
@@ -186,19 +199,21 @@ MOEOPT_DEVICE void store_fragment(float* to, const float (&sums)[4]) {
                                                                 bits_from_float(sums[2]), bits_from_float(sums[3])};
 }
 
-// h of one tile: thread j < 128 has an element of the 16 x 8 block.
+// h of one tile: a thread has one element, gate and up in two products, or in two pairs of registers of one.
+template <int kProducts>
 MOEOPT_DEVICE void finish_up(const DirectArgs& args, const DirectRouting& routing, int slot, int expert, int first,
                              const float* reduction) {
   const FusedExpertsArgs& moe = args.moe;
-  const int j = thread_index(), width = static_cast<int>(moe.intermediate_size);
-  if (j >= 128) return;
+  const int thread = thread_index(), width = static_cast<int>(moe.intermediate_size);
+  if (thread >= 64 * kProducts) return;
+  const int j = kProducts == 2 ? thread : thread / 2 * 4 + thread % 2, to_up = kProducts == 2 ? 128 : 2;
   const int pair = slot_pair(routing, slot, fragment_column(j)), i = first + fragment_row(j);
   if (pair < 0) return;
   float value[2] = {0.0f, 0.0f};
   MOEOPT_UNROLL
   for (int a = 0; a < 2; ++a) {
     MOEOPT_UNROLL
-    for (int w = 0; w < kDirectUpWarps; ++w) value[a] += reduction[(w * 2 + a) * 128 + j];
+    for (int w = 0; w < kDirectUpWarps; ++w) value[a] += reduction[w * kProducts * 128 + a * to_up + j];
     const int row = w13_row(moe.activation, width, i, a);
     if (moe.scale_kind == ScaleKind::kChannel) value[a] *= channel_scale(moe.w13_scale, expert, 2 * width, row);
     if (moe.w13_bias != nullptr) value[a] += channel_scale(moe.w13_bias, expert, 2 * width, row);
@@ -210,6 +225,7 @@ MOEOPT_DEVICE void finish_up(const DirectArgs& args, const DirectRouting& routin
 template <int kWeightBytes>
 MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, kDirectUpBlocks<kWeightBytes>)
     direct_up_kernel(const MOEOPT_GRID_CONSTANT DirectArgs args) {
+  constexpr int kProducts = DirectUpStep<kWeightBytes>::kProducts;
   MOEOPT_SHARED_BASE(shared);
   DirectRouting& routing = *reinterpret_cast<DirectRouting*>(shared);
   float* reduction = reinterpret_cast<float*>(shared + kDirectScratchOffset);
@@ -218,18 +234,18 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, kDirectUpBlocks<kWeightByt
   build_direct_routing<kDirectUpWarps>(args.moe, routing, shared + kDirectScratchOffset);  // ends in sync_block
   const FusedExpertsArgs& moe = args.moe;
   const int warp = thread_index() / 32, column = thread_index() % 32 / 4, top_k = static_cast<int>(moe.top_k);
-  const int num_tasks = routing.num_slots * (static_cast<int>(moe.intermediate_size) / 16);
+  const int num_tasks = routing.num_slots * (static_cast<int>(moe.intermediate_size) / kDirectUpRows<kWeightBytes>);
   int g = block_index();
   if (g >= num_tasks) return;
   DirectTile<kWeightBytes> tile;
-  DirectUpStep weights;
+  DirectUpStep<kWeightBytes> weights;
   tile.locate(moe, routing, g);
   load_up(moe, tile, weights);
   while (true) {
     const int slot = tile.slot, expert = tile.expert, first = tile.first;
     const int pair = slot_pair(routing, slot, column);
     const uint16_t* tokens = pair < 0 ? nullptr : static_cast<const uint16_t*>(moe.x) + pair / top_k * moe.x_stride;
-    float sums[2][4] = {};
+    float sums[kProducts][4] = {};
     while (tile.step < tile.end) {
       multiply_up(moe, tile, tokens, weights, sums);
       ++tile.step;
@@ -242,9 +258,9 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, kDirectUpBlocks<kWeightByt
       load_up(moe, tile, weights);
     }
     MOEOPT_UNROLL
-    for (int a = 0; a < 2; ++a) store_fragment(reduction + (warp * 2 + a) * 128, sums[a]);
+    for (int p = 0; p < kProducts; ++p) store_fragment(reduction + (warp * kProducts + p) * 128, sums[p]);
     sync_block();
-    finish_up(args, routing, slot, expert, first, reduction);
+    finish_up<kProducts>(args, routing, slot, expert, first, reduction);
     if (!more) return;
     sync_block();
   }
@@ -265,17 +281,12 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
   const int top_k = static_cast<int>(moe.top_k), num_sums = static_cast<int>(moe.num_tokens) * kDirectRows;
   float* all_sums = reinterpret_cast<float*>(shared + kDirectScratchOffset);  // [warp][token][row]
   float* sums = all_sums + warp * num_sums;
-  for (int i = thread_index() % 32; i < num_sums; i += 32) sums[i] = 0.0f;
-  sync_warp();
   const int row_bytes = width * kWeightBytes, steps = ceil_div(row_bytes, kDirectStepBytes);
-  const int total = routing.num_slots * steps, first_row = block_index() * kDirectRows;
-  int left = total * (warp + 1) / kDirectDownWarps - total * warp / kDirectDownWarps;
-  int slot = total * warp / kDirectDownWarps / steps, step = total * warp / kDirectDownWarps - slot * steps;
-  const unsigned char* base = static_cast<const unsigned char*>(moe.w2) +
-                              (first_row + group) * moe.w2_row_stride * kWeightBytes;
+  const int total = routing.num_slots * steps, begin = total * warp / kDirectDownWarps;
   const int64_t scale_blocks = static_cast<int64_t>(ceil_div(hidden, 128)) * ceil_div(width, 128);
-  const int scale_row = first_row / 128 * ceil_div(width, 128);
   const int64_t eight_rows = 8 * moe.w2_row_stride * kWeightBytes;
+  const unsigned char* base = nullptr;
+  int first_row = 0, scale_row = 0, left = 0, slot = 0, step = 0;
   Vec4 weights[kBatch][2][2];
   float scale[kBatch];
   int count = 0;
@@ -298,65 +309,84 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
       }
     }
   };
-  if (left > 0) load();
-  wait_for_previous_kernel();
-  float partial[4] = {0, 0, 0, 0};
-  bool has_first_step = step == 0;
-  while (left > 0) {
-    const int pair = slot_pair(routing, slot, group);
-    const uint16_t* h = args.h + static_cast<int64_t>(pair) * width;
-    DirectTokens<kWeightBytes> values[kBatch][2];
-    MOEOPT_UNROLL
-    for (int u = 0; u < kBatch; ++u) {
-      MOEOPT_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        values[u][half] =
-            load_tokens<kWeightBytes>((step + u) * kDirectStepBytes + half * 64, row_bytes, pair >= 0 && u < count,
-                                      [&](int k) { return load_shared_across_blocks16(h + k); });
-      }
-    }
-    MOEOPT_UNROLL
-    for (int u = 0; u < kBatch; ++u) {
-      float of_step[4] = {0, 0, 0, 0};
-      MOEOPT_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        multiply_half<kWeightBytes>(weights[u][0][half], weights[u][1][half], values[u][half],
-                                    kWeightBytes == 2 ? partial : of_step);
-      }
-      if constexpr (kWeightBytes == 1) add_scaled_to(partial, scale[u], of_step);
-    }
-    left -= count;
-    step += count;
-    const int done = slot;
-    const bool ends = left == 0 || step == steps, adds_bias = has_first_step;
-    if (step == steps) {
-      step = 0;
-      ++slot;
-      has_first_step = true;
-    }
+  const auto start = [&](int tile) {
+    first_row = tile * kDirectRows;
+    base = static_cast<const unsigned char*>(moe.w2) + (first_row + group) * moe.w2_row_stride * kWeightBytes;
+    scale_row = first_row / 128 * ceil_div(width, 128);
+    left = total * (warp + 1) / kDirectDownWarps - begin;
+    slot = begin / steps;
+    step = begin - slot * steps;
     if (left > 0) load();
-    if (!ends) continue;
-    const int expert = routing.slot_expert[done];
-    MOEOPT_UNROLL
-    for (int r = 0; r < 4; ++r) {
-      const int row = group + 8 * (r / 2), to = slot_pair(routing, done, quad_lane * 2 + r % 2);
-      if (to >= 0) {
-        float value = partial[r];
-        if (moe.scale_kind == ScaleKind::kChannel) value *= channel_scale(moe.w2_scale, expert, hidden, first_row + row);
-        if (moe.w2_bias != nullptr && adds_bias) value += channel_scale(moe.w2_bias, expert, hidden, first_row + row);
-        sums[to / top_k * kDirectRows + row] += routing.weight[to] * value;
+  };
+  start(block_index());
+  wait_for_previous_kernel();
+  for (int tile = block_index();;) {
+    for (int i = thread_index() % 32; i < num_sums; i += 32) sums[i] = 0.0f;
+    sync_warp();
+    float partial[4] = {0, 0, 0, 0};
+    bool has_first_step = step == 0;
+    while (left > 0) {
+      const int pair = slot_pair(routing, slot, group);
+      const uint16_t* h = args.h + static_cast<int64_t>(pair) * width;
+      DirectTokens<kWeightBytes> values[kBatch][2];
+      MOEOPT_UNROLL
+      for (int u = 0; u < kBatch; ++u) {
+        MOEOPT_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          values[u][half] =
+              load_tokens<kWeightBytes>((step + u) * kDirectStepBytes + half * 64, row_bytes, pair >= 0 && u < count,
+                                        [&](int k) { return load_shared_across_blocks16(h + k); });
+        }
       }
-      partial[r] = 0.0f;
+      MOEOPT_UNROLL
+      for (int u = 0; u < kBatch; ++u) {
+        float of_step[4] = {0, 0, 0, 0};
+        MOEOPT_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          multiply_half<kWeightBytes>(weights[u][0][half], weights[u][1][half], values[u][half],
+                                      kWeightBytes == 2 ? partial : of_step);
+        }
+        if constexpr (kWeightBytes == 1) add_scaled_to(partial, scale[u], of_step);
+      }
+      left -= count;
+      step += count;
+      const int done = slot;
+      const bool ends = left == 0 || step == steps, adds_bias = has_first_step;
+      if (step == steps) {
+        step = 0;
+        ++slot;
+        has_first_step = true;
+      }
+      if (left > 0) load();
+      if (!ends) continue;
+      const int expert = routing.slot_expert[done];
+      MOEOPT_UNROLL
+      for (int r = 0; r < 4; ++r) {
+        const int row = group + 8 * (r / 2), to = slot_pair(routing, done, quad_lane * 2 + r % 2);
+        if (to >= 0) {
+          float value = partial[r];
+          if (moe.scale_kind == ScaleKind::kChannel) value *= channel_scale(moe.w2_scale, expert, hidden, first_row + row);
+          if (moe.w2_bias != nullptr && adds_bias) value += channel_scale(moe.w2_bias, expert, hidden, first_row + row);
+          sums[to / top_k * kDirectRows + row] += routing.weight[to] * value;
+        }
+        partial[r] = 0.0f;
+      }
+      sync_warp();  // another lane may have the token in the next slot
     }
-    sync_warp();  // another lane may have the token in the next slot
-  }
-  sync_block();
-  for (int i = thread_index(); i < num_sums; i += block_threads()) {
-    float sum = 0;
-    MOEOPT_UNROLL
-    for (int w = 0; w < kDirectDownWarps; ++w) sum += all_sums[w * num_sums + i];
-    static_cast<uint16_t*>(moe.out)[i / kDirectRows * moe.out_stride + first_row + i % kDirectRows] =
-        static_cast<uint16_t>(pack_bf16x2(sum, 0.0f));
+    const int rows = first_row;
+    tile += grid_blocks();
+    const bool more = tile < hidden / kDirectRows;
+    if (more) start(tile);  // in flight while this tile is summed
+    sync_block();
+    for (int i = thread_index(); i < num_sums; i += block_threads()) {
+      float sum = 0;
+      MOEOPT_UNROLL
+      for (int w = 0; w < kDirectDownWarps; ++w) sum += all_sums[w * num_sums + i];
+      static_cast<uint16_t*>(moe.out)[i / kDirectRows * moe.out_stride + rows + i % kDirectRows] =
+          static_cast<uint16_t>(pack_bf16x2(sum, 0.0f));
+    }
+    if (!more) return;
+    sync_block();
   }
 }
 

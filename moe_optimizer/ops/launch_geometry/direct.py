@@ -16,10 +16,12 @@ TOKENS = 64
 PAIRS = 512
 UP_WARPS = 8
 DOWN_WARPS = 16
-UP_BLOCKS = {2: 3, 1: 2}
+UP_BLOCKS = {2: 4, 1: 2}
 """Blocks per multiprocessor by bytes of a weight."""
 ROWS = 16
-"""Rows of the output that a block of the second launch owns; gate rows of a tile of the first."""
+"""Rows of the output that a block of the second launch owns."""
+UP_ROWS = {2: 8, 1: 16}
+"""Gate rows of a tile of the first launch, and as many ups, by bytes of a weight."""
 ROUTING_BYTES = (PAIRS * 4 * 4 + (PAIRS + 1) * 4 + 3 * 4 + 16 * 4 + 15) // 16 * 16
 SCRATCH_PER_EXPERT = 12
 UP_SUM_BYTES = UP_WARPS * 2 * 128 * 4
@@ -55,10 +57,10 @@ def direct_geometry(sizes: MoeSizes, *, num_multiprocessors: int, limits: ChipLi
         }
         return limits.check_shared(KERNEL, parts)
 
-    tiles = pairs * (sizes.intermediate_size // ROWS)
+    tiles = pairs * (sizes.intermediate_size // UP_ROWS[sizes.weight_bytes])
     return DirectGeometry(
         up_grid=min(num_multiprocessors * UP_BLOCKS[sizes.weight_bytes], tiles),
         up_shared_bytes=shared(UP_SUM_BYTES),
-        down_grid=sizes.hidden_size // ROWS,
+        down_grid=min(num_multiprocessors, sizes.hidden_size // ROWS),
         down_shared_bytes=shared(DOWN_SUM_BYTES_PER_TOKEN * sizes.num_tokens),
     )

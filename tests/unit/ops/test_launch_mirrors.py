@@ -50,8 +50,9 @@ def test_stage_bytes_are_the_compiled_ones(emulator: Emulator, mode, tile):
     assert geometry.stage_bytes == emulator.constant(f"grouped.stage_bytes_{int(mode)}_{tile}")
 
 
-def test_blocks_per_multiprocessor_are_the_compiled_ones(emulator: Emulator):
+def test_tiles_and_blocks_of_the_direct_kernels_are_the_compiled_ones(emulator: Emulator):
     assert {n: emulator.constant(f"direct.up_blocks_{n}") for n in (1, 2)} == direct.UP_BLOCKS
+    assert {n: emulator.constant(f"direct.up_rows_{n}") for n in (1, 2)} == direct.UP_ROWS
 
 
 def _compile_cuda() -> ModuleType:

@@ -149,6 +149,8 @@ int64_t compiled_constant(const char* name) {
       {"direct.UP_WARPS", kDirectUpWarps},
       {"direct.DOWN_WARPS", kDirectDownWarps},
       {"direct.ROWS", kDirectRows},
+      {"direct.up_rows_1", kDirectUpRows<1>},
+      {"direct.up_rows_2", kDirectUpRows<2>},
       {"direct.ROUTING_BYTES", kDirectScratchOffset},
       {"direct.SCRATCH_PER_EXPERT", kDirectScratchPerExpert},
       {"direct.UP_SUM_BYTES", kDirectUpSumBytes},
