@@ -24,7 +24,10 @@ void run_direct(const Values& problem_values, const Values& workspace_values, co
   shape.grid = dim3(static_cast<unsigned>(launch.down_grid));
   shape.threads = kDirectDownWarps * 32;
   shape.shared_bytes = launch.down_shared_bytes;
-  launch_kernel("direct_down", fp8 ? direct_down_kernel<1> : direct_down_kernel<2>, shape, args);
+  const bool once = launch.down_grid == problem.moe.hidden_size / kDirectRows;
+  const auto down = fp8 ? (once ? direct_down_kernel<1, true> : direct_down_kernel<1, false>)
+                        : (once ? direct_down_kernel<2, true> : direct_down_kernel<2, false>);
+  launch_kernel("direct_down", down, shape, args);
 }
 
 }  // namespace moeopt

@@ -268,7 +268,8 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, kDirectUpBlocks<kWeightByt
 
 // --- down --------------------------------------------------------------------------------------------------------
 
-template <int kWeightBytes>
+// kOnce: as many blocks as tiles of rows. The loop over tiles costs registers, and those loads in flight.
+template <int kWeightBytes, bool kOnce>
 MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
     direct_down_kernel(const MOEOPT_GRID_CONSTANT DirectArgs args) {
   constexpr int kBatch = kDirectDownBatch<kWeightBytes>;
@@ -374,9 +375,12 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
       sync_warp();  // another lane may have the token in the next slot
     }
     const int rows = first_row;
-    tile += grid_blocks();
-    const bool more = tile < hidden / kDirectRows;
-    if (more) start(tile);  // in flight while this tile is summed
+    bool more = false;
+    if constexpr (!kOnce) {
+      tile += grid_blocks();
+      more = tile < hidden / kDirectRows;
+      if (more) start(tile);  // in flight while this tile is summed
+    }
     sync_block();
     for (int i = thread_index(); i < num_sums; i += block_threads()) {
       float sum = 0;

@@ -23,7 +23,13 @@ std::string run_direct(const DirectArgs& args, const DirectLaunch& launch, uint6
                         [&] { direct_up_kernel<kWeightBytes>(args); });
   if (!failure.empty()) return failure;
   return emulation::launch(launch.down_grid, kDirectDownWarps * 32, static_cast<size_t>(launch.down_shared_bytes), seed,
-                           [&] { direct_down_kernel<kWeightBytes>(args); });
+                           [&] {
+                             if (launch.down_grid == args.moe.hidden_size / kDirectRows) {
+                               direct_down_kernel<kWeightBytes, true>(args);
+                             } else {
+                               direct_down_kernel<kWeightBytes, false>(args);
+                             }
+                           });
 }
 
 TensorMap tensor_map(const WeightView& view) {
