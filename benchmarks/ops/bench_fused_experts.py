@@ -6,7 +6,9 @@ Every repetition draws fresh activations and a fresh routing, then calls each si
 many times the last-level cache, and each side has its own copy, so a side finds none of what it reads in the cache.
 Right results come first: each side's error against FP32 is bounded before anything is timed.
 
-Printed per case: how often ours fits into vLLM's time (median, and the middle half of the repetitions), then the rates.
+Our weights are on huge pages, as the plugin puts them when it has loaded a layer; vLLM's are as vLLM leaves them.
+Printed per case: how often ours fits into vLLM's time (median, and the middle half of the repetitions), then the rates,
+with the share of what the machine reads (or multiplies, from 256 tokens) in the same turns.
 Run it on a quiet machine; the record keeps the load average and how much of the processors each side really got.
 """
 
@@ -19,7 +21,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -40,12 +42,16 @@ from bench_cpu_cases import (  # noqa: E402
     make_sides,
     make_weights,
 )
+from bench_cpu_ceilings import Ceilings  # noqa: E402
 
 from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, write_record  # noqa: E402
 from moe_optimizer.ops import best_isa  # noqa: E402
 from moe_optimizer.ops.huge_pages import use_huge_pages  # noqa: E402
 
 TOKENS = (1, 4, 16, 64, 256, 1024)
+COMPUTE_BOUND_TOKENS = 256
+"""From here on the share of the FP32 product is measured too."""
+MOST_REPETITIONS = 40
 SEED = 20261120
 
 
@@ -62,9 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=("avx512_bf16", "avx512", "avx2"),
         help="both sides as on a machine with no more than this; default: all this machine has",
     )
-    parser.add_argument(
-        "--huge-pages", action="store_true", help="our weights on huge pages, as the plugin may put them when it loads"
-    )
+    parser.add_argument("--small-pages", action="store_true", help="our weights on pages of 4 KiB")
     parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
 
@@ -72,45 +76,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
     load_stock(isa)
     torch.set_num_threads(options.threads)
     load_before = os.getloadavg()
-    ceilings = measure_ceilings()
-    print(f"{isa}, {options.threads} threads, load {load_before[0]:.2f}, {_ceilings_line(ceilings)}")
+    ceilings = Ceilings()
+    summary = ceilings.summary()
+    print(f"{isa}, {options.threads} threads, load {load_before[0]:.2f}, {_ceilings_line(summary)}")
     cases = []
     for name in options.shapes.split(","):
         shape = SHAPES[name]
         weights = make_weights(shape, SEED)
-        if options.huge_pages:
+        if not options.small_pages:
             for tensor in (weights.w13, weights.w2, weights.w13_fp8, weights.w2_fp8):
                 done, reason = use_huge_pages(tensor)
                 if not done:
-                    raise SystemExit(f"bench_fused_experts: --huge-pages: {reason}")
+                    raise SystemExit(f"bench_fused_experts: {reason}\n\nhint: --small-pages")
         sides = make_sides(weights, isa)
         errors = check_sides(weights, sides, make_batch(shape, 5, "uniform", torch.Generator().manual_seed(SEED)))
         for routing in options.routings.split(","):
             for tokens in map(int, options.tokens.split(",")):
                 case = measure(
-                    shape, sides, tokens=tokens, routing=routing, seconds=options.seconds, threads=options.threads
+                    shape,
+                    sides,
+                    ceilings,
+                    tokens=tokens,
+                    routing=routing,
+                    seconds=options.seconds,
+                    threads=options.threads,
                 )
                 cases.append({"shape": name, "error_of_torch": errors, **case})
                 print(_case_line(name, case), flush=True)
         del weights, sides
     if options.write:
-        record = make_record(cases, ceilings, isa, options.threads, load_before)
+        record = make_record(cases, summary, isa, options, load_before)
         write_record(record, f"{cpu_slug(record['environment']['cpu'])}-{isa}", "fused_experts")
     return 0
 
 
 def measure(
-    shape: Shape, sides: dict[str, Side], *, tokens: int, routing: str, seconds: float, threads: int
+    shape: Shape,
+    sides: dict[str, Side],
+    ceilings: Ceilings,
+    *,
+    tokens: int,
+    routing: str,
+    seconds: float,
+    threads: int,
 ) -> dict[str, Any]:
     """Time every side on the same fresh inputs, in turns, after one uncounted turn."""
     generator = torch.Generator().manual_seed(SEED + tokens)
     wall: dict[str, list[float]] = {name: [] for name in sides}
     share: dict[str, list[float]] = {name: [] for name in sides}
-    experts_hit = []
+    experts_hit: list[int] = []
+    reads: list[float] = []
+    products: list[float] = []
     order = list(sides)
     started = time.perf_counter()
     turn = -1
-    while turn < 7 or time.perf_counter() - started < seconds:
+    while turn < 7 or (turn < MOST_REPETITIONS and time.perf_counter() - started < seconds):
         batch = make_batch(shape, tokens, routing, generator)
         for name in order:
             out = torch.full_like(batch.x, float("nan"))
@@ -123,16 +143,23 @@ def measure(
                 share[name].append(cpu / elapsed / threads)
         if turn >= 0:
             experts_hit.append(batch.experts_hit())
+            reads.append(ceilings.read_bytes_per_s())
+            if tokens >= COMPUTE_BOUND_TOKENS:
+                products.append(ceilings.fp32_flops_per_s())
         order = order[1:] + order[:1]  # nobody is always first after the others' memory traffic
         turn += 1
     return {
         "tokens": tokens,
         "routing": routing,
         "experts_hit": statistics.mean(experts_hit),
+        "read_gb_per_s": statistics.median(reads) / 1e9,
+        "fp32_gemm_gflop_per_s": statistics.median(products) / 1e9 if products else None,
         "ratio_to_stock_bf16": {name: _ratio(wall["stock_bf16"], wall[name]) for name in sides if name != "stock_bf16"},
         "sides": {
-            name: _side_result(shape, tokens, name, wall[name], experts_hit)
-            | {"share_of_the_processors": statistics.median(share[name])}
+            name: _side_result(
+                shape, tokens, name, wall=wall[name], experts_hit=experts_hit, reads=reads, products=products
+            )
+            | {"share_of_the_processors": round(statistics.median(share[name]), 3)}
             for name in sides
         },
     }
@@ -144,40 +171,39 @@ def _ratio(stock: list[float], ours: list[float]) -> dict[str, float]:
     return {"median": statistics.median(pairs), "quartile_1": quartiles[0], "quartile_3": quartiles[2]}
 
 
-def _side_result(shape: Shape, tokens: int, name: str, wall: list[float], experts_hit: list[int]) -> dict[str, Any]:
+def _side_result(
+    shape: Shape,
+    tokens: int,
+    name: str,
+    *,
+    wall: list[float],
+    experts_hit: list[int],
+    reads: list[float],
+    products: list[float],
+) -> dict[str, Any]:
     bytes_per_weight = 1.0 + 4 / 128**2 if name.endswith("fp8") else 2.0
     rates = [hit * shape.expert_bytes(bytes_per_weight) / t for hit, t in zip(experts_hit, wall, strict=True)]
+    flops = [shape.flops(tokens) / t for t in wall]
     return {
         "median_ms": statistics.median(wall) * 1e3,
         "weight_gb_per_s": statistics.median(rates) / 1e9,
-        "gflop_per_s": shape.flops(tokens) / statistics.median(wall) / 1e9,
-        "samples_ms": [t * 1e3 for t in wall],
+        "share_of_read": _median_share(rates, reads),
+        "gflop_per_s": statistics.median(flops) / 1e9,
+        "share_of_fp32_gemm": _median_share(flops, products) if products else None,
+        "samples_ms": [round(t * 1e3, 3) for t in wall],
     }
 
 
-def measure_ceilings() -> dict[str, float]:
-    """What torch reads and multiplies on these threads: GB/s of a sum over 1 GiB, GFLOP/s of a 2048^3 product."""
-    block = torch.ones(1 << 28)
-    single, half = torch.randn(2048, 2048), torch.randn(2048, 2048).bfloat16()
-    flops = 2 * 2048**3
-    return {
-        "read_gb_per_s": block.numel() * 4 / _best(block.sum) / 1e9,
-        "fp32_gemm_gflop_per_s": flops / _best(lambda: single @ single) / 1e9,
-        "bf16_gemm_gflop_per_s": flops / _best(lambda: half @ half) / 1e9,
-    }
-
-
-def _best(call: Callable[[], object], repetitions: int = 7) -> float:
-    times = []
-    for _ in range(repetitions):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+def _median_share(rates: list[float], ceilings: list[float]) -> float:
+    return statistics.median(rate / ceiling for rate, ceiling in zip(rates, ceilings, strict=True))
 
 
 def make_record(
-    cases: list[dict[str, Any]], ceilings: dict[str, float], isa: str, threads: int, load_before: tuple[float, ...]
+    cases: list[dict[str, Any]],
+    ceilings: dict[str, float],
+    isa: str,
+    options: argparse.Namespace,
+    load_before: tuple[float, ...],
 ) -> dict[str, Any]:
     """Return the record: what was run, where, from which sources, every sample."""
     return {
@@ -188,7 +214,8 @@ def make_record(
         "environment": {
             "cpu": cpu_name(),
             "isa": isa,
-            "threads": threads,
+            "threads": options.threads,
+            "our_pages": "small" if options.small_pages else "huge",
             "cores": len(os.sched_getaffinity(0)),
             "load_average_before": load_before,
             "load_average_after": os.getloadavg(),
@@ -216,10 +243,16 @@ def _case_line(name: str, case: dict[str, Any]) -> str:
     )
     rates = "  ".join(
         f"{side} {result['median_ms']:.2f} ms, {result['weight_gb_per_s']:.1f} GB/s, "
-        f"{result['gflop_per_s']:.0f} GFLOP/s, cpu {result['share_of_the_processors']:.0%}"
+        f"{result['gflop_per_s']:.0f} GFLOP/s, {_share(result)}, cpu {result['share_of_the_processors']:.0%}"
         for side, result in case["sides"].items()
     )
     return f"{name} {case['routing']:<7} T={case['tokens']:<5} {ratios}\n    {rates}"
+
+
+def _share(result: dict[str, Any]) -> str:
+    if result["share_of_fp32_gemm"] is None:
+        return f"{result['share_of_read']:.0%} of the read rate"
+    return f"{result['share_of_fp32_gemm']:.0%} of the FP32 product"
 
 
 if __name__ == "__main__":
