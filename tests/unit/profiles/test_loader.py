@@ -86,8 +86,8 @@ def test_an_unknown_section_lists_the_passes(tmp_path):
         ),
         (
             "name: m\npasses: {fp8: {keep_bf16_layers: [rooter]}}",
-            "(passes.fp8.keep_bf16_layers.0): got the text 'rooter', expected one of `router`, `embeddings`, `lm_head`, "
-            "`attention`, `shared_experts` or a layer as `layers.3`",
+            "(passes.fp8.keep_bf16_layers.0): got the text 'rooter', expected one of `router`, `embeddings`, "
+            "`lm_head`, `attention`, `shared_experts` or a layer as `layers.3`",
         ),
         ("name: m\npasses: {fp8: null}", ":2 (passes.fp8): got null, expected a mapping"),
         ("{}", ": key `name` is missing"),
