@@ -11,23 +11,31 @@ from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 
 _GROUPED = re.compile(r"grouped-(?P<mode>[a-z0-9_]+?)(?:-n(?P<tile>\d+))?(?:/(?P<stages>\d+))?")
 _DIRECT = DirectVariant()
-_GROUPED_FROM_TOKENS = 8
+_FROM_TOKENS = {GemmMode.BF16: 8, GemmMode.FP8_WEIGHTS: 8, GemmMode.FP8: 64}
+"""Fewest tokens at which grouping them by expert was seen to pay."""
 
 
-def accurate_variants(sizes: MoeSizes) -> tuple[Variant, ...]:
-    """Return the variants for these sizes whose error is that of the activations' dtype, the likeliest best first.
+def candidate_variants(sizes: MoeSizes) -> tuple[Variant, ...]:
+    """Return the variants for these sizes that may take the place of vLLM's kernel, the likeliest best first.
 
-    The variant that quantises the activations to FP8 is left out: it is not as accurate as what it would replace.
+    With FP8 weights that includes the one that quantises the activations too, as vLLM's kernel does.
     """
     chosen: list[Variant] = []
     if sizes.num_tokens <= TOKENS and sizes.num_pairs <= PAIRS:
         chosen.append(_DIRECT)
-    if sizes.num_tokens >= _GROUPED_FROM_TOKENS:
-        mode = GemmMode.BF16 if sizes.weight_bytes == 2 else GemmMode.FP8_WEIGHTS
-        tiles = TILE_TOKENS[mode]
-        at = tiles.index(choose_tile_tokens(sizes, mode))
-        chosen += [GroupedVariant(mode, tile) for tile in tiles[max(0, at - 1) : at + 2]]
+    modes = (GemmMode.BF16,) if sizes.weight_bytes == 2 else (GemmMode.FP8_WEIGHTS, GemmMode.FP8)
+    for mode in modes:
+        if sizes.num_tokens >= _FROM_TOKENS[mode]:
+            tiles = TILE_TOKENS[mode]
+            at = tiles.index(choose_tile_tokens(sizes, mode))
+            chosen += [GroupedVariant(mode, tile) for tile in tiles[max(0, at - 1) : at + 2]]
     return tuple(chosen)
+
+
+def rounds_activations(name: str) -> bool:
+    """Return whether the variant of this name quantises the activations to FP8."""
+    variant = variant_named(name)
+    return isinstance(variant, GroupedVariant) and variant.mode == GemmMode.FP8
 
 
 def variant_named(name: str) -> Variant:

@@ -13,12 +13,12 @@ import torch
 
 from moe_optimizer.ops import cuda_dispatch
 from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
-from moe_optimizer.ops.cuda_variants import variant_named
+from moe_optimizer.ops.cuda_variants import rounds_activations, variant_named
 from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange, kernel_for
 from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation
 from moe_optimizer.vllm_plugin.experts_op import dtype_name
 from moe_optimizer.vllm_plugin.proof import LayerProof
-from moe_optimizer.vllm_plugin.self_check import LayerUnderCheck, check_layer
+from moe_optimizer.vllm_plugin.self_check import CheckedKernel, LayerUnderCheck, check_layer
 from moe_optimizer.vllm_plugin.weight_format import ExpertsCall, KernelWeights, WeightFormat
 
 _CHECKED_TOKENS = 32
@@ -85,7 +85,11 @@ class CudaLayer:
             return
         cuda_dispatch.prepare_device(self._weights.w13.device)
         kernels = {
-            each.use: (functools.partial(self.run, each.use), min(each.up_to, _CHECKED_TOKENS))
+            each.use: CheckedKernel(
+                run=functools.partial(self.run, each.use),
+                tokens=min(each.up_to, _CHECKED_TOKENS),
+                rounds_activations=rounds_activations(each.use),
+            )
             for each in self._ranges
             if each.use != STOCK
         }

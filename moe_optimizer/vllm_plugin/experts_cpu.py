@@ -22,7 +22,7 @@ from moe_optimizer.vllm_plugin.expert_placement import passes_of_placed
 from moe_optimizer.vllm_plugin.experts import MoeOptimizerExperts, QuantKeys
 from moe_optimizer.vllm_plugin.experts_op import dtype_name, run_experts
 from moe_optimizer.vllm_plugin.proof import LayerProof
-from moe_optimizer.vllm_plugin.self_check import CheckResult, LayerUnderCheck, check_layer
+from moe_optimizer.vllm_plugin.self_check import CheckedKernel, CheckResult, LayerUnderCheck, check_layer
 from moe_optimizer.vllm_plugin.weight_format import PLAIN, KernelWeights, planned_format, weight_format
 
 _CHECKED_TOKENS = 4
@@ -131,7 +131,8 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             w13_bias=self.w1_bias,
             w2_bias=self.w2_bias,
         )
-        return check_layer(under_check, {kernel.NAME: (lambda call: form.compute(weights, call), _CHECKED_TOKENS)})
+        tried = CheckedKernel(run=lambda call: form.compute(weights, call), tokens=_CHECKED_TOKENS)
+        return check_layer(under_check, {kernel.NAME: tried})
 
     def _hand_to_stock(self, layer: torch.nn.Module, name: str, expert_map: torch.Tensor | None) -> None:
         if expert_map is not None:

@@ -23,7 +23,7 @@ def sides_for(layer: MeasuredLayer, tokens: int) -> dict[str, MakeCall]:
 def _cuda_sides(layer: MeasuredLayer, tokens: int) -> dict[str, MakeCall]:
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
-    from moe_optimizer.ops.cuda_variants import accurate_variants
+    from moe_optimizer.ops.cuda_variants import candidate_variants
     from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 
     shape = layer.shape
@@ -36,7 +36,7 @@ def _cuda_sides(layer: MeasuredLayer, tokens: int) -> dict[str, MakeCall]:
         weight_bytes=layer.w13.element_size(),
     )
     sides = {STOCK: layer.runner(TritonExperts(layer.moe_config, layer.quant_config))}
-    for variant in accurate_variants(sizes):
+    for variant in candidate_variants(sizes):
         sides[str(variant)] = layer.runner(_ours_on_cuda(layer, str(variant), TritonExperts))
     return sides
 

@@ -19,6 +19,7 @@ from moe_optimizer.vllm_plugin.weight_format import ExpertsCall, KernelWeights, 
 
 NUM_EXPERTS = 4
 """Chosen: experts of a layer that are tried. Their weights are all that is read, whatever the layer's size."""
+_GROUP = 128
 # Said everywhere: vLLM loads weights with its own default dtype and device.
 _ON_HOST: Any = {"dtype": torch.float32, "device": "cpu"}
 
@@ -51,22 +52,36 @@ class CheckResult:
     """"" when it may be used."""
 
 
-def check_layer(layer: LayerUnderCheck, kernels: dict[str, tuple[Callable[[ExpertsCall], None], int]]) -> CheckResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedKernel:
+    """One kernel to be tried."""
+
+    run: Callable[[ExpertsCall], None]
+    """Writes `call.out`."""
+    tokens: int
+    """In its call."""
+    rounds_activations: bool = False
+    """It quantises the activations of both products to E4M3, with one scale per 128 of a row."""
+
+
+def check_layer(layer: LayerUnderCheck, kernels: dict[str, CheckedKernel]) -> CheckResult:
     """Run every kernel once and return the worst result.
 
     The bound: twice the error of torch in the layer's dtype, plus the spacing of that dtype at the largest output
-    (of FP32, 16 times that: there the order of the sum makes as much).
+    (of FP32, 16 times that: there the order of the sum makes as much). Where a kernel rounds the activations, so does
+    torch.
 
     Args:
         layer: what to run on.
-        kernels: name -> (function that writes `call.out`, tokens in its call).
+        kernels: by name.
     """
     device = layer.weights.w13.device
     generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(layer.name.encode()))
     experts = torch.randperm(layer.num_local_experts, generator=generator, device="cpu")[:NUM_EXPERTS].tolist()
     dense = {expert: layer.format.dense_expert(layer.weights, expert) for expert in experts}
     worst = CheckResult(0.0, "")
-    for name, (kernel, tokens) in kernels.items():
+    for name, kernel in kernels.items():
+        tokens = kernel.tokens
         routed = _route(layer, experts, tokens, generator)
         call = ExpertsCall(
             # Poisoned: a row that the kernel leaves out is not a number.
@@ -79,8 +94,8 @@ def check_layer(layer: LayerUnderCheck, kernels: dict[str, tuple[Callable[[Exper
             w2_bias=layer.w2_bias,
         )
         try:
-            kernel(call)
-            result = _compared(layer, call, routed.local_ids.to(device), dense)
+            kernel.run(call)
+            result = _compared(layer, call, routed.local_ids.to(device), dense, rounded=kernel.rounds_activations)
         except Exception as error:  # noqa: BLE001 - whatever it is, the layer must be computed by something else
             result = CheckResult(math.inf, described(error))
         if result.reason:
@@ -121,10 +136,12 @@ def _compared(
     call: ExpertsCall,
     local_ids: torch.Tensor,
     dense: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    *,
+    rounded: bool,
 ) -> CheckResult:
     exact = torch.float64 if layer.dtype == torch.float32 else torch.float32
     want = _in_torch(layer, call, local_ids, dense, exact).double()
-    in_dtype = _in_torch(layer, call, local_ids, dense, layer.dtype).double()
+    in_dtype = _in_torch(layer, call, local_ids, dense, layer.dtype, rounded=rounded).double()
     # Where the exact result is no number or too large for the dtype, nothing can be said of the kernel.
     finite = want.abs() <= torch.finfo(layer.dtype).max / 2
     if not bool(finite.any()):
@@ -147,17 +164,30 @@ def _in_torch(
     local_ids: torch.Tensor,
     dense: dict[int, tuple[torch.Tensor, torch.Tensor]],
     dtype: torch.dtype,
+    *,
+    rounded: bool = False,
 ) -> torch.Tensor:
     """Compute the call one expert at a time, every step in `dtype`. Shares no code with the ops on purpose."""
     out = torch.zeros(call.x.shape, dtype=dtype, device=call.x.device)
+    x = _rounded_to_fp8(call.x) if rounded else call.x
     for expert, (w13, w2) in dense.items():
         tokens, slots = torch.nonzero(local_ids == expert, as_tuple=True)
-        gate_up = call.x[tokens].to(dtype) @ w13.to(dtype).T
+        gate_up = x[tokens].to(dtype) @ w13.to(dtype).T
         if layer.w13_bias is not None:
             gate_up = gate_up + layer.w13_bias[expert].to(dtype)
         gate, up = gate_up.chunk(2, dim=-1)
-        down = (torch.nn.functional.silu(gate) * up) @ w2.to(dtype).T
+        hidden = torch.nn.functional.silu(gate) * up
+        down = (_rounded_to_fp8(hidden) if rounded else hidden) @ w2.to(dtype).T
         if layer.w2_bias is not None:
             down = down + layer.w2_bias[expert].to(dtype)
         out.index_add_(0, tokens, down * call.topk_weights[tokens, slots, None].to(dtype))
     return out
+
+
+def _rounded_to_fp8(values: torch.Tensor) -> torch.Tensor:
+    """Return the values [n, columns] rounded to E4M3, with one scale per row and `_GROUP` columns."""
+    columns = values.shape[1]
+    padded = torch.nn.functional.pad(values.float(), (0, -columns % _GROUP)).view(values.shape[0], -1, _GROUP)
+    scale = padded.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    rounded = (padded / scale).to(torch.float8_e4m3fn).float() * scale
+    return rounded.view(values.shape[0], -1)[:, :columns].to(values.dtype)

@@ -31,11 +31,11 @@ _WINNERS = ((1, "direct"), (8, "direct"), (16, "grouped-bf16-n16"), (4096, "grou
 
 def always_ours(plan_hash: str, vllm: str) -> KernelSpeeds:
     """A table in which one of our kernels wins everywhere."""
-    from moe_optimizer.ops.cuda_variants import accurate_variants
+    from moe_optimizer.ops.cuda_variants import candidate_variants
     from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 
     one = MoeSizes(num_tokens=1, top_k=4, num_experts=16, hidden_size=128, intermediate_size=128, weight_bytes=2)
-    direct = str(accurate_variants(one)[0])
+    direct = str(candidate_variants(one)[0])
     rows = []
     for tokens, use in _WINNERS:
         names = {direct if use == "direct" else use, direct if tokens <= 8 else use, _next(tokens)}

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from moe_optimizer.ops.cuda_variants import accurate_variants, variant_named
+from moe_optimizer.ops.cuda_variants import candidate_variants, rounds_activations, variant_named
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 
 
@@ -19,15 +19,20 @@ def sizes(tokens: int, weight_bytes: int) -> MoeSizes:
 @pytest.mark.parametrize("weight_bytes", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 2, 8, 16, 64, 500, 8192])
 def test_every_variant_that_may_be_measured_is_found_by_its_name(tokens: int, weight_bytes: int) -> None:
-    variants = accurate_variants(sizes(tokens, weight_bytes))
+    variants = candidate_variants(sizes(tokens, weight_bytes))
     assert variants
     assert [variant_named(str(variant)) for variant in variants] == list(variants)
     assert len({str(variant) for variant in variants}) == len(variants)
 
 
-def test_variants_that_round_the_activations_to_fp8_are_not_offered() -> None:
+def test_activations_are_rounded_to_fp8_only_where_the_weights_are_fp8() -> None:
     for tokens in (1, 64, 512, 8192):
-        assert not any(str(each).startswith("grouped-fp8-") for each in accurate_variants(sizes(tokens, 1)))
+        assert not any(rounds_activations(str(each)) for each in candidate_variants(sizes(tokens, 2)))
+    names = [str(each) for each in candidate_variants(sizes(512, 1))]
+    assert {name for name in names if rounds_activations(name)} == {
+        name for name in names if name.startswith("grouped-fp8-")
+    }
+    assert any(map(rounds_activations, names))
 
 
 @pytest.mark.parametrize("name", ["", "stock", "grouped-", "grouped-int4-n16", "grouped-bf16-nx", "direct-chained2"])

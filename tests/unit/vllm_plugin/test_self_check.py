@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from moe_optimizer.vllm_plugin.self_check import CheckResult, LayerUnderCheck, check_layer  # noqa: E402
+from moe_optimizer.vllm_plugin.self_check import CheckedKernel, CheckResult, LayerUnderCheck, check_layer  # noqa: E402
 from moe_optimizer.vllm_plugin.weight_format import ExpertsCall, KernelWeights, PlainWeights  # noqa: E402
 
 HIDDEN, WIDTH, EXPERTS = 64, 32, 8
@@ -54,7 +54,7 @@ def checked(
         weights, changed = (under_check.weights, call) if change is None else change(under_check.weights, call)
         under_check.format.compute(weights, changed)
 
-    return check_layer(under_check, {"kernel": (kernel, 4)})
+    return check_layer(under_check, {"kernel": CheckedKernel(run=kernel, tokens=4)})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -146,7 +146,10 @@ def test_an_exception_is_a_reason() -> None:
     def raising(call: ExpertsCall) -> None:
         raise RuntimeError("no launch")
 
-    assert check_layer(layer(), {"direct": (raising, 4)}).reason == "direct: RuntimeError: no launch"
+    assert (
+        check_layer(layer(), {"direct": CheckedKernel(run=raising, tokens=4)}).reason
+        == "direct: RuntimeError: no launch"
+    )
 
 
 def test_the_first_wrong_kernel_of_several_is_named() -> None:
@@ -158,7 +161,9 @@ def test_the_first_wrong_kernel_of_several_is_named() -> None:
     def silent(call: ExpertsCall) -> None:
         """Write nothing."""
 
-    result = check_layer(under_check, {"right": (right, 4), "silent": (silent, 1)})
+    result = check_layer(
+        under_check, {"right": CheckedKernel(run=right, tokens=4), "silent": CheckedKernel(run=silent, tokens=1)}
+    )
     assert result.reason.startswith("silent: error nan")
 
 
@@ -174,3 +179,29 @@ def test_only_a_few_experts_are_read() -> None:
 
     assert checked(dataclasses.replace(under_check, format=Recording())).reason == ""
     assert len(seen) == 4
+
+
+def rounding(under_check: LayerUnderCheck, share: float) -> CheckedKernel:
+    """A kernel that quantises the activations, and multiplies its result by something."""
+
+    def run(call: ExpertsCall) -> None:
+        x = call.x.float()
+        scale = x.abs().amax(dim=1, keepdim=True) / 448
+        rounded = ((x / scale).to(torch.float8_e4m3fn).float() * scale).to(call.x.dtype)
+        under_check.format.compute(under_check.weights, dataclasses.replace(call, x=rounded))
+        call.out.mul_(share)
+
+    return CheckedKernel(run=run, tokens=16, rounds_activations=True)
+
+
+def test_a_kernel_that_rounds_the_activations_is_held_to_what_torch_can_do_with_them_rounded() -> None:
+    for seed in range(10):
+        under_check = layer(seed=seed)
+        assert check_layer(under_check, {"fp8": rounding(under_check, 1.0)}).reason == ""
+        assert "error" in check_layer(under_check, {"fp8": rounding(under_check, 1.5)}).reason
+
+
+def test_a_kernel_that_rounds_the_activations_without_saying_so_is_seen() -> None:
+    under_check = layer()
+    silent = dataclasses.replace(rounding(under_check, 1.0), rounds_activations=False)
+    assert "error" in check_layer(under_check, {"fp8": silent}).reason
