@@ -22,9 +22,9 @@ def zipf(rng: np.random.Generator, layers: int, experts: int, power: float = 1.0
 def problems(draw):
     """A load and the numbers of ranks, replicas, nodes and groups that go with it."""
     num_nodes = draw(st.sampled_from([1, 1, 2, 3]))
-    num_ranks = num_nodes * draw(st.integers(1, 4))
+    num_ranks = num_nodes * draw(st.sampled_from([1, 2, 3, 4, 16, 20]))
     num_groups = draw(st.sampled_from([1, num_nodes, 2 * num_nodes, 4]))
-    num_experts = num_groups * draw(st.integers(1, 6))
+    num_experts = num_groups * draw(st.integers(1, 24))
     slots = -(-num_experts // num_ranks) + draw(st.integers(0, 2))
     layers = draw(st.integers(1, 3))
     # Few distinct values give the ties, zeros and single heavy experts in which greedy choices go wrong.
