@@ -165,7 +165,7 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
         "command": sys.argv, **checkout(options.commit),
         **device_facts(), **ceilings, "vllm": None if vllm is None else vllm.version, "why_no_vllm": why_no_vllm,
         "deep_gemm": deep_gemm is not None, "why_no_deep_gemm": why_no_deep_gemm,
-        "checks": right, "weight_sets": NUM_SETS,
+        "checks": right, "weight_sets": NUM_SETS, "cuda_sources": _cuda_sources(),
     }  # fmt: skip
     (options.out / "facts.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
     rates = (
@@ -191,6 +191,12 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
                         traceback.print_exc()
             del weights
             torch.cuda.empty_cache()
+
+
+def _cuda_sources() -> str:
+    """The hash of the sources that the running kernels were built from."""
+    info = json.loads((ROOT / "moe_optimizer/ops/build_info.json").read_text(encoding="utf-8"))
+    return info["sources"]["cuda"]
 
 
 @dataclass(frozen=True)
