@@ -9,7 +9,8 @@ Right results come first: each side's error against FP32 is bounded before anyth
 Our weights are on huge pages, as the plugin puts them when it has loaded a layer; vLLM's are as vLLM leaves them.
 Printed per case: how often ours fits into vLLM's time (median, and the middle half of the repetitions), then the rates,
 with the share of what the machine reads (or multiplies, from 256 tokens) in the same turns.
-Run it on a quiet machine; the record keeps the load average and how much of the processors each side really got.
+Run it on a quiet machine. A turn in which another process took a processor from us does not count, unless there are too
+few others; the record says how many there were, the load average, and how much of the processors each side got.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import argparse
 import datetime
 import os
 import platform
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 
 from bench_cpu_cases import (  # noqa: E402
     SHAPES,
+    Batch,
     Shape,
     Side,
     check_sides,
@@ -51,7 +55,10 @@ from moe_optimizer.ops.huge_pages import use_huge_pages  # noqa: E402
 TOKENS = (1, 4, 16, 64, 256, 1024)
 COMPUTE_BOUND_TOKENS = 256
 """From here on the share of the FP32 product is measured too."""
-MOST_REPETITIONS = 40
+LEAST_TURNS, MOST_TURNS = 8, 40
+PATIENCE = 4
+"""How many times the seconds of a case are spent on finding turns that no other process disturbed."""
+STOCK = "stock_bf16"
 SEED = 20261120
 
 
@@ -62,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="comma separated")
     parser.add_argument("--routings", default="uniform,zipf", help="comma separated, of uniform, zipf")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--seconds", type=float, default=4.0, help="of repetitions per case, at least 7 repetitions")
+    parser.add_argument("--seconds", type=float, default=4.0, help=f"of turns per case, at least {LEAST_TURNS} turns")
     parser.add_argument(
         "--isa",
         choices=("avx512_bf16", "avx512", "avx2"),
@@ -110,6 +117,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+@dataclass
+class Turn:
+    """Every side once on the same inputs."""
+
+    experts_hit: int
+    wall: dict[str, float] = field(default_factory=dict)
+    cpu: dict[str, float] = field(default_factory=dict)
+    read_bytes_per_s: float = 0.0
+    fp32_flops_per_s: float | None = None
+    disturbed: bool = False
+
+
 def measure(
     shape: Shape,
     sides: dict[str, Side],
@@ -122,80 +141,77 @@ def measure(
 ) -> dict[str, Any]:
     """Time every side on the same fresh inputs, in turns, after one uncounted turn."""
     generator = torch.Generator().manual_seed(SEED + tokens)
-    wall: dict[str, list[float]] = {name: [] for name in sides}
-    share: dict[str, list[float]] = {name: [] for name in sides}
-    experts_hit: list[int] = []
-    reads: list[float] = []
-    products: list[float] = []
     order = list(sides)
+    run_turn(make_batch(shape, tokens, routing, generator), sides, order)
+    turns: list[Turn] = []
+    quiet: list[Turn] = []
     started = time.perf_counter()
-    turn = -1
-    while turn < 7 or (turn < MOST_REPETITIONS and time.perf_counter() - started < seconds):
-        batch = make_batch(shape, tokens, routing, generator)
-        for name in order:
-            out = torch.full_like(batch.x, float("nan"))
-            cpu, begin = time.process_time(), time.perf_counter()
-            sides[name](batch, out)
-            elapsed = time.perf_counter() - begin
-            cpu = time.process_time() - cpu
-            if turn >= 0:
-                wall[name].append(elapsed)
-                share[name].append(cpu / elapsed / threads)
-        if turn >= 0:
-            experts_hit.append(batch.experts_hit())
-            reads.append(ceilings.read_bytes_per_s())
-            if tokens >= COMPUTE_BOUND_TOKENS:
-                products.append(ceilings.fp32_flops_per_s())
+    while len(quiet) < MOST_TURNS:
+        spent = time.perf_counter() - started
+        if len(turns) >= LEAST_TURNS and spent > seconds * (1 if len(quiet) >= LEAST_TURNS else PATIENCE):
+            break
+        turn = run_turn(make_batch(shape, tokens, routing, generator), sides, order)
+        turn.read_bytes_per_s = ceilings.read_bytes_per_s()
+        if tokens >= COMPUTE_BOUND_TOKENS:
+            turn.fp32_flops_per_s = ceilings.fp32_flops_per_s()
         order = order[1:] + order[:1]  # nobody is always first after the others' memory traffic
-        turn += 1
+        turns.append(turn)
+        if not turn.disturbed:
+            quiet.append(turn)
+    counted = quiet if len(quiet) >= LEAST_TURNS else turns
+    products = [turn.fp32_flops_per_s for turn in counted if turn.fp32_flops_per_s is not None]
     return {
         "tokens": tokens,
         "routing": routing,
-        "experts_hit": statistics.mean(experts_hit),
-        "read_gb_per_s": statistics.median(reads) / 1e9,
+        "turns": len(turns),
+        "undisturbed_turns": len(quiet),
+        "counted_turns": len(counted),
+        "experts_hit": statistics.mean(turn.experts_hit for turn in counted),
+        "read_gb_per_s": statistics.median(turn.read_bytes_per_s for turn in counted) / 1e9,
         "fp32_gemm_gflop_per_s": statistics.median(products) / 1e9 if products else None,
-        "ratio_to_stock_bf16": {name: _ratio(wall["stock_bf16"], wall[name]) for name in sides if name != "stock_bf16"},
-        "sides": {
-            name: _side_result(
-                shape, tokens, name, wall=wall[name], experts_hit=experts_hit, reads=reads, products=products
-            )
-            | {"share_of_the_processors": round(statistics.median(share[name]), 3)}
-            for name in sides
-        },
+        "ratio_to_stock_bf16": {name: _ratio(counted, name) for name in sides if name != STOCK},
+        "sides": {name: _side_result(shape, tokens, name, counted, threads) for name in sides},
     }
 
 
-def _ratio(stock: list[float], ours: list[float]) -> dict[str, float]:
-    pairs = sorted(a / b for a, b in zip(stock, ours, strict=True))
-    quartiles = statistics.quantiles(pairs, n=4)
-    return {"median": statistics.median(pairs), "quartile_1": quartiles[0], "quartile_3": quartiles[2]}
+def run_turn(batch: Batch, sides: dict[str, Side], order: Sequence[str]) -> Turn:
+    """Call every side once."""
+    turn = Turn(experts_hit=batch.experts_hit())
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    for name in order:
+        out = torch.full_like(batch.x, float("nan"))
+        cpu, begin = time.process_time(), time.perf_counter()
+        sides[name](batch, out)
+        turn.wall[name] = time.perf_counter() - begin
+        turn.cpu[name] = time.process_time() - cpu
+    turn.disturbed = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw > switches
+    return turn
 
 
-def _side_result(
-    shape: Shape,
-    tokens: int,
-    name: str,
-    *,
-    wall: list[float],
-    experts_hit: list[int],
-    reads: list[float],
-    products: list[float],
-) -> dict[str, Any]:
-    bytes_per_weight = 1.0 + 4 / 128**2 if name.endswith("fp8") else 2.0
-    rates = [hit * shape.expert_bytes(bytes_per_weight) / t for hit, t in zip(experts_hit, wall, strict=True)]
-    flops = [shape.flops(tokens) / t for t in wall]
+def _ratio(turns: Sequence[Turn], name: str) -> dict[str, float]:
+    ratios = [turn.wall[STOCK] / turn.wall[name] for turn in turns]
+    quartiles = statistics.quantiles(ratios, n=4)
+    return {"median": statistics.median(ratios), "quartile_1": quartiles[0], "quartile_3": quartiles[2]}
+
+
+def _side_result(shape: Shape, tokens: int, name: str, turns: Sequence[Turn], threads: int) -> dict[str, Any]:
+    expert_bytes = shape.expert_bytes(1.0 + 4 / 128**2 if name.endswith("fp8") else 2.0)
+    rates = [turn.experts_hit * expert_bytes / turn.wall[name] for turn in turns]
+    flops = [shape.flops(tokens) / turn.wall[name] for turn in turns]
+    shares = [
+        rate / turn.fp32_flops_per_s
+        for rate, turn in zip(flops, turns, strict=True)
+        if turn.fp32_flops_per_s is not None
+    ]
     return {
-        "median_ms": statistics.median(wall) * 1e3,
+        "median_ms": statistics.median(turn.wall[name] for turn in turns) * 1e3,
         "weight_gb_per_s": statistics.median(rates) / 1e9,
-        "share_of_read": _median_share(rates, reads),
+        "share_of_read": statistics.median(r / turn.read_bytes_per_s for r, turn in zip(rates, turns, strict=True)),
         "gflop_per_s": statistics.median(flops) / 1e9,
-        "share_of_fp32_gemm": _median_share(flops, products) if products else None,
-        "samples_ms": [round(t * 1e3, 3) for t in wall],
+        "share_of_fp32_gemm": statistics.median(shares) if shares else None,
+        "share_of_the_processors": statistics.median(turn.cpu[name] / turn.wall[name] / threads for turn in turns),
+        "samples_ms": [round(turn.wall[name] * 1e3, 3) for turn in turns],
     }
-
-
-def _median_share(rates: list[float], ceilings: list[float]) -> float:
-    return statistics.median(rate / ceiling for rate, ceiling in zip(rates, ceilings, strict=True))
 
 
 def make_record(
@@ -246,7 +262,8 @@ def _case_line(name: str, case: dict[str, Any]) -> str:
         f"{result['gflop_per_s']:.0f} GFLOP/s, {_share(result)}, cpu {result['share_of_the_processors']:.0%}"
         for side, result in case["sides"].items()
     )
-    return f"{name} {case['routing']:<7} T={case['tokens']:<5} {ratios}\n    {rates}"
+    turns = f"{case['undisturbed_turns']} of {case['turns']} turns undisturbed"
+    return f"{name} {case['routing']:<7} T={case['tokens']:<5} {ratios}  ({turns})\n    {rates}"
 
 
 def _share(result: dict[str, Any]) -> str:
