@@ -117,7 +117,8 @@ class SpeedTables:
         same_shape = [table for table in same_device if table.shape == question.shape]
         if not same_shape:
             return f"no kernel speeds for a layer of {_short(question.shape)} on {question.device}"
-        return f"the kernel speeds {question.why_not(same_shape[-1])}"
+        nearest = max(same_shape, key=lambda table: (table.weights == question.weights, table.vllm == question.vllm))
+        return f"the kernel speeds {question.why_not(nearest)}"
 
 
 def token_ranges(rows: Sequence[TokenSpeeds], *, margin: float = MARGIN) -> tuple[TokenRange, ...]:

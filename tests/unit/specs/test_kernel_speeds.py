@@ -136,6 +136,18 @@ def test_a_table_of_something_else_is_not_used_and_the_difference_is_named(chang
     assert tables.why_none(QUESTION) == why
 
 
+def test_the_nearest_table_is_the_one_that_is_compared():
+    tables = SpeedTables(tables=(table(vllm="0.27.0"), table(weights="fp8_block")))
+    assert tables.why_none(QUESTION) == "the kernel speeds are of vLLM 0.27.0, needed 0.26.0"
+
+
+def test_a_table_measured_under_another_driver_is_measured_again():
+    old = table(measured_here=True, driver="570")
+    assert QUESTION.why_not(old) == "are of driver 570, needed "
+    assert dataclasses.replace(QUESTION, driver="570").why_not(old) == ""
+    assert QUESTION.why_not(table(driver="570")) == ""
+
+
 def test_what_was_measured_here_goes_before_what_is_shipped():
     shipped, here = table(source="record"), table(source="measured here")
     assert SpeedTables(tables=(shipped, here)).find(QUESTION) == here
