@@ -44,7 +44,8 @@ def layer_shape(ctx: PlanContext) -> LayerShape:
 def stored_weights(ctx: PlanContext) -> tuple[str, ...]:
     """Return how the experts' weights may be stored when they are served, by the names of the tables.
 
-    Two names: the checkpoint is in FP8, and its header alone does not say with which scales.
+    Two names: the checkpoint is in FP8, and its header alone does not say with which scales; or vLLM converts the
+    weights, and not all of them.
     """
     if ctx.device == "cpu":
         return ("fp8_block",) if converted_format(ctx) == "fp8" else (DTYPES[ctx.dtype],)
@@ -55,7 +56,8 @@ def stored_weights(ctx: PlanContext) -> tuple[str, ...]:
         return ("fp8_block", "fp8_channel") if ctx.model.quant_method == "fp8" else ()
     fp8 = ctx.decided.get("fp8")
     if fp8 is not None and fp8.status is Status.ON and fp8.params.get("expert_bits") == 8:
-        return (f"fp8_{fp8.params['granularity']}",)
+        # Some layers may stay as they are; all of them where vLLM was started without the flags of that decision.
+        return (f"fp8_{fp8.params['granularity']}", DTYPES[ctx.dtype])
     return (DTYPES[ctx.dtype],)
 
 

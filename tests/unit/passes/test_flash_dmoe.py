@@ -172,6 +172,14 @@ def test_an_fp8_checkpoint_is_looked_up_with_both_kinds_of_scales():
     assert list(decision.params["dispatch"]) == ["fp8_block"]
 
 
+def test_weights_that_vllm_converts_are_looked_up_in_both_forms():
+    ctx = context(qwen3_30b_a3b(), gpus("h200", 1), software=measured(speeds(), speeds(weights="fp8_block")),
+                  wishes={"fp8": (Wish.ON, "flag --enable-fp8")})  # fmt: skip
+    decided = decided_by(ctx, "parallelism", "fp8", "flash_dmoe").decided
+    assert decided["fp8"].status is Status.ON
+    assert list(decided["flash_dmoe"].params["dispatch"]) == ["fp8_block", "bf16"]
+
+
 def test_online_quantisation_by_the_user_is_looked_up():
     (question,) = decide_on_h200(pinned={"--quantization": "fp8_per_block"}).params["measure"]
     assert question["weights"] == "fp8_block"
