@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moe_optimizer.ops import use_huge_pages
 from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange
 from moe_optimizer.vllm_plugin.measured_layer import MeasuredLayer
 
@@ -73,5 +74,7 @@ def _cpu_sides(layer: MeasuredLayer) -> dict[str, MakeCall]:
         module.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
     theirs.process_weights_after_loading(module)
     theirs.packed = (module.w13_weight, module.w2_weight)
+    for weight in (layer.w13, layer.w2):
+        use_huge_pages(weight)  # as our class does once a layer is loaded
     ours = MoeOptimizerCpuExperts(config, layer.quant_config)
     return {STOCK: layer.runner(theirs), kernel.NAME: layer.runner(ours)}
