@@ -1,7 +1,7 @@
 """Runs the CUDA kernels on CUDA tensors: which variant, its workspace, the call.
 
-State: right on one H200 (docs/kernels.md). Nothing selects these kernels by default: `fused_experts` on
-CUDA tensors runs in plain torch until a caller asks for a variant here or switches `cuda_kernels_enabled` on.
+State: right on one H200 (docs/kernels.md). A caller names the variant: the plugin does, by the plan's measured speeds.
+`fused_experts` on CUDA tensors runs in plain torch unless `cuda_kernels_enabled` is switched on.
 """
 
 from __future__ import annotations
