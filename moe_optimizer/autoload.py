@@ -8,6 +8,7 @@ something and would otherwise get stock vLLM in silence.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from moe_optimizer.env import Environment
     from moe_optimizer.plan.plan import Plan
     from moe_optimizer.profiles import Profile
+    from moe_optimizer.specs.hardware import HardwareSpec
     from moe_optimizer.vllm_plugin.activation import ServerFacts
 
 _PREFIX = "MOE_OPTIMIZER_"
@@ -106,7 +108,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
     return make_plan(
         PlanRequest(
             model=ModelInspector(trust_remote_code=facts.trust_remote_code).inspect(facts.model),
-            hardware=load_hardware(hardware, num_gpus) if hardware else probe_hardware(),
+            hardware=load_hardware(hardware, num_gpus) if hardware else _of_all_workers(probe_hardware(), facts),
             software=SoftwareSpec(
                 vllm=find_vllm(), kernels=read_kernel_inventory(), kernel_speeds=read_kernel_speeds()
             ),
@@ -128,3 +130,14 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
             fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity),
         )
     )
+
+
+def _of_all_workers(probed: HardwareSpec, facts: ServerFacts) -> HardwareSpec:
+    """Return the machine with at least one core per worker: vLLM binds each of its CPU workers to cores of its own, so
+    a worker that looks around sees no others and would find its own server too large for the machine.
+    """
+    if probed.cpu is None or probed.cpu.cores >= facts.world_size:
+        return probed
+    # Which cores the others have is not known here, and nothing is bound to cores in a server that runs already.
+    cpu = dataclasses.replace(probed.cpu, cores=facts.world_size, core_ids=tuple(range(facts.world_size)))
+    return dataclasses.replace(probed, cpu=cpu)

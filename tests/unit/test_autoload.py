@@ -128,3 +128,13 @@ def test_a_running_server_is_planned_for_as_it_is() -> None:
     assert (parallelism["tensor_parallel_size"], parallelism["expert_parallel"]) == (2, True)
     assert plan.workload.max_model_len == 256
     assert plan.workload.batch_size == 4
+
+
+def test_a_worker_bound_to_one_core_plans_for_the_cores_of_all_workers() -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        plan = autoload.plan_for_server(FACTS, load_profile("balanced"), None)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert plan.decision("parallelism").params["tensor_parallel_size"] == 2
