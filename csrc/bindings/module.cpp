@@ -7,6 +7,7 @@
 
 #include "moeopt/fused_experts.h"
 #include "moeopt/topk_router.h"
+#include "sparse_experts.h"
 #if defined(MOEOPT_CUDA)
 #include "bindings/cuda.h"
 #endif
@@ -35,6 +36,14 @@ Isa parse_isa(const std::string& name) {
                         std::to_string(error.id) + " for token " + std::to_string(error.token) + ", slot " +
                         std::to_string(error.slot) + ", expected below " + std::to_string(error.limit) +
                         ", or negative to skip");
+}
+
+void set_routing(const std::tuple<uintptr_t, uintptr_t, bool, uintptr_t>& routing, FusedExpertsArgs* args) {
+  const auto [topk_weights, topk_ids, ids_are_int64, expert_map] = routing;
+  args->topk_weights = pointer<const float>(topk_weights);
+  args->topk_ids = pointer<const void>(topk_ids);
+  args->ids_are_int64 = ids_are_int64;
+  args->expert_map = pointer<const int32_t>(expert_map);
 }
 
 void fused_experts(std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
@@ -70,11 +79,7 @@ void fused_experts(std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64
   args.w13_bias = pointer<const float>(w13_bias);
   args.w2_bias = pointer<const float>(w2_bias);
 
-  const auto [topk_weights, topk_ids, ids_are_int64, expert_map] = routing;
-  args.topk_weights = pointer<const float>(topk_weights);
-  args.topk_ids = pointer<const void>(topk_ids);
-  args.ids_are_int64 = ids_are_int64;
-  args.expert_map = pointer<const int32_t>(expert_map);
+  set_routing(routing, &args);
   args.activation = static_cast<Activation>(activation);
 
   const Isa isa = parse_isa(isa_wanted);
@@ -83,6 +88,35 @@ void fused_experts(std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64
   {
     py::gil_scoped_release release;
     valid = fused_experts_cpu(args, isa, &error);
+  }
+  if (!valid) fail(error);
+}
+
+void sparse_experts(std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> sizes,
+                    std::tuple<uintptr_t, int64_t, uintptr_t, int64_t> activations,
+                    std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t> weights,
+                    std::tuple<uintptr_t, uintptr_t, bool, uintptr_t> routing, const std::string& isa_wanted) {
+  FusedExpertsArgs args{};
+  std::tie(args.num_tokens, args.hidden_size, args.intermediate_size, args.num_local_experts, args.num_global_experts,
+           args.top_k) = sizes;
+  const auto [x, x_stride, out, out_stride] = activations;
+  args.x = pointer<const void>(x);
+  args.x_stride = x_stride;
+  args.out = pointer<void>(out);
+  args.out_stride = out_stride;
+  args.x_dtype = DType::kBFloat16;
+  const auto [w13, w13_mask, w2, w2_mask] = weights;
+  args.w13 = pointer<const void>(w13);
+  args.w2 = pointer<const void>(w2);
+  args.weight_dtype = DType::kBFloat16;
+  set_routing(routing, &args);
+
+  const Isa isa = parse_isa(isa_wanted);
+  RoutingError error{};
+  bool valid;
+  {
+    py::gil_scoped_release release;
+    valid = sparse_experts_cpu(args, pointer<const uint8_t>(w13_mask), pointer<const uint8_t>(w2_mask), isa, &error);
   }
   if (!valid) fail(error);
 }
@@ -119,6 +153,8 @@ PYBIND11_MODULE(_kernels, module) {
   module.def("best_isa", [] { return isa_name(best_isa()); }, "Best instruction set of this machine that was built.");
   module.def("fused_experts", &fused_experts, py::arg("sizes"), py::arg("activations"), py::arg("weights"),
              py::arg("scales_and_biases"), py::arg("routing"), py::arg("activation"), py::arg("isa") = "");
+  module.def("sparse_experts", &sparse_experts, py::arg("sizes"), py::arg("activations"), py::arg("weights"),
+             py::arg("routing"), py::arg("isa") = "");
   module.def("topk_router", &topk_router, py::arg("sizes"), py::arg("logits"), py::arg("rule"), py::arg("outputs"));
 #if defined(MOEOPT_CUDA)
   bind_cuda(module);

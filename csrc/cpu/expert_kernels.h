@@ -61,5 +61,10 @@ const ExpertKernels* generic_kernels(const FusedExpertsArgs& args);
 const ExpertKernels* avx2_kernels(const FusedExpertsArgs& args);
 const ExpertKernels* avx512_kernels(const FusedExpertsArgs& args);
 const ExpertKernels* avx512_bf16_kernels(const FusedExpertsArgs& args);
+// Those of `isa`, which this machine has.
+const ExpertKernels* kernels_for(const FusedExpertsArgs& args, Isa isa);
+
+// fused_experts_cpu with these kernels.
+bool run_experts(const FusedExpertsArgs& args, const ExpertKernels& kernels, RoutingError* error);
 
 }  // namespace moeopt

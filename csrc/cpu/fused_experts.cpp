@@ -65,20 +65,6 @@ int64_t tile_rows(int64_t rows, int64_t parallel_tiles, int threads) {
   return kSizeMultiple;
 }
 
-const ExpertKernels* kernels_for(const FusedExpertsArgs& args, Isa isa) {
-#ifdef MOEOPT_X86
-  switch (isa) {
-    case Isa::kAvx512Bf16: return avx512_bf16_kernels(args);
-    case Isa::kAvx512: return avx512_kernels(args);
-    case Isa::kAvx2: return avx2_kernels(args);
-    case Isa::kGeneric: break;
-  }
-#else
-  (void)isa;
-#endif
-  return generic_kernels(args);
-}
-
 // Tokens of one pass. More would only cost memory: with this many, an expert's weights are read for dozens of
 // tokens already.
 constexpr int64_t kPassTokens = 2048;
@@ -187,8 +173,25 @@ const char* isa_name(Isa isa) {
   return "?";
 }
 
+const ExpertKernels* kernels_for(const FusedExpertsArgs& args, Isa isa) {
+#ifdef MOEOPT_X86
+  switch (isa) {
+    case Isa::kAvx512Bf16: return avx512_bf16_kernels(args);
+    case Isa::kAvx512: return avx512_kernels(args);
+    case Isa::kAvx2: return avx2_kernels(args);
+    case Isa::kGeneric: break;
+  }
+#else
+  (void)isa;
+#endif
+  return generic_kernels(args);
+}
+
 bool fused_experts_cpu(const FusedExpertsArgs& args, Isa isa, RoutingError* error) {
-  const ExpertKernels& kernels = *kernels_for(args, isa);
+  return run_experts(args, *kernels_for(args, isa), error);
+}
+
+bool run_experts(const FusedExpertsArgs& args, const ExpertKernels& kernels, RoutingError* error) {
   const int64_t max_pairs = std::max<int64_t>(1, kGroupBytes / kernels.h_row_bytes(args));
   // All of the routing first: nothing is written if any of it is wrong.
   std::vector<FusedExpertsArgs> passes;

@@ -15,14 +15,24 @@ if TYPE_CHECKING:
     from moe_optimizer.ops.flash_dmoe import flash_dmoe
     from moe_optimizer.ops.fused_experts import fused_experts, why_reference
     from moe_optimizer.ops.huge_pages import use_huge_pages
+    from moe_optimizer.ops.sparse_experts import sparse_experts
 
-__all__ = ["best_isa", "flash_dmoe", "fused_experts", "kernels_available", "use_huge_pages", "why_reference"]
+__all__ = [
+    "best_isa",
+    "flash_dmoe",
+    "fused_experts",
+    "kernels_available",
+    "sparse_experts",
+    "use_huge_pages",
+    "why_reference",
+]
 
 _HOME = {
     "best_isa": "moe_optimizer.ops._load",
     "flash_dmoe": "moe_optimizer.ops.flash_dmoe",
     "fused_experts": "moe_optimizer.ops.fused_experts",
     "kernels_available": "moe_optimizer.ops._load",
+    "sparse_experts": "moe_optimizer.ops.sparse_experts",
     "use_huge_pages": "moe_optimizer.ops.huge_pages",
     "why_reference": "moe_optimizer.ops.fused_experts",
 }

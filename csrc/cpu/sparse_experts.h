@@ -1,0 +1,27 @@
+// Experts pruned to two of every four weights along K, stored without the zeros.
+//
+//   values  BF16  [E, rows, K / 2]   the kept weights, in the order of K
+//   mask    bits  [E, rows, K / 8]   bit k % 8 of byte k / 8 is set where weight k is kept: two of every four
+//
+// A row takes 9 bits per pair of columns and expands exactly, so everything after that is dense arithmetic.
+#pragma once
+
+#include <cstdint>
+
+#include "moeopt/fused_experts.h"
+
+namespace moeopt {
+
+// fused_experts_cpu for sparse weights. `args` is as there with BF16 everywhere and without scales and biases, but w13
+// and w2 are the values, and all weight tensors are contiguous (the strides in `args` are not read).
+bool sparse_experts_cpu(const FusedExpertsArgs& args, const uint8_t* w13_mask, const uint8_t* w2_mask, Isa isa,
+                        RoutingError* error);
+
+// Writes one row with its zeros. `columns` is a multiple of kSizeMultiple. Reads columns / 2 values whatever the mask.
+using ExpandRow = void (*)(const uint16_t* values, const uint8_t* mask, int64_t columns, uint16_t* row);
+
+void expand_row_generic(const uint16_t* values, const uint8_t* mask, int64_t columns, uint16_t* row);
+void expand_row_avx512(const uint16_t* values, const uint8_t* mask, int64_t columns, uint16_t* row);
+void expand_row_avx512_vbmi2(const uint16_t* values, const uint8_t* mask, int64_t columns, uint16_t* row);
+
+}  // namespace moeopt

@@ -1,0 +1,216 @@
+"""`sparse_experts`: the experts of one MoE layer from 2:4 sparse weights, which the kernel reads as they are stored."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_optimizer.errors import TensorContractError
+from moe_optimizer.log import get_logger
+from moe_optimizer.ops import _load, reference
+from moe_optimizer.ops.fused_experts import MAX_EXPERTS, MAX_TOP_K
+from moe_optimizer.ops.sparse_24 import SIZE_MULTIPLE, SparseWeight, expand_24
+from moe_optimizer.ops.tensor_check import TensorChecks
+
+_log = get_logger(__name__)
+
+
+class SparseInputs(NamedTuple):
+    """The inputs of the registered ops, in the order of their schema."""
+
+    x: Tensor
+    w13: Tensor
+    w13_mask: Tensor
+    w2: Tensor
+    w2_mask: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    expert_map: Tensor | None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """H, I and E."""
+        return self.x.shape[1], 2 * self.w2.shape[2], self.w2.shape[0]
+
+
+def sparse_experts(  # noqa: PLR0917 - as fused_experts has them
+    x: Tensor,
+    w13: Tensor,
+    w13_mask: Tensor,
+    w2: Tensor,
+    w2_mask: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    expert_map: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return what `fused_experts` returns for the expanded weights (`sparse_24.expand_24`), activation "silu".
+
+    Routing arguments: as there. T tokens, H hidden size, I expert width, E local experts. CPU only.
+
+    Args:
+        x: bfloat16 [T, H], last dimension contiguous.
+        w13: bfloat16 [E, 2I, H / 2], contiguous: the kept weights.
+        w13_mask: uint8 [E, 2I, H / 8], contiguous: two bits set of every four.
+        w2: bfloat16 [E, H, I / 2], contiguous.
+        w2_mask: uint8 [E, H, I / 8], contiguous, likewise.
+        out: bfloat16 [T, H], last dimension contiguous: written and returned. It may be x itself.
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        TensorContractError: a shape, dtype, device or stride differs from the above, H or I is no multiple of 16, or
+            an id in topk_ids names no expert. A mask with more or fewer bits is not noticed; the result is then
+            meaningless.
+
+    Numerics: bit for bit those of `fused_experts` on the expanded weights.
+    Limits: without compiled kernels, above 1024 experts or top-32 it runs in plain torch, with a warning once.
+    """
+    inputs = SparseInputs(x, w13, w13_mask, w2, w2_mask, topk_weights, topk_ids, expert_map)
+    if out is None:
+        return torch.ops.moe_optimizer.sparse_experts(*inputs)
+    torch.ops.moe_optimizer.sparse_experts_out(*inputs, out)
+    return out
+
+
+def in_plain_torch(inputs: SparseInputs) -> Tensor:
+    """Return the result by the reference, from the expanded weights."""
+    return reference.fused_experts(
+        inputs.x,
+        expand_24(SparseWeight(inputs.w13, inputs.w13_mask)),
+        expand_24(SparseWeight(inputs.w2, inputs.w2_mask)),
+        inputs.topk_weights,
+        inputs.topk_ids,
+        expert_map=inputs.expert_map,
+    )
+
+
+def check_sparse_inputs(inputs: SparseInputs, out: Tensor | None = None) -> None:
+    """Raise TensorContractError unless the inputs (and `out`) fit each other and the contract."""
+    check = TensorChecks("sparse_experts")
+    if inputs.x.device.type != "cpu":
+        raise check.error("x", "device", inputs.x.device, "cpu: there is no kernel for another")
+    check.shape("x", inputs.x, "T", "H")
+    check.dtype("x", inputs.x, torch.bfloat16)
+    check.contiguous_rows("x", inputs.x)
+    if inputs.w2.dim() != 3:
+        check.shape("w2", inputs.w2, "E", "H", "I / 2")
+    hidden, width, _ = inputs.sizes
+    for name, size in (("H", hidden), ("I", width)):
+        if size % SIZE_MULTIPLE:
+            raise check.error("w13" if name == "H" else "w2", name, size, f"a multiple of {SIZE_MULTIPLE}")
+    check.shape("w2", inputs.w2, "E", "H", width // 2)
+    check.shape("w2_mask", inputs.w2_mask, "E", "H", width // 8)
+    check.shape("w13", inputs.w13, "E", 2 * width, hidden // 2)
+    check.shape("w13_mask", inputs.w13_mask, "E", 2 * width, hidden // 8)
+    for name in ("w13", "w2"):
+        values, mask = getattr(inputs, name), getattr(inputs, f"{name}_mask")
+        check.dtype(name, values, torch.bfloat16)
+        check.dtype(f"{name}_mask", mask, torch.uint8)
+        for each, tensor in ((name, values), (f"{name}_mask", mask)):
+            if not tensor.is_contiguous():
+                raise check.error(each, "strides", list(tensor.stride()), "a contiguous tensor")
+    check.shape("topk_ids", inputs.topk_ids, "T", "k")
+    check.dtype("topk_ids", inputs.topk_ids, torch.int32, torch.int64)
+    check.shape("topk_weights", inputs.topk_weights, "T", "k")
+    check.dtype("topk_weights", inputs.topk_weights, torch.float32)
+    if inputs.expert_map is not None:
+        check.shape("expert_map", inputs.expert_map, "global experts")
+        check.dtype("expert_map", inputs.expert_map, torch.int32)
+    if out is not None:
+        check.shape("out", out, "T", "H")
+        check.dtype("out", out, torch.bfloat16)
+        check.contiguous_rows("out", out)
+    for name, tensor in (inputs._asdict() | {"out": out}).items():
+        if isinstance(tensor, Tensor):
+            check.device(name, tensor, inputs.x.device)
+
+
+def run_sparse(inputs: SparseInputs, out: Tensor, *, isa: str = "") -> None:
+    """Compute checked inputs into `out`. `isa` forces a lesser instruction set than this machine's best."""
+    reason = _why_plain_torch(inputs)
+    if reason:
+        _warn_once(reason)
+        out.copy_(in_plain_torch(inputs))
+        return
+    x, expert_map = inputs.x, inputs.expert_map
+    hidden, width, num_experts = inputs.sizes
+    # Small tensors only. The names keep them alive during the call.
+    topk_weights, topk_ids = inputs.topk_weights.contiguous(), inputs.topk_ids.contiguous()
+    expert_map = None if expert_map is None else expert_map.contiguous()
+    num_global = 0 if expert_map is None else expert_map.shape[0]
+    map_address = 0 if expert_map is None else expert_map.data_ptr()
+    weights = (inputs.w13, inputs.w13_mask, inputs.w2, inputs.w2_mask)
+    try:
+        _load.kernels().sparse_experts(
+            (x.shape[0], hidden, width, num_experts, num_global, topk_ids.shape[1]),
+            (x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)),
+            tuple(tensor.data_ptr() for tensor in weights),
+            (topk_weights.data_ptr(), topk_ids.data_ptr(), topk_ids.dtype == torch.int64, map_address),
+            isa,
+        )
+    except ValueError as error:
+        raise TensorContractError(f"sparse_experts: {error}") from None
+
+
+def _why_plain_torch(inputs: SparseInputs) -> str:
+    available, reason = _load.kernels_available()
+    if not available:
+        return reason or "kernels are not built"
+    num_experts, top_k = inputs.w2.shape[0], inputs.topk_ids.shape[1]
+    if num_experts > MAX_EXPERTS or top_k > MAX_TOP_K:
+        return f"at most {MAX_EXPERTS} experts and top-{MAX_TOP_K}, got {num_experts} and top-{top_k}"
+    return ""
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    _log.warning("sparse_experts runs in plain torch: %s", reason)
+
+
+_SCHEMA = (
+    "Tensor x, Tensor w13, Tensor w13_mask, Tensor w2, Tensor w2_mask, Tensor topk_weights, Tensor topk_ids, "
+    "Tensor? expert_map"
+)
+_LIBRARY = torch.library.Library("moe_optimizer", "FRAGMENT")
+_LIBRARY.define(f"sparse_experts({_SCHEMA}) -> Tensor")
+_LIBRARY.define(f"sparse_experts_out({_SCHEMA}, Tensor(a!) out) -> ()")
+
+
+def _sparse_experts(*arguments: Tensor | None) -> Tensor:
+    inputs = SparseInputs._make(arguments)
+    check_sparse_inputs(inputs)
+    out = torch.empty_like(inputs.x, memory_format=torch.contiguous_format)
+    run_sparse(inputs, out)
+    return out
+
+
+def _sparse_experts_fake(*arguments: Tensor | None) -> Tensor:
+    inputs = SparseInputs._make(arguments)
+    check_sparse_inputs(inputs)
+    return torch.empty_like(inputs.x, memory_format=torch.contiguous_format)
+
+
+def _sparse_experts_out(*arguments: Tensor | None) -> None:
+    *first, out = arguments
+    assert isinstance(out, Tensor), type(out)
+    inputs = SparseInputs._make(first)
+    check_sparse_inputs(inputs, out)
+    run_sparse(inputs, out)
+
+
+def _sparse_experts_out_fake(*arguments: Tensor | None) -> None:
+    *first, out = arguments
+    assert isinstance(out, Tensor), type(out)
+    check_sparse_inputs(SparseInputs._make(first), out)
+
+
+_LIBRARY.impl("sparse_experts", _sparse_experts, "CompositeExplicitAutograd")
+_LIBRARY.impl("sparse_experts_out", _sparse_experts_out, "CompositeExplicitAutograd")
+torch.library.register_fake("moe_optimizer::sparse_experts", _sparse_experts_fake, lib=_LIBRARY)
+torch.library.register_fake("moe_optimizer::sparse_experts_out", _sparse_experts_out_fake, lib=_LIBRARY)
