@@ -95,6 +95,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
     from moe_optimizer.plan.decision import Wish
     from moe_optimizer.plan_request import PlanRequest
     from moe_optimizer.planner import make_plan
+    from moe_optimizer.specs.activation_norms import read_activation_norms_file
     from moe_optimizer.specs.fp8_sensitivity import read_sensitivity_file
     from moe_optimizer.specs.placement_load import read_placement_load
     from moe_optimizer.specs.software import SoftwareSpec
@@ -128,6 +129,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
             dtype=facts.dtype,
             expert_load=read_placement_load(section.load, section.load_check),
             fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity),
+            activation_norms=read_activation_norms_file(profile.passes.sparsity_24.activation_norms),
         )
     )
 

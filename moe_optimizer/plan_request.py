@@ -11,6 +11,7 @@ from moe_optimizer.passes.base import WishWithOrigin
 from moe_optimizer.passes.registry import required_key
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.serve_args import read_integer, split_arguments
+from moe_optimizer.specs.activation_norms import ActivationNormsFile
 from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
@@ -66,6 +67,8 @@ class PlanRequest:
     trust_remote_code: bool = False
     fp8_sensitivity: Fp8SensitivityFile | None = None
     """What FP8 changes in each layer, as measured; None: nothing was."""
+    activation_norms: ActivationNormsFile | None = None
+    """Norms of what the experts' matrices read, on a text; None: nobody measured them."""
     expert_load: PlacementLoad | None = None
     """Measured load to place experts by."""
 

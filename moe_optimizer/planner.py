@@ -149,6 +149,7 @@ def _context(
         pinned=pinned,
         expert_load=request.expert_load,
         fp8_sensitivity=request.fp8_sensitivity,
+        activation_norms=request.activation_norms,
     )
     unknown = context.wishes.keys() - {switch.key for switch in switches()}
     assert not unknown, f"wishes for unknown passes or settings: {sorted(unknown)}"

@@ -68,6 +68,7 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
     from moe_optimizer.inspection.tuned_configs import user_folder
     from moe_optimizer.plan_request import ALLOW_LONG_MODEL_LEN, PlanRequest
     from moe_optimizer.planner import make_plan
+    from moe_optimizer.specs.activation_norms import read_activation_norms_file
     from moe_optimizer.specs.fp8_sensitivity import read_sensitivity_file
     from moe_optimizer.specs.placement_load import read_placement_load
     from moe_optimizer.specs.software import SoftwareSpec
@@ -107,6 +108,7 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
         dtype=None if dtype == "auto" else dtype,
         expert_load=expert_load,
         fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity),
+        activation_norms=read_activation_norms_file(profile.passes.sparsity_24.activation_norms),
     )
     if measure is not None and not settings.disabled:
         # What is required may be what cannot be decided before it is measured.

@@ -14,6 +14,7 @@ from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.serve_args import read_integer
 from moe_optimizer.plan.server_group import ServerGroup
+from moe_optimizer.specs.activation_norms import ActivationNormsFile
 from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
 from moe_optimizer.specs.hardware import CpuSpec, GpuSpec, HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
@@ -55,6 +56,8 @@ class PlanContext:
     """The user's own arguments of `vllm serve`: long flag -> value. They go before every decision."""
     fp8_sensitivity: Fp8SensitivityFile | None = None
     """What FP8 changes in each layer, as measured; None: nothing was."""
+    activation_norms: ActivationNormsFile | None = None
+    """Norms of what the experts' matrices read, on a text; None: nobody measured them."""
     expert_load: PlacementLoad | None = None
     """Measured load to place experts by."""
     num_servers: int = 1
@@ -196,7 +199,8 @@ class PlanContext:
         """
         if self.model.quant_method is None and "fp8" in self.pinned.get("--quantization", ""):
             return 8, 8
-        params = self.decided["fp8"].params if "fp8" in self.decided else {}
+        decided = [self.decided[name].params for name in ("fp8", "sparsity_24") if name in self.decided]
+        params = next((each for each in decided if "expert_bits" in each), {})
         experts = params.get("expert_bits")
         return None if experts is None else experts * params.get("expert_padding", 1.0), params.get("linear_bits")
 

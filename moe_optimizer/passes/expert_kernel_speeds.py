@@ -48,7 +48,8 @@ def stored_weights(ctx: PlanContext) -> tuple[str, ...]:
     weights, and not all of them.
     """
     if ctx.device == "cpu":
-        return ("fp8_block",) if converted_format(ctx) == "fp8" else (DTYPES[ctx.dtype],)
+        converted = converted_format(ctx)
+        return ("fp8_block",) if converted == "fp8" else (converted or DTYPES[ctx.dtype],)
     given = ctx.pinned.get("--quantization")
     if given is not None:
         return (ONLINE_SCHEMES[given],) if given in ONLINE_SCHEMES else ()

@@ -2,29 +2,109 @@
 
 from __future__ import annotations
 
+from moe_optimizer.costs.roofline import experts_read_ratio
+from moe_optimizer.errors import InputError
 from moe_optimizer.passes.base import OptimizationPass, PlanContext
-from moe_optimizer.plan.decision import Decision
+from moe_optimizer.passes.expert_kernel import FORMAT_PARAM, converted_format, why_not_for_converted_weights
+from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+
+FORMAT = "sparse_24"
+"""Name of the plugin's weight format."""
+_OP = "sparse_experts"
+_BITS = 9
+"""Of BF16, half of the weights' bits and one of mask for each."""
+_SIZE_MULTIPLE = 16
+"""H and I that the kernel covers."""
 
 
 class Sparsity24(OptimizationPass):
     """Two of every four expert weights are zero and not stored.
 
-    Off in every shipped profile: pruning without training costs quality, and only a quality gate may allow it.
+    Off in every shipped profile, and `auto` is off too: pruning without training costs quality, and only a quality
+    gate may allow it.
     """
 
     name = "sparsity_24"
     flag = "sparsity"
     title = "2:4 sparse experts"
-    limits = "unquantised experts only; vLLM has no such kernels any more, so it needs ours"
+    limits = "unquantised BF16 experts on vLLM's CPU build, through our kernel; it costs quality"
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
-        """Needs experts that are not quantised."""
-        if not ctx.model.is_moe:
-            return False, "the model has no experts"
-        if ctx.model.quant_method is not None:
-            return False, f"needs unquantised expert weights to prune, found {ctx.model.quant_method}"
-        return True, ""
+        """Check model, device, dtype and sizes, then the kernel."""
+        reason = _why_not(ctx)
+        return not reason, reason
+
+    def gain(self, ctx: PlanContext) -> Gain | None:
+        """Return how many times fewer expert bytes a decode step reads."""
+        if ctx.device != "cpu" or not ctx.model.is_moe:
+            return None
+        ratio = experts_read_ratio(ctx.model, batch=ctx.workload.batch_size, from_bits=16, to_bits=_BITS)
+        return Gain(metric="expert weight bytes per decode step", ratio=ratio)
 
     def choose(self, ctx: PlanContext) -> Decision:
-        """Say what is not there yet."""
-        return self.unavailable(ctx, "the sparse kernel and the quality gate come with a later one")
+        """Prune where it is asked for by name."""
+        if ctx.wish(self.name)[0] is not Wish.ON:
+            return self.when_off(ctx, "pruning costs quality and no quality gate has allowed it; auto does not prune")
+        norms = ctx.activation_norms
+        _check_norms(ctx)
+        chosen_by = "magnitude alone" if norms is None else "magnitude x norm of the input"
+        measured = () if norms is None else (f"{norms.path}: norms on {norms.tokens} tokens",)
+        return self.decision(
+            ctx,
+            Status.ON,
+            "experts 2:4 sparse",
+            f"two of every four expert weights stay, by {chosen_by}; pruned layer by layer while loading",
+            Applier.PLUGIN,
+            evidence=measured,
+            gain=self.gain(ctx),
+            params={
+                FORMAT_PARAM: FORMAT,
+                "expert_bits": _BITS,
+                "activation_norms": None if norms is None else norms.path,
+            },
+            warnings=("sparsity_24: the answers get worse, how much nobody measured for this model",),
+        )
+
+
+def _why_not(ctx: PlanContext) -> str:
+    model = ctx.model
+    if not model.is_moe:
+        return "the model has no experts"
+    if model.quant_method is not None:
+        return f"needs unquantised expert weights to prune, found {model.quant_method}"
+    if ctx.device != "cpu":
+        return "vLLM removed its 2:4 kernels, and ours is for vLLM's CPU build"
+    if "--quantization" in ctx.pinned:
+        return f"--quantization {ctx.pinned['--quantization']} is given after -- and decides"
+    if ctx.dtype != "bfloat16":
+        return f"needs bfloat16, found {ctx.dtype}"
+    converted = converted_format(ctx)
+    if converted is not None:
+        return f"the experts are converted to {converted} already, by {ctx.decided['fp8'].wish_origin}"
+    width = model.moe_intermediate_size
+    if not ctx.expert_parallel:
+        width //= ctx.tensor_parallel_size
+    if model.expert_hidden_size % _SIZE_MULTIPLE or width % _SIZE_MULTIPLE:
+        return (
+            f"needs a hidden size and an expert width in multiples of {_SIZE_MULTIPLE}, "
+            f"found {model.expert_hidden_size} and {width}"
+        )
+    if ctx.activation_norms is not None and ctx.tensor_parallel_size > 1:
+        return "sparsity_24.activation_norms are those of whole layers: they need tensor parallel size 1"
+    reason = why_not_for_converted_weights(ctx)
+    if not reason and _OP not in ctx.software.kernels.cpu_ops:
+        return f"{_OP} has no CPU kernel in this build"
+    return reason
+
+
+def _check_norms(ctx: PlanContext) -> None:
+    """Raise InputError when the norms are of another model."""
+    given = ctx.activation_norms
+    if given is None:
+        return
+    for what, found, wanted in (
+        ("model", given.model, ctx.model.name.rstrip("/").rpartition("/")[2]),
+        ("layers", list(given.layers), list(ctx.model.moe_layers)),
+    ):
+        if found != wanted:
+            raise InputError(f"sparsity_24.activation_norms {given.path}: {what}: got {found}, expected {wanted}")

@@ -150,7 +150,11 @@ class DualBatchOverlapSection(PassSection):
 
 
 class Sparsity24Section(PassSection):
-    """Experts pruned to two of four weights."""
+    """Experts pruned to two of four weights. Mode auto is off: no quality gate has allowed it."""
+
+    activation_norms: str | None = Field(default=None, min_length=1)
+    """File of the norms of what the experts' matrices read, as measured on a text; of every four weights those with
+    the largest magnitude x norm stay. null: magnitude alone decides."""
 
 
 class SchedulerSection(PassSection):

@@ -13,6 +13,7 @@ APPLIERS = {
     "expert_load": "moe_optimizer.vllm_plugin.expert_load:count_expert_load",
     "expert_placement": "moe_optimizer.vllm_plugin.expert_placement:apply_placement",
     "fp8": "moe_optimizer.vllm_plugin.apply_fp8:convert_weights",
+    "sparsity_24": "moe_optimizer.vllm_plugin.convert_experts:prune_experts",
 }
 """Pass name -> "module:function", imported when a plan wants the pass.
 

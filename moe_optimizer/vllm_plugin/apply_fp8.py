@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from moe_optimizer.plan.decision import Decision
-from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation
+from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.convert_experts import convert_while_loading
 from moe_optimizer.vllm_plugin.patch import PatchReport, PatchState, apply_when_imported
 from moe_optimizer.vllm_plugin.weight_format import FORMAT_PARAM
 from moe_optimizer.vllm_plugin.weight_format_fp8 import FP8_PASS
@@ -12,24 +13,9 @@ from moe_optimizer.vllm_plugin.weight_format_fp8 import FP8_PASS
 def convert_weights(activation: Activation, decision: Decision) -> None:
     """Install what the decision needs."""
     if FORMAT_PARAM in decision.params:
-        _convert_experts(activation)
+        convert_while_loading(activation, FP8_PASS)
     else:
         _replace_quantizer(activation)
-
-
-def _convert_experts(activation: Activation) -> None:
-    """Have each layer converted as soon as it is loaded; the experts class does the converting."""
-    from moe_optimizer.vllm_plugin.patches.layerwise_loading import LAYERWISE_LOADING
-
-    if activation.wanted(EXPERTS_PASS) is None:
-        activation.refused(FP8_PASS, f"needs {EXPERTS_PASS}: no other kernel reads the converted experts")
-        return
-
-    def patched(_report: PatchReport) -> None:
-        # Where it is refused, the layers are converted after all of them are loaded: more memory, the same server.
-        activation.patches_changed()
-
-    apply_when_imported(LAYERWISE_LOADING, on_change=patched)
 
 
 def _replace_quantizer(activation: Activation) -> None:

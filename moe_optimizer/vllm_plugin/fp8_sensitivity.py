@@ -9,30 +9,21 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from moe_optimizer.errors import InputError, MoeOptimizerError, UnsupportedError
+from moe_optimizer.errors import InputError, MoeOptimizerError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.specs.fp8_sensitivity import Fp8Sensitivity
+from moe_optimizer.vllm_plugin.observed_text import observe_text
 
 if TYPE_CHECKING:
     import torch
 
     from moe_optimizer.vllm_plugin.weight_format import ExpertsCall, KernelWeights
-
-_PROFILE = """\
-name: fp8_sensitivity
-passes: {flash_dmoe: {mode: on}, fp8: {mode: off}, expert_load: {mode: off}}
-"""
-_WINDOW = 512
-_DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(slots=True)
@@ -95,56 +86,15 @@ def measure(model: str, text: str, *, granularity: Literal["block", "channel"], 
     Raises:
         UnsupportedError: our CPU kernel does not compute this model's experts here.
     """
-    # Before vLLM is imported: it reads its variables then, and loads the plugin in this process.
-    with tempfile.TemporaryDirectory() as folder:
-        profile = Path(folder) / "profile.yaml"
-        profile.write_text(_PROFILE)
-        os.environ |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "MOE_OPTIMIZER_PROFILE": str(profile),
-            "MOE_OPTIMIZER_RUN_DIR": folder,
-        }
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        return _measure(model, text, granularity=granularity, max_tokens=max_tokens)
-
-
-def _measure(model: str, text: str, *, granularity: Literal["block", "channel"], max_tokens: int) -> Fp8Sensitivity:
-    import vllm
-
-    from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, current
-    from moe_optimizer.vllm_plugin.weight_format import PLAIN, weight_format
-
-    engine = vllm.LLM(model=model, enforce_eager=True, max_model_len=_WINDOW + 1, enable_prefix_caching=False)
-    tokens = engine.get_tokenizer().encode(text, add_special_tokens=False)[:max_tokens]
-    activation = current()
-    proof = None if activation is None else activation.proof.passes.get(EXPERTS_PASS)
-    if activation is None or proof is None or not proof.layers:
-        why = proof.why_not if proof is not None else "the plugin is not active"
-        raise UnsupportedError(f"{model}: our kernel computes none of its layers: {why}")
-    errors, plain = LayerErrors(granularity), weight_format(PLAIN)
-    compute = plain.compute
-
-    def compared(weights: KernelWeights, call: ExpertsCall) -> None:
-        compute(weights, call)
-        errors.add(weights, call)
-
-    # Only now: vLLM's warm-up ran on tokens that nobody would send.
-    plain.compute = compared
-    prompts: Any = [{"prompt_token_ids": tokens[at : at + _WINDOW]} for at in range(0, len(tokens), _WINDOW)]
-    engine.generate(prompts, vllm.SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
-    found = {activation.layer_at(address).name: error for address, error in errors.by_address().items()}
+    errors = LayerErrors(granularity)
+    observed = observe_text(model, text, max_tokens=max_tokens, observe=errors.add)
+    found = {observed.layer_index(address): error for address, error in errors.by_address().items()}
     return Fp8Sensitivity(
         model=model.rstrip("/").rpartition("/")[2],
         granularity=granularity,
-        tokens=len(tokens),
-        errors={_layer_index(name): error for name, error in sorted(found.items())},
+        tokens=observed.tokens,
+        errors=dict(sorted(found.items())),
     )
-
-
-def _layer_index(name: str) -> int:
-    found = _DECODER_LAYER.search(name)
-    assert found is not None, f"{name}: no decoder layer"
-    return int(found[1])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ loading, and is then all that is left of it.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
 FORMAT_PARAM = "weight_format"
 """Key in the params of the decision that wants another format than plain; its value is a name in `WEIGHT_FORMATS`."""
 PLAIN = "plain"
+_DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 WEIGHT_FORMATS = {
     PLAIN: "moe_optimizer.vllm_plugin.weight_format:PlainWeights",
     "fp8": "moe_optimizer.vllm_plugin.weight_format_fp8:Fp8Weights",
+    "sparse_24": "moe_optimizer.vllm_plugin.weight_format_sparse:SparseWeights",
 }
 """Name -> "module:class". One line per format; the class is imported when a plan asks for it."""
 
@@ -38,6 +41,7 @@ class KernelWeights:
     w2: torch.Tensor
     """Takes the place of the layer's w2_weight; plain: [E, H, I]."""
     w13_scale: torch.Tensor | None = None
+    """What goes with w13: the scales of fp8, the mask of sparse_24."""
     w2_scale: torch.Tensor | None = None
     output_error: float | None = None
     """By what share the planned format changes the layer's output; None: not measured."""
@@ -46,7 +50,7 @@ class KernelWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights and scales."""
+        """Bytes of weights, scales and masks."""
         tensors = (self.w13, self.w2, self.w13_scale, self.w2_scale)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -127,6 +131,12 @@ class PlainWeights:
             w2_bias=call.w2_bias,
             out=call.out,
         )
+
+
+def decoder_layer(name: str) -> int | None:
+    """Return the index of the decoder layer in a module's name, None where it has none."""
+    found = _DECODER_LAYER.search(name)
+    return int(found[1]) if found else None
 
 
 _created: dict[str, WeightFormat] = {}

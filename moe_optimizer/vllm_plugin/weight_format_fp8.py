@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, current
 from moe_optimizer.vllm_plugin.proof import described
-from moe_optimizer.vllm_plugin.weight_format import PLAIN, KernelWeights, PlainWeights
+from moe_optimizer.vllm_plugin.weight_format import PLAIN, KernelWeights, PlainWeights, decoder_layer
 
 if TYPE_CHECKING:
     import torch
 
 FP8_PASS = "fp8"
 FORMAT = "fp8"
-_DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class Fp8Weights(PlainWeights):
@@ -38,7 +36,7 @@ class Fp8Weights(PlainWeights):
         decision = None if activation is None else activation.wanted(FP8_PASS)
         assert activation is not None, "weights are converted in a process that follows a plan"
         assert decision is not None, "weights are converted to FP8 where the plan has it on"
-        if _decoder_layer(layer_name) in decision.params["kept_layers"]:
+        if decoder_layer(layer_name) in decision.params["kept_layers"]:
             return _plain(w13, w2, "kept by the plan")
         try:
             return _converted(w13, w2, decision.params)
@@ -82,9 +80,3 @@ def _converted(w13: torch.Tensor, w2: torch.Tensor, params: Mapping[str, Any]) -
 
 def _plain(w13: torch.Tensor, w2: torch.Tensor, why: str, error: float | None = None) -> KernelWeights:
     return KernelWeights(format=PLAIN, w13=w13, w2=w2, output_error=error, why_plain=why)
-
-
-def _decoder_layer(name: str) -> int | None:
-    """Return the index of the decoder layer in a module's name, None where it has none."""
-    found = _DECODER_LAYER.search(name)
-    return int(found[1]) if found else None

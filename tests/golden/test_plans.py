@@ -35,6 +35,7 @@ DP_EPLB = profile_with(
     }
 )
 TIERED = profile_with(passes={"kv_cache": {"dtype": "fp8", "tiering": "on"}})
+SPARSE = profile_with(passes={"sparsity_24": {"mode": "on"}})
 DISAGGREGATED = profile_with(passes={"disaggregation": {"mode": "on"}})
 
 CASES = {
@@ -61,6 +62,7 @@ CASES = {
     "tiny-moe_cpu_aggressive": (tiny_moe, None, "aggressive"),
     "tiny-moe_cpu_disaggregated": (tiny_moe, None, DISAGGREGATED),
     "tiny-moe_cpu_placed": (tiny_moe, None, EP_2),
+    "tiny-moe_cpu_sparse": (tiny_moe, None, SPARSE),
 }
 
 

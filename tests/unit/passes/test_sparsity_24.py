@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from moe_optimizer.costs.weights import weight_parts
+from moe_optimizer.errors import InputError
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.planner import make_plan
+from moe_optimizer.specs.activation_norms import ActivationNormsFile
+from tests.builders import (
+    context,
+    cpu_machine,
+    decided_by,
+    deepseek_v3,
+    dense_model,
+    gpus,
+    profile_with,
+    qwen3_30b_a3b,
+    request,
+    software,
+    tiny_moe,
+)
+
+ON = {"sparsity_24": (Wish.ON, "flag --enable-sparsity")}
+NORMS = ActivationNormsFile(path="norms.safetensors", model="tiny-moe", tokens=4096, layers=(0, 1, 2, 3))
+PLAIN_FP8 = {"fp8": (Wish.OFF, "flag --disable-fp8")}
+
+
+def decided(model=None, hardware=None, profile: Any = None, **changes: Any) -> Decision:
+    profile = profile or profile_with("balanced")
+    ctx = context(model or tiny_moe(), hardware or cpu_machine(), profile, **({"wishes": ON} | changes))
+    return decided_by(ctx, "parallelism", "fp8", "sparsity_24").decided["sparsity_24"]
+
+
+def test_asked_for_on_the_cpu_the_plugin_prunes():
+    decision = decided()
+    assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
+    assert decision.params == {"weight_format": "sparse_24", "expert_bits": 9, "activation_norms": None}
+    assert "by magnitude alone" in decision.reason
+    assert any("answers get worse" in warning for warning in decision.warnings)
+
+
+def test_with_measured_norms_they_decide_too():
+    decision = decided(activation_norms=NORMS)
+    assert decision.params["activation_norms"] == "norms.safetensors"
+    assert "magnitude x norm of the input" in decision.reason
+    assert "norms.safetensors: norms on 4096 tokens" in decision.evidence
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"model": "other"}, "model: got other, expected tiny-moe"), ({"layers": (0, 1)}, r"layers: got \[0, 1\]")],
+)
+def test_norms_of_something_else_are_an_error(change, words):
+    with pytest.raises(InputError, match=words):
+        decided(activation_norms=dataclasses.replace(NORMS, **change))
+
+
+def test_a_step_reads_nine_sixteenths_of_the_expert_bytes():
+    gain = decided().gain
+    assert gain is not None
+    assert gain.ratio.value == pytest.approx(16 / 9, rel=1e-3)
+
+
+def test_auto_does_not_prune():
+    decision = decided(wishes={}, profile=profile_with("balanced", {"sparsity_24": {"mode": "auto"}}))
+    assert decision.status is Status.OFF
+    assert "no quality gate has allowed it" in decision.reason
+
+
+def apart(degree: int = 2) -> Any:
+    return profile_with("balanced", {"parallelism": {"tensor_parallel_size": degree}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model": qwen3_30b_a3b(), "hardware": gpus("h100_sxm", 1)}, "vLLM removed its 2:4 kernels"),
+        ({"model": deepseek_v3(), "hardware": gpus("h100_sxm", 8)}, "unquantised expert weights to prune, found fp8"),
+        ({"model": dense_model(), "hardware": gpus("h100_sxm", 1)}, "no experts"),
+        ({"dtype": "float32"}, "needs bfloat16, found float32"),
+        ({"model": dataclasses.replace(tiny_moe(), moe_intermediate_size=120)}, "found 128 and 120"),
+        ({"profile": apart(), "activation_norms": NORMS}, "they need tensor parallel size 1"),
+        ({"pinned": {"--quantization": "fp8"}}, "--quantization fp8 is given after --"),
+        ({"wishes": ON | {"flash_dmoe": (Wish.OFF, "flag --disable-flash-dmoe")}}, "switched off by flag"),
+        ({"wishes": ON | {"fp8": (Wish.ON, "profile x")}}, "converted to fp8 already, by profile x"),
+        ({"software": software("cpu", cpu_ops=("fused_experts",))}, "sparse_experts has no CPU kernel in this build"),
+    ],
+    ids=["gpu", "fp8", "dense", "fp32", "width", "norms apart", "pinned", "no kernel", "fp8 asked", "old build"],
+)
+def test_refused_with_the_reason(changes, why):
+    decision = decided(**changes)
+    assert decision.status is Status.REFUSED
+    assert why in decision.reason
+
+
+def test_the_memory_plan_has_the_pruned_experts():
+    plain, sparse = (
+        make_plan(request(tiny_moe(), cpu_machine(), "balanced", wishes=PLAIN_FP8 | wishes)) for wishes in ({}, ON)
+    )
+    assert plain.memory is not None
+    assert sparse.memory is not None
+    saved = plain.memory.weight_bytes - sparse.memory.weight_bytes
+    assert saved == pytest.approx(weight_parts(tiny_moe()).experts * 7 / 16, rel=2e-3)
+
+
+def test_our_kernel_is_on_for_it_and_claims_no_speed():
+    plan = make_plan(request(tiny_moe(), cpu_machine(), "balanced", wishes=ON))
+    (kernel,) = [each for each in plan.decisions if each.pass_name == "flash_dmoe"]
+    assert kernel.status is Status.ON
+    assert "needed for sparse_24 experts, which no other CPU kernel reads" in kernel.reason
+    assert "no speed-up is claimed" in kernel.reason
