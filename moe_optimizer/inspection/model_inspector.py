@@ -7,6 +7,7 @@ from pathlib import Path
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.inspection.attention import HIDDEN
 from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.configuration_class import configuration_classes
 from moe_optimizer.inspection.families import GENERIC, class_defaults, find_by_architecture, find_by_model_type
 from moe_optimizer.inspection.family import LAYERS, Family
 from moe_optimizer.inspection.hub import expanded, resolve_model
@@ -44,7 +45,7 @@ class ModelInspector:
         architectures = _architectures(root)
         model_type = config.text("model_type") or root.text("model_type")
         servable = is_servable(architectures)
-        needs_remote_code = root.sub("auto_map") is not None and not servable[0]
+        needs_remote_code = _needs_remote_code(root, served=servable[0])
         warnings: list[str] = []
         family = _family(config, model_type, architectures)
         if family is None:
@@ -90,6 +91,17 @@ class ModelInspector:
             f"config.json: auto_map: {name} is only defined by the model's own code, no built-in class has it",
             hint="--trust-remote-code runs that code in the server; read it first",
         )
+
+
+def _needs_remote_code(root: Config, *, served: bool | None) -> bool:
+    """Whether vLLM reads this model only with code of the model's own: its class, or the class of its configuration."""
+    auto_map = root.sub("auto_map")
+    if auto_map is None:
+        return False
+    classes = configuration_classes()
+    if not served or classes is None or "AutoConfig" not in auto_map.raw:
+        return not served
+    return not classes.has(root.text("model_type"), _architectures(root))
 
 
 def _family(config: Config, model_type: str, architectures: tuple[str, ...]) -> Family | None:

@@ -30,7 +30,7 @@ class Registry:
 @cache
 def vllm_registry() -> Registry:
     """Return the installed vLLM's registry, or the shipped table of the version this package was made for."""
-    folder = _package_folder("vllm")
+    folder = package_folder("vllm")
     if folder is not None:
         registry = parse_registry(folder / "model_executor" / "models" / "registry.py")
         if registry is not None:
@@ -80,7 +80,7 @@ def runs_through_transformers(architecture: str, model_type: str) -> tuple[bool,
     It does so for a class of the installed transformers that calls attention through the library's interface;
     the source is read, not imported. Layers that are not attention are beyond the backend, which is not seen here.
     """
-    folder, vllm = _package_folder("transformers"), _package_folder("vllm")
+    folder, vllm = package_folder("transformers"), package_folder("vllm")
     name = model_type.replace("-", "_")
     if folder is None or vllm is None or not name.isidentifier():
         return False, ""
@@ -93,7 +93,8 @@ def runs_through_transformers(architecture: str, model_type: str) -> tuple[bool,
     return True, f"{architecture} is not in vLLM's registry; its Transformers backend runs it"
 
 
-def _package_folder(name: str) -> Path | None:
+def package_folder(name: str) -> Path | None:
+    """Return where an installed package lies, found without importing it."""
     spec = importlib.util.find_spec(name)
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 

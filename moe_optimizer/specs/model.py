@@ -110,7 +110,8 @@ class ModelSpec:
     """Longest sequence vLLM accepts, in tokens: the stated length times the factor of RoPE scaling where that is
     not in it; 0 when the configuration states none."""
     needs_remote_code: bool
-    """The configuration names code of its own (auto_map) and no built-in class of that model_type is known."""
+    """vLLM loads this model only with code of the model's own (auto_map): it has no class for it, or neither vLLM nor
+    transformers has one for its configuration."""
     servable: bool | None
     """Whether the installed (or targeted) vLLM has the architecture; None when that cannot be told."""
     servable_reason: str

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
+from moe_optimizer.inspection import model_inspector
+from moe_optimizer.inspection.configuration_class import ConfigurationClasses
 from moe_optimizer.inspection.json_file import MAX_CONFIG_BYTES
 from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.specs.model import ModelSpec
@@ -318,7 +320,30 @@ def test_own_code_needs_trust(load_config: Load, model_folder: Folder) -> None:
     assert ModelInspector(trust_remote_code=True).inspect(folder).needs_remote_code
 
 
-def test_own_code_is_ignored_where_vllm_has_the_class(load_config: Load, inspect_config: Inspect) -> None:
+@pytest.mark.parametrize(
+    ("classes", "needed"),
+    [
+        (ConfigurationClasses(frozenset({"bailing_moe"}), frozenset()), False),
+        (ConfigurationClasses(frozenset({"mixtral"}), frozenset()), True),
+        (None, False),
+    ],
+    ids=["a built-in configuration", "none", "not known"],
+)
+def test_own_code_is_needed_where_only_it_reads_the_configuration(
+    classes: ConfigurationClasses | None,
+    needed: bool,
+    load_config: Load,
+    inspect_config: Inspect,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_inspector, "configuration_classes", lambda: classes)
     config = load_config("bailing_moe")
-    assert "auto_map" in config
-    assert not inspect_config(config, {"modeling_bailing_moe.py": b"raise SystemExit('ran')"}).needs_remote_code
+    assert "AutoConfig" in config["auto_map"]
+    spec = inspect_config(config, {"modeling_bailing_moe.py": b"raise SystemExit('ran')"})
+    assert spec.needs_remote_code is needed
+    assert spec.num_experts == config["num_experts"]
+
+
+def test_a_class_without_its_configuration_is_not_needed(load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("bailing_moe") | {"auto_map": {"AutoModelForCausalLM": "modeling_bailing_moe.Own"}}
+    assert not inspect_config(config).needs_remote_code

@@ -71,7 +71,7 @@ def test_transformers_runs_what_has_its_attention_interface(
     (folder / "modeling_old.py").write_text(
         f"class OldPreTrainedModel(Base):\n    {body or 'pass'}\n\n\nclass OldForCausalLM(X):\n"
     )
-    monkeypatch.setattr(servable, "_package_folder", lambda name: tmp_path / name)
+    monkeypatch.setattr(servable, "package_folder", lambda name: tmp_path / name)
     served, reason = runs_through_transformers(architecture, model_type)
     assert served is answer
     assert not served or "Transformers backend" in reason
