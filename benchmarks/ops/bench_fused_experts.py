@@ -58,6 +58,8 @@ COMPUTE_BOUND_TOKENS = 256
 LEAST_TURNS, MOST_TURNS = 8, 40
 PATIENCE = 4
 """How many times the seconds of a case are spent on finding turns that no other process disturbed."""
+QUIET_SWITCHES_PER_S = 20
+"""The system itself takes a processor this often; a busy process does every few milliseconds."""
 STOCK = "stock_bf16"
 SEED = 20261120
 
@@ -77,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--small-pages", action="store_true", help="our weights on pages of 4 KiB")
     parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
+    parser.add_argument("--subject", default="fused_experts", help="in the name of the record")
     options = parser.parse_args(arguments)
 
     isa = options.isa or best_isa()
@@ -113,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         del weights, sides
     if options.write:
         record = make_record(cases, summary, isa, options, load_before)
-        write_record(record, f"{cpu_slug(record['environment']['cpu'])}-{isa}", "fused_experts")
+        write_record(record, f"{cpu_slug(record['environment']['cpu'])}-{isa}", options.subject)
     return 0
 
 
@@ -184,7 +187,8 @@ def run_turn(batch: Batch, sides: dict[str, Side], order: Sequence[str]) -> Turn
         sides[name](batch, out)
         turn.wall[name] = time.perf_counter() - begin
         turn.cpu[name] = time.process_time() - cpu
-    turn.disturbed = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw > switches
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches
+    turn.disturbed = switches > 1 + QUIET_SWITCHES_PER_S * sum(turn.wall.values())
     return turn
 
 
