@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from bench_cuda_cases import Shape, Tokens, Weights, problem_of
@@ -129,9 +129,12 @@ class DeepGemm:
 
     def experts(self, weights: Weights, tokens: Tokens) -> Call:
         """With given ids; its workspaces are allocated once."""
+        assert weights.w13_scale is not None
+        assert weights.w2_scale is not None
         config = self._config(weights.w13_scale, weights.w2_scale, block_shape=[128, 128])
         # The layer's configuration is kept by the class and read only where experts are spread over GPUs.
-        experts = self._class(SimpleNamespace(), config)
+        layer_config: Any = SimpleNamespace()
+        experts = self._class(layer_config, config)
         num_experts, rows, hidden = weights.w13.shape
         sizes = (tokens.x.shape[0], rows, hidden, tokens.topk_ids.shape[1], num_experts, num_experts, None, self._silu)
         first, second, out = (

@@ -37,9 +37,9 @@ def main() -> int:
     from record import checkout
 
     from moe_optimizer.inspection.tuned_configs import nearest, read_rows
-    from moe_optimizer.vllm_plugin.tune import TuneRequest
-    from moe_optimizer.vllm_plugin.tune_bench import TritonBench
-    from moe_optimizer.vllm_plugin.tune_state import state_path
+    from moe_optimizer.vllm_plugin.tuning.bench import TritonBench
+    from moe_optimizer.vllm_plugin.tuning.state import state_path
+    from moe_optimizer.vllm_plugin.tuning.tune import TuneRequest
 
     tuning = json.loads(state_path(options.config).read_text(encoding="utf-8"))
     identity = tuning["identity"]
