@@ -13,8 +13,8 @@ from moe_optimizer.errors import InputError, ServerFailedError
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
 
 _TIMEOUT_S = 10.0
-_MAX_BYTES = 1 << 28
-"""Chosen: as for the file."""
+_MAX_BYTES = 1 << 26
+"""Chosen: four times the page of a model of 100 layers with 1024 experts."""
 _PREFIX = "moe_optimizer_expert_"
 # One sample of the text format: name, labels in braces, value.
 _SAMPLE = re.compile(r"^moe_optimizer_expert_(?P<name>\w+)\{(?P<labels>.*)\} (?P<value>\S+)$")
@@ -30,7 +30,7 @@ def read_metrics(url: str) -> ExpertLoad:
         ServerFailedError: it does not answer.
     """
     base = url.rstrip("/").removesuffix("/metrics")
-    if not urllib.parse.urlsplit(base).hostname:
+    if not _has_host(base):
         raise InputError(f"{url}: not a URL, expected for example http://127.0.0.1:8000")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -44,6 +44,13 @@ def read_metrics(url: str) -> ExpertLoad:
         reason = getattr(error, "reason", None) or error
         raise ServerFailedError(f"{base}/metrics: no answer: {reason}", hint="is the server running?") from None
     return parse_metrics(text, origin=f"{base}/metrics")
+
+
+def _has_host(url: str) -> bool:
+    try:
+        return bool(urllib.parse.urlsplit(url).hostname)
+    except ValueError:  # a bracket without its other one
+        return False
 
 
 def parse_metrics(text: str, *, origin: str) -> ExpertLoad:

@@ -77,6 +77,8 @@ def test_a_run_folder_a_merged_file_and_a_file_are_read(tmp_path: Path, capsys: 
         (["nowhere"], "nowhere: no such file or folder"),
         (["."], "no expert load"),
         (["http://"], "not a URL"),
+        (["http://[::1"], "not a URL"),
+        (["http://a:b"], "not a URL"),
         (["nowhere", "--top", "x"], "--top: got 'x'"),
     ],
 )

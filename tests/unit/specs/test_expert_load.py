@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,13 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="not text"):
         read_expert_load(tmp_path / "binary.json")
+
+
+def test_a_pipe_or_a_device_is_refused_unread(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
+        with pytest.raises(InputError, match="not a regular file"):
+            read_expert_load(path)
 
 
 def test_equal_layers_are_added_and_other_ones_collected() -> None:
