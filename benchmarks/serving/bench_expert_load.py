@@ -46,7 +46,7 @@ from moe_optimizer.plan.plan import Plan  # noqa: E402
 from moe_optimizer.planner import PlanRequest, make_plan  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
 from moe_optimizer.specs.software import SoftwareSpec  # noqa: E402
-from moe_optimizer.vllm_plugin.launch import ServerInfo, running  # noqa: E402
+from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running  # noqa: E402
 
 TINY_MOE = ROOT / "examples" / "tiny-moe"
 SHAPE = {
@@ -145,9 +145,9 @@ def added_work(batch: int) -> dict[str, float]:
     """Return the microseconds that counting adds: a layer plain, a layer in a compiled graph, and a step."""
     import torch
 
-    from moe_optimizer.vllm_plugin.expert_load import Counting
-    from moe_optimizer.vllm_plugin.expert_load_counter import LayerwiseCounter
-    from moe_optimizer.vllm_plugin.expert_load_writer import ExpertLoadWriter
+    from moe_optimizer.vllm_plugin.expert_load.capture import Counting
+    from moe_optimizer.vllm_plugin.expert_load.counter import LayerwiseCounter
+    from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter
 
     layers = range(48)
     counter = LayerwiseCounter(layers, SHAPE["num_experts"])

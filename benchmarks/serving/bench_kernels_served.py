@@ -40,8 +40,8 @@ from moe_optimizer.plan.plan import Plan  # noqa: E402
 from moe_optimizer.planner import PlanRequest, make_plan  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
 from moe_optimizer.specs.software import SoftwareSpec  # noqa: E402
-from moe_optimizer.vllm_plugin.http_client import ServerClient  # noqa: E402
-from moe_optimizer.vllm_plugin.launch import running  # noqa: E402
+from moe_optimizer.vllm_plugin.server.http_client import ServerClient  # noqa: E402
+from moe_optimizer.vllm_plugin.server.launch import running  # noqa: E402
 
 PASS = "flash_dmoe"
 CALIBRATE_S = 20.0

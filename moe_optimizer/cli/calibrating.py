@@ -26,8 +26,8 @@ def measure_if_needed(plan: Plan, seconds: float) -> bool:
     asked = [question for each in plan.decisions for question in each.params.get("measure", ())]
     if not asked or seconds <= 0:
         return False
-    from moe_optimizer.vllm_plugin.calibrate import Request
-    from moe_optimizer.vllm_plugin.calibration import calibrate
+    from moe_optimizer.vllm_plugin.speeds.calibrate import Request
+    from moe_optimizer.vllm_plugin.speeds.calibration import calibrate
 
     on_cpu = plan.num_gpus == 0
     request = Request(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
-    from moe_optimizer.vllm_plugin.launch import ServerInfo
+    from moe_optimizer.vllm_plugin.server.launch import ServerInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

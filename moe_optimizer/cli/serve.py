@@ -14,7 +14,7 @@ from moe_optimizer.errors import ExitCode, InputError, UnsupportedError, printab
 if TYPE_CHECKING:
     from moe_optimizer.cli.settings import Settings
     from moe_optimizer.plan.plan import Plan
-    from moe_optimizer.vllm_plugin.launch import ServerInfo
+    from moe_optimizer.vllm_plugin.server.launch import ServerInfo
 
 TAKES_VLLM_ARGS = ("serve", "plan", "tune")
 """Commands that accept arguments of `vllm serve` after `--`."""
@@ -149,8 +149,8 @@ def _check_tokenizer(plan: Plan) -> None:
 def _launch(plan: Plan, options: ServeOptions, *, strict: bool) -> int:
     from moe_optimizer.cli.main import INTERRUPTED
     from moe_optimizer.env import read_environment
-    from moe_optimizer.vllm_plugin import launch
     from moe_optimizer.vllm_plugin.activation import plugin_decisions
+    from moe_optimizer.vllm_plugin.server import launch
 
     if options.run_dir == "":
         raise InputError("--run-dir: got '', expected a folder")

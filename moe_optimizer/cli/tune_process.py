@@ -15,7 +15,7 @@ from typing import Any
 from moe_optimizer.cli import messages
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
 
-_MODULE = "moe_optimizer.vllm_plugin.tune"
+_MODULE = "moe_optimizer.vllm_plugin.tuning.tune"
 _GRACE_S = 10.0
 
 

@@ -122,7 +122,7 @@ def _supported_on_cpu(ctx: PlanContext) -> tuple[bool, str]:
 
 def _shared_folder() -> dict[str, Any]:
     return {
-        "kv_connector_module_path": "moe_optimizer.vllm_plugin.shared_folder_connector",
+        "kv_connector_module_path": "moe_optimizer.vllm_plugin.server.shared_folder_connector",
         "kv_connector_extra_config": {"shared_storage_path": f"{RUN_DIR}/kv"},
     }
 

@@ -17,9 +17,9 @@ from moe_optimizer.vllm_plugin.activation import (
     plugin_decisions,
 )
 from moe_optimizer.vllm_plugin.appliers import applier
-from moe_optimizer.vllm_plugin.apply_experts import offer_experts
-from moe_optimizer.vllm_plugin.expert_load import LOAD_PASS, show_expert_load
-from moe_optimizer.vllm_plugin.expert_placement import PLACEMENT_PASS, offer_placement
+from moe_optimizer.vllm_plugin.expert_load.capture import LOAD_PASS, show_expert_load
+from moe_optimizer.vllm_plugin.experts.apply_experts import offer_experts
+from moe_optimizer.vllm_plugin.placement.expert_placement import PLACEMENT_PASS, offer_placement
 from moe_optimizer.vllm_plugin.proof import described
 
 logger = get_logger(__name__)

@@ -2,9 +2,9 @@
 
 vLLM caches compiled models on disk under a key made of its configuration and its environment variables. On CPU
 the MoE layer is part of the graph, but neither the class that computes it nor a counter in its router is part of the
-key: with and without the plugin it is the same. Loading the graph that a stock server left would make our kernel silently not run, and a stock
-server could load ours. vLLM 0.32's CPU build happens to fail when it loads such a file and compiles again; a
-version that loads it must find another key.
+key: with and without the plugin it is the same. Loading the graph that a stock server left would make our kernel
+silently not run, and a stock server could load ours. vLLM 0.32's CPU build happens to fail when it loads such a file
+and compiles again; a version that loads it must find another key.
 """
 
 from __future__ import annotations

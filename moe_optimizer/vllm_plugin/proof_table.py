@@ -10,8 +10,8 @@ from types import MappingProxyType
 from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.vllm_plugin.experts.weight_format import FORMAT_PARAM
 from moe_optimizer.vllm_plugin.proof import PassProof, Proof
-from moe_optimizer.vllm_plugin.weight_format import FORMAT_PARAM
 
 NO_WORKER = "no worker process reported: the plugin was not loaded (is VLLM_PLUGINS set?)"
 

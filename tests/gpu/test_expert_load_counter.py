@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from moe_optimizer.vllm_plugin.expert_load_counter import StepwiseCounter
+from moe_optimizer.vllm_plugin.expert_load.counter import StepwiseCounter
 
 pytestmark = pytest.mark.gpu
 LAYERS, EXPERTS, ROWS, TOP_K = (3, 4, 9), 16, 64, 4

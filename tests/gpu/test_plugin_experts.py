@@ -120,8 +120,8 @@ def make_layer(shape: tuple[int, int, int, int], *, fp8: bool, apart: bool = Fal
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
 
-    from moe_optimizer.vllm_plugin.experts_cuda import MoeOptimizerCudaExperts
-    from moe_optimizer.vllm_plugin.fp8_experts_cuda import MoeOptimizerFp8CudaExperts
+    from moe_optimizer.vllm_plugin.experts.cuda import MoeOptimizerCudaExperts
+    from moe_optimizer.vllm_plugin.experts.fp8_cuda import MoeOptimizerFp8CudaExperts
 
     experts, hidden, width, top_k = shape
     g = torch.Generator(device="cuda").manual_seed(1)

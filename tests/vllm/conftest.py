@@ -25,8 +25,8 @@ from moe_optimizer.planner import PlanRequest, make_plan
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.specs.placement_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
-from moe_optimizer.vllm_plugin.http_client import ServerClient
-from moe_optimizer.vllm_plugin.launch import ServerInfo, running
+from moe_optimizer.vllm_plugin.server.http_client import ServerClient
+from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
 from tests.vllm.counted import Counted, count_one_request
 
 ROOT = Path(__file__).resolve().parents[2]

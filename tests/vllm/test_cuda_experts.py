@@ -44,7 +44,7 @@ class Kernels:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    from moe_optimizer.vllm_plugin import cuda_layer
+    from moe_optimizer.vllm_plugin.experts import cuda_layer
 
     fake = Kernels()
     monkeypatch.setattr(cuda_layer.cuda_dispatch, "run", fake.run)
@@ -114,13 +114,13 @@ def stock_class() -> Any:
         def _supports_parallel_config(moe_parallel_config: Any) -> bool:
             return True
 
-        def workspace_shapes(self, M: int, N: int, K: int, topk: int, *rest: Any) -> Any:
+        def workspace_shapes(self, M: int, N: int, K: int, topk: int, *rest: Any, **_: Any) -> Any:
             return (M, topk, N), (M, topk, K), (M, K)
 
         def finalize_weight_and_reduce_impl(self) -> Any:
             return TopKWeightAndReduceNoOP()
 
-        def apply(self, output: Any, hidden_states: Any, w1: Any, w2: Any, *rest: Any) -> None:
+        def apply(self, output: Any, hidden_states: Any, w1: Any, w2: Any, *rest: Any, **_: Any) -> None:
             topk_weights, topk_ids, _, _, expert_map, scale = rest[:6]
             self.seen.append((hidden_states, scale))
             x = hidden_states.to(torch.bfloat16)
@@ -254,7 +254,7 @@ def test_with_an_expert_map_only_local_experts_are_computed(kernel: Any, weights
 def test_activations_that_the_kernels_cannot_read_in_place_are_left_to_vllm(
     kernel: Any, kernels: Kernels, weights: Any
 ) -> None:
-    from moe_optimizer.vllm_plugin.cuda_layer import CudaLayer
+    from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer
 
     forward(kernel, weights, 1)
     layer = kernel.fused_experts._layer
@@ -278,7 +278,7 @@ def test_fp8_weights_are_read_with_their_scales_and_vllms_kernel_gets_quantised_
 ) -> None:
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
 
-    from moe_optimizer.vllm_plugin import fp8_experts_cuda
+    from moe_optimizer.vllm_plugin.experts import fp8_cuda as fp8_experts_cuda
 
     kind = "fp8_block" if form == "block" else "fp8_channel"
     activation = activated(tmp_path, monkeypatch, {kind: RANGES})
@@ -318,7 +318,7 @@ def test_fp8_weights_are_read_with_their_scales_and_vllms_kernel_gets_quantised_
 def test_without_a_table_for_its_weights_a_layer_is_left_to_vllm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moe_optimizer.vllm_plugin import experts_cuda
+    from moe_optimizer.vllm_plugin.experts import cuda as experts_cuda
 
     activation = activated(tmp_path, monkeypatch, {"fp8_block": RANGES})
     monkeypatch.setattr(experts_cuda._load, "kernels", lambda: type("Built", (), {"cuda_grouped": None}))

@@ -16,10 +16,10 @@ import pytest
 
 from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.vllm_plugin.http_client import ServerClient
-from moe_optimizer.vllm_plugin.kv_transfer import received_tokens
-from moe_optimizer.vllm_plugin.launch import ServerInfo, serve
 from moe_optimizer.vllm_plugin.proof_table import kernels_in_use
+from moe_optimizer.vllm_plugin.server.http_client import ServerClient
+from moe_optimizer.vllm_plugin.server.kv_transfer import received_tokens
+from moe_optimizer.vllm_plugin.server.launch import ServerInfo, serve
 from tests.free_ports import four_free_ports
 from tests.run_processes import processes_of
 from tests.vllm.conftest import READY_TIMEOUT_S, ROOT, Answer, Served, ask, tiny_plan

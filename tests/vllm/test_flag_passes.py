@@ -14,7 +14,7 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan_request import PlanRequest
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.software import SoftwareSpec
-from moe_optimizer.vllm_plugin.launch import ServerInfo, running
+from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
 from tests.builders import profile_with
 from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, TINY_MOE, Answer, ask, free_port
 

@@ -14,9 +14,9 @@ from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import PlanRequest, make_plan
 from moe_optimizer.specs.software import SoftwareSpec
-from moe_optimizer.vllm_plugin.launch import ServerInfo, running
 from moe_optimizer.vllm_plugin.proof import PassProof
 from moe_optimizer.vllm_plugin.proof_table import model_holders
+from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
 from tests.builders import profile_with
 from tests.vllm.conftest import READY_TIMEOUT_S, ROOT, TINY_MOE, Answer, Served, ask, free_port
 

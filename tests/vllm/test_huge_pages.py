@@ -17,7 +17,7 @@ __all__ = ["activation"]  # the fixture
 def loaded_layer(intermediate: int) -> Any:
     import torch
 
-    layer = torch.nn.Module()
+    layer: Any = torch.nn.Module()
     for name, shape in (("w13_weight", (16, 2 * intermediate, 128)), ("w2_weight", (16, 128, intermediate))):
         layer.register_parameter(name, torch.nn.Parameter(torch.randn(*shape) * 0.1, requires_grad=False))
     layer.layer_name = "model.layers.0.mlp.experts"

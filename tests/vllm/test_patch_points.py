@@ -11,9 +11,10 @@ import pytest
 
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.vllm_plugin import activation as activations
-from moe_optimizer.vllm_plugin import apply, apply_experts, kernel
+from moe_optimizer.vllm_plugin import apply
 from moe_optimizer.vllm_plugin import patch as patches
 from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.experts import apply_experts, kernel
 from moe_optimizer.vllm_plugin.patch import PatchState
 from moe_optimizer.vllm_plugin.patches import kernel_choice
 from moe_optimizer.vllm_plugin.patches.unquantized_oracle import UNQUANTIZED_ORACLE

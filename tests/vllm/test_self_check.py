@@ -46,7 +46,7 @@ def make_layer() -> Any:
     import torch
 
     generator = torch.Generator().manual_seed(7)
-    layer = torch.nn.Module()
+    layer: Any = torch.nn.Module()
     for name, shape in (("w13_weight", (16, 256, 128)), ("w2_weight", (16, 128, 128))):
         values = torch.randn(*shape, generator=generator) * 0.1
         layer.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
@@ -59,7 +59,7 @@ def make_experts() -> Any:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
-    from moe_optimizer.vllm_plugin.experts_cpu import MoeOptimizerCpuExperts
+    from moe_optimizer.vllm_plugin.experts.cpu import MoeOptimizerCpuExperts
 
     stock = unquantized.backend_to_kernel_cls(unquantized.UnquantizedMoeBackend.CPU)
     cls = type("Offered", (MoeOptimizerCpuExperts,), {"stock_classes": tuple(stock)})
@@ -149,7 +149,7 @@ def test_with_an_expert_map_there_is_nothing_to_hand_it_to(
 def test_the_check_costs_little_beside_loading(activation: Activation) -> None:
     """A layer of 64 experts reads the weights of four of them."""
     calls: list[int] = []
-    from moe_optimizer.vllm_plugin.weight_format import PlainWeights
+    from moe_optimizer.vllm_plugin.experts.weight_format import PlainWeights
 
     original: Callable[..., Any] = PlainWeights.dense_expert
 

@@ -51,9 +51,10 @@ def parse() -> Callable[[Sequence[str]], Any]:
 
     def parse(arguments: Sequence[str]) -> Any:
         try:
-            return AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", TINY_MOE, *arguments]))
+            parsed: Any = parser.parse_args(["--model", TINY_MOE, *arguments])
         except SystemExit:
             pytest.fail(f"vLLM does not take {arguments}")
+        return AsyncEngineArgs.from_cli_args(parsed)
 
     return parse
 

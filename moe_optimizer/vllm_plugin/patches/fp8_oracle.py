@@ -7,7 +7,7 @@ from moe_optimizer.vllm_plugin.patches.kernel_choice import REMOVE_WHEN, WHY, of
 
 
 def _cuda_class() -> type:
-    from moe_optimizer.vllm_plugin.fp8_experts_cuda import MoeOptimizerFp8CudaExperts
+    from moe_optimizer.vllm_plugin.experts.fp8_cuda import MoeOptimizerFp8CudaExperts
 
     return MoeOptimizerFp8CudaExperts
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from moe_optimizer.log import get_logger
 from moe_optimizer.vllm_plugin.activation import current
-from moe_optimizer.vllm_plugin.freed_memory import return_freed_memory
+from moe_optimizer.vllm_plugin.experts.freed_memory import return_freed_memory
+from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, planned_format
 from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.proof import described
-from moe_optimizer.vllm_plugin.weight_format import PLAIN, planned_format
 
 logger = get_logger(__name__)
 
@@ -60,7 +60,7 @@ def _converts(method: Any) -> bool:
     """Whether this layer's experts are ours and will be converted."""
     from vllm.config import get_current_vllm_config
 
-    from moe_optimizer.vllm_plugin.experts import MoeOptimizerExperts
+    from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts
 
     activation = current()
     chosen = getattr(method, "experts_cls", None)

@@ -9,10 +9,10 @@ from typing import Any
 from moe_optimizer.errors import KernelUnavailableError, RequiredNotAppliedError
 from moe_optimizer.log import get_logger
 from moe_optimizer.vllm_plugin.activation import Activation, current
+from moe_optimizer.vllm_plugin.experts.weight_format_fp8 import FP8_PASS
 from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.proof import described
 from moe_optimizer.vllm_plugin.server_facts import world
-from moe_optimizer.vllm_plugin.weight_format_fp8 import FP8_PASS
 
 logger = get_logger(__name__)
 _BLOCK = [128, 128]

@@ -17,7 +17,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, *args, **kwargs)
         activation = current()
         if activation is not None:
-            from moe_optimizer.vllm_plugin.expert_placement import place_layer
+            from moe_optimizer.vllm_plugin.placement.expert_placement import place_layer
 
             place_layer(activation, self)
 

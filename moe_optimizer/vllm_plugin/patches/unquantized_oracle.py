@@ -7,13 +7,13 @@ from moe_optimizer.vllm_plugin.patches.kernel_choice import REMOVE_WHEN, WHY, of
 
 
 def _cpu_class() -> type:
-    from moe_optimizer.vllm_plugin.experts_cpu import MoeOptimizerCpuExperts
+    from moe_optimizer.vllm_plugin.experts.cpu import MoeOptimizerCpuExperts
 
     return MoeOptimizerCpuExperts
 
 
 def _cuda_class() -> type:
-    from moe_optimizer.vllm_plugin.experts_cuda import MoeOptimizerCudaExperts
+    from moe_optimizer.vllm_plugin.experts.cuda import MoeOptimizerCudaExperts
 
     return MoeOptimizerCudaExperts
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_optimizer.vllm_plugin.activation import current
-from moe_optimizer.vllm_plugin.expert_load import start_counting
+from moe_optimizer.vllm_plugin.expert_load.capture import start_counting
 from moe_optimizer.vllm_plugin.patch import Patch
 
 

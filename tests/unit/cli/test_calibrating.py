@@ -9,7 +9,7 @@ import pytest
 
 from moe_optimizer.cli import calibrating
 from moe_optimizer.planner import make_plan
-from moe_optimizer.vllm_plugin import calibration
+from moe_optimizer.vllm_plugin.speeds import calibration
 from tests.builders import cpu_machine, request, tiny_moe
 
 

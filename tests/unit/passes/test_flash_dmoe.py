@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -102,7 +102,7 @@ def speeds(rows: tuple[TokenSpeeds, ...] = WINS_UP_TO_8, **changes: Any) -> Kern
     return KernelSpeeds(**(fields | changes))
 
 
-def measured(*tables: KernelSpeeds, device: str = "cuda") -> SoftwareSpec:
+def measured(*tables: KernelSpeeds, device: Literal["cpu", "cuda"] = "cuda") -> SoftwareSpec:
     found = software(device, cuda_ops=("fused_experts",) if device == "cuda" else (), version="0.32.0+cu130")
     kernels = dataclasses.replace(found.kernels, cuda_sources="c" * 64, cpu_sources="d" * 64)
     return dataclasses.replace(found, kernels=kernels, kernel_speeds=SpeedTables(tables=tables))

@@ -1,0 +1,1 @@
+"""Counts in vLLM's workers how many tokens each expert is given."""

@@ -1,0 +1,214 @@
+"""Counts in a vLLM worker how many tokens each expert is given: puts a counter into every router of the model."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.plan.decision import Decision
+from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.compat import supported_version
+from moe_optimizer.vllm_plugin.compile_factor import add_compile_factor
+from moe_optimizer.vllm_plugin.patch import Patch, PatchReport, PatchState, apply_when_imported
+from moe_optimizer.vllm_plugin.proof import described
+
+if TYPE_CHECKING:
+    import torch
+
+    from moe_optimizer.vllm_plugin.expert_load.counter import ExpertCounter
+    from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter
+
+LOAD_PASS = "expert_load"
+"""The pass whose decision has tokens counted per expert."""
+
+_counting: Counting | None = None
+
+
+class Counting:
+    """The counter of this process's model and the writer of its counts. A failure ends the counting, not the step."""
+
+    def __init__(self, activation: Activation, counter: ExpertCounter, writer: ExpertLoadWriter) -> None:
+        self._activation = activation
+        self._counter = counter
+        self._writer = writer
+
+    @contextlib.contextmanager
+    def step(self, scheduler_output: Any) -> Iterator[None]:
+        """Count the tokens of a forward in the block; the rows after them are padding.
+
+        Outside of such a block nothing is counted: vLLM also runs the model on made-up tokens.
+        """
+        with self._guarded():
+            self._counter.count_rows(scheduler_output.total_num_scheduled_tokens)
+        yield
+        with self._guarded():
+            self._counter.count_rows(0)
+            if scheduler_output.total_num_scheduled_tokens:
+                self._writer.stepped()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - vLLM is serving
+            global _counting  # noqa: PLW0603
+            _counting = None
+            # Even a required pass: a server that has started is not ended for lack of statistics.
+            with contextlib.suppress(RequiredNotAppliedError):
+                self._activation.refused(LOAD_PASS, f"fallback: {described(error)}")
+
+
+def count_expert_load(activation: Activation, decision: Decision | None = None) -> None:  # noqa: ARG001 - read later
+    """Patch vLLM's worker so that its model is counted, and show the counts on /metrics in the API server."""
+    import vllm
+
+    from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
+    from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
+
+    supported, why_not = supported_version(str(vllm.__version__))
+    why_not = why_not if not supported else add_compile_factor()
+    if why_not:
+        activation.refused(LOAD_PASS, why_not)
+        return
+
+    def patched(report: PatchReport) -> None:
+        activation.patches_changed()
+        if report.state is PatchState.REFUSED:
+            activation.refused(LOAD_PASS, report.detail)
+
+    patches: tuple[Patch, ...] = (WORKER_MODEL_LOADED, WORKER_EXECUTE_MODEL)
+    for patch in patches:
+        apply_when_imported(patch, on_change=patched)
+    show_expert_load(activation)
+
+
+def show_expert_load(activation: Activation) -> None:
+    """Show on /metrics, in the process that answers it, what the workers of this run have counted."""
+    if activation.proof.role == "frontend":
+        from moe_optimizer.vllm_plugin.expert_load.metrics import show_on_metrics
+
+        show_on_metrics(activation.run_dir)
+
+
+def current_counting() -> Counting | None:
+    """Return what counts in this process; None where nothing does."""
+    return _counting
+
+
+def start_counting(activation: Activation, worker: Any) -> None:
+    """Put a counter into the routers of a worker's model. Called before its first forward, which may be compiled.
+
+    Raises:
+        RequiredNotAppliedError: it cannot be counted, and the plan requires it. Whatever else goes wrong leaves the
+            model as it is, with the reason in the proof.
+    """
+    global _counting  # noqa: PLW0603 - one model per process
+    _counting = None
+    if activation.wanted(LOAD_PASS) is None or activation.proof.passes[LOAD_PASS].why_not:
+        return
+    try:
+        reason = _why_not(worker.vllm_config)
+        if not reason:
+            _counting, reason = _bound(activation, worker)
+    except RequiredNotAppliedError:
+        raise
+    except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
+        reason = f"fallback: {described(error)}"
+    if reason:
+        activation.refused(LOAD_PASS, reason)
+
+
+def _why_not(vllm_config: Any) -> str:
+    """Return why the rows of a router's output would not be the tokens of this worker's step, or ""."""
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        return "data parallelism: a router sees the tokens of other replicas too"
+    if parallel.prefill_context_parallel_size > 1:
+        return "prefill context parallelism: a router sees a part of the tokens"
+    if parallel.use_ubatching:
+        return "dual batch overlap: a router sees half of the tokens at a time"
+    outputs = (vllm_config.model_config, getattr(vllm_config, "aux_output_config", None))
+    if any(getattr(config, "enable_return_routed_experts", False) for config in outputs):
+        return "--enable-return-routed-experts: vLLM's own capture takes the same place"
+    return ""
+
+
+def _bound(activation: Activation, worker: Any) -> tuple[Counting | None, str]:
+    """Return what counts the worker's model, or None and why nothing does."""
+    from moe_optimizer.vllm_plugin.expert_load.counter import LayerwiseCounter, StepwiseCounter
+    from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter, part_path
+    from moe_optimizer.vllm_plugin.server_facts import world
+
+    model = worker.model_runner.get_model()
+    layers = dict(_routed_layers(model))
+    num_experts = worker.vllm_config.model_config.get_num_experts()
+    if not layers or num_experts < 1:
+        return None, "vLLM routes no tokens in this model"
+    on_cpu = worker.device.type == "cpu"
+    ids = tuple(layers)
+    counter = LayerwiseCounter(ids, num_experts) if on_cpu else StepwiseCounter(ids, num_experts, worker.device)
+    reason = _set_capture(model, counter)
+    if reason:
+        return None, reason
+    rank, size = world()
+    activation.proof.model_rank, activation.proof.world_size = rank, size
+    assert activation.plan is not None
+    writer = ExpertLoadWriter(
+        counter,
+        model=activation.plan.model.name,
+        layers=tuple(layers.items()),
+        since=datetime.now(UTC).isoformat(timespec="seconds"),
+        # The ranks of a tensor parallel group route the same tokens: the first one's counts are everybody's.
+        path=part_path(activation.run_dir, rank) if rank % worker.parallel_config.tensor_parallel_size == 0 else None,
+        on_seen=lambda: activation.ran(LOAD_PASS),
+    )
+    activation.applied(LOAD_PASS, kernel="", isa="")
+    if on_cpu:
+        writer.start()
+    return Counting(activation, counter, writer), ""
+
+
+def _routed_layers(model: torch.nn.Module) -> Iterator[tuple[int, str]]:
+    """Yield (number of the decoder layer, name) of every layer that routes tokens, in the model's order.
+
+    Raises:
+        ValueError: two have the same number.
+    """
+    seen = set()
+    module: Any  # vLLM's own attributes, which torch's Module does not declare
+    for module in model.modules():
+        if hasattr(module, "layer_id") and (hasattr(module, "router") or hasattr(module, "capture_fn")):
+            layer_id = int(module.layer_id)
+            if layer_id in seen:
+                raise ValueError(f"two layers that route tokens have the number {layer_id}")
+            seen.add(layer_id)
+            yield layer_id, str(getattr(module, "layer_name", "") or getattr(module, "prefix", "") or layer_id)
+
+
+def _set_capture(model: torch.nn.Module, counter: ExpertCounter) -> str:
+    """Have vLLM call the counter in every router. Returns "" or why it does not."""
+    capturer = _vllms_own_binding()
+    if capturer is not None:
+        try:
+            capturer(model, counter)
+        except ValueError as error:
+            return str(error)
+        return ""
+    module: Any  # as above
+    for module in model.modules():
+        if hasattr(module, "layer_id") and hasattr(module, "router"):
+            if module.is_monolithic:
+                return f"layer {module.layer_name}: its kernel routes tokens itself, and vLLM before 0.28 cannot tell"
+            module.router.set_capture_fn(functools.partial(counter.capture, module.layer_id))
+    return ""
+
+
+def _vllms_own_binding() -> Any:
+    """Return vLLM's function that gives every router of a model a callback; None before 0.28."""
+    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+
+    return getattr(routed_experts_capturer, "bind_routed_experts_capturer", None)

@@ -1,0 +1,120 @@
+"""Writes one worker's counts to its file under the run folder, from a thread, and the merged file of all workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.files import write_atomically
+from moe_optimizer.log import get_logger
+from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR, ExpertLoad, LayerLoad, read_run_load
+from moe_optimizer.vllm_plugin.expert_load.counter import ExpertCounter
+
+_INTERVAL_S = 3.0
+"""Chosen: encoding 61 layers of 256 experts takes a few milliseconds of the interpreter, so a thousandth of it."""
+_UNSEEN_INTERVAL_S = 0.5
+"""Chosen: how soon after vLLM's own warm-up the proof says that every layer is counted."""
+
+logger = get_logger(__name__)
+
+
+class ExpertLoadWriter:
+    """Turns a counter's table into files, at most once every three seconds, and only after a step.
+
+    Args:
+        path: this process's file; None in a process whose counts another one writes too.
+        layers: (layer id, name) in the order of the table's rows.
+        on_seen: called once, when every layer of the model has passed through the counter.
+    """
+
+    def __init__(
+        self,
+        counter: ExpertCounter,
+        *,
+        model: str,
+        layers: Sequence[tuple[int, str]],
+        since: str,
+        path: Path | None,
+        on_seen: Callable[[], None],
+    ) -> None:
+        self._counter = counter
+        self._model = model
+        self._layers = tuple(layers)
+        self._since = since
+        self._path = path
+        self._on_seen = on_seen
+        self._seen = self._failed = False
+        self._steps = self._written_steps = 0
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def stepped(self) -> None:
+        """Note one served step. Called in every one: it costs an addition and a look at a flag."""
+        self._steps += 1
+        if not self._wake.is_set():
+            self._wake.set()
+        self.start()
+
+    def start(self) -> None:
+        """Start the thread, if it is not running. On CUDA not before the first step: reads break graph capture."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._keep_writing, name="moe-optimizer-expert-load", daemon=True)
+            self._thread.start()
+
+    def write(self) -> None:
+        """Read the table and write the files now.
+
+        Raises:
+            OSError: the run folder does not take them.
+        """
+        table = self._counter.table()
+        if not self._seen and bool(table.any(dim=1).all()):
+            self._seen = True
+            self._on_seen()
+        if self._path is None or self._steps == self._written_steps:
+            return
+        load = self._load(table)
+        write_atomically(self._path, load.to_json())
+        self._written_steps = load.steps
+        # Every process writes the merged file after its own: the last one to write has seen all.
+        run_dir = self._path.parent.parent
+        write_atomically(run_dir / LOAD_FILE, read_run_load(run_dir).to_json())
+
+    def _load(self, table: torch.Tensor) -> ExpertLoad:
+        # The first and the last column are what is no routed expert.
+        rows = table[:, 1:-1].tolist()
+        layers = (
+            LayerLoad(index=index, name=name, tokens=tuple(tokens))
+            for (index, name), tokens in zip(self._layers, rows, strict=True)
+        )
+        return ExpertLoad(
+            model=self._model,
+            num_experts=table.shape[1] - 2,
+            layers=tuple(sorted(layers, key=lambda layer: layer.index)),
+            since=self._since,
+            steps=self._steps,
+        )
+
+    def _keep_writing(self) -> None:
+        pause = threading.Event()
+        while True:
+            stepped = self._wake.wait(None if self._seen else _UNSEEN_INTERVAL_S)
+            self._wake.clear()
+            try:
+                self.write()
+            except (OSError, InputError) as error:
+                # The counts stay in memory: the next write has them too.
+                if not self._failed:
+                    self._failed = True
+                    logger.warning("expert load under %s cannot be written: %s", self._path, error)
+            if stepped:
+                pause.wait(_INTERVAL_S)
+
+
+def part_path(run_dir: Path, rank: int) -> Path:
+    """Return the file of the worker `rank`."""
+    return run_dir / PARTS_DIR / f"{rank}.json"

@@ -1,0 +1,153 @@
+"""vLLM's experts interface over this package's kernels: what the classes for CPU and CUDA have in common.
+
+Inside vLLM only. A class answers for what it was shown to compute; a "no" carries a reason and leaves the layer to
+the next class in vLLM's order.
+"""
+
+# The signatures are vLLM's; it passes their arguments by name.
+# ruff: noqa: ARG002, N803, PLR0917, PLW0211
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation, current
+from moe_optimizer.vllm_plugin.experts.weight_format import planned_format
+from moe_optimizer.vllm_plugin.proof import described
+
+# SwiGLU variants that vLLM parametrises on the layer: silently ignoring one would change the model.
+_SWIGLU_PARAMETERS = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
+
+QuantKeys = tuple[Any, Any]
+"""How vLLM describes the quantisation of weights and activations; (None, None) is unquantised."""
+
+
+class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
+    """SwiGLU experts, with or without an expert map, on weights that vLLM hands over as it loads them.
+
+    [E, 2 I, H] with the gate rows first and [E, H, I]; the stock classes pack or shuffle them in their own
+    `process_weights_after_loading`, which does not run when this class is chosen.
+    """
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]]
+    """Of the activations."""
+    stock_classes: ClassVar[tuple[type[mk.FusedMoEExperts], ...]] = ()
+    """vLLM's own classes for the same backend, in its order; set when the class is offered."""
+
+    @classmethod
+    @abstractmethod
+    def kernel_name(cls) -> tuple[str, str]:
+        """Return the kernel's name and instruction set for the proof."""
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, moe_config: Any, keys: QuantKeys, activation: Activation) -> str:
+        """Return why a layer that passed vLLM's own questions is still not ours, or ""."""
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """The kernels read the activations as the layer gives them."""
+        return True
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        """One row per token, as the router leaves them."""
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def is_supported_config(
+        cls: type[mk.FusedMoEExperts],  # pyright: ignore[reportSelfClsParameterName] - vLLM's own shape
+        moe_config: Any,
+        weight_key: Any,
+        activation_key: Any,
+        activation_format: mk.FusedMoEActivationFormat,
+    ) -> tuple[bool, str | None]:
+        """Return whether the kernel computes this layer, and why not; the proof gets the answer too.
+
+        Raises:
+            RequiredNotAppliedError: no, and the plan requires the kernel.
+        """
+        assert issubclass(cls, MoeOptimizerExperts), cls
+        activation = current()
+        if activation is None:
+            return False, "moe-optimizer is not active in this process"
+        pass_names: tuple[str, ...] = (EXPERTS_PASS,)
+        try:
+            wanted = planned_format(activation)
+            pass_names = wanted.passes
+            supported, reason = mk.FusedMoEExperts.is_supported_config(
+                cls, moe_config, weight_key, activation_key, activation_format
+            )
+            if supported:
+                reason = (
+                    _unsupported_reason(cls, moe_config)
+                    or cls.why_not(moe_config, (weight_key, activation_key), activation)
+                    or wanted.why_not(moe_config)
+                )
+            elif not reason:
+                reason = "vLLM says no without a reason"
+            if not reason:
+                name, isa = cls.kernel_name()
+                for pass_name in pass_names:
+                    activation.applied(pass_name, kernel=name, isa=isa)
+                return True, None
+        except RequiredNotAppliedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - vLLM is choosing a kernel; stock must stay reachable
+            reason = f"fallback: {described(error)}"
+        for pass_name in pass_names:
+            activation.refused(pass_name, reason)
+        return False, reason
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation == MoEActivation.SILU
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        # Tensor and expert parallelism were compared with stock. Data parallelism adds a dispatch between the
+        # ranks, and EPLB moves weights under the kernel: neither was.
+        return moe_parallel_config.dp_size == 1 and not getattr(moe_parallel_config, "enable_eplb", False)
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        # The op's contract: bit for bit the same for any other tokens in the batch.
+        return True
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """No workspace: the kernel keeps its own scratch. Output: one row of the model width per token."""
+        return (0,), (0,), (M, K)
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        """Nothing is left to do: the kernel weights and sums the experts of a token."""
+        return TopKWeightAndReduceNoOP()
+
+
+def _unsupported_reason(cls: type[MoeOptimizerExperts], moe_config: Any) -> str:
+    if moe_config.in_dtype not in cls.dtypes:
+        return f"kernel does not support {moe_config.in_dtype} activations"
+    for name in _SWIGLU_PARAMETERS:
+        if getattr(moe_config, name, None) is not None:
+            return f"kernel does not support {name}={getattr(moe_config, name)}"
+    return ""

@@ -1,0 +1,248 @@
+"""The experts class for unquantised layers on CUDA: our kernels where the plan's table has them, Triton elsewhere."""
+
+# The signatures are vLLM's; it passes their arguments by name.
+# ruff: noqa: ARG002, N803, PLR0917
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.platforms import current_platform
+
+from moe_optimizer.ops import _load
+from moe_optimizer.specs.kernel_speeds import STOCK
+from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation, current
+from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
+from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer, LayerFacts, planned_ranges
+from moe_optimizer.vllm_plugin.experts.weight_format import (
+    PLAIN,
+    ExpertsCall,
+    KernelWeights,
+    WeightFormat,
+    weight_format,
+)
+
+_CAPABILITY = 90
+_WEIGHTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class MoeOptimizerCudaExperts(MoeOptimizerExperts):
+    """SwiGLU experts on a Hopper GPU.
+
+    Which kernel computes a forward is a matter of its number of tokens and settled in Python: in a CUDA graph once,
+    when it is captured. vLLM's own experts are always at hand, on the same weights.
+    """
+
+    dtypes = (torch.bfloat16,)
+    unnamed: ClassVar[Any] = itertools.count()
+    """Numbers layers where vLLM does not say their names: in the order of their first forward."""
+
+    def __init__(self, moe_config: Any, quant_config: Any) -> None:
+        super().__init__(moe_config, quant_config)
+        (stock,) = self.stock_classes
+        self.stock: Any = stock(moe_config, quant_config)
+        self._layer: CudaLayer | None = None
+        self._output = _Output(self.stock)
+        self._name = ""
+
+    @classmethod
+    def kernel_name(cls) -> tuple[str, str]:
+        """Return the kernel's name and instruction set for the proof."""
+        return "fused_experts (cuda)", "sm_90a"
+
+    @classmethod
+    def why_not(cls, moe_config: Any, keys: QuantKeys, activation: Activation) -> str:
+        """Return why this layer is left to vLLM altogether, or ""."""
+        available, reason = _load.kernels_available()
+        if not available:
+            return reason
+        if not hasattr(_load.kernels(), "cuda_grouped"):
+            return "built without CUDA kernels: no nvcc was found"
+        if moe_config.has_bias:
+            return "kernel does not support biases"
+        if len(cls.stock_classes) != 1:
+            return f"vLLM has {len(cls.stock_classes)} kernels for this layer, known is one"
+        (stock,) = cls.stock_classes
+        supported, reason = stock.is_supported_config(stock, moe_config, *keys, cls.activation_format())
+        if not supported:
+            return f"vLLM's own kernel, needed beside ours, does not support it: {reason}"
+        decision = activation.wanted(EXPERTS_PASS)
+        assert decision is not None, "the class is offered when the plan wants it"
+        kind = cls.weight_kind(moe_config, keys)
+        return "" if planned_ranges(decision.params, kind) else f"the plan has no kernel of ours for {kind} weights"
+
+    @classmethod
+    def weight_kind(cls, moe_config: Any, keys: QuantKeys) -> str:  # noqa: ARG003 - unquantised here
+        """Return under which name the plan has its dispatch for this layer's weights."""
+        return _WEIGHTS[moe_config.in_dtype]
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return current_platform.is_cuda() and current_platform.is_device_capability(_CAPABILITY)
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key is None and activation_key is None
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        # Another number of tokens may be computed by another kernel.
+        return False
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """As vLLM's own experts, whichever kernel runs: vLLM sizes its workspace once, from the largest forward, and a
+        smaller one may be theirs.
+        """
+        return self.stock.workspace_shapes(
+            M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
+        )
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        """Return what writes the layer's output."""
+        return self._output
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Learn the layer's name, where this vLLM asks; the weights stay as they are."""
+        self._name = str(getattr(layer, "layer_name", ""))
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> Any:
+        """Compute the routed experts of every token: ours when vLLM says where to write, vLLM's into `output`."""
+        layer = self._layer_of(w1, w2, expert_map)
+        use = layer.use_for(hidden_states.shape[0])
+        if use == STOCK or not layer.covers(hidden_states):
+            layer.note_run(STOCK, hidden_states)
+            quantized, scale = self.stock_input(hidden_states)
+            return self.stock.apply(
+                output,
+                quantized,
+                w1,
+                w2,
+                topk_weights,
+                topk_ids,
+                activation,
+                global_num_experts,
+                expert_map,
+                scale,
+                a2_scale,
+                workspace13,
+                workspace2,
+                expert_tokens_meta,
+                apply_router_weight_on_input,
+            )
+        # vLLM's prepare step has multiplied the input with the weights; a second time would square them.
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        call = ExpertsCall(
+            out=output,
+            x=hidden_states,
+            topk_weights=weights,
+            topk_ids=topk_ids,
+            expert_map=expert_map,
+            w13_bias=None,
+            w2_bias=None,
+        )
+        self._output.pending = functools.partial(_run_into, layer, use, call)
+        layer.note_run(use, hidden_states)
+        return None
+
+    def stock_input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the activations and their scale as vLLM's own experts expect them."""
+        return x, None
+
+    def kernel_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[KernelWeights, WeightFormat, str]:
+        """Return the layer's weights for our kernels, their format, and their name in the plan's dispatch."""
+        return KernelWeights(format=PLAIN, w13=w1, w2=w2), weight_format(PLAIN), _WEIGHTS[w1.dtype]
+
+    def use_layer(self, layer: CudaLayer) -> None:
+        """Run this layer as it is, outside any plan: for measurements."""
+        self._layer = layer
+
+    def _layer_of(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> CudaLayer:
+        """Return the layer, checked: in its first forward, which is vLLM's own run to measure memory."""
+        if self._layer is not None and self._layer.address == w1.data_ptr():
+            return self._layer
+        activation = current()
+        assert activation is not None, "the class was chosen in a process with a plan"
+        decision = activation.wanted(EXPERTS_PASS)
+        assert decision is not None, "the class was chosen for a plan that wants it"
+        weights, form, kind = self.kernel_weights(w1, w2)
+        facts = LayerFacts(
+            name=self._name or f"MoE layer {next(self.unnamed)}",
+            dtype=self.moe_config.in_dtype,
+            top_k=self.moe_config.experts_per_token,
+            expert_map=expert_map,
+        )
+        self._layer = CudaLayer(weights, form, facts, planned_ranges(decision.params, kind))
+        self._layer.check(activation)
+        return self._layer
+
+
+def _run_into(layer: CudaLayer, use: str, call: ExpertsCall, out: torch.Tensor) -> None:
+    layer.run(use, dataclasses.replace(call, out=out))
+
+
+class _Output(mk.TopKWeightAndReduce):
+    """Where a layer's output is written.
+
+    vLLM has the experts write into its workspace and copies from there into the layer's output. Our kernels wait until
+    it names that output and write there: one launch less per layer.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+        self.pending: Callable[[torch.Tensor], None] | None = None
+
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        """Run what is pending into the layer's output, or finish what vLLM's own experts computed."""
+        run, self.pending = self.pending, None
+        if run is None:
+            return self._stock.finalize_weight_and_reduce_impl().apply(
+                output=output,
+                fused_expert_output=fused_expert_output,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                apply_router_weight_on_input=apply_router_weight_on_input,
+            )
+        target = fused_expert_output if output is None else output
+        run(target)
+        return target

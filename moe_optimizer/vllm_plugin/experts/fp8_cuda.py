@@ -1,0 +1,87 @@
+"""The experts class for FP8 layers on CUDA: BF16 activations on FP8 weights, where vLLM's kernel rounds both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+)
+
+from moe_optimizer.ops.reference import SCALE_BLOCK, dequantize
+from moe_optimizer.vllm_plugin.experts.base import QuantKeys
+from moe_optimizer.vllm_plugin.experts.cuda import MoeOptimizerCudaExperts
+from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights, PlainWeights, WeightFormat
+
+_BLOCK, _CHANNEL = "fp8_block", "fp8_channel"
+_KINDS = {kFp8Static128BlockSym: _BLOCK, kFp8StaticChannelSym: _CHANNEL, kFp8StaticTensorSym: _CHANNEL}
+"""Weights -> their name in the plan's dispatch. One scale per expert is one per channel, repeated."""
+
+
+class MoeOptimizerFp8CudaExperts(MoeOptimizerCudaExperts):
+    """SwiGLU experts with E4M3 weights on a Hopper GPU, for BF16 activations.
+
+    vLLM's own experts quantise the activations too. Where they compute a forward, this class does that for them.
+    """
+
+    @classmethod
+    def weight_kind(cls, moe_config: Any, keys: QuantKeys) -> str:  # noqa: ARG003 - BF16 activations, see `dtypes`
+        """Return under which name the plan has its dispatch for this layer's weights."""
+        return _KINDS[keys[0]]
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:  # noqa: ARG004 - ours stay as they are
+        return weight_key in _KINDS
+
+    def stock_input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Quantise the activations as vLLM's prepare step does for its own experts."""
+        config = self.quant_config
+        return moe_kernel_quantize_input(
+            x, config.a1_scale, config.quant_dtype, config.per_act_token_quant, config.block_shape
+        )
+
+    def kernel_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[KernelWeights, WeightFormat, str]:
+        """Return the layer's weights with a scale per block or per channel, their format and their name in the plan."""
+        weights = KernelWeights(
+            format=Fp8CheckpointWeights.name,
+            w13=w1,
+            w2=w2,
+            w13_scale=_scales(self.w1_scale, w1, self.block_shape),
+            w2_scale=_scales(self.w2_scale, w2, self.block_shape),
+        )
+        return weights, Fp8CheckpointWeights(), _CHANNEL if self.block_shape is None else _BLOCK
+
+
+class Fp8CheckpointWeights(PlainWeights):
+    """FP8 as vLLM loaded or converted it."""
+
+    name = "fp8"
+
+    def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the expert's two matrices in float32."""
+        return (
+            dequantize(weights.w13, weights.w13_scale, expert, torch.float32),
+            dequantize(weights.w2, weights.w2_scale, expert, torch.float32),
+        )
+
+
+def _scales(scale: torch.Tensor | None, weight: torch.Tensor, block: list[int] | None) -> torch.Tensor:
+    """Return FP32 scales per 128x128 block or per output channel, from the forms in which vLLM keeps them.
+
+    Raises:
+        ValueError: another form.
+    """
+    experts, rows, _ = weight.shape
+    if scale is not None and scale.dtype == torch.float32:
+        if block is None and scale.numel() == experts:
+            return scale.reshape(experts, 1).expand(experts, rows).contiguous()
+        if block is None and scale.numel() == experts * rows:
+            return scale.reshape(experts, rows).contiguous()
+        if block == [SCALE_BLOCK, SCALE_BLOCK] and scale.dim() == 3:
+            return scale.contiguous()
+    found = "none" if scale is None else f"{scale.dtype} {tuple(scale.shape)}"
+    raise ValueError(f"scales of the weights: got {found} with block {block}, expected float32 per 128x128 or channel")

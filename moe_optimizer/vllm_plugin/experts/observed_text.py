@@ -1,0 +1,95 @@
+"""Runs a text through a model in this process and shows every call of our expert kernel to an observer.
+
+On vLLM's CPU build only: there the kernel is called from Python in every step.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_optimizer.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights
+
+_PROFILE = """\
+name: observed_text
+passes: {flash_dmoe: {mode: on}, fp8: {mode: off}, sparsity_24: {mode: off}, expert_load: {mode: off}}
+"""
+_WINDOW = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedText:
+    """What was run."""
+
+    tokens: int
+    layer_index: Callable[[int], int]
+    """Address of a layer's w13 -> index of the decoder layer."""
+
+
+def observe_text(
+    model: str, text: str, *, max_tokens: int, observe: Callable[[KernelWeights, ExpertsCall], None]
+) -> ObservedText:
+    """Run `text` through the model, in windows of 512 tokens.
+
+    Args:
+        model: folder.
+        text: cut off after `max_tokens`.
+        max_tokens: of the model's own tokenizer.
+        observe: called after each call of the kernel, whose output is in `call.out` and goes on.
+
+    Raises:
+        UnsupportedError: our CPU kernel does not compute this model's experts here.
+    """
+    # Before vLLM is imported: it reads its variables then, and loads the plugin in this process.
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Path(folder) / "profile.yaml"
+        profile.write_text(_PROFILE)
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "MOE_OPTIMIZER_PROFILE": str(profile),
+            "MOE_OPTIMIZER_RUN_DIR": folder,
+        }
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        return _observe(model, text, max_tokens, observe)
+
+
+def _observe(
+    model: str, text: str, max_tokens: int, observe: Callable[[KernelWeights, ExpertsCall], None]
+) -> ObservedText:
+    import vllm
+
+    from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, current
+    from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, decoder_layer, weight_format
+
+    engine = vllm.LLM(model=model, enforce_eager=True, max_model_len=_WINDOW + 1, enable_prefix_caching=False)
+    tokens = engine.get_tokenizer().encode(text, add_special_tokens=False)[:max_tokens]
+    activation = current()
+    proof = None if activation is None else activation.proof.passes.get(EXPERTS_PASS)
+    if activation is None or proof is None or not proof.layers:
+        why = proof.why_not if proof is not None else "the plugin is not active"
+        raise UnsupportedError(f"{model}: our kernel computes none of its layers: {why}")
+    plain = weight_format(PLAIN)
+    compute = plain.compute
+
+    def observed(weights: KernelWeights, call: ExpertsCall) -> None:
+        compute(weights, call)
+        observe(weights, call)
+
+    def layer_index(address: int) -> int:
+        name = activation.layer_at(address).name
+        index = decoder_layer(name)
+        assert index is not None, f"{name}: no decoder layer"
+        return index
+
+    # Only now: vLLM's warm-up ran on tokens that nobody would send.
+    plain.compute = observed
+    prompts: Any = [{"prompt_token_ids": tokens[at : at + _WINDOW]} for at in range(0, len(tokens), _WINDOW)]
+    engine.generate(prompts, vllm.SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+    return ObservedText(len(tokens), layer_index)

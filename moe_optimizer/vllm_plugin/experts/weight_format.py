@@ -1,0 +1,166 @@
+"""How the experts' weights of a layer lie in memory once they are loaded, and which kernel reads them.
+
+The plan names a format; `plain` is as vLLM loads them. A format that stores fewer bytes converts a layer once, after
+loading, and is then all that is left of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation, plugin_decisions
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT_PARAM = "weight_format"
+"""Key in the params of the decision that wants another format than plain; its value is a name in `WEIGHT_FORMATS`."""
+PLAIN = "plain"
+_DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+WEIGHT_FORMATS = {
+    PLAIN: "moe_optimizer.vllm_plugin.experts.weight_format:PlainWeights",
+    "fp8": "moe_optimizer.vllm_plugin.experts.weight_format_fp8:Fp8Weights",
+    "sparse_24": "moe_optimizer.vllm_plugin.experts.weight_format_sparse:SparseWeights",
+}
+"""Name -> "module:class". One line per format; the class is imported when a plan asks for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelWeights:
+    """What a kernel reads of one layer. E local experts, H hidden size, I expert width."""
+
+    format: str
+    """Name of the format that these tensors are in: a format may leave a layer plain."""
+    w13: torch.Tensor
+    """Takes the place of the layer's w13_weight; plain: [E, 2I, H], gate rows first."""
+    w2: torch.Tensor
+    """Takes the place of the layer's w2_weight; plain: [E, H, I]."""
+    w13_scale: torch.Tensor | None = None
+    """What goes with w13: the scales of fp8, the mask of sparse_24."""
+    w2_scale: torch.Tensor | None = None
+    output_error: float | None = None
+    """By what share the planned format changes the layer's output; None: not measured."""
+    why_plain: str = ""
+    """Why the layer is not in the planned format; "" where it is."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights, scales and masks."""
+        tensors = (self.w13, self.w2, self.w13_scale, self.w2_scale)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsCall:
+    """One call of a kernel: T tokens, k experts each."""
+
+    out: torch.Tensor
+    """[T, H]: to be written."""
+    x: torch.Tensor
+    """[T, H]."""
+    topk_weights: torch.Tensor
+    """float32 [T, k]."""
+    topk_ids: torch.Tensor
+    """[T, k]: global where there is an expert map."""
+    expert_map: torch.Tensor | None
+    w13_bias: torch.Tensor | None
+    w2_bias: torch.Tensor | None
+
+
+class WeightFormat(Protocol):
+    """A format of the experts' weights. Created once per layer kind, holds no state of a layer."""
+
+    name: str
+    passes: tuple[str, ...]
+    """Passes that are applied when a layer is in this format."""
+
+    def why_not(self, moe_config: Any) -> str:
+        """Return why layers of this vLLM FusedMoEConfig cannot be in this format, or "". Before loading."""
+        ...
+
+    def convert(self, layer_name: str, w13: torch.Tensor, w2: torch.Tensor) -> KernelWeights:
+        """Return a layer's weights ([E, 2I, H], [E, H, I] as loaded) in this format; the inputs stay as they are."""
+        ...
+
+    def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return w13 [2I, H] and w2 [H, I] of one local expert as float32: what the kernel is to compute with."""
+        ...
+
+    def compute(self, weights: KernelWeights, call: ExpertsCall) -> None:
+        """Write the weighted sum of the experts of every token into `call.out`."""
+        ...
+
+
+class PlainWeights:
+    """As vLLM loads them."""
+
+    name: str = PLAIN
+    passes: tuple[str, ...] = (EXPERTS_PASS,)
+
+    def why_not(self, moe_config: Any) -> str:  # noqa: ARG002 - the experts class has checked the sizes
+        """Every layer can be plain."""
+        return ""
+
+    def convert(self, layer_name: str, w13: torch.Tensor, w2: torch.Tensor) -> KernelWeights:  # noqa: ARG002
+        """Return the tensors themselves."""
+        return KernelWeights(format=PLAIN, w13=w13, w2=w2)
+
+    def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the expert's two matrices in float32."""
+        return weights.w13[expert].float(), weights.w2[expert].float()
+
+    def compute(self, weights: KernelWeights, call: ExpertsCall) -> None:
+        """Run `ops.fused_experts`."""
+        from moe_optimizer.ops.fused_experts import fused_experts
+
+        fused_experts(
+            call.x.contiguous(),
+            weights.w13,
+            weights.w2,
+            call.topk_weights,
+            call.topk_ids,
+            expert_map=call.expert_map,
+            w13_scale=weights.w13_scale,
+            w2_scale=weights.w2_scale,
+            w13_bias=call.w13_bias,
+            w2_bias=call.w2_bias,
+            out=call.out,
+        )
+
+
+def decoder_layer(name: str) -> int | None:
+    """Return the index of the decoder layer in a module's name, None where it has none."""
+    found = _DECODER_LAYER.search(name)
+    return int(found[1]) if found else None
+
+
+_created: dict[str, WeightFormat] = {}
+
+
+def weight_format(name: str) -> WeightFormat:
+    """Return the format of this name.
+
+    Raises:
+        KeyError: there is none; a plan that passed its checks does not name one.
+    """
+    if name not in _created:
+        module, _, class_name = WEIGHT_FORMATS[name].partition(":")
+        _created[name] = getattr(importlib.import_module(module), class_name)()
+    return _created[name]
+
+
+def planned_format(activation: Activation) -> WeightFormat:
+    """Return the format that the plan wants the experts' weights in."""
+    names = [] if activation.plan is None else _format_names(activation)
+    return weight_format(names[0] if names else PLAIN)
+
+
+def _format_names(activation: Activation) -> Sequence[str]:
+    assert activation.plan is not None
+    decisions = plugin_decisions(activation.plan)
+    return [decision.params[FORMAT_PARAM] for decision in decisions if FORMAT_PARAM in decision.params]

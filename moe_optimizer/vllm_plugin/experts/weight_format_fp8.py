@@ -1,0 +1,82 @@
+"""Experts in FP8: a weight format that the plugin converts a layer's weights to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, current
+from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, PlainWeights, decoder_layer
+from moe_optimizer.vllm_plugin.proof import described
+
+if TYPE_CHECKING:
+    import torch
+
+FP8_PASS = "fp8"
+FORMAT = "fp8"
+
+
+class Fp8Weights(PlainWeights):
+    """E4M3 weights with FP32 scales; `ops.fused_experts` reads them in place.
+
+    A layer stays plain where the plan keeps it and where the change of its output exceeds the plan's budget. It stays
+    plain too where it cannot be converted, for example because a weight is not finite; that counts as refused.
+    """
+
+    name = FORMAT
+    passes = (EXPERTS_PASS, FP8_PASS)
+
+    def convert(self, layer_name: str, w13: torch.Tensor, w2: torch.Tensor) -> KernelWeights:
+        """Return the layer in FP8 as the plan wants it, or plain.
+
+        Raises:
+            RequiredNotAppliedError: it cannot be converted, and the plan requires that it is.
+        """
+        activation = current()
+        decision = None if activation is None else activation.wanted(FP8_PASS)
+        assert activation is not None, "weights are converted in a process that follows a plan"
+        assert decision is not None, "weights are converted to FP8 where the plan has it on"
+        if decoder_layer(layer_name) in decision.params["kept_layers"]:
+            return _plain(w13, w2, "kept by the plan")
+        try:
+            return _converted(w13, w2, decision.params)
+        except Exception as error:  # noqa: BLE001 - vLLM is loading its model; the loaded weights do as well
+            activation.refused(FP8_PASS, f"{layer_name}: fallback: {described(error)}")
+            return _plain(w13, w2, "could not be converted")
+
+    def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the expert's two matrices in float32."""
+        from moe_optimizer.ops.fp8_quant import dequantize_fp8
+
+        assert weights.w13_scale is not None, weights.format
+        assert weights.w2_scale is not None, weights.format
+        return (
+            dequantize_fp8(weights.w13[expert], weights.w13_scale[expert]),
+            dequantize_fp8(weights.w2[expert], weights.w2_scale[expert]),
+        )
+
+
+def _converted(w13: torch.Tensor, w2: torch.Tensor, params: Mapping[str, Any]) -> KernelWeights:
+    from moe_optimizer.ops.fp8_error import experts_output_error
+    from moe_optimizer.ops.fp8_quant import quantize_fp8
+
+    w13_fp8 = quantize_fp8(w13, granularity=params["granularity"])
+    w2_fp8 = quantize_fp8(w2, granularity=params["granularity"])
+    error, most = None, params["max_layer_error"]
+    if most is not None:
+        error = experts_output_error(w13, w2, w13_fp8, w2_fp8)
+        # Written so that an error that is not a number is too large.
+        if not error <= most:
+            return _plain(w13, w2, f"FP8 changes its output by {error:.3f}, allowed are {most:g}", error)
+    return KernelWeights(
+        format=FORMAT,
+        w13=w13_fp8[0],
+        w2=w2_fp8[0],
+        w13_scale=w13_fp8[1],
+        w2_scale=w2_fp8[1],
+        output_error=error,
+    )
+
+
+def _plain(w13: torch.Tensor, w2: torch.Tensor, why: str, error: float | None = None) -> KernelWeights:
+    return KernelWeights(format=PLAIN, w13=w13, w2=w2, output_error=error, why_plain=why)

@@ -1,0 +1,1 @@
+"""Puts the experts on the ranks that the plan names."""

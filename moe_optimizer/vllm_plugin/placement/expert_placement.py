@@ -1,0 +1,248 @@
+"""Carries a placement of experts out: by expert maps before loading, or as the policy of vLLM's EPLB.
+
+A layer's expert map says which of its experts live in this process and in which slot. vLLM loads weights through the
+map and routes tokens through it, so a layer whose map is changed before loading keeps both together. All ranks must
+take the same placement, or experts would be missing: they agree on each layer before one of them changes it. They
+ask each other even where nothing is planned, because a rank that failed to plan must not leave the others waiting.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.plan.decision import Decision
+from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.compat import supported_version
+from moe_optimizer.vllm_plugin.patch import PatchReport, PatchState, apply_when_imported
+from moe_optimizer.vllm_plugin.patches.routed_experts import ROUTED_EXPERTS
+from moe_optimizer.vllm_plugin.proof import described
+
+if TYPE_CHECKING:
+    import torch
+
+PLACEMENT_PASS = "expert_placement"
+"""The pass whose decision says where experts live."""
+_LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+_PLACED = "placed_by_moe_optimizer"
+"""Attribute of a vLLM layer with a map of ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """What the plan says of one layer."""
+
+    experts: tuple[int, ...]
+    """By rank, as many for each."""
+    num_ranks: int
+    num_experts: int
+    digest: str
+
+
+class _PlacedLayer:
+    """A map of ours: remembers which of its experts were asked for while loading."""
+
+    def __init__(self, expert_map: torch.Tensor, map_global_to_local: Callable[[int], int], load_format: str) -> None:
+        self.expert_map = expert_map
+        self.asked: set[int] = set()
+        self.load_format = load_format
+        self._original = map_global_to_local
+
+    def map_global_to_local(self, global_id: int) -> int:
+        """As vLLM's ExpertMapManager: which slot an expert is loaded into, -1 for none."""
+        self.asked.add(global_id)
+        return self._original(global_id)
+
+
+def apply_placement(activation: Activation, decision: Decision) -> None:
+    """Install what the decision's mode needs."""
+    import vllm
+
+    supported, why_not = supported_version(str(vllm.__version__))
+    if not supported:
+        activation.refused(PLACEMENT_PASS, why_not)
+        return
+    if decision.params["mode"] == "eplb":
+        from moe_optimizer.vllm_plugin.placement.eplb_policy import register_policy
+
+        register_policy(activation)
+        return
+
+    def patched(report: PatchReport) -> None:
+        activation.patches_changed()
+        if report.state is PatchState.REFUSED:
+            activation.refused(PLACEMENT_PASS, report.detail)
+
+    apply_when_imported(ROUTED_EXPERTS, on_change=patched)
+
+
+def offer_placement(activation: Activation) -> None:
+    """Patch vLLM's layers for a plan that is made while vLLM builds the first of them; no plan, no change."""
+    apply_when_imported(ROUTED_EXPERTS, on_change=lambda report: activation.patches_changed())  # noqa: ARG005
+
+
+def place_layer(activation: Activation, layer: Any) -> None:
+    """Give a vLLM RoutedExperts its expert map, if the plan has one and every rank can.
+
+    Raises:
+        RequiredNotAppliedError: it cannot be, and the plan requires it. Whatever else goes wrong leaves the layer of
+            every rank as vLLM made it, with the reason in the proof.
+    """
+    if layer.expert_map_manager.expert_map is None:
+        # No expert parallelism in this layer.
+        return
+    planned = _planned(activation, layer)
+    expert_map, reason = (None, "") if planned is None else _possible_map(layer, planned)
+    try:
+        agreed = all_ranks_can(expert_map is not None)
+    except Exception as error:  # noqa: BLE001 - no rank hears the others; each leaves its layer alone
+        agreed, reason = False, f"fallback: {described(error)}"
+    if planned is None:
+        return
+    if not agreed:
+        why = reason or "another rank cannot take its experts"
+        activation.refused(PLACEMENT_PASS, f"{layer.layer_name}: {why}")
+        return
+    assert expert_map is not None
+    manager = layer.expert_map_manager
+    manager._expert_map = expert_map
+    layer.update_expert_map_info()
+    placed = _PlacedLayer(expert_map, manager.map_global_to_local, _load_format())
+    setattr(layer, _PLACED, placed)
+    manager.map_global_to_local = placed.map_global_to_local
+    _confirm_when_loaded(activation, layer)
+    activation.applied(PLACEMENT_PASS, kernel="", isa="")
+    activation.proof.passes[PLACEMENT_PASS].digest = planned.digest
+
+
+def _planned(activation: Activation, layer: Any) -> _Planned | None:
+    """Return what the plan says of a layer; None when it places nothing, or has not this layer (a draft model's)."""
+    decision = activation.wanted(PLACEMENT_PASS)
+    index = _LAYER_INDEX.search(layer.layer_name)
+    if decision is None or decision.params["mode"] != "initial" or index is None:
+        return None
+    params = decision.params
+    experts = params["experts"].get(index[1])
+    if experts is None:
+        return None
+    return _Planned(
+        experts=tuple(map(int, experts.split())),
+        num_ranks=params["num_ranks"],
+        num_experts=params["num_experts"],
+        digest=params["digest"],
+    )
+
+
+def _confirm_when_loaded(activation: Activation, layer: Any) -> None:
+    """Check the layer once vLLM has loaded it. Where its kernel does not count calls for us, that is all the proof."""
+    method = layer.quant_method
+    original = method.process_weights_after_loading
+
+    @functools.wraps(original)
+    def process_weights_after_loading(loaded: Any) -> None:
+        original(loaded)
+        passes_of_placed(loaded)
+        counted = {known.name for known in activation.proof.passes[PLACEMENT_PASS].layers}
+        if loaded.layer_name not in counted:
+            activation.ran(PLACEMENT_PASS)
+
+    method.process_weights_after_loading = process_weights_after_loading
+
+
+def _load_format() -> str:
+    from vllm.config import get_current_vllm_config
+
+    return str(get_current_vllm_config().load_config.load_format)
+
+
+def _possible_map(layer: Any, planned: _Planned) -> tuple[torch.Tensor | None, str]:
+    """Return this rank's map, or None with the reason."""
+    try:
+        reason = _why_not(layer, planned)
+        return (None, reason) if reason else (_expert_map(layer, planned), "")
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's answer
+        return None, f"fallback: {described(error)}"
+
+
+def _why_not(layer: Any, planned: _Planned) -> str:
+    from vllm.config import get_current_vllm_config
+
+    from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts
+
+    parallel = layer.moe_config.moe_parallel_config
+    manager = layer.expert_map_manager
+    chosen = getattr(layer.quant_method, "experts_cls", None)
+    if not (isinstance(chosen, type) and issubclass(chosen, MoeOptimizerExperts)):
+        name = getattr(chosen, "__name__", "an unknown kernel")
+        return f"{name} computes the layer, and only our kernels were shown to follow the expert map"
+    if (parallel.ep_size, layer.global_num_experts) != (planned.num_ranks, planned.num_experts):
+        return (
+            f"{layer.global_num_experts} experts on {parallel.ep_size} ranks, the placement is for "
+            f"{planned.num_experts} on {planned.num_ranks}"
+        )
+    if parallel.use_all2all_kernels:
+        return "tokens are sent to ranks by expert number"
+    if getattr(parallel, "enable_eplb", False):
+        return "vLLM's EPLB places the experts"
+    if manager.placement_strategy != "linear" or manager.num_fused_shared_experts or manager.expert_mask is not None:
+        return f"vLLM's expert map is of another kind ({manager.placement_strategy})"
+    config = get_current_vllm_config()
+    if getattr(config.parallel_config, "enable_ep_weight_filter", False):
+        return "--enable-ep-weight-filter leaves out weights by expert number"
+    return ""
+
+
+def _expert_map(layer: Any, planned: _Planned) -> torch.Tensor:
+    """Return the map of this rank: slot by expert, -1 for experts of other ranks."""
+    import torch
+
+    manager = layer.expert_map_manager
+    experts = planned.experts
+    assert sorted(experts) == list(range(layer.global_num_experts)), f"{layer.layer_name}: {experts}"
+    count = manager.local_num_experts
+    first = manager.ep_rank * count
+    mine = sorted(experts[first : first + count])
+    expert_map = torch.full_like(manager.expert_map, -1)
+    expert_map[torch.tensor(mine)] = torch.arange(count, dtype=expert_map.dtype, device=expert_map.device)
+    return expert_map
+
+
+def all_ranks_can(this_one: bool) -> bool:
+    """Whether every rank of the expert parallel group says yes. Each of them must ask for each layer, in order."""
+    import torch
+    from vllm.distributed import get_ep_group
+
+    answer = torch.tensor([int(this_one)])
+    torch.distributed.all_reduce(answer, op=torch.distributed.ReduceOp.MIN, group=get_ep_group().cpu_group)
+    return bool(answer.item())
+
+
+def passes_of_placed(layer: Any) -> tuple[str, ...]:
+    """Return the pass that a loaded layer counts for: ("expert_placement",) if it was placed here, else ().
+
+    Raises:
+        RequiredNotAppliedError: its weights were not loaded through its map. It would compute with wrong experts.
+    """
+    placed: _PlacedLayer | None = getattr(layer, _PLACED, None)
+    if placed is None:
+        return ()
+    local = set((placed.expert_map >= 0).nonzero().flatten().tolist())
+    unasked = local - placed.asked
+    # Made-up weights are not loaded at all.
+    if unasked and placed.load_format != "dummy":
+        raise RequiredNotAppliedError(
+            f"{PLACEMENT_PASS}: {layer.layer_name}: vLLM loaded {len(unasked)} of {len(local)} experts without asking "
+            f"the expert map, so they are not the ones that tokens are sent to",
+            hint="serve with --disable-expert-placement",
+        )
+    if layer.expert_map is None or layer.expert_map.tolist() != placed.expert_map.tolist():
+        raise RequiredNotAppliedError(
+            f"{PLACEMENT_PASS}: {layer.layer_name}: its expert map was replaced after its weights were loaded",
+            hint="serve with --disable-expert-placement",
+        )
+    return (PLACEMENT_PASS,)

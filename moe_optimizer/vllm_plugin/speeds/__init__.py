@@ -1,0 +1,1 @@
+"""Measures our expert kernels beside vLLM's own, before a server starts."""

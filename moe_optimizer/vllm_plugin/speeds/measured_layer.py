@@ -1,0 +1,140 @@
+"""One MoE layer with random weights, as a server would run it: once with vLLM's own experts, once with each of ours.
+
+For measurements before a server starts; needs vLLM.
+"""
+
+# The abstract methods and arguments are vLLM's.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    FusedMoEQuantConfig,
+    RoutingMethodType,
+    fp8_w8a8_moe_quant_config,
+)
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
+
+from moe_optimizer.ops.reference import SCALE_BLOCK
+from moe_optimizer.specs.kernel_speeds import LayerShape, SpeedQuestion
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_CPU_BYTES = 512 << 20
+"""Chosen: largest copy of the experts on a CPU; there are two, ours and vLLM's. Fewer experts are made beyond that."""
+_CPU_SPARE_EXPERTS = 4
+
+
+class MeasuredLayer:
+    """Weights of one layer, and functions that run it.
+
+    Args:
+        question: the layer.
+        seed: of the weights; several layers of one question take turns, so that caches stay cold.
+    """
+
+    def __init__(self, question: SpeedQuestion, *, device: str, seed: int) -> None:
+        self.shape = question.shape if device == "cuda" else fewer_experts(question)
+        self.device = device
+        self.dtype = DTYPES.get(question.weights, torch.bfloat16)
+        generator = torch.Generator(device=device).manual_seed(seed)
+        experts, width, hidden = self.shape.num_experts, self.shape.intermediate_size, self.shape.hidden_size
+        self.w13 = self._normal(generator, experts, 2 * width, hidden)
+        self.w2 = self._normal(generator, experts, hidden, width)
+        self.quant_config: Any = FusedMoEQuantConfig.make()
+        if question.weights.startswith("fp8"):
+            self._to_fp8(block=question.weights == "fp8_block")
+        self.expert_map = _expert_map(self.shape, device)
+        self.moe_config = FusedMoEConfig(
+            num_experts=self.shape.num_global_experts,
+            experts_per_token=self.shape.top_k,
+            hidden_dim=hidden,
+            intermediate_size=width,
+            num_local_experts=experts,
+            num_logical_experts=self.shape.num_global_experts,
+            activation=MoEActivation.SILU,
+            device=device,
+            routing_method=RoutingMethodType.Renormalize,
+            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+            in_dtype=self.dtype,
+        )
+
+    def _normal(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
+        values = torch.empty(*shape, dtype=self.dtype, device=self.device)
+        return values.normal_(0, shape[-1] ** -0.5, generator=generator)
+
+    def _to_fp8(self, *, block: bool) -> None:
+        """Round the weights to E4M3 with scales of one: times do not depend on their values."""
+        scales = []
+        for weight in (self.w13, self.w2):
+            experts, rows, columns = weight.shape
+            size = (experts, -(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK)) if block else (experts, rows, 1)
+            scales.append(torch.ones(size, dtype=torch.float32, device=self.device))
+        self.w13, self.w2 = (weight.to(torch.float8_e4m3fn) for weight in (self.w13, self.w2))
+        self.quant_config = fp8_w8a8_moe_quant_config(
+            *scales,
+            block_shape=[SCALE_BLOCK, SCALE_BLOCK] if block else None,
+            per_act_token_quant=not block,
+            per_out_ch_quant=not block,
+        )
+
+    def inputs(self, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return activations, routing weights and ids: random, every expert as likely as any other."""
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        x = torch.randn(tokens, self.shape.hidden_size, device=self.device, generator=generator).to(self.dtype)
+        scores = torch.rand(tokens, self.shape.num_global_experts, device=self.device, generator=generator)
+        weights, ids = scores.softmax(-1).topk(self.shape.top_k)
+        return x, weights, ids.int()
+
+    def runner(self, experts: Any) -> Callable[[int, int], Callable[[], Any]]:
+        """Return what makes a call of the layer with these experts, for (tokens, seed)."""
+        kernel = mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts)
+        # Where the weights are packed for vLLM's kernel, the packed ones are its own.
+        w13, w2 = getattr(experts, "packed", (self.w13, self.w2))
+
+        def make_call(tokens: int, seed: int) -> Callable[[], Any]:
+            x, weights, ids = self.inputs(tokens, seed)
+            return lambda: kernel.apply(
+                x,
+                w13,
+                w2,
+                weights,
+                ids,
+                MoEActivation.SILU,
+                self.shape.num_global_experts,
+                self.expert_map,
+                apply_router_weight_on_input=False,
+            )
+
+        return make_call
+
+
+def fewer_experts(question: SpeedQuestion) -> LayerShape:
+    """Return the layer with as many experts as a measurement on a CPU may hold. Only the experts that are hit are read,
+    and more of them than the caches hold stay.
+    """
+    shape = question.shape
+    each = 3 * shape.hidden_size * shape.intermediate_size * DTYPES[question.weights].itemsize
+    most = max(_CPU_BYTES // each, _CPU_SPARE_EXPERTS * shape.top_k)
+    experts = min(shape.num_experts, most)
+    return LayerShape(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_experts=experts,
+        num_global_experts=experts,
+        top_k=min(shape.top_k, experts),
+    )
+
+
+def _expert_map(shape: LayerShape, device: str) -> torch.Tensor | None:
+    """Return the map of a rank that holds the first experts; None when it holds all."""
+    if shape.num_global_experts == shape.num_experts:
+        return None
+    ids = torch.arange(shape.num_global_experts, dtype=torch.int32, device=device)
+    return torch.where(ids < shape.num_experts, ids, -1)

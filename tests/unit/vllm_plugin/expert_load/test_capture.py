@@ -1,0 +1,376 @@
+"""Counting in a worker: which routers are given a counter, what a step does, what is written and shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pytest
+import torch
+
+from moe_optimizer.cli.expert_metrics import parse_metrics
+from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.plan.decision import Applier, Status, Wish
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.planner import make_plan
+from moe_optimizer.specs.expert_load import LOAD_FILE, ExpertLoad, LayerLoad, read_expert_load, read_run_load
+from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.expert_load import capture as expert_load
+from moe_optimizer.vllm_plugin.expert_load import metrics as expert_load_metrics
+from moe_optimizer.vllm_plugin.expert_load import writer as expert_load_writer
+from moe_optimizer.vllm_plugin.expert_load.capture import LOAD_PASS, current_counting, start_counting
+from moe_optimizer.vllm_plugin.expert_load.counter import LayerwiseCounter
+from moe_optimizer.vllm_plugin.expert_load.metrics import ExpertLoadCollector
+from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter, part_path
+from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
+from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
+from moe_optimizer.vllm_plugin.server.run_folder import RunFolder
+from tests.builders import cpu_machine, request, tiny_moe
+
+EXPERTS = 4
+IDS = torch.tensor([[0, 1], [1, 3], [2, 2]])
+
+
+class Router:
+    """As vLLM's: calls what it was given with the ids it chose."""
+
+    def __init__(self) -> None:
+        self.capture_fn: Callable[[torch.Tensor], None] | None = None
+
+    def set_capture_fn(self, capture_fn: Callable[[torch.Tensor], None]) -> None:
+        self.capture_fn = capture_fn
+
+    def route(self, ids: torch.Tensor) -> None:
+        if self.capture_fn is not None:
+            self.capture_fn(ids)
+
+
+class Layer(torch.nn.Module):
+    """As vLLM's MoE runner, as far as counting looks at it."""
+
+    def __init__(self, layer_id: int, *, is_monolithic: bool = False) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.layer_name = f"model.layers.{layer_id}.mlp.experts"
+        self.router = Router()
+        self.is_monolithic = is_monolithic
+
+
+def worker_of(*layers: Layer, tensor_parallel_size: int = 1, **parallel: Any) -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), *layers)
+    parallel_config = SimpleNamespace(
+        **{
+            "tensor_parallel_size": tensor_parallel_size,
+            "data_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "use_ubatching": False,
+        }
+        | parallel
+    )
+    model_config = SimpleNamespace(get_num_experts=lambda: EXPERTS, enable_return_routed_experts=False)
+    return SimpleNamespace(
+        model_runner=SimpleNamespace(get_model=lambda: model),
+        vllm_config=SimpleNamespace(model_config=model_config, parallel_config=parallel_config),
+        parallel_config=parallel_config,
+        device=torch.device("cpu"),
+    )
+
+
+def plan(*, on: bool = True, required: bool = False) -> Plan:
+    made = make_plan(request(tiny_moe(), cpu_machine()))
+    changed = [
+        dataclasses.replace(
+            decision,
+            status=Status.ON if on else Status.OFF,
+            wish=Wish.AUTO,
+            applier=Applier.PLUGIN if on else Applier.NONE,
+            required=required,
+        )
+        if decision.pass_name == LOAD_PASS
+        else decision
+        for decision in made.decisions
+    ]
+    return made.replace(decisions=tuple(changed))
+
+
+@pytest.fixture(autouse=True)
+def _own_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_load, "_counting", None)
+    monkeypatch.setattr(expert_load, "_vllms_own_binding", lambda: None)
+    monkeypatch.setattr(expert_load_writer, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(expert_load_writer, "_UNSEEN_INTERVAL_S", 0.01)
+
+
+@pytest.fixture
+def activation(tmp_path: Path) -> Activation:
+    return Activation(run_dir=tmp_path, plan=plan())
+
+
+def step(num_tokens: int) -> Any:
+    return SimpleNamespace(total_num_scheduled_tokens=num_tokens)
+
+
+def eventually(answer: Callable[[], Any]) -> Any:
+    """Return `answer()` once it is true; what a thread does has no better moment."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        found = answer()
+        if found:
+            return found
+        time.sleep(0.01)
+    raise AssertionError("never came true")
+
+
+def written(run_dir: Path, steps: int) -> ExpertLoad | None:
+    path = run_dir / LOAD_FILE
+    load = read_expert_load(path) if path.exists() else None
+    return load if load is not None and load.steps == steps else None
+
+
+def test_tokens_of_a_step_are_counted_and_written(activation: Activation, tmp_path: Path) -> None:
+    layers = Layer(1), Layer(4)
+    start_counting(activation, worker_of(*layers))
+    counting = current_counting()
+    assert counting is not None
+    with counting.step(step(2)):
+        layers[0].router.route(IDS)
+        layers[1].router.route(IDS.flip(0))
+    load = eventually(lambda: written(tmp_path, steps=1))
+    assert [(layer.index, layer.name, layer.tokens) for layer in load.layers] == [
+        (1, "model.layers.1.mlp.experts", (1, 2, 0, 1)),
+        (4, "model.layers.4.mlp.experts", (0, 1, 2, 1)),
+    ]
+    assert (load.model, load.num_experts) == ("tiny-moe", EXPERTS)
+    assert read_run_load(tmp_path) == load
+    entry = activation.proof.passes[LOAD_PASS]
+    assert (entry.applied, eventually(lambda: entry.ran), entry.why_not) == (True, True, "")
+
+
+def test_what_runs_outside_of_a_step_is_not_counted_but_proves_that_it_would_be(
+    activation: Activation, tmp_path: Path
+) -> None:
+    layer = Layer(0)
+    start_counting(activation, worker_of(layer))
+    layer.router.route(IDS)
+    eventually(lambda: activation.proof.passes[LOAD_PASS].ran)
+    assert not (tmp_path / LOAD_FILE).exists()
+    counting = current_counting()
+    assert counting is not None
+    with counting.step(step(0)):
+        layer.router.route(IDS)
+    with counting.step(step(3)):
+        layer.router.route(IDS)
+    layer.router.route(IDS)
+    assert eventually(lambda: written(tmp_path, steps=1)).layers[0].tokens == (1, 2, 2, 1)
+
+
+@pytest.mark.parametrize(("rank", "writes"), [(0, True), (1, False), (2, True), (3, False)])
+def test_one_rank_of_a_tensor_parallel_group_writes(
+    rank: int, writes: bool, activation: Activation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("moe_optimizer.vllm_plugin.server_facts.world", lambda: (rank, 4))
+    layer = Layer(0)
+    start_counting(activation, worker_of(layer, tensor_parallel_size=2))
+    counting = current_counting()
+    assert counting is not None
+    with counting.step(step(3)):
+        layer.router.route(IDS)
+    eventually(lambda: activation.proof.passes[LOAD_PASS].ran)
+    if writes:
+        assert eventually(lambda: written(tmp_path, steps=1)).layers[0].total == 6
+    assert part_path(tmp_path, rank).exists() == writes
+    assert (activation.proof.model_rank, activation.proof.world_size) == (rank, 4)
+
+
+@pytest.mark.parametrize(
+    ("worker", "said"),
+    [
+        (worker_of(Layer(0), data_parallel_size=2), "data parallelism"),
+        (worker_of(Layer(0), prefill_context_parallel_size=2), "prefill context parallelism"),
+        (worker_of(Layer(0), use_ubatching=True), "dual batch overlap"),
+        (worker_of(), "vLLM routes no tokens"),
+        (worker_of(Layer(0), Layer(0)), "have the number 0"),
+        (worker_of(Layer(0), Layer(1, is_monolithic=True)), "routes tokens itself"),
+        (SimpleNamespace(), "fallback: AttributeError"),
+    ],
+)
+def test_a_model_that_cannot_be_counted_is_left_alone_with_the_reason(
+    worker: Any, said: str, activation: Activation
+) -> None:
+    start_counting(activation, worker)
+    assert current_counting() is None
+    assert said in activation.proof.passes[LOAD_PASS].why_not
+    assert not activation.proof.passes[LOAD_PASS].applied
+
+
+def test_vllms_own_capture_keeps_its_place(activation: Activation) -> None:
+    worker = worker_of(Layer(0))
+    worker.vllm_config.aux_output_config = SimpleNamespace(enable_return_routed_experts=True)
+    start_counting(activation, worker)
+    assert current_counting() is None
+    assert "--enable-return-routed-experts" in activation.proof.passes[LOAD_PASS].why_not
+
+
+def test_what_vllm_says_of_a_kernel_that_routes_itself_is_the_reason(
+    activation: Activation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bind(model: Any, capturer: Any) -> None:
+        raise ValueError("not supported with monolithic MoE kernel X")
+
+    monkeypatch.setattr(expert_load, "_vllms_own_binding", lambda: bind)
+    start_counting(activation, worker_of(Layer(0)))
+    assert activation.proof.passes[LOAD_PASS].why_not == "not supported with monolithic MoE kernel X"
+
+
+def test_a_required_pass_that_cannot_be_applied_stops_the_start(tmp_path: Path) -> None:
+    activation = Activation(run_dir=tmp_path, plan=plan(required=True))
+    with pytest.raises(RequiredNotAppliedError, match="data parallelism"):
+        start_counting(activation, worker_of(Layer(0), data_parallel_size=2))
+
+
+def test_a_plan_that_has_it_off_changes_nothing(tmp_path: Path) -> None:
+    layer = Layer(0)
+    activation = Activation(run_dir=tmp_path, plan=plan(on=False))
+    start_counting(activation, worker_of(layer))
+    assert current_counting() is None
+    assert layer.router.capture_fn is None
+    assert LOAD_PASS not in activation.proof.passes
+
+
+def test_a_failure_while_serving_ends_the_counting_and_not_the_step(activation: Activation) -> None:
+    start_counting(activation, worker_of(Layer(0)))
+    counting = current_counting()
+    assert counting is not None
+    forwards = []
+    with counting.step(SimpleNamespace()):
+        forwards.append(1)
+    assert forwards == [1]
+    assert current_counting() is None
+    assert "AttributeError" in activation.proof.passes[LOAD_PASS].why_not
+
+
+class Executor:
+    """As vLLM's worker wrapper."""
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        return ("ran", scheduler_output.total_num_scheduled_tokens)
+
+
+def test_the_patched_step_counts_and_returns_what_vllm_returned(activation: Activation, tmp_path: Path) -> None:
+    layer = Layer(0)
+
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        layer.router.route(IDS)
+        return Executor().execute_model(scheduler_output)
+
+    patched = WORKER_EXECUTE_MODEL.replacement(execute_model)
+    assert patched(None, step(3)) == ("ran", 3)
+    start_counting(activation, worker_of(layer))
+    assert patched(None, step(3)) == ("ran", 3)
+    assert eventually(lambda: written(tmp_path, steps=1)).layers[0].tokens == (1, 2, 2, 1)
+
+
+def test_an_error_of_vllm_in_a_step_is_vllms(activation: Activation) -> None:
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        raise RuntimeError("vLLM's own")
+
+    start_counting(activation, worker_of(Layer(0)))
+    with pytest.raises(RuntimeError, match="vLLM's own"):
+        WORKER_EXECUTE_MODEL.replacement(execute_model)(None, step(1))
+    assert activation.proof.passes[LOAD_PASS].why_not == ""
+
+
+def test_the_model_is_counted_when_vllm_asks_for_its_cache(
+    activation: Activation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_optimizer.vllm_plugin.patches import worker_model_loaded
+
+    patched = WORKER_MODEL_LOADED.replacement(lambda worker: "the cache")
+    assert patched(worker_of(Layer(0))) == "the cache"
+    assert current_counting() is None
+    monkeypatch.setattr(worker_model_loaded, "current", lambda: activation)
+    assert patched(worker_of(Layer(0))) == "the cache"
+    assert current_counting() is not None
+
+
+def test_a_run_folder_that_takes_no_files_is_said_once_and_serving_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    counter = LayerwiseCounter((0,), EXPERTS)
+    writer = ExpertLoadWriter(
+        counter, model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",
+        path=tmp_path / "file" / "expert_load" / "0.json", on_seen=lambda: None,
+    )  # fmt: skip
+    counter.count_rows(3)
+    counter.capture(0, IDS)
+    for _ in range(3):
+        writer.stepped()
+        time.sleep(0.05)
+    eventually(lambda: [record for record in caplog.records if "cannot be written" in record.getMessage()])
+    assert len([record for record in caplog.records if "cannot be written" in record.getMessage()]) == 1
+
+
+@pytest.fixture
+def registry() -> prometheus_client.CollectorRegistry:
+    return prometheus_client.CollectorRegistry()
+
+
+LOAD = ExpertLoad(
+    model='a"b\\c',
+    num_experts=2,
+    layers=(
+        LayerLoad(index=0, name="layers.0", tokens=(30, 10)),
+        LayerLoad(index=3, name="layers.3", tokens=(2**60, 0)),
+        LayerLoad(index=4, name="layer 4", tokens=(0, 0)),
+    ),
+    since="2026-11-20T10:00:00+00:00",
+    steps=7,
+)
+
+
+def page_of(run_dir: Path, registry: prometheus_client.CollectorRegistry) -> str:
+    registry.register(ExpertLoadCollector(run_dir))
+    return prometheus_client.generate_latest(registry).decode()
+
+
+def test_the_metrics_page_is_read_back_as_the_load_it_shows(
+    tmp_path: Path, registry: prometheus_client.CollectorRegistry
+) -> None:
+    part_path(tmp_path, 0).parent.mkdir()
+    part_path(tmp_path, 0).write_text(LOAD.to_json())
+    page = page_of(tmp_path, registry)
+    assert parse_metrics(page, origin="page") == LOAD
+    assert 'moe_optimizer_expert_load_rank_imbalance{layer="0",model_name="a\\"b\\\\c",ranks="2"} 1.5' in page
+
+
+def test_before_the_first_step_the_page_shows_nothing_of_ours(
+    tmp_path: Path, registry: prometheus_client.CollectorRegistry
+) -> None:
+    assert "moe_optimizer" not in page_of(tmp_path, registry)
+
+
+def test_the_collector_is_registered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(expert_load_metrics, "REGISTRY", SimpleNamespace(register=registered.append))
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    for _ in range(2):
+        expert_load_metrics.show_on_metrics(tmp_path)
+    assert len(registered) == 1
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    expert_load_metrics.show_on_metrics(tmp_path / "other")
+    assert len(registered) == 1
+
+
+def test_counts_of_an_earlier_server_in_the_folder_are_removed(tmp_path: Path) -> None:
+    for path in (part_path(tmp_path, 5), tmp_path / LOAD_FILE):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(LOAD.to_json())
+    RunFolder(tmp_path).prepare(plan())
+    assert not part_path(tmp_path, 5).exists()
+    assert not (tmp_path / LOAD_FILE).exists()

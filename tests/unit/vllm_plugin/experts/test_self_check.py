@@ -1,0 +1,207 @@
+"""The check of a kernel on a layer's own weights: what it must see, and that it raises no false alarm."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, CheckResult, LayerUnderCheck, check_layer  # noqa: E402
+from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, PlainWeights  # noqa: E402
+
+HIDDEN, WIDTH, EXPERTS = 64, 32, 8
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def layer(
+    *, seed: int = 0, dtype: str = "bfloat16", scale: float = 0.2, expert_map: Any = None, bias: bool = False
+) -> LayerUnderCheck:
+    generator = torch.Generator().manual_seed(seed)
+    kind = getattr(torch, dtype)
+
+    def randn(*shape: int) -> Any:
+        return (torch.randn(*shape, generator=generator) * scale).to(kind)
+
+    return LayerUnderCheck(
+        name=f"layers.{seed}",
+        format=PlainWeights(),
+        weights=KernelWeights(format="plain", w13=randn(EXPERTS, 2 * WIDTH, HIDDEN), w2=randn(EXPERTS, HIDDEN, WIDTH)),
+        dtype=kind,
+        hidden_size=HIDDEN,
+        num_local_experts=EXPERTS,
+        top_k=2,
+        expert_map=expert_map,
+        w13_bias=randn(EXPERTS, 2 * WIDTH) if bias else None,
+        w2_bias=randn(EXPERTS, HIDDEN) if bias else None,
+    )
+
+
+def every_other_expert() -> Any:
+    return torch.tensor([index // 2 if index % 2 else -1 for index in range(2 * EXPERTS)], dtype=torch.int32)
+
+
+def checked(
+    under_check: LayerUnderCheck,
+    change: Callable[[KernelWeights, ExpertsCall], tuple[KernelWeights, ExpertsCall]] | None = None,
+) -> CheckResult:
+    """Check the package's kernel, called with something else than it should be."""
+
+    def kernel(call: ExpertsCall) -> None:
+        weights, changed = (under_check.weights, call) if change is None else change(under_check.weights, call)
+        under_check.format.compute(weights, changed)
+
+    return check_layer(under_check, {"kernel": CheckedKernel(run=kernel, tokens=4)})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1e-4, 0.2, 5.0])
+def test_a_right_kernel_passes_whatever_the_size_of_the_weights(dtype: str, scale: float) -> None:
+    for seed in range(20):
+        result = checked(layer(seed=seed, dtype=dtype, scale=scale))
+        assert result.reason == ""
+        assert 0 <= result.error <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_right_kernel_passes_with_expert_map_and_biases(dtype: str) -> None:
+    for seed in range(10):
+        assert checked(layer(seed=seed, dtype=dtype, expert_map=every_other_expert(), bias=True)).reason == ""
+
+
+def test_it_works_under_the_default_dtype_and_device_that_vllm_loads_with() -> None:
+    under_check = layer(expert_map=every_other_expert())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert checked(under_check).reason == ""
+    finally:
+        torch.set_default_dtype(before)
+
+
+def swapped_experts(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
+    return dataclasses.replace(weights, w13=weights.w13.flip(0)), call
+
+
+def up_before_gate(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
+    return dataclasses.replace(weights, w13=weights.w13.roll(WIDTH, dims=1)), call
+
+
+def five_percent_too_large(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
+    return dataclasses.replace(weights, w2=weights.w2 * 1.05), call
+
+
+def unweighted(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
+    return weights, dataclasses.replace(call, topk_weights=torch.ones_like(call.topk_weights))
+
+
+def last_slot_forgotten(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
+    ids = call.topk_ids.clone()
+    ids[:, -1] = -1
+    return weights, dataclasses.replace(call, topk_ids=ids)
+
+
+def last_token_forgotten(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
+    rows = {name: getattr(call, name)[:-1] for name in ("out", "x", "topk_weights", "topk_ids")}
+    return weights, dataclasses.replace(call, **rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        swapped_experts,
+        up_before_gate,
+        five_percent_too_large,
+        unweighted,
+        last_slot_forgotten,
+        last_token_forgotten,
+    ],
+)
+def test_a_wrong_kernel_is_seen_every_time(dtype: str, mistake: Any) -> None:
+    for seed in range(10):
+        assert "error" in checked(layer(seed=seed, dtype=dtype), mistake).reason
+
+
+def test_a_kernel_that_ignores_the_expert_map_is_seen() -> None:
+    def no_map(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
+        return weights, dataclasses.replace(call, expert_map=None, topk_ids=call.topk_ids // 2)
+
+    assert "error" in checked(layer(expert_map=every_other_expert()), no_map).reason
+
+
+@pytest.mark.parametrize("field", ["w13_bias", "w2_bias"])
+def test_a_kernel_that_ignores_a_bias_is_seen(field: str) -> None:
+    def without(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
+        return weights, dataclasses.replace(call, **{field: None})
+
+    assert "error" in checked(layer(bias=True), without).reason
+
+
+def test_an_exception_is_a_reason() -> None:
+    def raising(call: ExpertsCall) -> None:
+        raise RuntimeError("no launch")
+
+    assert (
+        check_layer(layer(), {"direct": CheckedKernel(run=raising, tokens=4)}).reason
+        == "direct: RuntimeError: no launch"
+    )
+
+
+def test_the_first_wrong_kernel_of_several_is_named() -> None:
+    under_check = layer()
+
+    def right(call: ExpertsCall) -> None:
+        under_check.format.compute(under_check.weights, call)
+
+    def silent(call: ExpertsCall) -> None:
+        """Write nothing."""
+
+    result = check_layer(
+        under_check, {"right": CheckedKernel(run=right, tokens=4), "silent": CheckedKernel(run=silent, tokens=1)}
+    )
+    assert result.reason.startswith("silent: error nan")
+
+
+def test_only_a_few_experts_are_read() -> None:
+    """Weights of the other experts are not numbers: reading one of them would show."""
+    under_check = layer()
+    seen: set[int] = set()
+
+    class Recording(PlainWeights):
+        def dense_expert(self, weights: KernelWeights, expert: int) -> Any:
+            seen.add(expert)
+            return super().dense_expert(weights, expert)
+
+    assert checked(dataclasses.replace(under_check, format=Recording())).reason == ""
+    assert len(seen) == 4
+
+
+def rounding(under_check: LayerUnderCheck, share: float) -> CheckedKernel:
+    """A kernel that quantises the activations, and multiplies its result by something."""
+
+    def run(call: ExpertsCall) -> None:
+        x = call.x.float()
+        scale = x.abs().amax(dim=1, keepdim=True) / 448
+        rounded = ((x / scale).to(torch.float8_e4m3fn).float() * scale).to(call.x.dtype)
+        under_check.format.compute(under_check.weights, dataclasses.replace(call, x=rounded))
+        call.out.mul_(share)
+
+    return CheckedKernel(run=run, tokens=16, rounds_activations=True)
+
+
+def test_a_kernel_that_rounds_the_activations_is_held_to_what_torch_can_do_with_them_rounded() -> None:
+    for seed in range(10):
+        under_check = layer(seed=seed)
+        assert check_layer(under_check, {"fp8": rounding(under_check, 1.0)}).reason == ""
+        assert "error" in check_layer(under_check, {"fp8": rounding(under_check, 1.5)}).reason
+
+
+def test_a_kernel_that_rounds_the_activations_without_saying_so_is_seen() -> None:
+    under_check = layer()
+    silent = dataclasses.replace(rounding(under_check, 1.0), rounds_activations=False)
+    assert "error" in check_layer(under_check, {"fp8": silent}).reason

@@ -1,0 +1,174 @@
+"""Experts in FP8: which layers are converted, which stay and say why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from moe_optimizer.errors import RequiredNotAppliedError  # noqa: E402
+from moe_optimizer.plan.decision import Wish  # noqa: E402
+from moe_optimizer.planner import make_plan  # noqa: E402
+from moe_optimizer.vllm_plugin import activation as activations  # noqa: E402
+from moe_optimizer.vllm_plugin.activation import Activation  # noqa: E402
+from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, planned_format, weight_format  # noqa: E402
+from moe_optimizer.vllm_plugin.experts.weight_format_fp8 import Fp8Weights  # noqa: E402
+from tests.builders import cpu_machine, profile_with, request, tiny_moe  # noqa: E402
+
+NAME = "model.layers.1.mlp.experts"
+Activate = Callable[..., Activation]
+
+
+@pytest.fixture
+def activate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Activate:
+    """Makes a plan with FP8 on this process's own."""
+
+    def start(settings: dict[str, Any] | None = None, *, on: bool = True, required: bool = False) -> Activation:
+        plan = make_plan(
+            request(
+                tiny_moe(),
+                cpu_machine(),
+                profile_with("balanced", {"fp8": settings or {}}),
+                wishes={"fp8": (Wish.ON, "test")} if on else {},
+                required=frozenset({"fp8"}) if required else frozenset(),
+            )
+        )
+        activation = Activation(run_dir=tmp_path, plan=plan)
+        monkeypatch.setattr(activations, "_current", activation)
+        return activation
+
+    return start
+
+
+def layer() -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(0)
+    w13 = torch.randn(4, 64, 128, generator=generator) * 0.1
+    return w13.bfloat16(), (torch.randn(4, 128, 32, generator=generator) * 0.1).bfloat16()
+
+
+def test_the_plan_decides_the_format(activate: Activate) -> None:
+    assert planned_format(activate()).name == "fp8"
+    assert planned_format(activate(on=False)).name == "plain"
+
+
+def test_a_converted_layer_counts_for_both_passes() -> None:
+    assert weight_format("fp8").passes == ("flash_dmoe", "fp8")
+
+
+def test_a_layer_is_converted_and_smaller(activate: Activate) -> None:
+    activate()
+    w13, w2 = layer()
+    converted = Fp8Weights().convert(NAME, w13, w2)
+    assert (converted.format, converted.why_plain) == ("fp8", "")
+    assert {converted.w13.dtype, converted.w2.dtype} == {torch.float8_e4m3fn}
+    assert converted.nbytes == (w13.nbytes + w2.nbytes) // 2 + 4 * 2 * 4
+    assert converted.output_error is not None
+    assert 0.01 < converted.output_error < 0.06
+
+
+def test_the_granularity_is_the_plans(activate: Activate) -> None:
+    activate({"granularity": "channel"})
+    converted = Fp8Weights().convert(NAME, *layer())
+    assert converted.w13_scale is not None
+    assert converted.w13_scale.shape == (4, 64)
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+def test_an_expert_can_be_restored(activate: Activate, granularity: str) -> None:
+    activate({"granularity": granularity})
+    w13, w2 = layer()
+    dense = Fp8Weights().dense_expert(Fp8Weights().convert(NAME, w13, w2), 2)
+    for restored, original in zip(dense, (w13[2], w2[2]), strict=True):
+        assert restored.dtype == torch.float32
+        assert (restored - original.float()).abs().max() < 0.05 * original.float().abs().max()
+
+
+def test_the_kernel_computes_with_the_converted_weights(activate: Activate) -> None:
+    activate()
+    form = Fp8Weights()
+    converted = form.convert(NAME, *layer())
+    call = ExpertsCall(
+        out=torch.empty(3, 128, dtype=torch.bfloat16),
+        x=torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).bfloat16(),
+        topk_weights=torch.full((3, 2), 0.5),
+        topk_ids=torch.tensor([[0, 1], [2, 3], [1, 2]], dtype=torch.int32),
+        expert_map=None,
+        w13_bias=None,
+        w2_bias=None,
+    )
+    form.compute(converted, call)
+    want = torch.zeros(3, 128)
+    for token, ids in enumerate(call.topk_ids.tolist()):
+        for expert in ids:
+            w13, w2 = form.dense_expert(converted, expert)
+            gate, up = (w13 @ call.x[token].float()).chunk(2)
+            want[token] += 0.5 * (w2 @ (torch.nn.functional.silu(gate) * up))
+    assert (call.out.float() - want).abs().max() < 0.02 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("model.layers.1.mlp.experts", True),
+        ("layers.1.mlp.experts", True),
+        ("model.layers.10.mlp.experts", False),
+        ("model.layers.0.mlp.experts", False),
+        ("model.sublayers.1.mlp.experts", False),
+        ("", False),
+    ],
+)
+def test_layers_that_the_plan_keeps_stay(activate: Activate, name: str, kept: bool) -> None:
+    activate({"keep_bf16_layers": ["layers.1"]})
+    w13, w2 = layer()
+    converted = Fp8Weights().convert(name, w13, w2)
+    assert (converted.format == "plain") is kept
+    assert (converted.w13 is w13) is kept
+    assert converted.why_plain == ("kept by the plan" if kept else "")
+
+
+def test_a_layer_over_the_budget_stays_and_says_by_how_much(activate: Activate) -> None:
+    activation = activate({"max_layer_error": 0.001})
+    w13, w2 = layer()
+    left = Fp8Weights().convert(NAME, w13, w2)
+    assert (left.format, left.w13 is w13, left.w2 is w2) == ("plain", True, True)
+    assert left.why_plain.endswith(", allowed are 0.001")
+    assert left.output_error is not None
+    assert left.output_error > 0.001
+    assert activation.proof.passes["fp8"].why_not == ""  # as planned
+
+
+def test_without_a_budget_nothing_is_measured(activate: Activate) -> None:
+    activate({"max_layer_error": None})
+    converted = Fp8Weights().convert(NAME, *layer())
+    assert (converted.format, converted.output_error) == ("fp8", None)
+
+
+def test_weights_that_are_not_finite_stay_and_count_as_refused(activate: Activate) -> None:
+    activation = activate()
+    w13, w2 = layer()
+    w2[3, 0, 0] = float("inf")
+    assert Fp8Weights().convert(NAME, w13, w2).format == "plain"
+    assert "expert 3 has values that are infinite" in activation.proof.passes["fp8"].why_not
+
+
+def test_required_a_layer_that_cannot_be_converted_is_an_error(activate: Activate) -> None:
+    activate(required=True)
+    w13, w2 = layer()
+    w13[0, 0, 0] = float("nan")
+    with pytest.raises(RequiredNotAppliedError, match="fp8: required, but not applied"):
+        Fp8Weights().convert(NAME, w13, w2)
+
+
+def test_a_failure_of_ours_leaves_the_layer_as_it_is(activate: Activate, monkeypatch: pytest.MonkeyPatch) -> None:
+    activation = activate()
+
+    def raising(*_args: Any, **_kwargs: Any) -> Any:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr("moe_optimizer.ops.fp8_error.experts_output_error", raising)
+    assert Fp8Weights().convert(NAME, *layer()).format == "plain"
+    assert "fallback: RuntimeError: injected" in activation.proof.passes["fp8"].why_not

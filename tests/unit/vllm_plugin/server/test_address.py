@@ -1,0 +1,47 @@
+"""Where the server listens."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.vllm_plugin.server.address import base_url, check_address, server_address
+
+
+def test_host_and_port_are_read_from_the_arguments() -> None:
+    assert server_address(("--host", "0.0.0.0", "--port=81")) == ("0.0.0.0", 81)
+    assert server_address(()) == ("127.0.0.1", 8000)
+
+
+def test_a_port_that_is_no_number_is_refused() -> None:
+    with pytest.raises(InputError, match="--port: got 'http'"):
+        server_address(("--port", "http"))
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"{port} on 127.0.0.1"):
+            check_address("127.0.0.1", port)
+
+
+def test_a_host_that_is_not_here_is_refused() -> None:
+    with pytest.raises(InputError):
+        check_address("192.0.2.1", 8000)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("::1", "http://[::1]:8000"),
+    ],
+)
+def test_the_url_reaches_the_server_from_here(host: str, url: str) -> None:
+    assert base_url(host, 8000) == url
