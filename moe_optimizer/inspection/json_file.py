@@ -67,11 +67,13 @@ def parse_json_object(data: bytes, *, name: str) -> dict[str, object]:
     """
     if not data.strip():
         raise InputError(f"{name}: the file is empty, expected a JSON object")
-    _check_depth(data, name)
     try:
-        value = json.loads(data.decode("utf-8"))
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{name}: byte {error.start} is not UTF-8 text, expected a JSON object") from None
+    _check_depth(data, name)
+    try:
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(
             f"{name}:{error.lineno}: not valid JSON: {error.msg} at column {error.colno}",

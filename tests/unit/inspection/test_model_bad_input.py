@@ -56,6 +56,11 @@ def test_broken_config_file(content: bytes, words: str, inspect_config: Inspect)
     assert words in message(error)
 
 
+def test_bytes_that_are_no_text_are_called_so_however_many_brackets_they_have(inspect_config: Inspect) -> None:
+    with pytest.raises(InputError, match="byte 1 is not UTF-8"):
+        inspect_config(b"[\xff" * 500)
+
+
 @pytest.mark.parametrize("bracket", [b"[", b'{"a":', b"[" * 3 + b"]" * 2])
 def test_deep_nesting_is_refused_before_it_is_parsed(bracket: bytes, inspect_config: Inspect) -> None:
     with pytest.raises(InputError, match="nested more than"):
