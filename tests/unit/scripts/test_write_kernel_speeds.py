@@ -59,3 +59,12 @@ def test_every_shipped_table_is_in_its_record(script: ModuleType) -> None:
         for table in read_tables(path):
             source = ROOT / table.source
             assert table in script.tables_of(json.loads(source.read_text()), source), (table.source, table.shape)
+
+
+def test_the_routing_in_which_ours_gains_least_counts(script: ModuleType) -> None:
+    made = record()
+    uniform, _, zipf = made["cases"]
+    slower = {**zipf, "sides": zipf["sides"] | {"direct": {"median_us": 31.0}, "grouped-bf16-n16": {"median_us": 32.0}}}
+    for cases in ([uniform, slower], [slower, uniform]):
+        (table,) = script.tables_of(made | {"cases": cases}, Path("benchmarks/records/some.json"))
+        assert [(row.tokens, row.ours_us["direct"]) for row in table.rows] == [(8, 31.0)]
