@@ -20,9 +20,20 @@ from moe_optimizer.cli.options import (
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import PASS_NAMES, required_key, resolve_wishes
 from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.serve_args import split_arguments
 
 if TYPE_CHECKING:
     from moe_optimizer.env import Environment
+
+
+_ALSO_VLLMS = {
+    "host": "--host",
+    "port": "--port",
+    "dtype": "--dtype",
+    "max_model_len": "--max-model-len",
+    "batch_size": "--max-num-seqs",
+}
+"""Settings with a flag of their own that is an argument of `vllm serve` too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +102,22 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
         ),
         "vllm_args": _first((list(options.vllm_args) or None, "after --"), ([], "default")),
     }
+    _check_said_twice(values)
     required = frozenset(required_key(name) for name in options.require)
     return Settings(values, _wishes(options, environment, required), required, environment.disabled)
+
+
+def _check_said_twice(values: Mapping[str, Setting]) -> None:
+    """Refuse a flag beside an argument after -- that says something else: whichever won, a wish would be lost."""
+    given = {argument.flag: argument.value for argument in split_arguments(values["vllm_args"].value)}
+    for name, flag in _ALSO_VLLMS.items():
+        value, origin = values[name].value, values[name].origin
+        own = origin.removeprefix("flag ")
+        if own != origin and given.get(flag, str(value)) != str(value):
+            raise InputError(
+                f"{own} {value} before -- and {flag} {given[flag]} after it contradict each other",
+                hint="give one of them",
+            )
 
 
 def _first(*candidates: tuple[Any, str]) -> Setting:

@@ -104,3 +104,26 @@ def test_what_a_profile_leaves_out_is_shown_as_default() -> None:
 def test_a_flag_replaces_the_profiles_mode_of_a_pass() -> None:
     shown = effective_settings(resolve(options(switches={"fp8": True}), NOTHING_SET), load_profile("balanced"))
     assert (shown["passes.fp8.mode"].value, shown["passes.fp8.mode"].origin) == ("on", "flag --enable-fp8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "vllm_args", "said"),
+    [
+        ({"port": 8001}, ["--port", "9000"], "--port 8001 before -- and --port 9000 after it contradict each other"),
+        ({"dtype": "bfloat16"}, ["--dtype=float16"], "--dtype bfloat16 before -- and --dtype float16"),
+        ({"batch_size": 4}, ["--max_num_seqs", "8"], "--batch-size 4 before -- and --max-num-seqs 8"),
+        ({"max_model_len": 64}, ["--max-model-len", "128"], "--max-model-len 64"),
+        ({"host": "127.0.0.1"}, ["--host", "::"], "--host 127.0.0.1"),
+    ],
+)
+def test_a_flag_and_an_argument_for_vllm_that_contradict_are_refused(
+    flags: dict[str, Any], vllm_args: list[str], said: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        resolve(options(**flags, vllm_args=vllm_args), NOTHING_SET)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("flags", "vllm_args"), [({}, ["--port", "9000"]), ({"port": 9000}, ["--port", "9000"])])
+def test_an_argument_for_vllm_alone_or_of_the_same_value_is_taken(flags: dict[str, Any], vllm_args: list[str]) -> None:
+    assert resolve(options(**flags, vllm_args=vllm_args), NOTHING_SET)["vllm_args"] == vllm_args
