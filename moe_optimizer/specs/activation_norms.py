@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,9 @@ def read_activation_norms_file(path: str | None) -> ActivationNormsFile | None:
 
 def _header(path: Path) -> dict[str, Any]:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            # A pipe would wait for a writer.
+            raise InputError(f"{path}: is not a regular file, expected activation norms")
         with path.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if length > _MAX_HEADER_BYTES:

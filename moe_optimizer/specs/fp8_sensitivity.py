@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,8 +58,12 @@ def read_fp8_sensitivity(path: Path) -> Fp8Sensitivity:
         InputError: it cannot be read, or is no such measurement; the message names the field.
     """
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise InputError(f"{path}: {path.stat().st_size} bytes are too many for an FP8 sensitivity")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            # A pipe would wait for a writer, a device may never end.
+            raise InputError(f"{path}: is not a regular file, expected an FP8 sensitivity in JSON")
+        if status.st_size > _MAX_FILE_BYTES:
+            raise InputError(f"{path}: {status.st_size} bytes are too many for an FP8 sensitivity")
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None

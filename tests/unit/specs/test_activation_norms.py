@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,10 @@ def test_bytes_that_are_no_header_are_refused(tmp_path: Path, content: bytes, wo
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"absent\.safetensors: No such file"):
         read_activation_norms_file(str(tmp_path / "absent.safetensors"))
+
+
+def test_a_pipe_or_a_device_is_refused_unread(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
+        with pytest.raises(InputError, match="not a regular file"):
+            read_activation_norms_file(str(path))
