@@ -95,6 +95,8 @@ def _weights(spec: ModelSpec) -> str:
 
 def _servable(spec: ModelSpec) -> str:
     answer = {True: "yes", False: "no", None: "unknown"}[spec.servable]
+    if spec.servable and spec.needs_remote_code:
+        answer += ", with --trust-remote-code"
     return f"{answer}: {spec.servable_reason}" if spec.servable_reason else answer
 
 

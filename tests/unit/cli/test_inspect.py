@@ -40,6 +40,11 @@ def test_parameters_in_all_and_of_one_token_are_told_apart(tiny: ModelSpec) -> N
     assert "30.5 G, of which one token uses 3.35 G" in render_model(large, width=80)
 
 
+def test_a_model_that_needs_code_of_its_own_says_with_which_flag(tiny: ModelSpec) -> None:
+    assert "--trust-remote-code" not in render_model(tiny, width=80)
+    assert "yes, with --trust-remote-code: " in render_model(dataclasses.replace(tiny, needs_remote_code=True), width=80)
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_line_is_wider_than_asked(tiny: ModelSpec, width: int) -> None:
     long = dataclasses.replace(tiny, servable=False, servable_reason="this vLLM does not have it " * 12)
