@@ -42,7 +42,8 @@ def test_parameters_in_all_and_of_one_token_are_told_apart(tiny: ModelSpec) -> N
 
 def test_a_model_that_needs_code_of_its_own_says_with_which_flag(tiny: ModelSpec) -> None:
     assert "--trust-remote-code" not in render_model(tiny, width=80)
-    assert "yes, with --trust-remote-code: " in render_model(dataclasses.replace(tiny, needs_remote_code=True), width=80)
+    own = dataclasses.replace(tiny, needs_remote_code=True)
+    assert "yes, with --trust-remote-code: " in render_model(own, width=80)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
