@@ -98,6 +98,7 @@ def _needs_remote_code(root: Config, *, served: bool | None) -> bool:
     auto_map = root.sub("auto_map")
     if auto_map is None:
         return False
+    auto_map.text("AutoConfig")  # vLLM reads it and would end with a TypeError
     classes = configuration_classes()
     if not served or classes is None or "AutoConfig" not in auto_map.raw:
         return not served

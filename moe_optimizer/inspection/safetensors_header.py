@@ -150,6 +150,11 @@ def _read_header(path: Path, budget: int) -> tuple[dict[str, object], int, int]:
             prefix = stream.read(8)
             if len(prefix) < 8:
                 raise InputError(f"{path.name}: got {size} bytes, expected a safetensors file", hint=_CUT_OFF)
+            if prefix == _LFS_POINTER:
+                raise InputError(
+                    f"{path.name}: got a git-lfs pointer, expected a safetensors file",
+                    hint="fetch the weights themselves: git lfs pull",
+                )
             length = int.from_bytes(prefix, "little")
             if not 2 <= length <= min(MAX_HEADER_BYTES, budget):
                 raise InputError(f"{path.name}: got a header of {length} bytes, expected 2 to {MAX_HEADER_BYTES}")
@@ -212,3 +217,5 @@ def _integers(value: object) -> TypeGuard[list[int]]:
 
 
 _CUT_OFF = "the file may be cut off; download it again"
+_LFS_POINTER = b"version "
+"""How a pointer of git-lfs begins: eight bytes that would be a header of 2 * 10^18."""

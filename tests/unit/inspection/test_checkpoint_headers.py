@@ -293,3 +293,10 @@ def test_what_is_no_file_is_not_waited_for(make: Callable[[Path], None], tmp_pat
     make(tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"model\.safetensors: (is not a regular file|cannot be read)"):
         read_tensors(tmp_path)
+
+
+def test_a_git_lfs_pointer_is_called_one(inspect_config: Inspect) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 42\n"
+    with pytest.raises(InputError, match="git-lfs pointer") as error:
+        inspect_config(CONFIG, {"model.safetensors": pointer})
+    assert error.value.hint == "fetch the weights themselves: git lfs pull"

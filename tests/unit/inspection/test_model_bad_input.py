@@ -234,6 +234,7 @@ def test_recursive_text_config(load_config: Load, inspect_config: Inspect) -> No
         {"dtype": 16},
         {"auto_map": 4},
         {"auto_map": "modeling_own.Own"},
+        {"auto_map": {"AutoConfig": 5}},
         {"layer_types": [1] * 48},
     ],
 )
