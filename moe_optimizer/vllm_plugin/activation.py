@@ -12,11 +12,14 @@ from pathlib import Path
 import moe_optimizer
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.files import write_atomically
+from moe_optimizer.log import get_logger
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.vllm_plugin.patch import patch_reports
 from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, PatchProof, Proof, ProofWriter, described
 from moe_optimizer.vllm_plugin.role import process_role
+
+logger = get_logger(__name__)
 
 EXPERTS_PASS = "flash_dmoe"
 """The pass whose decision puts our experts class into vLLM's kernel choice."""
@@ -227,6 +230,7 @@ class Activation:
             needs = " ".join(decision.vllm_args) or ", ".join(f"{k}={v}" for k, v in decision.env.items())
             entry = self._pass(decision.pass_name, requested=decision.value)
             entry.why_not = f"not applied: needs {needs}" if needs else f"not applied: needs {decision.applier.value}"
+            logger.warning("%s (%s) is %s", decision.pass_name, decision.value, entry.why_not)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ class Supervisor:
                     self._start(server)
                 yield
             finally:
+                if signals is not None and signals.count:
+                    self._echo("stopping; a second Ctrl-C does not wait for running requests")
                 self._deployment.stop(hurry=self._in_a_hurry)
 
     def _start(self, part: Part) -> None:
