@@ -144,7 +144,7 @@ def modular_kernel(experts_class: Any, quant_config: Any, **changes: Any) -> Any
 def offered(module: str, name: str) -> Any:
     import importlib
 
-    base = getattr(importlib.import_module(f"moe_optimizer.vllm_plugin.{module}"), name)
+    base = getattr(importlib.import_module(f"moe_optimizer.vllm_plugin.experts.{module}"), name)
     return type("Offered", (base,), {"stock_classes": (stock_class(),)})
 
 
@@ -152,7 +152,7 @@ def offered(module: str, name: str) -> Any:
 def kernel(kernels: Kernels, activation: Activation) -> Any:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
-    return modular_kernel(offered("experts_cuda", "MoeOptimizerCudaExperts"), FusedMoEQuantConfig.make())
+    return modular_kernel(offered("cuda", "MoeOptimizerCudaExperts"), FusedMoEQuantConfig.make())
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_a_wrong_kernel_of_a_required_pass_ends_the_start(
 
     activated(tmp_path, monkeypatch, {"bf16": RANGES}, required=True)
     kernels.wrong = "direct"
-    kernel = modular_kernel(offered("experts_cuda", "MoeOptimizerCudaExperts"), FusedMoEQuantConfig.make())
+    kernel = modular_kernel(offered("cuda", "MoeOptimizerCudaExperts"), FusedMoEQuantConfig.make())
     with pytest.raises(RequiredNotAppliedError, match="self-check failed"):
         forward(kernel, weights, 1)
 
@@ -298,7 +298,7 @@ def test_fp8_weights_are_read_with_their_scales_and_vllms_kernel_gets_quantised_
     }[form]
     scales = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
     config = fp8_w8a8_moe_quant_config(*scales, block_shape=[128, 128] if form == "block" else None)
-    kernel = modular_kernel(offered("fp8_experts_cuda", "MoeOptimizerFp8CudaExperts"), config)
+    kernel = modular_kernel(offered("fp8_cuda", "MoeOptimizerFp8CudaExperts"), config)
     if form == "block":
         plain = scales
     else:
@@ -323,7 +323,7 @@ def test_without_a_table_for_its_weights_a_layer_is_left_to_vllm(
     activation = activated(tmp_path, monkeypatch, {"fp8_block": RANGES})
     monkeypatch.setattr(experts_cuda._load, "kernels", lambda: type("Built", (), {"cuda_grouped": None}))
     monkeypatch.setattr(experts_cuda.MoeOptimizerCudaExperts, "_supports_current_device", staticmethod(lambda: True))
-    cls = offered("experts_cuda", "MoeOptimizerCudaExperts")
+    cls = offered("cuda", "MoeOptimizerCudaExperts")
     config = moe_config(in_dtype=torch.bfloat16)
     assert cls.is_supported_config(cls, config, None, None, cls.activation_format()) == (
         False,
