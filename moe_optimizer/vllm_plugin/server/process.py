@@ -42,7 +42,9 @@ class ServerProcess:
         libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: nothing may be allocated after it
 
         def die_with_launcher() -> None:
-            # A launcher that is killed with SIGKILL cannot stop the server; the kernel then asks it to.
+            # A launcher that is killed with SIGKILL cannot stop the server; the kernel then asks it to. Until the
+            # server's own program runs, the launcher's handler would take that request and forget it.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != launcher:
                 os._exit(1)
@@ -58,7 +60,7 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 # Its own session: Ctrl-C at the terminal reaches the launcher only, which then drains the server.
                 start_new_session=True,
-                preexec_fn=die_with_launcher,  # noqa: PLW1509 - calls prctl, getppid and _exit only
+                preexec_fn=die_with_launcher,  # noqa: PLW1509 - calls signal, prctl, getppid and _exit only
             )
         finally:
             os.close(descriptor)
