@@ -165,6 +165,10 @@ def _text(module: str, pattern: str, found: str) -> Callable[[Path], tuple[SeamS
     return look
 
 
+def _patch(name: str, patch: Patch) -> _Known:
+    return _Known(name=name, look=_patched(patch), why=patch.why, remove_when=patch.remove_when)
+
+
 def _flag(flag: str, why: str) -> _Known:
     look = _text("vllm.engine.arg_utils", re.escape(f'"{flag}"'), "argument of vllm serve")
     return _Known(name=flag, look=look, why=why)
@@ -176,24 +180,9 @@ _SEAMS = (
         look=_defined("vllm.plugins", "load_general_plugins"),
         why="vLLM loads this package in each of its processes",
     ),
-    _Known(
-        name="unquantized kernel choice",
-        look=_patched(UNQUANTIZED_ORACLE),
-        why=UNQUANTIZED_ORACLE.why,
-        remove_when=UNQUANTIZED_ORACLE.remove_when,
-    ),
-    _Known(
-        name="fp8 kernel choice",
-        look=_patched(FP8_ORACLE),
-        why=FP8_ORACLE.why,
-        remove_when=FP8_ORACLE.remove_when,
-    ),
-    _Known(
-        name="unquantized experts' weights",
-        look=_patched(LAYERWISE_LOADING),
-        why=LAYERWISE_LOADING.why,
-        remove_when=LAYERWISE_LOADING.remove_when,
-    ),
+    _patch("unquantized kernel choice", UNQUANTIZED_ORACLE),
+    _patch("fp8 kernel choice", FP8_ORACLE),
+    _patch("unquantized experts' weights", LAYERWISE_LOADING),
     _Known(
         name="layerwise loading",
         look=_defined(
@@ -201,12 +190,7 @@ _SEAMS = (
         ),
         why="a layer whose experts are converted is finished while the next ones are loaded",
     ),
-    _Known(
-        name="online FP8 quantiser",
-        look=_patched(ONLINE_FP8_QUANTIZER),
-        why=ONLINE_FP8_QUANTIZER.why,
-        remove_when=ONLINE_FP8_QUANTIZER.remove_when,
-    ),
+    _patch("online FP8 quantiser", ONLINE_FP8_QUANTIZER),
     _Known(
         name="routed experts callback",
         look=_defined(
@@ -216,24 +200,9 @@ _SEAMS = (
         ),
         why="tokens are counted per expert in it",
     ),
-    _Known(
-        name="a worker's model is loaded",
-        look=_patched(WORKER_MODEL_LOADED),
-        why=WORKER_MODEL_LOADED.why,
-        remove_when=WORKER_MODEL_LOADED.remove_when,
-    ),
-    _Known(
-        name="a worker's step",
-        look=_patched(WORKER_EXECUTE_MODEL),
-        why=WORKER_EXECUTE_MODEL.why,
-        remove_when=WORKER_EXECUTE_MODEL.remove_when,
-    ),
-    _Known(
-        name="a layer's expert map",
-        look=_patched(ROUTED_EXPERTS),
-        why=ROUTED_EXPERTS.why,
-        remove_when=ROUTED_EXPERTS.remove_when,
-    ),
+    _patch("a worker's model is loaded", WORKER_MODEL_LOADED),
+    _patch("a worker's step", WORKER_EXECUTE_MODEL),
+    _patch("a layer's expert map", ROUTED_EXPERTS),
     _Known(name="experts interface", look=_abstract_methods, why="the experts classes implement it"),
     _Known(
         name="Triton experts",
