@@ -11,10 +11,10 @@ import pytest
 
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.vllm_plugin import activation as activations
-from moe_optimizer.vllm_plugin import apply
+from moe_optimizer.vllm_plugin import apply, pass_patches
 from moe_optimizer.vllm_plugin import patch as patches
 from moe_optimizer.vllm_plugin.activation import Activation
-from moe_optimizer.vllm_plugin.experts import apply_experts, kernel
+from moe_optimizer.vllm_plugin.experts import kernel
 from moe_optimizer.vllm_plugin.patch import PatchState
 from moe_optimizer.vllm_plugin.patches import kernel_choice
 from moe_optimizer.vllm_plugin.patches.unquantized_oracle import UNQUANTIZED_ORACLE
@@ -176,7 +176,7 @@ def test_an_exception_at_any_point_of_the_choice_leaves_stock(
 def test_an_exception_while_applying_leaves_stock(
     oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(apply_experts, name, raising)
+    monkeypatch.setattr(pass_patches, name, raising)
     activation = activate()
     assert chosen(oracle) == "CPUUnquantizedExperts"
     assert why_not(activation) == "fallback: RuntimeError: injected"

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.plan.decision import Decision
 from moe_optimizer.vllm_plugin.activation import Activation
-from moe_optimizer.vllm_plugin.compat import supported_version
-from moe_optimizer.vllm_plugin.compile_factor import add_compile_factor
-from moe_optimizer.vllm_plugin.patch import Patch, PatchReport, PatchState, apply_when_imported
+from moe_optimizer.vllm_plugin.pass_patches import install_patches, vllm_fits
 from moe_optimizer.vllm_plugin.proof import described
 
 if TYPE_CHECKING:
@@ -64,25 +62,12 @@ class Counting:
 
 def count_expert_load(activation: Activation, decision: Decision | None = None) -> None:  # noqa: ARG001 - read later
     """Patch vLLM's worker so that its model is counted, and show the counts on /metrics in the API server."""
-    import vllm
-
     from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
     from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
 
-    supported, why_not = supported_version(str(vllm.__version__))
-    why_not = why_not if not supported else add_compile_factor()
-    if why_not:
-        activation.refused(LOAD_PASS, why_not)
+    if not vllm_fits(activation, LOAD_PASS, changes_graph=True):
         return
-
-    def patched(report: PatchReport) -> None:
-        activation.patches_changed()
-        if report.state is PatchState.REFUSED:
-            activation.refused(LOAD_PASS, report.detail)
-
-    patches: tuple[Patch, ...] = (WORKER_MODEL_LOADED, WORKER_EXECUTE_MODEL)
-    for patch in patches:
-        apply_when_imported(patch, on_change=patched)
+    install_patches(activation, LOAD_PASS, WORKER_MODEL_LOADED, WORKER_EXECUTE_MODEL)
     show_expert_load(activation)
 
 

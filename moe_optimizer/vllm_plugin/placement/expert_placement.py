@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.plan.decision import Decision
 from moe_optimizer.vllm_plugin.activation import Activation
-from moe_optimizer.vllm_plugin.compat import supported_version
-from moe_optimizer.vllm_plugin.patch import PatchReport, PatchState, apply_when_imported
+from moe_optimizer.vllm_plugin.pass_patches import install_patches, vllm_fits
+from moe_optimizer.vllm_plugin.patch import apply_when_imported
 from moe_optimizer.vllm_plugin.patches.routed_experts import ROUTED_EXPERTS
 from moe_optimizer.vllm_plugin.proof import described
 
@@ -61,24 +61,14 @@ class _PlacedLayer:
 
 def apply_placement(activation: Activation, decision: Decision) -> None:
     """Install what the decision's mode needs."""
-    import vllm
-
-    supported, why_not = supported_version(str(vllm.__version__))
-    if not supported:
-        activation.refused(PLACEMENT_PASS, why_not)
+    if not vllm_fits(activation, PLACEMENT_PASS, changes_graph=False):
         return
     if decision.params["mode"] == "eplb":
         from moe_optimizer.vllm_plugin.placement.eplb_policy import register_policy
 
         register_policy(activation)
         return
-
-    def patched(report: PatchReport) -> None:
-        activation.patches_changed()
-        if report.state is PatchState.REFUSED:
-            activation.refused(PLACEMENT_PASS, report.detail)
-
-    apply_when_imported(ROUTED_EXPERTS, on_change=patched)
+    install_patches(activation, PLACEMENT_PASS, ROUTED_EXPERTS)
 
 
 def offer_placement(activation: Activation) -> None:
