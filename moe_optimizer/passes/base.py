@@ -297,11 +297,11 @@ class OptimizationPass(ABC):
         return self.choose(ctx)
 
     def refused(self, ctx: PlanContext, reason: str) -> Decision:
-        """Return the decision for a pass that cannot be done here."""
-        wish, _ = ctx.wish(self.name)
-        if wish is not Wish.ON:
-            return self.when_off(ctx, reason)
-        return self.decision(ctx, Status.REFUSED, "refused", reason, Applier.NONE)
+        """Return the decision for a pass that cannot be done here; its params are those of off, for later passes."""
+        off = self.when_off(ctx, reason)
+        if ctx.wish(self.name)[0] is not Wish.ON:
+            return off
+        return dataclasses.replace(off, status=Status.REFUSED, value="refused")
 
     def unavailable(self, ctx: PlanContext, lacking: str) -> Decision:
         """Return the decision for a pass that a later version will apply."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_optimizer.passes.base import OptimizationPass, PlanContext
-from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.decision import Applier, Decision, Status
 
 _VLLM_CAP = 512
 """vLLM captures up to min(2 * max-num-seqs, 512) unless told otherwise (its compilation configuration)."""
@@ -32,12 +32,6 @@ class GraphCapture(OptimizationPass):
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return vLLM's default."""
         return self._decide(ctx, Status.OFF, "vLLM's default", reason, eager=_eager_pinned(ctx))
-
-    def refused(self, ctx: PlanContext, reason: str) -> Decision:
-        """Return vLLM's default, refused where capture was asked for by name."""
-        if ctx.wish(self.name)[0] is not Wish.ON:
-            return self.when_off(ctx, reason)
-        return self._decide(ctx, Status.REFUSED, "refused", reason, eager=_eager_pinned(ctx))
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the largest batch to capture."""

@@ -54,6 +54,14 @@ def test_a_pass_that_is_not_on_asks_for_nothing(name, machine):
         assert NOT_AVAILABLE in decision.reason
 
 
+@pytest.mark.parametrize("machine", CONTEXTS)
+@pytest.mark.parametrize("wish", Wish)
+@pytest.mark.parametrize("name", PASS_NAMES)
+def test_whatever_is_wished_of_a_pass_the_later_ones_can_decide(name, wish, machine):
+    ctx = dataclasses.replace(CONTEXTS[machine](), wishes={name: (wish, "test")})
+    assert tuple(decided_by(ctx, *PASS_NAMES).decided) == PASS_NAMES
+
+
 @pytest.mark.parametrize("each", all_passes(), ids=lambda each: each.name)
 def test_a_pass_states_title_limits_and_what_it_does(each):
     assert each.title
