@@ -144,6 +144,13 @@ class Activation:
         self._pass(pass_name).ran = True
         self.writer.touch()
 
+    def rearranged(self, pass_name: str, moved_experts: int) -> None:
+        """Note that experts were placed anew by the load of the serving model, and how many slots changed."""
+        entry = self._pass(pass_name)
+        entry.rearrangements += 1
+        entry.moved_experts += moved_experts
+        self.writer.touch()
+
     def refused(self, pass_name: str, reason: str) -> None:
         """Note that a pass does not take effect for a layer, or at all.
 

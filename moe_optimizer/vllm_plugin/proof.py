@@ -79,6 +79,10 @@ class PassProof:
     """The instruction set that the kernel chose."""
     digest: str = ""
     """Of what was applied, where the decision's params have one."""
+    rearrangements: int = 0
+    """Times that experts were placed anew by the load of the serving model (vLLM's EPLB)."""
+    moved_experts: int = 0
+    """Slots that those gave to another expert, all layers together."""
     layers: tuple[LayerProof, ...] = ()
 
     @property

@@ -16,6 +16,7 @@ from moe_optimizer.log import get_logger
 from moe_optimizer.placement import place_experts
 from moe_optimizer.vllm_plugin.activation import Activation, current
 from moe_optimizer.vllm_plugin.proof import described
+from moe_optimizer.vllm_plugin.server_facts import world
 
 PLACEMENT_PASS = "expert_placement"
 _POLICY_NAME = "default"
@@ -88,7 +89,7 @@ def make_policy(interface: type, stock: type) -> type:
                     weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices
                 )
                 if activation is not None:
-                    activation.ran(PLACEMENT_PASS)
+                    _note(activation, weight, old_global_expert_indices, placement)
             except Exception as error:  # noqa: BLE001 - vLLM is serving, and its own policy can still answer
                 # Every rank computes the same from the same numbers, so all of them come here.
                 logger.warning("expert placement: vLLM's own policy is used: %s", described(error))
@@ -101,6 +102,19 @@ def make_policy(interface: type, stock: type) -> type:
             return placement
 
     return MoeOptimizerEplbPolicy
+
+
+def _note(activation: Activation, load: torch.Tensor, old: torch.Tensor | None, placement: torch.Tensor) -> None:
+    """Say in the proof that vLLM asked, and what a placement by a real load changed.
+
+    vLLM asks for the first time while it measures its memory, before it has served anything: that shows that the
+    policy is in place, and moves nothing.
+    """
+    # A process that computes the layers with vLLM's own kernels has not said yet that it holds a part of the model.
+    activation.proof.model_rank, activation.proof.world_size = world()
+    activation.ran(PLACEMENT_PASS)
+    if old is not None and old.shape == placement.shape and bool(load.any()):
+        activation.rearranged(PLACEMENT_PASS, int((old.cpu() != placement).sum()))
 
 
 def _rebalance(

@@ -207,7 +207,8 @@ def all_ranks_can(this_one: bool) -> bool:
     import torch
     from vllm.distributed import get_ep_group
 
-    answer = torch.tensor([int(this_one)])
+    # On the CPU, whatever vLLM builds its model on: that is where the group's messages go.
+    answer = torch.tensor([int(this_one)], device="cpu")
     torch.distributed.all_reduce(answer, op=torch.distributed.ReduceOp.MIN, group=get_ep_group().cpu_group)
     return bool(answer.item())
 

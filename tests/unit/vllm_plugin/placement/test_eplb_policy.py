@@ -27,9 +27,12 @@ def vllm_policies(monkeypatch):
 @pytest.fixture
 def noted(monkeypatch):
     """What the policy says to this process's proof."""
-    said: dict[str, Any] = {"ran": [], "refused": []}
+    said: dict[str, Any] = {"ran": [], "refused": [], "moved": [], "proof": SimpleNamespace(world_size=0)}
     active = SimpleNamespace(
-        ran=said["ran"].append, refused=lambda name, reason: said["refused"].append((name, reason))
+        proof=said["proof"],
+        ran=said["ran"].append,
+        rearranged=lambda name, moved: said["moved"].append(moved),
+        refused=lambda name, reason: said["refused"].append((name, reason)),
     )
     monkeypatch.setattr("moe_optimizer.vllm_plugin.placement.eplb_policy.current", lambda: active)
     return said
@@ -55,7 +58,17 @@ def test_it_answers_as_vllm_asks(policy, noted, dtype):
     assert (first.dtype, first.device.type, tuple(first.shape)) == (torch.int64, "cpu", (6, 72))
     second = policy.rebalance_experts(load, 72, 8, 2, 8, first)
     assert torch.equal(first, second), "nothing moves when the load stays"
-    assert noted == {"ran": ["expert_placement"] * 2, "refused": []}
+    assert (noted["ran"], noted["refused"]) == (["expert_placement"] * 2, [])
+    assert noted["proof"].world_size == 1, "the process says that it holds a part of the model"
+
+
+def test_only_what_a_load_moved_counts_as_a_rearrangement(policy, noted):
+    in_order = torch.arange(8).repeat(2, 1)
+    policy.rebalance_experts(torch.zeros(2, 8), 8, 1, 1, 4, in_order)
+    assert (noted["ran"], noted["moved"]) == (["expert_placement"], []), "vLLM's trial before it serves"
+    load = torch.tensor([[9.0, 9, 1, 1, 1, 1, 1, 1], [1.0, 1, 1, 1, 1, 1, 1, 1]])
+    placement = policy.rebalance_experts(load, 8, 1, 1, 4, in_order)
+    assert noted["moved"] == [int((placement != in_order).sum())] != [0]
 
 
 def test_two_rearrangements_stay_valid_and_as_even_as_the_stock_policy(policy, vllm_policies):

@@ -1,0 +1,182 @@
+"""Experts placed on two GPUs: the tokens of stock vLLM, by initial placement and while vLLM's EPLB moves experts.
+
+Eager, because what is shown is where weights and tokens go; CUDA graphs replay the same kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.planner import PlanRequest, make_plan
+from moe_optimizer.specs.kernel_speeds import LayerShape, SpeedTables
+from moe_optimizer.specs.software import SoftwareSpec
+from moe_optimizer.vllm_plugin.proof import PassProof, read_proofs
+from moe_optimizer.vllm_plugin.proof_table import model_holders
+from moe_optimizer.vllm_plugin.server.launch import running
+from tests.builders import placement_load, profile_with, tiny_moe
+from tests.gpu.test_serving_equals_stock import always_ours
+from tests.vllm.conftest import READY_TIMEOUT_S, TINY_MOE, Answer, ask, free_port
+from tests.vllm.test_serving_equals_stock import bf16_spacing
+
+pytestmark = pytest.mark.gpu
+
+PASS = "expert_placement"
+GPUS = 2
+EXPERTS, REPLICAS = 16, 2
+STEPS_BETWEEN = 16
+"""Steps after which vLLM places experts anew."""
+REARRANGEMENTS = 2
+"""A first one starts from experts in order; only a second one starts from a placement."""
+REARRANGED_TIMEOUT_S = 180.0
+ROUNDING = 4
+"""BF16 spacings: two ranks round their sums, and experts are summed in another order when they live elsewhere."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_gpus() -> None:
+    """Skip unless there are two."""
+    if torch.cuda.device_count() < GPUS:
+        pytest.skip(f"needs {GPUS} CUDA GPUs, found {torch.cuda.device_count()}")
+
+
+def make(*vllm_args: str, placed: dict[str, Any] | None = None, **request: Any) -> Plan:
+    """Return a plan for the bundled model on two GPUs.
+
+    Args:
+        vllm_args: of `vllm serve`.
+        placed: the profile's section; None: experts are not placed.
+        request: further fields of the request.
+    """
+    vllm, kernels = find_vllm(), read_kernel_inventory()
+    if vllm is None or vllm.device != "cuda":
+        pytest.skip("needs a vLLM for CUDA")
+    # A table in which our kernel wins: initial placement needs it.
+    shape = LayerShape(
+        hidden_size=128, intermediate_size=128, num_experts=EXPERTS // GPUS, num_global_experts=EXPERTS, top_k=4
+    )
+    table = dataclasses.replace(always_ours(kernels.cuda_sources, vllm.version), shape=shape)
+    return make_plan(
+        PlanRequest(
+            model=ModelInspector().inspect(TINY_MOE),
+            hardware=probe_hardware(),
+            software=SoftwareSpec(vllm=vllm, kernels=kernels, kernel_speeds=SpeedTables(tables=(table,))),
+            profile=profile_with("balanced", {PASS: placed or {"mode": "off"}}),
+            required=frozenset({PASS} if placed else ()),
+            dtype="bfloat16",
+            port=free_port(),
+            max_model_len=512,
+            batch_size=16,
+            num_gpus=GPUS,
+            vllm_args=(
+                "--tensor-parallel-size", str(GPUS), "--logprobs-mode", "raw_logits", "--enforce-eager",
+                "--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.3", "--no-enable-prefix-caching",
+                *vllm_args,
+            ),
+            **request,
+        )
+    )  # fmt: skip
+
+
+Serve = Callable[..., tuple[Sequence[Answer], list[PassProof]]]
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """Serve a plan, let it settle, ask; returns the answers and what each worker proves of the placement."""
+
+    def start(
+        plan: Plan, settle: Callable[[str, Path], None] = lambda url, run_dir: None, **environment: str
+    ) -> tuple[Sequence[Answer], list[PassProof]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HF_HUB_OFFLINE", "1")
+            patch.setenv("VLLM_NO_USAGE_STATS", "1")
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            run_dir = tmp_path_factory.mktemp("run")
+            with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
+                settle(info.base_url, run_dir)
+                answers = ask(info.base_url)
+            return answers, placement_proofs(run_dir)
+
+    return start
+
+
+def placement_proofs(run_dir: Path) -> list[PassProof]:
+    """Return what the workers say of the placement, by rank."""
+    return [proof.passes[PASS] for proof in model_holders(read_proofs(run_dir)) if PASS in proof.passes]
+
+
+@pytest.fixture(scope="module")
+def stock(serve: Serve) -> Sequence[Answer]:
+    """vLLM's own kernel with a slice of every expert on each GPU."""
+    answers, proofs = serve(make(), MOE_OPTIMIZER_DISABLE="1")
+    assert proofs == []
+    return answers
+
+
+def assert_same_up_to_rounding(stock: Answer, ours: Answer) -> None:
+    """Up to the first difference the context is the same, so there the choice must have been a close one."""
+    pairs = enumerate(zip(stock.tokens, ours.tokens, strict=True))
+    position = next((i for i, (one, other) in pairs if one != other), None)
+    if position is None:
+        return
+    best_two = stock.best_two[position]
+    assert set(best_two) >= {stock.tokens[position], ours.tokens[position]}, (position, best_two, ours.tokens[position])
+    high, low = sorted(best_two.values(), reverse=True)[:2]
+    assert high - low <= ROUNDING * bf16_spacing(high), f"position {position}: logits {high} and {low}"
+
+
+def test_placed_experts_give_the_tokens_of_stock(stock: Sequence[Answer], serve: Serve) -> None:
+    # Weights that moved without their map, or a map without its weights, send tokens to wrong experts.
+    plan = make("--enable-expert-parallel", placed={"mode": "on"}, expert_load=placement_load(tiny_moe()))
+    params = plan.decision(PASS).params
+    assert params["mode"] == "initial"
+    for row in params["experts"].values():
+        in_order = {str(expert) for expert in range(EXPERTS // GPUS)}
+        assert set(row.split()[: EXPERTS // GPUS]) != in_order, "a layer's experts did not move"
+    answers, proofs = serve(plan)
+    assert len(proofs) == GPUS
+    for entry in proofs:
+        assert (entry.applied, entry.ran, entry.why_not) == (True, True, "")
+        assert entry.digest == params["digest"]
+    for at_stock, ours in zip(stock, answers, strict=True):
+        assert_same_up_to_rounding(at_stock, ours)
+
+
+def test_experts_that_vllm_moves_by_our_policy_give_the_tokens_of_stock(stock: Sequence[Answer], serve: Serve) -> None:
+    plan = make("--enable-expert-parallel", placed={"mode": "on", "redundant_experts": REPLICAS})
+    assert plan.decision(PASS).params == {"mode": "eplb", "num_redundant_experts": REPLICAS}
+
+    def wait_until_rearranged(url: str, run_dir: Path) -> None:
+        deadline = time.monotonic() + REARRANGED_TIMEOUT_S
+        while not all(entry.rearrangements >= REARRANGEMENTS for entry in placement_proofs(run_dir)):
+            assert time.monotonic() < deadline, placement_proofs(run_dir)
+            ask(url)
+
+    answers, proofs = serve(with_short_intervals(plan), settle=wait_until_rearranged)
+    assert len(proofs) == GPUS
+    for entry in proofs:
+        assert (entry.applied, entry.ran, entry.why_not) == (True, True, "")
+        assert entry.rearrangements >= REARRANGEMENTS
+        assert entry.moved_experts > 0
+    for at_stock, ours in zip(stock, answers, strict=True):
+        assert_same_up_to_rounding(at_stock, ours)
+
+
+def with_short_intervals(plan: Plan) -> Plan:
+    """Return the plan with EPLB's steps so close that a test sees several rearrangements."""
+    words = list(plan.serve_args)
+    value = words.index("--eplb-config") + 1
+    config = json.loads(words[value]) | {"step_interval": STEPS_BETWEEN, "window_size": STEPS_BETWEEN}
+    words[value] = json.dumps(config)
+    return plan.replace(serve_args=tuple(words))
