@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moe_optimizer.errors import DoesNotFitError, InputError, RequiredNotAppliedError, UnsupportedError
 from moe_optimizer.passes.base import PlanContext
-from moe_optimizer.passes.registry import PASS_NAMES, all_passes, required_key, switches
+from moe_optimizer.passes.registry import PASS_NAMES, all_passes, check_wishes, required_key, switches
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.plan import Plan
@@ -45,6 +45,7 @@ def make_plan(request: PlanRequest) -> Plan:
     check_for_device(pinned, device)
     num_gpus, gpu_warnings = _gpus(request, device)
     context = _context(request, pinned, device, num_gpus)
+    check_wishes(context.wishes, device)
     for optimization in all_passes():
         decision = _without_pinned(optimization.decide(context), pinned)
         context = context.with_decision(decision)

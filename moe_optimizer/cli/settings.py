@@ -104,7 +104,7 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
     }
     _check_said_twice(values)
     required = frozenset(required_key(name) for name in options.require)
-    return Settings(values, _wishes(options, environment, required), required, environment.disabled)
+    return Settings(values, _wishes(options, environment), required, environment.disabled)
 
 
 def _check_said_twice(values: Mapping[str, Setting]) -> None:
@@ -127,7 +127,7 @@ def _first(*candidates: tuple[Any, str]) -> Setting:
     return Setting(None, "default")
 
 
-def _wishes(options: PlanOptions, environment: Environment, required: frozenset[str]) -> Mapping[str, tuple[Wish, str]]:
+def _wishes(options: PlanOptions, environment: Environment) -> Mapping[str, tuple[Wish, str]]:
     if environment.disabled:
         wanted = [f"--enable-{flag}" for flag, on in options.switches.items() if on]
         wanted += [f"--require {name}" for name in options.require]
@@ -136,12 +136,8 @@ def _wishes(options: PlanOptions, environment: Environment, required: frozenset[
         # How many GPUs hold the model is no optimization: with one instead of eight it may not fit.
         off = [name for name in PASS_NAMES if name != "parallelism"]
         return dict.fromkeys([*off, "parallelism.expert_parallel"], (Wish.OFF, f"environment {env.DISABLE}"))
-    wishes = resolve_wishes(
+    return resolve_wishes(
         enabled=[flag for flag, on in options.switches.items() if on],
         disabled=[flag for flag, on in options.switches.items() if not on],
+        required=options.require,
     )
-    for name in required:
-        wish, origin = wishes.get(name, (Wish.ON, ""))
-        if wish is Wish.OFF:
-            raise InputError(f"--require {name} and {origin.removeprefix('flag ')} contradict each other")
-    return wishes

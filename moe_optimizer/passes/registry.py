@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.passes.base import OptimizationPass, WishWithOrigin
@@ -32,14 +33,20 @@ PASS_NAMES = tuple(name for name, _ in _PASSES)
 _CONTRADICTIONS = {
     ("fp8", "sparsity_24"): "the experts are either pruned or quantised",
     ("kv_cache.tiering", "disaggregation"): "both need vLLM's one KV connector",
+    ("expert_load", "dual_batch_overlap"): "a router sees half of the tokens at a time then, so they cannot be counted",
+    ("flash_dmoe", "dual_batch_overlap"): "overlap needs data parallelism, and our kernel does not run under it",
 }
 """Pairs that may not both be asked for by flag, and why."""
 
 _NEEDS = {
     "dual_batch_overlap": ("parallelism", "parallelism.expert_parallel"),
     "expert_placement": ("parallelism", "parallelism.expert_parallel"),
+    "sparsity_24": ("flash_dmoe",),
 }
 """What a pass asked for by flag cannot do without: keys that may not be switched off by flag then."""
+
+_NEEDS_ON_THE_CPU = dict.fromkeys(("fp8", "parallelism.expert_parallel", "expert_placement"), ("flash_dmoe",))
+"""The same on vLLM's CPU build: no kernel but ours reads converted experts or follows an expert map there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,17 +111,21 @@ def required_key(text: str) -> str:
     return setting or (text if text in {switch.key for switch in switches()} else pass_named(text))
 
 
-def resolve_wishes(enabled: Iterable[str], disabled: Iterable[str]) -> Mapping[str, WishWithOrigin]:
+def resolve_wishes(
+    enabled: Iterable[str], disabled: Iterable[str], required: Iterable[str] = ()
+) -> Mapping[str, WishWithOrigin]:
     """Return the wishes of the flags that were given.
 
     Args:
         enabled: the X of every --enable-X.
         disabled: the X of every --disable-X.
+        required: the X of every --require X, which asks for X as --enable-X does.
 
     Raises:
         InputError: an unknown X, or two flags that contradict each other; the message names both.
     """
-    on = {switch.key: f"--enable-{switch.flag}" for switch in map(_switch, enabled)}
+    on = {required_key(text): f"--require {text}" for text in required}
+    on |= {switch.key: f"--enable-{switch.flag}" for switch in map(_switch, enabled)}
     off = {switch.key: f"--disable-{switch.flag}" for switch in map(_switch, disabled)}
     for key, flag in on.items():
         if key in off:
@@ -125,13 +136,31 @@ def resolve_wishes(enabled: Iterable[str], disabled: Iterable[str]) -> Mapping[s
     for (first, second), why in _CONTRADICTIONS.items():
         if first in on and second in on:
             raise InputError(f"{on[first]} and {on[second]} contradict each other: {why}", hint="give one of them")
-    for key, needed in _NEEDS.items():
-        missing = next((off[other] for other in needed if key in on and other in off), None)
-        if missing is not None:
-            raise InputError(f"{on[key]} and {missing} contradict each other: the one needs the other")
-    return {key: (Wish.ON, f"flag {flag}") for key, flag in on.items()} | {
+    wishes = {key: (Wish.ON, f"flag {flag}") for key, flag in on.items()} | {
         key: (Wish.OFF, f"flag {flag}") for key, flag in off.items()
     }
+    _check_needs(wishes, _NEEDS)
+    return wishes
+
+
+def check_wishes(wishes: Mapping[str, WishWithOrigin], device: Literal["cuda", "cpu"]) -> None:
+    """Check wishes of flags for what only the device makes a contradiction.
+
+    Raises:
+        InputError: two contradict each other; the message names both.
+    """
+    if device == "cpu":
+        _check_needs(wishes, _NEEDS_ON_THE_CPU)
+
+
+def _check_needs(wishes: Mapping[str, WishWithOrigin], needs: Mapping[str, tuple[str, ...]]) -> None:
+    for key, needed in needs.items():
+        wish, origin = wishes.get(key, (Wish.AUTO, ""))
+        for other in needed:
+            other_wish, other_origin = wishes.get(other, (Wish.AUTO, ""))
+            if (wish, other_wish) == (Wish.ON, Wish.OFF):
+                flags = (origin.removeprefix("flag "), other_origin.removeprefix("flag "))
+                raise InputError(f"{' and '.join(flags)} contradict each other: the one needs the other")
 
 
 def _switch(flag: str) -> Switch:

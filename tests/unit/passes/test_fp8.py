@@ -386,5 +386,12 @@ def test_the_memory_plan_counts_the_converted_weights(machine):
 
 
 def test_required_without_our_kernel_is_no_plan():
+    profile = profile_with(passes={"flash_dmoe": {"mode": "off"}})
     with pytest.raises(RequiredNotAppliedError, match=r"fp8 is required .* needs our expert kernel"):
-        make_plan(request(tiny_moe(), cpu_machine(), required=frozenset({"fp8"}), wishes=WITHOUT_FLASH))
+        make_plan(request(tiny_moe(), cpu_machine(), profile, required=frozenset({"fp8"})))
+
+
+def test_asked_for_and_our_kernel_switched_off_is_a_contradiction_on_the_cpu():
+    with pytest.raises(InputError, match="--enable-fp8 and --disable-flash-dmoe contradict"):
+        make_plan(request(tiny_moe(), cpu_machine(), wishes=WITHOUT_FLASH))
+    assert make_plan(request(qwen3_30b_a3b(), gpus("h200"), wishes=WITHOUT_FLASH)).decision("fp8").status is Status.ON

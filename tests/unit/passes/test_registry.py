@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.passes.registry import PASS_NAMES, all_passes, pass_named, resolve_wishes, switches
+from moe_optimizer.passes.registry import PASS_NAMES, all_passes, check_wishes, pass_named, resolve_wishes, switches
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.profiles.schema import Passes
 
@@ -66,12 +66,38 @@ def test_wishes_name_the_flag_they_came_from():
         (["dual-batch-overlap"], ["expert-parallel"], ("--enable-dual-batch-overlap", "--disable-expert-parallel")),
         (["dual-batch-overlap"], ["parallelism"], ("--enable-dual-batch-overlap", "--disable-parallelism")),
         (["expert-placement"], ["expert-parallel"], ("--enable-expert-placement", "--disable-expert-parallel")),
+        (["sparsity"], ["flash-dmoe"], ("--enable-sparsity", "--disable-flash-dmoe")),
+        (["expert-load", "dual-batch-overlap"], [], ("--enable-expert-load", "--enable-dual-batch-overlap")),
+        (["flash-dmoe", "dual-batch-overlap"], [], ("--enable-flash-dmoe", "--enable-dual-batch-overlap")),
     ],
 )
 def test_flags_that_contradict_each_other_are_both_named(enabled, disabled, both):
     with pytest.raises(InputError, match="contradict") as caught:
         resolve_wishes(enabled, disabled)
     assert all(flag in str(caught.value) for flag in both)
+
+
+@pytest.mark.parametrize(
+    ("required", "enabled", "disabled", "both"),
+    [
+        (["fp8"], [], ["fp8"], ("--require fp8", "--disable-fp8")),
+        (["fp8"], ["sparsity"], [], ("--require fp8", "--enable-sparsity")),
+        (["fp8", "sparsity-24"], [], [], ("--require fp8", "--require sparsity-24")),
+        (["kv-tiering"], [], ["kv-cache"], ("--require kv-tiering", "--disable-kv-cache")),
+    ],
+)
+def test_a_requirement_contradicts_what_asking_for_it_contradicts(required, enabled, disabled, both):
+    with pytest.raises(InputError, match="contradict") as caught:
+        resolve_wishes(enabled, disabled, required)
+    assert all(flag in str(caught.value) for flag in both)
+
+
+@pytest.mark.parametrize("flag", ["fp8", "expert-parallel", "expert-placement"])
+def test_on_the_cpu_build_nothing_that_needs_our_kernel_goes_with_it_off(flag):
+    wishes = resolve_wishes([flag], ["flash-dmoe"])
+    check_wishes(wishes, "cuda")
+    with pytest.raises(InputError, match=f"--enable-{flag} and --disable-flash-dmoe contradict"):
+        check_wishes(wishes, "cpu")
 
 
 def test_an_unknown_flag_gets_a_near_match():
