@@ -45,7 +45,11 @@ _NEEDS = {
 }
 """What a pass asked for by flag cannot do without: keys that may not be switched off by flag then."""
 
-_NEEDS_ON_THE_CPU = dict.fromkeys(("fp8", "parallelism.expert_parallel", "expert_placement"), ("flash_dmoe",))
+_NEEDS_ON_THE_CPU = {
+    "fp8": ("flash_dmoe",),
+    "parallelism.expert_parallel": ("flash_dmoe",),
+    "expert_placement": ("flash_dmoe",),
+}
 """The same on vLLM's CPU build: no kernel but ours reads converted experts or follows an expert map there."""
 
 
