@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
+from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.errors import printable
 from moe_optimizer.log import get_logger
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _LOGGER = get_logger(__name__)
 
 
-def measure_if_needed(plan: Plan, seconds: float) -> bool:
+def measure_if_needed(plan: Plan, seconds: float, progress: ProgressLines) -> bool:
     """Measure what the plan asks for, at most so long beside the start of a process. Returns whether there is something
     new to plan with.
     """
@@ -37,8 +38,9 @@ def measure_if_needed(plan: Plan, seconds: float) -> bool:
         threads=max(1, plan.hardware.cpu.cores // _processes(plan)) if on_cpu and plan.hardware.cpu else 1,
         tables="",
     )
-    with _Progress(f"measuring expert kernels for up to {seconds:g} s (once; --calibrate 0 leaves it out)") as progress:
-        why_not = calibrate(request, on_step=progress.step)
+    progress.line(f"measuring expert kernels for up to {seconds:g} s (once; --calibrate 0 leaves it out)")
+    with _Bar() as bar:
+        why_not = calibrate(request, on_step=bar.step)
     if why_not:
         _LOGGER.warning("kernels are not measured: %s", why_not)
     return not why_not
@@ -50,17 +52,14 @@ def _processes(plan: Plan) -> int:
     return parallelism.params["tensor_parallel_size"]
 
 
-class _Progress:
-    """A bar on a terminal, one line elsewhere."""
+class _Bar:
+    """A bar on a terminal, nothing elsewhere."""
 
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._bar: Callable[[int, int, str], None] | None = None
+    def __init__(self) -> None:
+        self._update: Callable[[int, int, str], None] | None = None
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> _Bar:
         if not sys.stderr.isatty():
-            sys.stderr.write(f"{self._title}\n")
-            sys.stderr.flush()
             return self
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -68,17 +67,16 @@ class _Progress:
         console = Console(stderr=True, no_color=not messages.use_color(sys.stderr))
         columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[what]}"))
         self._rich = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
-        console.print(self._title)
         task = self._rich.add_task("kernels", total=None, what="starting")
         self._rich.start()
-        self._bar = lambda done, of, what: self._rich.update(task, completed=done, total=of, what=printable(what))
+        self._update = lambda done, of, what: self._rich.update(task, completed=done, total=of, what=printable(what))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
+        if self._update is not None:
             self._rich.stop()
 
     def step(self, done: int, of: int, what: str) -> None:
         """Show one step."""
-        if self._bar is not None:
-            self._bar(done, of, what)
+        if self._update is not None:
+            self._update(done, of, what)

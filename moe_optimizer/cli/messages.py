@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -90,8 +90,9 @@ class _Held(logging.Handler):
 
 
 @contextmanager
-def held_messages(*, verbose: bool) -> Iterator[None]:
-    """Keep this package's log messages back until the block has succeeded; drop them when it raises.
+def held_messages(*, verbose: bool, then: Callable[[Iterable[str]], None] = write_warnings) -> Iterator[None]:
+    """Keep this package's log messages back until the block has succeeded, and give them to `then`; drop them when it
+    raises.
 
     A command that fails says why in its first stderr line; a warning written on the way would push that line
     down. With `verbose` everything is written at once instead, for the person who watches.
@@ -109,4 +110,4 @@ def held_messages(*, verbose: bool) -> Iterator[None]:
         yield
     finally:
         log.configure(verbose=False)
-    write_warnings(held.records)
+    then(held.records)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, ServeOptions, takes
-from moe_optimizer.errors import ExitCode, InputError, UnsupportedError, printable
+from moe_optimizer.cli.progress import ProgressLines
+from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 
 if TYPE_CHECKING:
     from moe_optimizer.cli.settings import Settings
@@ -28,27 +30,36 @@ def command(options: ServeOptions) -> int:
     vllm serve. Flags win over environment, environment over profile, profile over defaults.
     """
     from moe_optimizer.cli import planning
+
+    if options.show_config or options.dry_run:
+        return _show(options)
+    progress = ProgressLines(verbose=options.verbose)
+    with messages.held_messages(verbose=options.verbose, then=progress.warn):
+        planned = planning.make(options, measure=functools.partial(_measure, progress))
+        check_can_serve_here(planned.plan, planned.settings)
+    return _launch(planned.plan, options, progress, strict=planned.settings["strict"])
+
+
+def _show(options: ServeOptions) -> int:
+    """Print what a server would be started with."""
+    from moe_optimizer.cli import planning
     from moe_optimizer.cli.show_config import show_config
 
     with messages.held_messages(verbose=options.verbose):
         if options.show_config:
             show_config(*planning.read_settings(options), as_json=options.json)
             return ExitCode.OK
-        planned = planning.make(options, measure=None if options.dry_run else _measure)
-        if not options.dry_run:
-            check_can_serve_here(planned.plan, planned.settings)
-    if options.dry_run:
-        planning.show_plan(planned.plan, as_json=options.json)
-        return ExitCode.OK
-    return _launch(planned.plan, options, strict=planned.settings["strict"])
+        planned = planning.make(options)
+    planning.show_plan(planned.plan, as_json=options.json)
+    return ExitCode.OK
 
 
-def _measure(plan: Plan, settings: Settings) -> bool:
+def _measure(progress: ProgressLines, plan: Plan, settings: Settings) -> bool:
     """Measure what the plan needs to know of this machine, once nothing can refuse the start any more."""
     from moe_optimizer.cli.calibrating import measure_if_needed
 
     check_can_serve_here(plan, settings)
-    return measure_if_needed(plan, settings["calibrate"])
+    return measure_if_needed(plan, settings["calibrate"], progress)
 
 
 def check_can_serve_here(plan: Plan, settings: Settings) -> None:
@@ -146,7 +157,7 @@ def _check_tokenizer(plan: Plan) -> None:
         )
 
 
-def _launch(plan: Plan, options: ServeOptions, *, strict: bool) -> int:
+def _launch(plan: Plan, options: ServeOptions, progress: ProgressLines, *, strict: bool) -> int:
     from moe_optimizer.cli.main import INTERRUPTED
     from moe_optimizer.env import read_environment
     from moe_optimizer.vllm_plugin.activation import plugin_decisions
@@ -155,7 +166,7 @@ def _launch(plan: Plan, options: ServeOptions, *, strict: bool) -> int:
     if options.run_dir == "":
         raise InputError("--run-dir: got '', expected a folder")
     given = Path(options.run_dir) if options.run_dir else read_environment().run_dir
-    watcher = _Watcher(plan, as_json=options.json)
+    watcher = _Watcher(plan, progress, as_json=options.json)
     code = launch.serve(
         plan,
         run_dir=given if given is not None else _new_run_dir(plan),
@@ -163,8 +174,6 @@ def _launch(plan: Plan, options: ServeOptions, *, strict: bool) -> int:
         ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
         on_ready=watcher.on_ready,
         echo=watcher.echo,
-        # A person sees the lines as they come; a program reads the first one, which is a refusal's.
-        hold_start=not (sys.stderr.isatty() or options.verbose),
         verbose=options.verbose,
     )
     # Stopped before it ever served: that is an interrupt, not a run that was ended.
@@ -174,22 +183,23 @@ def _launch(plan: Plan, options: ServeOptions, *, strict: bool) -> int:
 class _Watcher:
     """Writes what the launcher has to say: messages to stderr, the ready server to stdout with --json."""
 
-    def __init__(self, plan: Plan, *, as_json: bool) -> None:
+    def __init__(self, plan: Plan, progress: ProgressLines, *, as_json: bool) -> None:
         self.ready = False
         self._plan = plan
+        self._progress = progress
         self._as_json = as_json
-        self._held_warnings = plan.warnings
+        self._warnings = plan.warnings
 
     def echo(self, line: str) -> None:
-        """Write one message; the plan's warnings go before the first, once nothing can refuse the start any more."""
-        messages.write_warnings(self._held_warnings)
-        self._held_warnings = ()
-        sys.stderr.write(f"{printable(line)}\n")
-        sys.stderr.flush()
+        """Pass one message on; the plan's warnings go before the first, when something is about to start."""
+        self._progress.warn(self._warnings)
+        self._warnings = ()
+        self._progress.line(line)
 
     def on_ready(self, info: ServerInfo) -> None:
         """Note that the server serves, and describe it on stdout with --json."""
         self.ready = True
+        self._progress.release()
         if self._as_json:
             import json
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.options import TuneOptions, takes
+from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def command(options: TuneOptions) -> int:
     from moe_optimizer.cli.tune_process import run_tuning
 
     file = Path(request["folder"]) / decision.params["file"]
-    verdicts = run_tuning(request, log=file.with_suffix(".log"))
+    verdicts = run_tuning(request, ProgressLines(verbose=options.verbose), log=file.with_suffix(".log"))
     written = file if file.is_file() else None
     if options.json:
         messages.write_data(json.dumps({"file": str(written) if written else None, "sizes": verdicts}, indent=2))

@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer.cli import messages
+from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
 
 _MODULE = "moe_optimizer.vllm_plugin.tuning.tune"
 _GRACE_S = 10.0
 
 
-def run_tuning(request: Mapping[str, Any], *, log: Path) -> list[dict[str, Any]]:
+def run_tuning(request: Mapping[str, Any], progress: ProgressLines, *, log: Path) -> list[dict[str, Any]]:
     """Run a tuning to its end and return its verdicts; no process of it is left when this returns or raises.
 
     Args:
         request: a `TuneRequest` as an object.
+        progress: takes a line for each thing done, where there is no terminal for a bar.
         log: what vLLM and Triton print goes here.
 
     Raises:
@@ -47,7 +49,7 @@ def run_tuning(request: Mapping[str, Any], *, log: Path) -> list[dict[str, Any]]
         )
         os.close(write_end)
         try:
-            last = _follow(read_end)
+            last = _follow(read_end, progress)
             code = process.wait()
         finally:
             _stop(process)
@@ -62,10 +64,10 @@ def run_tuning(request: Mapping[str, Any], *, log: Path) -> list[dict[str, Any]]
     )
 
 
-def _follow(read_end: int) -> dict[str, Any]:
+def _follow(read_end: int, progress: ProgressLines) -> dict[str, Any]:
     """Show the progress until the process closes its end; return its last event."""
     last: dict[str, Any] = {}
-    with os.fdopen(read_end, encoding="utf-8") as stream, _Bar() as bar:
+    with os.fdopen(read_end, encoding="utf-8") as stream, _Bar(progress) as bar:
         for event in _events(stream):
             last = event
             if "progress" in event:
@@ -80,6 +82,9 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 class _Bar:
     """A bar on a terminal; elsewhere one line for each thing done."""
+
+    def __init__(self, lines: ProgressLines) -> None:
+        self._lines = lines
 
     def __enter__(self) -> _Bar:
         self._progress = self._task = None
@@ -100,8 +105,10 @@ class _Bar:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=share, description=text)
         else:
-            sys.stderr.write(f"{share:4.0%}  {text}\n")
-            sys.stderr.flush()
+            self._lines.line(f"{share:4.0%}  {text}")
+            if share > 0:
+                # Something was measured: what ends it now is no refusal.
+                self._lines.release()
 
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:

@@ -24,7 +24,6 @@ def serve(
     ready_timeout_s: float = 600.0,
     on_ready: Callable[[ServerInfo], None] | None = None,
     echo: Callable[[str], None] | None = None,
-    hold_start: bool = False,
     verbose: bool = False,
 ) -> ExitCode:
     """Serve `plan` until SIGINT or SIGTERM, then let the servers finish their requests and stop them.
@@ -38,7 +37,6 @@ def serve(
         ready_timeout_s: how long everything may take to become ready.
         on_ready: called once, in this thread, when it is.
         echo: takes the messages for the user, line by line; default: stderr.
-        hold_start: say what is started only once vLLM has taken its arguments, so that a refusal comes first.
         verbose: copy the logs to stderr as they grow.
 
     Returns:
@@ -50,7 +48,7 @@ def serve(
         ServerFailedError: a server or the router died, or was not ready in time; the message has its last lines.
     """
     required = require | required_passes(plan)
-    run = Supervisor(plan, run_dir, required, echo or _to_stderr, hold_start=hold_start)
+    run = Supervisor(plan, run_dir, required, echo or _to_stderr)
     with StopSignals() as signals, contextlib.suppress(StopRequestedError), run.started(signals, verbose=verbose):
         info = run.wait_until_ready(ready_timeout_s)
         if on_ready is not None:

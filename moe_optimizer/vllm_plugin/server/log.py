@@ -22,7 +22,6 @@ _USAGE_ERROR = re.compile(r"^\S+: error: (\S.*)$")
 _REFUSED = re.compile(r"(?:[a-z_]\w*\.)*(?:ValueError|ValidationError): ")
 # pydantic says what is wrong on the line after the error's name, and appends values that tell a user nothing.
 _DETAIL = re.compile(r"^\s+(?:Value error, )?(.*?)(?: \[type=.*)?$")
-_ENGINE_STARTS = "Initializing a V1 LLM engine"
 _READING = ("checkpoint shards", "Loading weights took", "Model loading took")
 """Parts of the lines that vLLM writes while it reads weights and after: what fails then is not a refused argument."""
 
@@ -53,11 +52,6 @@ def refusal(log_path: Path, status: int) -> str:
     if refused is None or any(words in line for line in lines for words in _READING):
         return ""
     return cause[refused.end() :]
-
-
-def arguments_accepted(log_path: Path) -> bool:
-    """Whether vLLM has taken its arguments and gone on to start its engine."""
-    return any(_ENGINE_STARTS in line for line in _lines(log_path))
 
 
 def _lines(log_path: Path) -> list[str]:

@@ -63,10 +63,14 @@ class RunFolder:
         Raises:
             InputError: another launcher holds it, or the folder cannot be written.
         """
+        missing = [folder for folder in (self.path, *self.path.parents) if not os.path.lexists(folder)]
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
+            for folder in missing:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
             raise self._refused(error) from None
         try:
             self._lock(descriptor)

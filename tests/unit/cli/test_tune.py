@@ -14,6 +14,7 @@ import pytest
 
 from moe_optimizer.cli import tune, tune_process
 from moe_optimizer.cli.main import main
+from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.cli.tune_process import run_tuning
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
 from moe_optimizer.inspection import load_hardware
@@ -57,7 +58,7 @@ def test_it_asks_for_the_shape_that_is_planned_and_shows_the_result(
     shipped = on_an_h200(monkeypatch, tmp_path)
     asked: dict[str, Any] = {}
 
-    def fake(request: dict[str, Any], *, log: Path) -> list[dict[str, Any]]:
+    def fake(request: dict[str, Any], _: ProgressLines, *, log: Path) -> list[dict[str, Any]]:
         asked.update(request, log=log)
         folder = Path(request["folder"])
         folder.mkdir(parents=True)
@@ -100,20 +101,29 @@ def test_nothing_that_won_is_said() -> None:
 
 def test_the_process_reports_progress_and_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "new" / "tuning.log"
-    assert run_tuning({"verdicts": [VERDICT]}, log=log) == [VERDICT]
+    assert run_tuning({"verdicts": [VERDICT]}, ProgressLines(verbose=False), log=log) == [VERDICT]
     assert "50%  8 tokens: 12 rows tried" in capsys.readouterr().err
     assert log.read_text(encoding="utf-8") == "vLLM said something\n"
+
+
+def test_a_refusal_comes_before_the_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    request = {"refused": "too little memory", "exit_code": 3, "progress": 0.0}
+    with pytest.raises(UnsupportedError):
+        run_tuning(request, ProgressLines(verbose=False), log=tmp_path / "log")
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, InputError), (3, UnsupportedError)])
 def test_a_refusal_of_the_process_is_the_commands(code: int, kind: type[MoeOptimizerError], tmp_path: Path) -> None:
     with pytest.raises(kind, match="too little memory"):
-        run_tuning({"refused": "too little memory", "exit_code": code}, log=tmp_path / "log")
+        run_tuning(
+            {"refused": "too little memory", "exit_code": code}, ProgressLines(verbose=False), log=tmp_path / "log"
+        )
 
 
 def test_a_process_that_dies_leaves_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(MoeOptimizerError, match="illegal memory access") as error:
-        run_tuning({"dies": True}, log=tmp_path / "log")
+        run_tuning({"dies": True}, ProgressLines(verbose=False), log=tmp_path / "log")
     assert "goes on from what was measured" in str(error.value.hint)
 
 
@@ -128,6 +138,6 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        run_tuning({"pid_file": str(pid_file)}, log=tmp_path / "log")
+        run_tuning({"pid_file": str(pid_file)}, ProgressLines(verbose=False), log=tmp_path / "log")
     thread.join()
     assert not Path(f"/proc/{json.loads(pid_file.read_text())}").exists()

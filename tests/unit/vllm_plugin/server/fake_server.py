@@ -8,7 +8,6 @@ Usage: fake_server.py PORT BEHAVIOUR...
   config      end as vLLM does with a configuration it does not take
   weights     end with a ValueError, but while loading weights
   silent      never listen
-  engine      log what vLLM logs once it has taken its arguments
   leave       end with status 0 as soon as it was healthy once
   stubborn    ignore SIGTERM
   escape      start a child that leaves the session
@@ -57,8 +56,6 @@ def main() -> None:
         sys.exit(status)
     if "unproven" not in behaviour:
         write_proof(child.pid, refused="refuse" in behaviour)
-    if "engine" in behaviour:
-        print("(EngineCore pid=1) INFO Initializing a V1 LLM engine (v0) with config: x", flush=True)
     if "silent" in behaviour:
         time.sleep(600)
     serve(port, once="leave" in behaviour, alone="alone" in behaviour, countless="countless" in behaviour)

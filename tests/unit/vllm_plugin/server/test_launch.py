@@ -158,23 +158,6 @@ def test_arguments_that_vllm_refuses_are_the_users_mistake(
     assert not processes_of(tmp_path)
 
 
-def test_a_refusal_comes_before_anything_else_when_the_start_is_held(fake: Fake, tmp_path: Path) -> None:
-    said: list[str] = []
-    with pytest.raises(InputError):
-        launch.serve(fake("usage", "unproven"), run_dir=tmp_path, echo=said.append, hold_start=True)
-    assert said == []
-    with pytest.raises(InputError):
-        launch.serve(fake("usage", "unproven"), run_dir=tmp_path, echo=said.append)
-    assert said[0].startswith("starting vLLM")
-
-
-def test_a_held_start_is_told_once_vllm_has_taken_its_arguments(fake: Fake, tmp_path: Path) -> None:
-    said: list[str] = []
-    with pytest.raises(ServerFailedError):
-        launch.serve(fake("silent", "engine"), run_dir=tmp_path, ready_timeout_s=2.0, echo=said.append, hold_start=True)
-    assert [line.split(";")[0] for line in said] == ["starting vLLM"]
-
-
 def test_what_goes_wrong_with_the_weights_is_not_the_users_mistake(fake: Fake, tmp_path: Path) -> None:
     with pytest.raises(ServerFailedError, match="ValueError: a weight of 3 bits"):
         launch.serve(fake("weights", "unproven"), run_dir=tmp_path, echo=lambda line: None)
@@ -197,6 +180,27 @@ def test_a_run_folder_that_cannot_be_written_is_an_input_error(fake: Fake, tmp_p
     for name in ("file", "loop"):
         with pytest.raises(InputError, match="run folder"):
             launch.serve(fake(), run_dir=tmp_path / name, echo=lambda line: None)
+
+
+def test_a_run_folder_that_cannot_be_made_leaves_no_parents_behind(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name in ("new/" + "x" * 300, "new/er/" + "x" * 300, "there/" + "x" * 300):
+        with pytest.raises(InputError, match="run folder .*: File name too long"):
+            launch.serve(fake(), run_dir=tmp_path / name, echo=lambda line: None)
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "there"]
+
+
+def test_a_stop_request_whose_message_cannot_be_written_still_stops_everything(fake: Fake, tmp_path: Path) -> None:
+    def close(line: str) -> None:
+        if line.startswith("stopping"):
+            raise BrokenPipeError
+
+    def stop(_: ServerInfo) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(BrokenPipeError):
+        launch.serve(fake(), run_dir=tmp_path, echo=close, on_ready=stop)
+    assert not processes_of(tmp_path)
 
 
 def test_a_refused_environment_leaves_no_run_folder(

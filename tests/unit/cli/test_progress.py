@@ -1,0 +1,28 @@
+"""Lines for a person who waits, and when they are held."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from moe_optimizer.cli.progress import ProgressLines
+
+
+def test_lines_and_warnings_are_held_in_order_until_they_are_released(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = ProgressLines(verbose=False)
+    progress.line("starting \x1b[31mred")
+    progress.warn(["two\nlines"])
+    assert capsys.readouterr().err == ""
+    progress.release()
+    progress.line("ready")
+    assert capsys.readouterr().err == "starting \\x1b[31mred\nwarning: two lines\nready\n"
+
+
+@pytest.mark.parametrize(("terminal", "verbose"), [(True, False), (False, True)])
+def test_a_terminal_and_verbose_get_them_at_once(
+    terminal: bool, verbose: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    ProgressLines(verbose=verbose).line("starting")
+    assert capsys.readouterr().err == "starting\n"
