@@ -80,6 +80,9 @@ def make(*vllm_args: str, placed: dict[str, Any] | None = None, **request: Any) 
             vllm_args=(
                 "--tensor-parallel-size", str(GPUS), "--logprobs-mode", "raw_logits", "--enforce-eager",
                 "--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.3", "--no-enable-prefix-caching",
+                # Sums go through NCCL: how they do is not what is shown, and vLLM's own way needs GPUs that see each
+                # other's memory.
+                "--disable-custom-all-reduce",
                 *vllm_args,
             ),
             **request,
