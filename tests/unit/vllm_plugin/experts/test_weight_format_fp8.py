@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,43 +10,24 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from moe_optimizer.errors import RequiredNotAppliedError  # noqa: E402
-from moe_optimizer.plan.decision import Wish  # noqa: E402
-from moe_optimizer.planner import make_plan  # noqa: E402
-from moe_optimizer.vllm_plugin import activation as activations  # noqa: E402
 from moe_optimizer.vllm_plugin.activation import Activation  # noqa: E402
-from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, planned_format, weight_format  # noqa: E402
+from moe_optimizer.vllm_plugin.experts.weight_format import planned_format, weight_format  # noqa: E402
 from moe_optimizer.vllm_plugin.experts.weight_format_fp8 import Fp8Weights  # noqa: E402
-from tests.builders import cpu_machine, profile_with, request, tiny_moe  # noqa: E402
+from tests.builders import profile_with  # noqa: E402
+from tests.unit.vllm_plugin.experts.converted_layers import NAME, assert_computes_with, layer  # noqa: E402
 
-NAME = "model.layers.1.mlp.experts"
 Activate = Callable[..., Activation]
 
 
 @pytest.fixture
-def activate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Activate:
-    """Makes a plan with FP8 on this process's own."""
+def activate(activate_pass: Activate) -> Activate:
+    """Makes a plan with FP8 on, and with these settings of it, this process's own."""
 
     def start(settings: dict[str, Any] | None = None, *, on: bool = True, required: bool = False) -> Activation:
-        plan = make_plan(
-            request(
-                tiny_moe(),
-                cpu_machine(),
-                profile_with("balanced", {"fp8": settings or {}}),
-                wishes={"fp8": (Wish.ON, "test")} if on else {},
-                required=frozenset({"fp8"}) if required else frozenset(),
-            )
-        )
-        activation = Activation(run_dir=tmp_path, plan=plan)
-        monkeypatch.setattr(activations, "_current", activation)
-        return activation
+        profile = profile_with("balanced", {"fp8": settings or {}})
+        return activate_pass("fp8", on=on, required=required, profile=profile)
 
     return start
-
-
-def layer() -> tuple[Any, Any]:
-    generator = torch.Generator().manual_seed(0)
-    w13 = torch.randn(4, 64, 128, generator=generator) * 0.1
-    return w13.bfloat16(), (torch.randn(4, 128, 32, generator=generator) * 0.1).bfloat16()
 
 
 def test_the_plan_decides_the_format(activate: Activate) -> None:
@@ -90,24 +70,7 @@ def test_an_expert_can_be_restored(activate: Activate, granularity: str) -> None
 def test_the_kernel_computes_with_the_converted_weights(activate: Activate) -> None:
     activate()
     form = Fp8Weights()
-    converted = form.convert(NAME, *layer())
-    call = ExpertsCall(
-        out=torch.empty(3, 128, dtype=torch.bfloat16),
-        x=torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).bfloat16(),
-        topk_weights=torch.full((3, 2), 0.5),
-        topk_ids=torch.tensor([[0, 1], [2, 3], [1, 2]], dtype=torch.int32),
-        expert_map=None,
-        w13_bias=None,
-        w2_bias=None,
-    )
-    form.compute(converted, call)
-    want = torch.zeros(3, 128)
-    for token, ids in enumerate(call.topk_ids.tolist()):
-        for expert in ids:
-            w13, w2 = form.dense_expert(converted, expert)
-            gate, up = (w13 @ call.x[token].float()).chunk(2)
-            want[token] += 0.5 * (w2 @ (torch.nn.functional.silu(gate) * up))
-    assert (call.out.float() - want).abs().max() < 0.02 * want.abs().max()
+    assert_computes_with(form, form.convert(NAME, *layer()))
 
 
 @pytest.mark.parametrize(

@@ -17,63 +17,30 @@ from safetensors.torch import save_file  # noqa: E402
 from moe_optimizer.errors import RequiredNotAppliedError  # noqa: E402
 from moe_optimizer.ops import kernels_available  # noqa: E402
 from moe_optimizer.ops.sparse_24 import SparseWeight, expand_24, prune_24  # noqa: E402
-from moe_optimizer.plan.decision import Wish  # noqa: E402
-from moe_optimizer.planner import make_plan  # noqa: E402
 from moe_optimizer.specs.activation_norms import read_activation_norms_file  # noqa: E402
-from moe_optimizer.vllm_plugin import activation as activations  # noqa: E402
 from moe_optimizer.vllm_plugin.activation import Activation  # noqa: E402
 from moe_optimizer.vllm_plugin.experts.sparsity_norms import ActivationNorms  # noqa: E402
-from moe_optimizer.vllm_plugin.experts.weight_format import (  # noqa: E402
-    ExpertsCall,
-    KernelWeights,
-    planned_format,
-    weight_format,
-)
+from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights, planned_format, weight_format  # noqa: E402
 from moe_optimizer.vllm_plugin.experts.weight_format_sparse import SparseWeights  # noqa: E402
-from tests.builders import cpu_machine, request, tiny_moe  # noqa: E402
+from tests.unit.vllm_plugin.experts.converted_layers import (  # noqa: E402
+    NAME,
+    assert_computes_with,
+    layer,
+    layer_call,
+)
 
-NAME = "model.layers.1.mlp.experts"
 Activate = Callable[..., Activation]
 
 
 @pytest.fixture
-def activate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Activate:
-    """Makes a plan with pruning on this process's own."""
+def activate(activate_pass: Activate) -> Activate:
+    """Makes a plan with pruning on, by the norms in a file, this process's own."""
 
     def start(norms: str | None = None, *, on: bool = True, required: bool = False) -> Activation:
-        plan = make_plan(
-            request(
-                tiny_moe(),
-                cpu_machine(),
-                "balanced",
-                wishes={"sparsity_24": (Wish.ON, "test")} if on else {},
-                required=frozenset({"sparsity_24"}) if required else frozenset(),
-                activation_norms=read_activation_norms_file(norms),
-            )
-        )
-        activation = Activation(run_dir=tmp_path, plan=plan)
-        monkeypatch.setattr(activations, "_current", activation)
-        return activation
+        found = read_activation_norms_file(norms)
+        return activate_pass("sparsity_24", on=on, required=required, activation_norms=found)
 
     return start
-
-
-def layer() -> tuple[Any, Any]:
-    generator = torch.Generator().manual_seed(0)
-    w13 = torch.randn(4, 64, 128, generator=generator) * 0.1
-    return w13.bfloat16(), (torch.randn(4, 128, 32, generator=generator) * 0.1).bfloat16()
-
-
-def computed(tokens: int = 6) -> ExpertsCall:
-    return ExpertsCall(
-        out=torch.empty(tokens, 128, dtype=torch.bfloat16),
-        x=torch.randn(tokens, 128, generator=torch.Generator().manual_seed(1)).bfloat16(),
-        topk_weights=torch.full((tokens, 2), 0.5),
-        topk_ids=torch.tensor([[0, 1], [2, 1]] * (tokens // 2), dtype=torch.int32),
-        expert_map=None,
-        w13_bias=None,
-        w2_bias=None,
-    )
 
 
 def test_the_plan_decides_the_format(activate: Activate) -> None:
@@ -112,15 +79,7 @@ def test_measured_norms_choose_with_the_magnitude(activate: Activate, tmp_path: 
 def test_the_kernel_computes_with_the_pruned_weights(activate: Activate) -> None:
     activate()
     form = SparseWeights()
-    converted, call = form.convert(NAME, *layer()), computed()
-    form.compute(converted, call)
-    want = torch.zeros(call.x.shape)
-    for token, ids in enumerate(call.topk_ids.tolist()):
-        for expert in ids:
-            w13, w2 = form.dense_expert(converted, expert)
-            gate, up = (w13 @ call.x[token].float()).chunk(2)
-            want[token] += 0.5 * (w2 @ (torch.nn.functional.silu(gate) * up))
-    assert (call.out.float() - want).abs().max() < 0.02 * want.abs().max()
+    assert_computes_with(form, form.convert(NAME, *layer()))
 
 
 def test_a_layer_that_cannot_be_pruned_stays_and_is_refused(activate: Activate) -> None:
@@ -159,7 +118,7 @@ def test_layers_that_it_does_not_cover_are_refused(changes: dict[str, Any], why:
 def test_norms_are_over_all_calls_and_of_the_experts_own_tokens() -> None:
     w13, w2 = layer()
     weights, norms = KernelWeights(format="plain", w13=w13, w2=w2), ActivationNorms()
-    calls = [computed(6), computed(2)]
+    calls = [layer_call(tokens, even=(0, 1), odd=(2, 1)) for tokens in (6, 2)]
     for call in calls:
         norms.add(weights, call)
     ((x, h),) = norms.by_address().values()

@@ -1,0 +1,30 @@
+"""A plan of the bundled model on a CPU in this process, without a vLLM that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.planner import make_plan
+from moe_optimizer.vllm_plugin import activation as activations
+from moe_optimizer.vllm_plugin.activation import Activation
+from tests.builders import cpu_machine, request, tiny_moe
+
+
+@pytest.fixture
+def activate_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Activation]:
+    """Makes a plan this process's own in which one pass is switched on, or is as by default."""
+
+    def activate(name: str, *, on: bool, required: bool, **fields: Any) -> Activation:
+        wishes = {name: (Wish.ON, "test")} if on else {}
+        needed = frozenset({name}) if required else frozenset[str]()
+        plan = make_plan(request(tiny_moe(), cpu_machine(), wishes=wishes, required=needed, **fields))
+        activation = Activation(run_dir=tmp_path, plan=plan)
+        monkeypatch.setattr(activations, "_current", activation)
+        return activation
+
+    return activate
