@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moe_optimizer.errors import InputError, UnsupportedError
-from moe_optimizer.passes.base import WishWithOrigin
 from moe_optimizer.passes.registry import required_key
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.serve_args import read_integer, split_arguments
+from moe_optimizer.plan_context.context import WishWithOrigin
 from moe_optimizer.specs.activation_norms import ActivationNormsFile
 from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
 from moe_optimizer.specs.hardware import HardwareSpec

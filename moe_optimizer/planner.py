@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from moe_optimizer.errors import DoesNotFitError, InputError, RequiredNotAppliedError, UnsupportedError
-from moe_optimizer.passes.base import PlanContext
 from moe_optimizer.passes.registry import PASS_NAMES, all_passes, check_wishes, required_key, switches
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
@@ -16,6 +15,7 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import split_arguments, without_flags
 from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.plan.verify import verify_plan
+from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_request import PlanRequest, check_for_device, check_request, pinned_arguments
 from moe_optimizer.specs.workload import WorkloadSpec
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from moe_optimizer.inspection import ModelInspector
 from moe_optimizer.inspection.hardware_catalog import load_hardware
-from moe_optimizer.passes.base import PlanContext
+from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_request import PlanRequest
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.profiles.schema import Profile

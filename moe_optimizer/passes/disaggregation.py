@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.passes.base import OptimizationPass, PlanContext
+from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.serve_args import flag_value, read_integer, without_flags
 from moe_optimizer.plan.server_group import RUN_DIR, ServerGroup, ServerRole
+from moe_optimizer.plan_context.context import PlanContext
 
 _ROLES = (("prefill", "kv_producer"), ("decode", "kv_consumer"))
 """In the order in which a request passes through them, with what vLLM calls their part."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from moe_optimizer.passes.base import OptimizationPass, PlanContext
+from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan_context.context import PlanContext
 
 _BACKENDS = ("deepep_low_latency", "deepep_high_throughput")
 _FLAG = "--all2all-backend"

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.passes.base import OptimizationPass, PlanContext
+from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.specs.placement_load import LoadFile
 from moe_optimizer.specs.quantity import Quantity, Source
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from moe_optimizer.passes import expert_kernel_speeds as speeds
-from moe_optimizer.passes.base import OptimizationPass, PlanContext
-from moe_optimizer.passes.expert_kernel import DTYPES, OP, converted_format, why_model_does_not_fit, why_not_built
+from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.json_codec import encode
+from moe_optimizer.plan_context import expert_kernel_speeds as speeds
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.expert_kernel import DTYPES, OP, converted_format, why_model_does_not_fit, why_not_built
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, never_slower
 
 MEASURE_PARAM = "measure"

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from moe_optimizer.costs.fp8_blocks import padded_experts, ragged_linear
 from moe_optimizer.costs.roofline import decode_step_floor_us, experts_read_ratio
 from moe_optimizer.errors import UnsupportedError
-from moe_optimizer.passes.base import DTYPE_BYTES, OptimizationPass, PlanContext
-from moe_optimizer.passes.expert_kernel import FORMAT_PARAM, why_not_for_converted_weights
-from moe_optimizer.passes.fp8_kept import ignored_modules, kept_layers, kept_parts, measured_on
+from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan_context.context import DTYPE_BYTES, PlanContext
+from moe_optimizer.plan_context.expert_kernel import FORMAT_PARAM, why_not_for_converted_weights
+from moe_optimizer.plan_context.fp8_kept import ignored_modules, kept_layers, kept_parts, measured_on
 from moe_optimizer.specs.quantity import Quantity, Source
 
 if TYPE_CHECKING:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from moe_optimizer.passes.base import OptimizationPass, PlanContext
+from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan_context.context import PlanContext
 
 _VLLM_CAP = 512
 """vLLM captures up to min(2 * max-num-seqs, 512) unless told otherwise (its compilation configuration)."""

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from moe_optimizer.costs.memory import sequence_kv_bytes
-from moe_optimizer.passes.base import OptimizationPass, PlanContext
-from moe_optimizer.passes.host_tier import decide_tier
+from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.host_tier import decide_tier
 from moe_optimizer.specs.quantity import Quantity, Source
 
 _FP8_WORDS = ("fp8", "fp8_e4m3", "fp8_e5m2")

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 from moe_optimizer.costs.weights import FP8_BLOCK, splits_over
 from moe_optimizer.errors import UnsupportedError
-from moe_optimizer.passes.base import OptimizationPass, PlanContext
-from moe_optimizer.passes.machines import AcrossMachines, across_machines
+from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.machines import AcrossMachines, across_machines
 from moe_optimizer.specs.model import ModelSpec
 
 _FEW_GPUS = 8

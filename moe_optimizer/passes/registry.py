@@ -10,8 +10,9 @@ from functools import cache
 from typing import Literal
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.passes.base import OptimizationPass, WishWithOrigin
+from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan_context.context import WishWithOrigin
 
 # In planning order: a pass may look only at the decisions of those before it.
 _PASSES = (

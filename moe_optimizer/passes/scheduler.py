@@ -5,8 +5,9 @@ from __future__ import annotations
 from moe_optimizer.costs.comm import all_reduce_us
 from moe_optimizer.costs.roofline import decode_step_floor_us
 from moe_optimizer.errors import UnsupportedError
-from moe_optimizer.passes.base import DTYPE_BYTES, OptimizationPass, PlanContext
+from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan_context.context import DTYPE_BYTES, PlanContext
 
 _MODE_FACTORS = {"throughput": 2.0, "balanced": 1.0, "interactivity": 0.5}
 """Times vLLM's own default: it doubles it in throughput mode itself; half of it (chosen) keeps a long prompt

@@ -8,8 +8,9 @@ from pathlib import Path
 from moe_optimizer.costs.weights import FP8_BLOCK
 from moe_optimizer.errors import InputError
 from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE, SHIPPED, read_rows
-from moe_optimizer.passes.base import OptimizationPass, PlanContext
+from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.specs.triton_shape import TritonShape
 
 _FP8_METHODS = ("fp8", "fbgemm_fp8", "ptpc_fp8")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_optimizer.passes.base import PlanContext
 from moe_optimizer.passes.expert_load import ExpertLoad
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan_context.context import PlanContext
 from tests.builders import context, cpu_machine, decided_by, dense_model, gpus, qwen3_30b_a3b, tiny_moe
 
 ROOT = Path(__file__).parents[3]

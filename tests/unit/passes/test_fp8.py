@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from moe_optimizer.errors import InputError, RequiredNotAppliedError
-from moe_optimizer.passes.base import PlanContext
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.fp8_sensitivity import Fp8Sensitivity, Fp8SensitivityFile
 from moe_optimizer.specs.quantity import Source

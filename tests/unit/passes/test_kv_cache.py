@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optimizer.costs.memory import sequence_kv_bytes
-from moe_optimizer.passes.base import PlanContext
 from moe_optimizer.plan.decision import Decision, Status, Wish
+from moe_optimizer.plan_context.context import PlanContext
 from tests.builders import (
     context,
     cpu_machine,

@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
-from moe_optimizer.passes.base import NOT_AVAILABLE, PlanContext
+from moe_optimizer.passes.base import NOT_AVAILABLE
 from moe_optimizer.passes.registry import PASS_NAMES, all_passes
 from moe_optimizer.plan.decision import Decision, Status, Wish
+from moe_optimizer.plan_context.context import PlanContext
 from tests.builders import context, cpu_machine, decided_by, dense_model, gpus, qwen3_30b_a3b, tiny_moe
 
 CONTEXTS = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moe_optimizer.passes.base import PlanContext
 from moe_optimizer.plan.decision import Decision, Status, Wish
+from moe_optimizer.plan_context.context import PlanContext
 
 OP = "fused_experts"
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

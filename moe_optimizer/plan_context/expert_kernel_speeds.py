@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_optimizer.inspection.kernel_speeds import cpu_device
-from moe_optimizer.passes.base import PlanContext
-from moe_optimizer.passes.expert_kernel import DTYPES, converted_format
 from moe_optimizer.plan.decision import Gain, Status
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.expert_kernel import DTYPES, converted_format
 from moe_optimizer.specs.kernel_speeds import (
     STOCK,
     KernelSpeeds,

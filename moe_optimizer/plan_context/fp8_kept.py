@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.passes.base import PlanContext
+from moe_optimizer.plan_context.context import PlanContext
 
 if TYPE_CHECKING:
     from moe_optimizer.profiles.schema import Fp8Section

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_optimizer.errors import UnsupportedError
-from moe_optimizer.passes.base import PlanContext
+from moe_optimizer.plan_context.context import PlanContext
 
 _TRIED_TOKENS = 2048
 """Tokens of a step with which it is asked whether a machine holds the model; the scheduler pass decides them later."""

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.passes.base import PlanContext
 from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan_context.context import PlanContext
 
 _GIB = 2**30
 _HOST_SHARE = 1 / 2

@@ -1,0 +1,1 @@
+"""What a pass is given, and what several of its questions come to for model, machine and software together."""

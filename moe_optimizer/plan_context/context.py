@@ -1,0 +1,230 @@
+"""What a pass is given: the facts, what is asked for, and the decisions before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from moe_optimizer.costs.memory import MemoryRequest, plan_memory
+from moe_optimizer.errors import InputError
+from moe_optimizer.plan.decision import Decision, Wish
+from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.plan.serve_args import read_integer
+from moe_optimizer.specs.activation_norms import ActivationNormsFile
+from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
+from moe_optimizer.specs.hardware import CpuSpec, GpuSpec, HardwareSpec
+from moe_optimizer.specs.model import ModelSpec
+from moe_optimizer.specs.placement_load import PlacementLoad
+from moe_optimizer.specs.software import SoftwareSpec
+from moe_optimizer.specs.workload import WorkloadSpec
+
+if TYPE_CHECKING:
+    from moe_optimizer.profiles.schema import Profile
+
+WishWithOrigin = tuple[Wish, str]
+"""A wish and who made it, for example (Wish.ON, "flag --enable-fp8")."""
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanContext:
+    """Everything a pass may look at. `decided` holds the decisions of the passes before it."""
+
+    model: ModelSpec
+    hardware: HardwareSpec
+    software: SoftwareSpec
+    workload: WorkloadSpec
+    profile: Profile
+    device: Literal["cuda", "cpu"]
+    """What the server will run on."""
+    num_gpus: int
+    """GPUs that one server may use; 0 on the CPU."""
+    dtype: str
+    """What the parts that are not quantised are computed in."""
+    wishes: Mapping[str, WishWithOrigin] = field(default_factory=dict)
+    """From flags: a pass's name, or "pass.setting", to a wish. They go before the profile."""
+    required: frozenset[str] = frozenset()
+    """Passes that must be on, and settings ("pass.setting") that must be carried out."""
+    pinned: Mapping[str, str] = field(default_factory=dict)
+    """The user's own arguments of `vllm serve`: long flag -> value. They go before every decision."""
+    fp8_sensitivity: Fp8SensitivityFile | None = None
+    """What FP8 changes in each layer, as measured; None: nothing was."""
+    activation_norms: ActivationNormsFile | None = None
+    """Norms of what the experts' matrices read, on a text; None: nobody measured them."""
+    expert_load: PlacementLoad | None = None
+    """Measured load to place experts by."""
+    num_servers: int = 1
+    """Servers that share this machine evenly; what is planned is one of them."""
+    num_nodes: int = 1
+    """Machines like this one, each with `num_gpus`."""
+    one_server: bool = False
+    """A flag asks for one server over all machines."""
+    decided: Mapping[str, Decision] = field(default_factory=dict)
+
+    def with_decision(self, decision: Decision) -> PlanContext:
+        """Return the context for the passes after `decision`."""
+        servers = decision.params.get("num_servers", 1)
+        return dataclasses.replace(
+            self,
+            num_gpus=self.num_gpus // servers,
+            num_servers=self.num_servers * servers,
+            decided={**self.decided, decision.pass_name: decision},
+        )
+
+    @property
+    def gpu(self) -> GpuSpec:
+        """The GPU planned for; only where `device` is "cuda"."""
+        assert self.hardware.gpu is not None, f"planning for {self.device}"
+        return self.hardware.gpu
+
+    @property
+    def cpu(self) -> CpuSpec:
+        """The host planned for; only where `device` is "cpu"."""
+        assert self.hardware.cpu is not None, f"planning for {self.device}"
+        return self.hardware.cpu
+
+    @property
+    def profile_origin(self) -> str:
+        """How `Decision.wish_origin` names the profile."""
+        return f"profile {self.profile.name}"
+
+    def section(self, pass_name: str) -> Any:
+        """Return the profile's section of one pass."""
+        return getattr(self.profile.passes, pass_name)
+
+    def wish(self, pass_name: str) -> WishWithOrigin:
+        """Return what is asked of a pass: by flag if there is one, else by the profile."""
+        if pass_name in self.wishes:
+            return self.wishes[pass_name]
+        return Wish(self.section(pass_name).mode), self.profile_origin
+
+    def setting(self, pass_name: str, setting: str) -> WishWithOrigin:
+        """Return what is asked of an auto/on/off setting: by flag if there is one, else by the profile."""
+        key = f"{pass_name}.{setting}"
+        if key in self.wishes:
+            return self.wishes[key]
+        return Wish(getattr(self.section(pass_name), setting)), self.profile_origin
+
+    def is_required(self, pass_name: str) -> bool:
+        """Whether the plan may not do without this pass."""
+        return pass_name in self.required or self.section(pass_name).required
+
+    def pinned_integer(self, flag: str) -> int | None:
+        """Return the whole number the user gave for a vLLM flag, None when it is not given.
+
+        Raises:
+            InputError: it is not a whole number of at least 1.
+        """
+        if flag not in self.pinned:
+            return None
+        number = read_integer(self.pinned[flag], flag=flag)
+        if number < 1:
+            raise InputError(f"{flag}: got {number}, expected at least 1")
+        return number
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Devices that share each layer, as decided by the parallelism pass."""
+        return self.decided["parallelism"].params["tensor_parallel_size"]
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Machines that hold successive layers, as decided by the parallelism pass."""
+        return self.decided["parallelism"].params["pipeline_parallel_size"]
+
+    @property
+    def expert_parallel(self) -> bool:
+        """Whether experts are divided whole, as decided by the parallelism pass."""
+        return self.decided["parallelism"].params["expert_parallel"]
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the attention part, as decided by the parallelism pass."""
+        return self.decided["parallelism"].params["data_parallel_size"]
+
+    @property
+    def gpu_memory_utilization(self) -> float:
+        """Share of a device's memory for the server: the user's vLLM argument, else the profile's.
+
+        Raises:
+            InputError: the user's value is not a number in (0, 1].
+        """
+        flag = "--gpu-memory-utilization"
+        if flag not in self.pinned:
+            return self.profile.gpu_memory_utilization
+        try:
+            share = float(self.pinned[flag])
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise InputError(f"{flag}: got {self.pinned[flag]!r:.80}, expected a number above 0 and at most 1")
+        return share
+
+    def memory_request(self, **changes: Any) -> MemoryRequest:
+        """Return a MemoryRequest for this model and machine: one device, one token a sequence, and `changes`."""
+        if self.device == "cuda":
+            device_bytes = int(self.gpu.memory.value)
+        else:
+            # The processes of the CPU build share one memory, and each takes its own from one NUMA node of it: with
+            # a cache that is larger than what is free there, it does not start.
+            node = self.cpu.node_memory or self.cpu.memory
+            processes = changes.get("num_devices", 1) * self.num_servers
+            device_bytes = min(int(self.cpu.memory.value) // processes, int(node.value) // self.num_servers)
+        expert_bits, linear_bits = self._converted_bits()
+        defaults: dict[str, Any] = {
+            "model": self._model_as_served(),
+            "device_bytes": device_bytes,
+            "num_devices": 1,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": self.workload.batch_size,
+            "max_model_len": None,
+            "expert_bits": expert_bits,
+            "linear_bits": linear_bits,
+            "cuda_graphs": self.device == "cuda",
+            "device": self.device,
+        }
+        return MemoryRequest(**(defaults | changes))
+
+    def _converted_bits(self) -> tuple[float | None, float | None]:
+        """Return the bits to which expert and other weights are converted while loading, what they are filled up with
+        included; None: they are not.
+        """
+        if self.model.quant_method is None and "fp8" in self.pinned.get("--quantization", ""):
+            return 8, 8
+        decided = [self.decided[name].params for name in ("fp8", "sparsity_24") if name in self.decided]
+        params = next((each for each in decided if "expert_bits" in each), {})
+        experts = params.get("expert_bits")
+        return None if experts is None else experts * params.get("expert_padding", 1.0), params.get("linear_bits")
+
+    def _model_as_served(self) -> ModelSpec:
+        """Return the model with its weights in `dtype`; a quantised checkpoint keeps its bytes."""
+        if self.model.quant_method is not None or self.dtype == self.model.dtype:
+            return self.model
+        scale = DTYPE_BYTES[self.dtype] / DTYPE_BYTES[self.model.dtype]
+        return dataclasses.replace(
+            self.model,
+            dtype=self.dtype,
+            weight_bytes=round(self.model.weight_bytes * scale),
+            expert_weight_bytes=round(self.model.expert_weight_bytes * scale),
+        )
+
+    def memory_terms(self, kv_bits: int) -> dict[str, Any]:
+        """Return what a MemoryRequest takes from the decisions on parallelism, scheduler and graph capture."""
+        scheduler = self.decided["scheduler"].params
+        return {
+            "num_devices": self.tensor_parallel_size,
+            "pipeline_stages": self.pipeline_parallel_size,
+            "expert_parallel": self.expert_parallel,
+            "max_num_batched_tokens": scheduler["max_num_batched_tokens"],
+            "max_num_seqs": scheduler["max_num_seqs"],
+            "kv_bits": kv_bits,
+            "cuda_graphs": self.decided["graph_capture"].params["cuda_graphs"],
+        }
+
+    def memory(self, **changes: Any) -> MemoryPlan:
+        """Return the memory of the fullest device; see `memory_request`."""
+        return plan_memory(self.memory_request(**changes))
