@@ -1,13 +1,15 @@
 """What counting tokens per expert costs: the time of a decode step with expert_load on and off.
 
-Two servers run side by side, alike but for the pass, with layers of the shape of Qwen3-30B-A3B (few of them, with
-made-up weights: the layers are alike, and each step's fixed cost weighs more than in the whole model). The same
+Two servers run side by side, alike but for the pass, with layers of the shape of Qwen3-30B-A3B and made-up weights:
+few of them on the CPU (the layers are alike, and each step's fixed cost weighs more than in the whole model), all 48 on
+a GPU, of which both servers have a part. The same
 requests go to the one and the other in turn, and which of them is first changes in every round, so that a change of the
 machine's load touches both. A sample is the time between two tokens of a request; compared are quantiles of all
 samples, with the 95 % interval of their ratio (bootstrap over rounds). Other work on the machine only ever adds time,
 so the low quantile says most where there is any.
 
-Beside it, the added work by itself: microseconds for each layer and each step, plain and compiled, without a server.
+Beside it, on the CPU, the added work by itself: microseconds for each layer and each step, plain and compiled, without
+a server.
 
 Run it on a quiet machine:  python benchmarks/serving/bench_expert_load.py --write
 """
@@ -56,6 +58,8 @@ SHAPE = {
 """Qwen3-30B-A3B, from its config.json."""
 READY_TIMEOUT_S = 600.0
 GOAL = 1.01
+GPU_SHARE = 0.46
+"""Of the memory, for each of the two servers."""
 QUANTILES = (0.1, 0.25, 0.5)
 SEED = 20261120
 PACKAGES = ("moe-optimizer", "torch")
@@ -64,16 +68,20 @@ PACKAGES = ("moe-optimizer", "torch")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, and with --write store the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=2, help="MoE layers of the model (default: 2)")
+    parser.add_argument("--layers", type=int, help="MoE layers of the model (default: 2 on the CPU, 48 on a GPU)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="requests at the same time")
     parser.add_argument("--rounds", type=int, default=40, help="rounds for each batch size (default: 40)")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of a request (default: 32)")
     parser.add_argument("--eager", action="store_true", help="without vLLM's compilation")
     parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
+    parser.add_argument("--out", type=Path, help="write the record to this file")
+    parser.add_argument("--commit", help="for the record, where the checkout came without its .git; +dirty when it is")
     options = parser.parse_args(arguments)
+    gpu = on_gpu()
+    options.layers = options.layers or (48 if gpu else 2)
 
     load_before = os.getloadavg()[0]
-    alone = {batch: added_work(batch) for batch in options.batch}
+    alone = {batch: None if gpu else added_work(batch) for batch in options.batch}
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model", options.layers)
         with servers(model, Path(folder), eager=options.eager) as (off, on):
@@ -86,11 +94,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             times = f"{row['off_ms']:8.3f} ms off, {row['on_ms']:8.3f} ms on"
             print(f"  {name:>4} of the steps: {times}, on / off {row['ratio']:.4f} ({low:.4f} to {high:.4f})")
         work = result["added_work"]
+        if work is None:
+            continue
         print(
             f"  by itself: {work['layer_us_compiled']:.1f} us a layer compiled, {work['layer_us_plain']:.1f} us plain, "
             f"{work['step_us']:.1f} us a step; compiled {work['share_compiled']:.2%} of a step, "
             f"plain {work['share_plain']:.2%}"
         )
+    if options.out:
+        options.out.write_text(json.dumps(record) + "\n")
     if options.write:
         subject = "expert_load_eager" if options.eager else "expert_load"
         write_record(record, cpu_slug(record["environment"]["cpu"]), subject)
@@ -136,9 +148,19 @@ def plan_of(model: Path, *, counting: bool, eager: bool) -> Plan:
             port=port,
             max_model_len=512,
             batch_size=16,
-            vllm_args=("--load-format", "dummy", *(("--enforce-eager",) if eager else ())),
+            vllm_args=(
+                *("--load-format", "dummy"),
+                *(("--enforce-eager",) if eager else ()),
+                *(("--gpu-memory-utilization", str(GPU_SHARE)) if on_gpu() else ()),
+            ),
         )
     )
+
+
+def on_gpu() -> bool:
+    """Whether vLLM serves on a GPU here."""
+    vllm = find_vllm()
+    return vllm is not None and vllm.device == "cuda"
 
 
 def added_work(batch: int) -> dict[str, float]:
@@ -236,7 +258,7 @@ def _between_tokens(server: ServerInfo, tokens: int, number: int) -> list[float]
 
 def make_record(
     samples: dict[int, dict[str, list[list[float]]]],
-    alone: dict[int, dict[str, float]],
+    alone: dict[int, dict[str, float] | None],
     options: argparse.Namespace,
     *,
     load_before: float,
@@ -247,8 +269,9 @@ def make_record(
         "what": "time of a decode step with expert_load on over off, two servers, requests in turn",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "command": ["python", "benchmarks/serving/bench_expert_load.py", *sys.argv[1:]],
-        **checkout(),
+        **checkout(options.commit),
         "environment": {
+            "gpu": gpu_name(),
             "cpu": cpu_name(),
             "cores": len(os.sched_getaffinity(0)),
             "load_average_before": load_before,
@@ -280,8 +303,16 @@ def _whole_microseconds(rounds: list[list[float]]) -> list[list[int]]:
     return [[round(1e6 * seconds) for seconds in each] for each in rounds]
 
 
-def added_shares(work: dict[str, float], layers: int, step_s: float) -> dict[str, float]:
+def gpu_name() -> str | None:
+    """Return the GPU that the servers run on; None on the CPU."""
+    gpu = probe_hardware().gpu
+    return gpu.name if gpu is not None and on_gpu() else None
+
+
+def added_shares(work: dict[str, float] | None, layers: int, step_s: float) -> dict[str, float] | None:
     """Return `work` with what it is of a step of `layers` layers that takes `step_s` without it."""
+    if work is None:
+        return None
     shares = {
         kind: (layers * work[f"layer_us_{kind}"] + work["step_us"]) / (1e6 * step_s) for kind in ("compiled", "plain")
     }

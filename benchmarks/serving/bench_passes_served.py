@@ -1,10 +1,12 @@
-"""Decoding speed of a served model with our expert kernels and with vLLM's, one server after the other on one GPU.
+"""Decoding speed of a served model with and without some passes, one server after the other on one GPU.
 
-    python benchmarks/serving/bench_kernels_served.py --model DIR --out FILE [-- further vllm serve arguments]
+    python benchmarks/serving/bench_passes_served.py --model DIR --out FILE --sides stock,flash_dmoe,fp8,fp8+flash_dmoe
+        [-- further vllm serve arguments]
 
-Both servers get the same plan but for flash_dmoe. Each concurrency is a closed loop: that many clients, each sending
-its next request when the last one ended. Prompts are random token ids, outputs have a fixed length; what is reported is
-the time per output token (per request: first to last token over the tokens in between) and tokens per second of all.
+The servers get the same plan but for the passes that a side names; "stock" names none. Each concurrency is a closed
+loop: that many clients, each sending its next request when the last one ended. Prompts are random token ids, outputs
+have a fixed length; what is reported is the time per output token (per request: first to last token over the tokens in
+between) and tokens per second of all.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ from moe_optimizer.specs.software import SoftwareSpec  # noqa: E402
 from moe_optimizer.vllm_plugin.server.http_client import ServerClient  # noqa: E402
 from moe_optimizer.vllm_plugin.server.launch import running  # noqa: E402
 
-PASS = "flash_dmoe"
+PASSES = ("flash_dmoe", "fp8", "expert_load", "kv_cache")
+"""Those that a side can name; what it does not name is off."""
+STOCK = "stock"
 CALIBRATE_S = 20.0
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
 ROUNDS = {1: 4, 8: 3, 64: 2}
@@ -56,12 +60,12 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", help="for the record, where the checkout came without its .git; +dirty when it is")
-    parser.add_argument("--sides", default="ours,stock")
+    parser.add_argument("--sides", default="stock,flash_dmoe", type=_sides, help="default: stock,flash_dmoe")
     own, rest = _split(sys.argv[1:])
     options = parser.parse_args(own)
     record: dict[str, Any] = {
-        "what": "decoding with our expert kernels and with vLLM's: closed loops of streamed completions, one GPU, "
-        "one server after the other; weights are random where vLLM was told to (--load-format dummy)",
+        "what": "decoding with the passes that each side names and without them: closed loops of streamed completions, "
+        "one GPU, one server after the other; weights are random where vLLM was told to (--load-format dummy)",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": sys.argv,
         **checkout(options.commit),
@@ -69,13 +73,21 @@ def main() -> int:
         "output_tokens": OUTPUT_TOKENS,
         "sides": {},
     }
-    measure_if_needed(make(options.model, rest, ours=True), CALIBRATE_S)
-    for side in options.sides.split(","):
-        plan = make(options.model, rest, ours=side == "ours")
-        record["sides"][side] = measure(plan)
+    for side, passes in options.sides.items():
+        measure_if_needed(make(options.model, rest, passes), CALIBRATE_S)
+        record["sides"][side] = measure(make(options.model, rest, passes), passes)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     _print_table(record["sides"])
     return 0
+
+
+def _sides(text: str) -> dict[str, frozenset[str]]:
+    """Return side -> its passes."""
+    sides = {side: frozenset(() if side == STOCK else side.split("+")) for side in text.split(",")}
+    unknown = frozenset().union(*sides.values()) - set(PASSES)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"got {sorted(unknown)}, expected {STOCK} or some of {PASSES} joined by +")
+    return sides
 
 
 def _split(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -83,9 +95,12 @@ def _split(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
     return arguments[:at], tuple(arguments[at + 1 :])
 
 
-def make(model: str, vllm_args: tuple[str, ...], *, ours: bool) -> Plan:
+def make(model: str, vllm_args: tuple[str, ...], passes: frozenset[str]) -> Plan:
     """Return the plan of one side."""
-    wishes = {} if ours else {PASS: (Wish.OFF, "flag --disable-flash-dmoe")}
+    # Measured speeds decide where our kernel is used; whatever else is named is on.
+    wishes = {name: (Wish.ON if name in passes else Wish.OFF, "this benchmark") for name in PASSES}
+    if "flash_dmoe" in passes:
+        wishes["flash_dmoe"] = (Wish.AUTO, "this benchmark")
     return make_plan(
         PlanRequest(
             model=ModelInspector().inspect(model),
@@ -94,7 +109,7 @@ def make(model: str, vllm_args: tuple[str, ...], *, ours: bool) -> Plan:
                 vllm=find_vllm(), kernels=read_kernel_inventory(), kernel_speeds=read_kernel_speeds()
             ),
             profile=load_profile("conservative"),
-            wishes={PASS: (Wish.AUTO, "this benchmark")} | wishes,
+            wishes=wishes,
             batch_size=64,
             max_model_len=1024,
             vllm_args=vllm_args,
@@ -102,9 +117,8 @@ def make(model: str, vllm_args: tuple[str, ...], *, ours: bool) -> Plan:
     )
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+def measure(plan: Plan, passes: frozenset[str]) -> dict[str, Any]:
     """Serve one plan and load it at every concurrency."""
-    (decision,) = [each for each in plan.decisions if each.pass_name == PASS]
     with tempfile.TemporaryDirectory() as folder, running(plan, run_dir=Path(folder), ready_timeout_s=500) as info:
         model = ServerClient(info.base_url).models()[0]
         load(info.base_url, model, plan.model.vocab_size, clients=2, requests=1)
@@ -115,12 +129,23 @@ def measure(plan: Plan) -> dict[str, Any]:
         return {
             "start_up_s": info.start_up_s,
             "plan_digest": plan.digest,
-            "decision": encode(decision),
+            "decisions": [encode(each) for each in plan.decisions if each.pass_name in passes],
             "serve_args": list(plan.serve_args),
             "versions": dict(info.proofs[0].versions) if info.proofs else {},
-            "proof": [encode(proof.passes[PASS]) for proof in info.proofs if PASS in proof.passes],
+            "table": [list(row.cells) for row in info.rows if row.pass_name in passes],
+            "proofs": {
+                name: [encode(proof.passes[name]) for proof in info.proofs if name in proof.passes] for name in passes
+            },
+            "loaded": loaded(info.log_path),
             "loads": loads,
         }
+
+
+def loaded(log_path: Path) -> list[str]:
+    """Return vLLM's own words on the memory that the weights took and the room that is left."""
+    words = ("Model loading took", "Available KV cache memory", "GPU KV cache size")
+    lines = log_path.read_text(errors="replace").splitlines()
+    return [line[line.index(word) :] for line in lines for word in words if word in line]
 
 
 def load(url: str, model: str, vocabulary: int, *, clients: int, requests: int) -> dict[str, Any]:
