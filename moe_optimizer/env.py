@@ -5,13 +5,13 @@ An unknown `MOE_OPTIMIZER_*` variable is an error: a misspelt switch would other
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_optimizer.errors import InputError
+from moe_optimizer.near_match import did_you_mean
 
 PROFILE = "MOE_OPTIMIZER_PROFILE"
 """Plan with this profile inside a plain `vllm serve`."""
@@ -53,9 +53,10 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     environ = os.environ if environ is None else environ
     for name in environ:
         if name.startswith(_PREFIX) and name not in NAMES:
-            close = difflib.get_close_matches(name, NAMES, n=1)
-            hint = f"did you mean {close[0]}?" if close else "unset it"
-            raise InputError(f"environment: unknown variable {name}, expected one of {', '.join(NAMES)}", hint=hint)
+            raise InputError(
+                f"environment: unknown variable {name}, expected one of {', '.join(NAMES)}",
+                hint=did_you_mean(name, NAMES) or "unset it",
+            )
     return Environment(
         profile=environ.get(PROFILE) or None,
         plan=Path(environ[PLAN]) if environ.get(PLAN) else None,

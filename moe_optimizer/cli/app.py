@@ -11,8 +11,8 @@ import typer
 from moe_optimizer import __version__
 from moe_optimizer.cli import build, doctor, experts, inspect, messages, plan, serve, tune
 from moe_optimizer.cli.arguments import check_consistency, split_at_separator
-from moe_optimizer.cli.near_match import did_you_mean
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError
+from moe_optimizer.near_match import did_you_mean
 
 # The base class of every mistake on the command line. Typer publishes only this subclass of it.
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])

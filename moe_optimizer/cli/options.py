@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from moe_optimizer.cli.near_match import did_you_mean
 from moe_optimizer.errors import InputError
+from moe_optimizer.near_match import did_you_mean
 
 SWITCHES: Mapping[str, str] = {
     "parallelism": "split the model over the GPUs (TP, EP, DP)",

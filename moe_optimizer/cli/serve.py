@@ -112,8 +112,8 @@ def _check_vllm(plan: Plan) -> None:
 
 def _check_flags(plan: Plan, vllm_folder: Path) -> None:
     """Refuse a flag that vLLM does not have: it would say so itself, ten seconds later."""
-    from moe_optimizer.cli.near_match import did_you_mean
     from moe_optimizer.inspection.vllm_flags import known_flags, unknown_flags
+    from moe_optimizer.near_match import did_you_mean
 
     for flag in unknown_flags(vllm_folder, plan.serve_args):
         raise InputError(

@@ -6,7 +6,6 @@ names file and line: a misspelt fact would otherwise be absent in silence, and e
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_optimizer.errors import InputError
+from moe_optimizer.near_match import did_you_mean
 from moe_optimizer.resources import config_dir
 from moe_optimizer.specs.hardware import GpuSpec, HardwareSpec
 from moe_optimizer.specs.quantity import Quantity, Source
@@ -97,9 +97,11 @@ def load_catalog_entry(name: str) -> CatalogEntry:
         wanted = name.lower().replace("-", "_")
         # "h100" is nearer to h200 than to h100_sxm by letters, but means one of its own kind.
         kinds = [key for key in known if key.startswith(f"{wanted}_")]
-        close = kinds or difflib.get_close_matches(wanted, known, n=1)
-        hint = f"did you mean {' or '.join(close)}?" if close else "add configs/hardware/<name>.yaml for another GPU"
-        raise InputError(f"unknown hardware {name!r}, expected one of {', '.join(known)}", hint=hint)
+        hint = f"did you mean {' or '.join(kinds)}?" if kinds else did_you_mean(wanted, known)
+        raise InputError(
+            f"unknown hardware {name!r:.80}, expected one of {', '.join(known)}",
+            hint=hint or "add configs/hardware/<name>.yaml for another GPU",
+        )
     return read_hardware_file(_folder() / f"{name}.yaml")
 
 
@@ -197,11 +199,10 @@ class _Facts:
         allowed = (*required, *optional)
         for key in value:
             if key not in allowed:
-                close = difflib.get_close_matches(str(key), allowed, n=1)
                 raise self.error(
                     (*group, str(key)),
                     f"unknown key {key!r}, expected one of {', '.join(allowed)}",
-                    hint=f"did you mean {close[0]}?" if close else None,
+                    hint=did_you_mean(str(key), allowed),
                 )
         for key in required:
             if key not in value:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from functools import cache
 from typing import Literal
 
 from moe_optimizer.errors import InputError
+from moe_optimizer.near_match import did_you_mean
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan_context.context import WishWithOrigin
@@ -86,34 +86,21 @@ def switches() -> tuple[Switch, ...]:
     return tuple(found)
 
 
-def pass_named(text: str) -> str:
-    """Return the name of the pass that a user calls `text` (its name or flag, dashes or underscores).
-
-    Raises:
-        InputError: there is none.
-    """
-    wanted = text.strip().lower().replace("_", "-")
-    for each in all_passes():
-        if wanted in (each.flag, each.name.replace("_", "-")):
-            return each.name
-    flags = [each.flag for each in all_passes()]
-    close = difflib.get_close_matches(wanted, flags, n=1)
-    raise InputError(
-        f"optimization: got {text!r:.80}, expected one of {', '.join(flags)}",
-        hint=f"did you mean `{close[0]}`?" if close else None,
-    )
-
-
 def required_key(text: str) -> str:
-    """Return what `--require TEXT` asks for: a pass's name, or "pass.setting" for a flag of a setting ("kv-tiering").
+    """Return what `--require TEXT` asks for, dashes or underscores: a pass's name for its name or flag, "pass.setting"
+    for the flag of a setting ("kv-tiering"). A key stays what it is.
 
     Raises:
         InputError: there is neither.
     """
     wanted = text.strip().lower().replace("_", "-")
-    setting = next((switch.key for switch in switches() if switch.flag == wanted and "." in switch.key), None)
-    # A key that was resolved before stays what it is.
-    return setting or (text if text in {switch.key for switch in switches()} else pass_named(text))
+    for switch in switches():
+        if wanted in (switch.flag, switch.key.replace("_", "-")):
+            return switch.key
+    flags = [switch.flag for switch in switches()]
+    raise InputError(
+        f"--require: got {text!r:.80}, expected one of {', '.join(flags)}", hint=did_you_mean(wanted, flags)
+    )
 
 
 def resolve_wishes(
@@ -173,8 +160,7 @@ def _switch(flag: str) -> Switch:
         if switch.flag == flag:
             return switch
     flags = [switch.flag for switch in switches()]
-    close = difflib.get_close_matches(flag, flags, n=1)
     raise InputError(
         f"--enable-{flag}: unknown optimization, expected one of {', '.join(flags)}",
-        hint=f"did you mean `{close[0]}`?" if close else None,
+        hint=did_you_mean(flag, flags),
     )

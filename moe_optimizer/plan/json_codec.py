@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 from moe_optimizer.errors import InputError
+from moe_optimizer.near_match import did_you_mean
 
 T = TypeVar("T")
 
@@ -80,10 +80,9 @@ def _decode_dataclass(kind: type, data: Any, where: str) -> Any:
     kinds = _field_kinds(kind)
     for name in data:
         if name not in kinds:
-            close = difflib.get_close_matches(name, kinds, n=1)
             raise InputError(
                 f"{where}: unknown field {name!r}, expected one of {', '.join(kinds)}",
-                hint=f"did you mean {close[0]!r}?" if close else None,
+                hint=did_you_mean(name, kinds),
             )
     for field in dataclasses.fields(kind):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from moe_optimizer.errors import InputError
+from moe_optimizer.near_match import did_you_mean
 from moe_optimizer.profiles.schema import Profile
 from moe_optimizer.profiles.yaml_document import MAX_BYTES, YamlDocument, parse_yaml
 from moe_optimizer.resources import config_dir
@@ -34,9 +34,10 @@ def load_profile(name_or_path: str) -> Profile:
         return read_profile(Path(name_or_path), origin=name_or_path)
     names = profile_names()
     if name_or_path not in names:
-        close = difflib.get_close_matches(name_or_path, names, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else "a file needs a path with .yaml at its end"
-        raise InputError(f"profile: got {name_or_path!r}, expected one of {', '.join(names)} or a file", hint=hint)
+        raise InputError(
+            f"unknown profile {name_or_path!r:.80}, expected one of {', '.join(names)} or a file",
+            hint=did_you_mean(name_or_path, names) or "a file needs a path with .yaml at its end",
+        )
     path = config_dir() / f"{name_or_path}.yaml"
     return read_profile(path, origin=f"configs/{path.name}")
 
@@ -86,11 +87,10 @@ def _input_error(error: ValidationError, document: YamlDocument, origin: str) ->
 
 def _unknown_key(key: str, parent: Sequence[str | int], place: str, owner: str) -> InputError:
     known = tuple(_section_at(parent).model_fields)
-    close = difflib.get_close_matches(key, known, n=1)
     expected = ", ".join(f"`{name}`" for name in known)
     return InputError(
         f"unknown key in {place} ({owner}): got `{key:.80}`, expected one of {expected}",
-        hint=f"did you mean `{close[0]}`?" if close else None,
+        hint=did_you_mean(key, known),
     )
 
 

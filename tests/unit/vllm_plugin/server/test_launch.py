@@ -185,7 +185,7 @@ def test_a_run_folder_that_cannot_be_written_is_an_input_error(fake: Fake, tmp_p
 def test_a_run_folder_that_cannot_be_made_leaves_no_parents_behind(fake: Fake, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     for name in ("new/" + "x" * 300, "new/er/" + "x" * 300, "there/" + "x" * 300):
-        with pytest.raises(InputError, match="run folder .*: File name too long"):
+        with pytest.raises(InputError, match=r"run folder .*: File name too long"):
             launch.serve(fake(), run_dir=tmp_path / name, echo=lambda line: None)
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "there"]
 
