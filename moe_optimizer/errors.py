@@ -44,6 +44,10 @@ class InputError(MoeOptimizerError, ValueError):
 
     exit_code = ExitCode.BAD_INPUT
 
+    def named_by(self, origin: str) -> InputError:
+        """Return the same error with the flag, variable or key that named what is wrong before it."""
+        return InputError(f"{origin}: {self}", hint=self.hint)
+
 
 class UnsupportedError(MoeOptimizerError):
     """The request is well formed, but this machine, model or version cannot do it."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_optimizer import env
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.options import PlanOptions
-from moe_optimizer.cli.settings import Settings, resolve
+from moe_optimizer.cli.settings import Setting, Settings, resolve
 from moe_optimizer.env import read_environment
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.log import get_logger
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
     from moe_optimizer.profiles import Profile
     from moe_optimizer.specs.hardware import HardwareSpec
+    from moe_optimizer.specs.placement_load import PlacementLoad
 
 
 LOGGER = get_logger(__name__)
@@ -48,7 +50,17 @@ def read_settings(options: PlanOptions) -> tuple[Settings, Profile]:
     if environment.plan is not None:
         LOGGER.warning("%s is not used: this command makes a plan of its own", env.PLAN)
     settings = resolve(options, environment)
-    return settings, load_profile(settings["profile"])
+    with _named_by(settings.values["profile"]):
+        return settings, load_profile(settings["profile"])
+
+
+@contextlib.contextmanager
+def _named_by(setting: Setting) -> Iterator[None]:
+    """Put who named a thing before what is wrong with it."""
+    try:
+        yield
+    except InputError as error:
+        raise error.named_by(setting.said_by) from None
 
 
 def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | None = None) -> Planned:
@@ -70,18 +82,13 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
     from moe_optimizer.planner import make_plan
     from moe_optimizer.specs.activation_norms import read_activation_norms_file
     from moe_optimizer.specs.fp8_sensitivity import read_sensitivity_file
-    from moe_optimizer.specs.placement_load import read_placement_load
     from moe_optimizer.specs.software import SoftwareSpec
 
     model = ModelInspector(trust_remote_code=settings["trust_remote_code"]).inspect(settings["model"])
     dtype, vllm = settings["dtype"], find_vllm()
-    section = profile.passes.expert_placement
-    expert_load = read_placement_load(
-        settings["expert_load"] or section.load, settings["expert_load_check"] or section.load_check
-    )
     request = PlanRequest(
         model=model,
-        hardware=read_hardware(settings["hardware"], settings["gpus"], options.nodes),
+        hardware=read_hardware(settings.values["hardware"], settings["gpus"], options.nodes),
         software=SoftwareSpec(
             vllm=vllm,
             kernels=read_kernel_inventory(),
@@ -106,7 +113,7 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
         vllm_args=tuple(settings["vllm_args"]),
         trust_remote_code=settings["trust_remote_code"],
         dtype=None if dtype == "auto" else dtype,
-        expert_load=expert_load,
+        expert_load=_read_expert_load(settings, profile),
         fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity),
         activation_norms=read_activation_norms_file(profile.passes.sparsity_24.activation_norms),
     )
@@ -122,6 +129,19 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
     if settings["strict"]:
         refuse_unmet_wishes(plan)
     return Planned(settings, profile, plan)
+
+
+def _read_expert_load(settings: Settings, profile: Profile) -> PlacementLoad | None:
+    """Read the loads that flags name, else those of the profile."""
+    from moe_optimizer.specs.placement_load import read_placement_load
+
+    stated, key = profile.passes.expert_placement, f"profile {profile.name}: passes.expert_placement"
+    load, check = settings.values["expert_load"], settings.values["expert_load_check"]
+    if load.value is None:
+        load = Setting(stated.load, f"{key}.load")
+    if check.value is None:
+        check = Setting(stated.load_check, f"{key}.load_check")
+    return read_placement_load(load.value, check.value, origin=load.said_by, check_origin=check.said_by)
 
 
 def refuse_unmet_wishes(plan: Plan) -> None:
@@ -140,18 +160,20 @@ def refuse_unmet_wishes(plan: Plan) -> None:
             )
 
 
-def read_hardware(name: str | None, num_gpus: int | None, nodes: int = 1) -> HardwareSpec:
-    """Return the named machine, or this one when `name` is None; `num_gpus` counts those of all machines.
+def read_hardware(named: Setting, num_gpus: int | None, nodes: int = 1) -> HardwareSpec:
+    """Return the named machine, or this one when none is; `num_gpus` counts those of all machines.
 
     Raises:
         InputError: no hardware of that name, or one machine of it does not have so many GPUs.
     """
     from moe_optimizer.inspection import load_hardware, probe_hardware
 
+    name = named.value
     if name is None:
         return probe_hardware()
     each = None if num_gpus is None else -(-num_gpus // nodes)
-    hardware = load_hardware(name, each)
+    with _named_by(named):
+        hardware = load_hardware(name, each)
     if hardware.gpu is not None and each is not None and each > hardware.gpu.max_gpus_per_node:
         most = hardware.gpu.max_gpus_per_node
         raise InputError(

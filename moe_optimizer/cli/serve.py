@@ -81,7 +81,7 @@ def _check_same_hardware(plan: Plan, settings: Settings) -> None:
 
     here, planned = probe_hardware(), plan.hardware
     name = settings["hardware"]
-    origin = settings.values["hardware"].origin.removeprefix("flag ")
+    origin = settings.values["hardware"].said_by
     found = f"{here.num_gpus} x {here.gpu.name}" if here.gpu else "no GPU"
     hint = "add --dry-run to plan for another machine, or leave the name out to serve on this one"
     if planned.gpu is None or here.gpu is None or here.gpu.key != planned.gpu.key:

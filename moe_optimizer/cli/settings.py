@@ -44,6 +44,11 @@ class Setting:
     origin: str
     """"flag --X", "environment NAME", "profile NAME" or "default"."""
 
+    @property
+    def said_by(self) -> str:
+        """`origin` as errors begin with it: the flag itself, or "environment NAME"."""
+        return self.origin.removeprefix("flag ")
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -111,11 +116,10 @@ def _check_said_twice(values: Mapping[str, Setting]) -> None:
     """Refuse a flag beside an argument after -- that says something else: whichever won, a wish would be lost."""
     given = {argument.flag: argument.value for argument in split_arguments(values["vllm_args"].value)}
     for name, flag in _ALSO_VLLMS.items():
-        value, origin = values[name].value, values[name].origin
-        own = origin.removeprefix("flag ")
-        if own != origin and given.get(flag, str(value)) != str(value):
+        value, said_by = values[name].value, values[name].said_by
+        if said_by.startswith("--") and given.get(flag, str(value)) != str(value):
             raise InputError(
-                f"{own} {value} before -- and {flag} {given[flag]} after it contradict each other",
+                f"{said_by} {value} before -- and {flag} {given[flag]} after it contradict each other",
                 hint="give one of them",
             )
 

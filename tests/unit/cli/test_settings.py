@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moe_optimizer.cli import planning
 from moe_optimizer.cli.options import SWITCHES, PlanOptions
 from moe_optimizer.cli.settings import resolve
 from moe_optimizer.cli.show_config import effective_settings
@@ -15,6 +17,7 @@ from moe_optimizer.passes.registry import PASS_NAMES, switches
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.profiles import load_profile
 
+TINY_MOE = Path(__file__).resolve().parents[3] / "examples" / "tiny-moe"
 NOTHING_SET = read_environment({})
 
 
@@ -63,6 +66,32 @@ def test_an_unknown_pass_in_require_names_the_nearest() -> None:
     with pytest.raises(InputError) as caught:
         resolve(options(require=["flash-moe"]), NOTHING_SET)
     assert caught.value.hint == "did you mean flash-dmoe?"
+
+
+@pytest.mark.parametrize(
+    ("values", "variables", "begin"),
+    [
+        ({"profile": "nope"}, {}, "--profile: unknown profile 'nope', expected one of "),
+        ({}, {"profile": "nope"}, "environment MOE_OPTIMIZER_PROFILE: unknown profile 'nope'"),
+        ({"profile": ""}, {}, "--profile: unknown profile ''"),
+        ({"profile": "/nope.yaml"}, {}, "--profile: profile /nope.yaml: cannot be read"),
+        ({"hardware": "nope"}, {}, "--hardware: unknown hardware 'nope'"),
+        ({"hardware": ""}, {}, "--hardware: unknown hardware ''"),
+        ({}, {"hardware": "nope"}, "environment MOE_OPTIMIZER_HARDWARE: unknown hardware 'nope'"),
+        ({"require": ["nope"]}, {}, "--require: got 'nope', expected one of "),
+        ({"expert_load": "/nope"}, {}, "--expert-load: /nope: No such file or directory"),
+        ({"expert_load": ""}, {}, "--expert-load: got '', expected a file"),
+        ({"expert_load_check": "/nope"}, {}, "--expert-load-check '/nope': there is no load to place by"),
+    ],
+)
+def test_an_error_begins_with_the_flag_or_variable_that_named_what_is_wrong(
+    values: dict[str, Any], variables: dict[str, str], begin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"MOE_OPTIMIZER_{name.upper()}", value)
+    with pytest.raises(InputError) as caught:
+        planning.make(PlanOptions(model=str(TINY_MOE), **values))
+    assert str(caught.value).startswith(begin)
 
 
 def test_every_switch_of_the_passes_is_an_option_and_no_other() -> None:

@@ -113,7 +113,7 @@ def test_a_pass_is_found_by_name_or_flag(text):
 
 def test_sparsity_is_found_by_its_flag_and_an_unknown_pass_gets_a_near_match():
     assert required_key("sparsity") == required_key("sparsity-24") == "sparsity_24"
-    with pytest.raises(InputError, match="^--require: got 'schedule', expected one of .*kv-tiering") as caught:
+    with pytest.raises(InputError, match=r"^--require: got 'schedule', expected one of .*kv-tiering") as caught:
         required_key("schedule")
     assert caught.value.hint == "did you mean scheduler?"
 
