@@ -14,13 +14,12 @@ import pytest
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.vllm_plugin.activation import Activation
 from tests.vllm.conftest import tiny_plan
-from tests.vllm.test_patch_points import PASS, moe_config
+from tests.vllm.expert_layers import EXPERTS, HIDDEN, PASS, TOP_K, WIDTH, moe_config
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.vllm
 
 RANGES = [{"up_to": 2, "use": "direct"}, {"up_to": 4, "use": "stock"}, {"up_to": 8, "use": "grouped-bf16-n16"}]
-EXPERTS, HIDDEN, WIDTH, TOP_K = 16, 128, 128, 4
 
 
 class Kernels:

@@ -19,9 +19,9 @@ from moe_optimizer.vllm_plugin.patch import PatchState
 from moe_optimizer.vllm_plugin.patches import kernel_choice
 from moe_optimizer.vllm_plugin.patches.unquantized_oracle import UNQUANTIZED_ORACLE
 from tests.vllm.conftest import tiny_plan
+from tests.vllm.expert_layers import PASS, moe_config
 
 pytestmark = pytest.mark.vllm
-PASS = "flash_dmoe"
 
 
 @pytest.fixture(scope="module")
@@ -48,32 +48,6 @@ def activate(oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     yield start
     patches.undo(UNQUANTIZED_ORACLE.target)
     forget_self_tests()
-
-
-def moe_config(**changes: Any) -> Any:
-    """Return vLLM's description of a layer of the bundled model."""
-    import torch
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import (
-        FusedMoEConfig,
-        FusedMoEParallelConfig,
-        RoutingMethodType,
-    )
-
-    fields: dict[str, Any] = {
-        "num_experts": 16,
-        "experts_per_token": 4,
-        "hidden_dim": 128,
-        "intermediate_size": 128,
-        "num_local_experts": 16,
-        "num_logical_experts": 16,
-        "activation": MoEActivation.SILU,
-        "device": "cpu",
-        "routing_method": RoutingMethodType.Renormalize,
-        "moe_parallel_config": FusedMoEParallelConfig.make_no_parallel(),
-        "in_dtype": torch.float32,
-    }
-    return FusedMoEConfig(**(fields | changes))
 
 
 def chosen(oracle: Any, **changes: Any) -> str:

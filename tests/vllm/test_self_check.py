@@ -11,8 +11,7 @@ import pytest
 
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.vllm_plugin.activation import Activation
-from tests.vllm.conftest import tiny_plan
-from tests.vllm.test_patch_points import PASS, moe_config
+from tests.vllm.expert_layers import PASS, activated, make_cpu_experts, make_layer
 
 pytestmark = pytest.mark.vllm
 TOKENS = 6
@@ -21,14 +20,6 @@ TOKENS = 6
 @pytest.fixture
 def activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Activation:
     return activated(tmp_path, monkeypatch)
-
-
-def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Activation:
-    """Make a plan this process's own without patching vLLM: the tests build the class themselves."""
-    from moe_optimizer.vllm_plugin import activation as activations
-
-    monkeypatch.setattr(activations, "_current", None)
-    return activations.activate(Activation(run_dir=run_dir, plan=tiny_plan(**changes)))
 
 
 @pytest.fixture
@@ -40,30 +31,6 @@ def wrong_on_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         return right(x, w13.flip(0), w2, weights, ids, **kwargs)
 
     monkeypatch.setattr(sys.modules["moe_optimizer.ops.fused_experts"], "fused_experts", swapped)
-
-
-def make_layer() -> Any:
-    import torch
-
-    generator = torch.Generator().manual_seed(7)
-    layer: Any = torch.nn.Module()
-    for name, shape in (("w13_weight", (16, 256, 128)), ("w2_weight", (16, 128, 128))):
-        values = torch.randn(*shape, generator=generator) * 0.1
-        layer.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
-    layer.layer_name = "model.layers.0.mlp.experts"
-    layer.expert_map = None
-    return layer
-
-
-def make_experts() -> Any:
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
-    from vllm.model_executor.layers.fused_moe.oracle import unquantized
-
-    from moe_optimizer.vllm_plugin.experts.cpu import MoeOptimizerCpuExperts
-
-    stock = unquantized.backend_to_kernel_cls(unquantized.UnquantizedMoeBackend.CPU)
-    cls = type("Offered", (MoeOptimizerCpuExperts,), {"stock_classes": tuple(stock)})
-    return cls(moe_config(), FusedMoEQuantConfig.make())
 
 
 def forward(experts: Any, layer: Any) -> tuple[Any, Any]:
@@ -102,7 +69,7 @@ def forward(experts: Any, layer: Any) -> tuple[Any, Any]:
 def test_a_right_layer_is_ours_and_its_error_is_in_the_proof(activation: Activation) -> None:
     import torch
 
-    layer, experts = make_layer(), make_experts()
+    layer, experts = make_layer(), make_cpu_experts()
     experts.process_weights_after_loading(layer)
     got, want = forward(experts, layer)
     torch.testing.assert_close(got, want)
@@ -117,7 +84,7 @@ def test_a_wrong_layer_is_computed_by_vllm_and_the_reason_is_in_the_proof(
 ) -> None:
     import torch
 
-    layer, experts = make_layer(), make_experts()
+    layer, experts = make_layer(), make_cpu_experts()
     experts.process_weights_after_loading(layer)
     got, want = forward(experts, layer)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
@@ -132,7 +99,7 @@ def test_a_wrong_layer_of_a_required_pass_stops_the_start(
 ) -> None:
     activated(tmp_path, monkeypatch, required=(PASS,))
     with pytest.raises(RequiredNotAppliedError, match="self-check failed"):
-        make_experts().process_weights_after_loading(make_layer())
+        make_cpu_experts().process_weights_after_loading(make_layer())
 
 
 def test_with_an_expert_map_there_is_nothing_to_hand_it_to(
@@ -143,7 +110,7 @@ def test_with_an_expert_map_there_is_nothing_to_hand_it_to(
     layer = make_layer()
     layer.expert_map = torch.tensor([index // 2 if index % 2 else -1 for index in range(32)], dtype=torch.int32)
     with pytest.raises(RequiredNotAppliedError, match="ignores the expert map"):
-        make_experts().process_weights_after_loading(layer)
+        make_cpu_experts().process_weights_after_loading(layer)
 
 
 def test_the_check_costs_little_beside_loading(activation: Activation) -> None:
@@ -159,5 +126,5 @@ def test_the_check_costs_little_beside_loading(activation: Activation) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PlainWeights, "dense_expert", counted)
-        make_experts().process_weights_after_loading(make_layer())
+        make_cpu_experts().process_weights_after_loading(make_layer())
     assert len(calls) == 4
