@@ -35,7 +35,7 @@ def command(options: ServeOptions) -> int:
         return _show(options)
     progress = ProgressLines(verbose=options.verbose)
     with messages.held_messages(verbose=options.verbose, then=progress.warn):
-        planned = planning.make(options, measure=functools.partial(_measure, progress))
+        planned = planning.make(options, measure=functools.partial(_measure, options, progress))
         check_can_serve_here(planned.plan, planned.settings)
     return _launch(planned.plan, options, progress, strict=planned.settings["strict"])
 
@@ -54,11 +54,13 @@ def _show(options: ServeOptions) -> int:
     return ExitCode.OK
 
 
-def _measure(progress: ProgressLines, plan: Plan, settings: Settings) -> bool:
+def _measure(options: ServeOptions, progress: ProgressLines, plan: Plan, settings: Settings) -> bool:
     """Measure what the plan needs to know of this machine, once nothing can refuse the start any more."""
     from moe_optimizer.cli.calibrating import measure_if_needed
+    from moe_optimizer.vllm_plugin.server import launch
 
     check_can_serve_here(plan, settings)
+    launch.check(plan, run_dir=_run_dir(plan, options))
     return measure_if_needed(plan, settings["calibrate"], progress)
 
 
@@ -159,17 +161,13 @@ def _check_tokenizer(plan: Plan) -> None:
 
 def _launch(plan: Plan, options: ServeOptions, progress: ProgressLines, *, strict: bool) -> int:
     from moe_optimizer.cli.main import INTERRUPTED
-    from moe_optimizer.env import read_environment
     from moe_optimizer.vllm_plugin.activation import plugin_decisions
     from moe_optimizer.vllm_plugin.server import launch
 
-    if options.run_dir == "":
-        raise InputError("--run-dir: got '', expected a folder")
-    given = Path(options.run_dir) if options.run_dir else read_environment().run_dir
     watcher = _Watcher(plan, progress, as_json=options.json)
     code = launch.serve(
         plan,
-        run_dir=given if given is not None else _new_run_dir(plan),
+        run_dir=_run_dir(plan, options),
         require=frozenset(decision.pass_name for decision in plugin_decisions(plan)) if strict else frozenset(),
         ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
         on_ready=watcher.on_ready,
@@ -210,10 +208,17 @@ class _Watcher:
             sys.stdout.flush()
 
 
-def _new_run_dir(plan: Plan) -> Path:
-    """A folder name that no other run has: model, time and process."""
+def _run_dir(plan: Plan, options: ServeOptions) -> Path:
+    """The folder that was named, or a name that no other run has: model, time and process."""
     import re
     import time
 
+    from moe_optimizer.env import read_environment
+
+    if options.run_dir == "":
+        raise InputError("--run-dir: got '', expected a folder")
+    given = Path(options.run_dir) if options.run_dir else read_environment().run_dir
+    if given is not None:
+        return given
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(plan.model.name).name).strip("-.") or "model"
     return Path("runs") / f"{name[:60]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from moe_optimizer.errors import ExitCode
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.vllm_plugin.server.deployment import Deployment
 from moe_optimizer.vllm_plugin.server.info import ServerInfo
+from moe_optimizer.vllm_plugin.server.run_folder import RunFolder
 from moe_optimizer.vllm_plugin.server.stop_signals import StopRequestedError, StopSignals
 from moe_optimizer.vllm_plugin.server.supervisor import Supervisor
 
-__all__ = ["ServerInfo", "required_passes", "running", "serve"]
+__all__ = ["ServerInfo", "check", "required_passes", "running", "serve"]
 
 
 def serve(
@@ -55,6 +57,18 @@ def serve(
             on_ready(info)
         run.watch()
     return ExitCode.OK
+
+
+def check(plan: Plan, *, run_dir: Path) -> None:
+    """Refuse what is known to fail before anything is started, and leave nothing behind.
+
+    Raises:
+        InputError, UnsupportedError: an address is taken, the folder is in use or cannot be written, or something
+            that is needed is missing.
+    """
+    folder = RunFolder(run_dir)
+    Deployment(plan, folder).check()
+    folder.check()
 
 
 @contextlib.contextmanager

