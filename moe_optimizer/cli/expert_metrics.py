@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import queue
 import re
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -12,7 +14,8 @@ from datetime import UTC, datetime
 from moe_optimizer.errors import InputError, ServerFailedError
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
 
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 8.0
+"""Chosen: for the whole page; vLLM's metrics come in milliseconds."""
 _MAX_BYTES = 1 << 26
 """Chosen: four times the page of a model of 100 layers with 1024 experts."""
 _PREFIX = "moe_optimizer_expert_"
@@ -32,10 +35,18 @@ def read_metrics(url: str) -> ExpertLoad:
     base = url.rstrip("/").removesuffix("/metrics")
     if not _has_host(base):
         raise InputError(f"{url}: not a URL, expected for example http://127.0.0.1:8000")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    page: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+    # A socket's time limit is for one read, and a page can come a byte at a time. A thread that still reads when the
+    # command has its answer ends with the process.
+    threading.Thread(target=_read_page, args=(f"{base}/metrics", page), daemon=True).start()
     try:
-        with opener.open(f"{base}/metrics", timeout=_TIMEOUT_S) as response:
-            text = response.read(_MAX_BYTES).decode("utf-8", errors="replace")
+        text = page.get(timeout=_TIMEOUT_S)
+        if isinstance(text, Exception):
+            raise text
+    except queue.Empty:
+        raise ServerFailedError(
+            f"{base}/metrics: no whole answer within {_TIMEOUT_S:g} s", hint="is it a vLLM server?"
+        ) from None
     except urllib.error.HTTPError as error:
         raise InputError(f"{base}/metrics: got status {error.code}, expected a vLLM server's metrics") from None
     except (http.client.InvalidURL, ValueError) as error:
@@ -44,6 +55,16 @@ def read_metrics(url: str) -> ExpertLoad:
         reason = getattr(error, "reason", None) or error
         raise ServerFailedError(f"{base}/metrics: no answer: {reason}", hint="is the server running?") from None
     return parse_metrics(text, origin=f"{base}/metrics")
+
+
+def _read_page(url: str, page: queue.SimpleQueue[str | Exception]) -> None:
+    """Put the text at `url` into `page`, or why there is none."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=_TIMEOUT_S) as response:
+            page.put(response.read(_MAX_BYTES).decode("utf-8", errors="replace"))
+    except Exception as error:  # noqa: BLE001 - the reader raises it again
+        page.put(error)
 
 
 def _has_host(url: str) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
 import json
+import socket
 import struct
 import sys
 import threading
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from moe_optimizer.cli import expert_metrics
 from moe_optimizer.cli.expert_metrics import parse_metrics
 from moe_optimizer.cli.heatmap import cell_loads, render_load
 from moe_optimizer.cli.heatmap_png import colour
@@ -282,6 +285,31 @@ def test_an_address_that_is_no_server_of_ours(server: str, capsys: Any) -> None:
 def test_a_server_that_does_not_answer_is_exit_7(capsys: Any) -> None:
     assert main(["experts", "http://127.0.0.1:1"]) == 7
     assert "no answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["in the headers", "in the page"])
+def test_a_server_that_sends_a_byte_at_a_time_is_given_up(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(expert_metrics, "_TIMEOUT_S", 0.5)
+    enough = threading.Event()
+
+    def trickle(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(sent)
+            while not enough.wait(0.1):
+                connection.sendall(b"H")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=trickle, args=(listener,))
+        thread.start()
+        try:
+            assert main(["experts", f"http://127.0.0.1:{listener.getsockname()[1]}"]) == 7
+        finally:
+            enough.set()
+            thread.join()
+    assert "no whole answer within 0.5 s" in capsys.readouterr().err
 
 
 def test_a_terminal_that_lacks_blocks_gets_ascii(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
