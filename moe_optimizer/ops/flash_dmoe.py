@@ -11,7 +11,7 @@ from moe_optimizer.ops import _load, cuda_dispatch
 from moe_optimizer.ops.cuda_dispatch_problem import Router
 from moe_optimizer.ops.fused_experts import DTYPE_CODE, Inputs, check_inputs, run, why_reference
 from moe_optimizer.ops.tensor_check import TensorChecks
-from moe_optimizer.ops.topk_router import SCORINGS, check_router, topk_router
+from moe_optimizer.ops.topk_router import LOGITS_DTYPES, SCORINGS, check_router, topk_router
 
 
 class Gate(NamedTuple):
@@ -93,8 +93,8 @@ def flash_dmoe(
 def _check(x: Tensor, router_logits: Tensor, experts: Experts, gate: Gate, out: Tensor | None = None) -> None:
     check = TensorChecks("flash_dmoe")
     check.shape("x", x, "T", "H")
-    check.dtype("router_logits", router_logits, torch.float32, torch.bfloat16, torch.float16)
-    check_router(router_logits.float(), gate.top_k, gate.scoring, gate.num_expert_group, gate.topk_group)
+    check.dtype("router_logits", router_logits, *LOGITS_DTYPES)
+    check_router(router_logits, gate.top_k, gate.scoring, gate.num_expert_group, gate.topk_group)
     if experts.expert_map is None:
         check.shape("w13", experts.w13, "E", "2I", "H")
     else:
@@ -132,7 +132,7 @@ def _run(x: Tensor, router_logits: Tensor, experts: Experts, gate: Gate, out: Te
         _route(router_logits, gate, topk_weights, topk_ids)
     else:
         topk_weights, topk_ids = topk_router(
-            router_logits.float(),
+            router_logits,
             top_k=gate.top_k,
             renormalize=gate.renormalize,
             scoring=gate.scoring,

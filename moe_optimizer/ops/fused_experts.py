@@ -104,6 +104,8 @@ def why_reference(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor) -> str |
     available, reason = _load.kernels_available()
     if not available:
         return reason
+    if not hidden or not two_i:
+        return f"H and I must be above 0, got H={hidden}, I={two_i // 2}"
     if hidden % SIZE_MULTIPLE or w2.shape[-1] % SIZE_MULTIPLE:
         return f"H and I must be multiples of {SIZE_MULTIPLE}, got H={hidden}, I={two_i // 2}"
     if num_experts > MAX_EXPERTS:

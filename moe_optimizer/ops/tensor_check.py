@@ -40,7 +40,7 @@ class TensorChecks:
     def dtype(self, name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
         """Check that the dtype is one of `dtypes`."""
         if tensor.dtype not in dtypes:
-            raise self.error(name, "dtype", tensor.dtype, " or ".join(str(dtype) for dtype in dtypes))
+            raise self.error(name, "dtype", tensor.dtype, " or ".join(dict.fromkeys(str(dtype) for dtype in dtypes)))
 
     def device(self, name: str, tensor: Tensor, device: torch.device) -> None:
         """Check that the tensor lies on `device`."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
 
+LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCORINGS = ("softmax", "sigmoid")
 MAX_GROUPS = 32
 
@@ -31,7 +32,7 @@ def topk_router(
     weights = scores[ids], divided by their sum if `renormalize`, times `routed_scaling_factor`
 
     Args:
-        router_logits: [T, E], float32 or bfloat16.
+        router_logits: [T, E], float32, bfloat16 or float16.
         top_k: experts per token.
         renormalize: make the weights of a token sum to 1 (before the scaling factor).
         scoring: "softmax" or "sigmoid".
@@ -66,13 +67,16 @@ def check_router(
     """Raise TensorContractError unless the router's arguments fit each other."""
     if router_logits.dim() != 2:
         raise _error("router_logits: dimensions", list(router_logits.shape), "2 ([T, E])")
-    if router_logits.dtype not in (torch.float32, torch.bfloat16):
-        raise _error("router_logits: dtype", router_logits.dtype, "torch.float32 or torch.bfloat16")
+    if router_logits.dtype not in LOGITS_DTYPES:
+        expected = " or ".join(str(dtype) for dtype in LOGITS_DTYPES)
+        raise _error("router_logits: dtype", router_logits.dtype, expected)
     num_experts = router_logits.shape[1]
     if not 1 <= top_k <= num_experts:
         raise _error("top_k", top_k, f"1 to {num_experts} (router_logits dim 1)")
     if scoring not in SCORINGS:
         raise _error("scoring", repr(scoring), " or ".join(SCORINGS))
+    if num_expert_group is None and topk_group is not None:
+        raise _error("topk_group", topk_group, "None without num_expert_group")
     if num_expert_group is None or num_expert_group == 1:
         return
     if not 1 <= num_expert_group <= MAX_GROUPS or num_experts % num_expert_group:

@@ -53,7 +53,7 @@ def expected_weights(router_logits: Tensor, **gate: object) -> Tensor:
     renormalize=st.booleans(),
     biased=st.booleans(),
     factor=st.sampled_from([1.0, 2.5]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**31),
 )
 def test_the_gate_is_that_of_the_reference(
@@ -166,6 +166,8 @@ def test_registered_ops_pass_opcheck() -> None:
         ({"score_bias": torch.zeros(7)}, r"score_bias dim 0 \(E\): got 7, expected 8"),
         ({"top_k": 9}, r"top_k: got 9, expected 1 to 8"),
         ({"scoring": "argmax"}, r"scoring: got 'argmax', expected softmax or sigmoid"),
+        ({"topk_group": 2}, r"topk_group: got 2, expected None without num_expert_group"),
+        ({"num_expert_group": 2}, r"topk_group: got None, expected 1 to 2"),
         ({"num_expert_group": 3, "topk_group": 1}, r"num_expert_group: got 3, expected a divisor of 8"),
         ({"w2": torch.zeros(8, 64, 47)}, r"flash_dmoe: w13 dim 1 \(2I\): got 96, expected 94"),
     ],
