@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ALLOW_LONG_MODEL_LEN = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 """vLLM's own switch for lengths beyond the model's."""
+_FP8_ISA = "amx_tile"
+"""What vLLM's CPU kernels for FP8 weights ask of a processor (0.32)."""
 _NOT_PLANNED = {
     "--model": "the model is given by --model before --",
     "--config": "a file would change what was planned; give its entries as flags after --",
@@ -163,14 +165,24 @@ def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> No
             )
 
 
-def check_for_device(pinned: Mapping[str, str], device: str) -> None:
-    """Refuse arguments with which vLLM's build for this device would end.
+def check_for_device(request: PlanRequest, pinned: Mapping[str, str], device: str) -> None:
+    """Refuse a checkpoint and arguments with which vLLM's build for this device would end.
 
     Raises:
-        UnsupportedError: with the argument.
+        UnsupportedError: with what it is.
     """
-    if device == "cpu" and "fp8" in pinned.get("--quantization", ""):
+    if device != "cpu":
+        return
+    if "fp8" in pinned.get("--quantization", ""):
         raise UnsupportedError(
             f"--quantization {pinned['--quantization']}: vLLM's CPU build has no FP8 kernels, the server would end",
             hint="leave it out; --enable-fp8 is this package's own way",
+        )
+    model, isa = request.model, request.hardware.cpu.isa if request.hardware.cpu else ()
+    if model.weights_are_fp8 and (model.weight_block is None or _FP8_ISA not in isa):
+        found = "scales of another kind" if model.weight_block is None else f"a processor without {_FP8_ISA}"
+        raise UnsupportedError(
+            f"{model.name}: vLLM's CPU build reads FP8 checkpoints with scales per block on processors with "
+            f"{_FP8_ISA} only, found {found}; the server would end",
+            hint="serve the checkpoint in BF16; --enable-fp8 converts its experts",
         )

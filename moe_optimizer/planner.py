@@ -42,7 +42,7 @@ def make_plan(request: PlanRequest) -> Plan:
     pinned = pinned_arguments(request)
     check_request(request, pinned)
     device = _device(request)
-    check_for_device(pinned, device)
+    check_for_device(request, pinned, device)
     num_gpus, gpu_warnings = _gpus(request, device)
     context = _context(request, pinned, device, num_gpus)
     check_wishes(context.wishes, device)

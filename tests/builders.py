@@ -93,6 +93,7 @@ def shaped_model(
         "router_params": router,
         "quant_method": None,
         "weight_bits": 16.0,
+        "weights_are_fp8": "fp8" in (changes.get("quant_method") or ""),
         "weight_block": None,
         "weight_bytes": expert_bytes + round(linear * linear_bytes_per_weight) + 2 * other,
         "expert_weight_bytes": expert_bytes,
@@ -223,7 +224,12 @@ def gpus(name: str, count: int = 1) -> HardwareSpec:
 
 
 def cpu_machine(
-    *, cores: int = 4, gib: float = 16, node_gib: float | None = None, core_ids: tuple[int, ...] | None = None
+    *,
+    cores: int = 4,
+    gib: float = 16,
+    node_gib: float | None = None,
+    core_ids: tuple[int, ...] | None = None,
+    isa: tuple[str, ...] = ("avx2",),
 ) -> HardwareSpec:
     memory = Quantity(gib * 2**30, "bytes", Source.MEASURED, "cgroup")
     node = None if node_gib is None else Quantity(node_gib * 2**30, "bytes", Source.MEASURED, "NUMA node0")
@@ -236,7 +242,7 @@ def cpu_machine(
             cores=cores,
             core_ids=core_ids or tuple(range(cores)),
             memory=memory,
-            isa=("avx2",),
+            isa=isa,
             node_memory=node,
         ),
         driver_version=None,

@@ -96,6 +96,7 @@ def build_spec(
         router_params=router_params,
         quant_method=quantization.method,
         weight_bits=_weight_bits(decoder, quantization),
+        weights_are_fp8=quantization.fp8,
         weight_block=quantization.weight_block,
         weight_bytes=weight_bytes,
         expert_weight_bytes=expert_bytes,

@@ -122,6 +122,8 @@ class Quantization:
     """Where the file gives the experts a type of their own."""
     scale_bytes_per_weight: float
     """Bytes of scales for each quantised weight."""
+    fp8: bool = False
+    """Whether the weights are 8-bit floating point."""
     weight_block: tuple[int, int] | None = None
     """Rows and columns of the block of weights that shares a scale; None: per tensor, channel or group."""
     warnings: tuple[str, ...] = ()
@@ -199,6 +201,7 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
         ignored=ignored,
         expert_bits=bits_of_type(expert_dtype) if expert_dtype else None,
         scale_bytes_per_weight=_scale_bytes(scheme, method, min(group.bits for group in groups)),
+        fp8=_is_fp8(scheme, method),
         weight_block=_weight_block(scheme),
         warnings=tuple(warnings),
     )
@@ -270,6 +273,23 @@ def _groups(scheme: Config, method: str) -> tuple[Group, ...]:
         return (Group(4 if scheme.flag(("load_in_4bit", "_load_in_4bit")) else 8, None),)
     bits = METHOD_BITS.get(method) or _bits_in_nested_type(scheme) or _codebook_bits(scheme)
     return (Group(bits, None),) if bits else ()
+
+
+def _is_fp8(scheme: Config, method: str) -> bool:
+    """Whether the scheme stores all its weights as 8-bit floating point."""
+    if "fp8" in method:
+        return True
+    algorithm = scheme.get(("quant_algo", "quantization.quant_algo"))
+    if isinstance(algorithm, str):
+        return algorithm.upper().startswith(("FP8", "MXFP8"))
+    named = scheme.get("config_groups")
+    if isinstance(named, dict) and named:
+        weights = [entry.get("weights") if isinstance(entry, dict) else None for entry in named.values()]
+        return all(
+            isinstance(each, dict) and (each.get("type"), each.get("num_bits")) == ("float", 8) for each in weights
+        )
+    types = [scheme.get(name) for name in TYPE_FIELDS]
+    return any(isinstance(each, str) and each.lower().startswith(("fp8", "float8")) for each in types)
 
 
 def _layer_groups(layers: Mapping[str, object]) -> tuple[Group, ...]:

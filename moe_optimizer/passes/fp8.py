@@ -54,7 +54,7 @@ class Fp8(OptimizationPass):
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """Check the checkpoint's own quantisation, the user's arguments, then the device."""
         model = ctx.model
-        if _is_fp8(ctx):
+        if ctx.model.weights_are_fp8:
             return True, ""
         if model.quant_method is not None:
             return False, f"the checkpoint is quantised already: {model.quant_method}, {model.weight_bits:g} bits"
@@ -71,9 +71,15 @@ class Fp8(OptimizationPass):
             return False, "vLLM converts bfloat16 and float16 weights only, found float32"
         return True, ""
 
+    def when_off(self, ctx: PlanContext, reason: str) -> Decision:
+        """Return that nothing is converted; of an FP8 checkpoint, that it is FP8 all the same."""
+        if ctx.model.weights_are_fp8:
+            reason = f"{reason}; the checkpoint is FP8 already and stays so"
+        return self.decision(ctx, Status.OFF, "off", reason, Applier.NONE)
+
     def gain(self, ctx: PlanContext) -> Gain | None:
         """Return how much less one decode step must at least take, or on the CPU read; None on an unknown GPU."""
-        if _is_fp8(ctx):
+        if ctx.model.weights_are_fp8:
             return None
         if ctx.device == "cpu":
             ratio = experts_read_ratio(
@@ -92,8 +98,8 @@ class Fp8(OptimizationPass):
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Keep an FP8 checkpoint as it is, else have the wished parts converted."""
-        if _is_fp8(ctx):
-            reason = "the checkpoint is FP8 already and is served as it is, through vLLM's own kernels"
+        if ctx.model.weights_are_fp8:
+            reason = "the checkpoint is FP8 already and is served as it is"
             return self.decision(ctx, Status.ON, "as in the checkpoint", reason, Applier.NONE)
         experts, linears = _parts(ctx)
         if not experts and not linears:
@@ -178,10 +184,6 @@ class Fp8(OptimizationPass):
             },
             warnings=(*why_not, *padded),
         )
-
-
-def _is_fp8(ctx: PlanContext) -> bool:
-    return ctx.model.quant_method is not None and "fp8" in ctx.model.quant_method
 
 
 def _parts(ctx: PlanContext) -> tuple[bool, bool]:

@@ -89,6 +89,9 @@ class ModelSpec:
     """As the checkpoint names it ("fp8", "gptq", "mxfp4", "modelopt", ...); None when not quantised."""
     weight_bits: float
     """Bits of one weight of the quantised part (of every weight when not quantised), scales left out."""
+    weights_are_fp8: bool
+    """Whether the quantised weights are 8-bit floating point, in whatever method's files (fp8, compressed-tensors,
+    modelopt, ...)."""
     weight_block: tuple[int, int] | None
     """Rows and columns of the block of quantised weights that shares a scale; None: per tensor, channel or group, or
     not quantised."""

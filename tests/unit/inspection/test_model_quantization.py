@@ -19,7 +19,7 @@ MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NV
 
 def compressed(bits: int, **group: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": "int", "group_size": 32}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights, **group}}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights} | group}}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,29 @@ def test_schemes(scheme: dict[str, Any], method: str, bits: float, load_config: 
     assert (plain.quant_method, plain.weight_bits) == (None, 16)
     assert spec.total_params == plain.total_params, "packing changes bytes, not parameters"
     assert spec.weight_bytes < plain.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("scheme", "fp8"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, True),
+        ({"quant_method": "fbgemm_fp8"}, True),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, True),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, False),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}, False),
+        (compressed(8, weights={"num_bits": 8, "type": "float", "strategy": "channel"}), True),
+        (compressed(8), False),
+        (compressed(4, weights={"num_bits": 4, "type": "float"}), False),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, True),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4"}}}, False),
+        ({"quant_method": "experts_int8"}, False),
+        (GPTQ, False),
+    ],
+)
+def test_fp8_is_told_from_other_types_of_eight_bits_whatever_the_method(
+    scheme: dict[str, Any], fp8: bool, load_config: Load, inspect_config: Inspect
+) -> None:
+    assert inspect_config({**load_config("qwen3_moe"), "quantization_config": scheme}).weights_are_fp8 is fp8
 
 
 def test_place_beside_the_nested_model(load_config: Load, inspect_config: Inspect) -> None:

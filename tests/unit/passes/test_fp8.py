@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.errors import InputError, RequiredNotAppliedError
+from moe_optimizer.errors import InputError, RequiredNotAppliedError, UnsupportedError
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.planner import make_plan
@@ -23,6 +23,7 @@ from tests.builders import (
     gpus,
     profile_with,
     qwen3_30b_a3b,
+    qwen3_30b_a3b_fp8,
     request,
     software,
     tiny_moe,
@@ -302,6 +303,33 @@ def test_an_fp8_checkpoint_is_served_as_it_is_and_no_gain_is_claimed():
 def test_a_checkpoint_quantised_otherwise_is_refused():
     decision = on_gpu(gpt_oss_120b())
     assert (decision.status, decision.reason) == (Status.REFUSED, "the checkpoint is quantised already: mxfp4, 4 bits")
+
+
+def test_switched_off_an_fp8_checkpoint_is_said_to_stay_fp8():
+    decision = planned(qwen3_30b_a3b_fp8(), gpus("h100_sxm"), wishes={"fp8": (Wish.OFF, "test")}).decided["fp8"]
+    assert decision.status is Status.OFF
+    assert decision.reason.endswith("the checkpoint is FP8 already and stays so")
+
+
+def test_an_fp8_checkpoint_in_the_files_of_another_method_is_one_too():
+    model = dataclasses.replace(qwen3_30b_a3b_fp8(), quant_method="compressed-tensors", weight_block=None)
+    decision = planned(model, gpus("h100_sxm"), wishes=ON).decided["fp8"]
+    assert (decision.status, decision.value, decision.vllm_args) == (Status.ON, "as in the checkpoint", ())
+
+
+@pytest.mark.parametrize(
+    ("block", "isa", "found"),
+    [((128, 128), ("avx512f",), "a processor without amx_tile"), (None, ("amx_tile",), "scales of another kind")],
+)
+def test_the_cpu_build_gets_no_fp8_checkpoint_with_which_it_ends(block, isa, found):
+    model = dataclasses.replace(qwen3_30b_a3b_fp8(), weight_block=block)
+    with pytest.raises(UnsupportedError, match=f"{found}; the server would end"):
+        make_plan(request(model, cpu_machine(gib=256, isa=isa)))
+
+
+def test_the_cpu_build_gets_an_fp8_checkpoint_that_its_kernels_read():
+    plan = make_plan(request(qwen3_30b_a3b_fp8(), cpu_machine(gib=256, isa=("amx_tile",)), wishes=ON))
+    assert plan.decision("fp8").value == "as in the checkpoint"
 
 
 @pytest.mark.parametrize("flag", ["--quantization", "--quantization-config"])
