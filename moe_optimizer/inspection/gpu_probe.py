@@ -173,7 +173,6 @@ def _unknown_gpu(nvml: Any, handle: Any, name: str, memory: Quantity) -> GpuSpec
         dense_flops=_assumed_flops((major, minor), cores=cores, sm_count=sm_count, clock_hz=sm_mhz * 1e6),
         gpu_link_bandwidth=_pcie_bandwidth(nvml, handle),
         gpu_link="pcie",
-        l2_cache=_assumed(0.0, "bytes", "NVML does not say"),
         sm_count=sm_count,
         max_gpus_per_node=max(1, int(nvml.nvmlDeviceGetCount())),
     )

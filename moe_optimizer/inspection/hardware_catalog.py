@@ -31,7 +31,6 @@ _UNITS = {
     "memory": "bytes",
     "nominal_memory": "bytes",
     "memory_bandwidth": "bytes/s",
-    "l2_cache": "bytes",
 }
 _DENSE_FLOPS_DTYPES = ("fp32", "bf16", "fp16", "fp8", "fp4", "int8")
 _MEASURED_UNITS = {"copy_bandwidth": "bytes/s", "bf16_flops": "flop/s", "fp8_flops": "flop/s"}
@@ -133,7 +132,6 @@ def read_hardware_file(path: Path) -> CatalogEntry:
         dense_flops={key: facts.quantity(("dense_flops", key), "flop/s") for key in facts.data["dense_flops"]},
         gpu_link_bandwidth=quantities["gpu_link_bandwidth"],
         gpu_link=facts.gpu_link(),
-        l2_cache=quantities["l2_cache"],
         sm_count=facts.count(("sm_count",)),
         max_gpus_per_node=facts.count(("max_gpus_per_node",)),
         nominal_memory=quantities["nominal_memory"],

@@ -27,8 +27,6 @@ class GpuSpec:
     gpu_link_bandwidth: Quantity
     """bytes/s that one GPU can send to its peers (one direction)."""
     gpu_link: Literal["nvlink", "pcie"]
-    l2_cache: Quantity
-    """bytes"""
     sm_count: int
     max_gpus_per_node: int
     nominal_memory: Quantity | None = None

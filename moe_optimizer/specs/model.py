@@ -124,11 +124,3 @@ class ModelSpec:
     def num_moe_layers(self) -> int:
         """Layers with routed experts."""
         return len(self.moe_layers)
-
-    @property
-    def other_params(self) -> int:
-        """What is in no other part: norms, projections into and out of a latent that experts work on, mixing of
-        residual streams, and vision or audio towers where weight files show them.
-        """
-        parts = self.expert_params + self.attention_params + self.dense_params + self.shared_expert_params
-        return self.total_params - parts - self.router_params - self.embedding_params - self.lm_head_params

@@ -46,7 +46,6 @@ def h200_measured() -> GpuSpec:
         dense_flops={"bf16": quantity(790e12, "flop/s"), "fp8": quantity(1580e12, "flop/s")},
         gpu_link_bandwidth=Quantity(450e9, "bytes/s", Source.DATASHEET, "datasheet"),
         gpu_link="nvlink",
-        l2_cache=quantity(50 * 2**20, "bytes"),
         sm_count=132,
         max_gpus_per_node=8,
     )

@@ -145,8 +145,8 @@ def test_broken_file_is_an_error_with_file_and_line(tmp_path, before, after, mes
 
 
 def test_line_is_the_keys_own(tmp_path):
-    text = L4.replace("\nl2_cache:", "\nl3_cache:")
-    with pytest.raises(InputError, match=f":{line_of(text, 'l3_cache')} "):
+    text = L4.replace("\nsm_count:", "\nsn_count:")
+    with pytest.raises(InputError, match=f":{line_of(text, 'sn_count')} "):
         read_hardware_file(write(tmp_path, text))
 
 

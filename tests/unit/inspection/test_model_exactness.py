@@ -166,7 +166,10 @@ def test_parts_make_up_the_total(
     name: str, load_config: Callable[[str], dict[str, Any]], inspect_config: Callable[..., ModelSpec]
 ) -> None:
     spec = inspect_config(load_config(name))
-    assert 0 < spec.other_params < 0.04 * spec.total_params  # norms, latent projections, residual streams
+    parts = spec.expert_params + spec.shared_expert_params + spec.router_params + spec.attention_params
+    parts += spec.dense_params + spec.embedding_params + spec.lm_head_params
+    rest = spec.total_params - parts  # norms, latent projections, residual streams
+    assert 0 < rest < 0.04 * spec.total_params
     assert 0 < spec.active_params <= spec.total_params
     assert spec.is_moe == (spec.num_moe_layers > 0) == (spec.expert_params > 0) == (spec.num_experts > 0)
     assert 0 < spec.expert_weight_bytes < spec.weight_bytes or not spec.is_moe
