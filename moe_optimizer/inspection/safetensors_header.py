@@ -75,7 +75,7 @@ def read_tensors(folder: Path) -> tuple[Tensor, ...] | None:
 
     Raises:
         InputError: a header or the index is broken.
-        UnsupportedError: the only weights are pickles, which run code when they are loaded.
+        UnsupportedError: the only weights are in GGUF, or pickles, which run code when they are loaded.
     """
     files = _weight_files(folder)
     if files is None:
@@ -103,6 +103,12 @@ def _weight_files(folder: Path) -> list[Path] | None:
         raise InputError(f"{folder.name}: cannot be read: {error.strerror}") from None
     shards = [name for name in names if name.endswith(".safetensors")]
     pickles = [name for name in names if name.endswith(PICKLES) and name not in PICKLES_BESIDE]
+    gguf = next((name for name in names if name.endswith(".gguf")), None)
+    if not shards and gguf:
+        raise UnsupportedError(
+            f"{gguf}: GGUF weights, expected safetensors",
+            hint="take the model's original repository, or another copy of it in safetensors",
+        )
     if not shards and pickles:
         raise UnsupportedError(
             f"{pickles[0]}: pickled weights, expected safetensors",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.errors import InputError
+from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.inspection.safetensors_header import read_tensors
 from moe_optimizer.specs.model import ModelSpec
@@ -91,7 +91,6 @@ def test_towers_count_but_do_not_disagree(inspect_config: Inspect) -> None:
     more = {**shapes(), "vision_tower.layers.9.fc.weight": (100,)}
     spec = inspect_config(CONFIG, {"model.safetensors": safetensors(more)})
     assert spec.total_params == inspect_config(CONFIG).total_params + 100
-    assert spec.other_params >= 100
     assert spec.warnings == ()
 
 
@@ -207,6 +206,13 @@ def test_sizes_that_do_not_fit_the_shape(inspect_config: Inspect) -> None:
     data = safetensors({"a": (4, 4)})
     with pytest.raises(InputError, match="needs 64 bytes"):
         inspect_config(CONFIG, {"model.safetensors": data.replace(b'"BF16"', b'"F32" ')})
+
+
+def test_a_checkpoint_in_gguf_alone_is_called_one(tmp_path: Path) -> None:
+    for name in ("model-Q4_K_M.gguf", "training_args.bin"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(UnsupportedError, match=r"^model-Q4_K_M\.gguf: GGUF weights, expected safetensors$"):
+        read_tensors(tmp_path)
 
 
 def test_folder_without_weights(tmp_path: Path) -> None:
