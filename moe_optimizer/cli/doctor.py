@@ -24,7 +24,7 @@ class Report:
 
 @takes(DoctorOptions)
 def command(options: DoctorOptions) -> int:
-    """Check what serving needs: this machine, vLLM, a model.
+    """Check what serving needs: this machine, vLLM, and the files of a MODEL if one is named.
 
     Exit code 3 when something needed to serve here is missing, or with --drift when a seam has changed or gone.
     """
@@ -40,12 +40,13 @@ def _examine(options: DoctorOptions) -> Report:
     from moe_optimizer.cli.speed_checks import kernel_speeds_check
     from moe_optimizer.inspection import probe_hardware
 
+    model = options.named_model
     hardware = probe_hardware()
     checks = [*machine_checks(hardware), *software_checks(), kernel_speeds_check(hardware)]
-    if options.model is not None:
+    if model is not None:
         from moe_optimizer.cli.model_checks import model_checks
 
-        checks += model_checks(options.model)
+        checks += model_checks(model)
     seams = seam_states() if options.drift else None
     whole = all(check.status != "missing" for check in checks)
     return Report(ok=whole and all(seam.status == "present" for seam in seams or ()), checks=tuple(checks), seams=seams)

@@ -111,8 +111,8 @@ class CommonOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(CommonOptions):
-    """A command about one model."""
+class MayNameModelOptions(CommonOptions):
+    """A command that a model may be named to, by argument or flag."""
 
     model_argument: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
@@ -120,6 +120,26 @@ class ModelOptions(CommonOptions):
     model: Annotated[
         str | None, typer.Option("--model", metavar="MODEL", help="Hugging Face id, or folder with config.json.")
     ] = None
+
+    @property
+    def named_model(self) -> str | None:
+        """The model that was named, None where none was.
+
+        Raises:
+            InputError: two different ones were, or one without a name.
+        """
+        names = [name for name in (self.model_argument, self.model) if name is not None]
+        if len(set(names)) > 1:
+            raise InputError(f"two models: got {self.model_argument!r} and --model {self.model!r}, expected one")
+        if "" in names:
+            raise InputError("--model: got '', expected a Hugging Face id or a folder")
+        return names[0] if names else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(MayNameModelOptions):
+    """A command about one model."""
+
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let vLLM run Python code that comes with the model.")
     ] = False
@@ -131,10 +151,8 @@ class ModelOptions(CommonOptions):
         Raises:
             InputError: none was, or two different ones.
         """
-        if self.model and self.model_argument and self.model != self.model_argument:
-            raise InputError(f"two models: got {self.model_argument!r} and --model {self.model!r}, expected one")
-        name = self.model or self.model_argument
-        if not name:
+        name = self.named_model
+        if name is None:
             raise InputError("--model: is missing", hint="name a Hugging Face id or a folder: --model DIR")
         return name
 
@@ -340,12 +358,9 @@ class TuneOptions(PlanOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions(CommonOptions):
+class DoctorOptions(MayNameModelOptions):
     """`moe-optimizer doctor`."""
 
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="MODEL", help="Also check that this model's files are whole.")
-    ] = None
     drift: Annotated[
         bool, typer.Option("--drift", help="Also compare the places in vLLM that we build on with the installed vLLM.")
     ] = False

@@ -32,9 +32,15 @@ def command(options: TuneOptions) -> int:
     from moe_optimizer.cli import planning
 
     with messages.held_messages(verbose=options.verbose):
-        planned = planning.make(options)
+        try:
+            planned = planning.make(options)
+        except UnsupportedError:
+            # Without a GPU nothing is tuned, whether the model would fit the rest of the machine or not.
+            _check_can_tune_here()
+            raise
+        _check_can_tune_here()
         decision = planned.plan.decision("tuned_configs")
-        _check_can_tune(planned.plan, decision)
+        _check_has_something_to_tune(planned.plan, decision)
         request = _request(planned.plan, decision, options, planned.profile.passes.tuned_configs.folder)
     from moe_optimizer.cli.tune_process import run_tuning
 
@@ -48,25 +54,34 @@ def command(options: TuneOptions) -> int:
     return ExitCode.OK
 
 
-def _check_can_tune(plan: Plan, decision: Decision) -> None:
-    """Refuse where there is nothing to measure, or not the hardware that was planned for.
+def _check_can_tune_here() -> None:
+    """Refuse a machine on which nothing can be measured.
 
     Raises:
-        UnsupportedError: no GPU here or another one than planned for, no vLLM for it, or experts that Triton does
-            not run.
+        UnsupportedError: no GPU, or no vLLM for it.
     """
     from moe_optimizer.inspection import find_vllm, probe_hardware
 
-    here, vllm = probe_hardware(), find_vllm()
-    if here.gpu is None:
+    if probe_hardware().gpu is None:
         raise UnsupportedError(
             "tune: needs a GPU, and this machine has none", hint="run it on the machine that will serve"
         )
-    planned = plan.hardware.gpu
-    if planned is not None and planned.key != here.gpu.key:
-        raise UnsupportedError(f"tune: planned for {planned.name}, but this machine has {here.gpu.name}")
+    vllm = find_vllm()
     if vllm is None or vllm.device == "cpu":
         raise UnsupportedError("tune: needs a vLLM for GPUs", hint="run: pip install 'vllm>=0.26'")
+
+
+def _check_has_something_to_tune(plan: Plan, decision: Decision) -> None:
+    """Refuse a plan for another GPU than the one here, and experts that Triton does not run.
+
+    Raises:
+        UnsupportedError: either of them.
+    """
+    from moe_optimizer.inspection import probe_hardware
+
+    here, planned = probe_hardware().gpu, plan.hardware.gpu
+    if here is not None and planned is not None and planned.key != here.key:
+        raise UnsupportedError(f"tune: planned for {planned.name}, but this machine has {here.name}")
     if "shape" not in decision.params:
         raise UnsupportedError(f"tune: {decision.reason}")
 
@@ -77,7 +92,7 @@ def _request(plan: Plan, decision: Decision, options: TuneOptions, profile_folde
     from moe_optimizer.inspection.tuned_configs import SHIPPED, user_folder
 
     vllm = find_vllm()
-    assert vllm is not None, "_check_can_tune has looked"
+    assert vllm is not None, "_check_can_tune_here has looked"
     folder = options.folder or profile_folder or user_folder(vllm.version, os.environ)
     return {
         "shape": decision.params["shape"],

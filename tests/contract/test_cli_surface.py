@@ -33,7 +33,7 @@ SURFACE = {
     "inspect": COMMON | MODEL,
     "plan": COMMON | PLAN | {"--explain", "--nodes", "--render"},
     "tune": COMMON | PLAN | {"--budget", "--tokens", "--folder"},
-    "doctor": COMMON | {"--model", "--drift"},
+    "doctor": COMMON | {"MODEL", "--model", "--drift"},
     "experts": COMMON | {"SOURCE", "--png", "--top"},
     "build": COMMON | {"--check"},
 }

@@ -211,3 +211,18 @@ def test_tables_of_something_else_are_a_note_with_the_difference(
     assert check.status == "note"
     assert check.detail == f"none of 1 tables holds here: {why}"
     assert "--calibrate" in (check.hint or "")
+
+
+def test_the_model_is_an_argument_or_a_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_moe = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
+    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
+    for arguments in ([tiny_moe], ["--model", tiny_moe], [tiny_moe, "--model", tiny_moe]):
+        main(["doctor", "--json", *arguments])
+        checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+        assert (checks["model"]["status"], checks["weights"]["status"]) == ("ok", "ok")
+    assert main(["doctor", tiny_moe, "--model", "other"]) == 2
+    assert capsys.readouterr().err.startswith("error: two models: got ")
+    assert main(["doctor", ""]) == 2
+    assert capsys.readouterr().err.startswith("error: --model: got ''")

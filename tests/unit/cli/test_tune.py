@@ -40,6 +40,16 @@ def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert capsys.readouterr().err.startswith("error: tune: needs a GPU, and this machine has none\n")
 
 
+def test_that_there_is_no_gpu_comes_before_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: load_hardware("cpu"), raising=False)
+    config = json.loads((Path(TINY_MOE) / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 900, "num_experts": 900}))
+    assert main(["tune", str(tmp_path)]) == ExitCode.UNSUPPORTED
+    assert capsys.readouterr().err.startswith("error: tune: needs a GPU")
+
+
 def on_an_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """This machine as one with an H200 and a vLLM for it; return the folder of vLLM's configurations."""
     shipped = tmp_path / "vllm" / SHIPPED
