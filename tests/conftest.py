@@ -1,7 +1,9 @@
+"""What holds for every test: set before anything loads OpenMP, and inherited by every process that a test starts."""
+
 from __future__ import annotations
 
-from hypothesis import settings
+import os
 
-# No test asserts a time, and a busy machine takes longer for an example than hypothesis' 200 ms.
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+# Test workers, servers and whatever else runs share the cores. OpenMP threads that spin while they wait for each other
+# would wait for cores that the others' spinning threads hold: a second of small kernels then takes most of a minute.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")

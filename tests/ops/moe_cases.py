@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_optimizer.ops import fused_experts, reference
@@ -88,6 +90,24 @@ def make_case(
         w13_bias=normal(experts, 2 * intermediate).float() if biases else None,
         w2_bias=normal(experts, hidden).float() if biases else None,
     )
+
+
+@st.composite
+def any_cases(
+    draw: st.DrawFn,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    activations: Sequence[str] = ("silu",),
+    biases: Sequence[bool] = (False,),
+) -> Case:
+    """Any shape and routing that the compiled kernels take; some slots have no expert."""
+    sixteens = st.integers(1, 10).map(lambda n: 16 * n)
+    tokens, experts, top_k = draw(st.integers(0, 40)), draw(st.integers(1, 40)), draw(st.integers(1, 8))
+    dtype, with_biases = draw(st.sampled_from(dtypes)), draw(st.sampled_from(biases))
+    seed = draw(st.integers(0, 2**31))
+    case = make_case(tokens, draw(sixteens), draw(sixteens), experts, top_k, dtype, seed, with_biases)
+    ids = case.topk_ids.to(draw(st.sampled_from([torch.int32, torch.int64])))
+    ids[torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < draw(st.floats(0, 1))] = -1
+    return replace(case, topk_ids=ids, activation=draw(st.sampled_from(activations)))
 
 
 def assert_as_exact_as_torch(case: Case, got: Tensor) -> None:
