@@ -239,21 +239,28 @@ def _round(server: ServerInfo, batch: int, tokens: int) -> list[float]:
 
 
 def _between_tokens(server: ServerInfo, tokens: int, number: int) -> list[float]:
+    """Return the seconds from one token to the next; a chunk of several tokens counts as so many equal steps."""
     body = {
         "model": server.model, "prompt": [10 + number, 20, 30, 40], "max_tokens": tokens, "temperature": 0,
         "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }  # fmt: skip
     request = urllib.request.Request(
         f"{server.base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    arrivals = []
+    arrivals: list[tuple[float, int]] = []
     with urllib.request.urlopen(request, timeout=300) as response:
         for line in response:
             if line.startswith(b"data: {"):
-                arrivals.append(time.perf_counter())
-    if len(arrivals) != tokens:
-        raise RuntimeError(f"got {len(arrivals)} tokens, expected {tokens}")
-    return [later - earlier for earlier, later in itertools.pairwise(arrivals)]
+                done = json.loads(line[6:])["usage"]["completion_tokens"]
+                if not arrivals or done > arrivals[-1][1]:
+                    arrivals.append((time.perf_counter(), done))
+    if arrivals[-1][1] != tokens:
+        raise RuntimeError(f"got {arrivals[-1][1]} tokens, expected {tokens}")
+    steps = []
+    for (before, had), (after, has) in itertools.pairwise(arrivals):
+        steps += [(after - before) / (has - had)] * (has - had)
+    return steps
 
 
 def make_record(

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import checkout  # noqa: E402
 from moe_optimizer.cli.calibrating import measure_if_needed  # noqa: E402
+from moe_optimizer.cli.progress import ProgressLines  # noqa: E402
 from moe_optimizer.inspection import (  # noqa: E402
     ModelInspector,
     find_vllm,
@@ -74,7 +75,7 @@ def main() -> int:
         "sides": {},
     }
     for side, passes in options.sides.items():
-        measure_if_needed(make(options.model, rest, passes), CALIBRATE_S)
+        measure_if_needed(make(options.model, rest, passes), CALIBRATE_S, ProgressLines(verbose=True))
         record["sides"][side] = measure(make(options.model, rest, passes), passes)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     _print_table(record["sides"])
