@@ -15,6 +15,10 @@ UNPACKED = (*FLOATS, "F8_E4M3", "F8_E5M2")
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.weight$")
+_OF_EXPERTS = re.compile(
+    r"\.experts\.|\.(?:block_sparse_moe|mlp)\.(?:in|out)put_linear\.|\.moe\.(?:gate|up|down)_proj\."
+)
+"""Weights of routed experts: Granite and JetMoE, and Step, keep all experts of a layer in tensors of other names."""
 _FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)(?:\.weight)?$")
 _TOWER = re.compile(
     r"(?:^|\.)(?:visual|vision\w*|vit\w*|image_\w+|audio\w*|multi_modal_projector|mm_projector|sound\w*|talker|code2wav"
@@ -78,7 +82,7 @@ def compare(tensors: tuple[Tensor, ...], decoder: Decoder, total_params: int, *,
         )
     return Checkpoint(
         weight_bytes=sum(tensor.num_bytes for tensor in served),
-        expert_weight_bytes=sum(tensor.num_bytes for tensor in served if ".experts." in tensor.name),
+        expert_weight_bytes=sum(tensor.num_bytes for tensor in served if _OF_EXPERTS.search(tensor.name)),
         tower_params=sum(tensor.elements for tensor in towers if tensor.dtype in UNPACKED),
         language_params=None if incomplete else params,
         incomplete=incomplete,

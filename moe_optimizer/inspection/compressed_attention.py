@@ -86,6 +86,7 @@ class RoutedAttention:
         return Mixer(
             kind="attention",
             params=experts * expert + hidden_size + hidden_size * experts + kv_params,
+            expert_params=experts * expert,
             idle_params=(experts - top_k) * expert,
             num_heads=config.integer("num_attention_heads", kv_heads * top_k, minimum=1) or kv_heads * top_k,
             num_kv_heads=kv_heads,

@@ -44,12 +44,13 @@ def build_spec(
     moe = [(i, layer.experts) for i, layer in enumerate(layers) if layer.experts is not None]
     experts = [entry for _, entry in moe]
     widest = max(experts, key=lambda entry: (entry.num_experts, entry.intermediate_size), default=None)
-    expert_params = sum(entry.num_experts * entry.expert_params for entry in experts)
+    attention_experts = sum(layer.mixer.expert_params for layer in layers)
+    expert_params = attention_experts + sum(entry.num_experts * entry.expert_params for entry in experts)
     idle_params = sum(
         (entry.num_experts - min(entry.top_k, entry.num_experts)) * entry.expert_params for entry in experts
     )
     idle_params += sum(layer.mixer.idle_params for layer in layers) + decoder.idle_params
-    mixer_params = sum(layer.mixer.params for layer in layers)
+    mixer_params = sum(layer.mixer.params for layer in layers) - attention_experts
     dense_params = sum(layer.dense_params for layer in layers)
     shared_params = sum(entry.shared_params for entry in experts)
     router_params = sum(entry.router_params for entry in experts)
@@ -119,14 +120,17 @@ def _stored_bytes(decoder: Decoder, total: int, quantization: Quantization) -> t
     for i, layer in enumerate(decoder.layers):
         moe = layer.experts
         routed = moe.num_experts * moe.expert_params if moe else 0
-        parts = [(layer.mixer.params, ATTENTION), (layer.dense_params, DENSE)]
+        attention_experts = layer.mixer.expert_params
+        parts = [(layer.mixer.params - attention_experts, ATTENTION), (layer.dense_params, DENSE)]
+        if attention_experts:
+            experts += quantization.stored_bytes(attention_experts, quantization.bits(ATTENTION, i, routed=True))
         if moe:
             experts += quantization.stored_bytes(routed, quantization.bits(moe.modules or EXPERTS, i, routed=True))
             parts.append((moe.shared_params + moe.latent_params, SHARED))
         for params, names in parts:
             if params:
                 linears += quantization.stored_bytes(params, quantization.bits(names, i))
-        linear_params += routed + sum(params for params, _ in parts)
+        linear_params += routed + attention_experts + sum(params for params, _ in parts)
     rest = (total - linear_params) * quantization.dtype_bits / 8
     return round(experts), round(experts + linears + rest)
 

@@ -28,8 +28,10 @@ class Mixer:
     """attention and mla cache something for every token; state keeps a fixed size; none: the layer has no mixer."""
     params: int
     """Weights, biases and norms inside the mixer."""
+    expert_params: int = 0
+    """The part of `params` that is routed attention experts."""
     idle_params: int = 0
-    """The part of `params` that one token does not use (attention experts it is not sent to)."""
+    """The part of `expert_params` that one token does not use."""
     num_heads: int = 0
     num_kv_heads: int = 0
     head_dim: int = 0

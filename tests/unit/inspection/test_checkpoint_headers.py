@@ -75,6 +75,24 @@ def test_header_that_agrees(inspect_config: Inspect) -> None:
     assert spec.expert_weight_bytes == 2 * spec.expert_params
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"block_sparse_moe.input_linear": (2, 32, 8), "block_sparse_moe.output_linear": (2, 8, 16)},
+        {"mlp.input_linear": (2, 32, 8), "mlp.output_linear": (2, 8, 16)},
+        {"moe.gate_proj": (2, 16, 8), "moe.up_proj": (2, 16, 8), "moe.down_proj": (2, 8, 16)},
+    ],
+    ids=lambda names: next(iter(names)),
+)
+def test_experts_stored_as_one_tensor_under_other_names_are_found(
+    names: dict[str, tuple[int, ...]], inspect_config: Inspect
+) -> None:
+    held = {name: shape for name, shape in shapes().items() if ".experts." not in name}
+    held |= {f"model.layers.0.{name}.weight": shape for name, shape in names.items()}
+    spec = inspect_config(CONFIG, {"model.safetensors": safetensors(held)})
+    assert (spec.warnings, spec.expert_weight_bytes) == ((), 2 * spec.expert_params)
+
+
 def test_header_gives_the_stored_bytes(inspect_config: Inspect) -> None:
     spec = inspect_config(CONFIG, {"model.safetensors": safetensors(shapes(), norm="F32")})
     assert spec.weight_bytes == 2 * spec.total_params + 2 * 24

@@ -189,6 +189,9 @@ def test_attention_experts_count_as_idle(load_config: Load, inspect_config: Insp
     spec = inspect_config(load_config("jetmoe"))
     idle = spec.total_params - spec.active_params
     assert idle == 24 * 6 * (3 * 2048 * 5632 + 2 * 2048 * 2048)
+    assert spec.expert_params == 24 * 8 * (3 * 2048 * 5632 + 2 * 2048 * 2048)
+    assert spec.expert_weight_bytes == 2 * spec.expert_params
+    assert spec.attention_params == 24 * (2048 + 2048 * 8 + 2048 * 2 * 2048)
 
 
 # --- where the language model is ---
