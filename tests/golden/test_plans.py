@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
+from moe_optimizer.passes.registry import PASS_NAMES
+from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from tests.builders import (
@@ -27,6 +31,18 @@ PLANS = Path(__file__).parent / "plans"
 CONFIGS = "model_executor/layers/fused_moe/configs"
 # What the pretended vLLM ships: one of the configurations that the cases below look for.
 SHIPPED = ("E=128,N=384,device_name=NVIDIA_H200.json",)
+# And one that somebody has tuned there.
+TUNED = "E=128,N=768,device_name=NVIDIA_H200.json"
+TUNED_ROWS = {
+    "64": {
+        "BLOCK_SIZE_M": 16,
+        "BLOCK_SIZE_N": 128,
+        "BLOCK_SIZE_K": 64,
+        "GROUP_SIZE_M": 1,
+        "num_warps": 4,
+        "num_stages": 3,
+    }
+}
 EP_2 = profile_with(passes={"parallelism": {"tensor_parallel_size": 2, "expert_parallel": "on"}})
 DP_EPLB = profile_with(
     passes={
@@ -37,6 +53,9 @@ DP_EPLB = profile_with(
 TIERED = profile_with(passes={"kv_cache": {"dtype": "fp8", "tiering": "on"}})
 SPARSE = profile_with(passes={"sparsity_24": {"mode": "on"}})
 DISAGGREGATED = profile_with(passes={"disaggregation": {"mode": "on"}})
+OVERLAPPED = profile_with(
+    passes={"parallelism": {"data_parallel_size": 2, "expert_parallel": "on"}, "dual_batch_overlap": {"mode": "on"}}
+)
 
 CASES = {
     "qwen3-30b-a3b_h100_sxm-x1_conservative": (qwen3_30b_a3b, ("h100_sxm", 1), "conservative"),
@@ -56,6 +75,8 @@ CASES = {
     "deepseek-v3_h100_sxm-x8_2-machines": (deepseek_v3, ("h100_sxm", 8), "conservative"),
     "qwen3-30b-a3b_h100_sxm-x8_2-machines": (qwen3_30b_a3b, ("h100_sxm", 8), "conservative"),
     "qwen3-30b-a3b_h100_sxm-x2_tiered": (qwen3_30b_a3b, ("h100_sxm", 2), TIERED),
+    "qwen3-30b-a3b_h100_sxm-x8_overlapped": (qwen3_30b_a3b, ("h100_sxm", 8), OVERLAPPED),
+    "qwen3-30b-a3b_h200-x1_tuned": (qwen3_30b_a3b, ("h200", 1), "balanced"),
     "gpt-oss-120b_h100_sxm-x1_balanced": (gpt_oss_120b, ("h100_sxm", 1), "balanced"),
     "tiny-moe_cpu_conservative": (tiny_moe, None, "conservative"),
     "tiny-moe_cpu_balanced": (tiny_moe, None, "balanced"),
@@ -76,6 +97,9 @@ def plan_for(tmp_path):
         model, machine, profile = CASES[case]
         hardware = gpus(*machine) if machine else cpu_machine()
         installed = software("cuda" if machine else "cpu", location=str(tmp_path))
+        if case.endswith("_tuned"):
+            (tmp_path / TUNED).write_text(json.dumps(TUNED_ROWS))
+            installed = dataclasses.replace(installed, tuned_configs=str(tmp_path))
         load = placement_load(model()) if case.endswith("_placed") else None
         nodes = 2 if case.endswith("_2-machines") else 1
         fields = {"software": installed, "expert_load": load, "num_nodes": nodes}
@@ -85,8 +109,14 @@ def plan_for(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_plan_is_the_golden_one(case, plan_for, golden):
-    golden(plan_for(case).to_json() + "\n", PLANS / f"{case}.json")
+def test_the_plan_is_the_golden_one(case, plan_for, golden, tmp_path):
+    golden(plan_for(case).to_json().replace(str(tmp_path), "/folder") + "\n", PLANS / f"{case}.json")
+
+
+@pytest.mark.parametrize("name", PASS_NAMES)
+def test_every_pass_is_on_in_a_golden_plan(name):
+    plans = (Plan.from_json(path.read_text(), origin=path.name) for path in PLANS.glob("*.json"))
+    assert any(plan.decision(name).status is Status.ON for plan in plans)
 
 
 def test_no_golden_plan_is_left_over():
