@@ -20,7 +20,14 @@ _WIDTH = 78
 _PLAN_MOUNT = "/plan"
 _RUN_DIR = "/tmp/moe-optimizer"
 _MODEL_MOUNT = "/model"
-_COMMENT = "# Put in your own: the image (vLLM with moe-optimizer) and the claim that holds the model's folder.\n"
+_COMMENT = """\
+# Put in your own: the image (vLLM with moe-optimizer and, for a server on several machines, Ray), and the claim that
+# holds the model's folder.
+"""
+_HEAD = f"$(LWS_LEADER_ADDRESS):{RAY_PORT}"
+# A worker may start long before the leader, which still pulls its image. Would it end then, the whole group would be
+# made anew, the leader with it.
+_JOIN = f"until ray health-check --address {_HEAD}; do sleep 5; done\nexec ray start --address={_HEAD} --block"
 
 
 def machines_per_server(plan: Plan) -> int:
@@ -88,8 +95,7 @@ def render_lws(plan: Plan) -> str:
     template: dict[str, Any] = {"size": each, "restartPolicy": "RecreateGroupOnPodRestart"}
     if each > 1:
         template["leaderTemplate"] = _pod(plan, "leader", f"ray start --head --port={RAY_PORT}")
-        join = f"exec ray start --address=$(LWS_LEADER_ADDRESS):{RAY_PORT} --block"
-        template["workerTemplate"] = _pod(plan, "worker", join)
+        template["workerTemplate"] = _pod(plan, "worker", _JOIN)
     else:
         template["workerTemplate"] = _pod(plan, "leader", "")
     port = int(flag_value(plan.serve_args, "--port") or 8000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import subprocess
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from tests.builders import deepseek_v3, gpus, qwen3_30b_a3b, request
 def bf16_deepseek() -> ModelSpec:
     model = deepseek_v3()
     stored = {"weight_bytes": 2 * model.total_params, "expert_weight_bytes": 2 * model.expert_params}
-    return dataclasses.replace(model, quant_method=None, weight_bits=16.0, weight_block=None, **stored)
+    return dataclasses.replace(
+        model, quant_method=None, weights_are_fp8=False, weight_bits=16.0, weight_block=None, **stored
+    )
 
 
 def plan(kind: str, **changes: Any) -> Plan:
@@ -98,7 +101,29 @@ def test_the_set_has_a_group_for_each_server(kind, replicas, size):
     if size == 2:
         assert "ray start --head" in script
         (worker_script,) = templates[1]["spec"]["containers"][0]["args"]
-        assert worker_script == "exec ray start --address=$(LWS_LEADER_ADDRESS):6379 --block"
+        wait, join = worker_script.splitlines()
+        assert wait == "until ray health-check --address $(LWS_LEADER_ADDRESS):6379; do sleep 5; done"
+        assert join == "exec ray start --address=$(LWS_LEADER_ADDRESS):6379 --block"
+
+
+def test_a_worker_that_starts_before_its_leader_waits_and_joins_once(tmp_path):
+    """Run by a shell, with a ray that finds the leader at the third try; the set would start anew if it ended."""
+    *_, workers = yaml.safe_load_all(render_lws(plan("pipeline")))
+    container = workers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]
+    (script,) = container["args"]
+    (tmp_path / "ray").write_text(
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n[ "$(wc -l < {tmp_path}/calls)" -ge 3 ]\n'
+    )
+    (tmp_path / "sleep").write_text("#!/bin/sh\n")
+    for name in ("ray", "sleep"):
+        (tmp_path / name).chmod(0o755)
+    # What Kubernetes puts in for the variable, and a search path with these two before all others.
+    script = script.replace("$(LWS_LEADER_ADDRESS)", "leader")
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    assert subprocess.run([*container["command"], script], env=environment, check=False, timeout=20).returncode == 0
+    health = "health-check --address leader:6379"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == [health, health, health, "start --address=leader:6379 --block"]
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "a_b/C.D e" * 20, "..."])
