@@ -112,7 +112,10 @@ def undo(target: str) -> bool:
     if report is None or report.state is not PatchState.APPLIED:
         return False
     owner, attribute = report.patch.owner(sys.modules[report.patch.module])
-    setattr(owner, attribute, getattr(getattr(owner, attribute), _ORIGINAL))
+    replaced = getattr(owner, attribute)
+    original = getattr(replaced, _ORIGINAL)
+    setattr(owner, attribute, original)
+    _rebind(report.patch, replaced, original)
     report.state, report.detail = PatchState.UNDONE, "undone on request"
     return True
 
@@ -154,11 +157,25 @@ def _apply_now(report: PatchReport, module: ModuleType) -> None:
         replaced = patch.replacement(original)
         setattr(replaced, _ORIGINAL, original)
         setattr(owner, attribute, replaced)
+        _rebind(patch, original, replaced)
         in_place = getattr(owner, attribute) is replaced
         report.state = PatchState.APPLIED if in_place else PatchState.REFUSED
         report.detail = "" if in_place else f"{patch.name} could not be replaced"
     except Exception as error:  # noqa: BLE001 - an exception here would end vLLM's own import
         report.state, report.detail = PatchState.REFUSED, f"{type(error).__name__}: {error}"
+
+
+def _rebind(patch: Patch, old: Any, new: Any) -> None:
+    """Put `new` wherever a module of the same package holds `old`: a module that was imported before the patch and has
+    the function by `from ... import` would call the original for ever.
+    """
+    package = patch.module.partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name != package and not name.startswith(f"{package}."):
+            continue
+        for attribute, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, attribute, new)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

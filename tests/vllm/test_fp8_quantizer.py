@@ -66,6 +66,15 @@ def test_the_builtin_quantiser_has_the_scales_of_vllms(deep_gemm: Any, activate:
     assert (converted.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 1e-2
 
 
+def test_vllms_conversion_calls_it_though_it_was_imported_before(
+    deep_gemm: Any, activate: Callable[..., Activation]
+) -> None:
+    from vllm.model_executor.layers.quantization.online import fp8
+
+    activate("builtin")
+    assert fp8.per_block_cast_to_fp8 is deep_gemm.per_block_cast_to_fp8
+
+
 def test_the_transformer_engine_says_why_it_is_not_used(
     deep_gemm: Any, activate: Callable[..., Activation], caplog: pytest.LogCaptureFixture
 ) -> None:

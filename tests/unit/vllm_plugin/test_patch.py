@@ -67,6 +67,23 @@ def test_an_imported_module_is_patched_at_once(module: Module) -> None:
     assert loaded.choose("cpu") == ["ours", "cpu"]
 
 
+def test_a_module_that_took_the_function_before_gets_the_new_one_and_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = f"patched_package_{next(_numbers)}"
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").touch()
+    (tmp_path / package / "oracle.py").write_text(SOURCE)
+    (tmp_path / package / "user.py").write_text("from .oracle import choose\nfrom .oracle import choose as pick\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    user = imported(f"{package}.user")
+    patch = patch_of(f"{package}.oracle")
+    assert apply_when_imported(patch).state is PatchState.APPLIED
+    assert user.choose("cpu") == user.pick("cpu") == ["ours", "cpu"]
+    assert undo(patch.target)
+    assert user.choose("cpu") == user.pick("cpu") == ["cpu"]
+
+
 def test_a_module_that_is_not_imported_is_patched_when_it_is(module: Module) -> None:
     name, _ = module()
     report = apply_when_imported(patch_of(name))
