@@ -22,8 +22,9 @@ from moe_optimizer.vllm_plugin.proof import described
 
 logger = get_logger(__name__)
 
-# Loaders that hand every tensor to the parameters' own loaders, which is what layerwise loading counts.
-_LOAD_FORMATS = frozenset({"auto", "hf", "safetensors"})
+# Loaders that hand every tensor to the parameters' own loaders, which is what layerwise loading counts, or that fill
+# such layers one by one themselves (dummy).
+_LOAD_FORMATS = frozenset({"auto", "dummy", "hf", "safetensors"})
 
 
 def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:

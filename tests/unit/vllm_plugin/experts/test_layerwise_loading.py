@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +57,28 @@ def test_the_weights_are_processed_once_although_vllm_asks_twice(begun: list[Any
     method.process_weights_after_loading("layer")
     method.process_weights_after_loading("layer")
     assert method.processed == ["layer"]
+
+
+@pytest.mark.parametrize(
+    ("load_format", "layerwise"),
+    [("auto", True), ("safetensors", True), ("dummy", True), ("tensorizer", False), ("sharded_state", False)],
+)
+def test_layers_are_converted_while_loading_by_the_loaders_that_fill_them_one_by_one(
+    load_format: str, layerwise: bool, activate_pass: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Experts:
+        """In the place of our class, which needs vLLM."""
+
+    config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace(get_current_vllm_config=lambda: config))
+    monkeypatch.setitem(
+        sys.modules, "moe_optimizer.vllm_plugin.experts.base", SimpleNamespace(MoeOptimizerExperts=Experts)
+    )
+    activate_pass("fp8", on=True, required=False)
+    assert layerwise_loading._converts(SimpleNamespace(experts_cls=Experts)) is layerwise
+    activate_pass("fp8", on=False, required=False)
+    assert not layerwise_loading._converts(SimpleNamespace(experts_cls=Experts))
 
 
 def test_a_layer_that_is_not_converted_is_created_as_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
