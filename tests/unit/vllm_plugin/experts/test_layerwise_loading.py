@@ -69,16 +69,14 @@ def test_layers_are_converted_while_loading_by_the_loaders_that_fill_them_one_by
     class Experts:
         """In the place of our class, which needs vLLM."""
 
+    activate_pass("fp8", on=True, required=False)
     config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace(get_current_vllm_config=lambda: config))
     monkeypatch.setitem(
         sys.modules, "moe_optimizer.vllm_plugin.experts.base", SimpleNamespace(MoeOptimizerExperts=Experts)
     )
-    activate_pass("fp8", on=True, required=False)
     assert layerwise_loading._converts(SimpleNamespace(experts_cls=Experts)) is layerwise
-    activate_pass("fp8", on=False, required=False)
-    assert not layerwise_loading._converts(SimpleNamespace(experts_cls=Experts))
 
 
 def test_a_layer_that_is_not_converted_is_created_as_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
