@@ -68,7 +68,7 @@ def comparison(off: Measured, on: Measured) -> list[str]:
         lines.append(f"{'perplexity':16}{off.perplexity:>12.3f}{on.perplexity:>12.3f}  {change}")
     same = sum(_same_tokens(one, other) for one, other in zip(off.answers, on.answers, strict=True))
     total = sum(map(len, off.answers))
-    lines.append(f"{'greedy tokens':16}{total:>12}{same:>12}  the same, up to an answer's first other")
+    lines.append(f"{'greedy tokens':16}{total:>12}{same:>12}  the same until an answer differs")
     return lines
 
 
