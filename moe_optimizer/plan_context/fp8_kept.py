@@ -15,7 +15,7 @@ _ALWAYS_KEPT = ("router", "embeddings", "lm_head")
 # vLLM matches them against the names of its modules, from the start. The input embedding and the head are no
 # modules that its online quantisation looks at.
 _IGNORED = {
-    "router": r"re:.*\.(gate|router|shared_expert_gate)$",
+    "router": r"re:.*\.(\w+_)?(gate|router)$",
     "attention": r"re:.*\.(self_attn|self_attention|attention|attn|linear_attn)\.",
     "shared_experts": r"re:.*\.(shared_expert|shared_experts|shared_mlp)\.",
 }

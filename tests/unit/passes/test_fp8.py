@@ -98,6 +98,8 @@ def test_a_dense_model_has_its_linears_converted():
         "model.layers.0.block_sparse_moe.gate",
         "model.layers.11.mlp.router",
         "model.layers.3.mlp.shared_expert_gate",
+        "model.layers.3.mlp.text_experts_gate",
+        "model.layers.3.mlp.v_router",
     ],
 )
 def test_routers_stay_whatever_the_profile_lists(router):
