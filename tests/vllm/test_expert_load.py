@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
 from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
 from moe_optimizer.vllm_plugin.proof_table import model_holders
-from tests.vllm.conftest import Served
-from tests.vllm.counted import ROUTED_TOKENS, Counted
+from tests.vllm.conftest import TINY_MOE, Served
+from tests.vllm.counted import MAX_TOKENS, PROMPT, ROUTED_TOKENS, Counted
 
 pytestmark = pytest.mark.vllm
 LAYERS, EXPERTS, TOP_K = 4, 16, 4
@@ -36,6 +40,27 @@ def test_a_known_request_is_counted_in_the_compiled_model(ours_fp32: Served) -> 
     assert_proven(ours_fp32, workers=1)
 
 
+def test_the_counts_are_what_the_routers_of_another_implementation_choose(ours_fp32: Served) -> None:
+    assert counted(ours_fp32).request == chosen_by_transformers()
+
+
+def chosen_by_transformers() -> tuple[tuple[int, ...], ...]:
+    """Return tokens by layer and expert of the known request, as hooks on the routers of transformers see them."""
+    model: Any = AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32)
+    counts = torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)
+
+    def count(layer: int, gate_output: Any) -> None:
+        logits = gate_output[0] if isinstance(gate_output, tuple) else gate_output
+        chosen = logits.reshape(-1, EXPERTS).topk(TOP_K).indices.flatten()
+        counts[layer] += torch.bincount(chosen, minlength=EXPERTS)
+
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_hook(lambda _m, _i, output, index=index: count(index, output))
+    tokens = torch.tensor([PROMPT])
+    model.generate(tokens, max_new_tokens=MAX_TOKENS, min_new_tokens=MAX_TOKENS, do_sample=False)
+    return tuple(map(tuple, counts.tolist()))
+
+
 def test_expert_parallel_workers_count_once(ours_expert_parallel: Served) -> None:
     assert_counts_are_right(ours_expert_parallel)
     assert_proven(ours_expert_parallel, workers=2)
@@ -58,10 +83,10 @@ def test_the_same_request_uses_the_same_experts_with_one_worker_and_with_two(
     assert counted(ours_fp32).request == counted(ours_expert_parallel).request
 
 
-def test_off_means_no_patch_and_no_counts(ours_bf16: Served) -> None:
-    assert ours_bf16.info is not None
-    for proof in ours_bf16.info.proofs:
+def test_off_means_no_patch_and_no_counts(ours_tensor_parallel: Served) -> None:
+    assert ours_tensor_parallel.info is not None
+    for proof in ours_tensor_parallel.info.proofs:
         assert "expert_load" not in proof.passes
         assert not {WORKER_EXECUTE_MODEL.target, WORKER_MODEL_LOADED.target} & {p.target for p in proof.patches}
-    names = {path.name for path in ours_bf16.info.run_dir.iterdir()}
+    names = {path.name for path in ours_tensor_parallel.info.run_dir.iterdir()}
     assert not any("expert_load" in name for name in names), names
