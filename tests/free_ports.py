@@ -6,6 +6,13 @@ import random
 import socket
 
 
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def four_free_ports() -> int:
     """Return the first of four ports in a row that nobody listens on: a group of servers takes as many."""
     for _ in range(100):

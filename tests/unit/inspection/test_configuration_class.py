@@ -52,7 +52,8 @@ def test_tables_of_another_form_answer_nothing(vllm: str, transformers: str) -> 
 
 
 @pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("vllm", "transformers"))), reason="both packages have a table"
+    not all(map(importlib.util.find_spec, ("vllm", "transformers"))),
+    reason="needs vllm and transformers, whose tables they are",
 )
 def test_the_installed_tables_are_of_the_known_form() -> None:
     classes = configuration_classes()

@@ -20,6 +20,7 @@ from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.server import deployment, evidence, launch, supervisor
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo
 from tests.builders import cpu_machine, request, tiny_moe
+from tests.free_ports import free_port
 from tests.run_processes import processes_of
 
 FAKE = Path(__file__).with_name("fake_server.py")
@@ -44,12 +45,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         return make_plan(request(tiny_moe(), cpu_machine(), port=port))
 
     return make
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_ready_server_is_described_and_stopped(fake: Fake, tmp_path: Path) -> None:
