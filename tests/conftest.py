@@ -1,9 +1,40 @@
-"""What holds for every test: set before anything loads OpenMP, and inherited by every process that a test starts."""
+"""What holds for every test: how OpenMP waits, and which tests one of several workers runs."""
 
 from __future__ import annotations
 
+import functools
 import os
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 # Test workers, servers and whatever else runs share the cores. OpenMP threads that spin while they wait for each other
 # would wait for cores that the others' spinning threads hold: a second of small kernels then takes most of a minute.
+# Set before anything loads OpenMP, and inherited by every process that a test starts.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# The servers of tests/vllm/conftest.py that tests of several files ask.
+_SHARED_SERVERS = (
+    ("stock_fp32", "ours_fp32", "ours_expert_parallel", "ours_tensor_parallel"),
+    ("stock_bf16", "ours_bf16"),
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, give files that ask the same servers to one worker: each would start its own."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    @functools.cache
+    def group(file: str) -> str:
+        text = Path(config.rootpath, file).read_text(encoding="utf-8")
+        return next((names[0] for names in _SHARED_SERVERS if any(name in text for name in names)), file)
+
+    class LoadServerScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(super()._split_scope(nodeid))
+
+    return LoadServerScheduling(config, log)

@@ -25,8 +25,8 @@ from moe_optimizer.vllm_plugin.proof_table import model_holders
 from moe_optimizer.vllm_plugin.server.launch import running
 from tests.builders import placement_load, profile_with, tiny_moe
 from tests.gpu.test_serving_equals_stock import always_ours
+from tests.vllm.answers import bf16_spacing
 from tests.vllm.conftest import READY_TIMEOUT_S, TINY_MOE, Answer, ask, free_port
-from tests.vllm.test_serving_equals_stock import bf16_spacing
 
 pytestmark = pytest.mark.gpu
 

@@ -19,8 +19,8 @@ from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTab
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.vllm_plugin.proof import PassProof, read_proofs
 from moe_optimizer.vllm_plugin.server.launch import running
+from tests.vllm.answers import assert_same_up_to_a_tie
 from tests.vllm.conftest import READY_TIMEOUT_S, TINY_MOE, Answer, ask, free_port
-from tests.vllm.test_serving_equals_stock import assert_same_up_to_a_tie
 
 pytestmark = pytest.mark.gpu
 

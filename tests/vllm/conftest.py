@@ -1,4 +1,4 @@
-"""Real vLLM servers for the tests. Each is started once, asked everything, and stopped before the next one starts."""
+"""Real vLLM servers for the tests. Each is started once, asked everything, and stopped before its worker's next."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from moe_optimizer.specs.placement_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.vllm_plugin.server.http_client import ServerClient
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
+from tests.free_ports import free_port
 from tests.vllm.counted import Counted, count_one_request
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,10 +63,23 @@ class Served:
     """What it counted for one more request; None where nobody asked."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def plan_here(*vllm_args: str, model: Path = TINY_MOE, **request: Any) -> Plan:
+    """Return a plan of the model on this machine, as the command line makes it; `request` are fields of PlanRequest."""
+    fields: dict[str, Any] = {
+        "profile": load_profile("balanced"),
+        "port": free_port(),
+        "max_model_len": 512,
+        "batch_size": 8,
+    }
+    return make_plan(
+        PlanRequest(
+            model=ModelInspector().inspect(model),
+            hardware=probe_hardware(),
+            software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
+            vllm_args=vllm_args,
+            **(fields | request),
+        )
+    )
 
 
 def tiny_plan(
@@ -76,22 +89,15 @@ def tiny_plan(
     disabled: Sequence[str] = (),
     expert_load: PlacementLoad | None = None,
 ) -> Plan:
-    """Return a plan for the bundled model on this machine, as the command line makes it."""
-    return make_plan(
-        PlanRequest(
-            model=ModelInspector().inspect(TINY_MOE),
-            hardware=probe_hardware(),
-            software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
-            profile=load_profile("balanced"),
-            dtype=dtype,
-            port=free_port(),
-            max_model_len=512,
-            batch_size=8,
-            vllm_args=("--logprobs-mode", "raw_logits", *vllm_args),
-            wishes=resolve_wishes((), disabled),
-            required=frozenset(required),
-            expert_load=expert_load,
-        )
+    """Return a plan whose server gives logits where others give log-probabilities."""
+    return plan_here(
+        "--logprobs-mode",
+        "raw_logits",
+        *vllm_args,
+        dtype=dtype,
+        wishes=resolve_wishes((), disabled),
+        required=frozenset(required),
+        expert_load=expert_load,
     )
 
 
@@ -211,6 +217,13 @@ def ours_expert_parallel(serve_once: Callable[..., Served]) -> Served:
 
 
 @pytest.fixture(scope="session")
+def ours_tensor_parallel(serve_once: Callable[..., Served]) -> Served:
+    """Our kernel on two workers with half of every expert each; without counting, which the other servers have."""
+    plan = tiny_plan("--enforce-eager", "--tensor-parallel-size", "2", disabled=("expert-load",))
+    return serve_once(plan)
+
+
+@pytest.fixture(scope="session")
 def stock_bf16(serve_once: Callable[..., Served]) -> Served:
     """The plan is there, and the kill switch too."""
     return serve_once(tiny_plan("--enforce-eager", dtype="bfloat16"), MOE_OPTIMIZER_DISABLE="1")
@@ -218,8 +231,8 @@ def stock_bf16(serve_once: Callable[..., Served]) -> Served:
 
 @pytest.fixture(scope="session")
 def ours_bf16(serve_once: Callable[..., Served]) -> Served:
-    """Without counting: the other servers have it."""
-    return serve_once(tiny_plan("--enforce-eager", dtype="bfloat16", disabled=("expert-load",)))
+    """Our kernel as it is planned by default."""
+    return serve_once(tiny_plan("--enforce-eager", dtype="bfloat16"))
 
 
 @pytest.fixture

@@ -9,14 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan_request import PlanRequest
-from moe_optimizer.planner import make_plan
-from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
 from tests.builders import profile_with
-from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, TINY_MOE, Answer, ask, free_port
+from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, Answer, ask, plan_here
 
 pytestmark = pytest.mark.vllm
 EAGER_FP8_CACHE = {"kv_cache": {"dtype": "fp8"}, "graph_capture": {"eager": True}}
@@ -36,14 +32,10 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
-    plan = make_plan(
-        PlanRequest(
-            model=ModelInspector().inspect(TINY_MOE), hardware=probe_hardware(),
-            software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
-            profile=profile_with(passes=EAGER_FP8_CACHE, performance="interactivity"), dtype="bfloat16",
-            port=free_port(), max_model_len=500, batch_size=6, vllm_args=("--logprobs-mode", "raw_logits"),
-        )
-    )  # fmt: skip
+    profile = profile_with(passes=EAGER_FP8_CACHE, performance="interactivity")
+    plan = plan_here(
+        "--logprobs-mode", "raw_logits", profile=profile, dtype="bfloat16", max_model_len=500, batch_size=6
+    )
     with running(plan, run_dir=tmp_path_factory.mktemp("run"), ready_timeout_s=READY_TIMEOUT_S) as info:
         answers = ask(info.base_url)
         with urllib.request.urlopen(f"{info.base_url}/metrics", timeout=30) as response:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import PlanRequest, make_plan
-from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.vllm_plugin.proof import PassProof
 from moe_optimizer.vllm_plugin.proof_table import model_holders
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
 from tests.builders import profile_with
-from tests.vllm.conftest import READY_TIMEOUT_S, ROOT, TINY_MOE, Answer, Served, ask, free_port
-
-sys.path.insert(0, str(ROOT / "scripts"))
-from perplexity import perplexity
+from tests.vllm.conftest import READY_TIMEOUT_S, Answer, Served, ask, plan_here
+from tests.vllm.heldout import heldout_perplexity, reference_perplexity
 
 pytestmark = pytest.mark.vllm
 BF16_LAYER_BYTES = 16 * 3 * 128 * 128 * 2
@@ -33,28 +26,21 @@ Seen: 0.19, once in 6 answers."""
 
 
 def fp8_plan(settings: dict[str, Any], *vllm_args: str) -> Plan:
-    return make_plan(
-        PlanRequest(
-            model=ModelInspector().inspect(TINY_MOE),
-            hardware=probe_hardware(),
-            software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
-            profile=profile_with("balanced", {"fp8": {"mode": "on", **settings}}),
-            wishes={"fp8": (Wish.ON, "test")},
-            required=frozenset({"fp8"}),
-            dtype="bfloat16",
-            port=free_port(),
-            max_model_len=520,
-            batch_size=8,
-            vllm_args=("--enforce-eager", *vllm_args),
-        )
+    return plan_here(
+        "--enforce-eager",
+        *vllm_args,
+        profile=profile_with("balanced", {"fp8": {"mode": "on", **settings}}),
+        wishes={"fp8": (Wish.ON, "test")},
+        required=frozenset({"fp8"}),
+        dtype="bfloat16",
+        max_model_len=520,
     )
 
 
 def serve(plan: Plan, run_dir: Path) -> tuple[Served, float]:
     """Return what a server answers, and its perplexity on the held-out text."""
     with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
-        text = (TINY_MOE / "heldout.txt").read_text(encoding="utf-8")
-        return Served(ask(info.base_url), info), perplexity(info.base_url, info.model, text)
+        return Served(ask(info.base_url), info), heldout_perplexity(info)
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +55,6 @@ def fp8_channels_apart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Served
     settings = {"granularity": "channel", "keep_bf16_layers": ["layers.2"]}
     plan = fp8_plan(settings, "--tensor-parallel-size", "2", "--enable-expert-parallel")
     return serve(plan, tmp_path_factory.mktemp("fp8_apart"))
-
-
-@pytest.fixture(scope="module")
-def bf16_perplexity() -> float:
-    """Of the same weights, computed by transformers in FP32."""
-    return json.loads((TINY_MOE / "metrics.json").read_text())["heldout"]["perplexity_per_token"]
 
 
 def fp8_proofs(served: Served) -> list[PassProof]:
@@ -115,8 +95,8 @@ def test_the_table_of_the_launcher_shows_it(fp8_blocks: tuple[Served, float]) ->
     assert row.cells == ("fp8", "experts in FP8", "yes", "yes, 4 layers", "")
 
 
-def test_perplexity_stays_within_the_bound(fp8_blocks: tuple[Served, float], bf16_perplexity: float) -> None:
-    assert fp8_blocks[1] < bf16_perplexity * MAX_PERPLEXITY_RATIO
+def test_perplexity_stays_within_the_bound(fp8_blocks: tuple[Served, float]) -> None:
+    assert fp8_blocks[1] < reference_perplexity() * MAX_PERPLEXITY_RATIO
 
 
 def test_the_answers_are_not_those_of_bf16_by_accident(fp8_blocks: tuple[Served, float], ours_bf16: Served) -> None:
@@ -171,11 +151,9 @@ def test_a_layer_that_the_plan_keeps_stays_and_says_so(fp8_channels_apart: tuple
         assert kept.calls > 0
 
 
-def test_apart_the_bounds_hold_too(
-    fp8_channels_apart: tuple[Served, float], ours_bf16: Served, bf16_perplexity: float
-) -> None:
+def test_apart_the_bounds_hold_too(fp8_channels_apart: tuple[Served, float], ours_bf16: Served) -> None:
     served, value = fp8_channels_apart
-    assert value < bf16_perplexity * MAX_PERPLEXITY_RATIO
+    assert value < reference_perplexity() * MAX_PERPLEXITY_RATIO
     for plain, ours in zip(ours_bf16.answers, served.answers, strict=True):
         assert_parts_only_at_a_near_tie(plain, ours)
 

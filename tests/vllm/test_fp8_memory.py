@@ -11,12 +11,8 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
 from moe_optimizer.plan.decision import Wish
-from moe_optimizer.planner import PlanRequest, make_plan
-from moe_optimizer.profiles import load_profile
-from moe_optimizer.specs.software import SoftwareSpec
-from tests.vllm.conftest import TINY_MOE, free_port
+from tests.vllm.conftest import TINY_MOE, free_port, plan_here
 
 pytestmark = pytest.mark.vllm
 LAYERS, EXPERTS, WIDTH = 8, 32, 512
@@ -61,17 +57,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(model: Path, run_dir: Path, *, fp8: bool) -> dict[str, int]:
     """Load the model under a plan and return what it cost."""
-    plan = make_plan(
-        PlanRequest(
-            model=ModelInspector().inspect(model),
-            hardware=probe_hardware(),
-            software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
-            profile=load_profile("balanced"),
-            batch_size=1,
-            max_model_len=128,
-            wishes={"fp8": (Wish.ON if fp8 else Wish.OFF, "test")},
-        )
-    )
+    wish = Wish.ON if fp8 else Wish.OFF
+    plan = plan_here(model=model, batch_size=1, max_model_len=128, wishes={"fp8": (wish, "test")})
     run_dir.mkdir()
     (run_dir / "plan.json").write_text(plan.to_json())
     environment = {**os.environ, "MOE_OPTIMIZER_PLAN": str(run_dir / "plan.json"), "VLLM_CPU_KVCACHE_SPACE": "1"}

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 
 import pytest
 
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
 from moe_optimizer.plan.decision import Wish
-from moe_optimizer.planner import PlanRequest, make_plan
-from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.vllm_plugin.proof import PassProof
 from moe_optimizer.vllm_plugin.proof_table import model_holders
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
-from tests.builders import profile_with
-from tests.vllm.conftest import READY_TIMEOUT_S, ROOT, TINY_MOE, Served, ask, free_port
-
-sys.path.insert(0, str(ROOT / "scripts"))
-from perplexity import perplexity
+from tests.vllm.conftest import READY_TIMEOUT_S, Served, ask, plan_here
+from tests.vllm.heldout import heldout_perplexity, reference_perplexity
 
 pytestmark = pytest.mark.vllm
 BF16_LAYER_BYTES = 16 * 3 * 128 * 128 * 2
@@ -28,24 +20,15 @@ BF16_LAYER_BYTES = 16 * 3 * 128 * 128 * 2
 @pytest.fixture(scope="module")
 def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Served, float]:
     """One worker, pruned by magnitude alone; and its perplexity on the held-out text."""
-    plan = make_plan(
-        PlanRequest(
-            model=ModelInspector().inspect(TINY_MOE),
-            hardware=probe_hardware(),
-            software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
-            profile=profile_with("balanced"),
-            wishes={"sparsity_24": (Wish.ON, "test")},
-            required=frozenset({"sparsity_24"}),
-            dtype="bfloat16",
-            port=free_port(),
-            max_model_len=520,
-            batch_size=8,
-            vllm_args=("--enforce-eager",),
-        )
+    plan = plan_here(
+        "--enforce-eager",
+        wishes={"sparsity_24": (Wish.ON, "test")},
+        required=frozenset({"sparsity_24"}),
+        dtype="bfloat16",
+        max_model_len=520,
     )
     with running(plan, run_dir=tmp_path_factory.mktemp("sparse"), ready_timeout_s=READY_TIMEOUT_S) as info:
-        text = (TINY_MOE / "heldout.txt").read_text(encoding="utf-8")
-        return Served(ask(info.base_url), info), perplexity(info.base_url, info.model, text)
+        return Served(ask(info.base_url), info), heldout_perplexity(info)
 
 
 def server_info(pruned: tuple[Served, float]) -> ServerInfo:
@@ -86,7 +69,7 @@ def test_the_table_of_the_launcher_shows_it(pruned: tuple[Served, float]) -> Non
 
 
 def test_perplexity_is_worse_and_of_a_model_that_still_speaks(pruned: tuple[Served, float]) -> None:
-    dense = json.loads((TINY_MOE / "metrics.json").read_text())["heldout"]["perplexity_per_token"]
+    dense = reference_perplexity()
     assert math.isfinite(pruned[1])
     # Not pruned it would be within a thousandth of the dense model's; with weights in wrong places, in the hundreds.
     assert 1.05 * dense < pruned[1] < 4 * dense, (dense, pruned[1])
