@@ -25,7 +25,7 @@ from moe_optimizer.vllm_plugin.proof_table import model_holders
 from moe_optimizer.vllm_plugin.server.launch import running
 from tests.builders import placement_load, profile_with, tiny_moe
 from tests.gpu.test_serving_equals_stock import always_ours
-from tests.vllm.answers import bf16_spacing
+from tests.vllm.answers import assert_same_up_to_a_tie
 from tests.vllm.conftest import READY_TIMEOUT_S, TINY_MOE, Answer, ask, free_port
 
 pytestmark = pytest.mark.gpu
@@ -127,18 +127,6 @@ def stock(serve: Serve) -> Sequence[Answer]:
     return answers
 
 
-def assert_same_up_to_rounding(stock: Answer, ours: Answer) -> None:
-    """Up to the first difference the context is the same, so there the choice must have been a close one."""
-    pairs = enumerate(zip(stock.tokens, ours.tokens, strict=True))
-    position = next((i for i, (one, other) in pairs if one != other), None)
-    if position is None:
-        return
-    best_two = stock.best_two[position]
-    assert set(best_two) >= {stock.tokens[position], ours.tokens[position]}, (position, best_two, ours.tokens[position])
-    high, low = sorted(best_two.values(), reverse=True)[:2]
-    assert high - low <= ROUNDING * bf16_spacing(high), f"position {position}: logits {high} and {low}"
-
-
 def test_placed_experts_give_the_tokens_of_stock(stock: Sequence[Answer], serve: Serve) -> None:
     # Weights that moved without their map, or a map without its weights, send tokens to wrong experts.
     plan = make("--enable-expert-parallel", placed={"mode": "on"}, expert_load=placement_load(tiny_moe()))
@@ -153,7 +141,7 @@ def test_placed_experts_give_the_tokens_of_stock(stock: Sequence[Answer], serve:
         assert (entry.applied, entry.ran, entry.why_not) == (True, True, "")
         assert entry.digest == params["digest"]
     for at_stock, ours in zip(stock, answers, strict=True):
-        assert_same_up_to_rounding(at_stock, ours)
+        assert_same_up_to_a_tie(at_stock, ours, spacings=ROUNDING)
 
 
 def test_experts_that_vllm_moves_by_our_policy_give_the_tokens_of_stock(stock: Sequence[Answer], serve: Serve) -> None:
@@ -173,7 +161,7 @@ def test_experts_that_vllm_moves_by_our_policy_give_the_tokens_of_stock(stock: S
         assert entry.rearrangements >= REARRANGEMENTS
         assert entry.moved_experts > 0
     for at_stock, ours in zip(stock, answers, strict=True):
-        assert_same_up_to_rounding(at_stock, ours)
+        assert_same_up_to_a_tie(at_stock, ours, spacings=ROUNDING)
 
 
 def with_short_intervals(plan: Plan) -> Plan:
