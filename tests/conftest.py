@@ -1,4 +1,4 @@
-"""What holds for every test: how OpenMP waits, that time is not asserted, and which tests one of several workers runs."""
+"""What holds for every test: how OpenMP waits, that no time is asserted, and which tests share a worker."""
 
 from __future__ import annotations
 
