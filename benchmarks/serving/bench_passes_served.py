@@ -197,13 +197,12 @@ def stream_one(url: str, model: str, prompt: list[int]) -> float:
 
 
 def _print_table(sides: dict[str, Any]) -> None:
-    print(f"{'clients':>8} " + " ".join(f"{side + ' TPOT ms':>14} {side + ' tok/s':>12}" for side in sides))
-    for clients in ROUNDS:
-        cells = []
-        for side in sides.values():
-            found = side["loads"][clients]
-            cells.append(f"{found['tpot_ms_median']:14.3f} {found['output_tokens_per_s']:12.1f}")
-        print(f"{clients:8d} " + " ".join(cells))
+    print(f"{'side':<20} " + " ".join(f"{f'{clients} clients':>24}" for clients in ROUNDS))
+    print(f"{'':<20} " + " ".join(f"{'TPOT ms':>12} {'tokens/s':>11}" for _ in ROUNDS))
+    for side, found in sides.items():
+        loads = [found["loads"][clients] for clients in ROUNDS]
+        cells = (f"{each['tpot_ms_median']:12.3f} {each['output_tokens_per_s']:11.1f}" for each in loads)
+        print(f"{side:<20} " + " ".join(cells))
 
 
 if __name__ == "__main__":
