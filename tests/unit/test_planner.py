@@ -14,7 +14,7 @@ from moe_optimizer.errors import (
     RequiredNotAppliedError,
     UnsupportedError,
 )
-from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
+from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes, switches
 from moe_optimizer.plan.decision import Status, Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import flag_value, split_arguments
@@ -268,6 +268,34 @@ def test_a_required_pass_that_is_not_on_makes_no_plan():
     assert error.exit_code is ExitCode.NOT_APPLIED
     assert str(error).startswith("fp8 is required (flag --require fp8) and refused: needs FP8 matrix units")
     assert error.hint is not None
+
+
+WHERE_NOT = {
+    "disaggregation": (qwen3_30b_a3b, gpus("h100_sxm")),
+    "parallelism": (qwen3_30b_a3b, gpus("h100_sxm")),
+    "expert-parallel": (qwen3_30b_a3b, gpus("h100_sxm")),
+    "fp8": (qwen3_30b_a3b, gpus("a100_80gb")),
+    "sparsity": (qwen3_30b_a3b, gpus("h100_sxm")),
+    "flash-dmoe": (qwen3_30b_a3b, gpus("a100_80gb")),
+    "expert-load": (dense_model, gpus("h100_sxm")),
+    "expert-placement": (qwen3_30b_a3b, gpus("h100_sxm")),
+    "tuned-configs": (tiny_moe, cpu_machine()),
+    "graph-capture": (tiny_moe, cpu_machine()),
+    "kv-cache": (deepseek_v3, gpus("h200", 8)),
+    "kv-tiering": (tiny_moe, cpu_machine()),
+    "dual-batch-overlap": (qwen3_30b_a3b, gpus("h100_sxm", 8)),
+}
+"""Where each switch cannot be carried out; the scheduler's always can."""
+
+
+def test_every_switch_but_the_schedulers_has_a_place_where_it_cannot_be():
+    assert WHERE_NOT.keys() | {"scheduler"} == {switch.flag for switch in switches()}
+
+
+@pytest.mark.parametrize("flag", WHERE_NOT)
+def test_whatever_is_required_and_cannot_be_makes_no_plan(flag):
+    model, machine = WHERE_NOT[flag]
+    assert refused(request(model(), machine, required=frozenset({flag})), RequiredNotAppliedError).exit_code == 6
 
 
 def test_a_required_pass_that_is_on_is_marked():
