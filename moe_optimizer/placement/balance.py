@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_optimizer.placement.continuity import align_slots
+from moe_optimizer.placement.rows import flat_positions
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
@@ -16,20 +17,17 @@ Ids = NDArray[np.int64]
 
 def replica_counts(placement_LS: Ids, num_experts: int) -> Ids:
     """Return how many replicas each expert has: [L, E]."""
-    layers = len(placement_LS)
-    return np.bincount(_flat(placement_LS, num_experts).ravel(), minlength=layers * num_experts).reshape(layers, -1)
-
-
-def _flat(placement_LS: Ids, num_experts: int) -> Ids:
-    """Return positions in a flattened [L, E] array."""
-    return placement_LS + np.arange(0, placement_LS.shape[0] * num_experts, num_experts)[:, None]
+    size = len(placement_LS) * num_experts
+    counts = np.bincount(flat_positions(placement_LS, num_experts).ravel(), minlength=size)
+    return counts.reshape(-1, num_experts)
 
 
 def replica_loads(load_LE: Floats, placement_LS: Ids) -> Floats:
     """Return the tokens of each slot: [L, S]. An expert's tokens are shared evenly by its replicas, as vLLM does."""
-    flat = _flat(placement_LS, load_LE.shape[1])
-    counts = np.bincount(flat.ravel(), minlength=load_LE.size)
-    return load_LE.ravel()[flat] / counts[flat]
+    flat = flat_positions(placement_LS, load_LE.shape[1])
+    # As floats: dividing by integers takes three times as long.
+    counts = np.bincount(flat.ravel(), minlength=load_LE.size).astype(np.float64)
+    return (load_LE.ravel() / np.maximum(counts, 1.0, out=counts)).take(flat)
 
 
 def rank_loads(load_LE: Floats, placement_LS: Ids, num_ranks: int) -> Floats:

@@ -8,72 +8,112 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_optimizer.placement.rows import flat_positions
+
 Ids = NDArray[np.int64]
 
+_ROUNDS = 4
+"""Chosen: later rounds find names for less than a hundredth of the units."""
 
-def rename_units(new_BUP: Ids, old_BUP: Ids, num_experts: int) -> Ids:
-    """Return `new_BUP` with its units in the order that leaves most experts on the unit that holds them in `old_BUP`.
 
-    Units are exchangeable: any order has the same loads. Pairs of a new and an old unit are matched greedily, those
-    with most experts in common first.
+def names_near(new_BUP: Ids, old_BUP: Ids, num_items: int) -> Ids:
+    """Return a name for each new unit, [B, U], so that most of its items are on the old unit of that name already.
+
+    Units are exchangeable: any order has the same loads. In each round every new unit without a name asks for the free
+    old one with which it has most items in common, and of those that ask for the same one the one with most gets it.
+
+    Args:
+        new_BUP: items (experts, or groups of them) of each unit, below `num_items`.
+        old_BUP: the same before.
+        num_items: kinds of items.
     """
     rows, units, _ = new_BUP.shape
-    row = np.arange(rows)[:, None, None]
-    unit_of_expert = np.full((rows, num_experts), -1, dtype=np.int64)
-    unit_of_expert[row, old_BUP] = np.arange(units)[None, :, None]
-    wanted = unit_of_expert[row, new_BUP]
-    pair = (row * units + np.arange(units)[None, :, None]) * units + wanted
-    pair = np.sort(pair[wanted >= 0])
-    start = np.flatnonzero(np.diff(pair, prepend=-1))
-    common = np.diff(start, append=pair.size)
-    pairs = pair[start][np.argsort(-common, kind="stable")]
-    old_of_new = _match(new=pairs // units, old=pairs // units**2 * units + pairs % units, size=rows * units)
-    _match_rest(old_of_new.reshape(rows, units))
-    renamed = np.empty_like(new_BUP)
-    renamed[np.arange(rows)[:, None], old_of_new.reshape(rows, units)] = new_BUP
-    return renamed
+    unit_of_item = np.full(rows * num_items, -1, dtype=np.int64)
+    # Two axes, not three: steps over short rows take most of the time.
+    old_unit_BS = np.arange(rows * units).repeat(old_BUP.shape[2]).reshape(rows, -1)
+    unit_of_item[flat_positions(old_BUP.reshape(rows, -1), num_items)] = old_unit_BS
+    wanted_XP = unit_of_item.take(flat_positions(new_BUP.reshape(rows, -1), num_items)).reshape(rows * units, -1)
+    return _names(_match(np.ascontiguousarray(wanted_XP.T)).reshape(rows, units))
 
 
-def _match(*, new: Ids, old: Ids, size: int) -> Ids:
-    """Match each `new` with one `old`, earlier pairs first; both are row * units + unit. Unmatched are -1."""
-    matched, taken = np.full(size, -1, dtype=np.int64), np.zeros(size, dtype=bool)
-    while new.size:
-        place = np.arange(new.size)
-        first_new, first_old = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
-        first_new[new[::-1]] = place[::-1]
-        first_old[old[::-1]] = place[::-1]
-        both = (first_new[new] == place) & (first_old[old] == place)
-        matched[new[both]] = old[both]
-        taken[old[both]] = True
-        left = (matched[new] < 0) & ~taken[old]
-        new, old = new[left], old[left]
+def renamed(new_BUP: Ids, names_BU: Ids) -> Ids:
+    """Return `new_BUP` with its units in the order of their names."""
+    result = np.empty_like(new_BUP)
+    result[np.arange(len(new_BUP))[:, None], names_BU] = new_BUP
+    return result
+
+
+def _match(wanted_PX: Ids) -> Ids:
+    """Return which old unit each new one takes, -1 for none; `wanted_PX` is the old unit of each of its items."""
+    slots, units = wanted_PX.shape
+    matched, taken = np.full(units, -1, dtype=np.int64), np.zeros(units + 1, dtype=bool)
+    # What no old unit holds is wanted of a unit that nobody can have: index -1.
+    taken[-1] = True
+    owner = np.empty(units + 1, dtype=np.int64)
+    asking = np.arange(units)
+    # One number to compare: most in common, then the earliest slot.
+    score_PX = _common(wanted_PX) * slots + np.arange(slots - 1, -1, -1, dtype=np.int32)[:, None]
+    for _ in range(_ROUNDS):
+        np.putmask(score_PX, taken.take(wanted_PX), -1)
+        best = score_PX.max(axis=0).take(asking)
+        asking, best = asking[best >= 0], best[best >= 0]
+        unit = wanted_PX[slots - 1 - best % slots, asking]
+        # The last to sign is the owner: of those with most in common the first. 16 bits sort in linear time.
+        signing = len(asking) - 1 - np.argsort((best // slots)[::-1].astype(np.uint16), kind="stable")
+        owner[unit[signing]] = asking[signing]
+        won = owner.take(unit) == asking
+        matched[asking[won]] = unit[won]
+        taken[unit[won]] = True
+        asking = asking[~won]
+        if not asking.size:
+            break
     return matched
 
 
-def _match_rest(old_of_new_BU: Ids) -> None:
+def _common(wanted_PX: Ids) -> NDArray[np.int32]:
+    """Return how many items of the same new unit want the same old unit as each of them does: [P, X]."""
+    common_PX = np.zeros(wanted_PX.shape, dtype=np.int32)
+    for other in wanted_PX:
+        common_PX += wanted_PX == other
+    return common_PX
+
+
+def _names(old_of_new_BU: Ids) -> Ids:
     """Turn row * units + unit into unit, and give the unmatched units the names that are left, in order."""
     rows, units = old_of_new_BU.shape
-    unmatched = old_of_new_BU < 0
-    old_of_new_BU -= np.arange(rows)[:, None] * units
-    free = np.ones((rows, units), dtype=bool)
-    row, unit = np.nonzero(~unmatched)
-    free[row, old_of_new_BU[row, unit]] = False
+    free = np.ones(rows * units, dtype=bool)
+    free[old_of_new_BU[old_of_new_BU >= 0]] = False
     # Row by row there are as many unmatched units as free names.
-    old_of_new_BU[unmatched] = np.nonzero(free)[1]
+    old_of_new_BU[old_of_new_BU < 0] = np.flatnonzero(free)
+    return old_of_new_BU - np.arange(0, rows * units, units)[:, None]
 
 
 def align_slots(new_BP: Ids, old_BP: Ids) -> Ids:
     """Return `new_BP` with each row reordered so that what it shares with the row of `old_BP` keeps its slot."""
-    rows, slots = new_BP.shape
+    # Rows last: every step is then over long contiguous arrays.
+    same_PPB = np.ascontiguousarray(old_BP.T)[:, None] == np.ascontiguousarray(new_BP.T)
+    times_old, times_new = (np.add.reduce(same_PPB, axis=axis, dtype=np.uint16) for axis in (1, 0))
+    # Row by row there are as many slots that lose their expert as experts without a slot.
+    aligned = old_BP.copy()
+    repeated = np.flatnonzero(np.maximum(times_old.max(axis=0), times_new.max(axis=0)) > 1)
+    lost_BP, unplaced_BP = times_old.T == 0, times_new.T == 0
+    if repeated.size:
+        lost_BP[repeated] = unplaced_BP[repeated] = False
+        aligned[repeated] = _align_repeated(new_BP[repeated], old_BP[repeated])
+    aligned[lost_BP] = new_BP[unplaced_BP]
+    return aligned
+
+
+def _align_repeated(new_BP: Ids, old_BP: Ids) -> Ids:
+    """As `align_slots`, for rows that have an expert twice: each copy keeps at most one slot."""
     unused = np.ones(new_BP.shape, dtype=bool)
     aligned = np.full_like(new_BP, -1)
-    every_row = np.arange(rows)
-    for slot in range(slots):
+    every_row = np.arange(len(new_BP))
+    for slot in range(new_BP.shape[1]):
         match = (new_BP == old_BP[:, slot, None]) & unused
         at = match.argmax(axis=1)
         found = match[every_row, at]
         aligned[found, slot] = old_BP[found, slot]
         unused[every_row[found], at[found]] = False
-    # Row by row there are as many empty slots as unused experts.
     aligned[aligned < 0] = new_BP[unused]
     return aligned

@@ -12,11 +12,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_optimizer.placement.rows import flat_positions, pick
+
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
 _WORTH_SORTING = 16
 """Chosen: with fewer packs than these, sorting them takes longer than putting the items one by one."""
+_RUN_SHARE = 8
+"""Chosen: packs are sorted again for the next items when the last sorting served one item for so many packs."""
 
 
 def replicate(load_BE: Floats, num_slots: int) -> tuple[Ids, Ids]:
@@ -54,22 +58,24 @@ def pack(weight_BS: NDArray[np.floating], num_packs: int) -> Ids:
     if places == 1:
         return np.broadcast_to(np.arange(num_items), weight_BS.shape).copy()
     order = np.argsort(-weight_BS, axis=-1)
-    weight = np.take_along_axis(weight_BS, order, axis=1).astype(np.float64, copy=False)
+    weight = pick(weight_BS, order).astype(np.float64, copy=False)
     state = _Packs(weight[:, :num_packs], places)
     pack_SB = np.empty((num_items, rows), dtype=np.int64)
     # The first items find every pack empty.
     pack_SB[:num_packs] = np.arange(num_packs)[:, None]
     weight_SB = np.ascontiguousarray(weight.T)
     for start in range(num_packs, num_items, num_packs):
-        done = start
-        if num_packs >= _WORTH_SORTING:
-            certain = state.put_certain(weight[:, start : start + num_packs])
+        done, end = start, start + num_packs
+        worth_sorting = num_packs >= _WORTH_SORTING
+        while worth_sorting and done < end:
+            certain = state.put_certain(weight[:, done:end])
+            pack_SB[done : done + certain.shape[1]] = certain.T
             done += certain.shape[1]
-            pack_SB[start:done] = certain.T
-        for item in range(done, start + num_packs):
+            worth_sorting = certain.shape[1] * _RUN_SHARE >= num_packs
+        for item in range(done, end):
             state.put_one(weight_SB[item], out=pack_SB[item])
     by_pack = np.argsort(pack_SB.T.astype(np.uint16), axis=1, kind="stable")
-    return np.take_along_axis(order, by_pack, axis=1)
+    return pick(order, by_pack)
 
 
 class _Packs:
@@ -98,21 +104,40 @@ class _Packs:
         total += self.closed.take(free)
         self.flat_total[flat] = total
 
-    def put_certain(self, weight_BP: Floats) -> Ids:
-        """Put the first of P items, as many as surely go to different packs in every row: the lightest, the next, ...
+    def put_certain(self, weight_BI: Floats) -> Ids:
+        """Put the first of at most P items, as many as surely go to different packs in every row: the lightest, ...
 
         They do as long as the next pack is lighter than every one that has just got its item.
 
         Returns:
             The packs in the order of the items, [B, n]; at least one.
         """
-        order = np.argsort(self.total, axis=1, kind="stable")
-        before = np.take_along_axis(self.total, order, axis=1)
-        after = before + weight_BP
-        certain = np.all(before[:, 1:] < np.minimum.accumulate(after, axis=1)[:, :-1], axis=0)
-        count = len(certain) + 1 if certain.all() else int(certain.argmin()) + 1
-        flat = order[:, :count] + self.first[:, None]
-        free = self.free[flat] - 1
+        num_items = weight_BI.shape[1]
+        flat, before = self._lightest(num_items)
+        after = before + weight_BI
+        # Transposed: rows of the result are then made from whole rows.
+        fullest_so_far = np.minimum.accumulate(after.T, axis=0).T
+        certain = np.all(before[:, 1:] < fullest_so_far[:, :-1], axis=0)
+        count = num_items if certain.all() else int(certain.argmin()) + 1
+        flat = flat[:, :count]
+        free = self.free.take(flat)
+        free -= 1
         self.free[flat] = free
-        self.flat_total[flat] = after[:, :count] + self.closed[free]
-        return order[:, :count]
+        self.flat_total[flat] = after[:, :count] + self.closed.take(free)
+        return flat - self.first[:, None]
+
+    def _lightest(self, count: int) -> tuple[Ids, Floats]:
+        """Return the flat positions of the lightest packs of each row, ascending, and their weights.
+
+        Of equals the first comes first, as in `put_one`.
+        """
+        num_packs = self.total.shape[1]
+        order = np.argsort(self.total, axis=1)
+        weight = self.flat_total.take(flat_positions(order, num_packs))
+        if np.any((weight[:, 1:] == weight[:, :-1]) & (weight[:, 1:] < np.inf)):
+            # Runs of equals keep their places, and are sorted by position: less work than a stable sort of all.
+            run = np.zeros_like(order)
+            np.cumsum(weight[:, 1:] != weight[:, :-1], axis=1, out=run[:, 1:])
+            run *= num_packs
+            order = np.sort(order + run, axis=1) - run
+        return flat_positions(order[:, :count], num_packs), weight[:, :count]

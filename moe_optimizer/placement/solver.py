@@ -11,18 +11,26 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.placement.balance import groups_on_nodes, node_traffic, replica_counts
-from moe_optimizer.placement.continuity import align_slots, rename_units
-from moe_optimizer.placement.exchange import exchange
+from moe_optimizer.placement.balance import groups_on_nodes, node_traffic, replica_counts, replica_loads
+from moe_optimizer.placement.continuity import align_slots, names_near, renamed
+from moe_optimizer.placement.exchange import Exchanged, exchange
 from moe_optimizer.placement.packing import pack, replicate
+from moe_optimizer.placement.rows import pick
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
+_EVEN_ENOUGH = 1e-4
+"""Chosen: a layer is left alone when its largest load is this close to the smallest possible one."""
 _SAME_LOAD = 1e-3
 """Chosen: largest loads this close count as equal when moves can be saved; no step gets measurably slower."""
 _MOST_LOAD = 1e30
 """Chosen: sums of it stay finite in float32."""
+_BLOCK_SLOTS = 24_000
+"""Chosen: layers with so many slots are placed at a time. More together are slower, because they leave a core's cache;
+fewer are slower too, because every step is taken for each block."""
+_BLOCK_LAYERS = 32
+"""Chosen: but at least so many layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,11 @@ class _Shape:
     def grouped(self) -> bool:
         """Whether each group of experts stays on one node."""
         return self.num_groups % self.num_nodes == 0
+
+    @property
+    def independent_nodes(self) -> int:
+        """Nodes that share no expert, so that each is placed by itself; 1: all ranks are placed together."""
+        return self.num_nodes if self.grouped else 1
 
     def traffic(self, load_LE: Floats, placement_LS: Ids) -> Floats:
         """See `node_traffic`."""
@@ -73,24 +86,24 @@ def place_experts(  # noqa: PLR0917 - what vLLM's policy is given, in this order
     load_LE = np.asarray(load, dtype=np.float64)
     _check(load_LE, num_ranks, num_replicas, num_nodes, num_groups)
     shape = _Shape(num_ranks, num_nodes, num_groups)
-    nodes, groups = (num_nodes, num_groups) if shape.grouped else (1, 1)
     load_LE = np.where(load_LE.any(axis=1, keepdims=True), load_LE, 1.0)
-    expert_BE = _experts_of_nodes(load_LE, nodes, groups)
-    load_BE = np.take_along_axis(np.repeat(load_LE, nodes, axis=0), expert_BE, axis=1)
-    greedy_BS = _greedy(load_BE, num_replicas // nodes, num_ranks // nodes)
-    local = exchange(load_BE, greedy_BS, num_ranks // nodes)
-    placement = np.take_along_axis(expert_BE, local.placement, axis=1).reshape(len(load_LE), num_replicas)
-    if not shape.grouped and num_groups > 1:
-        placement = _gather_groups(load_LE, placement, shape)
-    if previous is None:
-        return placement
-    old_LS = np.asarray(previous, dtype=np.int64)
-    if old_LS.shape != placement.shape:
-        raise InputError(f"previous: got shape {old_LS.shape}, expected {placement.shape}")
-    # Never above the greedy placement's, which is the default policy's.
-    largest_L = local.largest.reshape(len(load_LE), nodes).max(axis=1)
-    greedy_L = local.largest_before.reshape(len(load_LE), nodes).max(axis=1)
-    return _near(old_LS, placement, np.minimum(greedy_L, largest_L * (1 + _SAME_LOAD)), load_LE, shape)
+    old_LS = None if previous is None else np.asarray(previous, dtype=np.int64)
+    if old_LS is not None and old_LS.shape != (len(load_LE), num_replicas):
+        raise InputError(f"previous: got shape {old_LS.shape}, expected {(len(load_LE), num_replicas)}")
+    block = max(_BLOCK_LAYERS, _BLOCK_SLOTS // num_replicas)
+    parts = -(-len(load_LE) // block)
+    loads = np.array_split(load_LE, parts)
+    olds = [None] * parts if old_LS is None else np.array_split(old_LS, parts)
+    return np.concatenate([_place(load, num_replicas, shape, old) for load, old in zip(loads, olds, strict=True)])
+
+
+def _place(load_LE: Floats, num_replicas: int, shape: _Shape, old_LS: Ids | None) -> Ids:
+    """As `place_experts`, for a few layers; every one of them has a load."""
+    greedy_LS = _greedy(load_LE, num_replicas, shape)
+    if old_LS is not None:
+        return _near(old_LS, greedy_LS, load_LE, shape)
+    exchanged = _exchange(load_LE, greedy_LS, shape, _EVEN_ENOUGH)
+    return _gather_groups(load_LE, exchanged.placement, shape)
 
 
 def _check(load_LE: Floats, num_ranks: int, num_replicas: int, num_nodes: int, num_groups: int) -> None:
@@ -110,6 +123,18 @@ def _check(load_LE: Floats, num_ranks: int, num_replicas: int, num_nodes: int, n
         raise InputError(f"num_replicas: got {num_replicas}, expected at least one for each of {num_experts} experts")
 
 
+def _greedy(load_LE: Floats, num_slots: int, shape: _Shape) -> Ids:
+    """Return a placement with the loads of vLLM's default policy; see `packing`. That policy computes from float32."""
+    nodes = shape.independent_nodes
+    expert_BE = _experts_of_nodes(load_LE, nodes, shape.num_groups if shape.grouped else 1)
+    load_BE = pick(np.repeat(load_LE, nodes, axis=0), expert_BE)
+    load_BE = load_BE.astype(np.float32).astype(np.float64)
+    local_BS, counts_BE = replicate(load_BE, num_slots // nodes)
+    share_BS = pick(load_BE / counts_BE, local_BS)
+    local_BS = pick(local_BS, pack(share_BS, shape.num_ranks // nodes))
+    return pick(expert_BE, local_BS).reshape(len(load_LE), num_slots)
+
+
 def _experts_of_nodes(load_LE: Floats, num_nodes: int, num_groups: int) -> Ids:
     """Return the experts of each node, whole groups, [L * N, E / N]; the groups are packed by load.
 
@@ -122,20 +147,33 @@ def _experts_of_nodes(load_LE: Floats, num_nodes: int, num_groups: int) -> Ids:
     return (group_LG[..., None] * size + np.arange(size)).reshape(layers * num_nodes, -1)
 
 
-def _greedy(load_BE: Floats, num_slots: int, num_ranks: int) -> Ids:
-    """Return a placement with the loads of vLLM's default policy; see `packing`. That policy computes from float32."""
-    load_BE = load_BE.astype(np.float32).astype(np.float64)
-    expert_BS, counts_BE = replicate(load_BE, num_slots)
-    share_BS = np.take_along_axis(load_BE / counts_BE, expert_BS, axis=1)
-    return np.take_along_axis(expert_BS, pack(share_BS, num_ranks), axis=1)
+def _exchange(load_LE: Floats, placement_LS: Ids, shape: _Shape, slack: float | Floats) -> Exchanged:
+    """Exchange replicas within each node, or among all ranks where groups are not kept on nodes; see `exchange`.
+
+    A layer is done when its largest load is above the smallest that exchanges may reach by at most the share `slack`.
+
+    Returns:
+        The placement and its largest loads by layer: [L, S] and [L].
+    """
+    layers, nodes = len(load_LE), shape.independent_nodes
+    ranks = shape.num_ranks // nodes
+    share_BS = replica_loads(load_LE, placement_LS).reshape(layers * nodes, -1)
+    # Of all nodes: a layer waits for the fullest one, so the others need not be any lighter.
+    least_B = np.maximum(share_BS.sum(axis=1) / ranks, share_BS.max(axis=1))
+    enough_L = least_B.reshape(layers, nodes).max(axis=1) * (1 + slack)
+    done = exchange(placement_LS.reshape(share_BS.shape), share_BS, ranks, np.repeat(enough_L, nodes))
+    before, after = (each.reshape(layers, nodes).max(axis=1) for each in (done.largest_before, done.largest))
+    return Exchanged(done.placement.reshape(placement_LS.shape), before, after)
 
 
 def _gather_groups(load_LE: Floats, placement: Ids, shape: _Shape) -> Ids:
     """Reorder the ranks of each layer so that those whose load is of the same group share a node, where that helps."""
+    if shape.grouped or shape.num_groups == 1:
+        return placement
     layers, num_experts = load_LE.shape
     group_size = num_experts // shape.num_groups
     of_rank = placement.reshape(layers, shape.num_ranks, -1)
-    share = np.take_along_axis(load_LE, placement, axis=1).reshape(of_rank.shape)
+    share = pick(load_LE, placement).reshape(of_rank.shape)
     load_LRG = np.zeros((layers, shape.num_ranks, shape.num_groups))
     layer, rank = np.ogrid[:layers, : shape.num_ranks]
     np.add.at(load_LRG, (layer[..., None], rank[..., None], of_rank // group_size), share)
@@ -145,32 +183,34 @@ def _gather_groups(load_LE: Floats, placement: Ids, shape: _Shape) -> Ids:
     return np.where(less[:, None], gathered, placement)
 
 
-def _near(old_LS: Ids, new_LS: Ids, limit_L: Floats, load_LE: Floats, shape: _Shape) -> Ids:
+def _near(old_LS: Ids, greedy_LS: Ids, load_LE: Floats, shape: _Shape) -> Ids:
     """Return for each layer the placement with the fewest moves of three that are as good as equal.
 
     In this order: the old one as it is, the old one after exchanges, the new one renamed to be near the old one. An
-    old one is as good when its largest load is at most `limit_L` and it has no more traffic between nodes.
+    old one is as good when its largest load is within 0.1 % of the new one's and not above the greedy placement's,
+    which is the default policy's, and when it has no more traffic between nodes.
     """
     layers, num_experts = load_LE.shape
     usable = _usable(old_LS, num_experts, shape)
-    old_LS = np.where(usable[:, None], old_LS, new_LS)
-    nodes = shape.num_nodes if shape.grouped else 1
-    by_node = old_LS.reshape(layers * nodes, -1)
-    exchanged = exchange(np.repeat(load_LE, nodes, axis=0), by_node, shape.num_ranks // nodes)
+    old_LS = np.where(usable[:, None], old_LS, greedy_LS)
+    # In one call: half the steps.
+    load_2LE = np.concatenate((load_LE, load_LE))
+    slack_2L = np.repeat((_EVEN_ENOUGH, _SAME_LOAD), layers)
+    both = _exchange(load_2LE, np.concatenate((greedy_LS, old_LS)), shape, slack_2L)
+    new_LS, exchanged_LS = both.placement.reshape(2, layers, -1)
+    new_LS = _gather_groups(load_LE, new_LS, shape)
+    (greedy_L, old_L), (new_L, exchanged_L) = both.largest_before.reshape(2, -1), both.largest.reshape(2, -1)
+    limit_L = np.minimum(greedy_L, new_L * (1 + _SAME_LOAD))
     chosen, far = new_LS.copy(), np.ones(layers, dtype=bool)
-    for candidate, largest in (
-        (exchanged.placement.reshape(old_LS.shape), exchanged.largest),
-        (old_LS, exchanged.largest_before),
-    ):
-        good = largest.reshape(layers, nodes).max(axis=1) <= limit_L
+    for candidate, largest_L in ((exchanged_LS, exchanged_L), (old_LS, old_L)):
+        good = largest_L <= limit_L
         if not shape.grouped:
             good &= shape.traffic(load_LE, candidate) <= shape.traffic(load_LE, new_LS)
         chosen[good] = candidate[good]
         far &= ~good
     if far.any():
         chosen[far] = _rename(new_LS[far], old_LS[far], num_experts, shape)
-    rows = layers * shape.num_ranks
-    return align_slots(chosen.reshape(rows, -1), old_LS.reshape(rows, -1)).reshape(chosen.shape)
+    return chosen
 
 
 def _usable(old_LS: Ids, num_experts: int, shape: _Shape) -> NDArray[np.bool_]:
@@ -178,17 +218,30 @@ def _usable(old_LS: Ids, num_experts: int, shape: _Shape) -> NDArray[np.bool_]:
     known = np.all((old_LS >= 0) & (old_LS < num_experts), axis=1)
     safe = np.where(known[:, None], old_LS, 0)
     usable = known & np.all(replica_counts(safe, num_experts) > 0, axis=1)
-    if shape.grouped:
+    if shape.independent_nodes > 1:
         held = groups_on_nodes(safe, num_experts, shape.num_nodes, shape.num_groups)
         usable &= np.all(held.sum(axis=1) == 1, axis=1)
     return usable
 
 
 def _rename(new_LS: Ids, old_LS: Ids, num_experts: int, shape: _Shape) -> Ids:
-    """Rename nodes, and ranks within a node, to be near the old placement; without groups nodes do not matter."""
-    nodes = shape.num_nodes if shape.num_groups > 1 else 1
+    """Rename nodes, ranks within a node, and slots within a rank to be near the old placement."""
+    layers, nodes = len(new_LS), shape.num_nodes if shape.num_groups > 1 else 1
     if nodes > 1:
-        by_node = (len(new_LS), nodes, -1)
-        new_LS = rename_units(new_LS.reshape(by_node), old_LS.reshape(by_node), num_experts)
-    by_rank = (len(old_LS) * nodes, shape.num_ranks // nodes, -1)
-    return rename_units(new_LS.reshape(by_rank), old_LS.reshape(by_rank), num_experts).reshape(old_LS.shape)
+        by_node = (layers, nodes, -1)
+        new_items, old_items = new_LS, old_LS
+        if shape.grouped:
+            new_items, old_items = (_groups_of_nodes(each, num_experts, shape) for each in (new_LS, old_LS))
+        names = names_near(new_items.reshape(by_node), old_items.reshape(by_node), num_experts)
+        new_LS = renamed(new_LS.reshape(by_node), names)
+    by_rank = (layers * nodes, shape.num_ranks // nodes, -1)
+    new_BRP, old_BRP = new_LS.reshape(by_rank), old_LS.reshape(by_rank)
+    new_BRP = renamed(new_BRP, names_near(new_BRP, old_BRP, num_experts))
+    slots = (layers * shape.num_ranks, -1)
+    return align_slots(new_BRP.reshape(slots), old_BRP.reshape(slots)).reshape(old_LS.shape)
+
+
+def _groups_of_nodes(placement_LS: Ids, num_experts: int, shape: _Shape) -> Ids:
+    """Return the groups of each node, where each group is on one: [L, N * G / N]."""
+    held_LNG = groups_on_nodes(placement_LS, num_experts, shape.num_nodes, shape.num_groups)
+    return held_LNG.nonzero()[2].reshape(len(placement_LS), -1)
