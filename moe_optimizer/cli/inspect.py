@@ -65,7 +65,8 @@ def _expert_rows(spec: ModelSpec) -> list[tuple[str, str]]:
         ("experts", f"{spec.num_experts} per MoE layer, {spec.top_k} used by each token{shared}"),
         (
             "one expert",
-            f"{spec.expert_hidden_size} -> {spec.moe_intermediate_size}, {gated}, {spec.expert_activation}"
+            f"{spec.expert_hidden_size} -> {spec.moe_intermediate_size}, {gated}"
+            + (f", {spec.expert_activation}" if spec.expert_activation else "")
             + (", with bias" if spec.expert_has_bias else ""),
         ),
         (

@@ -65,6 +65,9 @@ class Attention:
             kv_heads = self.kv_heads(config, heads)
         else:
             kv_heads = config.integer(self.kv_heads, heads, minimum=1, maximum=MAX_HEADS) or heads
+            if heads % kv_heads:
+                # Every loader ends there: a key/value head belongs to a whole number of query heads.
+                raise config.error(config.name_of(self.kv_heads), kv_heads, f"a divisor of the {heads} query heads")
         head_dim = self.head_size(config, hidden_size, heads)
         value_dim = (config.integer(self.value_dim, head_dim, minimum=1) if self.value_dim else None) or head_dim
         width_in = hidden_size * self.input_width

@@ -78,7 +78,8 @@ class Family:
     disagreement: Callable[[Config], str | None] | None = None
     """Tells where vLLM and transformers would build different models."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """What the architecture assumes for fields that real files leave out. Never an expert count."""
+    """What the architecture assumes for fields that real files leave out. Never an expert count, which would make
+    experts in dense models, but for an architecture whose files state nothing."""
 
     def decoder(self, config: Config) -> Decoder:
         """Return the decoder that a configuration of this family describes.

@@ -84,7 +84,8 @@ class Shared:
         return tuple(
             (count, mlp_params(hidden_size, width, gated=self.gated, bias=bias) + hidden_size * self.gate)
             if count and width
-            else (0, 0)
+            # vLLM and transformers make the gate also where there is nothing behind it.
+            else (0, hidden_size * (self.gate and self.width_is_total))
             for count, width in zip(counts, widths, strict=True)
         )
 
@@ -122,6 +123,8 @@ class Experts:
     """The dense feed-forward part exists in expert layers too."""
     zero_experts: Names = ()
     """Field with the number of routed choices that have no weights."""
+    arrays: bool = False
+    """The numbers of experts, and of those that a token uses, may be arrays with an entry for each layer, or one."""
     one_is_dense: bool = True
     """A single routed expert means an ordinary feed-forward layer."""
 
@@ -131,6 +134,9 @@ class Experts:
         Raises:
             InputError: a field is missing, out of range or contradicts another.
         """
+        for names in (self.count, self.top_k):
+            if isinstance(config.get(names), list) and not self.arrays:
+                raise config.error(config.name_of(names), config.get(names), "an integer")
         counts = config.per_layer(self.count, num_layers)
         if counts is None or max(counts, default=0) <= (1 if self.one_is_dense else 0):
             return None

@@ -105,6 +105,7 @@ FAMILY = Family(
         count=COUNT,
         top_k=TOP_K,
         width=WIDTH,
+        arrays=True,
         layers=LAYER_RULE,
         shared=Shared(count=SHARED_COUNT, total_width=SHARED_WIDTH),
     ),

@@ -31,6 +31,7 @@ FAMILIES = (
             top_k=("moe_topk", "num_experts_per_tok"),
             width=("moe_intermediate_size", "intermediate_size"),
             layers=after_first("moe_layer_num_skipped"),
+            arrays=True,
             shared=Shared(count=("num_shared_expert",)),
         ),
         defaults={"use_qk_norm": True, "num_shared_expert": 1},

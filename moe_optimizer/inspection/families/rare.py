@@ -203,7 +203,10 @@ FAMILIES = (
         mixers={"attention": Attention(qkv_bias=False, o_bias=False)},
         dense=Dense(bias=False),
         experts=Experts(
-            count=("num_experts",), top_k=("num_experts_per_tok", "moe_top_k"), width=("intermediate_size",)
+            count=("num_experts",),
+            top_k=("num_experts_per_tok", "moe_top_k"),
+            width=("intermediate_size",),
+            arrays=True,
         ),
     ),
     Family(
@@ -219,7 +222,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("moondream3_text",),
+        model_types=("moondream3_text", "moondream3"),
         architectures=("Moondream3ForCausalLM", "HfMoondream"),
         mixers={"attention": Attention(heads=("n_heads",), kv_heads=("n_kv_heads",), qkv_bias=True, o_bias=True)},
         dense=Dense(width=("ff_dim",), gated=False, bias=True),
@@ -233,5 +236,20 @@ FAMILIES = (
             layers=after_first(("moe.start_layer", "moe_start_layer")),
             router_bias=True,
         ),
+        # The published file names the class and no size at all; every model of this class has these experts.
+        defaults={
+            "dim": 2048,
+            "ff_dim": 8192,
+            "n_layers": 24,
+            "n_heads": 32,
+            "n_kv_heads": 32,
+            "vocab_size": 51200,
+            "max_context": 4096,
+            "moe_start_layer": 4,
+            "moe_num_experts": 64,
+            "moe_experts_per_token": 8,
+            "moe_expert_inner_dim": 1024,
+            "tie_word_embeddings": False,
+        },
     ),
 )

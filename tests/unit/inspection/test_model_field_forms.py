@@ -66,9 +66,12 @@ def test_expert_layers_may_be_listed_as_booleans(inspect_config: Inspect) -> Non
     assert spec.total_params == 236_571_150_336  # transformers' class on the meta device
 
 
-def test_a_list_of_one_holds_for_every_layer(load_config: Load, inspect_config: Inspect) -> None:
+def test_a_list_of_one_holds_for_every_layer_where_an_architecture_has_lists(
+    load_config: Load, inspect_config: Inspect
+) -> None:
     config = load_config("mixtral")
-    assert inspect_config({**config, "num_local_experts": [8]}).total_params == inspect_config(config).total_params
+    config |= {"model_type": "skywork_moe", "architectures": ["SkyworkForCausalLM"], "num_experts": 8}
+    assert inspect_config({**config, "num_experts": [8]}).total_params == inspect_config(config).total_params
 
 
 def test_value_heads_share_the_hidden_size_where_minicpm3_does_not_give_their_width(inspect_config: Inspect) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moe_optimizer.errors import InputError
 from moe_optimizer.specs.model import ModelSpec
 
 Inspect = Callable[..., ModelSpec]
@@ -76,7 +77,6 @@ def test_shared_expert_by_width_alone(load_config: Load, inspect_config: Inspect
     assert inspect_config(config).num_shared_experts == 1
     without = inspect_config({**config, "shared_expert_intermediate_size": 0})
     assert without.num_shared_experts == 0
-    assert without.shared_expert_params == 0
 
 
 def test_shared_expert_by_architecture(load_config: Load, inspect_config: Inspect) -> None:
@@ -350,3 +350,31 @@ def test_llama4_follows_vllms_step_not_the_list(load_config: Load, inspect_confi
     spec = inspect_config(config)
     assert spec.num_moe_layers == 24
     assert any("interleave_moe_layer_step" in warning for warning in spec.warnings)
+
+
+def test_key_value_heads_that_do_not_divide_the_query_heads_are_refused(
+    load_config: Load, inspect_config: Inspect
+) -> None:
+    with pytest.raises(InputError, match="num_key_value_heads: got 5, expected a divisor of the 32 query heads"):
+        inspect_config({**load_config("qwen3_moe"), "num_key_value_heads": 5})
+
+
+@pytest.mark.parametrize("field", ["num_experts", "num_experts_per_tok"])
+def test_an_array_of_counts_is_refused_where_the_architecture_has_one_number(
+    field: str, load_config: Load, inspect_config: Inspect
+) -> None:
+    with pytest.raises(InputError, match=f"{field}: got an array, expected an integer"):
+        inspect_config({**load_config("qwen3_moe"), field: [8]})
+
+
+def test_the_gate_of_a_shared_expert_without_width_is_made_all_the_same(
+    load_config: Load, inspect_config: Inspect
+) -> None:
+    spec = inspect_config({**load_config("qwen2_moe"), "shared_expert_intermediate_size": 0})
+    assert (spec.num_shared_experts, spec.shared_expert_params) == (0, spec.num_moe_layers * spec.hidden_size)
+
+
+def test_a_class_whose_published_file_has_no_sizes_is_known_by_its_name(inspect_config: Inspect) -> None:
+    spec = inspect_config({"architectures": ["HfMoondream"], "model_type": "moondream3", "config": {}})
+    assert (spec.num_experts, spec.top_k, spec.num_moe_layers, spec.num_layers) == (64, 8, 20, 24)
+    assert round(spec.total_params / 1e9, 1) == 8.8
