@@ -6,13 +6,17 @@ from moe_optimizer.costs.comm import all_reduce_us
 from moe_optimizer.costs.roofline import decode_step_floor_us
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
-from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan_context.context import DTYPE_BYTES, PlanContext
 
 _MODE_FACTORS = {"throughput": 2.0, "balanced": 1.0, "interactivity": 0.5}
 """Times vLLM's own default: it doubles it in throughput mode itself; half of it (chosen) keeps a long prompt
 from holding up the running requests."""
 _FEWEST_TOKENS = 1024
+_BATCHED_BACKENDS = ("deepep_low_latency", "nixl_ep")
+_BATCHED_TOKENS = 256
+"""vLLM's own default where experts are exchanged through these: their buffers hold so many tokens of every rank for
+each expert, and with thousands they do not fit."""
 _CACHE_SHARE = 1 / 8
 """Chosen: larger steps may take at most this share of the cache that the smallest step would leave."""
 
@@ -72,7 +76,7 @@ def _batched_tokens(ctx: PlanContext, sequences: int) -> tuple[int, str, dict[st
         return max(asked, sequences), f"tokens from {ctx.profile_origin}", {}
     most = round(_vllm_defaults(ctx)[0] * _MODE_FACTORS[ctx.profile.performance])
     # Every running request needs one token of a step.
-    fewest = max(_FEWEST_TOKENS, sequences)
+    fewest = max(min(_FEWEST_TOKENS, most), sequences)
     smallest_leaves = _cache_bytes(ctx, fewest, sequences)
     rejected: dict[str, str] = {}
     tokens = most
@@ -84,6 +88,8 @@ def _batched_tokens(ctx: PlanContext, sequences: int) -> tuple[int, str, dict[st
         rejected[f"{tokens} tokens"] = f"would take {share:.0%} of the cache"
         tokens //= 2
     tokens = max(tokens, fewest)
+    if _exchanged_in_batches(ctx):
+        return tokens, f"{tokens} tokens, because the buffers of the expert exchange hold so many of every rank", {}
     return tokens, f"{tokens} tokens take at most an eighth of the cache", rejected
 
 
@@ -125,12 +131,23 @@ def _floor(ctx: PlanContext, sequences: int) -> tuple[str, ...]:
     )
 
 
+def _exchanged_in_batches(ctx: PlanContext) -> bool:
+    """Whether data parallel replicas exchange tokens through buffers of a fixed size for each expert."""
+    if ctx.data_parallel_size < 2 or not ctx.expert_parallel:
+        return False
+    overlap = ctx.wish("dual_batch_overlap")[0] is Wish.ON
+    asked = ctx.section("dual_batch_overlap").all2all_backend if overlap else ""
+    return ctx.pinned.get("--all2all-backend", asked) in _BATCHED_BACKENDS
+
+
 def _vllm_defaults(ctx: PlanContext) -> tuple[int, int]:
     """Return vLLM's own tokens and requests of a step for its API server, by device memory."""
     if ctx.device == "cpu":
         processes = ctx.tensor_parallel_size
         return 2048 * processes, 128 * processes
     memory = ctx.gpu.memory.value
+    if _exchanged_in_batches(ctx):
+        return _BATCHED_TOKENS, 1024 if memory >= 70 * 2**30 and "a100" not in ctx.gpu.name.lower() else 256
     if memory >= 160 * 2**30:
         return 16_384, 1024
     if memory >= 70 * 2**30 and "a100" not in ctx.gpu.name.lower():

@@ -101,3 +101,26 @@ def test_off_leaves_vllms_defaults_and_plans_memory_for_them():
         "max_num_seqs": 128,
         "max_num_batched_tokens": 2048,
     }
+
+
+EXCHANGED = {"parallelism": {"data_parallel_size": 2, "expert_parallel": "on"}}
+
+
+@pytest.mark.parametrize(
+    ("passes", "pinned", "tokens"),
+    [
+        ({"dual_batch_overlap": {"mode": "on"}}, {}, 256),
+        ({"dual_batch_overlap": {"mode": "on", "all2all_backend": "deepep_high_throughput"}}, {}, 8192),
+        ({"dual_batch_overlap": {"mode": "auto"}}, {}, 8192),
+        ({}, {"--all2all-backend": "deepep_low_latency"}, 256),
+        ({"parallelism": {"expert_parallel": "on"}}, {"--all2all-backend": "deepep_low_latency"}, 8192),
+    ],
+)
+def test_low_latency_exchange_gets_the_few_tokens_that_its_buffers_hold(passes, pinned, tokens):
+    decision = decide(hardware=gpus("h100_sxm", 8), profile=profile_with(passes=EXCHANGED | passes), pinned=pinned)
+    assert value(decision, "--max-num-batched-tokens") == tokens
+
+
+def test_low_latency_exchange_still_gives_every_request_its_token():
+    profile = profile_with(passes=EXCHANGED | {"dual_batch_overlap": {"mode": "on"}})
+    assert value(decide(hardware=gpus("h100_sxm", 8), profile=profile, batch=700), "--max-num-batched-tokens") == 700
