@@ -74,6 +74,7 @@ def check_can_serve_here(plan: Plan, settings: Settings) -> None:
     if plan.hardware.origin == "named":
         _check_same_hardware(plan, settings)
     _check_vllm(plan)
+    _check_model_type(plan)
     _check_weights(plan)
     _check_tokenizer(plan)
 
@@ -121,6 +122,15 @@ def _check_flags(plan: Plan, vllm_folder: Path) -> None:
         raise InputError(
             f"vllm arguments: {flag}: vLLM {plan.vllm_version} has no such flag",
             hint=did_you_mean(flag, known_flags(vllm_folder)),
+        )
+
+
+def _check_model_type(plan: Plan) -> None:
+    """Refuse a configuration that can be counted by its architecture, but that vLLM has no class to read it with."""
+    if not plan.model.model_type and not plan.model.needs_remote_code:
+        raise InputError(
+            f"model {plan.model.name}: config.json: model_type: is missing, expected the name of its configuration's "
+            "class, without which vLLM cannot read it"
         )
 
 

@@ -295,6 +295,19 @@ def test_a_hub_id_of_which_only_the_metadata_is_cached_is_refused_offline(
     serve.check_can_serve_here(planned.plan, planned.settings)  # vLLM fetches them
 
 
+def test_a_configuration_without_its_type_is_planned_but_not_served(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: CPU_ONLY, raising=False)
+    config = json.loads((Path(TINY_MOE) / "config.json").read_text(encoding="utf-8"))
+    del config["model_type"]
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    planned = planning.make(ServeOptions(model=str(tmp_path)))
+    with pytest.raises(InputError, match=r"config\.json: model_type: is missing"):
+        serve.check_can_serve_here(planned.plan, planned.settings)
+
+
 def refusal_with_tokenizer(
     monkeypatch: pytest.MonkeyPatch, folder: Path, files: dict[str, str], *vllm_args: str
 ) -> MoeOptimizerError | None:
