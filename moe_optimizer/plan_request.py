@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,45 @@ _NOT_PLANNED = {
     "--grpc": "the server is watched and proven over HTTP",
 }
 """Arguments of `vllm serve` with which another server would run than the one that the plan describes."""
+
+
+def _is_given(value: str) -> bool:
+    return value != "false"
+
+
+def _is_negated(value: str) -> bool:
+    return value == "false"
+
+
+def _is_fp8(value: str) -> bool:
+    return "fp8" in value
+
+
+def _is_another_backend(value: str) -> bool:
+    return value not in ("auto", "triton")
+
+
+_CONTRADICTIONS: tuple[tuple[str, Wish, str, Callable[[str], bool]], ...] = (
+    ("graph_capture", Wish.ON, "--enforce-eager", _is_given),
+    ("kv_cache", Wish.OFF, "--kv-cache-dtype", _is_given),
+    ("kv_cache.tiering", Wish.OFF, "--kv-offloading-size", _is_given),
+    ("parallelism", Wish.OFF, "--tensor-parallel-size", _is_given),
+    ("parallelism", Wish.OFF, "--data-parallel-size", _is_given),
+    ("parallelism.expert_parallel", Wish.OFF, "--enable-expert-parallel", _is_given),
+    ("parallelism.expert_parallel", Wish.ON, "--enable-expert-parallel", _is_negated),
+    ("dual_batch_overlap", Wish.OFF, "--enable-dbo", _is_given),
+    ("dual_batch_overlap", Wish.ON, "--enable-dbo", _is_negated),
+    ("expert_placement", Wish.OFF, "--enable-eplb", _is_given),
+    ("expert_placement", Wish.ON, "--enable-eplb", _is_negated),
+    ("expert_load", Wish.ON, "--enable-return-routed-experts", _is_given),
+    ("flash_dmoe", Wish.ON, "--moe-backend", _is_another_backend),
+    ("fp8", Wish.OFF, "--quantization", _is_fp8),
+    ("fp8", Wish.ON, "--quantization", _is_given),
+    ("fp8", Wish.ON, "--quantization-config", _is_given),
+    ("sparsity_24", Wish.ON, "--quantization", _is_given),
+    ("disaggregation", Wish.ON, "--kv-transfer-config", _is_given),
+)
+"""A wish by flag, and an argument of `vllm serve` whose value says the opposite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,21 +186,14 @@ def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> No
         wish, origin = request.wishes.get(name, (Wish(section.mode), f"profile {request.profile.name}"))
         if section.required and wish is Wish.OFF:
             raise InputError(f"profile {request.profile.name} requires {name}, and {origin} switches it off")
-    for key, wanted, flag in (
-        ("graph_capture", Wish.ON, "--enforce-eager"),
-        ("kv_cache", Wish.OFF, "--kv-cache-dtype"),
-        ("parallelism.expert_parallel", Wish.OFF, "--enable-expert-parallel"),
-        ("parallelism", Wish.OFF, "--tensor-parallel-size"),
-        ("parallelism", Wish.OFF, "--data-parallel-size"),
-        ("kv_cache.tiering", Wish.OFF, "--kv-offloading-size"),
-        ("dual_batch_overlap", Wish.OFF, "--enable-dbo"),
-        ("expert_placement", Wish.OFF, "--enable-eplb"),
-    ):
+    for key, wanted, flag, contradicts in _CONTRADICTIONS:
         wish, origin = request.wishes.get(key, (None, ""))
         # The kill switch in the environment switches this package off, not the user's own arguments.
-        if wish is wanted and origin.startswith("flag ") and pinned.get(flag, "false") != "false":
+        if wish is wanted and origin.startswith("flag ") and flag in pinned and contradicts(pinned[flag]):
+            asked = f"{flag} {pinned[flag]}".rstrip() if pinned[flag] != "false" else f"--no-{flag.removeprefix('--')}"
             raise InputError(
-                f"{origin.removeprefix('flag ')} and {flag} contradict each other", hint="give one of them"
+                f"{origin.removeprefix('flag ')} and {asked:.80} after -- contradict each other",
+                hint="give one of them",
             )
 
 

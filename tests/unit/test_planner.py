@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -451,18 +452,42 @@ def test_an_argument_that_starts_another_server_than_the_planned_one_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("disabled", "argument"),
+    ("flag", "argument"),
     [
-        ("kv-tiering", ("--kv-offloading-size", "4")),
-        ("dual-batch-overlap", ("--enable-dbo",)),
-        ("expert-placement", ("--enable-eplb",)),
-        ("parallelism", ("--data-parallel-size", "2")),
+        ("--disable-kv-tiering", "--kv-offloading-size 4"),
+        ("--disable-dual-batch-overlap", "--enable-dbo"),
+        ("--enable-dual-batch-overlap", "--no-enable-dbo"),
+        ("--disable-expert-placement", "--enable-eplb"),
+        ("--enable-expert-placement", "--no-enable-eplb"),
+        ("--disable-parallelism", "--data-parallel-size 2"),
+        ("--enable-expert-parallel", "--no-enable-expert-parallel"),
+        ("--enable-expert-load", "--enable-return-routed-experts"),
+        ("--enable-flash-dmoe", "--moe-backend flashinfer_cutlass"),
+        ("--disable-fp8", "--quantization fp8"),
+        ("--enable-fp8", "--quantization gptq"),
+        ("--enable-sparsity", "--quantization fp8"),
+        ("--enable-disaggregation", "--kv-transfer-config {}"),
     ],
 )
-def test_a_flag_and_an_argument_of_vllm_that_contradict_each_other_are_both_named(disabled, argument):
-    wishes = resolve_wishes([], [disabled])
-    with pytest.raises(InputError, match=f"--disable-{disabled} and {argument[0]} contradict each other"):
-        make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=argument))
+def test_a_flag_and_an_argument_of_vllm_that_contradict_each_other_are_both_named(flag, argument):
+    kind, _, name = flag.removeprefix("--").partition("-")
+    wishes = resolve_wishes([name], []) if kind == "enable" else resolve_wishes([], [name])
+    with pytest.raises(InputError, match=re.escape(f"{flag} and {argument} after -- contradict each other")):
+        make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split())))
+
+
+@pytest.mark.parametrize(
+    ("flag", "argument"),
+    [
+        ("flash-dmoe", "--moe-backend triton"),
+        ("expert-parallel", "--enable-expert-parallel"),
+        ("dual-batch-overlap", "--enable-dbo"),
+        ("graph-capture", "--no-enforce-eager"),
+    ],
+)
+def test_a_flag_and_an_argument_that_say_the_same_are_taken(flag, argument):
+    wishes = resolve_wishes([flag], [])
+    assert make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split())))
 
 
 def test_the_kill_switch_leaves_the_users_own_arguments():
