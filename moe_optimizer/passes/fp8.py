@@ -119,7 +119,7 @@ class Fp8(OptimizationPass):
         if ragged and ctx.profile.passes.fp8.linears != "off":
             return self.refused(ctx, f"linears: {ragged}")
         what = "the experts are" if ctx.device == "cpu" else "experts and linears are both"
-        return self.when_off(ctx, f"{what} off in {ctx.profile_origin}")
+        return self.refused(ctx, f"{what} off in {ctx.profile_origin}")
 
     def _by_the_plugin(self, ctx: PlanContext, layers: tuple[int, ...]) -> Decision:
         section = ctx.profile.passes.fp8

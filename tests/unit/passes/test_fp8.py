@@ -345,6 +345,12 @@ def test_a_profile_with_both_parts_off_asks_for_nothing():
     off = {"experts": "off", "linears": "off"}
     assert on_gpu(settings=off, wishes={}).reason == "experts and linears are both off in profile aggressive"
     assert on_cpu(settings={"experts": "off"}, wishes={}).reason == "the experts are off in profile aggressive"
+    assert on_cpu(settings={"experts": "off"}, wishes={}).status is Status.OFF
+
+
+def test_asked_for_by_name_with_its_parts_off_it_is_refused():
+    for decision in (on_gpu(settings={"experts": "off", "linears": "off"}), on_cpu(settings={"experts": "off"})):
+        assert (decision.status, decision.vllm_args) == (Status.REFUSED, ())
 
 
 def test_a_layer_that_the_model_does_not_have_is_an_error():
