@@ -1,9 +1,14 @@
-"""Where the slices of a model's matrices do not divide into FP8 blocks, as vLLM's online conversion handles them."""
+"""Where the slices of a model's matrices do not divide into FP8 blocks, as vLLM handles them."""
 
 from __future__ import annotations
 
+import math
+
 from moe_optimizer.costs.weights import FP8_BLOCK
 from moe_optimizer.specs.model import ModelSpec
+
+_FINEST = 32
+"""vLLM's own limit: rows and columns of the smallest block that its Triton kernel is given."""
 
 
 def ragged_linear(model: ModelSpec, num_devices: int) -> str:
@@ -32,11 +37,26 @@ def ragged_linear(model: ModelSpec, num_devices: int) -> str:
 def padded_experts(model: ModelSpec, num_devices: int, *, expert_parallel: bool) -> float:
     """Return how many times the weights of its routed experts a device holds: vLLM fills them up to whole blocks."""
     width = model.moe_intermediate_size / (1 if expert_parallel else num_devices)
-    return _padded(model.expert_hidden_size) * _padded(width)
+    sizes = (model.expert_hidden_size, width)
+    return math.prod(whole_blocks(size) / size if size else 1.0 for size in sizes)
 
 
-def _padded(size: float) -> float:
-    return -(-size // FP8_BLOCK) * FP8_BLOCK / size if size else 1.0
+def whole_blocks(size: float) -> int:
+    """Return a width filled up to whole blocks, as vLLM's online conversion per block allocates it."""
+    return math.ceil(size / FP8_BLOCK) * FP8_BLOCK
+
+
+def block_of_slice(block: tuple[int, int], width: int, hidden_size: int, num_slices: int) -> tuple[int, int]:
+    """Return rows and columns that share a scale once the experts of an FP8 checkpoint are loaded in slices.
+
+    Where a slice of the expert width is no whole number of blocks, vLLM (since 0.29; before, it refuses) takes the
+    largest smaller block that divides everything, down to 32.
+    """
+    rows, columns = block
+    if width % rows == 0 and (num_slices == 1 or width % columns == 0):
+        return block
+    finer = math.gcd(rows, columns, width, hidden_size)
+    return (finer, finer) if finer >= _FINEST else block
 
 
 def _gated_width(model: ModelSpec, params: int, layers: int) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
+from moe_optimizer.costs.fp8_blocks import block_of_slice, whole_blocks
 from moe_optimizer.costs.weights import FP8_BLOCK
 from moe_optimizer.errors import InputError
 from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE, SHIPPED, read_rows
@@ -38,7 +41,7 @@ class TunedConfigs(OptimizationPass):
             return False, "the model has no experts"
         if ctx.device == "cpu":
             return False, "Triton configurations are for GPUs"
-        if _dtype(ctx) is None:
+        if _scheme(ctx) is None:
             scheme = ctx.pinned.get("--quantization") or ctx.model.quant_method
             return False, f"the Triton kernel is not used for {scheme} experts"
         if ctx.software.vllm is None:
@@ -98,29 +101,51 @@ class TunedConfigs(OptimizationPass):
 def _shape(ctx: PlanContext) -> TritonShape:
     """Return what vLLM will look for."""
     model, devices = ctx.model, ctx.tensor_parallel_size * ctx.data_parallel_size
-    replicas = ctx.decided["expert_placement"].params.get("num_redundant_experts", 0)
-    scheme = _dtype(ctx)
+    experts = model.num_experts + ctx.decided["expert_placement"].params.get("num_redundant_experts", 0)
+    slices = 1 if ctx.expert_parallel else devices
+    width, scheme = model.moe_intermediate_size // slices, _scheme(ctx)
     assert scheme is not None, "supported() has checked it"
+    block = scheme.block
+    if block is not None and scheme.converted:
+        width = whole_blocks(width)
+    elif block is not None:
+        block = block_of_slice(block, width, model.expert_hidden_size, slices)
     return TritonShape(
-        num_experts=(model.num_experts + replicas) // devices if ctx.expert_parallel else model.num_experts,
-        width=model.moe_intermediate_size if ctx.expert_parallel else model.moe_intermediate_size // devices,
+        # Where experts do not divide, the first GPUs have one more.
+        num_experts=math.ceil(experts / devices) if ctx.expert_parallel else experts,
+        width=width,
         device_name=ctx.gpu.name,
-        dtype=scheme[0],
-        block=scheme[1],
+        dtype=scheme.dtype,
+        block=block,
     )
 
 
-def _dtype(ctx: PlanContext) -> tuple[str, tuple[int, int] | None] | None:
-    """Return dtype and block of scales as the file name has them; None where Triton does not run these experts."""
-    blocks = (FP8_BLOCK, FP8_BLOCK)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scheme:
+    """What the experts are computed in."""
+
+    dtype: str
+    """As the file name has it."""
+    block: tuple[int, int] | None = None
+    """Of weights that share a scale, in the checkpoint or as converted."""
+    converted: bool = False
+    """Whether vLLM converts the weights while it loads them."""
+
+
+def _scheme(ctx: PlanContext) -> _Scheme | None:
+    """Return what the experts are computed in; None where Triton does not run these experts."""
     given, method = ctx.pinned.get("--quantization"), ctx.model.quant_method
     if method in _FP8_METHODS:
-        return "fp8_w8a8", ctx.model.weight_block
+        return _Scheme(dtype="fp8_w8a8", block=ctx.model.weight_block)
     if method is not None:
         return None
     if given is not None:
-        return ("fp8_w8a8", blocks if _FP8_FLAGS[given] else None) if given in _FP8_FLAGS else None
-    converted = ctx.decided["fp8"].params
-    if converted.get("expert_bits") == 8:
-        return "fp8_w8a8", blocks if converted["granularity"] == "block" else None
-    return ("float32" if ctx.dtype == "float32" else "", None)
+        return _converted(in_blocks=_FP8_FLAGS[given]) if given in _FP8_FLAGS else None
+    params = ctx.decided["fp8"].params
+    if params.get("expert_bits") == 8:
+        return _converted(in_blocks=params["granularity"] == "block")
+    return _Scheme(dtype="float32" if ctx.dtype == "float32" else "")
+
+
+def _converted(*, in_blocks: bool) -> _Scheme:
+    return _Scheme(dtype="fp8_w8a8", block=(FP8_BLOCK, FP8_BLOCK) if in_blocks else None, converted=True)

@@ -13,7 +13,8 @@ class TritonShape:
     num_experts: int
     """Experts on the GPU: all of them, or its share under expert parallelism."""
     width: int
-    """Expert width on the GPU: the whole one under expert parallelism, else its tensor-parallel share."""
+    """Expert width on the GPU, with what it is filled up with: the whole one under expert parallelism, else its
+    tensor-parallel share."""
     device_name: str
     """As the driver says it, for example "NVIDIA H100 80GB HBM3"."""
     dtype: str

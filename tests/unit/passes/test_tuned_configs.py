@@ -138,6 +138,24 @@ def test_the_name_says_what_the_experts_are_computed_in(vllm, changes, ending):
 
 
 @pytest.mark.parametrize(
+    ("granularity", "name"),
+    [
+        ("block", "E=128,N=256,device_name=NVIDIA_H100_80GB_HBM3,dtype=fp8_w8a8,block_shape=[128,128].json"),
+        ("channel", "E=128,N=192,device_name=NVIDIA_H100_80GB_HBM3,dtype=fp8_w8a8.json"),
+    ],
+)
+def test_vllm_fills_converted_experts_up_to_whole_blocks(vllm, granularity, name):
+    profile = profile_with(passes={"fp8": {"mode": "on", "granularity": granularity}})
+    assert decide(qwen3_30b_a3b(), gpus("h100_sxm", 4), vllm, profile=profile).params["file"] == name
+
+
+def test_where_experts_do_not_divide_the_first_gpus_have_one_more(vllm):
+    model = qwen3_30b_a3b(num_experts=126)
+    pinned = {"--enable-expert-parallel": ""}
+    assert decide(model, gpus("h200", 4), vllm, pinned=pinned).params["file"].startswith("E=32,N=768,")
+
+
+@pytest.mark.parametrize(
     ("model", "hardware", "why"),
     [
         (tiny_moe(), cpu_machine(), "Triton configurations are for GPUs"),

@@ -1,0 +1,141 @@
+"""The file that a plan names for a tuned configuration is the one that vLLM's Triton kernel will look for.
+
+No engine starts: vLLM's own functions are asked what becomes of each plan's experts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_optimizer.costs.fp8_blocks import block_of_slice
+from moe_optimizer.errors import DoesNotFitError, InputError, UnsupportedError
+from moe_optimizer.inspection import find_vllm, load_hardware
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import flag_value
+from moe_optimizer.planner import PlanRequest, make_plan
+from moe_optimizer.specs.model import ModelSpec
+from tests.builders import profile_with, software
+from tests.vllm.test_serve_args import MODELS, inspected
+
+pytestmark = pytest.mark.vllm
+
+DEVICE = "h200"
+SPLITS = ((1, False), (2, False), (2, True), (4, False), (8, False), (8, True))
+"""GPUs, and whether each holds whole experts."""
+CONVERSIONS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"mode": "off"}, ()),
+    ({"mode": "on", "granularity": "block"}, ()),
+    ({"mode": "on", "granularity": "channel"}, ()),
+    ({"mode": "off"}, ("--quantization", "fp8_per_block")),
+    ({"mode": "off"}, ("--quantization", "fp8")),
+)
+"""The profile's section, and arguments of vLLM."""
+NO_TRITON = ("gpt_oss",)
+"""Models whose experts (in MXFP4) another kernel computes."""
+FEWEST = 5
+"""Of the plans of the others, so many at least must name a file: some models fit only eight GPUs, and in one way."""
+
+
+def planned(model: ModelSpec, split: tuple[int, bool], fp8: dict[str, Any], arguments: tuple[str, ...]) -> Plan | None:
+    """Return a plan; None where the model does not fit, or does not divide so."""
+    size, whole = split
+    installed = find_vllm()
+    assert installed is not None
+    arguments += ("--tensor-parallel-size", str(size))
+    if whole:
+        arguments += ("--enable-expert-parallel",)
+    try:
+        return make_plan(
+            PlanRequest(
+                model=model,
+                hardware=load_hardware(DEVICE, size),
+                software=software(version=installed.version, location=str(installed.location)),
+                profile=profile_with(passes={"fp8": fp8}),
+                num_gpus=size,
+                trust_remote_code=True,
+                vllm_args=arguments,
+            )
+        )
+    except (DoesNotFitError, UnsupportedError, InputError):
+        return None
+
+
+def name_in_vllm(plan: Plan) -> str:
+    """Return what vLLM's functions make of the experts on the first GPU."""
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+    from vllm.model_executor.layers.fused_moe.fused_moe import get_config_file_name
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import refine_fp8_moe_block_shape
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineMoEMethod
+
+    model, parallel = plan.model, plan.decision("parallelism").params
+    ranks, whole = parallel["tensor_parallel_size"] * parallel["data_parallel_size"], parallel["expert_parallel"]
+    experts = determine_expert_map(ranks, 0, model.num_experts)[0] if whole else model.num_experts
+    width = model.moe_intermediate_size // (1 if whole else ranks)
+    scheme, dtype, block = expert_scheme(plan), None, None
+    if model.quant_method == "fp8":
+        dtype = "fp8_w8a8"
+        block = list(model.weight_block) if model.weight_block else None
+        if block is not None:
+            config: Any = SimpleNamespace(
+                intermediate_size_per_partition=width, hidden_dim=model.hidden_size, tp_size=1 if whole else ranks
+            )
+            block = refine_fp8_moe_block_shape(config, block) or block
+    elif scheme.startswith("fp8"):
+        dtype = "fp8_w8a8"
+        if scheme == "fp8_per_block":
+            method: Any = object.__new__(Fp8PerBlockOnlineMoEMethod)
+            method.weight_block_size = block = [128, 128]
+            no_all2all = SimpleNamespace(
+                use_deepep_ht_kernels=False, use_deepep_ll_kernels=False, use_deepep_v2_kernels=False,
+                use_nixl_ep_kernels=False,
+            )  # fmt: skip
+            _, width = method.maybe_roundup_sizes(model.hidden_size, width, None, no_all2all)
+    return get_config_file_name(experts, width, dtype, block)
+
+
+def expert_scheme(plan: Plan) -> str:
+    """Return what vLLM is told to convert experts to; "" for nothing."""
+    scheme = flag_value(plan.serve_args, "--quantization") or ""
+    if scheme == "online":
+        return json.loads(flag_value(plan.serve_args, "--quantization-config") or "").get("moe", "")
+    return scheme
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_planned_file_is_the_one_vllm_looks_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    model, named = inspected(name, tmp_path), 0
+    gpu = load_hardware(DEVICE, 1).gpu
+    assert gpu is not None
+    monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_: gpu.name)
+    for split in SPLITS:
+        for fp8, arguments in CONVERSIONS:
+            plan = planned(model, split, fp8, arguments)
+            if plan is None:
+                continue
+            decision = plan.decision("tuned_configs")
+            if name in NO_TRITON:
+                assert decision.reason.startswith("the Triton kernel is not used for")continue
+            assert decision.params["file"] == name_in_vllm(plan), (split, fp8, arguments)
+            named += 1
+    assert named >= FEWEST or name in NO_TRITON
+
+
+def test_blocks_of_sliced_checkpoints_are_vllms() -> None:
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import refine_fp8_moe_block_shape
+
+    for width in (2048, 768, 384, 192, 96, 88, 64, 48, 32):
+        for hidden in (2048, 2880, 7168):
+            for slices in (1, 2, 8):
+                for block in ((128, 128), (64, 128), (128, 64)):
+                    config: Any = SimpleNamespace(
+                        intermediate_size_per_partition=width, hidden_dim=hidden, tp_size=slices
+                    )
+                    theirs = refine_fp8_moe_block_shape(config, list(block)) or list(block)
+                    assert list(block_of_slice(block, width, hidden, slices)) == theirs, (width, hidden, slices, block)
