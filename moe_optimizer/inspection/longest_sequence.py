@@ -31,7 +31,7 @@ def longest_sequence(config: Config, model_type: str, max_position: int) -> int:
         max_position: the length read from any field, used where none of vLLM's is there.
 
     Raises:
-        InputError: a length is not an integer.
+        InputError: a length is not an integer, or the scaling is no object with a number.
     """
     stated = [length for name in _LENGTHS if (length := config.integer(name, 0))]
     length = config.integer("model_max_length", 0) or min(stated, default=max_position)
@@ -41,20 +41,24 @@ def longest_sequence(config: Config, model_type: str, max_position: int) -> int:
 
 def _factor(config: Config) -> float:
     factor: float = 1.0
-    for rope in _rope_parameters(config):
+    for name, rope in _rope_parameters(config):
         kind = rope.get("rope_type") or rope.get("type") or "default"
         value = rope.get("factor")
+        if isinstance(value, (str, list, dict)):
+            raise config.error(f"{name}.factor", value, "a number")
         if kind in _ALREADY_SCALED or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         factor = value if 0 < value < math.inf else factor
     return factor
 
 
-def _rope_parameters(config: Config) -> Iterator[Mapping[str, object]]:
-    """Yield the parameters of each kind of layer; most models have one kind."""
+def _rope_parameters(config: Config) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yield the parameters of each kind of layer, and the field they are in; most models have one kind."""
     for name in ("rope_scaling", "rope_parameters"):
         entry = config.get(name)
+        if isinstance(entry, (str, list)):
+            raise config.error(name, entry, "an object")
         if isinstance(entry, Mapping) and entry:
             nested = [value for value in entry.values() if isinstance(value, Mapping)]
-            yield from nested if len(nested) == len(entry) else [entry]
+            yield from ((name, each) for each in (nested if len(nested) == len(entry) else [entry]))
             return

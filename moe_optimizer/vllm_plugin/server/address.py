@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Sequence
 
@@ -39,6 +40,10 @@ def check_address(host: str, port: int) -> None:
         try:
             probe.bind(address)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise InputError(
+                    f"--host: {host}: {error.strerror}", hint="give an address of this machine, or 0.0.0.0 for all"
+                ) from None
             raise InputError(
                 f"--port: {port} on {host}: {error.strerror}", hint="choose another one with --port"
             ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -378,3 +379,18 @@ def test_a_class_whose_published_file_has_no_sizes_is_known_by_its_name(inspect_
     spec = inspect_config({"architectures": ["HfMoondream"], "model_type": "moondream3", "config": {}})
     assert (spec.num_experts, spec.top_k, spec.num_moe_layers, spec.num_layers) == (64, 8, 20, 24)
     assert round(spec.total_params / 1e9, 1) == 8.8
+
+
+@pytest.mark.parametrize(
+    ("scaling", "words"),
+    [
+        ("yarn", 'rope_scaling: got "yarn", expected an object'),
+        ([4.0], "rope_scaling: got an array, expected an object"),
+        ({"rope_type": "linear", "factor": "four"}, 'rope_scaling.factor: got "four", expected a number'),
+    ],
+)
+def test_rope_scaling_of_a_wrong_type_is_refused(
+    scaling: object, words: str, load_config: Load, inspect_config: Inspect
+) -> None:
+    with pytest.raises(InputError, match=re.escape(words)):
+        inspect_config({**load_config("qwen3_moe"), "rope_scaling": scaling})

@@ -30,7 +30,7 @@ def test_a_taken_port_is_named() -> None:
 
 
 def test_a_host_that_is_not_here_is_refused() -> None:
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=r"^--host: 192\.0\.2\.1: "):
         check_address("192.0.2.1", 8000)
 
 
