@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from moe_optimizer.log import get_logger
 
 if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
+    from moe_optimizer.plan_context.context import WishWithOrigin
     from moe_optimizer.profiles import Profile
     from moe_optimizer.specs.hardware import HardwareSpec
     from moe_optimizer.specs.placement_load import PlacementLoad
@@ -127,7 +128,7 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
     if settings.disabled:
         plan = plan.replace(serve_args=plan.plain_args)
     if settings["strict"]:
-        refuse_unmet_wishes(plan)
+        refuse_unmet_wishes(plan, profile, settings.wishes)
     return Planned(settings, profile, plan)
 
 
@@ -144,20 +145,29 @@ def _read_expert_load(settings: Settings, profile: Profile) -> PlacementLoad | N
     return read_placement_load(load.value, check.value, origin=load.said_by, check_origin=check.said_by)
 
 
-def refuse_unmet_wishes(plan: Plan) -> None:
+def refuse_unmet_wishes(plan: Plan, profile: Profile, wishes: Mapping[str, WishWithOrigin]) -> None:
     """What --strict asks of a plan: everything that was wished on is on.
 
     Raises:
         UnsupportedError: a wish was refused, or is not available in this version.
     """
+    from moe_optimizer.passes.registry import all_passes
     from moe_optimizer.plan.decision import Status, Wish
 
-    for decision in plan.decisions:
+    unmet: list[tuple[str, str, str]] = []
+    for optimization in all_passes():
+        decision = plan.decision(optimization.name)
         if decision.wish is Wish.ON and decision.status in (Status.REFUSED, Status.UNAVAILABLE):
-            raise UnsupportedError(
-                f"--strict: {decision.pass_name} ({decision.wish_origin}): {decision.reason}",
-                hint="leave --strict out to serve without it",
-            )
+            unmet.append((optimization.name, decision.wish_origin, decision.reason))
+        for setting, _ in optimization.setting_flags.values():
+            stated = Wish(getattr(getattr(profile.passes, optimization.name), setting))
+            wish, origin = wishes.get(f"{optimization.name}.{setting}", (stated, f"profile {profile.name}"))
+            why_off = optimization.why_setting_off(decision, setting) if wish is Wish.ON else ""
+            if why_off:
+                unmet.append((f"{setting} of {optimization.name}", origin, why_off))
+    if unmet:
+        name, origin, why = unmet[0]
+        raise UnsupportedError(f"--strict: {name} ({origin}): {why}", hint="leave --strict out to serve without it")
 
 
 def read_hardware(named: Setting, num_gpus: int | None, nodes: int = 1) -> HardwareSpec:

@@ -212,6 +212,24 @@ def test_strict_refuses_a_plan_that_does_not_meet_a_wish(
     )
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--enable-kv-tiering", "--strict: tiering of kv_cache (flag --enable-kv-tiering): vLLM moves cache blocks"),
+        (
+            "--enable-expert-parallel",
+            "--strict: expert_parallel of parallelism (flag --enable-expert-parallel): one CPU",
+        ),
+    ],
+)
+def test_strict_refuses_a_plan_that_does_not_meet_the_wish_for_a_part_of_a_pass(
+    flag: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, given = launched(monkeypatch, becomes_ready, "--strict", flag)
+    assert (code, given) == (ExitCode.UNSUPPORTED, {})
+    assert said in capsys.readouterr().err
+
+
 def test_without_strict_an_unmet_wish_is_a_decision_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     code, given = launched(monkeypatch, becomes_ready, "--enable-dual-batch-overlap")
     decision = given["plan"].decision("dual_batch_overlap")
