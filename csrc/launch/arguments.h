@@ -50,8 +50,9 @@ inline Problem with_routed_ids(Problem problem, const int* topk_ids, const float
 
 struct DirectLaunch {
   int32_t up_grid, up_shared_bytes, down_grid, down_shared_bytes;
+  bool up_wide;  // the first launch in steps of 256 bytes; BF16 only
 };
-constexpr int kDirectLaunchValues = 4;
+constexpr int kDirectLaunchValues = 5;
 
 struct DirectWorkspace {
   uint16_t* h;
@@ -63,7 +64,7 @@ constexpr int kDirectWorkspace = 3;
 inline DirectLaunch direct_launch(const int64_t* values, int64_t count) {
   expect_count("direct geometry", count, kDirectLaunchValues);
   const auto at = [&](int i) { return static_cast<int32_t>(values[i]); };
-  return {at(0), at(1), at(2), at(3)};
+  return {at(0), at(1), at(2), at(3), at(4) != 0};
 }
 
 inline DirectWorkspace direct_workspace(const int64_t* v, int64_t count) {

@@ -20,7 +20,10 @@ void run_direct(const Values& problem_values, const Values& workspace_values, co
   const bool fp8 = problem.moe.weight_dtype == DType::kFloat8E4M3;
   const DirectArgs args = {problem.moe, workspace.h};
   LaunchShape shape{dim3(static_cast<unsigned>(launch.up_grid)), kDirectUpWarps * 32, launch.up_shared_bytes, stream};
-  launch_kernel("direct_up", fp8 ? direct_up_kernel<1> : direct_up_kernel<2>, shape, args);
+  const auto up = fp8               ? direct_up_kernel<1, kDirectNarrow>
+                  : launch.up_wide ? direct_up_kernel<2, kDirectWide>
+                                   : direct_up_kernel<2, kDirectNarrow>;
+  launch_kernel("direct_up", up, shape, args);
   shape.grid = dim3(static_cast<unsigned>(launch.down_grid));
   shape.threads = kDirectDownWarps * 32;
   shape.shared_bytes = launch.down_shared_bytes;

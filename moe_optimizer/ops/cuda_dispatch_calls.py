@@ -55,7 +55,13 @@ def direct_call(problem: CudaProblem, geometry: DirectGeometry) -> KernelCall:
     layout = direct_layout(sizes_of(problem), has_router=problem.router is not None)
     buffer = _buffer(layout, problem)
     workspace = [_part(buffer, layout, name) for name in ("h", "topk_ids", "topk_weights")]
-    launch = [geometry.up_grid, geometry.up_shared_bytes, geometry.down_grid, geometry.down_shared_bytes]
+    launch = [
+        geometry.up_grid,
+        geometry.up_shared_bytes,
+        geometry.down_grid,
+        geometry.down_shared_bytes,
+        int(geometry.up_wide),
+    ]
     return KernelCall(problem.values(), workspace, launch, buffer)
 
 

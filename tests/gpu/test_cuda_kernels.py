@@ -65,6 +65,26 @@ def test_direct_matches_the_reference_with_the_same_bits_every_time(tokens, hidd
         assert torch.equal(first, run(case.problem, DIRECT))
 
 
+@pytest.mark.parametrize("hidden", [2048, 1200])
+def test_direct_in_wide_steps_matches_the_reference_with_the_same_bits_every_time(hidden):
+    # 768 tiles of one token.
+    case = on_gpu(make_case(1, 8, 16, hidden, 768))
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    assert cuda_dispatch.direct_launch(case.problem, blocks).up_wide
+    first = run(case.problem, DIRECT).clone()
+    assert_close(case, first)
+    for _ in range(10):
+        assert torch.equal(first, run(case.problem, DIRECT))
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 32), (4, 8), (8, 4), (8, 3)])
+@pytest.mark.parametrize("experts", [1, 3, 40])
+def test_direct_with_few_pairs_any_of_them_skipped_or_repeated(tokens, top_k, experts):
+    ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(tokens))
+    case = on_gpu(make_case(tokens, top_k, experts, 272, 144, ids=ids))
+    assert_close(case, run(case.problem, DIRECT))
+
+
 @pytest.mark.parametrize("tile", TILE_TOKENS[GemmMode.BF16])
 @pytest.mark.parametrize(("tokens", "hidden", "width"), [(5, 2048, 768), (130, 272, 208), (700, 512, 144)])
 def test_grouped_bf16_matches_the_reference(tokens, hidden, width, tile):

@@ -3,10 +3,10 @@
 //   slot = up to 8 pairs of one expert: the 8 columns of mma.m16n8k16, weights are its 16 rows (direct_routing.cuh)
 //
 //   direct_up_kernel    persistent; tile of 8 gate + 8 up rows (BF16), or twice that (FP8), of one expert x a slot, an
-//                         eighth of K per warp
+//                         eighth of K per warp, in steps of 128 or (wide, BF16) 256 bytes of a row
 //                         16-byte loads ──► A registers of mma ──► sum of 8 warps ──► SwiGLU ──► h
 //                         the next tile's first weights are asked for before this one is summed
-//   direct_down_kernel  persistent; 16 rows of the output, every slot; (slot, K) cut evenly over 16 warps
+//   direct_down_kernel  persistent; 16 rows of the output, every slot; batches of (slot, K) cut evenly over 16 warps
 //                         w2 ──► registers, then wait for h (programmatic dependent launch) ──► mma
 //                         per slot: sums[warp][token] += routing weight x partial;  sum of 16 warps ──► out
 //
@@ -31,7 +31,7 @@ struct DirectArgs {
 constexpr int kDirectUpWarps = 8;
 constexpr int kDirectDownWarps = 16;
 constexpr int kDirectRows = 16;        // of w2 and of the output, per block of the second kernel
-constexpr int kDirectStepBytes = 128;  // of a weight row per step: twice 4 lanes x 16 bytes; FP8: one block of scales
+constexpr int kDirectStepBytes = 128;  // of a row of w2 per step: twice 4 lanes x 16 bytes; FP8: one block of scales
 constexpr int kDirectUpSumBytes = kDirectUpWarps * 2 * 128 * 4;
 constexpr int kDirectDownSumBytesPerToken = kDirectDownWarps * kDirectRows * 4;
 // Behind the routing tables: the sums of the warps, before them the scratch of the routing.
@@ -42,28 +42,33 @@ constexpr int kDirectScratchOffset = (static_cast<int>(sizeof(DirectRouting)) + 
 template <int kWeightBytes>
 constexpr int kDirectUpRows = kWeightBytes == 2 ? 8 : 16;
 
-// Blocks per multiprocessor: as many as their registers leave room for.
-template <int kWeightBytes>
-constexpr int kDirectUpBlocks = kWeightBytes == 2 ? 4 : 2;
+// Pieces of 64 bytes (4 lanes x 16) of a weight row per step of the first kernel. Wide steps take more registers, so
+// there are fewer blocks: for few tiles that divide better among those.
+constexpr int kDirectNarrow = 2;
+constexpr int kDirectWide = 4;
 
-// Steps of w2 that a warp loads at once.
+// Blocks per multiprocessor: as many as their registers leave room for.
+template <int kWeightBytes, int kPieces>
+constexpr int kDirectUpBlocks = kWeightBytes == 2 && kPieces == kDirectNarrow ? 4 : 2;
+
+// Steps of w2 that a warp loads at once, of one slot: memory is faster, the further along a row a read goes.
 template <int kWeightBytes>
 constexpr int kDirectDownBatch = kWeightBytes == 2 ? 3 : 2;
 
-// The tokens of half a step: 16 weights need 16 BF16 = 2 vectors, 8 weights need 1.
+// The tokens of a piece of 64 bytes: 16 weights need 16 BF16 = 2 vectors, 8 weights need 1.
 template <int kWeightBytes>
 struct DirectTokens {
   Vec4 part[2 / kWeightBytes];
 };
 
-// Sets `to` to 16 bytes a lane of both 64-byte halves of a step; zeros where `inside` is false or past the row's end.
-template <typename Load>
-MOEOPT_DEVICE void load_step(Vec4 (&to)[2], int column, int row_bytes, bool inside, Load load) {
+// Sets `to` to 16 bytes a lane of every 64-byte piece of a step; zeros where `inside` is false or past the row's end.
+template <int kPieces, typename Load>
+MOEOPT_DEVICE void load_step(Vec4 (&to)[kPieces], int column, int row_bytes, bool inside, Load load) {
   MOEOPT_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const int byte = column + half * 64 + thread_index() % 4 * 16;
-    to[half] = Vec4{0, 0, 0, 0};
-    if (inside && byte < row_bytes) to[half] = load(byte);
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const int byte = column + piece * 64 + thread_index() % 4 * 16;
+    to[piece] = Vec4{0, 0, 0, 0};
+    if (inside && byte < row_bytes) to[piece] = load(byte);
   }
 }
 
@@ -79,10 +84,10 @@ MOEOPT_DEVICE DirectTokens<kWeightBytes> load_tokens(int column, int row_bytes, 
   return tokens;
 }
 
-// sums += 16 rows x half a step of weights, not scaled yet, times 8 columns.
+// sums += 16 rows x a piece of weights, not scaled yet, times 8 columns.
 template <int kWeightBytes>
-MOEOPT_DEVICE void multiply_half(const Vec4& low, const Vec4& high, const DirectTokens<kWeightBytes>& tokens,
-                                 float (&sums)[4]) {
+MOEOPT_DEVICE void multiply_piece(const Vec4& low, const Vec4& high, const DirectTokens<kWeightBytes>& tokens,
+                                  float (&sums)[4]) {
   if constexpr (kWeightBytes == 2) {
     const Vec4& x = tokens.part[0];
     mma_m16n8k16(sums, low.x, high.x, low.y, high.y, x.x, x.y);
@@ -106,7 +111,7 @@ MOEOPT_DEVICE void add_scaled_to(float (&sums)[4], float scale, const float (&pa
 // --- gate and up -------------------------------------------------------------------------------------------------
 
 // Where this lane's part of a tile lies: gate rows g (and g + 8) and their ups, steps [step, end).
-template <int kWeightBytes>
+template <int kWeightBytes, int kPieces>
 struct DirectTile {
   const unsigned char* gate;
   const float* gate_scale;  // of the first block along K; null: none per block
@@ -130,26 +135,27 @@ struct DirectTile {
       gate_scale = moe.w13_scale + (static_cast<int64_t>(expert) * blocks + gate_block) * columns;
       up_scale_offset = (w13_row(moe.activation, width, first, 1) / 128 - gate_block) * columns;
     }
-    const int steps = ceil_div(static_cast<int>(moe.hidden_size) * kWeightBytes, kDirectStepBytes);
+    const int steps = ceil_div(static_cast<int>(moe.hidden_size) * kWeightBytes, kPieces * 64);
     const int share = ceil_div(steps, kDirectUpWarps);
     step = thread_index() / 32 * share;
     end = step + share < steps ? step + share : steps;
   }
 };
 
-template <int kWeightBytes>
+template <int kWeightBytes, int kPieces>
 struct DirectUpStep {
   static constexpr int kProducts = kDirectUpRows<kWeightBytes> / 8;
   static_assert(kWeightBytes == 2 || kProducts == 2, "a scale is added to the sums of one product: of gates or of ups");
-  Vec4 rows[2][kProducts][2];  // [gate, up][row g or g + 8][half]
+  static_assert(kWeightBytes == 2 || kPieces == 2, "a step has one scale: 128 bytes");
+  Vec4 rows[2][kProducts][kPieces];  // [gate, up][row g or g + 8][piece]
   float scale[2];
 };
 
 // Asks for one step. Past the end: zeros.
-template <int kWeightBytes>
-MOEOPT_DEVICE void load_up(const FusedExpertsArgs& moe, const DirectTile<kWeightBytes>& tile,
-                           DirectUpStep<kWeightBytes>& weights) {
-  const int column = tile.step * kDirectStepBytes, row_bytes = static_cast<int>(moe.hidden_size) * kWeightBytes;
+template <int kWeightBytes, int kPieces>
+MOEOPT_DEVICE void load_up(const FusedExpertsArgs& moe, const DirectTile<kWeightBytes, kPieces>& tile,
+                           DirectUpStep<kWeightBytes, kPieces>& weights) {
+  const int column = tile.step * kPieces * 64, row_bytes = static_cast<int>(moe.hidden_size) * kWeightBytes;
   const bool inside = tile.step < tile.end;
   MOEOPT_UNROLL
   for (int a = 0; a < 2; ++a) {
@@ -158,29 +164,29 @@ MOEOPT_DEVICE void load_up(const FusedExpertsArgs& moe, const DirectTile<kWeight
       weights.scale[a] = load_constant(tile.gate_scale + a * tile.up_scale_offset + tile.step);
     }
     MOEOPT_UNROLL
-    for (int r = 0; r < DirectUpStep<kWeightBytes>::kProducts; ++r) {
+    for (int r = 0; r < DirectUpStep<kWeightBytes, kPieces>::kProducts; ++r) {
       const unsigned char* row = tile.gate + a * tile.up_offset + r * tile.eight_rows;
       load_step(weights.rows[a][r], column, row_bytes, inside, [&](int byte) { return load_once16(row + byte); });
     }
   }
 }
 
-template <int kWeightBytes, int kProducts>
-MOEOPT_DEVICE void multiply_up(const FusedExpertsArgs& moe, const DirectTile<kWeightBytes>& tile, const uint16_t* tokens,
-                               const DirectUpStep<kWeightBytes>& weights, float (&sums)[kProducts][4]) {
+template <int kWeightBytes, int kPieces, int kProducts>
+MOEOPT_DEVICE void multiply_up(const FusedExpertsArgs& moe, const DirectTile<kWeightBytes, kPieces>& tile,
+                               const uint16_t* tokens, const DirectUpStep<kWeightBytes, kPieces>& weights,
+                               float (&sums)[kProducts][4]) {
   const int row_bytes = static_cast<int>(moe.hidden_size) * kWeightBytes;
   float partial[kProducts][4] = {};
   MOEOPT_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const auto values =
-        load_tokens<kWeightBytes>(tile.step * kDirectStepBytes + half * 64, row_bytes, tokens != nullptr,
-                                  [&](int k) { return load_constant16(tokens + k); });
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const auto values = load_tokens<kWeightBytes>((tile.step * kPieces + piece) * 64, row_bytes, tokens != nullptr,
+                                                  [&](int k) { return load_constant16(tokens + k); });
     if constexpr (kProducts == 1) {
-      multiply_half<kWeightBytes>(weights.rows[0][0][half], weights.rows[1][0][half], values, sums[0]);
+      multiply_piece<kWeightBytes>(weights.rows[0][0][piece], weights.rows[1][0][piece], values, sums[0]);
     } else {
       MOEOPT_UNROLL
       for (int a = 0; a < 2; ++a) {
-        multiply_half<kWeightBytes>(weights.rows[a][0][half], weights.rows[a][1][half], values, partial[a]);
+        multiply_piece<kWeightBytes>(weights.rows[a][0][piece], weights.rows[a][1][piece], values, partial[a]);
       }
     }
   }
@@ -222,10 +228,10 @@ MOEOPT_DEVICE void finish_up(const DirectArgs& args, const DirectRouting& routin
   args.h[static_cast<int64_t>(pair) * width + i] = static_cast<uint16_t>(packed);
 }
 
-template <int kWeightBytes>
-MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, kDirectUpBlocks<kWeightBytes>)
+template <int kWeightBytes, int kPieces>
+MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, (kDirectUpBlocks<kWeightBytes, kPieces>))
     direct_up_kernel(const MOEOPT_GRID_CONSTANT DirectArgs args) {
-  constexpr int kProducts = DirectUpStep<kWeightBytes>::kProducts;
+  constexpr int kProducts = DirectUpStep<kWeightBytes, kPieces>::kProducts;
   MOEOPT_SHARED_BASE(shared);
   DirectRouting& routing = *reinterpret_cast<DirectRouting*>(shared);
   float* reduction = reinterpret_cast<float*>(shared + kDirectScratchOffset);
@@ -237,8 +243,8 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, kDirectUpBlocks<kWeightByt
   const int num_tasks = routing.num_slots * (static_cast<int>(moe.intermediate_size) / kDirectUpRows<kWeightBytes>);
   int g = block_index();
   if (g >= num_tasks) return;
-  DirectTile<kWeightBytes> tile;
-  DirectUpStep<kWeightBytes> weights;
+  DirectTile<kWeightBytes, kPieces> tile;
+  DirectUpStep<kWeightBytes, kPieces> weights;
   tile.locate(moe, routing, g);
   load_up(moe, tile, weights);
   while (true) {
@@ -283,17 +289,17 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
   float* all_sums = reinterpret_cast<float*>(shared + kDirectScratchOffset);  // [warp][token][row]
   float* sums = all_sums + warp * num_sums;
   const int row_bytes = width * kWeightBytes, steps = ceil_div(row_bytes, kDirectStepBytes);
-  const int total = routing.num_slots * steps, begin = total * warp / kDirectDownWarps;
+  const int batches = ceil_div(steps, kBatch), total = routing.num_slots * batches;  // of a slot; of all
+  const int begin = total * warp / kDirectDownWarps;                                 // this warp's first batch
   const int64_t scale_blocks = static_cast<int64_t>(ceil_div(hidden, 128)) * ceil_div(width, 128);
   const int64_t eight_rows = 8 * moe.w2_row_stride * kWeightBytes;
   const unsigned char* base = nullptr;
-  int first_row = 0, scale_row = 0, left = 0, slot = 0, step = 0;
+  int first_row = 0, scale_row = 0, left = 0, slot = 0, step = 0;  // left: batches
   Vec4 weights[kBatch][2][2];
   float scale[kBatch];
   int count = 0;
-  const auto load = [&] {  // at most kBatch steps, of one expert
-    count = left < kBatch ? left : kBatch;
-    if (steps - step < count) count = steps - step;
+  const auto load = [&] {  // a batch: at most kBatch steps, of one slot
+    count = steps - step < kBatch ? steps - step : kBatch;
     const int expert = routing.slot_expert[slot];
     const unsigned char* source = base + expert * moe.w2_expert_stride * kWeightBytes;
     MOEOPT_UNROLL
@@ -315,8 +321,8 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
     base = static_cast<const unsigned char*>(moe.w2) + (first_row + group) * moe.w2_row_stride * kWeightBytes;
     scale_row = first_row / 128 * ceil_div(width, 128);
     left = total * (warp + 1) / kDirectDownWarps - begin;
-    slot = begin / steps;
-    step = begin - slot * steps;
+    slot = begin / batches;
+    step = (begin - slot * batches) * kBatch;
     if (left > 0) load();
   };
   start(block_index());
@@ -344,12 +350,12 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
         float of_step[4] = {0, 0, 0, 0};
         MOEOPT_UNROLL
         for (int half = 0; half < 2; ++half) {
-          multiply_half<kWeightBytes>(weights[u][0][half], weights[u][1][half], values[u][half],
-                                      kWeightBytes == 2 ? partial : of_step);
+          multiply_piece<kWeightBytes>(weights[u][0][half], weights[u][1][half], values[u][half],
+                                       kWeightBytes == 2 ? partial : of_step);
         }
         if constexpr (kWeightBytes == 1) add_scaled_to(partial, scale[u], of_step);
       }
-      left -= count;
+      --left;
       step += count;
       const int done = slot;
       const bool ends = left == 0 || step == steps, adds_bias = has_first_step;

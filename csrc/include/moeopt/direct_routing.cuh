@@ -4,6 +4,7 @@
 //                prefix sums over experts  ──►  pairs sorted by (expert, token)
 //   once more for the pairs whose token named the same expert before, if there are any, and so on
 //   slots: runs of one expert, at most 8 pairs each. A token is in a slot at most once.
+//   At most 32 pairs of at most 8 tokens: one warp does it in registers, with a lane per pair.
 //
 // No pass over all pairs per pair: the time hardly depends on their number. It counts: no weight is asked for before.
 #pragma once
@@ -21,11 +22,11 @@ constexpr int kSlotColumns = 8;
 
 // In shared memory.
 struct DirectRouting {
-  int expert[kDirectPairs];  // local expert of a pair, or -1: skipped
   float weight[kDirectPairs];
-  int sorted_pair[kDirectPairs];
-  int slot_expert[kDirectPairs];
-  int slot_begin[kDirectPairs + 1];  // slot s has sorted pairs [slot_begin[s], slot_begin[s + 1])
+  int16_t expert[kDirectPairs];  // local expert of a pair, or -1: skipped
+  int16_t sorted_pair[kDirectPairs];
+  int16_t slot_expert[kDirectPairs];
+  int16_t slot_begin[kDirectPairs + 2];  // slot s has sorted pairs [slot_begin[s], slot_begin[s + 1])
   int num_slots;
   int has_repeats, last_repeat;
   int warp_sums[kDirectMaxWarps];
@@ -56,12 +57,44 @@ struct PackedSums {
   MOEOPT_DEVICE static int slots(int packed) { return packed >> 16; }
 };
 
+// The work list of at most 32 pairs of at most 8 tokens, by one warp: a lane has a pair, slots lie in the order of
+// their first pairs.
+MOEOPT_DEVICE void build_small_routing(const FusedExpertsArgs& moe, DirectRouting& routing) {
+  const int lane = thread_index() % 32, num_pairs = static_cast<int>(moe.num_tokens * moe.top_k);
+  const int top_k = static_cast<int>(moe.top_k);
+  const int expert = lane < num_pairs ? expert_of_pair(moe, lane) : -1;
+  if (lane < num_pairs) routing.weight[lane] = load_shared_across_blocks(moe.topk_weights + lane);
+  const uint32_t below = (1u << lane) - 1u, of_token = below & ~((1u << (lane / top_k * top_k)) - 1u);
+  const int repeat = count_bits(warp_match(expert) & of_token);  // how often the token named the expert before
+  const uint32_t group = warp_match(expert < 0 ? -1 : expert * 32 + repeat);  // a token is in it once: at most 8
+  const bool first = expert >= 0 && (group & below) == 0;
+  const int packed = first ? (1 << 16) + count_bits(group) : 0, sum = warp_inclusive_sum(packed);  // slots, pairs
+  if (first) {
+    const int slot = (sum >> 16) - 1;
+    int at = (sum & 0xffff) - count_bits(group);
+    routing.slot_expert[slot] = static_cast<int16_t>(expert);
+    routing.slot_begin[slot] = static_cast<int16_t>(at);
+    for (uint32_t rest = group; rest != 0; rest &= rest - 1) {
+      routing.sorted_pair[at++] = static_cast<int16_t>(count_bits((rest & (0u - rest)) - 1u));  // the lowest lane
+    }
+  }
+  if (lane == 31) {
+    routing.num_slots = sum >> 16;
+    routing.slot_begin[sum >> 16] = static_cast<int16_t>(sum & 0xffff);
+  }
+}
+
 // All threads of a block of kWarps warps. `scratch`: shared memory, kDirectScratchPerExpert bytes per expert.
 template <int kWarps>
 MOEOPT_DEVICE void build_direct_routing(const FusedExpertsArgs& moe, DirectRouting& routing, unsigned char* scratch) {
   constexpr int kThreads = kWarps * 32, kRounds = kDirectPairs / kThreads;
   const int num_pairs = static_cast<int>(moe.num_tokens * moe.top_k), top_k = static_cast<int>(moe.top_k);
   const int num_experts = static_cast<int>(moe.num_local_experts), thread = thread_index();
+  if (num_pairs <= 32 && moe.num_tokens <= kSlotColumns) {
+    if (thread < 32) build_small_routing(moe, routing);
+    sync_block();
+    return;
+  }
   uint32_t* masks = reinterpret_cast<uint32_t*>(scratch);
   int* starts = reinterpret_cast<int*>(masks + 2 * num_experts);
   int expert[kRounds], before[kRounds];  // of this thread's pairs; before: how often the token named the expert
@@ -78,7 +111,7 @@ MOEOPT_DEVICE void build_direct_routing(const FusedExpertsArgs& moe, DirectRouti
   MOEOPT_UNROLL
   for (int i = 0; i < kRounds; ++i) {
     const int p = thread + i * kThreads, token = p / top_k;
-    if (p < num_pairs) routing.expert[p] = expert[i];
+    if (p < num_pairs) routing.expert[p] = static_cast<int16_t>(expert[i]);
     if (expert[i] < 0) continue;
     const uint32_t bit = 1u << (token % 32);
     const bool again = atomic_or_shared(masks + 2 * expert[i] + token / 32, bit) & bit;
@@ -105,15 +138,16 @@ MOEOPT_DEVICE void build_direct_routing(const FusedExpertsArgs& moe, DirectRouti
       const int here = PackedSums::of(masks[2 * e], masks[2 * e + 1]);
       starts[e] = start;
       for (int i = 0; i < PackedSums::slots(here); ++i) {
-        routing.slot_expert[PackedSums::slots(start) + i] = e;
-        routing.slot_begin[PackedSums::slots(start) + i] = PackedSums::pairs(start) + i * kSlotColumns;
+        routing.slot_expert[PackedSums::slots(start) + i] = static_cast<int16_t>(e);
+        routing.slot_begin[PackedSums::slots(start) + i] =
+            static_cast<int16_t>(PackedSums::pairs(start) + i * kSlotColumns);
       }
       start += here;
     }
     done += total;
     if (thread == 0) {
       routing.num_slots = PackedSums::slots(done);
-      routing.slot_begin[PackedSums::slots(done)] = PackedSums::pairs(done);
+      routing.slot_begin[PackedSums::slots(done)] = static_cast<int16_t>(PackedSums::pairs(done));
     }
     sync_block();
     MOEOPT_UNROLL
@@ -122,7 +156,7 @@ MOEOPT_DEVICE void build_direct_routing(const FusedExpertsArgs& moe, DirectRouti
       if (expert[i] < 0 || before[i] != repeat) continue;
       const uint32_t low = masks[2 * expert[i]], high = masks[2 * expert[i] + 1], below = (1u << (token % 32)) - 1u;
       const int rank = token < 32 ? count_bits(low & below) : count_bits(low) + count_bits(high & below);
-      routing.sorted_pair[PackedSums::pairs(starts[expert[i]]) + rank] = p;
+      routing.sorted_pair[PackedSums::pairs(starts[expert[i]]) + rank] = static_cast<int16_t>(p);
     }
     sync_block();
     if (repeat == last_repeat) return;

@@ -13,6 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moe_optimizer.ops.cuda_dispatch_calls import sizes_of
+from moe_optimizer.ops.launch_geometry.direct import direct_geometry
 from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS, GemmMode
 from tests.kernel_emulator import Case, Emulator, make_case, with_poisoned_output
 
@@ -40,13 +42,23 @@ def test_direct_matches_the_reference_whoever_runs_first(emulator: Emulator, tok
     assert torch.equal(one, emulator.direct(with_poisoned_output(case), seed=7))
 
 
+@pytest.mark.parametrize("hidden", [64, 272, 1040, 2064])
+def test_direct_in_wide_steps_matches_the_reference(emulator: Emulator, hidden):
+    # 12 tiles on 2 multiprocessors: 1.5 rounds in narrow steps. K ends inside a step, and leaves warps without one.
+    case = make_case(1, 2, 4, hidden, 48)
+    assert direct_geometry(sizes_of(case.problem), num_multiprocessors=2).up_wide
+    assert_close(case, emulator.direct(case.problem, blocks=2))
+
+
 def test_direct_with_as_many_tokens_and_pairs_as_its_tables_hold(emulator: Emulator):
     case = make_case(64, 8, 9, 32, 32)
     assert_close(case, emulator.direct(case.problem))
 
 
-def test_direct_with_more_experts_than_threads(emulator: Emulator):
-    case = make_case(5, 4, 700, 32, 16)
+@pytest.mark.parametrize("tokens", [5, 9])
+def test_direct_with_more_experts_than_threads(emulator: Emulator, tokens):
+    # 5: few enough pairs for one warp to make the work list; 9: the whole block makes it.
+    case = make_case(tokens, 4, 700, 32, 16)
     assert_close(case, emulator.direct(case.problem))
 
 
@@ -72,6 +84,14 @@ def test_direct_with_tokens_that_name_an_expert_several_times(emulator: Emulator
     ids = torch.full((9, 4), 2)
     ids[:8, 3] = 1
     case = make_case(9, 4, 4, 80, 48, ids=ids)
+    assert_close(case, emulator.direct(case.problem))
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 32), (4, 8), (8, 4), (8, 3)])
+@pytest.mark.parametrize("experts", [1, 3, 40])
+def test_direct_with_few_pairs_any_of_them_skipped_or_repeated(emulator: Emulator, tokens, top_k, experts):
+    ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(tokens))
+    case = make_case(tokens, top_k, experts, 32, 16, ids=ids)
     assert_close(case, emulator.direct(case.problem))
 
 

@@ -17,7 +17,7 @@ from moe_optimizer.ops.launch_geometry import (
     grouped_geometry,
     routing_geometry,
 )
-from moe_optimizer.ops.launch_geometry.direct import UP_BLOCKS, UP_ROWS
+from moe_optimizer.ops.launch_geometry.direct import UP_BLOCKS, UP_ROWS, WIDE_UP_BLOCKS
 from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS, GemmMode, choose_tile_tokens
 from moe_optimizer.ops.launch_geometry.workspace import (
     ALIGNMENT,
@@ -50,9 +50,21 @@ def test_a_direct_launch_fits_the_chip_for_every_covered_size(sizes):
 
 def test_the_blocks_of_a_direct_launch_fit_a_multiprocessor_together():
     for weight_bytes, blocks in UP_BLOCKS.items():
-        geometry = direct_geometry(replace(QWEN3, weight_bytes=weight_bytes), num_multiprocessors=132)
-        assert geometry.up_grid == min(132 * blocks, 8 * 768 // UP_ROWS[weight_bytes])
+        sizes = replace(QWEN3, weight_bytes=weight_bytes, num_tokens=4)
+        geometry = direct_geometry(sizes, num_multiprocessors=132)
+        assert geometry.up_grid == min(132 * blocks, 4 * 8 * 768 // UP_ROWS[weight_bytes])
         assert blocks * (geometry.up_shared_bytes + 1024) <= 228 * 1024
+
+
+def test_the_first_direct_launch_takes_wide_steps_where_few_tiles_divide_better_among_fewer_blocks():
+    def wide(sizes: MoeSizes) -> bool:
+        return direct_geometry(sizes, num_multiprocessors=132).up_wide
+
+    assert wide(QWEN3)  # 768 tiles: 2.9 rounds of 264 blocks, 1.5 of 528
+    assert direct_geometry(QWEN3, num_multiprocessors=132).up_grid == 132 * WIDE_UP_BLOCKS
+    assert not wide(replace(QWEN3, num_tokens=2))  # 1536: 5.8 rounds and 2.9
+    assert not wide(replace(QWEN3, top_k=2, intermediate_size=3584))  # 896: 3.4 and 1.7, as full as each other
+    assert not wide(replace(QWEN3, weight_bytes=1))
 
 
 def test_more_tokens_or_pairs_than_the_tables_hold_are_refused_with_the_number():

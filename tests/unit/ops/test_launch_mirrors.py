@@ -23,8 +23,8 @@ SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, inter
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        (direct, ["TOKENS", "PAIRS", "UP_WARPS", "DOWN_WARPS", "ROWS", "ROUTING_BYTES", "SCRATCH_PER_EXPERT",
-                  "UP_SUM_BYTES", "DOWN_SUM_BYTES_PER_TOKEN"]),
+        (direct, ["TOKENS", "PAIRS", "UP_WARPS", "DOWN_WARPS", "WIDE_UP_BLOCKS", "ROWS", "ROUTING_BYTES",
+                  "SCRATCH_PER_EXPERT", "UP_SUM_BYTES", "DOWN_SUM_BYTES_PER_TOKEN"]),
         (grouped, ["THREADS", "PRODUCER_THREADS", "PRODUCER_REGISTERS", "MATH_REGISTERS", "BOX_ROWS"]),
         (routing, ["THREADS", "PAIRS_PER_BLOCK", "WARPS", "FIXED_SHARED_BYTES"]),
     ],
@@ -124,8 +124,9 @@ def _reports(tmp_path: Path) -> list[dict]:
 def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
     kernels = _reports(tmp_path)
     names = {entry["name"] for entry in kernels}
-    # 2 weight widths x up, down, down in a loop; the tiles of each mode x up and down; 4 plain kernels.
-    assert len([name for name in names if name.startswith("direct_")]) == 6
+    # 2 weight widths x up, down, down in a loop, and up in wide steps; the tiles of each mode x up and down; 4 plain
+    # kernels.
+    assert len([name for name in names if name.startswith("direct_")]) == 7
     tiles = sum(len(values) for values in grouped.TILE_TOKENS.values())
     assert len([name for name in names if name.startswith("grouped_gemm")]) == 2 * tiles
     assert {name.partition("<")[0] for name in names} == {
@@ -138,6 +139,7 @@ def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
     for entry in kernels:
         count = threads.get(entry["name"].partition("<")[0], 256)
         if entry["name"].startswith("direct_up"):
-            weight_bytes = int(entry["name"].partition("<")[2][0])
-            count = direct.UP_WARPS * 32 * direct.UP_BLOCKS[weight_bytes]
+            weight_bytes, pieces = (int(n) for n in entry["name"].partition("<")[2].rstrip(">").split(", "))
+            blocks = direct.UP_BLOCKS[weight_bytes] if pieces == 2 else direct.WIDE_UP_BLOCKS
+            count = direct.UP_WARPS * 32 * blocks
         grouped.HOPPER.check_registers(entry["name"], count, entry["registers"])

@@ -20,7 +20,12 @@ template <int kWeightBytes>
 std::string run_direct(const DirectArgs& args, const DirectLaunch& launch, uint64_t seed) {
   const std::string failure =
       emulation::launch(launch.up_grid, kDirectUpWarps * 32, static_cast<size_t>(launch.up_shared_bytes), seed,
-                        [&] { direct_up_kernel<kWeightBytes>(args); });
+                        [&] {
+                          if constexpr (kWeightBytes == 2) {
+                            if (launch.up_wide) return direct_up_kernel<kWeightBytes, kDirectWide>(args);
+                          }
+                          direct_up_kernel<kWeightBytes, kDirectNarrow>(args);
+                        });
   if (!failure.empty()) return failure;
   return emulation::launch(launch.down_grid, kDirectDownWarps * 32, static_cast<size_t>(launch.down_shared_bytes), seed,
                            [&] {
@@ -148,8 +153,9 @@ int64_t compiled_constant(const char* name) {
     const char* name;
     int64_t value;
   } constants[] = {
-      {"direct.up_blocks_1", kDirectUpBlocks<1>},
-      {"direct.up_blocks_2", kDirectUpBlocks<2>},
+      {"direct.up_blocks_1", kDirectUpBlocks<1, kDirectNarrow>},
+      {"direct.up_blocks_2", kDirectUpBlocks<2, kDirectNarrow>},
+      {"direct.WIDE_UP_BLOCKS", kDirectUpBlocks<2, kDirectWide>},
       {"direct.TOKENS", kDirectTokens},
       {"direct.PAIRS", kDirectPairs},
       {"direct.UP_WARPS", kDirectUpWarps},
