@@ -181,7 +181,6 @@ def test_a_count_with_a_decimal_point_is_refused_as_vllm_refuses_it(
         ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, 8192),
         ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2}}}, 16384),
         ({"rope_scaling": {"rope_type": "linear", "factor": None}}, 8192),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, 8192),
         ({"seq_length": 4096}, 4096),
         ({"model_max_length": 131072}, 131072),
         ({"max_position_embeddings": None, "max_context": 1024}, 1024),
