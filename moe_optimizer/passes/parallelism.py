@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from moe_optimizer.costs.weights import FP8_BLOCK, splits_over
+from moe_optimizer.costs.weights import splits_over
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
@@ -153,9 +153,10 @@ def _slices(model: ModelSpec, size: int) -> tuple[bool, str]:
     splits, why = splits_over(model, size, expert_parallel=False)
     if not splits:
         return False, why
-    width = model.moe_intermediate_size // size
-    if size > 1 and model.is_moe and model.quant_method == "fp8" and width % FP8_BLOCK:
-        return False, f"expert width {model.moe_intermediate_size} / {size} is not a whole number of FP8 blocks of 128"
+    block = model.weight_block[0] if model.weights_are_fp8 and model.weight_block is not None else 1
+    if size > 1 and model.is_moe and model.moe_intermediate_size // size % block:
+        width = f"expert width {model.moe_intermediate_size} / {size}"
+        return False, f"{width} is not a whole number of FP8 blocks of {block}"
     return True, ""
 
 

@@ -58,6 +58,12 @@ def test_whole_experts_where_a_slice_is_not_a_whole_fp8_block():
     assert "each of 4 GPUs holds 32 whole experts" in decision.reason
 
 
+@pytest.mark.parametrize(("block", "expert_parallel"), [(None, False), ((64, 64), False), ((128, 128), True)])
+def test_only_scales_per_block_ask_for_whole_blocks_in_whatever_files(block, expert_parallel):
+    stored = dataclasses.replace(qwen3_30b_a3b_fp8(), quant_method="compressed-tensors", weight_block=block)
+    assert split(decide(stored, gpus("h100_sxm", 4))) == (4, 1, expert_parallel)
+
+
 def test_deepseek_slices_divide_into_fp8_blocks():
     assert split(decide(deepseek_v3(), gpus("h200", 8))) == (8, 1, False)
 
