@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from moe_optimizer.errors import InputError, UnsupportedError
