@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.options import BuildOptions, takes
+from moe_optimizer.cli.termination import clean_termination
 from moe_optimizer.errors import ExitCode, UnsupportedError
 
 if TYPE_CHECKING:
@@ -65,13 +66,14 @@ def _build(script: Path) -> None:
         )
     sys.stderr.flush()
     # A process group of its own: on Ctrl-C the whole build is ended, compilers included.
-    process = subprocess.Popen(["bash", str(script)], stdout=2, start_new_session=True, env=_build_environment())
-    try:
-        code = process.wait()
-    except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-        raise
+    with clean_termination():
+        process = subprocess.Popen(["bash", str(script)], stdout=2, start_new_session=True, env=_build_environment())
+        try:
+            code = process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+            raise
     if code != 0:
         raise UnsupportedError(f"build.sh: ended with exit code {code}", hint="its last lines above say why")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.progress import ProgressLines
+from moe_optimizer.cli.termination import clean_termination
 from moe_optimizer.errors import printable
 from moe_optimizer.log import get_logger
 
@@ -39,7 +40,7 @@ def measure_if_needed(plan: Plan, seconds: float, progress: ProgressLines) -> bo
         tables="",
     )
     progress.line(f"measuring expert kernels for up to {seconds:g} s (once; --calibrate 0 leaves it out)")
-    with _Bar() as bar:
+    with clean_termination(), _Bar() as bar:
         why_not = calibrate(request, on_step=bar.step)
     if why_not:
         _LOGGER.warning("kernels are not measured: %s", why_not)

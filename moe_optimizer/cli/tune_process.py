@@ -14,6 +14,7 @@ from typing import Any
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.progress import ProgressLines
+from moe_optimizer.cli.termination import clean_termination
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
 
 _MODULE = "moe_optimizer.vllm_plugin.tuning.tune"
@@ -34,7 +35,11 @@ def run_tuning(request: Mapping[str, Any], progress: ProgressLines, *, log: Path
     """
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     read_end, write_end = os.pipe()
-    with tempfile.TemporaryDirectory(prefix="moe-optimizer-tune-") as folder, log.open("wb") as output:
+    with (
+        clean_termination(),
+        tempfile.TemporaryDirectory(prefix="moe-optimizer-tune-") as folder,
+        log.open("wb") as output,
+    ):
         path = Path(folder) / "request.json"
         path.write_text(json.dumps(request), encoding="utf-8")
         command = [sys.executable, "-m", _MODULE, str(path), str(write_end)]

@@ -137,17 +137,20 @@ def test_a_process_that_dies_leaves_its_last_words(tmp_path: Path) -> None:
     assert "goes on from what was measured" in str(error.value.hint)
 
 
-def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "raised"), [(2, KeyboardInterrupt), (15, SystemExit), (1, SystemExit)], ids=["INT", "TERM", "HUP"]
+)
+def test_a_signal_leaves_no_process(number: int, raised: type[BaseException], tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
 
     def interrupt() -> None:
         while not pid_file.exists() or not pid_file.read_text():
             time.sleep(0.02)
-        os.kill(os.getpid(), 2)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(raised):
         run_tuning({"pid_file": str(pid_file)}, ProgressLines(verbose=False), log=tmp_path / "log")
     thread.join()
     assert not Path(f"/proc/{json.loads(pid_file.read_text())}").exists()
