@@ -12,7 +12,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_optimizer.costs.weights import device_weight_bytes, kv_head_share, splits_over, weight_parts
+from moe_optimizer.costs.weights import (
+    device_weight_bytes,
+    experts_on_device,
+    kv_head_share,
+    splits_over,
+    weight_parts,
+)
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.specs.model import ModelSpec
 
@@ -34,6 +40,10 @@ _NON_TORCH_GROUP = round(0.55 * GIB)
 _GRAPH_PER_LAYER = 25 * MIB
 # Seen on one worker of vLLM 0.32's CPU build after its warm-up: 0.69 GiB resident besides weights and cache.
 _CPU_PROCESS = round(0.75 * GIB)
+# Read from the source of vLLM 0.26 to 0.33: steps whose load EPLB keeps unless told otherwise, and the replicas of one
+# expert that its tables have room for.
+_EPLB_WINDOW = 1000
+_EPLB_MOST_REPLICAS = 1024
 # Read from vLLM 0.32's sampler: logits once in the model's dtype (half), and in FP32 the logits, the
 # probabilities and the noise; half a copy more for the row buffers of its top-k kernel.
 _SAMPLER_LOGIT_COPIES = 4
@@ -65,6 +75,10 @@ class MemoryRequest:
     """Bits of one cache element."""
     expert_parallel: bool = False
     """Whole experts on each device instead of a slice of every expert."""
+    data_parallel_size: int = 1
+    """Copies of everything but the experts, which the devices of all copies share under expert parallelism."""
+    expert_copies: int | None = None
+    """Further replicas of experts in each layer, all devices together; None: vLLM's load balancer (EPLB) is off."""
     pipeline_stages: int = 1
     """Groups of `num_devices` that hold successive layers (pipeline parallel size)."""
     cuda_graphs: bool = True
@@ -130,14 +144,35 @@ def workspace_bytes(request: MemoryRequest) -> int:
     communication = _NON_TORCH_ONE if request.num_devices * request.pipeline_stages == 1 else _NON_TORCH_GROUP
     layers = math.ceil(request.model.num_layers * _stage_share(request))
     graphs = layers * _GRAPH_PER_LAYER if request.cuda_graphs else 0
-    return reserve + communication + graphs
+    return reserve + communication + graphs + _load_balancer_bytes(request)
+
+
+def _load_balancer_bytes(request: MemoryRequest) -> int:
+    """Return what vLLM's EPLB keeps on a device besides replicas: room for the experts of one layer, which it moves
+    through there, the load of its last steps, and where every replica is.
+    """
+    if request.expert_copies is None:
+        return 0
+    model, layers = request.model, request.model.num_moe_layers
+    slots = model.num_experts + request.expert_copies
+    parts = weight_parts(model, expert_bits=request.expert_bits, linear_bits=request.linear_bits)
+    held = experts_on_device(model, request.num_devices * request.data_parallel_size, request.expert_copies)
+    on_device = parts.experts * held / model.num_experts
+    window = _EPLB_WINDOW * layers * slots * 4
+    places = layers * model.num_experts * _EPLB_MOST_REPLICAS * 8
+    return math.ceil(on_device / layers) + window + places
 
 
 def _plan_for(request: MemoryRequest) -> MemoryPlan:
     model = request.model
     parts = weight_parts(model, expert_bits=request.expert_bits, linear_bits=request.linear_bits)
     weights = device_weight_bytes(
-        model, parts, num_devices=request.num_devices, expert_parallel=request.expert_parallel
+        model,
+        parts,
+        num_devices=request.num_devices,
+        expert_parallel=request.expert_parallel,
+        data_parallel_size=request.data_parallel_size,
+        expert_copies=request.expert_copies or 0,
     )
     # The first stage holds the embedding beside its layers, the last the head; each is counted on the fullest.
     vocabulary = parts.vocabulary / request.num_devices
@@ -200,15 +235,20 @@ def _dense_mlp_width(model: ModelSpec) -> float:
 
 def _ref(request: MemoryRequest) -> str:
     kind = "EP" if request.expert_parallel else "TP"
+    if request.expert_parallel and request.data_parallel_size > 1:
+        kind = f"EP: experts {request.num_devices * request.data_parallel_size} ways"
     stages = f" in each of {request.pipeline_stages} pipeline stages" if request.pipeline_stages > 1 else ""
     if request.device == "cpu":
         workspace = "0.75 GiB for the worker process"
     else:
         group = "0.13 GiB" if request.num_devices == 1 else "0.55 GiB"
         graphs = "25 MiB a layer of CUDA graphs" if request.cuda_graphs else "no CUDA graphs"
-        workspace = f"driver reserve 0.5 GiB, {group} outside the allocator, {graphs}"
+        balancer = "" if request.expert_copies is None else ", EPLB's tables and one layer's experts on their way"
+        workspace = f"driver reserve 0.5 GiB, {group} outside the allocator, {graphs}{balancer}"
+    copies = "" if request.expert_copies is None else f" with {request.expert_copies} replicas of experts in each layer"
     return (
-        f"modelled after vLLM's start-up accounting: weights split {request.num_devices} ways ({kind}){stages}; "
+        f"modelled after vLLM's start-up accounting: "
+        f"weights split {request.num_devices} ways ({kind}){stages}{copies}; "
         f"activations = max(forward at {request.max_num_batched_tokens} tokens, "
         f"sampling {request.max_num_seqs} x vocabulary in FP32 x {_SAMPLER_LOGIT_COPIES}); "
         f"workspace assumed: {workspace}"

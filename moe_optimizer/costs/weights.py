@@ -88,14 +88,24 @@ def weight_parts(
     )
 
 
-def device_weight_bytes(model: ModelSpec, parts: WeightParts, *, num_devices: int, expert_parallel: bool) -> int:
+def device_weight_bytes(
+    model: ModelSpec,
+    parts: WeightParts,
+    *,
+    num_devices: int,
+    expert_parallel: bool,
+    data_parallel_size: int = 1,
+    expert_copies: int = 0,
+) -> int:
     """Return the weight bytes of the fullest device when `num_devices` share one copy of the model.
 
-    Experts are split evenly by TP; with EP the fullest device holds ceil(E / n) of E experts.
+    Experts are split evenly by TP. With EP the devices of all data-parallel copies share them, and the fullest one
+    holds ceil((E + copies) / n) of E experts.
     """
     experts = parts.experts / num_devices
     if expert_parallel and model.num_experts:
-        experts = parts.experts * math.ceil(model.num_experts / num_devices) / model.num_experts
+        held = experts_on_device(model, num_devices * data_parallel_size, expert_copies)
+        experts = parts.experts * held / model.num_experts
     vocabulary = parts.vocabulary / num_devices
     if model.vocab_size and num_devices > 1:
         row_bytes = parts.vocabulary / model.vocab_size
@@ -103,6 +113,11 @@ def device_weight_bytes(model: ModelSpec, parts: WeightParts, *, num_devices: in
         vocabulary = row_bytes * padded_rows
     kv_projections = parts.kv_projections * kv_head_share(model, num_devices)
     return math.ceil(experts + parts.linears / num_devices + kv_projections + vocabulary + parts.replicated)
+
+
+def experts_on_device(model: ModelSpec, num_devices: int, expert_copies: int) -> int:
+    """Return how many whole experts of a layer the fullest of the devices that share them holds, replicas included."""
+    return math.ceil((model.num_experts + expert_copies) / num_devices)
 
 
 def kv_head_share(model: ModelSpec, num_devices: int) -> float:

@@ -93,10 +93,6 @@ class ExpertPlacement(OptimizationPass):
         warnings = () if placed is None else placed.warnings
         if replicas != asked:
             warnings += (f"redundant_experts is {replicas} instead of {asked}: every GPU gets as many experts",)
-        if replicas:
-            copies = replicas // _ranks(ctx) * len(ctx.model.moe_layers)
-            size = copies * ctx.model.expert_weight_bytes / (ctx.model.num_experts * len(ctx.model.moe_layers))
-            warnings += (f"the replicas take {size / 1e9:.1f} GB on each GPU, which the memory plan does not count",)
         if ctx.decided["flash_dmoe"].status is Status.ON:
             warnings += ("flash_dmoe does not run: vLLM's EPLB moves weights under the kernel",)
         return self.decision(

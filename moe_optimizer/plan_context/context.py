@@ -213,12 +213,15 @@ class PlanContext:
         )
 
     def memory_terms(self, kv_bits: int) -> dict[str, Any]:
-        """Return what a MemoryRequest takes from the decisions on parallelism, scheduler and graph capture."""
+        """Return what a MemoryRequest takes from decisions: parallelism, placement, scheduler and graph capture."""
         scheduler = self.decided["scheduler"].params
+        placement = self.decided.get("expert_placement")
         return {
             "num_devices": self.tensor_parallel_size,
             "pipeline_stages": self.pipeline_parallel_size,
             "expert_parallel": self.expert_parallel,
+            "data_parallel_size": self.data_parallel_size,
+            "expert_copies": placement and placement.params.get("num_redundant_experts"),
             "max_num_batched_tokens": scheduler["max_num_batched_tokens"],
             "max_num_seqs": scheduler["max_num_seqs"],
             "kv_bits": kv_bits,

@@ -218,3 +218,32 @@ def test_more_memory_never_leaves_fewer_tokens(qwen3_30b_a3b, changes, extra):
     less_plan, more_plan = (plan_memory(request_for(qwen3_30b_a3b, **each)) for each in (changes, more))
     assert more_plan.kv_tokens >= less_plan.kv_tokens
     assert more_plan.fits or not less_plan.fits
+
+
+def test_replicas_of_experts_are_weights(qwen3_30b_a3b):
+    shape = {"num_devices": 8, "expert_parallel": True}
+    without = plan_memory(request_for(qwen3_30b_a3b, **shape))
+    copied = plan_memory(request_for(qwen3_30b_a3b, **shape, expert_copies=16))
+    # Two more of 128 experts on each of eight devices.
+    assert copied.weight_bytes - without.weight_bytes == pytest.approx(
+        2 / 128 * qwen3_30b_a3b.expert_weight_bytes, rel=1e-6
+    )
+    assert "16 replicas of experts in each layer" in copied.ref
+
+
+def test_the_load_balancer_takes_room_without_replicas_too(qwen3_30b_a3b):
+    shape = {"num_devices": 8, "expert_parallel": True}
+    off, on = (workspace_bytes(request_for(qwen3_30b_a3b, **shape, expert_copies=copies)) for copies in (None, 0))
+    one_layer = qwen3_30b_a3b.expert_weight_bytes / 48 / 8
+    tables = 48 * 128 * (1000 * 4 + 1024 * 8)
+    assert on - off == pytest.approx(one_layer + tables, rel=1e-6)
+
+
+def test_devices_of_all_copies_share_the_experts(qwen3_30b_a3b):
+    shape = {"num_devices": 2, "expert_parallel": True}
+    alone = plan_memory(request_for(qwen3_30b_a3b, **shape))
+    copies = plan_memory(request_for(qwen3_30b_a3b, **shape, data_parallel_size=4))
+    # 16 of 128 experts instead of 64.
+    assert alone.weight_bytes - copies.weight_bytes == pytest.approx(
+        48 / 128 * qwen3_30b_a3b.expert_weight_bytes, rel=1e-6
+    )

@@ -160,9 +160,6 @@ def test_redundant_experts_are_replicas_under_the_load_balancer():
     decision = on_gpus(placement_load(model), section={"redundant_experts": 16}, flash_dmoe=False)
     assert json.loads(decision.vllm_args[2]) == {"num_redundant_experts": 16}
     assert decision.value == "EPLB, 16 replicas"
-    # Two more of 128 experts on each GPU, in bytes of the whole model's experts.
-    taken = f"{2 / 128 * model.expert_weight_bytes / 1e9:.1f} GB"
-    assert any(taken in warning for warning in decision.warnings), decision.warnings
     without = on_gpus(placement_load(model), wishes=ON, flash_dmoe=False)
     assert decision.gain is not None
     assert without.gain is not None
