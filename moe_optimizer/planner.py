@@ -114,13 +114,24 @@ def _gpus(request: PlanRequest, device: str) -> tuple[int, tuple[str, ...]]:
         raise InputError(f"--gpus {asked}: does not divide by --nodes {nodes}; every machine has as many GPUs")
     count = available if asked is None else asked // nodes
     if count > available:
-        warnings += (f"--gpus {asked}: only {available * nodes} there; planning for {available * nodes}",)
+        warnings += (_fewer_gpus(request, available * nodes),)
         count = available
     if most is not None and count > most:
         if asked is not None:
             warnings += (f"--gpus {asked}: profile {request.profile.name} uses at most {most}; planning for {most}",)
         count = most
     return count, warnings
+
+
+def _fewer_gpus(request: PlanRequest, there: int) -> str:
+    asked, gpu = request.num_gpus, request.hardware.gpu
+    assert asked is not None, "nothing was asked for"
+    assert gpu is not None, "counted on a machine without GPUs"
+    warning = f"--gpus {asked}: only {there} there; planning for {there}"
+    if request.hardware.origin != "named" or asked <= gpu.max_gpus_per_node:
+        return warning
+    machines = -(-asked // gpu.max_gpus_per_node)
+    return f"{warning} (several machines: moe-optimizer plan --gpus {asked} --nodes {machines})"
 
 
 def _context(

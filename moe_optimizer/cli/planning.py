@@ -173,26 +173,21 @@ def refuse_unmet_wishes(plan: Plan, profile: Profile, wishes: Mapping[str, WishW
 def read_hardware(named: Setting, num_gpus: int | None, nodes: int = 1) -> HardwareSpec:
     """Return the named machine, or this one when none is; `num_gpus` counts those of all machines.
 
+    A named machine has at most as many GPUs as there are made with: what is asked beyond is the planner's to refuse.
+
     Raises:
-        InputError: no hardware of that name, or one machine of it does not have so many GPUs.
+        InputError: no hardware of that name, or GPUs are asked of one without.
     """
     from moe_optimizer.inspection import load_hardware, probe_hardware
 
-    name = named.value
-    if name is None:
+    if named.value is None:
         return probe_hardware()
     each = None if num_gpus is None else -(-num_gpus // nodes)
     with _named_by(named):
-        hardware = load_hardware(name, each)
-    if hardware.gpu is not None and each is not None and each > hardware.gpu.max_gpus_per_node:
-        most = hardware.gpu.max_gpus_per_node
-        raise InputError(
-            f"--gpus {num_gpus}: a machine with {name} has at most {most}, expected at most {most * nodes} GPUs",
-            hint=f"for several machines: moe-optimizer plan --gpus {num_gpus} --nodes {-(-num_gpus // most)}"
-            if num_gpus is not None
-            else None,
-        )
-    return hardware
+        hardware = load_hardware(named.value, each)
+    if hardware.gpu is None:
+        return hardware
+    return dataclasses.replace(hardware, num_gpus=min(hardware.num_gpus, hardware.gpu.max_gpus_per_node))
 
 
 def show_plan(plan: Plan, *, as_json: bool, explain: bool = False) -> None:
