@@ -198,6 +198,8 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             expert_map,
             None if weights is None else weights.w13_scale,
             None if weights is None else weights.w2_scale,
+            None if weights is None else weights.w13_mask,
+            None if weights is None else weights.w2_mask,
             self.w1_bias,
             self.w2_bias,
             PLAIN if weights is None else weights.format,

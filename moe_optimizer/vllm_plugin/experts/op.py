@@ -15,8 +15,8 @@ from moe_optimizer.vllm_plugin.proof import LayerProof
 
 _SCHEMA = (
     "run_experts(Tensor(a!) out, Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
-    "Tensor? expert_map, Tensor? w13_scale, Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, "
-    "str weight_format) -> ()"
+    "Tensor? expert_map, Tensor? w13_scale, Tensor? w2_scale, Tensor? w13_mask, Tensor? w2_mask, "
+    "Tensor? w13_bias, Tensor? w2_bias, str weight_format) -> ()"
 )
 # Its own namespace: the ops package registers the kernels in another, and a name can be defined only once.
 _library = torch.library.Library("moe_optimizer_vllm", "DEF")
@@ -33,11 +33,21 @@ def _run_experts(  # noqa: PLR0917 - the op's schema
     expert_map: torch.Tensor | None,
     w13_scale: torch.Tensor | None,
     w2_scale: torch.Tensor | None,
+    w13_mask: torch.Tensor | None,
+    w2_mask: torch.Tensor | None,
     w13_bias: torch.Tensor | None,
     w2_bias: torch.Tensor | None,
     format_name: str,
 ) -> None:
-    weights = KernelWeights(format=format_name, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+    weights = KernelWeights(
+        format=format_name,
+        w13=w13,
+        w2=w2,
+        w13_scale=w13_scale,
+        w2_scale=w2_scale,
+        w13_mask=w13_mask,
+        w2_mask=w2_mask,
+    )
     call = ExpertsCall(
         out=out,
         x=x,

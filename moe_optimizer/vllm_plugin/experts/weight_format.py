@@ -41,8 +41,11 @@ class KernelWeights:
     w2: torch.Tensor
     """Takes the place of the layer's w2_weight; plain: [E, H, I]."""
     w13_scale: torch.Tensor | None = None
-    """What goes with w13: the scales of fp8, the mask of sparse_24."""
+    """Of fp8: float32, as `ops.fused_experts` takes it."""
     w2_scale: torch.Tensor | None = None
+    w13_mask: torch.Tensor | None = None
+    """Of sparse_24: a bit for each weight that w13 still has, as `ops.sparse_experts` takes it."""
+    w2_mask: torch.Tensor | None = None
     output_error: float | None = None
     """By what share the planned format changes the layer's output; None: not measured."""
     why_plain: str = ""
@@ -51,7 +54,7 @@ class KernelWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of weights, scales and masks."""
-        tensors = (self.w13, self.w2, self.w13_scale, self.w2_scale)
+        tensors = (self.w13, self.w2, self.w13_scale, self.w2_scale, self.w13_mask, self.w2_mask)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 

@@ -88,7 +88,7 @@ def _pruned(layer_name: str, w13: torch.Tensor, w2: torch.Tensor, norms_path: st
 
     x_norms, h_norms = (None, None) if norms_path is None else _norms(norms_path, layer_name)
     gate_up, down = prune_24(w13, x_norms), prune_24(w2, h_norms)
-    return KernelWeights(format=FORMAT, w13=gate_up.values, w2=down.values, w13_scale=gate_up.mask, w2_scale=down.mask)
+    return KernelWeights(format=FORMAT, w13=gate_up.values, w2=down.values, w13_mask=gate_up.mask, w2_mask=down.mask)
 
 
 def _norms(path: str, layer_name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,6 +104,6 @@ def _norms(path: str, layer_name: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _stored(weights: KernelWeights) -> tuple[SparseWeight, SparseWeight]:
     from moe_optimizer.ops.sparse_24 import SparseWeight
 
-    assert weights.w13_scale is not None, weights.format
-    assert weights.w2_scale is not None, weights.format
-    return SparseWeight(weights.w13, weights.w13_scale), SparseWeight(weights.w2, weights.w2_scale)
+    assert weights.w13_mask is not None, weights.format
+    assert weights.w2_mask is not None, weights.format
+    return SparseWeight(weights.w13, weights.w13_mask), SparseWeight(weights.w2, weights.w2_mask)

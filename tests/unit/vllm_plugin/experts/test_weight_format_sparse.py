@@ -68,10 +68,10 @@ def test_measured_norms_choose_with_the_magnitude(activate: Activate, tmp_path: 
     activate(str(path))
     w13, w2 = layer()
     converted = SparseWeights().convert(NAME, w13, w2)
-    assert converted.w13_scale is not None
-    assert torch.equal(expand_24(SparseWeight(converted.w13, converted.w13_scale)), expand_24(prune_24(w13, x)))
-    assert converted.w2_scale is not None
-    assert torch.equal(expand_24(SparseWeight(converted.w2, converted.w2_scale)), expand_24(prune_24(w2, h)))
+    assert converted.w13_mask is not None
+    assert torch.equal(expand_24(SparseWeight(converted.w13, converted.w13_mask)), expand_24(prune_24(w13, x)))
+    assert converted.w2_mask is not None
+    assert torch.equal(expand_24(SparseWeight(converted.w2, converted.w2_mask)), expand_24(prune_24(w2, h)))
     assert not torch.equal(converted.w13, prune_24(w13).values)
 
 
