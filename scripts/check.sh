@@ -19,8 +19,9 @@ step ruff format --check .
 step pyright --level error
 step lint-imports
 [ "$what" = lint ] && exit 0
-# Two workers suit the two cores of a small CI machine. The tests that start vLLM run after the others and one
-# at a time: each server takes both cores, and its start-up would time the other tests out.
-step pytest -q -n "${PYTEST_WORKERS:-2}" -m "not vllm"
+# Two workers suit the two cores of a small CI machine. The tests that start vLLM run after the others, whose time
+# limits the servers' start-up would break; files that ask the same servers stay together (tests/conftest.py).
+workers=(-n "${PYTEST_WORKERS:-2}")
+step pytest -q "${workers[@]}" -m "not vllm"
 [ "$what" = quick ] && exit 0
-step pytest -q -m vllm
+step pytest -q "${workers[@]}" --dist loadfile -m vllm
