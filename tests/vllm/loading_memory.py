@@ -1,6 +1,7 @@
 """Loads a model as a vLLM worker does and prints what that costs in memory. Run in a process of its own:
 
-python loading_memory.py MODEL_FOLDER PORT   ->   {"peak_bytes", "end_bytes", "expert_bytes"} as the last line
+python loading_memory.py MODEL_FOLDER PORT [LOAD_FORMAT]   ->   as the last line
+{"peak_bytes", "end_bytes", "expert_bytes", "types": the type of each part's weights}
 """
 
 from __future__ import annotations
@@ -52,12 +53,17 @@ class Peak:
             thread.join()
 
 
-def main(model: str, port: str) -> None:
+def main(model: str, port: str, load_format: str = "auto") -> None:
     load_general_plugins()
     # As vLLM's CPU worker does: there is no accelerator whose cache could be emptied.
     torch.accelerator.empty_cache = lambda: None
     arguments = EngineArgs(
-        model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, dtype="bfloat16"
+        model=model,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=128,
+        dtype="bfloat16",
+        load_format=load_format,
     )
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
@@ -71,9 +77,13 @@ def main(model: str, port: str) -> None:
             "peak_bytes": peak.bytes - before,
             "end_bytes": anonymous_bytes() - before,
             "expert_bytes": sum(tensor.untyped_storage().nbytes() for tensor in experts),
+            "types": {
+                ".".join(name.split(".")[3:] or [name]): str(tensor.dtype).removeprefix("torch.")
+                for name, tensor in loaded.named_parameters()
+            },
         }
     print(f"\n{json.dumps(measured)}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

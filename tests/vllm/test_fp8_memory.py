@@ -1,4 +1,4 @@
-"""What FP8 experts save, measured from outside the code that saves it: the memory of a process that loads a model."""
+"""What FP8 and pruned experts save, measured from outside the code that saves it: the memory of a loading process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.plan.decision import Wish
+from moe_optimizer.passes.registry import resolve_wishes
 from tests.vllm.conftest import TINY_MOE, free_port, plan_here
 
 pytestmark = pytest.mark.vllm
@@ -55,37 +55,58 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loaded(model: Path, run_dir: Path, *, fp8: bool) -> dict[str, int]:
-    """Load the model under a plan and return what it cost."""
-    wish = Wish.ON if fp8 else Wish.OFF
-    plan = plan_here(model=model, batch_size=1, max_model_len=128, wishes={"fp8": (wish, "test")})
+def loaded(model: Path, run_dir: Path, *enabled: str, load_format: str = "auto") -> dict[str, Any]:
+    """Load the model under a plan and return what it cost, and the type of each part's weights."""
+    plan = plan_here(model=model, batch_size=1, max_model_len=128, wishes=resolve_wishes(enabled, ()))
     run_dir.mkdir()
     (run_dir / "plan.json").write_text(plan.to_json())
     environment = {**os.environ, "MOE_OPTIMIZER_PLAN": str(run_dir / "plan.json"), "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [sys.executable, str(SCRIPT), str(model), str(free_port())]
+    command = [sys.executable, str(SCRIPT), str(model), str(free_port()), load_format]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
-def memory(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+def memory(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs")
-    return {name: loaded(model, folder / name, fp8=name == "fp8") for name in ("bf16", "fp8")}
+    return {
+        "bf16": loaded(model, folder / "bf16"),
+        "fp8": loaded(model, folder / "fp8", "fp8"),
+        "made up": loaded(model, folder / "made_up", "fp8", load_format="dummy"),
+        "sparse": loaded(model, folder / "sparse", "sparsity"),
+    }
 
 
-def test_the_expert_weights_halve(memory: dict[str, dict[str, int]]) -> None:
+def test_the_expert_weights_halve(memory: dict[str, dict[str, Any]]) -> None:
     assert memory["bf16"]["expert_bytes"] == BF16_BYTES
     assert memory["fp8"]["expert_bytes"] == BF16_BYTES // 2
 
 
-def test_the_process_is_smaller_by_half_of_the_experts(memory: dict[str, dict[str, int]]) -> None:
+def test_the_process_is_smaller_by_half_of_the_experts(memory: dict[str, dict[str, Any]]) -> None:
     # Half of the experts, less some 25 MB that converting costs for good: code, threads, scratch.
     saved = memory["bf16"]["end_bytes"] - memory["fp8"]["end_bytes"]
     assert saved > 0.5 * BF16_BYTES - 50e6, memory
 
 
-def test_the_experts_are_never_all_there_in_bf16(memory: dict[str, dict[str, int]]) -> None:
+def test_pruned_the_process_is_smaller_by_seven_sixteenths_of_the_experts(memory: dict[str, dict[str, Any]]) -> None:
+    saved = memory["bf16"]["end_bytes"] - memory["sparse"]["end_bytes"]
+    assert saved > 7 / 16 * BF16_BYTES - 50e6, memory
+
+
+def test_the_experts_are_never_all_there_in_bf16(memory: dict[str, dict[str, Any]]) -> None:
     # With the conversion after the last layer is loaded, the peak is all of BF16 and a layer more.
     assert memory["bf16"]["peak_bytes"] > BF16_BYTES, memory
     assert memory["fp8"]["peak_bytes"] < 0.9 * BF16_BYTES, memory
+    assert memory["made up"]["peak_bytes"] < 0.9 * BF16_BYTES, memory
+    assert memory["sparse"]["peak_bytes"] < 0.95 * BF16_BYTES, memory
+
+
+def test_only_the_experts_are_in_fp8(memory: dict[str, dict[str, Any]]) -> None:
+    types = memory["fp8"]["types"]
+    in_fp8 = {part for part, dtype in types.items() if dtype == "float8_e4m3fn"}
+    assert in_fp8 == {part for part in types if part.endswith(("w13_weight", "w2_weight"))} != set()
+    # Router, embedding (here also the head), attention and norms.
+    assert types["mlp.gate.weight"] == types["model.embed_tokens.weight"] == "bfloat16"
+    assert {types[part] for part in types.keys() - in_fp8} == {"bfloat16"}
+    assert set(memory["bf16"]["types"].values()) == {"bfloat16"}
