@@ -1,8 +1,8 @@
 """How long placing experts takes and how even the result is: our solver beside vLLM's default EPLB policy.
 
-Both sides run in one process, interleaved, on the same loads: `anew` without an earlier placement, `moved` after the
-load has changed, with the earlier placement as vLLM's EPLB gives it each time. Times are of the process's CPU, so that
-other work on the machine disturbs them less; neither side uses threads.
+Both sides run in one process on one core, in pairs, on the same loads: `anew` without an earlier placement, `moved`
+after the load has changed, with the earlier placement as vLLM's EPLB gives it each time. Times are CPU times of the
+process, so that other work on the machine disturbs them less; neither side uses threads.
 
 Run it:  python benchmarks/bench_placement.py --write
 """
@@ -63,6 +63,8 @@ SIZES = (
 )
 GROWTH = tuple(Size(experts, 96, experts // 2, experts * 3 // 2) for experts in (64, 128, 256, 512, 1024))
 """The same layers, two experts and one more replica for each rank: only E changes."""
+CHANGE = 0.2
+"""Standard deviation of the logarithm by which loads change."""
 LOADS: dict[str, Callable[[np.random.Generator, Size], np.ndarray]] = {
     "zipf": lambda rng, size: np.stack(
         [rng.permutation(1e6 / np.arange(1, size.experts + 1)) for _ in range(size.layers)]
@@ -74,24 +76,30 @@ LOADS: dict[str, Callable[[np.random.Generator, Size], np.ndarray]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print tables, and with --write store the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=7, help="calls per side and case (default: 7)")
+    parser.add_argument("--samples", type=int, default=15, help="pairs of calls per case (default: 15)")
     parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
 
     load_before = os.getloadavg()[0]
+    core = max(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {core})
     cases = [measure(size, name, options.samples) for size in SIZES for name in LOADS]
     growth = [measure_growth(size, options.samples) for size in GROWTH]
     for case in cases:
         anew, moved = case["anew"], case["moved"]
         print(
             f"{case['size']:<42} {case['load']:<10} "
-            f"anew {anew['ours_ms']['median']:6.2f} ms 1/{anew['ratio']:4.1f} "
+            f"anew {anew['ours_ms']['median']:6.2f} ms {in_words(anew)} "
             f"imbalance {anew['ours_imbalance']:.4f} {anew['theirs_imbalance']:.4f}  "
-            f"moved {moved['ours_ms']['median']:6.2f} ms 1/{moved['ratio']:4.1f} "
+            f"moved {moved['ours_ms']['median']:6.2f} ms {in_words(moved)} "
             f"moves {moved['ours_moves']} {moved['theirs_moves']}"
         )
     for case in growth:
-        print(f"E {case['experts']:>5}: {case['ms']['median']:7.2f} ms, {case['ns_per_layer_e_log_e']:5.1f} ns a unit")
+        units = ", ".join(
+            f"{name} {case[name]['ms']['median']:7.2f} ms, {case[name]['ns_per_layer_e_log_e']:5.1f} ns a unit"
+            for name in ("anew", "moved")
+        )
+        print(f"E {case['experts']:>5}: {units}")
     if options.write:
         record = make_record(cases, growth, load_before=load_before)
         write_record(record, cpu_slug(record["environment"]["cpu"]), "placement")
@@ -102,7 +110,7 @@ def measure(size: Size, load_name: str, samples: int) -> dict[str, Any]:
     """Return times, balance and moves of both sides for one size and kind of load."""
     rng = np.random.default_rng(0)
     load = LOADS[load_name](rng, size)
-    changed = load * rng.lognormal(0, 0.2, load.shape)
+    changed = load * rng.lognormal(0, CHANGE, load.shape)
     sides = {"ours": place_experts_at(size), "theirs": default_placement_at(size)}
     first = {name: place(load, None) for name, place in sides.items()}
     return {
@@ -160,29 +168,42 @@ def _compared(size: Size, load: np.ndarray, sides: dict[str, Side], samples: int
             start = time.process_time()
             placed[name] = side.place(load, side.previous)
             times[name].append((time.process_time() - start) * 1e3)
-    result: dict[str, Any] = {"ratio": statistics.median(times["theirs"]) / statistics.median(times["ours"])}
+    ratios = [theirs / ours for ours, theirs in zip(times["ours"], times["theirs"], strict=True)]
+    result: dict[str, Any] = {"ratio": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
     for name, each in times.items():
-        result[f"{name}_ms"] = {"median": statistics.median(each), "min": min(each), "samples": each}
+        result[f"{name}_ms"] = spread(each)
         result[f"{name}_imbalance"] = imbalance(load, placed[name], size.ranks)
         result[f"{name}_moves"] = moves(sides[name].first, placed[name], size.ranks)
     return result
 
 
+def in_words(compared: dict[str, Any]) -> str:
+    """Return the ratio of a pair's times as "1/12.3 (11.0 to 12.9)"."""
+    return f"1/{compared['ratio']:.1f} ({compared['lowest']:.1f} to {compared['highest']:.1f})"
+
+
+def spread(times_ms: list[float]) -> dict[str, Any]:
+    """Return samples with their median and minimum."""
+    return {"median": statistics.median(times_ms), "min": min(times_ms), "samples": times_ms}
+
+
 def measure_growth(size: Size, samples: int) -> dict[str, Any]:
-    """Return our time for one size, and the time for each unit of layers * E log E."""
-    load = LOADS["log-normal"](np.random.default_rng(0), size)
-    times = []
-    for _ in range(samples + 1):
-        start = time.process_time()
-        place_experts(load, size.ranks, size.replicas)
-        times.append((time.process_time() - start) * 1e3)
-    median = statistics.median(times[1:])
-    return {
-        "experts": size.experts,
-        "size": str(size),
-        "ms": {"median": median, "min": min(times[1:]), "samples": times[1:]},
-        "ns_per_layer_e_log_e": median * 1e6 / size.work,
-    }
+    """Return our times for one size, and the time for each unit of layers * E log E."""
+    rng = np.random.default_rng(0)
+    load = LOADS["log-normal"](rng, size)
+    changed = load * rng.lognormal(0, CHANGE, load.shape)
+    place = place_experts_at(size)
+    first = place(load, None)
+    result: dict[str, Any] = {"experts": size.experts, "size": str(size)}
+    for name, given, previous in (("anew", load, None), ("moved", changed, first)):
+        times = []
+        for _ in range(samples):
+            start = time.process_time()
+            place(given, previous)
+            times.append((time.process_time() - start) * 1e3)
+        each = spread(times)
+        result[name] = {"ms": each, "ns_per_layer_e_log_e": each["median"] * 1e6 / size.work}
+    return result
 
 
 def make_record(cases: list[dict[str, Any]], growth: list[dict[str, Any]], *, load_before: float) -> dict[str, Any]:
@@ -206,8 +227,8 @@ def make_record(cases: list[dict[str, Any]], growth: list[dict[str, Any]], *, lo
             "torch": str(torch.__version__),
             "vllm": vllm.version if vllm else None,
         },
-        "clock": "CPU time of the process",
-        "workload": "loads from numpy's default_rng(0); changed: times log-normal(0, 0.2)",
+        "clock": "CPU time of the process, pinned to one core; ratios are of the two calls of a pair",
+        "workload": f"loads from numpy's default_rng(0); changed: times log-normal(0, {CHANGE})",
         "results": {"cases": cases, "growth": growth},
     }
 
