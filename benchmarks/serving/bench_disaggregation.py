@@ -1,0 +1,266 @@
+"""What disaggregation does to the time between two tokens while others send long prompts.
+
+One server, and prefill and decode servers behind a router, both as planned for this machine, with the bundled model.
+An answer is streamed while a long prompt arrives at even intervals; the same once more without long prompts. The two
+sides are asked in turn, never at once, and which of them is first changes in every round; whoever is not asked is idle.
+A sample is the time between two tokens of the streamed answer, and the time that a long prompt waits for its first one.
+
+On few cores this shows the cost, not the use: both servers share the cores that the one server has to itself.
+
+Run it on a quiet machine:  python benchmarks/serving/bench_disaggregation.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import platform
+import random
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, write_record  # noqa: E402
+from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
+from moe_optimizer.plan.decision import Wish  # noqa: E402
+from moe_optimizer.plan.plan import Plan  # noqa: E402
+from moe_optimizer.planner import PlanRequest, make_plan  # noqa: E402
+from moe_optimizer.profiles import load_profile  # noqa: E402
+from moe_optimizer.specs.software import SoftwareSpec  # noqa: E402
+from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running  # noqa: E402
+
+TINY_MOE = ROOT / "examples" / "tiny-moe"
+PASS = "disaggregation"
+MODEL_LEN = 2048
+SHORT, LONG = 16, 1500
+"""Tokens of the prompts."""
+READY_TIMEOUT_S = 600.0
+QUANTILES = (0.5, 0.9, 0.99)
+SIDES = ("one server", "prefill and decode")
+SEED = 20261120
+
+
+@dataclass
+class Seen:
+    """Seconds, a list for each round."""
+
+    between_tokens: dict[str, list[list[float]]] = field(default_factory=lambda: {"quiet": [], "long prompts": []})
+    first_token: list[list[float]] = field(default_factory=list)
+    """Of the long prompts."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a table, and with --write store the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12, help="rounds (default: 12)")
+    parser.add_argument("--tokens", type=int, default=160, help="tokens of a streamed answer (default: 160)")
+    parser.add_argument("--interval", type=float, default=0.25, help="seconds between long prompts (default: 0.25)")
+    parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
+    options = parser.parse_args(arguments)
+
+    load_before = os.getloadavg()[0]
+    one, group = plan_of(split=False), plan_of(split=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running(one, run_dir=Path(folder) / "one", ready_timeout_s=READY_TIMEOUT_S) as single,
+        running(
+            group, run_dir=Path(folder) / "group", require=frozenset({PASS}), ready_timeout_s=READY_TIMEOUT_S
+        ) as divided,
+    ):
+        seen = measure(dict(zip(SIDES, (single, divided), strict=True)), options)
+        (row,) = [row for row in divided.rows if row.pass_name == PASS]
+    record = make_record(seen, options, plans=(one, group), ran=row.ran, load_before=load_before)
+    show(record["results"])
+    if options.write:
+        write_record(record, cpu_slug(record["environment"]["cpu"]), PASS)
+    return 0
+
+
+def plan_of(*, split: bool) -> Plan:
+    """Return the balanced profile's plan for the bundled model on this machine, on ports that are free."""
+    return make_plan(
+        PlanRequest(
+            model=ModelInspector().inspect(TINY_MOE),
+            hardware=probe_hardware(),
+            software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
+            profile=load_profile("balanced"),
+            wishes={PASS: (Wish.ON if split else Wish.OFF, "benchmark")},
+            dtype="bfloat16",
+            port=four_free_ports(),
+            max_model_len=MODEL_LEN,
+            batch_size=8,
+            vllm_args=("--enforce-eager", "--no-enable-prefix-caching"),
+        )
+    )
+
+
+def four_free_ports() -> int:
+    """Return the first of four ports in a row that nobody listens on: a group takes as many."""
+    # Below the range from which the kernel takes ports for outgoing connections.
+    for first in random.Random(os.getpid()).sample(range(20_000, 32_000), 100):
+        probes = [socket.socket() for _ in range(4)]
+        try:
+            if all(probe.connect_ex(("127.0.0.1", first + i)) for i, probe in enumerate(probes)):
+                return first
+        finally:
+            for probe in probes:
+                probe.close()
+    raise RuntimeError("no four free ports in a row")
+
+
+def measure(servers: dict[str, ServerInfo], options: argparse.Namespace) -> dict[str, Seen]:
+    """Return what was seen of each side, after one uncounted round."""
+    rng = random.Random(SEED)
+    seen = {side: Seen() for side in servers}
+    for round_idx in range(-1, options.rounds):
+        for side in SIDES if round_idx % 2 else SIDES[::-1]:
+            counted = seen[side] if round_idx >= 0 else Seen()
+            ask_once(servers[side], counted, options, rng)
+    return seen
+
+
+def ask_once(server: ServerInfo, seen: Seen, options: argparse.Namespace, rng: random.Random) -> None:
+    """Stream one answer alone, and one while long prompts arrive."""
+    seen.between_tokens["quiet"].append(steps_of(arrivals(server, prompt_of(SHORT, rng), options.tokens)))
+    done, waits = threading.Event(), []
+    # Made before: it takes time that belongs to nobody.
+    prompts = [prompt_of(LONG, rng) for _ in range(1000)]
+
+    def interfere() -> None:
+        for prompt in prompts:
+            if done.wait(options.interval):
+                return
+            sent = time.perf_counter()
+            waits.append(next(arrivals(server, prompt, 1))[0] - sent)
+
+    other = threading.Thread(target=interfere)
+    other.start()
+    try:
+        seen.between_tokens["long prompts"].append(steps_of(arrivals(server, prompt_of(SHORT, rng), options.tokens)))
+    finally:
+        done.set()
+        other.join()
+    seen.first_token.append(waits)
+
+
+def prompt_of(length: int, rng: random.Random) -> list[int]:
+    """Return token ids that no other prompt begins with."""
+    return rng.choices(range(20, 800), k=length)
+
+
+def arrivals(server: ServerInfo, prompt: list[int], tokens: int) -> Iterator[tuple[float, int]]:
+    """Yield when so many tokens had arrived, each time that more had."""
+    body = {
+        "model": server.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }  # fmt: skip
+    request = urllib.request.Request(
+        f"{server.base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    had = 0
+    with urllib.request.urlopen(request, timeout=300) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                has = json.loads(line[6:])["usage"]["completion_tokens"]
+                if has > had:
+                    had = has
+                    yield time.perf_counter(), has
+    if had != tokens:
+        raise RuntimeError(f"got {had} tokens, expected {tokens}")
+
+
+def steps_of(seen: Iterator[tuple[float, int]]) -> list[float]:
+    """Return the seconds from one token to the next; of several that come together the first has waited for all."""
+    steps = []
+    for (before, had), (after, has) in itertools.pairwise(seen):
+        steps += [after - before] + [0.0] * (has - had - 1)
+    return steps
+
+
+def results_of(seen: dict[str, Seen]) -> dict[str, Any]:
+    """Return quantiles over all rounds and every sample, in milliseconds, by side."""
+    results: dict[str, Any] = {}
+    for side, each in seen.items():
+        results[side] = {
+            "between_tokens_ms": {
+                when: quantiles(rounds) | {"samples": in_ms(rounds)} for when, rounds in each.between_tokens.items()
+            },
+            "first_token_of_long_prompts_ms": quantiles(each.first_token) | {"samples": in_ms(each.first_token)},
+        }
+    return results
+
+
+def quantiles(rounds: list[list[float]]) -> dict[str, Any]:
+    """Return quantiles and the maximum in milliseconds; of each round's median the smallest and largest too."""
+    together = sorted(1e3 * seconds for each in rounds for seconds in each)
+    medians = [1e3 * statistics.median(each) for each in rounds if each]
+    picked = {f"p{round(100 * share)}": together[min(len(together) - 1, int(share * len(together)))]
+              for share in QUANTILES}  # fmt: skip
+    return picked | {"max": together[-1], "round_medians": [min(medians), max(medians)]}
+
+
+def in_ms(rounds: list[list[float]]) -> list[list[float]]:
+    """Return samples in milliseconds, rounded to a microsecond."""
+    return [[round(1e3 * seconds, 3) for seconds in each] for each in rounds]
+
+
+def show(results: dict[str, Any]) -> None:
+    """Print a table."""
+    for side, result in results.items():
+        for when, row in result["between_tokens_ms"].items():
+            print(f"{side:<19} {when:<13} between tokens  {in_words(row)}")
+        print(f"{side:<19} {'long prompts':<13} their first     {in_words(result['first_token_of_long_prompts_ms'])}")
+
+
+def in_words(row: dict[str, Any]) -> str:
+    """Return quantiles as text."""
+    return ", ".join(f"{name} {row[name]:8.2f} ms" for name in ("p50", "p90", "p99", "max"))
+
+
+def make_record(
+    seen: dict[str, Seen], options: argparse.Namespace, *, plans: tuple[Plan, Plan], ran: str, load_before: float
+) -> dict[str, Any]:
+    """Return the record: what was run, where, every sample."""
+    vllm = find_vllm()
+    return {
+        "what": "time between the tokens of an answer while long prompts arrive: one server against prefill and decode",
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "command": ["python", "benchmarks/serving/bench_disaggregation.py", *sys.argv[1:]],
+        **checkout(),
+        "environment": {
+            "cpu": cpu_name(),
+            "cores": len(os.sched_getaffinity(0)),
+            "load_average_before": load_before,
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "vllm": vllm.version if vllm else None,
+        },
+        "workload": {
+            "model": "examples/tiny-moe, bfloat16, eager",
+            "answer": {"prompt": SHORT, "tokens": options.tokens},
+            "long_prompts": {"prompt": LONG, "tokens": 1, "interval_s": options.interval},
+            "rounds": options.rounds,
+            "seed": SEED,
+        },
+        "plans": dict(zip(SIDES, (plan.digest for plan in plans), strict=True)),
+        "proof": {PASS: ran},
+        "results": results_of(seen),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
