@@ -26,6 +26,7 @@ from moe_optimizer.inspection.layer_rules import (
 )
 from moe_optimizer.inspection.recurrent import KimiDeltaAttention
 from moe_optimizer.inspection.shapes import Site
+from moe_optimizer.inspection.sink_attention import SinkAttention
 
 SPARSE_WORDS = ("mlp_layer_types", words("mlp_layer_types", "sparse"))
 INDEXED_KINDS = {"indexed_attention": "attention", "full_attention": "attention", "linear_attention": "linear"}
@@ -134,6 +135,14 @@ FAMILIES = (
             EXPERTS,
             layers=after_first("first_k_dense_replace"),
         ),
+    ),
+    Family(
+        model_types=("pangu_pro_moe_v2",),
+        architectures=("PanguProMoEV2ForCausalLM",),
+        mixers={"attention": SinkAttention()},
+        norms=lambda config: 4 if config.flag("sandwich_norm") else 2,
+        dense=Dense(bias="mlp_bias"),
+        experts=replace(EXPERTS, layers=after_first("first_k_dense_replace")),
     ),
     Family(
         model_types=("bailing_hybrid_v3", "bailing_moe_v3"),

@@ -394,3 +394,20 @@ def test_rope_scaling_of_a_wrong_type_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=re.escape(words)):
         inspect_config({**load_config("qwen3_moe"), "rope_scaling": scaling})
+
+
+def test_sink_attention_has_keys_of_two_parts_and_values_of_another_width(inspect_config: Inspect) -> None:
+    spec = inspect_config(
+        {
+            "architectures": ["PanguProMoEV2ForCausalLM"], "model_type": "pangu_pro_moe_v2",
+            "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "qk_nope_dim": 3, "qk_rope_dim": 1, "v_channels": 5, "qkv_bias": True, "param_sink_number": 7,
+            "param_sink_with_value": True, "sandwich_norm": True, "vocab_size": 10, "tie_word_embeddings": False,
+            "intermediate_size": 6, "moe_intermediate_size": 3, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "n_shared_experts": 1, "first_k_dense_replace": 1,
+        }
+    )  # fmt: skip
+    attention = 9 * (16 + 8 + 10) + 4 + 20 * 8 + 7 * (8 + 10)
+    assert spec.attention_params == 2 * attention
+    assert spec.total_params == 2 * attention + 3 * 8 * 6 + 5 * 3 * 8 * 3 + 8 * 4 + 8 * (2 * 4 + 1) + 2 * 80
+    assert (spec.kv_bytes_per_token, spec.attention.kind, spec.moe_layers) == (2 * 2 * (8 + 10), "gqa", (1,))
