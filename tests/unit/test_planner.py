@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -269,6 +270,23 @@ def test_a_required_pass_that_is_not_on_makes_no_plan():
     assert error.exit_code is ExitCode.NOT_APPLIED
     assert str(error).startswith("fp8 is required (flag --require fp8) and refused: needs FP8 matrix units")
     assert error.hint is not None
+
+
+@pytest.mark.parametrize(
+    ("model", "machine"),
+    [(tiny_moe, cpu_machine()), (qwen3_30b_a3b, gpus("h100_sxm")), (qwen3_30b_a3b, gpus("h100_sxm", 8))],
+    ids=["CPU", "one GPU", "eight GPUs"],
+)
+def test_any_two_flags_end_in_a_plan_or_in_a_sentence(model, machine):
+    for one, other in itertools.product(switches(), repeat=2):
+        for enabled, disabled in (([one, other], []), ([one], [other]), ([], [one, other])):
+            try:
+                wishes = resolve_wishes([switch.flag for switch in enabled], [switch.flag for switch in disabled])
+                plan = make_plan(request(model(), machine, wishes=wishes))
+            except MoeOptimizerError:
+                continue
+            off = [switch.key for switch in disabled if switch.key == switch.pass_name]
+            assert all(plan.decision(name).status is Status.OFF for name in off), (enabled, disabled)
 
 
 WHERE_NOT = {
