@@ -11,6 +11,7 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.expert_balancing import expert_ranks, why_no_load_balancer, why_not_at_the_start
 from moe_optimizer.specs.placement_load import LoadFile
 from moe_optimizer.specs.quantity import Quantity, Source
 
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
 
 _WORTH_IT = 1.01
 """Chosen: without being asked, experts are placed when the fullest rank gets lighter by more than this factor."""
-_EPLB_METHODS = (None, "fp8")
-"""Checkpoints whose experts vLLM's EPLB was seen to move in its source: unquantised and FP8."""
-_POSITIONAL_MODELS = ("gpt_oss",)
-"""Model types whose vLLM loader takes the experts of a rank by position, whatever the expert map says."""
 
 
 class ExpertPlacement(OptimizationPass):
@@ -49,7 +46,7 @@ class ExpertPlacement(OptimizationPass):
             unit = "GPU" if ctx.device == "cuda" else "process"
             return False, f"needs expert parallelism; without it every {unit} has a slice of every expert"
         if _wants_eplb(ctx):
-            why_not = _why_no_eplb(ctx)
+            why_not = why_no_load_balancer(ctx)
             return not why_not, why_not
         if ctx.expert_load is None:
             return False, "needs the load of the experts: serve with --enable-expert-load, then --expert-load FILE"
@@ -74,27 +71,25 @@ class ExpertPlacement(OptimizationPass):
         return self.decision(
             ctx,
             Status.ON,
-            f"placed by load, EP={_ranks(ctx)}",
+            f"placed by load, EP={expert_ranks(ctx)}",
             placed.in_words,
             Applier.PLUGIN,
             evidence=placed.evidence,
             rejected={"EPLB": "while it moves experts our kernel cannot compute them"} if ctx.device == "cuda" else {},
             gain=placed.gain,
-            params={"mode": "initial", "num_ranks": _ranks(ctx), "num_experts": ctx.model.num_experts}
+            params={"mode": "initial", "num_ranks": expert_ranks(ctx), "num_experts": ctx.model.num_experts}
             | _as_params(placed),
             warnings=warnings,
         )
 
     def _eplb(self, ctx: PlanContext) -> Decision:
         asked = ctx.section(self.name).redundant_experts
-        replicas = asked + -(ctx.model.num_experts + asked) % _ranks(ctx)
+        replicas = asked + -(ctx.model.num_experts + asked) % expert_ranks(ctx)
         reason = "vLLM moves and replicates experts by the load of the last steps, placed by this package's solver"
         placed = None if ctx.expert_load is None else _place(ctx, replicas=replicas)
         warnings = () if placed is None else placed.warnings
         if replicas != asked:
             warnings += (f"redundant_experts is {replicas} instead of {asked}: every GPU gets as many experts",)
-        if ctx.decided["flash_dmoe"].status is Status.ON:
-            warnings += ("flash_dmoe does not run: vLLM's EPLB moves weights under the kernel",)
         return self.decision(
             ctx,
             Status.ON,
@@ -148,10 +143,6 @@ class _Placed:
         return tuple(f"{file.path} ({file.load.steps} steps since {file.load.since})" for file in files)
 
 
-def _ranks(ctx: PlanContext) -> int:
-    return ctx.tensor_parallel_size * ctx.data_parallel_size
-
-
 def _wants_eplb(ctx: PlanContext) -> bool:
     """Whether vLLM's load balancer is the way: it was asked for, or it is the only one."""
     if "--enable-eplb" in ctx.pinned:
@@ -163,29 +154,12 @@ def _wants_eplb(ctx: PlanContext) -> bool:
     return ctx.wish("expert_placement")[0] is Wish.ON and bool(_why_no_initial(ctx) or ctx.expert_load is None)
 
 
-def _why_no_eplb(ctx: PlanContext) -> str:
-    if ctx.device == "cpu":
-        return "vLLM's EPLB is CUDA only"
-    if ctx.model.quant_method not in _EPLB_METHODS:
-        return f"vLLM's EPLB: experts in {ctx.model.quant_method} were not looked at"
-    return ""
-
-
 def _why_no_initial(ctx: PlanContext) -> str:
     """Return why the plugin cannot place the experts of this plan, or ""."""
-    if ctx.data_parallel_size > 1:
-        return "with data parallelism tokens are sent to ranks by expert number; needs vLLM's EPLB"
-    if ctx.decided["flash_dmoe"].status is not Status.ON:
-        return "only our expert kernel was shown to follow the expert map, and flash_dmoe is not on"
-    if ctx.model.model_type in _POSITIONAL_MODELS:
-        return f"vLLM loads the experts of {ctx.model.model_type} by position"
-    if ctx.model.num_experts % _ranks(ctx):
-        return f"{ctx.model.num_experts} experts do not divide by {_ranks(ctx)}"
-    if ctx.pinned.get("--expert-placement-strategy", "linear") != "linear":
-        return f"--expert-placement-strategy {ctx.pinned['--expert-placement-strategy']} is given"
-    if ctx.pinned.get("--enable-ep-weight-filter", "false") != "false":
-        return "--enable-ep-weight-filter leaves out weights by expert number"
-    return ""
+    why_not = why_not_at_the_start(ctx)
+    if not why_not and ctx.decided["flash_dmoe"].status is not Status.ON:
+        why_not = "only our expert kernel was shown to follow the expert map, and flash_dmoe is not on"
+    return why_not
 
 
 def _place(ctx: PlanContext, *, replicas: int) -> _Placed:
@@ -197,7 +171,7 @@ def _place(ctx: PlanContext, *, replicas: int) -> _Placed:
     placed_by, checked_on = ctx.expert_load.placed_by, ctx.expert_load.checked_on
     load = _matrix(placed_by, ctx)
     judge = load if checked_on is None else _matrix(checked_on, ctx)
-    num_experts, num_ranks = ctx.model.num_experts, _ranks(ctx)
+    num_experts, num_ranks = ctx.model.num_experts, expert_ranks(ctx)
     placement = place_experts(load, num_ranks, num_experts + replicas)
     # Sorted within a rank: some of vLLM's loaders take the experts of a rank in ascending order.
     placement = np.sort(placement.reshape(len(load), num_ranks, -1), axis=-1).reshape(placement.shape)

@@ -7,6 +7,7 @@ from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.plan_context import expert_kernel_speeds as speeds
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
 from moe_optimizer.plan_context.expert_kernel import DTYPES, OP, converted_format, why_model_does_not_fit, why_not_built
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, never_slower
 
@@ -157,6 +158,8 @@ def _vllm_fits(ctx: PlanContext) -> str:
         return f"needs bfloat16 on GPUs, found {ctx.dtype}"
     if ctx.data_parallel_size > 1:
         return "was not compared with vLLM's under data parallelism"
+    if "--enable-eplb" not in ctx.pinned and load_balancer_runs(ctx):
+        return "vLLM's EPLB moves weights under the kernel (expert_placement)"
     for flag, fitting in _PINNED_ON_GPUS.items():
         if flag in ctx.pinned and ctx.pinned[flag] not in fitting:
             return f"needs vLLM's Triton experts beside it, found {f'{flag} {ctx.pinned[flag]}'.strip()} after --"

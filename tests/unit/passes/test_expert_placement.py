@@ -152,7 +152,6 @@ def test_asked_for_without_a_load_it_is_vllms_load_balancer_with_our_policy():
     assert decision.params == {"mode": "eplb", "num_redundant_experts": 0}
     assert decision.vllm_args == ("--enable-eplb", "--eplb-config", '{"num_redundant_experts": 0}')
     assert decision.gain is None
-    assert any("flash_dmoe does not run" in warning for warning in decision.warnings)
 
 
 def test_redundant_experts_are_replicas_under_the_load_balancer():

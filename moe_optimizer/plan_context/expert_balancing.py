@@ -1,0 +1,56 @@
+"""Which way experts can be placed: once at the start, or by vLLM's load balancer (EPLB) while it serves."""
+
+from __future__ import annotations
+
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan_context.context import PlanContext
+
+_EPLB_METHODS = (None, "fp8")
+"""Checkpoints whose experts vLLM's EPLB was seen to move in its source: unquantised and FP8."""
+_POSITIONAL_MODELS = ("gpt_oss",)
+"""Model types whose vLLM loader takes the experts of a rank by position, whatever the expert map says."""
+
+
+def expert_ranks(ctx: PlanContext) -> int:
+    """Return the devices that share the experts under expert parallelism."""
+    return ctx.tensor_parallel_size * ctx.data_parallel_size
+
+
+def load_balancer_runs(ctx: PlanContext) -> bool:
+    """Return whether the plan will have vLLM's load balancer whatever computes the experts: it was asked for, by its
+    own flag, with replicas, or by the pass's name where nothing else can place experts.
+    """
+    if not ctx.model.is_moe or not ctx.expert_parallel or expert_ranks(ctx) < 2 or why_no_load_balancer(ctx):
+        return False
+    if "--enable-eplb" in ctx.pinned:
+        return ctx.pinned["--enable-eplb"] != "false"
+    wish, _ = ctx.wish("expert_placement")
+    if wish is Wish.OFF:
+        return False
+    if ctx.section("expert_placement").redundant_experts:
+        return True
+    return wish is Wish.ON and bool(why_not_at_the_start(ctx) or ctx.expert_load is None)
+
+
+def why_no_load_balancer(ctx: PlanContext) -> str:
+    """Return why vLLM's load balancer cannot run, or ""."""
+    if ctx.device == "cpu":
+        return "vLLM's EPLB is CUDA only"
+    if ctx.model.quant_method not in _EPLB_METHODS:
+        return f"vLLM's EPLB: experts in {ctx.model.quant_method} were not looked at"
+    return ""
+
+
+def why_not_at_the_start(ctx: PlanContext) -> str:
+    """Return why the plugin cannot place the experts before they are loaded, whatever computes them, or ""."""
+    if ctx.data_parallel_size > 1:
+        return "with data parallelism tokens are sent to ranks by expert number; needs vLLM's EPLB"
+    if ctx.model.model_type in _POSITIONAL_MODELS:
+        return f"vLLM loads the experts of {ctx.model.model_type} by position"
+    if ctx.model.num_experts % expert_ranks(ctx):
+        return f"{ctx.model.num_experts} experts do not divide by {expert_ranks(ctx)}"
+    if ctx.pinned.get("--expert-placement-strategy", "linear") != "linear":
+        return f"--expert-placement-strategy {ctx.pinned['--expert-placement-strategy']} is given"
+    if ctx.pinned.get("--enable-ep-weight-filter", "false") != "false":
+        return "--enable-ep-weight-filter leaves out weights by expert number"
+    return ""
