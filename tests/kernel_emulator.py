@@ -126,21 +126,23 @@ class Emulator:
         return problem.out
 
     def grouped(self, problem: CudaProblem, mode: GemmMode, *, blocks: int = 2, tile_tokens: int | None = None,
-                num_stages: int | None = None, seed: int = 1) -> Tensor:  # fmt: skip
+                num_stages: int | None = None, paired: bool = False, seed: int = 1) -> Tensor:  # fmt: skip
         """Routing, both GEMMs and the combine."""
         sizes = sizes_of(problem)
         geometry = grouped_geometry(
-            sizes, mode, num_multiprocessors=blocks, tile_tokens=tile_tokens, num_stages=num_stages
+            sizes, mode, num_multiprocessors=blocks, tile_tokens=tile_tokens, num_stages=num_stages, paired=paired
         )
         counters = torch.zeros(COUNTERS, dtype=torch.int32)
         self._call("emulate_grouped", grouped_call(problem, geometry, routing_geometry(sizes), counters), 0, seed=seed)
         assert not counters.any(), counters.nonzero()
         return problem.out
 
-    def routing(self, problem: CudaProblem, tile_tokens: int, *, seed: int = 1) -> dict[str, Tensor]:
+    def routing(
+        self, problem: CudaProblem, tile_tokens: int, *, paired: bool = False, seed: int = 1
+    ) -> dict[str, Tensor]:
         """The routing kernels alone: sorted_pair, pair_position, expert_offsets, and the tile table."""
         sizes = sizes_of(problem)
-        geometry = grouped_geometry(sizes, GemmMode.BF16, num_multiprocessors=1, tile_tokens=tile_tokens)
+        geometry = grouped_geometry(sizes, GemmMode.BF16, num_multiprocessors=2, tile_tokens=tile_tokens, paired=paired)
         counters = torch.zeros(COUNTERS, dtype=torch.int32)
         call = grouped_call(problem, geometry, routing_geometry(sizes), counters)
         self._call("emulate_grouped", call, 1, seed=seed)

@@ -14,9 +14,8 @@ from moe_optimizer.ops import cuda_dispatch, reference
 from moe_optimizer.ops.cuda_dispatch import DirectVariant, GroupedVariant, Variant, choose_variant
 from moe_optimizer.ops.cuda_dispatch_calls import sizes_of
 from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
+from moe_optimizer.ops.cuda_variants import candidate_variants
 from moe_optimizer.ops.launch_geometry import GemmMode
-from moe_optimizer.ops.launch_geometry.direct import PAIRS, TOKENS
-from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS, choose_tile_tokens
 
 Call = Callable[[], torch.Tensor]
 """Runs one call on the current stream and returns its output."""
@@ -35,18 +34,7 @@ def family_of(variant: Variant) -> str:
 
 def variants_for(problem: CudaProblem) -> list[Variant]:
     """The variants worth timing for a call, the likeliest best first."""
-    sizes = sizes_of(problem)
-    fp8 = sizes.weight_bytes == 1
-    chosen: list[Variant] = []
-    if sizes.num_tokens <= TOKENS and sizes.num_pairs <= PAIRS:
-        chosen.append(DirectVariant())
-    for mode in (GemmMode.FP8_WEIGHTS, GemmMode.FP8) if fp8 else (GemmMode.BF16,):
-        if sizes.num_tokens < (8 if mode != GemmMode.FP8 else 64):
-            continue
-        tiles = TILE_TOKENS[mode]
-        at = tiles.index(choose_tile_tokens(sizes, mode))
-        chosen += [GroupedVariant(mode, tile) for tile in tiles[max(0, at - 1) : at + 2]]
-    return chosen
+    return list(candidate_variants(sizes_of(problem)))
 
 
 def our_call(problem: CudaProblem, variant: Variant) -> Call:

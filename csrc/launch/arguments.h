@@ -77,8 +77,9 @@ inline DirectWorkspace direct_workspace(const int64_t* v, int64_t count) {
 struct GroupedLaunch {
   GemmMode mode;
   int32_t tile_tokens, num_stages, shared_bytes, grid, route_blocks, route_shared_bytes, prepare_blocks;
+  int32_t cluster_blocks;  // 1, or 2: pairs of token tiles share the weights
 };
-constexpr int kGroupedLaunchValues = 8;
+constexpr int kGroupedLaunchValues = 9;
 
 // In the order of the list. Null where a mode does not use it.
 struct GroupedWorkspace {
@@ -98,7 +99,7 @@ constexpr int kGroupedWorkspace = 16;
 inline GroupedLaunch grouped_launch(const int64_t* values, int64_t count) {
   expect_count("grouped geometry", count, kGroupedLaunchValues);
   const auto at = [&](int i) { return static_cast<int32_t>(values[i]); };
-  return {static_cast<GemmMode>(values[0]), at(1), at(2), at(3), at(4), at(5), at(6), at(7)};
+  return {static_cast<GemmMode>(values[0]), at(1), at(2), at(3), at(4), at(5), at(6), at(7), at(8)};
 }
 
 inline GroupedWorkspace grouped_workspace(const int64_t* v, int64_t count) {
@@ -127,7 +128,7 @@ inline GroupedWorkspace grouped_workspace(const int64_t* v, int64_t count) {
 
 inline RouteArgs route_arguments(const Problem& problem, const GroupedWorkspace& w, const GroupedLaunch& launch) {
   return {problem.moe,  w.block_counts, w.pair_rank,      w.expert_offsets,  w.sorted_pair, w.pair_position, w.tiles,
-          w.num_tiles, w.block_arrivals, launch.tile_tokens, launch.route_blocks};
+          w.num_tiles, w.block_arrivals, launch.tile_tokens, launch.route_blocks, launch.cluster_blocks};
 }
 
 inline PrepareArgs prepare_arguments(const Problem& problem, const GroupedWorkspace& w, GemmMode mode) {
@@ -165,6 +166,7 @@ inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, 
   args.scale_kind = moe.scale_kind;
   args.activation = moe.activation;
   args.permute_out = launch.mode == GemmMode::kFp8Weights;
+  args.paired = launch.cluster_blocks == 2;
   args.num_stages = launch.num_stages;
   return args;
 }

@@ -10,7 +10,8 @@ namespace moeopt {
 template <GemmMode kMode, int kTokens>
 void launch_gemms_of(const Problem& problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch, bool up,
                      cudaStream_t stream) {
-  const LaunchShape shape{dim3(static_cast<unsigned>(launch.grid)), kGemmThreads, launch.shared_bytes, stream};
+  const LaunchShape shape{dim3(static_cast<unsigned>(launch.grid)), kGemmThreads, launch.shared_bytes, stream,
+                          static_cast<unsigned>(launch.cluster_blocks)};
   const TensorMap map0 = encode_tensor_map(weight_view(problem.moe, up ? 0 : 2));
   const TensorMap map1 = up ? encode_tensor_map(weight_view(problem.moe, 1)) : map0;
   if (up) {

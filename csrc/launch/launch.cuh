@@ -20,6 +20,7 @@ struct LaunchShape {
   int threads;
   int shared_bytes;
   cudaStream_t stream;
+  unsigned cluster_blocks = 1;
 };
 
 template <typename... Parameters, typename... Arguments>
@@ -28,16 +29,18 @@ void launch_kernel(const char* name, void (*kernel)(Parameters...), const Launch
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes), name);
   // Programmatic dependent launch: the kernel may start before the one in front of it in the stream has ended. Every
   // kernel waits for it (wait_for_previous_kernel) before it touches what another one reads or writes.
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {shape.cluster_blocks, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = shape.stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = shape.cluster_blocks > 1 ? 2 : 1;
   check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), name);
 }
 

@@ -48,9 +48,11 @@ class GroupedVariant:
     mode: GemmMode
     tile_tokens: int | None = None
     num_stages: int | None = None
+    paired: bool = False
+    """Two blocks share an expert's weights, each with its own token tile."""
 
     def __str__(self) -> str:
-        tile = "" if self.tile_tokens is None else f"-n{self.tile_tokens}"
+        tile = ("" if self.tile_tokens is None else f"-n{self.tile_tokens}") + ("x2" if self.paired else "")
         stages = "" if self.num_stages is None else f"/{self.num_stages}"
         return f"grouped-{self.mode.name.lower()}{tile}{stages}"
 
@@ -140,6 +142,7 @@ def grouped_launch(problem: CudaProblem, variant: GroupedVariant, num_multiproce
         num_multiprocessors=num_multiprocessors,
         tile_tokens=variant.tile_tokens,
         num_stages=variant.num_stages,
+        paired=variant.paired,
     )
 
 

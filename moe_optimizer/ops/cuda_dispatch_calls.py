@@ -83,6 +83,7 @@ def grouped_call(
         routing.blocks,
         routing.shared_bytes,
         geometry.prepare_blocks,
+        geometry.cluster_blocks,
     ]
     return KernelCall(problem.values(), workspace, launch, buffer, counters)
 

@@ -6,13 +6,15 @@ import re
 
 from moe_optimizer.ops.cuda_dispatch import DirectVariant, GroupedVariant, Variant
 from moe_optimizer.ops.launch_geometry.direct import PAIRS, TOKENS
-from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS, GemmMode, choose_tile_tokens
+from moe_optimizer.ops.launch_geometry.grouped import PAIRED_TILES, TILE_TOKENS, GemmMode, choose_tile_tokens
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 
-_GROUPED = re.compile(r"grouped-(?P<mode>[a-z0-9_]+?)(?:-n(?P<tile>\d+))?(?:/(?P<stages>\d+))?")
+_GROUPED = re.compile(r"grouped-(?P<mode>[a-z0-9_]+?)(?:-n(?P<tile>\d+)(?P<paired>x2)?)?(?:/(?P<stages>\d+))?")
 _DIRECT = DirectVariant()
 _FROM_TOKENS = {GemmMode.BF16: 8, GemmMode.FP8_WEIGHTS: 8, GemmMode.FP8: 64}
 """Fewest tokens at which grouping them by expert was seen to pay."""
+_PAIRED_FROM_TOKENS_PER_EXPERT = 64
+"""Fewest at which an expert fills two tiles of a useful width."""
 
 
 def candidate_variants(sizes: MoeSizes) -> tuple[Variant, ...]:
@@ -29,6 +31,8 @@ def candidate_variants(sizes: MoeSizes) -> tuple[Variant, ...]:
             tiles = TILE_TOKENS[mode]
             at = tiles.index(choose_tile_tokens(sizes, mode))
             chosen += [GroupedVariant(mode, tile) for tile in tiles[max(0, at - 1) : at + 2]]
+            if sizes.num_pairs >= _PAIRED_FROM_TOKENS_PER_EXPERT * sizes.num_experts:
+                chosen += [GroupedVariant(mode, tile, paired=True) for tile in PAIRED_TILES[mode]]
     return tuple(chosen)
 
 
@@ -50,4 +54,4 @@ def variant_named(name: str) -> Variant:
     if match is None or match["mode"].upper() not in GemmMode.__members__:
         raise ValueError(f"no kernel is called {name!r:.60}")
     tile, stages = (None if match[key] is None else int(match[key]) for key in ("tile", "stages"))
-    return GroupedVariant(GemmMode[match["mode"].upper()], tile, stages)
+    return GroupedVariant(GemmMode[match["mode"].upper()], tile, stages, paired=match["paired"] is not None)

@@ -12,7 +12,7 @@ from moe_optimizer.ops import cuda_dispatch, flash_dmoe, fused_experts
 from moe_optimizer.ops.cuda_dispatch import DirectVariant, GroupedVariant, Variant
 from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
 from moe_optimizer.ops.launch_geometry import GemmMode
-from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS
+from moe_optimizer.ops.launch_geometry.grouped import PAIRED_TILES, TILE_TOKENS
 from moe_optimizer.ops.topk_router import topk_router
 from tests.kernel_emulator import Case, make_case
 
@@ -109,6 +109,28 @@ def test_grouped_fp8_tokens_stay_within_their_rounding(fp8, tile):
     assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
 
 
+@pytest.mark.parametrize(
+    "variant",
+    [GroupedVariant(mode, tile, paired=True) for mode, tiles in PAIRED_TILES.items() for tile in tiles],
+    ids=str,
+)
+@pytest.mark.parametrize("routing", ["even", "one expert", "one token each", "nothing"])
+def test_paired_blocks_give_the_bits_of_single_ones_every_time(variant, routing):
+    tokens, experts = (9, 12) if routing == "one token each" else (1500, 4)
+    ids = {
+        "even": None,
+        "one expert": torch.full((tokens, 2), 2),
+        "one token each": torch.arange(9).unsqueeze(1).expand(-1, 2),
+        "nothing": torch.full((tokens, 2), -1),
+    }[routing]
+    fp8 = "block" if variant.mode == GemmMode.FP8 else None
+    problem = on_gpu(make_case(tokens, 2, experts, 1200, 272, ids=ids, fp8=fp8)).problem
+    want = run(problem, replace(variant, paired=False)).clone()
+    assert not want.isnan().any()
+    for _ in range(10):
+        assert torch.equal(want, run(problem, variant))
+
+
 @pytest.mark.parametrize("variant", [DIRECT, BF16], ids=str)
 def test_biases_clamped_activation_map_and_skipped_ids(variant):
     ids = torch.randint(-1, 6, (12, 2), generator=torch.Generator().manual_seed(3))
@@ -151,7 +173,7 @@ def test_the_same_input_gives_the_same_bits(variant):
         assert torch.equal(first, run(case.problem, variant))
 
 
-@pytest.mark.parametrize("variant", [DIRECT, BF16], ids=str)
+@pytest.mark.parametrize("variant", [DIRECT, BF16, GroupedVariant(GemmMode.BF16, 160, paired=True)], ids=str)
 def test_a_captured_graph_follows_its_inputs(variant):
     case = on_gpu(make_case(8, 4, 16, 512, 256))
     problem = case.problem

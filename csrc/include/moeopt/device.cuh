@@ -52,6 +52,12 @@ MOEOPT_DEVICE uint32_t smem_address(const void* pointer) {
 MOEOPT_DEVICE float float_from_bits(uint32_t bits) { return __uint_as_float(bits); }
 MOEOPT_DEVICE uint32_t bits_from_float(float value) { return __float_as_uint(value); }
 MOEOPT_DEVICE float exp_accurate(float x) { return expf(x); }
+// Of each 16-bit half.
+MOEOPT_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
 // 2^(x log2 e) on the special function unit: error about 2 units in the last place of FP32, far under BF16's.
 MOEOPT_DEVICE float exp_fast(float x) {
   float y;
@@ -139,6 +145,16 @@ MOEOPT_DEVICE void sync_warp() { __syncwarp(); }
 MOEOPT_DEVICE void sync_named(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+// Two blocks of a cluster, which the hardware starts together: which of them this is.
+MOEOPT_DEVICE int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+// All threads of both blocks: what they wrote before is visible after, in shared memory too.
+MOEOPT_DEVICE void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
 // A value that all lanes of a warp have in common, said to the compiler: it may live in a uniform register.
 MOEOPT_DEVICE int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 MOEOPT_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
@@ -180,15 +196,20 @@ MOEOPT_DEVICE void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
 MOEOPT_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Orders this thread's ordinary accesses to shared memory against the copy engine and the tensor cores.
 MOEOPT_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-MOEOPT_DEVICE void mbarrier_arrive(uint64_t* barrier) {
-  asm volatile("{.reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0];}" ::"r"(smem_address(barrier))
-               : "memory");
-}
 MOEOPT_DEVICE void mbarrier_arrive_expect_bytes(uint64_t* barrier, uint32_t bytes) {
   asm volatile("{.reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;}" ::"r"(
                    smem_address(barrier)),
                "r"(bytes)
                : "memory");
+}
+// At the barrier in the same place of block `rank` of the cluster; a block without others is rank 0. No stronger
+// release than the default: at the scope of the cluster it would wait for every store of this thread to reach L2.
+MOEOPT_DEVICE void mbarrier_arrive_at(uint64_t* barrier, int rank) {
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(smem_address(barrier)),
+      "r"(rank)
+      : "memory");
 }
 // Returns once the phase of the given parity is complete.
 MOEOPT_DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
@@ -211,6 +232,14 @@ MOEOPT_DEVICE void tensor_copy(void* shared, const TensorMap* map, int x, int y,
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
           smem_address(shared)),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(smem_address(barrier))
+      : "memory");
+}
+// The same into both blocks of the cluster: to the same place, and as bytes of the barrier in the same place, of each.
+MOEOPT_DEVICE void tensor_copy_to_both(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(smem_address(shared)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(smem_address(barrier)), "h"(static_cast<uint16_t>(3))
       : "memory");
 }
 // Four 8 x 8 matrices of 16-bit values, transposed, one warp: lane 4 g + t holds elements [g][2t, 2t+1] of matrix i in

@@ -20,9 +20,9 @@ struct Staging {
   MOEOPT_DEVICE uint16_t* chunk(int n, int c) const {
     return reinterpret_cast<uint16_t*>(both + warpgroup * buffer_bytes) + n * 64 + ((c ^ n) & 7) * 8;
   }
-  // Largest magnitude of token n among the rows of a warpgroup.
-  MOEOPT_DEVICE float& largest(int of_warpgroup, int n) const {
-    return reinterpret_cast<float*>(both + of_warpgroup * buffer_bytes + tokens * 128)[n];
+  // Largest magnitude of token n among the rows of a warpgroup, as the bits of a float.
+  MOEOPT_DEVICE uint32_t& largest(int of_warpgroup, int n) const {
+    return reinterpret_cast<uint32_t*>(both + of_warpgroup * buffer_bytes + tokens * 128)[n];
   }
 };
 
@@ -38,14 +38,15 @@ MOEOPT_DEVICE void write_quantized(const GemmArgs& args, const TokenTile& tile, 
                                    const Staging& staging) {
   const int chunk = thread_index() % 8, groups = ceil_div(args.rows, 128);
   for (int n = thread_index() % 128 / 8; n < staged; n += 16) {
-    const float top = warp_eighth_max(largest_magnitude(*reinterpret_cast<const Vec4*>(staging.chunk(n, chunk))));
+    const Vec4 v = *reinterpret_cast<const Vec4*>(staging.chunk(n, chunk));
+    const uint32_t top = warp_eighth_max(larger_of_pair(larger_magnitudes(v, 0)));
     if (chunk == 0) staging.largest(staging.warpgroup, n) = top;
   }
   sync_named(3, 256);  // both warpgroups: together they have the 128 rows of a scale
   for (int n = thread_index() % 128 / 8; n < staged && part + n < tile.count; n += 16) {
     if (first + chunk * 8 >= args.rows) break;
-    const float top0 = staging.largest(0, n), top1 = staging.largest(1, n);
-    const float scale = quantization_scale(bits_from_float(top0) > bits_from_float(top1) ? top0 : top1);
+    const uint32_t top0 = staging.largest(0, n), top1 = staging.largest(1, n);
+    const float scale = quantization_scale(float_from_bits(top0 > top1 ? top0 : top1));
     const int64_t row = tile.begin + part + n;
     const Quantized8 q = quantize8(*reinterpret_cast<const Vec4*>(staging.chunk(n, chunk)), scale);
     auto* to = reinterpret_cast<uint32_t*>(args.out_quantized + row * args.rows + first + chunk * 8);

@@ -22,7 +22,7 @@ struct GemmShape {
   static constexpr int kDepth = kMode == GemmMode::kBf16 ? 64 : 128;  // K per stage: 128 bytes of weights
   static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2 : 1;  // of 128 bytes per token
   static constexpr int kTokenBytes = kTokenTiles * kTokens * 128;
-  // 128 floats for the tokens (kFp8), then kFactors for the weights; the next stage's alignment kept.
+  // kFactorOffset floats for the tokens (kFp8), then kFactors for the weights; the next stage's alignment kept.
   static constexpr int kScaleBytes = kMode == GemmMode::kBf16 ? 0 : 1024;
   static constexpr int kScaleOffset = kWeightBytes + kTokenBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes + kScaleBytes;
@@ -34,7 +34,7 @@ struct GemmShape {
 // Scales of the weights in a stage: [math warpgroup][operand][warp]. I and H are multiples of 16, so the 16 rows of a
 // warp lie in one block of 128; the 64 of an operand may not.
 constexpr int kFactors = 16;
-constexpr int kFactorOffset = 128;  // floats, behind the tokens' scales
+constexpr int kFactorOffset = 160;  // floats, behind the tokens' scales
 
 // 168 per thread at launch (65536 / 384, rounded down to 8); moved from the producers to the math warpgroups:
 // 128 x 56 + 256 x 224 = 64512 = 384 x 168.
@@ -44,7 +44,7 @@ constexpr int kMathRegisters = 224;
 struct GemmArgs {
   const void* tokens;  // BF16, permuted BF16 or E4M3 rows
   int64_t token_stride;  // elements
-  const float* token_scale;  // kFp8: [rows][ceil(K / 128)]
+  const float* token_scale;  // kFp8; kUp: [rows], kDown: [rows][ceil(K / 128)]
   const int* sorted_pair;    // gather: row = sorted_pair[position] / top_k; null: row = position
   const TokenTile* tiles;
   const int* num_tiles;
@@ -61,6 +61,7 @@ struct GemmArgs {
   ScaleKind scale_kind;
   Activation activation;
   bool permute_out;  // h for FP8 weights
+  bool paired;       // clusters of two blocks, see grouped_gemm.cuh
   int32_t num_stages;
 };
 
@@ -82,6 +83,15 @@ struct GemmRing {
   }
 };
 
+// The next narrower width that is compiled for tiles of kTokens; 0: none. Wide tiles have steps of 16 near the top,
+// where the tiles of an evenly split expert lie; the last is half.
+template <int kTokens>
+constexpr int kHalfColumns = (kTokens / 2 + 15) / 16 * 16;
+template <int kTokens, int kColumns>
+constexpr int kNarrowerColumns = kTokens < 64 || kColumns == kHalfColumns<kTokens>     ? 0
+                                 : kTokens >= 128 && kColumns > kTokens - 32 ? kColumns - 16
+                                                                             : kHalfColumns<kTokens>;
+
 // Rows of the output (kUp: of I) that one math warpgroup makes of one tile.
 template <bool kUp>
 constexpr int kRowsPerWarpgroup = kUp ? 64 : 128;
@@ -101,5 +111,24 @@ MOEOPT_DEVICE TokenTile load_tile(const TokenTile* tile) {
   const Vec4 v = load_shared_across_blocks16(tile);
   return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), 0};
 }
+
+// What a block works through: the row tiles of one token tile after those of another; a pair of blocks takes pairs of
+// token tiles. Little is kept in registers: the math warps have none to spare.
+template <bool kUp>
+struct GemmTasks {
+  const GemmArgs& args;
+  int count;
+
+  MOEOPT_DEVICE explicit GemmTasks(const GemmArgs& args_)
+      : args(args_), count(load_shared_across_blocks(args_.num_tiles) / blocks() * row_tiles<kUp>(args_)) {}
+  MOEOPT_DEVICE int blocks() const { return args.paired ? 2 : 1; }
+  MOEOPT_DEVICE int first() const { return block_index() / blocks(); }
+  MOEOPT_DEVICE int step() const { return grid_blocks() / blocks(); }
+  MOEOPT_DEVICE int row_tile(int task) const { return task % row_tiles<kUp>(args); }
+  MOEOPT_DEVICE TokenTile tile(int task) const {
+    const int at = task / row_tiles<kUp>(args);
+    return load_tile(args.tiles + (args.paired ? 2 * at + cluster_rank() : at));
+  }
+};
 
 }  // namespace moeopt

@@ -24,7 +24,8 @@ constexpr int kRoutePairs = 1024;  // per block
 constexpr int kRouteWarps = kRouteThreads / 32;
 constexpr int kRouteRounds = kRoutePairs / kRouteThreads;  // pairs per thread
 
-// Tokens of one expert that one tile of a grouped GEMM takes: positions [begin, begin + count).
+// Tokens of one expert that one tile of a grouped GEMM takes: positions [begin, begin + count); none in a pair of tiles
+// for a single token.
 struct alignas(16) TokenTile {
   int expert, begin, count, unused;
 };
@@ -40,7 +41,8 @@ struct RouteArgs {
   int* num_tiles;       // [1]
   int* block_arrivals;  // [1]; zero between launches
   int32_t tile_tokens;
-  int32_t num_blocks;   // that count pairs
+  int32_t num_blocks;      // that count pairs
+  int32_t tiles_together;  // 1, or 2: an expert's tiles come in pairs, and share its tokens evenly
 };
 
 MOEOPT_DEVICE int* block_count(const RouteArgs& args, int block, int expert) {
@@ -122,6 +124,11 @@ MOEOPT_DEVICE void add_blocks(const RouteArgs& args, int* totals) {
   sync_block();
 }
 
+// Tiles of an expert with `count` pairs.
+MOEOPT_DEVICE int tiles_of(const RouteArgs& args, int count) {
+  return ceil_div(count, args.tile_tokens * args.tiles_together) * args.tiles_together;
+}
+
 // Offsets per expert and the tile table, by one block. `totals` [E]: pairs per expert; becomes the offsets.
 MOEOPT_DEVICE void write_tiles(const RouteArgs& args, int* totals, int* warp_sums) {
   const int num_experts = static_cast<int>(args.moe.num_local_experts);
@@ -130,7 +137,7 @@ MOEOPT_DEVICE void write_tiles(const RouteArgs& args, int* totals, int* warp_sum
   int pairs = 0, tiles = 0, num_active = 0, num_tiles = 0;
   for (int e = begin; e < end; ++e) {
     pairs += totals[e];
-    tiles += ceil_div(totals[e], args.tile_tokens);
+    tiles += tiles_of(args, totals[e]);
   }
   int position = exclusive_sum<kRouteWarps>(pairs, warp_sums, num_active);
   sync_block();
@@ -139,9 +146,18 @@ MOEOPT_DEVICE void write_tiles(const RouteArgs& args, int* totals, int* warp_sum
     const int count = totals[e];
     totals[e] = position;
     args.expert_offsets[e] = position;
-    for (int first = 0; first < count; first += args.tile_tokens) {
-      const int left = count - first;
-      args.tiles[tile++] = {e, position + first, left < args.tile_tokens ? left : args.tile_tokens, 0};
+    if (args.tiles_together == 1) {
+      for (int first = 0; first < count; first += args.tile_tokens) {
+        const int left = count - first;
+        args.tiles[tile++] = {e, position + first, left < args.tile_tokens ? left : args.tile_tokens, 0};
+      }
+    } else {
+      const int of_expert = tiles_of(args, count);
+      for (int i = 0, first = 0; i < of_expert; ++i) {
+        const int share = count / of_expert + (i < count % of_expert);
+        args.tiles[tile++] = {e, position + first, share, 0};
+        first += share;
+      }
     }
     position += count;
   }

@@ -8,7 +8,7 @@
 //   d[8 (n/8) ...]: d[4j] = d[g][8j + 2t], d[4j+1] = d[g][8j + 2t + 1], d[4j+2] and d[4j+3] the same of row g + 8.
 // Registers as operand a are those of mma_m16n8k16.
 //
-// The asm lists are long because every accumulator is an operand; one instruction per function.
+// Every accumulator is an operand of the instruction: macros write those lists, one width per line at the end.
 #pragma once
 
 #include <cstdint>
@@ -35,268 +35,80 @@ MOEOPT_DEVICE uint64_t advance_descriptor(uint64_t descriptor, int bytes) {
   return descriptor + static_cast<uint64_t>(bytes >> 4);
 }
 
-MOEOPT_DEVICE void wgmma_bf16(float (&d)[8], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %10, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7"
-      "}, %8, %9, keep, 1, 1, 0, 0;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
+// Names in the text and constraints of accumulators: of 8 or 4, then of so many from 0 on.
+#define MOEOPT_NAMES(a, b, c, d, e, f, g, h) "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
+#define MOEOPT_OUT4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define MOEOPT_OUT8(i) MOEOPT_OUT4(i), MOEOPT_OUT4(i + 4)
+#define MOEOPT_NAMES_8 MOEOPT_NAMES(0, 1, 2, 3, 4, 5, 6, 7)
+#define MOEOPT_NAMES_16 MOEOPT_NAMES_8 ", " MOEOPT_NAMES(8, 9, 10, 11, 12, 13, 14, 15)
+#define MOEOPT_NAMES_24 MOEOPT_NAMES_16 ", " MOEOPT_NAMES(16, 17, 18, 19, 20, 21, 22, 23)
+#define MOEOPT_NAMES_32 MOEOPT_NAMES_24 ", " MOEOPT_NAMES(24, 25, 26, 27, 28, 29, 30, 31)
+#define MOEOPT_NAMES_40 MOEOPT_NAMES_32 ", " MOEOPT_NAMES(32, 33, 34, 35, 36, 37, 38, 39)
+#define MOEOPT_NAMES_48 MOEOPT_NAMES_40 ", " MOEOPT_NAMES(40, 41, 42, 43, 44, 45, 46, 47)
+#define MOEOPT_NAMES_56 MOEOPT_NAMES_48 ", " MOEOPT_NAMES(48, 49, 50, 51, 52, 53, 54, 55)
+#define MOEOPT_NAMES_64 MOEOPT_NAMES_56 ", " MOEOPT_NAMES(56, 57, 58, 59, 60, 61, 62, 63)
+#define MOEOPT_NAMES_72 MOEOPT_NAMES_64 ", " MOEOPT_NAMES(64, 65, 66, 67, 68, 69, 70, 71)
+#define MOEOPT_NAMES_80 MOEOPT_NAMES_72 ", " MOEOPT_NAMES(72, 73, 74, 75, 76, 77, 78, 79)
+#define MOEOPT_OUT_8 MOEOPT_OUT8(0)
+#define MOEOPT_OUT_16 MOEOPT_OUT_8, MOEOPT_OUT8(8)
+#define MOEOPT_OUT_24 MOEOPT_OUT_16, MOEOPT_OUT8(16)
+#define MOEOPT_OUT_32 MOEOPT_OUT_24, MOEOPT_OUT8(24)
+#define MOEOPT_OUT_40 MOEOPT_OUT_32, MOEOPT_OUT8(32)
+#define MOEOPT_OUT_48 MOEOPT_OUT_40, MOEOPT_OUT8(40)
+#define MOEOPT_OUT_56 MOEOPT_OUT_48, MOEOPT_OUT8(48)
+#define MOEOPT_OUT_64 MOEOPT_OUT_56, MOEOPT_OUT8(56)
+#define MOEOPT_OUT_72 MOEOPT_OUT_64, MOEOPT_OUT8(64)
+#define MOEOPT_OUT_80 MOEOPT_OUT_72, MOEOPT_OUT8(72)
+// 72 columns.
+#define MOEOPT_NAMES_36 MOEOPT_NAMES_32 ", %32, %33, %34, %35"
+#define MOEOPT_OUT_36 MOEOPT_OUT_32, MOEOPT_OUT4(32)
 
-MOEOPT_DEVICE void wgmma_bf16(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, %16, %17, keep, 1, 1, 0, 0;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
+// One instruction: `registers` accumulators are operands 0 and on, then come the inputs (the variable arguments), which
+// `rest` names in the text, then `accumulate`, whose number is `last`.
+#define MOEOPT_WGMMA(shape_and_types, registers, last, rest, ...)                                                    \
+  asm volatile("{.reg .pred keep; setp.ne.b32 keep, %" #last ", 0;\n"                                                \
+               "wgmma.mma_async.sync.aligned." shape_and_types " {" MOEOPT_NAMES_##registers "}, " rest ";}\n"       \
+               : MOEOPT_OUT_##registers                                                                              \
+               : __VA_ARGS__, "r"(accumulate))
 
-MOEOPT_DEVICE void wgmma_bf16(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, keep, 1, 1, 0, 0;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
+// n columns, n / 2 registers; i .. m: the operands behind the accumulators.
+#define MOEOPT_WGMMA_BF16(n, registers, i, j, k)                                                                     \
+  MOEOPT_DEVICE void wgmma_bf16(float (&d)[registers], uint64_t a, uint64_t b, int accumulate) {                     \
+    MOEOPT_WGMMA("m64n" #n "k16.f32.bf16.bf16", registers, k, "%" #i ", %" #j ", keep, 1, 1, 0, 0", "l"(a), "l"(b)); \
+  }
+#define MOEOPT_WGMMA_BF16_REGISTERS(n, registers, i, j, k, l, m, last)                                               \
+  MOEOPT_DEVICE void wgmma_bf16(float (&d)[registers], const uint32_t (&a)[4], uint64_t b, int accumulate) {         \
+    MOEOPT_WGMMA("m64n" #n "k16.f32.bf16.bf16", registers, last,                                                     \
+                 "{%" #i ", %" #j ", %" #k ", %" #l "}, %" #m ", keep, 1, 1, 0", "r"(a[0]), "r"(a[1]), "r"(a[2]),    \
+                 "r"(a[3]), "l"(b));                                                                                 \
+  }
+#define MOEOPT_WGMMA_E4M3(n, registers, i, j, k)                                                                     \
+  MOEOPT_DEVICE void wgmma_e4m3(float (&d)[registers], uint64_t a, uint64_t b, int accumulate) {                     \
+    MOEOPT_WGMMA("m64n" #n "k32.f32.e4m3.e4m3", registers, k, "%" #i ", %" #j ", keep, 1, 1", "l"(a), "l"(b));       \
+  }
 
-MOEOPT_DEVICE void wgmma_bf16(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, keep, 1, 1, 0, 0;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
+MOEOPT_WGMMA_BF16(16, 8, 8, 9, 10)
+MOEOPT_WGMMA_BF16(32, 16, 16, 17, 18)
+MOEOPT_WGMMA_BF16(48, 24, 24, 25, 26)
+MOEOPT_WGMMA_BF16(64, 32, 32, 33, 34)
+MOEOPT_WGMMA_BF16(80, 40, 40, 41, 42)
+MOEOPT_WGMMA_BF16(96, 48, 48, 49, 50)
+MOEOPT_WGMMA_BF16(112, 56, 56, 57, 58)
+MOEOPT_WGMMA_BF16(128, 64, 64, 65, 66)
+MOEOPT_WGMMA_BF16(144, 72, 72, 73, 74)
+MOEOPT_WGMMA_BF16(160, 80, 80, 81, 82)
+MOEOPT_WGMMA_BF16_REGISTERS(16, 8, 8, 9, 10, 11, 12, 13)
+MOEOPT_WGMMA_BF16_REGISTERS(32, 16, 16, 17, 18, 19, 20, 21)
+MOEOPT_WGMMA_BF16_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37)
+MOEOPT_WGMMA_E4M3(16, 8, 8, 9, 10)
+MOEOPT_WGMMA_E4M3(32, 16, 16, 17, 18)
+MOEOPT_WGMMA_E4M3(48, 24, 24, 25, 26)
+MOEOPT_WGMMA_E4M3(64, 32, 32, 33, 34)
+MOEOPT_WGMMA_E4M3(72, 36, 36, 37, 38)
+MOEOPT_WGMMA_E4M3(80, 40, 40, 41, 42)
+MOEOPT_WGMMA_E4M3(96, 48, 48, 49, 50)
+MOEOPT_WGMMA_E4M3(112, 56, 56, 57, 58)
+MOEOPT_WGMMA_E4M3(128, 64, 64, 65, 66)
 
-MOEOPT_DEVICE void wgmma_bf16(float (&d)[8], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %13, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7"
-      "}, {%8, %9, %10, %11}, %12, keep, 1, 1, 0;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-MOEOPT_DEVICE void wgmma_bf16(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, {%16, %17, %18, %19}, %20, keep, 1, 1, 0;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-MOEOPT_DEVICE void wgmma_bf16(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, %36, keep, 1, 1, 0;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-MOEOPT_DEVICE void wgmma_bf16(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, {%64, %65, %66, %67}, %68, keep, 1, 1, 0;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-MOEOPT_DEVICE void wgmma_e4m3(float (&d)[8], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %10, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7"
-      "}, %8, %9, keep, 1, 1;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
-MOEOPT_DEVICE void wgmma_e4m3(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, %16, %17, keep, 1, 1;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
-MOEOPT_DEVICE void wgmma_e4m3(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, keep, 1, 1;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
-MOEOPT_DEVICE void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, keep, 1, 1;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
-MOEOPT_DEVICE void wgmma_bf16(float (&d)[24], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %26, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23"
-      "}, %24, %25, keep, 1, 1, 0, 0;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
-MOEOPT_DEVICE void wgmma_bf16(float (&d)[40], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %42, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39"
-      "}, %40, %41, keep, 1, 1, 0, 0;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
-MOEOPT_DEVICE void wgmma_bf16(float (&d)[48], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %50, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-      "}, %48, %49, keep, 1, 1, 0, 0;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
-MOEOPT_DEVICE void wgmma_bf16(float (&d)[80], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %82, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n160k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-      "}, %80, %81, keep, 1, 1, 0, 0;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
-MOEOPT_DEVICE void wgmma_e4m3(float (&d)[24], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %26, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n48k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23"
-      "}, %24, %25, keep, 1, 1;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
-MOEOPT_DEVICE void wgmma_e4m3(float (&d)[48], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred keep; setp.ne.b32 keep, %50, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-      "}, %48, %49, keep, 1, 1;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
+#undef MOEOPT_WGMMA
 }  // namespace moeopt

@@ -19,8 +19,6 @@ PRODUCER_REGISTERS = 56
 MATH_REGISTERS = 224
 BOX_ROWS = 64
 BOXES = 4
-RELEASE_LAG = 1
-"""Stages by which the BF16 math warps' release trails: stage s is released once s + 1 is issued."""
 PREPARE_WARPS = 8
 ALIGNMENT_SLACK = 1024
 STAGED_TOKENS = 64
@@ -36,15 +34,19 @@ class GemmMode(IntEnum):
     FP8_WEIGHTS = 1
     """E4M3 weights, BF16 tokens: weights become BF16 in registers."""
     FP8 = 2
-    """E4M3 weights and tokens quantised per 128."""
+    """E4M3 weights and tokens: x with one scale per token, h with one per token and 128."""
 
 
+RELEASE_LAG = {GemmMode.BF16: 1, GemmMode.FP8_WEIGHTS: 0, GemmMode.FP8: 1}
+"""Stages by which the math warps' release trails: BF16 releases s once s + 1 is issued, FP8 once s + 1 is there."""
 TILE_TOKENS = {
     GemmMode.BF16: (16, 32, 64, 96, 128, 160),
     GemmMode.FP8_WEIGHTS: (16, 32, 64),
-    GemmMode.FP8: (32, 64, 96, 128),
+    GemmMode.FP8: (32, 64, 96, 128, 144),
 }
 """Token tiles that are compiled: up to where sums and partial sums fit the registers."""
+PAIRED_TILES = {GemmMode.BF16: (160,), GemmMode.FP8_WEIGHTS: (), GemmMode.FP8: (144,)}
+"""Tiles worth pairing: the widest. Two blocks that share the weights read a third less from L2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,8 @@ class GroupedGeometry:
 
     mode: GemmMode
     tile_tokens: int
+    cluster_blocks: int
+    """2: blocks in pairs, each pair on two token tiles of one expert, every weight read once for both."""
     depth_per_stage: int
     """Elements of K per stage: 128 bytes of a weight row."""
     num_stages: int
@@ -62,15 +66,17 @@ class GroupedGeometry:
     full_arrivals: int
     """128 producer threads once their own copies landed, and thread 0 with the byte count."""
     empty_arrivals: int
-    """One per math warp."""
+    """One per math warp of every block that the stage's weights go to: either block writes into both."""
+    boxes_sent: int
+    """Of the 4 boxes of a stage, those that one block's producers ask for; in a pair each half goes to both blocks."""
     transaction_bytes: int
-    """Bytes of the 4 boxes that the copy engine adds to one stage."""
+    """Bytes of the 4 boxes that the copy engines add to one stage, whoever asked for them."""
     accumulators: int
     """FP32 registers per math thread that hold sums and partial sums."""
     prepare_blocks: int
-    """Blocks that prepare the tokens, beside those that count pairs: a warp per 128 elements."""
+    """Blocks that prepare the tokens, beside those that count pairs: a warp per token (FP8) or per 128 elements."""
     max_tiles: int
-    """Token tiles the table must have room for: every pair full tiles, and one started tile per expert."""
+    """Token tiles the table must have room for: all full tiles, and per expert a started one (a started pair)."""
 
 
 def grouped_geometry(
@@ -80,6 +86,7 @@ def grouped_geometry(
     num_multiprocessors: int,
     tile_tokens: int | None = None,
     num_stages: int | None = None,
+    paired: bool = False,
     limits: ChipLimits = HOPPER,
 ) -> GroupedGeometry:
     """Return the launch for `sizes`, one persistent block per multiprocessor.
@@ -90,6 +97,7 @@ def grouped_geometry(
         num_multiprocessors: of the device.
         tile_tokens: tokens per tile; None: from the average tokens per expert.
         num_stages: None: as many as fit.
+        paired: clusters of two blocks.
         limits: of the chip.
 
     Raises:
@@ -105,9 +113,12 @@ def grouped_geometry(
         tile_tokens = choose_tile_tokens(sizes, mode)
     expect(tile_tokens in TILE_TOKENS[mode], KERNEL, f"token tile in {mode.name}", tile_tokens, TILE_TOKENS[mode])
 
+    cluster_blocks = 2 if paired else 1
+    expect(num_multiprocessors >= cluster_blocks, KERNEL, "multiprocessors", num_multiprocessors, "2 for a pair")
+
     box = BOX_ROWS * SWIZZLE_BYTES
     token_bytes = tile_tokens * SWIZZLE_BYTES * (2 if mode == GemmMode.FP8_WEIGHTS else 1)
-    # 1024 for at most 144 floats: keeps every stage, and so every swizzled tile, on a 1024-byte boundary.
+    # 1024 for at most 176 floats: keeps every stage, and so every swizzled tile, on a 1024-byte boundary.
     scale_bytes = 0 if mode == GemmMode.BF16 else 1024
     stage = BOXES * box + token_bytes + scale_bytes
     expect(stage % 1024 == 0, KERNEL, "bytes per stage", stage, "a multiple of 1024, the swizzle's period")
@@ -116,8 +127,8 @@ def grouped_geometry(
     fixed = {"output staging of 2 warpgroups": staging, "alignment": ALIGNMENT_SLACK}
     if num_stages is None:
         num_stages = min(8, (limits.shared_bytes_per_block - sum(fixed.values())) // (stage + 16))
-    # Math warps that keep stage s until s + 1 is issued need that one filled meanwhile, or both sides wait for ever.
-    release_lag = RELEASE_LAG if mode == GemmMode.BF16 else 0
+    # Math warps that keep stage s until they have s + 1 need that one filled meanwhile, or both sides wait for ever.
+    release_lag = RELEASE_LAG[mode]
     expect(
         num_stages >= release_lag + 1, KERNEL, "ring stages", num_stages, f"at least {release_lag} (release lag) + 1"
     )
@@ -138,22 +149,28 @@ def grouped_geometry(
     return GroupedGeometry(
         mode=mode,
         tile_tokens=tile_tokens,
+        cluster_blocks=cluster_blocks,
         depth_per_stage=SWIZZLE_BYTES // weight_bytes,
         num_stages=num_stages,
         stage_bytes=stage,
         shared_bytes=shared,
-        grid=num_multiprocessors,
+        grid=num_multiprocessors // cluster_blocks * cluster_blocks,
         full_arrivals=PRODUCER_THREADS + 1,
-        empty_arrivals=MATH_WARPS,
+        empty_arrivals=MATH_WARPS * cluster_blocks,
+        boxes_sent=BOXES // cluster_blocks,
         transaction_bytes=BOXES * box,
         accumulators=accumulators,
-        prepare_blocks=0
-        if mode == GemmMode.BF16
-        else min(
-            ceil_div(sizes.num_tokens * ceil_div(sizes.hidden_size, 128), PREPARE_WARPS), 16 * num_multiprocessors
-        ),
-        max_tiles=sizes.num_pairs // tile_tokens + min(sizes.num_experts, sizes.num_pairs),
+        prepare_blocks=min(_prepare_tasks(sizes, mode), 16 * num_multiprocessors),
+        max_tiles=cluster_blocks
+        * (sizes.num_pairs // (tile_tokens * cluster_blocks) + min(sizes.num_experts, sizes.num_pairs)),
     )
+
+
+def _prepare_tasks(sizes: MoeSizes, mode: GemmMode) -> int:
+    if mode == GemmMode.BF16:
+        return 0
+    per_token = 1 if mode == GemmMode.FP8 else ceil_div(sizes.hidden_size, 128)
+    return ceil_div(sizes.num_tokens * per_token, PREPARE_WARPS)
 
 
 def choose_tile_tokens(sizes: MoeSizes, mode: GemmMode) -> int:
@@ -173,8 +190,8 @@ def _accumulators(mode: GemmMode, tile_tokens: int) -> int:
         return sums
     if mode == GemmMode.FP8_WEIGHTS:
         return 2 * sums + 16
-    # Partial sums of both operands at once, or above 64 tokens one after the other.
-    return sums + (tile_tokens if tile_tokens <= 64 else tile_tokens // 2)
+    # Partial sums of both operands at once; above 64 tokens one after the other; above 128 half an operand at a time.
+    return sums + (tile_tokens if tile_tokens <= 64 else tile_tokens // 2 if tile_tokens <= 128 else tile_tokens // 4)
 
 
 def _check_registers(limits: ChipLimits) -> None:

@@ -53,7 +53,7 @@ def grouped_layout(
             "h": pairs * width * 2 * (not fp8),
             "y": pairs * hidden * 2,
             "tokens": tokens * hidden * token_bytes,
-            "token_scale": tokens * ceil_div(hidden, 128) * 4 * fp8,
+            "token_scale": tokens * 4 * fp8,
             "h_quantized": pairs * width * fp8,
             "h_scale": pairs * ceil_div(width, 128) * 4 * fp8,
             "topk_ids": pairs * 4 * has_router,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moe_optimizer.ops.cuda_dispatch_calls import sizes_of
 from moe_optimizer.ops.launch_geometry.direct import direct_geometry
-from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS, GemmMode
+from moe_optimizer.ops.launch_geometry.grouped import PAIRED_TILES, TILE_TOKENS, GemmMode
 from tests.kernel_emulator import Case, Emulator, make_case, with_poisoned_output
 
 # E4M3 tokens have 4 significant bits: a relative error of up to 2**-4 per element, about 2.6e-2 on average, twice.
@@ -118,6 +118,32 @@ def test_grouped_fp8_tokens_stay_within_their_rounding(emulator: Emulator, fp8, 
     assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
 
 
+@pytest.mark.parametrize(
+    ("mode", "tile"), [(mode, tile) for mode, tiles in PAIRED_TILES.items() for tile in tiles], ids=str
+)
+def test_paired_blocks_give_the_bits_of_single_ones(emulator: Emulator, mode, tile):
+    # Expert 0 has two pairs of tiles, expert 1 one token (an empty tile beside it), expert 2 nothing, expert 3 a pair.
+    ids = torch.full((2 * tile + 9, 2), -1)
+    ids[:, 0] = 0
+    ids[3, 1] = 1
+    ids[5 : 5 + tile // 2, 1] = 3
+    case = make_case(len(ids), 2, 4, 144, 80, ids=ids, fp8="block" if mode == GemmMode.FP8 else None)
+    single = emulator.grouped(case.problem, mode, tile_tokens=tile, blocks=1).clone()
+    for blocks, seed in ((2, 1), (5, 2)):  # of five multiprocessors, four are used
+        problem = with_poisoned_output(case)
+        out = emulator.grouped(problem, mode, tile_tokens=tile, paired=True, blocks=blocks, seed=seed)
+        assert torch.equal(single, out)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_paired_blocks_with_small_rings_end(emulator: Emulator, stages):
+    case = make_case(150, 2, 3, 272, 80)
+    out = emulator.grouped(
+        case.problem, GemmMode.BF16, tile_tokens=128, paired=True, num_stages=stages, blocks=4, seed=stages
+    )
+    assert_close(case, out)
+
+
 @pytest.mark.parametrize("tile", [16, 64, 160])
 def test_grouped_with_biases_the_clamped_activation_and_a_map(emulator: Emulator, tile):
     # 20 tokens: the larger tiles take their path for half-empty tiles.
@@ -133,6 +159,26 @@ def test_grouped_with_biases_the_clamped_activation_and_a_map(emulator: Emulator
 def test_grouped_with_small_rings_ends(emulator: Emulator, stages):
     case = make_case(20, 2, 3, 272, 208)
     assert_close(case, emulator.grouped(case.problem, GemmMode.BF16, tile_tokens=16, num_stages=stages))
+
+
+@pytest.mark.parametrize("tile", [32, 144])
+def test_grouped_fp8_with_the_smallest_ring_ends(emulator: Emulator, tile):
+    case = make_case(tile + 3, 1, 2, 272, 144, fp8="block")
+    full = emulator.grouped(case.problem, GemmMode.FP8, tile_tokens=tile).clone()
+    assert torch.equal(full, emulator.grouped(with_poisoned_output(case), GemmMode.FP8, tile_tokens=tile, num_stages=2))
+
+
+@pytest.mark.parametrize("hidden", [16, 2048, 2064])  # less than one reading of a row, one, and more
+def test_tokens_of_any_length_are_rounded_to_fp8_by_their_own_scale(emulator: Emulator, hidden):
+    case = make_case(9, 1, 1, hidden, 144, fp8="channel")
+    # Token t is 2^(4 t - 16) times as large: one scale for all would lose the small ones.
+    case.problem.x.mul_(2.0 ** (4 * torch.arange(9).unsqueeze(1) - 16))
+    case.problem.x[3] = 0
+    want = case.reference().float()
+    out = emulator.grouped(case.problem, GemmMode.FP8, tile_tokens=32).float()
+    assert not out[3].any()
+    for row in range(9):
+        assert (out[row] - want[row]).norm() <= 2 * FP8_TOKENS_BOUND * want[row].norm()
 
 
 def test_grouped_does_not_depend_on_who_runs_first(emulator: Emulator):

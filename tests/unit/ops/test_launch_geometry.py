@@ -18,7 +18,7 @@ from moe_optimizer.ops.launch_geometry import (
     routing_geometry,
 )
 from moe_optimizer.ops.launch_geometry.direct import UP_BLOCKS, UP_ROWS, WIDE_UP_BLOCKS
-from moe_optimizer.ops.launch_geometry.grouped import TILE_TOKENS, GemmMode, choose_tile_tokens
+from moe_optimizer.ops.launch_geometry.grouped import PAIRED_TILES, TILE_TOKENS, GemmMode, choose_tile_tokens
 from moe_optimizer.ops.launch_geometry.workspace import (
     ALIGNMENT,
     direct_layout,
@@ -99,9 +99,32 @@ def test_every_compiled_tile_fits_the_chip(mode, sizes):
         assert (geometry.full_arrivals, geometry.empty_arrivals) == (129, 8)
 
 
-def test_a_ring_that_could_deadlock_is_refused():
+@pytest.mark.parametrize("mode", [GemmMode.BF16, GemmMode.FP8])
+def test_a_pair_splits_the_boxes_and_waits_for_the_warps_of_both(mode):
+    sizes = replace(QWEN3, num_tokens=4096, weight_bytes=2 if mode == GemmMode.BF16 else 1)
+    for tile in PAIRED_TILES[mode]:
+        single, pair = (
+            grouped_geometry(sizes, mode, num_multiprocessors=133, tile_tokens=tile, paired=paired)
+            for paired in (False, True)
+        )
+        assert (single.grid, pair.grid) == (133, 132)
+        assert (single.boxes_sent, pair.boxes_sent) == (4, 2)
+        # Each block's stage gets the bytes of four boxes, from one engine or two.
+        assert pair.transaction_bytes == single.transaction_bytes == 2 * pair.boxes_sent * 8192
+        assert (single.empty_arrivals, pair.empty_arrivals) == (8, 16)
+        assert (pair.shared_bytes, pair.num_stages) == (single.shared_bytes, single.num_stages)
+
+
+def test_a_pair_on_one_multiprocessor_is_refused():
+    with pytest.raises(GeometryError, match="multiprocessors: got 1, expected 2 for a pair"):
+        grouped_geometry(QWEN3, GemmMode.BF16, num_multiprocessors=1, tile_tokens=128, paired=True)
+
+
+@pytest.mark.parametrize("mode", [GemmMode.BF16, GemmMode.FP8])
+def test_a_ring_that_could_deadlock_is_refused(mode):
+    sizes = replace(QWEN3, weight_bytes=2 if mode == GemmMode.BF16 else 1)
     with pytest.raises(GeometryError, match=r"ring stages: got 1, expected at least 1 \(release lag\) \+ 1"):
-        grouped_geometry(QWEN3, GemmMode.BF16, num_multiprocessors=132, tile_tokens=16, num_stages=1)
+        grouped_geometry(sizes, mode, num_multiprocessors=132, tile_tokens=32, num_stages=1)
 
 
 def test_a_tile_whose_sums_exceed_the_registers_is_refused():
@@ -125,6 +148,8 @@ def test_the_tile_table_has_room_for_any_routing(tokens, top_k, experts):
     started = min(experts, sizes.num_pairs)
     worst = started + (sizes.num_pairs - started) // geometry.tile_tokens
     assert geometry.max_tiles >= worst
+    paired = grouped_geometry(sizes, GemmMode.BF16, num_multiprocessors=132, tile_tokens=128, paired=True)
+    assert paired.max_tiles >= 2 * (started + (sizes.num_pairs - started) // 256)
 
 
 def test_the_tile_grows_with_the_tokens_per_expert():

@@ -39,7 +39,14 @@ def test_constants_are_the_compiled_ones(emulator: Emulator, module: ModuleType,
 
 @pytest.mark.parametrize(
     ("mode", "tile"),
-    [(GemmMode.BF16, 16), (GemmMode.BF16, 128), (GemmMode.BF16, 160), (GemmMode.FP8_WEIGHTS, 64), (GemmMode.FP8, 128)],
+    [
+        (GemmMode.BF16, 16),
+        (GemmMode.BF16, 128),
+        (GemmMode.BF16, 160),
+        (GemmMode.FP8_WEIGHTS, 64),
+        (GemmMode.FP8, 128),
+        (GemmMode.FP8, 144),
+    ],
 )
 def test_stage_bytes_are_the_compiled_ones(emulator: Emulator, mode, tile):
     sizes = MoeSizes(

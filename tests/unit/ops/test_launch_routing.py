@@ -51,6 +51,30 @@ def test_pairs_are_sorted_by_expert_and_stable(emulator: Emulator, tokens, top_k
     assert [tuple(row) for row in got["tiles"].tolist()] == tiles
 
 
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.integers(1, 500), experts=st.integers(1, 40), tile=st.sampled_from([16, 32, 128]), skew=st.floats(0, 4)
+)
+def test_the_tiles_of_an_expert_come_in_pairs_and_share_its_tokens_evenly(
+    emulator: Emulator, tokens, experts, tile, skew
+):
+    g = torch.Generator().manual_seed(tokens)
+    ids = (experts * torch.rand(tokens, 1, generator=g) ** (1 + skew)).long()
+    tiles = emulator.routing(make_case(tokens, 1, experts, 16, 16, ids=ids).problem, tile, paired=True)["tiles"]
+    counts = torch.bincount(ids.flatten(), minlength=experts).tolist()
+    position = 0
+    rows = iter(tiles.tolist())
+    for expert, count in enumerate(counts):
+        mine = [next(rows) for _ in range(2 * -(-count // (2 * tile)))]
+        for row in mine:
+            assert row[:2] == [expert, position]
+            position += row[2]
+        sizes = [row[2] for row in mine]
+        assert sum(sizes) == count
+        assert not sizes or max(sizes) <= min(tile, min(sizes) + 1)
+    assert next(rows, None) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("experts", "options"),

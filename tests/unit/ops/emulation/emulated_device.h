@@ -62,6 +62,10 @@ inline float exp_accurate(float x) { return std::exp(x); }
 inline float exp_fast(float x) { return std::exp(x); }
 
 inline float reciprocal_fast(float x) { return 1.0f / x; }
+inline uint32_t max_u16x2(uint32_t a, uint32_t b) {
+  const uint32_t low = (a & 0xffffu) > (b & 0xffffu) ? a & 0xffffu : b & 0xffffu;
+  return low | ((a >> 16) > (b >> 16) ? a >> 16 : b >> 16) << 16;
+}
 inline int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
 
 inline uint32_t bf16_bits(float value) {
@@ -139,6 +143,17 @@ inline void sync_block() { meet(block().named[0], block_threads(), "sync_block")
 inline void sync_warp() { meet(block().warps[thread_index() / 32], 32, "sync_warp"); }
 inline void sync_named(int barrier, int threads) { meet(block().named[barrier], threads, "a named barrier"); }
 
+inline int cluster_rank() { return block().index % ::emulation::machine()->cluster_blocks; }
+inline ::emulation::Block& cluster_block(int rank) {
+  auto& m = *::emulation::machine();
+  if (rank >= m.cluster_blocks) ::emulation::fail("no such block in the cluster");
+  return *m.blocks[block().index / m.cluster_blocks * m.cluster_blocks + rank];
+}
+inline void sync_cluster() {
+  auto& m = *::emulation::machine();
+  meet(m.clusters[block().index / m.cluster_blocks], m.threads * m.cluster_blocks, "sync_cluster");
+}
+
 inline uint32_t* exchange_of(int lane) {
   return block().exchange.data() + (static_cast<size_t>(thread_index() / 32) * 32 + lane) * 8;
 }
@@ -196,10 +211,19 @@ inline void wait_for_previous_kernel() {}
 
 // --- mbarrier and the copy engine ------------------------------------------------------------------------------
 
-inline ::emulation::MBarrier& mbarrier_state(::emulation::Block& owner, uint64_t* barrier) {
-  auto found = owner.mbarriers.find(static_cast<uint32_t>(reinterpret_cast<unsigned char*>(barrier) - owner.shared));
+inline uint32_t shared_offset(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - block().shared);
+}
+inline ::emulation::MBarrier& mbarrier_state(::emulation::Block& owner, uint32_t offset) {
+  auto found = owner.mbarriers.find(offset);
   if (found == owner.mbarriers.end()) ::emulation::fail("mbarrier used before its init");
   return found->second;
+}
+inline void expect_running(const ::emulation::Block& owner) {  // what ran out, may be another block's by now
+  for (const auto& each : ::emulation::machine()->fibers) {
+    if (each->block == &owner && !each->done) return;
+  }
+  ::emulation::machine()->failure = "block " + std::to_string(owner.index) + " ended before what others send it";
 }
 inline void mbarrier_settle(::emulation::MBarrier& state) {
   if (state.pending == 0 && state.bytes == 0) {
@@ -209,29 +233,39 @@ inline void mbarrier_settle(::emulation::MBarrier& state) {
   }
 }
 inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
-  auto& state = block().mbarriers[static_cast<uint32_t>(reinterpret_cast<unsigned char*>(barrier) - block().shared)];
+  auto& state = block().mbarriers[shared_offset(barrier)];
   state = {};
   state.expected = state.pending = arrivals;
 }
 inline void fence_mbarrier_init() {}
 inline void fence_async_proxy() {}
 inline void mbarrier_arrive_expect_bytes(uint64_t* barrier, uint32_t bytes) {
-  auto& state = mbarrier_state(block(), barrier);
+  auto& state = mbarrier_state(block(), shared_offset(barrier));
   if (state.pending == 0) ::emulation::fail("more arrivals at an mbarrier than it was made for");
   state.bytes += bytes;
   --state.pending;
   ::emulation::made_progress();
   mbarrier_settle(state);
 }
-inline void mbarrier_arrive(uint64_t* barrier) { mbarrier_arrive_expect_bytes(barrier, 0); }
+inline void mbarrier_arrive_at(uint64_t* barrier, int rank) {
+  ::emulation::Block& owner = cluster_block(rank);
+  expect_running(owner);
+  auto& state = mbarrier_state(owner, shared_offset(barrier));
+  if (state.pending == 0) ::emulation::fail("more arrivals at an mbarrier than it was made for");
+  --state.pending;
+  ::emulation::made_progress();
+  mbarrier_settle(state);
+}
 inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
-  auto& state = mbarrier_state(block(), barrier);
+  auto& state = mbarrier_state(block(), shared_offset(barrier));
   while ((state.phase & 1u) == parity) ::emulation::yield(parity ? "an mbarrier (1)" : "an mbarrier (0)");
 }
-inline void mbarrier_complete(::emulation::Block* owner, uint64_t* barrier, int64_t bytes) {
-  auto& state = mbarrier_state(*owner, barrier);
+// Bytes may land before they are expected, if another block asked for them: the phase then still lacks the arrival that
+// comes with the expectation. Nothing may land in a phase that is not waited for.
+inline void mbarrier_complete(::emulation::Block* owner, uint32_t offset, int64_t bytes, bool own) {
+  auto& state = mbarrier_state(*owner, offset);
   state.bytes -= bytes;
-  if (state.bytes < 0) {
+  if (state.bytes < 0 && (own || state.pending == 0)) {
     ::emulation::machine()->failure = "an mbarrier got more bytes than it was told to expect";
     return;
   }
@@ -241,15 +275,17 @@ inline void mbarrier_complete(::emulation::Block* owner, uint64_t* barrier, int6
 // Address bits 4-6 (the chunk of 16 bytes) xor bits 7-9 (the row in a group of 8).
 inline uint32_t swizzle(uint32_t address) { return address ^ ((address >> 3) & 0x70u); }
 
-// The box at (x, y, z), dimension 0 fastest, rows of 128 bytes one after the other.
-inline void tensor_copy(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
+// The box at (x, y, z), dimension 0 fastest, rows of 128 bytes one after the other, into one block of the cluster.
+inline void tensor_copy_into(::emulation::Block* owner, void* shared, const TensorMap* map, int x, int y, int z,
+                             uint64_t* barrier) {
   if (smem_address(shared) % 1024) ::emulation::fail("tensor copy: box is not 1024-byte aligned");
   if (map->box[0] * map->element_bytes != 128) ::emulation::fail("tensor copy: box rows are not 128 bytes");
-  ::emulation::Block* owner = &block();
-  const uint32_t address = smem_address(shared);
+  const bool own = owner == &block();
+  const uint32_t address = smem_address(shared), offset = shared_offset(barrier);
   const TensorMap m = *map;
   const int start[3] = {x, y, z};
   ::emulation::machine()->in_flight.push_back([=] {
+    expect_running(*owner);
     int total = 1;
     for (int d = 0; d < 3; ++d) total *= m.box[d];
     for (int i = 0; i < total; ++i) {
@@ -269,8 +305,14 @@ inline void tensor_copy(void* shared, const TensorMap* map, int x, int y, int z,
         std::memset(to, 0, m.element_bytes);
       }
     }
-    mbarrier_complete(owner, barrier, static_cast<int64_t>(total) * m.element_bytes);
+    mbarrier_complete(owner, offset, static_cast<int64_t>(total) * m.element_bytes, own);
   });
+}
+inline void tensor_copy(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
+  tensor_copy_into(&block(), shared, map, x, y, z, barrier);
+}
+inline void tensor_copy_to_both(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
+  for (int rank = 0; rank < 2; ++rank) tensor_copy_into(&cluster_block(rank), shared, map, x, y, z, barrier);
 }
 inline void store_transposed(void* shared_row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
   const int lane = thread_index() % 32, g = lane / 4, t = lane % 4;
@@ -297,7 +339,8 @@ inline void async_copy16(void* shared, const void* global, bool valid) {
 inline void async_copy4(void* shared, const void* global) { fiber().open_copies.push_back({shared, global, 4, true}); }
 inline void async_copies_arrive(uint64_t* barrier) {
   ::emulation::Block* owner = &block();
-  ::emulation::machine()->in_flight.push_back([owner, barrier, copies = std::move(fiber().open_copies)] {
+  const uint32_t offset = shared_offset(barrier);
+  ::emulation::machine()->in_flight.push_back([owner, offset, copies = std::move(fiber().open_copies)] {
     for (const auto& copy : copies) {
       if (copy.valid) {
         std::memcpy(copy.to, copy.from, copy.bytes);
@@ -305,7 +348,7 @@ inline void async_copies_arrive(uint64_t* barrier) {
         std::memset(copy.to, 0, copy.bytes);
       }
     }
-    auto& state = mbarrier_state(*owner, barrier);
+    auto& state = mbarrier_state(*owner, offset);
     if (state.pending == 0) ::emulation::machine()->failure = "more arrivals at an mbarrier than it was made for";
     --state.pending;
     mbarrier_settle(state);

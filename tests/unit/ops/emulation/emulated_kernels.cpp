@@ -54,7 +54,8 @@ std::string run_gemm(const Problem& problem, const GemmArgs& args, const Grouped
   const TensorMap map0 = tensor_map(weight_view(problem.moe, kUp ? 0 : 2));
   const TensorMap map1 = tensor_map(weight_view(problem.moe, kUp ? 1 : 2));
   return emulation::launch(launch.grid, kGemmThreads, static_cast<size_t>(launch.shared_bytes), seed,
-                           [&] { grouped_gemm_kernel<kMode, kTokens, kUp>(map0, map1, args); });
+                           [&] { grouped_gemm_kernel<kMode, kTokens, kUp>(map0, map1, args); }, 0,
+                           launch.cluster_blocks);
 }
 
 template <bool kUp>
@@ -69,6 +70,9 @@ std::string run_gemm_for(const Problem& problem, const GemmArgs& args, const Gro
     if constexpr (kMode != GemmMode::kFp8Weights) {
       if (launch.tile_tokens == 96) return run_gemm<kMode, 96, kUp>(problem, args, launch, seed);
       if (launch.tile_tokens == 128) return run_gemm<kMode, 128, kUp>(problem, args, launch, seed);
+    }
+    if constexpr (kMode == GemmMode::kFp8) {
+      if (launch.tile_tokens == 144) return run_gemm<kMode, 144, kUp>(problem, args, launch, seed);
     }
     if constexpr (kMode == GemmMode::kBf16) {
       if (launch.tile_tokens == 160) return run_gemm<kMode, 160, kUp>(problem, args, launch, seed);
@@ -177,6 +181,7 @@ int64_t compiled_constant(const char* name) {
       {"grouped.stage_bytes_0_160", GemmShape<GemmMode::kBf16, 160>::kStageBytes},
       {"grouped.stage_bytes_1_64", GemmShape<GemmMode::kFp8Weights, 64>::kStageBytes},
       {"grouped.stage_bytes_2_128", GemmShape<GemmMode::kFp8, 128>::kStageBytes},
+      {"grouped.stage_bytes_2_144", GemmShape<GemmMode::kFp8, 144>::kStageBytes},
       {"grouped.staging_bytes_0_160", GemmShape<GemmMode::kBf16, 160>::kStagingBytes},
       {"grouped.staging_bytes_2_32", GemmShape<GemmMode::kFp8, 32>::kStagingBytes},
       {"grouped.tile_entry_bytes", sizeof(TokenTile)},

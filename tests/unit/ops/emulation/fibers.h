@@ -1,6 +1,7 @@
 // A grid of GPU threads as fibers of one CPU thread: every thread of every block is a fiber that runs until it has to
 // wait. A seeded random choice says who runs next and when an asynchronous copy lands, so that code which relies on an
-// order nobody promised fails for some seed. When nobody can go on, the run ends with a list of who waits for what.
+// order nobody promised fails for some seed. Where the launch asks for clusters of two, blocks 2i and 2i + 1 are one.
+// When nobody can go on, the run ends with a list of who waits for what.
 #pragma once
 
 #include <sys/mman.h>
@@ -72,10 +73,11 @@ struct Fiber {
 constexpr size_t kStackBytes = 96 * 1024;
 
 struct Machine {
-  int grid = 0, grid_y = 1, threads = 0, block_y = 0;
+  int grid = 0, grid_y = 1, threads = 0, block_y = 0, cluster_blocks = 1;
   uint64_t random_state = 1;
   uint64_t progress = 0;
   std::vector<std::unique_ptr<Block>> blocks;
+  std::map<int, Barrier> clusters;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::function<void()>> in_flight;  // copies of the copy engine
   std::function<void()> kernel;
@@ -149,9 +151,11 @@ inline std::string waiting_list(const Machine& m) {
 
 // Runs `kernel` on grid x threads; returns an empty string, or what went wrong. All blocks are resident.
 inline std::string launch(int grid, int threads, size_t shared_bytes, uint64_t seed, std::function<void()> kernel,
-                          int block_y = 0) {
+                          int block_y = 0, int cluster_blocks = 1) {
+  if (grid % cluster_blocks) return "the grid is not a multiple of the cluster";
   Machine m;
   machine() = &m;
+  m.cluster_blocks = cluster_blocks;
   m.grid = grid;
   m.threads = threads;
   m.block_y = block_y;
