@@ -13,8 +13,8 @@
 // Four rows at a time: they stay in the L1 cache while the tokens pass over them, a register tile (M) of tokens at
 // a time. FP8 rows that more than one tile passes over are decoded first, into a buffer that stays in L1 as well.
 // Meanwhile the rows some way ahead are fetched: memory works all the time the multipliers do.
-//   one tile of tokens    every step fetches the same columns of rows further on, into L1
-//   more                  every step fetches a share of those rows, into L2
+//   one tile of tokens    every step fetches as many bytes as it reads
+//   more                  every step fetches its share of what the tiles together read once
 // K is cut into blocks, so that a tile's activations stay in L1; the partial sums wait in `state` between blocks.
 // Every way adds the products of a (token, row) in the same order, so a token's result does not depend on the rest
 // of the batch.
@@ -42,11 +42,15 @@ constexpr int64_t kLineBytes = 64;
 // of 4 KiB lose with more.
 constexpr int64_t kAheadBytes = 8192;
 
+// Hints of __builtin_prefetch. Rows that one tile of tokens reads are not wanted in L2 afterwards.
+constexpr int kIntoL1Only = 0, kIntoL2 = 2, kIntoL1AndL2 = 3;
+
 // What to fetch while multiplying.
 enum class Ahead {
   kNothing,
-  kRows,    // the same columns of other 4 rows, into L1
-  kStream,  // one or two lines per step from a cursor, into L2
+  kRows,        // 4 lines per step, of other 4 rows
+  kStream,      // one or two lines per step from a cursor, into L1
+  kStreamToL2,  // the same, into L2: L1 is taken by decoded rows
 };
 
 // One block of K of a register tile, and what is needed around it.
@@ -57,8 +61,9 @@ struct Block {
   int64_t begin, end;   // of K
   bool first, last;     // of the blocks of K
   const float* scale;   // one factor per 128 of k, or null
-  const char* ahead;    // kRows: first of 4 rows, addressed like w; kStream: the cursor at `begin`
-  int64_t ahead_bytes;  // kRows: from row to row; kStream: from step to step
+  const char* ahead;    // what the step at `begin` fetches
+  int64_t ahead_bytes;  // from step to step
+  int64_t line_bytes;   // kRows: from one of a step's 4 lines to the next
 
   int64_t steps() const { return (end - begin) / Format::kStep; }
 };
@@ -77,19 +82,21 @@ inline __attribute__((always_inline)) void multiply(const char* const* x, const 
   const typename Format::Weight* w = block.w;
   const int64_t row_stride = block.row_stride;
   const char* ahead = block.ahead;
-  const int64_t ahead_bytes = block.ahead_bytes;
-  if constexpr (kAhead == Ahead::kRows) ahead += k_begin * static_cast<int64_t>(sizeof(typename Format::Weight));
-  if constexpr (kAhead == Ahead::kStream) ahead += (k_begin - block.begin) / Format::kStep * ahead_bytes;
+  const int64_t ahead_bytes = block.ahead_bytes, line_bytes = block.line_bytes;
+  if constexpr (kAhead != Ahead::kNothing) ahead += (k_begin - block.begin) / Format::kStep * ahead_bytes;
   int64_t k = k_begin;
   for (; k + Format::kStep <= k_end; k += Format::kStep) {
     if constexpr (kAhead == Ahead::kRows) {
 #pragma GCC unroll 4
-      for (int n = 0; n < kTileRows; ++n) __builtin_prefetch(ahead + n * ahead_bytes, 0, 3);
-      ahead += Format::kStep * sizeof(typename Format::Weight);
+      for (int n = 0; n < kTileRows; ++n) {
+        __builtin_prefetch(ahead + n * line_bytes, 0, Format::kFetchesRowByRow ? kIntoL1Only : kIntoL1AndL2);
+      }
+      ahead += ahead_bytes;
     }
-    if constexpr (kAhead == Ahead::kStream) {
-      __builtin_prefetch(ahead, 0, 2);
-      if (ahead_bytes > kLineBytes) __builtin_prefetch(ahead + ahead_bytes / 2, 0, 2);
+    if constexpr (kAhead == Ahead::kStream || kAhead == Ahead::kStreamToL2) {
+      constexpr int kHint = kAhead == Ahead::kStream ? kIntoL1AndL2 : kIntoL2;
+      __builtin_prefetch(ahead, 0, kHint);
+      if (ahead_bytes > kLineBytes) __builtin_prefetch(ahead + ahead_bytes / 2, 0, kHint);
       ahead += ahead_bytes;
     }
 #pragma GCC unroll 2
@@ -169,7 +176,7 @@ void tile(const char* const* x, const Block<Format>& block, typename Format::Vec
 template <typename Format, Ahead kAhead>
 inline void tile_of(int64_t tokens, const char* const* x, const Block<Format>& block, typename Format::Vec* state,
                     float* out) {
-  static_assert(Format::kMaxTokens <= 5, "add the case below");
+  static_assert(Format::kMaxTokens <= 6, "add the case below");
   static_assert(Format::kTileTokens <= Format::kMaxTokens, "tiles among several are no larger");
   switch (tokens) {
     case 1: return tile<Format, 1, kAhead>(x, block, state, out);
@@ -182,6 +189,9 @@ inline void tile_of(int64_t tokens, const char* const* x, const Block<Format>& b
       break;
     case 5:
       if constexpr (Format::kMaxTokens >= 5) return tile<Format, 5, kAhead>(x, block, state, out);
+      break;
+    case 6:
+      if constexpr (Format::kMaxTokens >= 6) return tile<Format, 6, kAhead>(x, block, state, out);
       break;
     default: break;
   }
@@ -214,9 +224,11 @@ struct Fetch {
 };
 
 // One register tile of tokens over four rows: out[t * kRows + n], n < 4. `ahead`: the first of four rows further on,
-// laid out like these, or null.
+// laid out like these, or null. Rows without gaps may be fetched one after the other: to memory that is one stream,
+// which it reads faster than four.
 template <typename Format>
-void dot_few(const char* const* x, int64_t tokens, const WeightRows<Format>& rows, const char* ahead, float* out) {
+void dot_few(const char* const* x, int64_t tokens, const WeightRows<Format>& rows, const char* ahead,
+             typename Format::Vec* state, float* out) {
   Block<Format> block{};
   block.w = rows.w;
   block.row_stride = rows.row_stride;
@@ -224,16 +236,19 @@ void dot_few(const char* const* x, int64_t tokens, const WeightRows<Format>& row
   block.first = block.last = true;
   block.scale = rows.scale;
   block.ahead = ahead;
-  block.ahead_bytes = rows.row_stride * static_cast<int64_t>(sizeof(typename Format::Weight));
+  constexpr int64_t kElementBytes = sizeof(typename Format::Weight);
+  const bool one_stream = Format::kFetchesRowByRow && rows.row_stride == rows.columns;
+  block.ahead_bytes = (one_stream ? kTileRows : 1) * Format::kStep * kElementBytes;
+  block.line_bytes = one_stream ? kLineBytes : rows.row_stride * kElementBytes;
   if (ahead) {
-    tile_of<Format, Ahead::kRows>(tokens, x, block, nullptr, out);
+    tile_of<Format, Ahead::kRows>(tokens, x, block, state, out);
   } else {
-    tile_of<Format, Ahead::kNothing>(tokens, x, block, nullptr, out);
+    tile_of<Format, Ahead::kNothing>(tokens, x, block, state, out);
   }
 }
 
-// The same for more tokens than one tile takes.
-template <typename Format>
+// The same for more tokens than one tile takes. kAhead: how `fetch` is fetched.
+template <typename Format, Ahead kAhead>
 void dot_many(const char* const* x, int64_t tokens, const WeightRows<Format>& rows, Fetch fetch,
               typename Format::Vec* state, float* out) {
   const int64_t tiles = (tokens + Format::kTileTokens - 1) / Format::kTileTokens;
@@ -254,7 +269,7 @@ void dot_many(const char* const* x, int64_t tokens, const WeightRows<Format>& ro
       const int64_t m = t * tokens / tiles, count = (t + 1) * tokens / tiles - m;
       block.ahead = ahead;
       if (ahead) {
-        tile_of<Format, Ahead::kStream>(count, x + m, block, state + m * kTileRows, out + m * kRows);
+        tile_of<Format, kAhead>(count, x + m, block, state + m * kTileRows, out + m * kRows);
         ahead += block.steps() * step_bytes;
       } else {
         tile_of<Format, Ahead::kNothing>(count, x + m, block, state + m * kTileRows, out + m * kRows);
@@ -281,7 +296,7 @@ void dot_rows(const char* const* x, int64_t tokens, const WeightRows<Format>& ro
     WeightRows<Format> four = rows;
     four.w = rows.row(r);
     if (tokens <= Format::kMaxTokens) {
-      dot_few<Format>(x, tokens, four, reinterpret_cast<const char*>(ahead), out + r);
+      dot_few<Format>(x, tokens, four, reinterpret_cast<const char*>(ahead), scratch.state, out + r);
       continue;
     }
     Fetch fetch{reinterpret_cast<const char*>(ahead), kTileRows * row_bytes};
@@ -292,9 +307,9 @@ void dot_rows(const char* const* x, int64_t tokens, const WeightRows<Format>& ro
         if (fetch.cursor) fetch = {fetch.cursor + half, fetch.bytes - half};
       }
       const WeightRows<Decoded> decoded{scratch.decoded, scratch.decoded_stride, rows.columns, rows.scale};
-      dot_many<Decoded>(x, tokens, decoded, fetch, scratch.state, out + r);
+      dot_many<Decoded, Ahead::kStreamToL2>(x, tokens, decoded, fetch, scratch.state, out + r);
     } else {
-      dot_many<Format>(x, tokens, four, fetch, scratch.state, out + r);
+      dot_many<Format, Ahead::kStream>(x, tokens, four, fetch, scratch.state, out + r);
     }
   }
 }
