@@ -13,6 +13,7 @@ from moe_optimizer.inspection.recurrent import Mamba2
 PATTERN = "hybrid_override_pattern"
 TYPES = ("layers_block_type", "layer_types")
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+PER_BLOCK = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 MIXER_KINDS = {"M": "mamba", "*": "attention", "-": "none", "E": "none"}
 TYPE_KINDS = {**LAYER_TYPE_KINDS, "linear_attention": "mamba"}
 
@@ -33,10 +34,28 @@ def _has_mlp(config: Config, num_layers: int) -> tuple[bool, ...]:
     return tuple(word == "mlp" for word in _words(config, num_layers))
 
 
+def _spread_blocks(config: Config) -> Config:
+    """Turn a list of blocks, whose experts differ, into arrays with an entry for each layer."""
+    entries = config.items("block_configs")
+    if entries is None:
+        return config
+    blocks: list[dict[str, object]] = []
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise config.error(f"block_configs[{i}]", entry, "an object")
+        blocks.append(entry)
+    # A block that has no experts needs none of the fields; 1 is any valid number for it.
+    arrays = {name: [block.get(name) or config.get(name) or 1 for block in blocks] for name in PER_BLOCK}
+    if not config.has((*TYPES, PATTERN)):
+        arrays[TYPES[0]] = [block.get("block_type") for block in blocks]
+    return Config({**config.raw, **arrays}, where=config.where).with_defaults(config.defaults)
+
+
 FAMILIES = (
     Family(
-        model_types=("nemotron_h",),
-        architectures=("NemotronHForCausalLM",),
+        model_types=("nemotron_h", "nemotron_h_puzzle"),
+        architectures=("NemotronHForCausalLM", "NemotronHPuzzleForCausalLM"),
+        rewrite=_spread_blocks,
         disagreement=nemotron_layers,
         kinds=listed(TYPES, otherwise=pattern(PATTERN, MIXER_KINDS), names=TYPE_KINDS),
         mixers={
@@ -53,6 +72,7 @@ FAMILIES = (
             width=("moe_intermediate_size",),
             layers=_sparse,
             gated=False,
+            arrays=True,
             latent=("moe_latent_size",),
             latent_bias="mlp_bias",
             shared=Shared(

@@ -411,3 +411,31 @@ def test_sink_attention_has_keys_of_two_parts_and_values_of_another_width(inspec
     assert spec.attention_params == 2 * attention
     assert spec.total_params == 2 * attention + 3 * 8 * 6 + 5 * 3 * 8 * 3 + 8 * 4 + 8 * (2 * 4 + 1) + 2 * 80
     assert (spec.kv_bytes_per_token, spec.attention.kind, spec.moe_layers) == (2 * 2 * (8 + 10), "gqa", (1,))
+
+
+@pytest.mark.parametrize("with_pattern", [True, False])
+def test_blocks_with_experts_of_their_own_are_counted_each(
+    with_pattern: bool, load_config: Load, inspect_config: Inspect
+) -> None:
+    config = load_config("nemotron_h_moe")
+    whole = inspect_config(config)
+    words = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+    blocks: list[dict[str, Any]] = [{"block_type": words[letter]} for letter in config["hybrid_override_pattern"]]
+    for block in blocks:
+        if block["block_type"] == "moe":
+            block |= {
+                name: config[name] for name in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+            }
+    first = next(block for block in blocks if block["block_type"] == "moe")
+    first["n_routed_experts"] //= 2
+    left_out = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+    config = {name: value for name, value in config.items() if name not in left_out}
+    if not with_pattern:
+        del config["hybrid_override_pattern"]
+    spec = inspect_config(
+        {**config, "architectures": ["NemotronHPuzzleForCausalLM"], "model_type": "nemotron_h_puzzle",
+         "block_configs": blocks}
+    )  # fmt: skip
+    expert = whole.expert_params // (whole.num_experts * whole.num_moe_layers)
+    assert whole.expert_params - spec.expert_params == whole.num_experts // 2 * expert
+    assert (spec.num_experts, spec.moe_layers) == (whole.num_experts, whole.moe_layers)
