@@ -58,10 +58,15 @@ def _apply_plan_file(path: Path) -> None:
 
 def _plan_later(environment: Environment, profile_name: str) -> None:
     """Have the plan made when vLLM builds its model: only then its configuration is known."""
+    from moe_optimizer.env import PROFILE
+    from moe_optimizer.errors import InputError
     from moe_optimizer.profiles import load_profile
     from moe_optimizer.vllm_plugin.apply import apply_later
 
-    profile = load_profile(profile_name)
+    try:
+        profile = load_profile(profile_name)
+    except InputError as error:
+        raise error.named_by(f"environment {PROFILE}") from None
 
     def make_plan(facts: ServerFacts) -> Plan:
         return plan_for_server(facts, profile, environment.hardware)
