@@ -82,7 +82,7 @@ print(f"kernels {state}: moe_optimizer/ops/{info['extension']}")
 print(f"  cpu   {', '.join(info['cpu_ops'])} ({', '.join(info['isa_paths'])}), {info['compiler']}")
 if not info["cuda_ops"]:
     asked = f"; --arch {arch} has no effect" if arch else ""
-    print(f"  cuda  none: {'nvcc ' + info['nvcc'] + ' is older than 12.4' if info['nvcc'] else 'no nvcc found'}{asked}")
+    print(f"  cuda  none: {info['cuda_why_not']}{asked}")
 else:
     print(f"  cuda  {', '.join(info['cuda_ops'])} ({', '.join(info['cuda_archs'])}), nvcc {info['nvcc']}")
     print(f"        {'kernel':<44} {'registers':>9} {'shared':>7} {'spills':>7}")

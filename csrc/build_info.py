@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
+import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -53,9 +55,14 @@ def compiler_version(compiler: str) -> str:
 
 
 def nvcc_version() -> str | None:
-    """Return nvcc's release (such as "13.0"), or None where there is no nvcc on PATH."""
+    """Return nvcc's release (such as "13.0"), or None where CMake finds no nvcc: it looks in the same places."""
+    folders = [f"{os.environ['CUDA_HOME']}/bin"] if os.environ.get("CUDA_HOME") else []
+    folders += ["/usr/local/cuda/bin", os.environ.get("PATH", os.defpath)]
     try:
-        text = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+        nvcc = shutil.which("nvcc", path=os.pathsep.join(folders))
+        if nvcc is None:
+            return None
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     release = re.search(r"release (\d+\.\d+)", text)
@@ -71,6 +78,7 @@ def main() -> None:
     parser.add_argument("--isa-paths", nargs="+", default=["generic"])
     parser.add_argument("--cuda-archs", default="sm_90a", help="comma separated; without nvcc they are not built")
     parser.add_argument("--cuda-reports", type=Path, nargs="*", default=[], help="of compile_cuda.py; none: no nvcc")
+    parser.add_argument("--cuda-why-not", default="", help="why there are no CUDA kernels")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.action == "hash":
@@ -83,6 +91,7 @@ def main() -> None:
         "cpu_ops": list(CPU_OPS),
         "cuda_ops": list(CUDA_OPS) if kernels else [],
         "cuda_archs": options.cuda_archs.split(",") if kernels else [],
+        "cuda_why_not": "" if kernels else options.cuda_why_not,
         "extension": options.extension.name,
         "compiler": compiler_version(options.compiler),
         "nvcc": nvcc_version(),

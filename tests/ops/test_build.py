@@ -58,6 +58,28 @@ def test_a_missing_tool_ends_with_a_sentence_a_hint_and_code_3(environment: dict
     assert "\nhint: " in result.stderr
 
 
+# CMake finds it there first; a hash that only knew PATH would call a module up to date that another nvcc built.
+def test_another_nvcc_in_cuda_home_is_another_build(tmp_path: Path) -> None:
+    hashes = set()
+    for release in ("12.4", "13.0"):
+        nvcc = tmp_path / release / "bin" / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text(
+            f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n", encoding="ascii"
+        )
+        nvcc.chmod(0o755)
+        result = subprocess.run(
+            [sys.executable, str(ROOT / "csrc" / "build_info.py"), "hash", "--compiler", "c++"],
+            env=os.environ | {"CUDA_HOME": str(tmp_path / release)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        hashes.add(result.stdout)
+    assert len(hashes) == 2
+
+
 @needs_kernels
 def test_build_info_names_the_module_and_its_paths() -> None:
     folder = ROOT / "moe_optimizer" / "ops"
@@ -65,6 +87,7 @@ def test_build_info_names_the_module_and_its_paths() -> None:
     assert (folder / info["extension"]).is_file()
     assert {"fused_experts", "flash_dmoe"} <= set(info["cpu_ops"])
     assert info["isa_paths"][0] == "generic"
+    assert bool(info["cuda_ops"]) == (info["cuda_why_not"] == "")
     assert len(info["source_hash"]) == 64
 
 
