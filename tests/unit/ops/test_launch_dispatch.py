@@ -77,8 +77,8 @@ def test_a_list_of_the_wrong_length_is_an_error_before_anything_is_launched():
     if not available or not hasattr(_load.kernels(), "cuda_direct"):
         pytest.skip(f"needs the extension with CUDA kernels: {reason or 'built without nvcc'}")
     with pytest.raises(ValueError, match="problem: got 3 values, expected 36"):
-        _load.kernels().cuda_direct([0] * 3, [0] * 3, [0] * 4, 0)
-    with pytest.raises(ValueError, match="direct geometry: got 5 values, expected 4"):
-        _load.kernels().cuda_direct([0] * 36, [0] * 3, [0] * 5, 0)
+        _load.kernels().cuda_direct([0] * 3, [0] * 3, [0] * 5, 0)
+    with pytest.raises(ValueError, match="direct geometry: got 4 values, expected 5"):
+        _load.kernels().cuda_direct([0] * 36, [0] * 3, [0] * 4, 0)
     with pytest.raises(ValueError, match="grouped workspace: got 2 values, expected 16"):
-        _load.kernels().cuda_grouped([0] * 36, [0] * 2, [0] * 8, 0)
+        _load.kernels().cuda_grouped([0] * 36, [0] * 2, [0] * 9, 0)
