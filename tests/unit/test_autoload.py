@@ -93,7 +93,7 @@ def test_a_plan_that_is_no_plan_stops_the_process(monkeypatch: pytest.MonkeyPatc
 
 def test_an_unknown_profile_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_OPTIMIZER_PROFILE", "balancd")
-    with pytest.raises(InputError, match="^environment MOE_OPTIMIZER_PROFILE: unknown profile"):
+    with pytest.raises(InputError, match=r"^environment MOE_OPTIMIZER_PROFILE: unknown profile"):
         autoload.register()
 
 
