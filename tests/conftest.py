@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ _SHARED_SERVERS = (
     ("stock_fp32", "ours_fp32", "ours_expert_parallel", "ours_tensor_parallel"),
     ("stock_bf16", "ours_bf16"),
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was measured on this machine decides no test, and no test leaves anything in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -51,11 +50,9 @@ def run_command() -> Callable[..., Finished]:
 
 NOT_MEASURED = {
     "MOE_OPTIMIZER_CALIBRATE": "0",
-    "XDG_CACHE_HOME": str(Path(tempfile.gettempdir()) / "moe-optimizer-tests-without-a-cache"),
     "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm")),
 }
-"""Twenty seconds before each server, and a plan that depends on what was measured on this processor, would be in the
-way. vLLM keeps its own cache."""
+"""Twenty seconds before each server would be in the way. vLLM keeps its own cache."""
 
 
 def clean_environment() -> dict[str, str]:

@@ -139,8 +139,6 @@ def _server_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
         patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm_cache")))
-        # What was measured on this machine must not decide what is tested.
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 

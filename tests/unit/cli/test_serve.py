@@ -93,6 +93,7 @@ def launched(
     monkeypatch.setattr(launch, "serve", fake)
     monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
     monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: load_hardware("cpu"), raising=False)
+    monkeypatch.setenv("MOE_OPTIMIZER_CALIBRATE", "0")  # nothing is served that measuring would help
     return main(["serve", "--model", TINY_MOE, *arguments]), given
 
 
