@@ -1,7 +1,7 @@
 """What disaggregation does to the time between two tokens while others send long prompts.
 
-One server, and prefill and decode servers behind a router, both as planned for this machine, with the bundled model.
-An answer is streamed while a long prompt arrives at even intervals; the same once more without long prompts. The two
+One server, and prefill and decode servers behind a router, both as planned for this machine, with a small model of
+made-up weights. An answer is streamed alone, and once more while long prompts arrive one after the other. The two
 sides are asked in turn, never at once, and which of them is first changes in every round; whoever is not asked is idle.
 A sample is the time between two tokens of the streamed answer, and the time that a long prompt waits for its first one.
 
@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import socket
 import statistics
 import sys
@@ -44,12 +45,17 @@ from moe_optimizer.specs.software import SoftwareSpec  # noqa: E402
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running  # noqa: E402
 
 TINY_MOE = ROOT / "examples" / "tiny-moe"
+SHAPE = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 4}
+"""Of the model; the rest is the bundled one's, whose steps are so short that the time of a token gets lost between the
+processes that hand it on."""
 PASS = "disaggregation"
 MODEL_LEN = 2048
 SHORT, LONG = 16, 1500
 """Tokens of the prompts."""
 READY_TIMEOUT_S = 600.0
 QUANTILES = (0.5, 0.9, 0.99)
+GROUP_PORTS = 4
+"""Of the router, its metrics and the two servers."""
 SIDES = ("one server", "prefill and decode")
 SEED = 20261120
 
@@ -66,23 +72,25 @@ class Seen:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, and with --write store the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12, help="rounds (default: 12)")
-    parser.add_argument("--tokens", type=int, default=160, help="tokens of a streamed answer (default: 160)")
-    parser.add_argument("--interval", type=float, default=0.25, help="seconds between long prompts (default: 0.25)")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds (default: 6)")
+    parser.add_argument("--tokens", type=int, default=100, help="tokens of a streamed answer (default: 100)")
+    parser.add_argument("--pause", type=float, default=0.2, help="seconds before each long prompt (default: 0.2)")
     parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
 
     load_before = os.getloadavg()[0]
-    one, group = plan_of(split=False), plan_of(split=True)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running(one, run_dir=Path(folder) / "one", ready_timeout_s=READY_TIMEOUT_S) as single,
-        running(
-            group, run_dir=Path(folder) / "group", require=frozenset({PASS}), ready_timeout_s=READY_TIMEOUT_S
-        ) as divided,
-    ):
-        seen = measure(dict(zip(SIDES, (single, divided), strict=True)), options)
-        (row,) = [row for row in divided.rows if row.pass_name == PASS]
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), first_free_port(1 + GROUP_PORTS)
+        model = write_model(folder / "model")
+        one, group = plan_of(model, port, split=False), plan_of(model, port + 1, split=True)
+        with (
+            running(one, run_dir=folder / "one", ready_timeout_s=READY_TIMEOUT_S) as single,
+            running(
+                group, run_dir=folder / "group", require=frozenset({PASS}), ready_timeout_s=READY_TIMEOUT_S
+            ) as divided,
+        ):
+            seen = measure(dict(zip(SIDES, (single, divided), strict=True)), options)
+            (row,) = [row for row in divided.rows if row.pass_name == PASS]
     record = make_record(seen, options, plans=(one, group), ran=row.ran, load_before=load_before)
     show(record["results"])
     if options.write:
@@ -90,36 +98,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def plan_of(*, split: bool) -> Plan:
-    """Return the balanced profile's plan for the bundled model on this machine, on ports that are free."""
+def write_model(folder: Path) -> Path:
+    """Write a configuration of SHAPE with the bundled model's tokenizer and no weights."""
+    folder.mkdir()
+    config = json.loads((TINY_MOE / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | SHAPE), encoding="utf-8")
+    for path in TINY_MOE.glob("*token*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def plan_of(model: Path, port: int, *, split: bool) -> Plan:
+    """Return the balanced profile's plan for `model` on this machine."""
     return make_plan(
         PlanRequest(
-            model=ModelInspector().inspect(TINY_MOE),
+            model=ModelInspector().inspect(model),
             hardware=probe_hardware(),
             software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
             profile=load_profile("balanced"),
             wishes={PASS: (Wish.ON if split else Wish.OFF, "benchmark")},
             dtype="bfloat16",
-            port=four_free_ports(),
+            port=port,
             max_model_len=MODEL_LEN,
             batch_size=8,
-            vllm_args=("--enforce-eager", "--no-enable-prefix-caching"),
+            vllm_args=("--load-format", "dummy", "--enforce-eager", "--no-enable-prefix-caching"),
         )
     )
 
 
-def four_free_ports() -> int:
-    """Return the first of four ports in a row that nobody listens on: a group takes as many."""
+def first_free_port(count: int) -> int:
+    """Return the first of `count` ports in a row that nobody listens on."""
     # Below the range from which the kernel takes ports for outgoing connections.
     for first in random.Random(os.getpid()).sample(range(20_000, 32_000), 100):
-        probes = [socket.socket() for _ in range(4)]
-        try:
-            if all(probe.connect_ex(("127.0.0.1", first + i)) for i, probe in enumerate(probes)):
-                return first
-        finally:
-            for probe in probes:
-                probe.close()
-    raise RuntimeError("no four free ports in a row")
+        if not any(_in_use(first + offset) for offset in range(count)):
+            return first
+    raise RuntimeError(f"no {count} free ports in a row")
+
+
+def _in_use(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def measure(servers: dict[str, ServerInfo], options: argparse.Namespace) -> dict[str, Seen]:
@@ -137,13 +155,12 @@ def ask_once(server: ServerInfo, seen: Seen, options: argparse.Namespace, rng: r
     """Stream one answer alone, and one while long prompts arrive."""
     seen.between_tokens["quiet"].append(steps_of(arrivals(server, prompt_of(SHORT, rng), options.tokens)))
     done, waits = threading.Event(), []
-    # Made before: it takes time that belongs to nobody.
-    prompts = [prompt_of(LONG, rng) for _ in range(1000)]
+    # Its own numbers: the streaming thread draws from the other ones.
+    long_rng = random.Random(rng.random())
 
     def interfere() -> None:
-        for prompt in prompts:
-            if done.wait(options.interval):
-                return
+        while not done.wait(options.pause):
+            prompt = prompt_of(LONG, long_rng)
             sent = time.perf_counter()
             waits.append(next(arrivals(server, prompt, 1))[0] - sent)
 
@@ -166,7 +183,7 @@ def arrivals(server: ServerInfo, prompt: list[int], tokens: int) -> Iterator[tup
     """Yield when so many tokens had arrived, each time that more had."""
     body = {
         "model": server.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "stream": True, "logprobs": 1,
     }  # fmt: skip
     request = urllib.request.Request(
         f"{server.base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -175,12 +192,20 @@ def arrivals(server: ServerInfo, prompt: list[int], tokens: int) -> Iterator[tup
     with urllib.request.urlopen(request, timeout=300) as response:
         for line in response:
             if line.startswith(b"data: {"):
-                has = json.loads(line[6:])["usage"]["completion_tokens"]
-                if has > had:
-                    had = has
-                    yield time.perf_counter(), has
+                # The router does not pass on the running count of tokens; the probabilities are one for each.
+                new = tokens_in(json.loads(line[6:]))
+                if new:
+                    had += new
+                    yield time.perf_counter(), had
     if had != tokens:
         raise RuntimeError(f"got {had} tokens, expected {tokens}")
+
+
+def tokens_in(chunk: dict[str, Any]) -> int:
+    """Return how many tokens a chunk of a stream brings."""
+    if "choices" not in chunk:
+        raise RuntimeError(f"expected a completion, got {str(chunk)[:300]}")
+    return sum(len(choice["logprobs"]["tokens"]) for choice in chunk["choices"] if choice.get("logprobs"))
 
 
 def steps_of(seen: Iterator[tuple[float, int]]) -> list[float]:
@@ -250,9 +275,9 @@ def make_record(
             "vllm": vllm.version if vllm else None,
         },
         "workload": {
-            "model": "examples/tiny-moe, bfloat16, eager",
+            "model": SHAPE | {"dtype": "bfloat16", "weights": "dummy", "compiled": False},
             "answer": {"prompt": SHORT, "tokens": options.tokens},
-            "long_prompts": {"prompt": LONG, "tokens": 1, "interval_s": options.interval},
+            "long_prompts": {"prompt": LONG, "tokens": 1, "pause_s": options.pause},
             "rounds": options.rounds,
             "seed": SEED,
         },
