@@ -19,6 +19,7 @@ from moe_optimizer import env
 _PR_SET_PDEATHSIG = 1
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _KILL_WAIT_S = 5.0
+_TRACKER_WAIT_S = 2.0
 _POLL_S = 0.1
 
 
@@ -95,11 +96,18 @@ class ServerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kill every process of this server and wait until they are gone."""
-        deadline = time.monotonic() + _KILL_WAIT_S
+        """Kill every process of this server and wait until they are gone.
+
+        Python's resource trackers may end by themselves: they do once the others are gone, and remove the shared
+        memory that those left behind.
+        """
+        now = time.monotonic()
+        deadline, trackers_end = now + _KILL_WAIT_S, now + _TRACKER_WAIT_S
         while time.monotonic() < deadline:
             members = self.members()
             for process in members:
+                if time.monotonic() < trackers_end and _tracks_resources(process):
+                    continue
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                     process.kill()
             self.poll()
@@ -131,3 +139,11 @@ class ServerProcess:
         except OSError:
             return []
         return [line for line in _COLOR.sub("", text).splitlines() if line.strip()][-count:]
+
+
+def _tracks_resources(process: psutil.Process) -> bool:
+    """Whether it is the process that multiprocessing starts to clean up behind the others."""
+    try:
+        return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+    except psutil.Error:
+        return False
