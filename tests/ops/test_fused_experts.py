@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops import fused_experts, kernels_available, why_reference
-from tests.ops.moe_cases import DTYPES, Case, assert_as_exact_as_torch, make_case
+from tests.ops.moe_cases import DTYPES, Case, any_cases, assert_as_exact_as_torch, make_case
 
 AVAILABLE, REASON = kernels_available()
 needs_kernels = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
@@ -34,36 +33,8 @@ def test_error_is_at_most_twice_torch_in_the_same_dtype(
 
 @needs_kernels
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    tokens=st.integers(0, 40),
-    hidden=st.integers(1, 10).map(lambda n: 16 * n),
-    intermediate=st.integers(1, 10).map(lambda n: 16 * n),
-    experts=st.integers(1, 40),
-    top_k=st.integers(1, 8),
-    dtype=st.sampled_from(DTYPES),
-    activation=st.sampled_from(["silu", "swigluoai"]),
-    biases=st.booleans(),
-    ids_dtype=st.sampled_from([torch.int32, torch.int64]),
-    skipped=st.floats(0, 1),
-    seed=st.integers(0, 2**31),
-)
-def test_any_shape_and_routing_matches_the_reference(
-    tokens: int,
-    hidden: int,
-    intermediate: int,
-    experts: int,
-    top_k: int,
-    dtype: torch.dtype,
-    activation: str,
-    biases: bool,
-    ids_dtype: torch.dtype,
-    skipped: float,
-    seed: int,
-) -> None:
-    case = make_case(tokens, hidden, intermediate, experts, top_k, dtype, seed, biases)
-    ids = case.topk_ids.to(ids_dtype)
-    ids[torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < skipped] = -1
-    case = replace(case, topk_ids=ids, activation=activation)
+@given(any_cases(activations=("silu", "swigluoai"), biases=(False, True)))
+def test_any_shape_and_routing_matches_the_reference(case: Case) -> None:
     assert_as_exact_as_torch(case, case.kernel())
 
 
@@ -213,6 +184,25 @@ def test_sizes_without_a_kernel_run_in_torch_and_say_why() -> None:
     assert reason is not None
     if AVAILABLE:
         assert "H=24" in reason
+    torch.testing.assert_close(case.kernel().double(), case.in_torch(torch.float64), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"hidden": 0, "intermediate": 16}, "H and I must be above 0, got H=0, I=16"),
+        ({"hidden": 16, "intermediate": 0}, "H and I must be above 0, got H=16, I=0"),
+        ({"hidden": 16, "intermediate": 16, "experts": 1025}, "at most 1024 experts, got 1025"),
+        ({"hidden": 16, "intermediate": 16, "top_k": 33}, "at most 32 experts per token, got 33"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_sizes_outside_the_limits_run_in_torch_and_say_why(sizes: dict[str, int], reason: str) -> None:
+    hidden, width = sizes["hidden"], sizes["intermediate"]
+    case = make_case(3, 16, 16, sizes.get("experts", 8), sizes.get("top_k", 2))
+    case = replace(case, x=case.x[:, :hidden], w13=case.w13[:, : 2 * width, :hidden], w2=case.w2[:, :hidden, :width])
+    if AVAILABLE:
+        assert why_reference(case.x, case.w13, case.w2, case.topk_ids) == reason
     torch.testing.assert_close(case.kernel().double(), case.in_torch(torch.float64), rtol=1e-5, atol=1e-5)
 
 
