@@ -61,7 +61,7 @@ class CheckedKernel:
     tokens: int
     """In its call."""
     rounds_activations: bool = False
-    """It quantises the activations of both products to E4M3, with one scale per 128 of a row."""
+    """It quantises the activations of both products to E4M3."""
 
 
 def check_layer(layer: LayerUnderCheck, kernels: dict[str, CheckedKernel]) -> CheckResult:
