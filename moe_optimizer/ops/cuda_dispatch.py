@@ -81,7 +81,7 @@ def why_not_selected() -> str | None:
     if not available:
         return reason
     if not hasattr(_load.kernels(), "cuda_direct"):
-        return "built without CUDA kernels: no nvcc was found"
+        return "built without CUDA kernels; `bash build.sh` says why"
     return None
 
 

@@ -64,7 +64,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         if not available:
             return reason
         if not hasattr(_load.kernels(), "cuda_grouped"):
-            return "built without CUDA kernels: no nvcc was found"
+            return "built without CUDA kernels; `bash build.sh` says why"
         if moe_config.has_bias:
             return "kernel does not support biases"
         if len(cls.stock_classes) != 1:
