@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moe_optimizer.inspection.config import Config
 
 Note = str | None
+
+
+def every(*rules: Callable[[Config], Note]) -> Callable[[Config], Note]:
+    """Return the rule that tells what each of `rules` tells."""
+
+    def joined(config: Config) -> Note:
+        return "; ".join(note for rule in rules if (note := rule(config)) is not None) or None
+
+    return joined
+
+
+def bias_ignored(name: str) -> Callable[[Config], Note]:
+    """Return the rule for a switch that gives transformers' class biases, and vLLM's none."""
+
+    def rule(config: Config) -> Note:
+        return f"{name} true: vLLM's class has no such biases, transformers' has" if config.flag(name) else None
+
+    return rule
 
 
 def frequency_ignored(config: Config) -> Note:
@@ -51,6 +71,8 @@ def nemotron_layers(config: Config) -> Note:
     shared = config.integer("n_shared_experts", 0) or 0
     if shared > 1 and config.get("moe_shared_expert_intermediate_size") is not None:
         return f"n_shared_experts {shared}: vLLM multiplies the shared width by it, transformers does not"
+    if config.integer("n_shared_experts") == 0 and config.integer("n_routed_experts", 0):
+        return "n_shared_experts 0: vLLM builds no shared expert, transformers one"
     return None
 
 

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 from moe_optimizer.inspection.attention import HIDDEN, Attention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.disagreements import frequency_ignored, norm_after_experts, zero_experts
+from moe_optimizer.inspection.disagreements import (
+    bias_ignored,
+    every,
+    frequency_ignored,
+    norm_after_experts,
+    zero_experts,
+)
 from moe_optimizer.inspection.family import VOCAB, Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
@@ -73,7 +79,7 @@ FAMILIES = (
     Family(
         model_types=("deepseek_v2",),
         architectures=("DeepseekV2ForCausalLM",),
-        disagreement=frequency_ignored,
+        disagreement=every(frequency_ignored, bias_ignored("mlp_bias")),
         kinds=_latent_or_plain,
         mixers=PLAIN_OR_LATENT,
         experts=EXPERTS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
-from moe_optimizer.inspection.disagreements import interleaving_listed
+from moe_optimizer.inspection.disagreements import bias_ignored, interleaving_listed
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import (
@@ -165,6 +165,7 @@ FAMILIES = (
     Family(
         model_types=("afmoe",),
         architectures=("AfmoeForCausalLM",),
+        disagreement=bias_ignored("attention_bias"),
         kinds=listed(otherwise=last_of("global_attn_every_n_layers", "attention", otherwise="sliding")),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head", gate="width")},
         norms=4,

@@ -336,6 +336,10 @@ def test_expert_count_of_a_dense_architecture_is_ignored_with_a_warning(
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
         ("nemotron_h_moe", {"num_hidden_layers": 50}, "letters"),
         ("mimo_v2_flash", {"swa_num_key_value_heads": 4}, "swa_num_key_value_heads"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias"),
+        ("deepseek_v2", {"mlp_bias": True, "moe_layer_freq": 2}, "moe_layer_freq"),
+        ("afmoe", {"attention_bias": True}, "attention_bias"),
+        ("nemotron_h_moe", {"n_shared_experts": 0}, "n_shared_experts"),
     ],
 )
 def test_a_disagreement_of_vllm_and_transformers_is_a_warning(
