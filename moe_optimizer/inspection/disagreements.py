@@ -9,7 +9,7 @@ from moe_optimizer.inspection.config import Config
 Note = str | None
 
 
-def every(*rules: Callable[[Config], Note]) -> Callable[[Config], Note]:
+def all_of(*rules: Callable[[Config], Note]) -> Callable[[Config], Note]:
     """Return the rule that tells what each of `rules` tells."""
 
     def joined(config: Config) -> Note:
@@ -23,6 +23,17 @@ def bias_ignored(name: str) -> Callable[[Config], Note]:
 
     def rule(config: Config) -> Note:
         return f"{name} true: vLLM's class has no such biases, transformers' has" if config.flag(name) else None
+
+    return rule
+
+
+def shared_all_the_same(name: str) -> Callable[[Config], Note]:
+    """Return the rule for transformers' classes that build a shared expert where `name` says that there is none."""
+
+    def rule(config: Config) -> Note:
+        if config.integer(name) == 0:
+            return f"{name} 0: vLLM builds no shared expert, transformers one"
+        return None
 
     return rule
 
@@ -71,9 +82,8 @@ def nemotron_layers(config: Config) -> Note:
     shared = config.integer("n_shared_experts", 0) or 0
     if shared > 1 and config.get("moe_shared_expert_intermediate_size") is not None:
         return f"n_shared_experts {shared}: vLLM multiplies the shared width by it, transformers does not"
-    if config.integer("n_shared_experts") == 0 and config.integer("n_routed_experts", 0):
-        return "n_shared_experts 0: vLLM builds no shared expert, transformers one"
-    return None
+    # An array has an entry for each block: such a model has experts.
+    return shared_all_the_same("n_shared_experts")(config) if config.get("n_routed_experts") else None
 
 
 def norm_after_experts(config: Config) -> Note:

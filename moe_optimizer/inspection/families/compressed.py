@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.compressed_attention import CompressedAttention, FactorizedAttention, RoutedAttention
 from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.disagreements import shared_all_the_same
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import (
@@ -58,6 +59,7 @@ FAMILIES = (
     Family(
         model_types=("deepseek_v4", "deepseek_ref"),
         architectures=("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"),
+        disagreement=shared_all_the_same("n_shared_experts"),
         kinds=every("sliding"),
         mixers={"sliding": CompressedAttention()},
         dense=None,

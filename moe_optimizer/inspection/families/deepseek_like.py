@@ -7,8 +7,8 @@ from dataclasses import replace
 from moe_optimizer.inspection.attention import HIDDEN, Attention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import (
+    all_of,
     bias_ignored,
-    every,
     frequency_ignored,
     norm_after_experts,
     zero_experts,
@@ -79,7 +79,7 @@ FAMILIES = (
     Family(
         model_types=("deepseek_v2",),
         architectures=("DeepseekV2ForCausalLM",),
-        disagreement=every(frequency_ignored, bias_ignored("mlp_bias")),
+        disagreement=all_of(frequency_ignored, bias_ignored("mlp_bias")),
         kinds=_latent_or_plain,
         mixers=PLAIN_OR_LATENT,
         experts=EXPERTS,

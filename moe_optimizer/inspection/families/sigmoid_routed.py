@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.disagreements import windowed_heads
+from moe_optimizer.inspection.disagreements import shared_all_the_same, windowed_heads
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
@@ -238,6 +238,7 @@ FAMILIES = (
     Family(
         model_types=("hy_v3",),
         architectures=("HYV3ForCausalLM",),
+        disagreement=shared_all_the_same("num_shared_experts"),
         mixers={"attention": Attention(qk_norm="head")},
         dense=Dense(bias="mlp_bias"),
         experts=Experts(

@@ -340,6 +340,8 @@ def test_expert_count_of_a_dense_architecture_is_ignored_with_a_warning(
         ("deepseek_v2", {"mlp_bias": True, "moe_layer_freq": 2}, "moe_layer_freq"),
         ("afmoe", {"attention_bias": True}, "attention_bias"),
         ("nemotron_h_moe", {"n_shared_experts": 0}, "n_shared_experts"),
+        ("deepseek_v4", {"n_shared_experts": 0}, "n_shared_experts"),
+        ("hy_v3", {"num_shared_experts": 0}, "num_shared_experts"),
     ],
 )
 def test_a_disagreement_of_vllm_and_transformers_is_a_warning(
