@@ -85,6 +85,10 @@ if not info["cuda_ops"]:
     print(f"  cuda  none: {info['cuda_why_not']}{asked}")
 else:
     print(f"  cuda  {', '.join(info['cuda_ops'])} ({', '.join(info['cuda_archs'])}), nvcc {info['nvcc']}")
+    if state != "built":
+        most, spills = (max(kernel[key] for kernel in info["kernels"]) for key in ("registers", "spill_bytes"))
+        print(f"        {len(info['kernels'])} kernels of at most {most} registers, spills {spills} bytes; --clean lists them")
+        sys.exit()
     print(f"        {'kernel':<44} {'registers':>9} {'shared':>7} {'spills':>7}")
     for kernel in info["kernels"]:
         print(f"        {kernel['name']:<44} {kernel['registers']:>9} {kernel['shared_bytes']:>7} {kernel['spill_bytes']:>7}")

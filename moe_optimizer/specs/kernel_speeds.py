@@ -172,10 +172,15 @@ def never_slower(rows: Sequence[TokenSpeeds], variant: str, *, margin: float = M
     return len(ratios) == len(rows) > 0 and min(ratios) >= 1 - margin and max(ratios) >= 1 + margin
 
 
+_HASH_DIGITS = 64
+"""Of a SHA-256, of which a dozen tell two apart."""
+
+
 def _short(value: object) -> str:
     if isinstance(value, LayerShape):
         experts = f"{value.num_experts}"
         if value.num_global_experts != value.num_experts:
             experts += f" of {value.num_global_experts}"
         return f"H={value.hidden_size}, I={value.intermediate_size}, {experts} experts, top-{value.top_k}"
-    return str(value)[:40]
+    text = str(value)
+    return text[:12] if len(text) == _HASH_DIGITS else text[:40]

@@ -128,6 +128,7 @@ def test_a_kernel_for_all_or_nothing_must_lose_nowhere_and_gain_somewhere():
         ({"weights": "fp8_block"}, "the kernel speeds are of weights in fp8_block, needed bf16"),
         ({"vllm": "0.27.0"}, "the kernel speeds are of vLLM 0.27.0, needed 0.26.0"),
         ({"kernel_hash": "def"}, "the kernel speeds are of kernels from other sources: def, needed abc"),
+        ({"kernel_hash": "d" * 64}, f"the kernel speeds are of kernels from other sources: {'d' * 12}, needed abc"),
     ],
 )
 def test_a_table_of_something_else_is_not_used_and_the_difference_is_named(change, why):
