@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -30,6 +31,21 @@ def cpu_name() -> str:
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match.group(1).strip() if match else platform.machine()
+
+
+def host(load_before: float) -> dict[str, object]:
+    """Return what every record of this machine's processor says of it.
+
+    Args:
+        load_before: the load average before anything was measured.
+    """
+    return {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average_before": load_before,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
 
 
 def cpu_slug(name: str) -> str:

@@ -17,7 +17,6 @@ import datetime
 import itertools
 import json
 import os
-import platform
 import random
 import shutil
 import socket
@@ -35,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, write_record  # noqa: E402
+from benchmarks.record import RECORDS, checkout, cpu_slug, host, write_record  # noqa: E402
 from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
@@ -267,11 +266,7 @@ def make_record(
         "command": ["python", "benchmarks/serving/bench_disaggregation.py", *sys.argv[1:]],
         **checkout(),
         "environment": {
-            "cpu": cpu_name(),
-            "cores": len(os.sched_getaffinity(0)),
-            "load_average_before": load_before,
-            "system": platform.platform(),
-            "python": platform.python_version(),
+            **host(load_before),
             "vllm": vllm.version if vllm else None,
         },
         "workload": {

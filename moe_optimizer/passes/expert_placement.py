@@ -11,7 +11,12 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_context.expert_balancing import expert_ranks, why_no_load_balancer, why_not_at_the_start
+from moe_optimizer.plan_context.expert_balancing import (
+    expert_ranks,
+    load_balancer_asked,
+    why_no_load_balancer,
+    why_not_at_the_start,
+)
 from moe_optimizer.specs.placement_load import LoadFile
 from moe_optimizer.specs.quantity import Quantity, Source
 
@@ -45,7 +50,7 @@ class ExpertPlacement(OptimizationPass):
         if not ctx.expert_parallel:
             unit = "GPU" if ctx.device == "cuda" else "process"
             return False, f"needs expert parallelism; without it every {unit} has a slice of every expert"
-        if _wants_eplb(ctx):
+        if load_balancer_asked(ctx, _why_no_initial(ctx)):
             why_not = why_no_load_balancer(ctx)
             return not why_not, why_not
         if ctx.expert_load is None:
@@ -59,7 +64,7 @@ class ExpertPlacement(OptimizationPass):
         Raises:
             InputError: the load is of another model.
         """
-        if _wants_eplb(ctx):
+        if load_balancer_asked(ctx, _why_no_initial(ctx)):
             return self._eplb(ctx)
         placed = _place(ctx, replicas=0)
         wish, _ = ctx.wish(self.name)
@@ -141,17 +146,6 @@ class _Placed:
         """The files."""
         files = (self.placed_by,) if self.checked_on is None else (self.placed_by, self.checked_on)
         return tuple(f"{file.path} ({file.load.steps} steps since {file.load.since})" for file in files)
-
-
-def _wants_eplb(ctx: PlanContext) -> bool:
-    """Whether vLLM's load balancer is the way: it was asked for, or it is the only one."""
-    if "--enable-eplb" in ctx.pinned:
-        return ctx.pinned["--enable-eplb"] != "false"
-    if ctx.device == "cpu":
-        return False
-    if ctx.section("expert_placement").redundant_experts:
-        return True
-    return ctx.wish("expert_placement")[0] is Wish.ON and bool(_why_no_initial(ctx) or ctx.expert_load is None)
 
 
 def _why_no_initial(ctx: PlanContext) -> str:

@@ -17,19 +17,29 @@ def expert_ranks(ctx: PlanContext) -> int:
 
 
 def load_balancer_runs(ctx: PlanContext) -> bool:
-    """Return whether the plan will have vLLM's load balancer whatever computes the experts: it was asked for, by its
-    own flag, with replicas, or by the pass's name where nothing else can place experts.
-    """
+    """Return whether the plan will have vLLM's load balancer whatever computes the experts."""
     if not ctx.model.is_moe or not ctx.expert_parallel or expert_ranks(ctx) < 2 or why_no_load_balancer(ctx):
         return False
+    if "--enable-eplb" not in ctx.pinned and ctx.wish("expert_placement")[0] is Wish.OFF:
+        return False
+    return load_balancer_asked(ctx, why_not_at_the_start(ctx))
+
+
+def load_balancer_asked(ctx: PlanContext, why_not_initial: str) -> bool:
+    """Return whether vLLM's load balancer is the way: it was asked for, by its own flag or with replicas, or it is the
+    only one for a pass that was asked for by name.
+
+    Args:
+        ctx: what the plan is made from.
+        why_not_initial: why experts cannot be placed at the start, or "".
+    """
     if "--enable-eplb" in ctx.pinned:
         return ctx.pinned["--enable-eplb"] != "false"
-    wish, _ = ctx.wish("expert_placement")
-    if wish is Wish.OFF:
+    if ctx.device == "cpu":
         return False
     if ctx.section("expert_placement").redundant_experts:
         return True
-    return wish is Wish.ON and bool(why_not_at_the_start(ctx) or ctx.expert_load is None)
+    return ctx.wish("expert_placement")[0] is Wish.ON and bool(why_not_initial or ctx.expert_load is None)
 
 
 def why_no_load_balancer(ctx: PlanContext) -> str:
