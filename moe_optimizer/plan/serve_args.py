@@ -8,15 +8,36 @@ from dataclasses import dataclass
 
 from moe_optimizer.errors import InputError
 
-# vLLM's short forms of flags that a plan also sets.
+# vLLM's short forms: a plan must see what they say, whatever they are called.
 _SHORT = {
     "-tp": "--tensor-parallel-size",
     "-dp": "--data-parallel-size",
     "-pp": "--pipeline-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "-pcp": "--prefill-context-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpl": "--data-parallel-size-local",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpb": "--data-parallel-backend",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-asc": "--api-server-count",
+    "-sc": "--speculative-config",
+    "-dc": "--diffusion-config",
+    "-ac": "--attention-config",
     "-q": "--quantization",
     "-cc": "--compilation-config",
+    "-O": "--optimization-level",
     "--device-memory-utilization": "--gpu-memory-utilization",
 }
+_LEVEL = re.compile(r"-O(\d)")
+"""vLLM takes the level in the word itself."""
 _INTEGER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG]?)")
 # As vLLM reads them: small letters decimal, capital letters binary.
 _FACTORS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
@@ -34,6 +55,9 @@ class Argument:
     @property
     def value(self) -> str:
         """The value as text: after "=", or the words after the flag; "" for a bare flag."""
+        level = _LEVEL.fullmatch(self.tokens[0])
+        if level is not None:
+            return level[1]
         head, equals, tail = self.tokens[0].partition("=")
         return tail if equals and head.startswith("-") else " ".join(self.tokens[1:])
 
@@ -93,7 +117,9 @@ def _is_flag(word: str) -> bool:
 def _canonical(word: str) -> str:
     name = word.partition("=")[0]
     if not name.startswith("--"):
-        # -O3 and -cc.mode=3 carry their value or a path in the word itself.
+        if _LEVEL.fullmatch(name):
+            return _SHORT["-O"]
+        # -cc.mode=3 carries a path in the word itself.
         short, dot, rest = name.partition(".")
         return _SHORT.get(short, short) + dot + rest
     name = name.replace("_", "-")

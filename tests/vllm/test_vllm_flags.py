@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 from moe_optimizer.inspection import find_vllm
 from moe_optimizer.inspection.vllm_flags import unknown_flags
+from moe_optimizer.plan.serve_args import split_arguments
 
 pytestmark = pytest.mark.vllm
 
 
-def test_no_flag_of_vllms_own_parser_is_called_unknown() -> None:
+@pytest.fixture(scope="module")
+def actions() -> list[argparse.Action]:
+    """What vLLM's own parser takes."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    return make_arg_parser(FlexibleArgumentParser())._actions
+
+
+def test_every_short_form_is_read_as_its_flag(actions: list[argparse.Action]) -> None:
+    short = 0
+    for action in actions:
+        for flag in action.option_strings:
+            if not flag.startswith("--") and flag != "-h":
+                assert split_arguments([flag])[0].flag in action.option_strings, f"{flag} of {action.option_strings}"
+                short += 1
+    assert short > 10
+
+
+def test_no_flag_of_vllms_own_parser_is_called_unknown(actions: list[argparse.Action]) -> None:
     installed = find_vllm()
     assert installed is not None
-    parser = make_arg_parser(FlexibleArgumentParser())
-    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    flags = [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
     assert len(flags) > 300
     assert unknown_flags(Path(installed.location), flags) == ()

@@ -13,7 +13,8 @@ from moe_optimizer.plan.serve_args import flag_value, read_integer, split_argume
         (["--max_model_len=8k"], ["--max-model-len"]),
         (["--no-enable-prefix-caching"], ["--enable-prefix-caching"]),
         (["--device-memory-utilization", "0.5"], ["--gpu-memory-utilization"]),
-        (["-cc.mode=3", "-O3"], ["--compilation-config.mode", "-O3"]),
+        (["-cc.mode=3", "-O3", "-O", "3"], ["--compilation-config.mode", *["--optimization-level"] * 2]),
+        (["-ep"], ["--enable-expert-parallel"]),
         (["--seed", "-1", "--x"], ["--seed", "--x"]),
     ],
 )
@@ -25,6 +26,11 @@ def test_a_flag_keeps_all_its_values():
     (argument,) = split_arguments(["--cudagraph-capture-sizes", "1", "2", "4"])
     assert argument.tokens == ("--cudagraph-capture-sizes", "1", "2", "4")
     assert argument.value == "1 2 4"
+
+
+@pytest.mark.parametrize("words", [["-O0"], ["-O", "0"], ["-O=0"], ["--optimization-level", "0"]])
+def test_an_optimization_level_has_its_value_in_every_spelling(words):
+    assert flag_value(words, "--optimization-level") == "0"
 
 
 def test_a_word_before_the_first_flag_is_refused():
