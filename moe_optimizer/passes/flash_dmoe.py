@@ -8,7 +8,14 @@ from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.plan_context import expert_kernel_speeds as speeds
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
-from moe_optimizer.plan_context.expert_kernel import DTYPES, OP, converted_format, why_model_does_not_fit, why_not_built
+from moe_optimizer.plan_context.expert_kernel import (
+    DTYPES,
+    NOT_DATA_PARALLEL,
+    OP,
+    converted_format,
+    why_model_does_not_fit,
+    why_not_built,
+)
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, never_slower
 
 MEASURE_PARAM = "measure"
@@ -151,7 +158,7 @@ def _vllm_fits(ctx: PlanContext) -> str:
     if ctx.device == "cpu":
         if "--quantization" in ctx.pinned:
             return f"needs unquantised expert weights, found {_quantisation(ctx)}"
-        return ""
+        return NOT_DATA_PARALLEL if ctx.data_parallel_size > 1 else ""
     if not speeds.stored_weights(ctx):
         return f"needs BF16 or FP8 expert weights, found {_quantisation(ctx)}"
     if ctx.dtype not in _CUDA_DTYPES:

@@ -11,6 +11,7 @@ from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.expert_kernel import NOT_DATA_PARALLEL
 from moe_optimizer.plan_context.machines import AcrossMachines, across_machines
 from moe_optimizer.specs.model import ModelSpec
 
@@ -144,7 +145,7 @@ def _splits(ctx: PlanContext, size: int, data_parallel: int) -> tuple[bool, str]
     whole, whole_why = splits_over(ctx.model, size, expert_parallel=True)
     if not whole:
         return False, whole_why
-    possible, no_experts = _experts_divide(ctx, size * data_parallel)
+    possible, no_experts = _experts_divide(ctx, size, data_parallel)
     return possible, f"{why}; {no_experts}"
 
 
@@ -160,9 +161,9 @@ def _slices(model: ModelSpec, size: int) -> tuple[bool, str]:
     return True, ""
 
 
-def _experts_divide(ctx: PlanContext, devices: int) -> tuple[bool, str]:
-    """Return whether whole experts can be divided over `devices`."""
-    model = ctx.model
+def _experts_divide(ctx: PlanContext, size: int, data_parallel: int) -> tuple[bool, str]:
+    """Return whether whole experts can be divided over all devices."""
+    model, devices = ctx.model, size * data_parallel
     if not model.is_moe:
         return False, "the model has no experts"
     if devices == 1:
@@ -174,13 +175,15 @@ def _experts_divide(ctx: PlanContext, devices: int) -> tuple[bool, str]:
             return False, "vLLM's own CPU expert kernel ignores the expert map, and ours is not built"
         if ctx.wish("flash_dmoe")[0] is Wish.OFF:
             return False, "vLLM's own CPU expert kernel ignores the expert map, and flash_dmoe is off"
+        if data_parallel > 1:
+            return False, f"vLLM's own CPU expert kernel ignores the expert map, and ours {NOT_DATA_PARALLEL}"
     return True, ""
 
 
 def _expert_parallel(ctx: PlanContext, size: int, data_parallel: int) -> tuple[bool, str, tuple[str, ...]]:
     """Return whether EP is on, why or why not, and warnings."""
     wish, origin = _expert_wish(ctx)
-    possible, why_not = _experts_divide(ctx, size * data_parallel)
+    possible, why_not = _experts_divide(ctx, size, data_parallel)
     if not possible and wish is Wish.ON and "--enable-expert-parallel" in ctx.pinned:
         if ctx.device == "cpu":
             raise UnsupportedError(f"--enable-expert-parallel would end the server: {why_not}")

@@ -28,6 +28,11 @@ def decide(model=None, hardware=None, **changes: Any) -> Decision:
     return decided_by(ctx, "parallelism", "flash_dmoe").decided["flash_dmoe"]
 
 
+def test_under_data_parallelism_it_is_left_to_vllm_because_the_plugin_would_refuse():
+    decision = decide(pinned={"--data-parallel-size": "2"})
+    assert (decision.status, decision.reason) == (Status.OFF, "does not run under data parallelism")
+
+
 def test_on_the_cpu_build_our_kernel_is_installed_by_the_plugin():
     decision = decide()
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)

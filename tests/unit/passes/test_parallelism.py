@@ -161,12 +161,17 @@ def test_expert_parallel_on_the_cpu_uses_our_kernel():
     [
         ({"software": software("cpu", cpu_ops=())}, "ours is not built"),
         ({"wishes": {"flash_dmoe": (Wish.OFF, "flag --disable-flash-dmoe")}}, "flash_dmoe is off"),
+        ({"pinned": EP_ON_TWO | {"--data-parallel-size": "2"}}, "ours does not run under data parallelism"),
     ],
 )
 def test_expert_parallel_on_the_cpu_without_our_kernel_is_refused_because_stock_would_crash(changes, why):
     with pytest.raises(UnsupportedError, match="would end the server") as caught:
-        decide(tiny_moe(), cpu_machine(), pinned=EP_ON_TWO, **changes)
+        decide(tiny_moe(), cpu_machine(), **({"pinned": EP_ON_TWO} | changes))
     assert why in str(caught.value)
+
+
+def test_data_parallel_copies_on_the_cpu_do_not_share_experts_that_no_kernel_could_compute():
+    assert split(decide(tiny_moe(), cpu_machine(), pinned={"--data-parallel-size": "2"})) == (1, 2, False)
 
 
 @pytest.mark.parametrize(("machine", "warned"), [(gpus("h200", 4), True), (cpu_machine(), False)])
