@@ -31,6 +31,13 @@ _NOT_PLANNED = {
     "--uds": "the server is watched and proven over --host and --port",
     "--headless": "a server without an address can be neither watched nor proven",
     "--grpc": "the server is watched and proven over HTTP",
+    "--nnodes": "moe-optimizer plan --nodes N plans for several machines, and prints what starts them",
+    "--node-rank": "moe-optimizer plan --nodes N plans for several machines, and prints what starts them",
+    "--data-parallel-rank": "one server with all its replicas is planned, not one of several",
+    "--data-parallel-size-local": "all replicas are planned on one machine",
+    "--data-parallel-start-rank": "all replicas are planned on one machine",
+    "--data-parallel-external-lb": "one server with all its replicas is planned, not one of several",
+    "--data-parallel-hybrid-lb": "all replicas are planned on one machine",
 }
 """Arguments of `vllm serve` with which another server would run than the one that the plan describes."""
 
@@ -47,20 +54,38 @@ def _is_fp8(value: str) -> bool:
     return "fp8" in value
 
 
+def _is_another_cache(value: str) -> bool:
+    return "fp8" not in value
+
+
+def _is_without_deep_ep(value: str) -> bool:
+    return not value.startswith("deepep")
+
+
+def _is_zero(value: str) -> bool:
+    return value == "0"
+
+
 def _is_another_backend(value: str) -> bool:
     return value not in ("auto", "triton")
 
 
 _CONTRADICTIONS: tuple[tuple[str, Wish, str, Callable[[str], bool]], ...] = (
     ("graph_capture", Wish.ON, "--enforce-eager", _is_given),
+    ("graph_capture", Wish.ON, "--optimization-level", _is_zero),
+    ("graph_capture", Wish.ON, "--max-cudagraph-capture-size", _is_zero),
     ("kv_cache", Wish.OFF, "--kv-cache-dtype", _is_given),
+    ("kv_cache", Wish.ON, "--kv-cache-dtype", _is_another_cache),
     ("kv_cache.tiering", Wish.OFF, "--kv-offloading-size", _is_given),
+    ("kv_cache.tiering", Wish.ON, "--enable-prefix-caching", _is_negated),
+    ("kv_cache.tiering", Wish.ON, "--kv-transfer-config", _is_given),
     ("parallelism", Wish.OFF, "--tensor-parallel-size", _is_given),
     ("parallelism", Wish.OFF, "--data-parallel-size", _is_given),
     ("parallelism.expert_parallel", Wish.OFF, "--enable-expert-parallel", _is_given),
     ("parallelism.expert_parallel", Wish.ON, "--enable-expert-parallel", _is_negated),
     ("dual_batch_overlap", Wish.OFF, "--enable-dbo", _is_given),
     ("dual_batch_overlap", Wish.ON, "--enable-dbo", _is_negated),
+    ("dual_batch_overlap", Wish.ON, "--all2all-backend", _is_without_deep_ep),
     ("expert_placement", Wish.OFF, "--enable-eplb", _is_given),
     ("expert_placement", Wish.ON, "--enable-eplb", _is_negated),
     ("expert_load", Wish.ON, "--enable-return-routed-experts", _is_given),
@@ -70,6 +95,7 @@ _CONTRADICTIONS: tuple[tuple[str, Wish, str, Callable[[str], bool]], ...] = (
     ("fp8", Wish.ON, "--quantization-config", _is_given),
     ("sparsity_24", Wish.ON, "--quantization", _is_given),
     ("disaggregation", Wish.ON, "--kv-transfer-config", _is_given),
+    ("disaggregation", Wish.ON, "--kv-offloading-size", _is_given),
 )
 """A wish by flag, and an argument of `vllm serve` whose value says the opposite."""
 
@@ -142,11 +168,7 @@ def check_request(request: PlanRequest, pinned: Mapping[str, str]) -> None:
         )
     if request.model.servable is False:
         raise UnsupportedError(f"{request.model.name}: {request.model.servable_reason}")
-    for flag, reason in _NOT_PLANNED.items():
-        if flag in pinned:
-            raise InputError(f"vllm arguments: {flag}: {reason}")
-    if pinned.get("--pipeline-parallel-size", "1") != "1":
-        raise UnsupportedError("--pipeline-parallel-size: pipeline parallelism is not available in this version")
+    _check_one_planned_server(pinned)
     for flag, value in (("--gpus", request.num_gpus), ("--batch-size", request.batch_size)):
         if value is not None and value < 1:
             raise InputError(f"{flag}: got {value}, expected at least 1")
@@ -160,6 +182,16 @@ def check_request(request: PlanRequest, pinned: Mapping[str, str]) -> None:
     if "--enable-expert-parallel" in pinned and not request.model.is_moe:
         raise UnsupportedError(f"--enable-expert-parallel: {request.model.name} has no experts")
     _check_contradictions(request, pinned)
+    _check_batch_size_is_used(request)
+
+
+def _check_one_planned_server(pinned: Mapping[str, str]) -> None:
+    for flag, reason in _NOT_PLANNED.items():
+        if flag in pinned:
+            raise InputError(f"vllm arguments: {flag}: {reason}")
+    for flag, kind in (("--pipeline-parallel-size", "pipeline"), ("--prefill-context-parallel-size", "context")):
+        if pinned.get(flag, "1") != "1":
+            raise UnsupportedError(f"{flag}: {kind} parallelism is not available in this version")
 
 
 def _check_model_len(request: PlanRequest, pinned: Mapping[str, str]) -> None:
@@ -195,6 +227,16 @@ def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> No
                 f"{origin.removeprefix('flag ')} and {asked:.80} after -- contradict each other",
                 hint="give one of them",
             )
+
+
+def _check_batch_size_is_used(request: PlanRequest) -> None:
+    wish, origin = request.wishes.get("scheduler", (Wish.AUTO, ""))
+    if request.batch_size is not None and wish is Wish.OFF and origin.startswith("flag "):
+        raise InputError(
+            f"--batch-size {request.batch_size} and {origin.removeprefix('flag ')} contradict each other: the "
+            "scheduler pass is what gives vLLM the batch size",
+            hint="give one of them",
+        )
 
 
 def check_for_device(request: PlanRequest, pinned: Mapping[str, str], device: str) -> None:

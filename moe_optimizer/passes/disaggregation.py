@@ -27,7 +27,6 @@ _UNSAFE_FLAGS = {
     "--kv-offloading-size": "it takes vLLM's one connector, which the servers need",
     "--api-key": "vllm-router does not check API keys, so the servers behind it would answer anybody",
     "--ssl-certfile": "vllm-router speaks plain HTTP",
-    "--nnodes": "both servers run on this machine",
 }
 """Arguments of the user's that two servers behind the router cannot have, and why."""
 
@@ -113,9 +112,14 @@ class Disaggregation(OptimizationPass):
 def _supported_on_cpu(ctx: PlanContext) -> tuple[bool, str]:
     if ctx.cpu.cores < len(_ROLES):
         return False, f"needs at least 2 CPU cores, one for prefill and one for decode, found {ctx.cpu.cores}"
-    asked = ctx.pinned_integer("--tensor-parallel-size") or ctx.profile.passes.parallelism.tensor_parallel_size or 1
-    if asked > 1:
-        return False, f"on the CPU each server is one process, and tensor parallelism of {asked} is asked for"
+    asked = ctx.profile.passes.parallelism
+    for kind, flag, stated in (
+        ("tensor", "--tensor-parallel-size", asked.tensor_parallel_size),
+        ("data", "--data-parallel-size", asked.data_parallel_size),
+    ):
+        size = ctx.pinned_integer(flag) or stated or 1
+        if size > 1:
+            return False, f"on the CPU each server is one process, and {kind} parallelism of {size} is asked for"
     if ctx.model.state_bytes_per_sequence:
         return False, "the model keeps a state beside its cache, which does not travel over a shared folder"
     return True, ""

@@ -43,6 +43,12 @@ class DualBatchOverlap(OptimizationPass):
             return False, "needs DeepEP (the package deep_ep), which is not installed here"
         return True, ""
 
+    def when_off(self, ctx: PlanContext, reason: str) -> Decision:
+        """Return the decision for a pass that is not used, which leaves the user's own flag where it is."""
+        if ctx.pinned.get("--enable-dbo", "false") != "false":
+            reason = f"{reason}; --enable-dbo is given after --, and vLLM decides what comes of it"
+        return super().when_off(ctx, reason)
+
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the flags where it is asked for; auto leaves it off."""
         wish, origin = ctx.wish(self.name)

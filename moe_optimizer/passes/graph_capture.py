@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan_context.context import PlanContext
@@ -9,7 +14,10 @@ from moe_optimizer.plan_context.context import PlanContext
 _VLLM_CAP = 512
 """vLLM captures up to min(2 * max-num-seqs, 512) unless told otherwise (its compilation configuration)."""
 _STEP = 16
-"""Spacing of vLLM's capture sizes above 256."""
+"""Spacing of vLLM's capture sizes from 256 on."""
+_SMALL_STEP = 8
+"""Their spacing below."""
+_FLAG = "--max-cudagraph-capture-size"
 
 
 class GraphCapture(OptimizationPass):
@@ -17,6 +25,7 @@ class GraphCapture(OptimizationPass):
 
     On: vLLM's own compilation and capture, with the largest captured batch raised to the planned batch where vLLM's
     default stops below it; or, where the profile says eager, neither. Off: vLLM's default, whatever the batch.
+    Stands after the scheduler, whose requests and tokens of a step bound what vLLM captures.
     """
 
     name = "graph_capture"
@@ -25,44 +34,126 @@ class GraphCapture(OptimizationPass):
     limits = "more graphs cost memory and start-up time; the memory plan counts vLLM's default sizes"
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
-        """CUDA graphs need a GPU; eager execution does not."""
+        """CUDA graphs need a GPU and no argument of the user's against them; eager execution needs neither."""
+        without = _argument_against_graphs(ctx.pinned)
+        if without:
+            return False, f"{without} is given after --"
         if ctx.device == "cpu" and not ctx.profile.passes.graph_capture.eager:
             return False, "CUDA graphs need a GPU; vLLM's own compilation for the CPU stays as it is"
         return True, ""
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return vLLM's default."""
-        return self._decide(ctx, Status.OFF, "vLLM's default", reason, eager=_eager_pinned(ctx))
+        eager = bool(_argument_against_graphs(ctx.pinned))
+        return self._decide(ctx, Status.OFF, "no graphs" if eager else "vLLM's default", reason, eager=eager)
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the largest batch to capture."""
         section = ctx.profile.passes.graph_capture
-        if _eager_pinned(ctx):
-            return self._decide(ctx, Status.OFF, "eager", "--enforce-eager is given after --", eager=True)
         if section.eager:
             reason = f"{ctx.profile_origin} asks for plain execution: no compilation, no graphs, quick start"
             return self._decide(ctx, Status.ON, "eager", reason, eager=True, arguments=("--enforce-eager",))
+        step = ctx.decided["scheduler"].params
         batch = ctx.pinned_integer("--max-num-seqs") or ctx.workload.batch_size
-        default = min(2 * batch, _VLLM_CAP)
-        if section.max_capture_size is None and batch <= default:
-            reason = f"vLLM's own capture sizes reach {default}, which covers a batch of {batch}"
-            return self._decide(ctx, Status.ON, f"graphs up to {default}", reason, eager=False)
+        flag, size = _largest_given(ctx.pinned)
+        if flag:
+            return self._graphs(ctx, size, f"{flag} is given after --", batch)
+        default = min(2 * step["max_num_seqs"], _VLLM_CAP)
         if section.max_capture_size is not None:
             size, reason = section.max_capture_size, f"{ctx.profile_origin} asks for it"
-        else:
-            size = -(-batch // _STEP) * _STEP
-            reason = f"vLLM's own sizes end at {default}, and a batch of {batch} would run without a graph"
-        arguments = ("--max-cudagraph-capture-size", str(size))
-        return self._decide(ctx, Status.ON, f"graphs up to {size}", reason, eager=False, arguments=arguments)
+            return self._graphs(ctx, size, reason, batch, arguments=(_FLAG, str(size)))
+        if batch <= default:
+            return self._graphs(ctx, default, f"vLLM's own capture sizes cover a batch of {batch}", batch)
+        size = -(-batch // _STEP) * _STEP
+        reason = f"vLLM's own sizes end at {default}, and a batch of {batch} would run without a graph"
+        return self._graphs(ctx, size, reason, batch, arguments=(_FLAG, str(size)))
+
+    def _graphs(
+        self, ctx: PlanContext, size: int, reason: str, batch: int, *, arguments: tuple[str, ...] = ()
+    ) -> Decision:
+        """Return the decision for graphs up to the largest size that vLLM makes of `size`."""
+        captured = _captured(size, ctx.decided["scheduler"].params["max_num_batched_tokens"])
+        warning = f"graph_capture: a batch of {batch} runs without a graph, they end at {captured}: {reason}"
+        return self._decide(
+            ctx,
+            Status.ON,
+            f"graphs up to {captured}",
+            reason,
+            eager=False,
+            arguments=arguments,
+            max_capture_size=captured,
+            warnings=(warning,) if captured < batch else (),
+        )
 
     def _decide(
-        self, ctx: PlanContext, status: Status, value: str, reason: str, *, eager: bool, arguments: tuple[str, ...] = ()
+        self,
+        ctx: PlanContext,
+        status: Status,
+        value: str,
+        reason: str,
+        *,
+        eager: bool,
+        arguments: tuple[str, ...] = (),
+        max_capture_size: int = 0,
+        warnings: tuple[str, ...] = (),
     ) -> Decision:
-        applier = Applier.FLAGS if status is Status.ON else Applier.NONE
-        graphs = ctx.device == "cuda" and not eager
-        params = {"cuda_graphs": graphs}
-        return self.decision(ctx, status, value, reason, applier, vllm_args=arguments, params=params)
+        return self.decision(
+            ctx,
+            status,
+            value,
+            reason,
+            Applier.FLAGS if status is Status.ON else Applier.NONE,
+            vllm_args=arguments,
+            params={"cuda_graphs": ctx.device == "cuda" and not eager, "max_capture_size": max_capture_size},
+            warnings=warnings,
+        )
 
 
-def _eager_pinned(ctx: PlanContext) -> bool:
-    return ctx.pinned.get("--enforce-eager", "false") != "false"
+def _captured(size: int, tokens: int) -> int:
+    """Return the largest size that vLLM captures when it is told `size`: it leaves out what is not on its grid, but
+    takes the tokens of a step, beyond which it needs none.
+    """
+    if tokens <= size:
+        return tokens
+    if size < _SMALL_STEP:
+        return max(captured for captured in (1, 2, 4) if captured <= size)
+    step = _STEP if size >= 256 else _SMALL_STEP
+    return size // step * step
+
+
+def _argument_against_graphs(pinned: Mapping[str, str]) -> str:
+    """Return the user's own argument with which vLLM captures nothing; "" where there is none."""
+    if pinned.get("--enforce-eager", "false") != "false":
+        return "--enforce-eager"
+    if pinned.get("--optimization-level") == "0":
+        return "-O0"
+    if pinned.get(_FLAG) == "0":
+        return f"{_FLAG} 0"
+    mode = pinned.get("--compilation-config.cudagraph_mode") or _compilation_config(pinned).get("cudagraph_mode")
+    return f"cudagraph_mode {mode}" if mode is not None and str(mode).upper() == "NONE" else ""
+
+
+def _largest_given(pinned: Mapping[str, str]) -> tuple[str, int]:
+    """Return the user's own argument that says what is captured, and the largest size by it; ("", 0): there is none."""
+    config = _compilation_config(pinned)
+    for flag, text in (
+        ("--cudagraph-capture-sizes", pinned.get("--cudagraph-capture-sizes")),
+        (_FLAG, pinned.get(_FLAG)),
+        ("cudagraph_capture_sizes", config.get("cudagraph_capture_sizes")),
+        ("max_cudagraph_capture_size", config.get("max_cudagraph_capture_size")),
+    ):
+        sizes = [int(number) for number in re.findall(r"\d{1,9}", str(text))]
+        if any(sizes):
+            return flag, max(sizes)
+    return "", 0
+
+
+def _compilation_config(pinned: Mapping[str, str]) -> dict[str, Any]:
+    """Return vLLM's compilation configuration as the user gives it; {} where it is none or not to be read: what vLLM
+    cannot read either, it refuses by itself.
+    """
+    try:
+        given = json.loads(pinned.get("--compilation-config", ""))
+    except ValueError:
+        return {}
+    return given if isinstance(given, dict) else {}

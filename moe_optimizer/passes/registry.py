@@ -24,10 +24,10 @@ _PASSES = (
     ("expert_load", "ExpertLoad"),
     ("expert_placement", "ExpertPlacement"),
     ("tuned_configs", "TunedConfigs"),
-    ("graph_capture", "GraphCapture"),
-    ("scheduler", "Scheduler"),
-    ("kv_cache", "KvCache"),
     ("dual_batch_overlap", "DualBatchOverlap"),
+    ("scheduler", "Scheduler"),
+    ("graph_capture", "GraphCapture"),
+    ("kv_cache", "KvCache"),
 )
 PASS_NAMES = tuple(name for name, _ in _PASSES)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from moe_optimizer.costs.comm import all_reduce_us
 from moe_optimizer.costs.roofline import decode_step_floor_us
-from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
-from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan_context.context import DTYPE_BYTES, PlanContext
 
 _MODE_FACTORS = {"throughput": 2.0, "balanced": 1.0, "interactivity": 0.5}
 """Times vLLM's own default: it doubles it in throughput mode itself; half of it (chosen) keeps a long prompt
 from holding up the running requests."""
+_REQUESTS_FLAG = "--max-num-seqs"
+_TOKENS_FLAG = "--max-num-batched-tokens"
+_MODE_FLAG = "--performance-mode"
 _FEWEST_TOKENS = 1024
 _BATCHED_BACKENDS = ("deepep_low_latency", "nixl_ep")
 _BATCHED_TOKENS = 256
@@ -25,7 +28,8 @@ class Scheduler(OptimizationPass):
     """max-num-seqs from the batch size, max-num-batched-tokens from memory, and vLLM's performance mode.
 
     A step of T tokens needs activation memory for T tokens, which the cache then lacks. T is the largest of the
-    tried sizes that takes at most an eighth of the cache.
+    tried sizes that takes at most an eighth of the cache. vLLM does not start with fewer tokens a step than requests,
+    nor, where prompts may not be read in parts, with fewer than the longest prompt has.
     """
 
     name = "scheduler"
@@ -40,43 +44,79 @@ class Scheduler(OptimizationPass):
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return vLLM's own defaults, as the memory plan needs to know them."""
         tokens, sequences = _vllm_defaults(ctx)
-        tokens = ctx.pinned_integer("--max-num-batched-tokens") or tokens
-        sequences = ctx.pinned_integer("--max-num-seqs") or sequences
+        # In this mode vLLM doubles what it chooses by itself.
+        factor = 2 if ctx.pinned.get(_MODE_FLAG) == "throughput" else 1
+        tokens = ctx.pinned_integer(_TOKENS_FLAG) or max(factor * tokens, _unread_prompt(ctx))
+        sequences = ctx.pinned_integer(_REQUESTS_FLAG) or min(factor * sequences, tokens)
         params = {"max_num_seqs": sequences, "max_num_batched_tokens": tokens}
         return self.decision(ctx, Status.OFF, "vLLM's defaults", reason, Applier.NONE, params=params)
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the sizes of one step."""
-        sequences = ctx.pinned_integer("--max-num-seqs") or ctx.workload.batch_size
+        sequences, why, warnings = _requests(ctx)
         tokens, reason, rejected = _batched_tokens(ctx, sequences)
-        mode = ctx.profile.performance
-        arguments = ["--max-num-seqs", str(sequences), "--max-num-batched-tokens", str(tokens)]
+        mode = _mode(ctx)
+        arguments = [_REQUESTS_FLAG, str(sequences), _TOKENS_FLAG, str(tokens)]
         if mode != "balanced":
-            arguments += ["--performance-mode", mode]
+            arguments += [_MODE_FLAG, mode]
         return self.decision(
             ctx,
             Status.ON,
             f"{sequences} requests, {tokens} tokens a step",
-            f"{sequences} requests from the batch size; {reason}; performance mode {mode}",
+            f"{sequences} requests {why}; {reason}; performance mode {mode}",
             Applier.FLAGS,
             evidence=_floor(ctx, sequences),
             rejected=rejected,
             vllm_args=tuple(arguments),
             params={"max_num_seqs": sequences, "max_num_batched_tokens": tokens},
+            warnings=warnings,
         )
+
+
+def _mode(ctx: PlanContext) -> str:
+    return ctx.pinned.get(_MODE_FLAG, ctx.profile.performance)
+
+
+def _requests(ctx: PlanContext) -> tuple[int, str, tuple[str, ...]]:
+    """Return the requests of a step, where they come from, and warnings.
+
+    Raises:
+        InputError: the user's own numbers contradict each other.
+    """
+    tokens, given = ctx.pinned_integer(_TOKENS_FLAG), ctx.pinned_integer(_REQUESTS_FLAG)
+    if given is not None:
+        if tokens is not None and tokens < given:
+            raise InputError(
+                f"{_TOKENS_FLAG} {tokens} and {_REQUESTS_FLAG} {given} after -- contradict each other: every request "
+                "needs a token of a step"
+            )
+        return given, "given after --", ()
+    batch = ctx.workload.batch_size
+    if tokens is None or batch <= tokens:
+        return batch, "from the batch size", ()
+    why = f"because a step of {tokens} tokens holds no more"
+    return tokens, why, (f"{tokens} requests at once instead of {batch}, {why}",)
+
+
+def _unread_prompt(ctx: PlanContext) -> int:
+    """Return the tokens of the longest prompt where vLLM may not read it in parts, else 0."""
+    if ctx.pinned.get("--enable-chunked-prefill") != "false":
+        return 0
+    return ctx.workload.max_model_len or ctx.model.max_model_len or 0
 
 
 def _batched_tokens(ctx: PlanContext, sequences: int) -> tuple[int, str, dict[str, str]]:
     """Return the tokens of a step, why, and the larger sizes that were passed over."""
-    pinned = ctx.pinned_integer("--max-num-batched-tokens")
+    pinned = ctx.pinned_integer(_TOKENS_FLAG)
     if pinned is not None:
         return pinned, "tokens given after --", {}
+    least = max(sequences, _unread_prompt(ctx))
     asked = ctx.profile.passes.scheduler.max_num_batched_tokens
     if asked is not None:
-        return max(asked, sequences), f"tokens from {ctx.profile_origin}", {}
-    most = round(_vllm_defaults(ctx)[0] * _MODE_FACTORS[ctx.profile.performance])
-    # Every running request needs one token of a step.
-    fewest = max(min(_FEWEST_TOKENS, most), sequences)
+        return max(asked, least), f"tokens from {ctx.profile_origin}", {}
+    # A mode that is not known here is refused by vLLM itself.
+    most = round(_vllm_defaults(ctx)[0] * _MODE_FACTORS.get(_mode(ctx), 1.0))
+    fewest = max(min(_FEWEST_TOKENS, most), least)
     smallest_leaves = _cache_bytes(ctx, fewest, sequences)
     rejected: dict[str, str] = {}
     tokens = most
@@ -88,6 +128,8 @@ def _batched_tokens(ctx: PlanContext, sequences: int) -> tuple[int, str, dict[st
         rejected[f"{tokens} tokens"] = f"would take {share:.0%} of the cache"
         tokens //= 2
     tokens = max(tokens, fewest)
+    if tokens == _unread_prompt(ctx):
+        return tokens, f"{tokens} tokens, because --no-enable-chunked-prefill lets no prompt be read in parts", rejected
     if _exchanged_in_batches(ctx):
         return tokens, f"{tokens} tokens, because the buffers of the expert exchange hold so many of every rank", {}
     return tokens, f"{tokens} tokens take at most an eighth of the cache", rejected
@@ -135,9 +177,8 @@ def _exchanged_in_batches(ctx: PlanContext) -> bool:
     """Whether data parallel replicas exchange tokens through buffers of a fixed size for each expert."""
     if ctx.data_parallel_size < 2 or not ctx.expert_parallel:
         return False
-    overlap = ctx.wish("dual_batch_overlap")[0] is Wish.ON
-    asked = ctx.section("dual_batch_overlap").all2all_backend if overlap else ""
-    return ctx.pinned.get("--all2all-backend", asked) in _BATCHED_BACKENDS
+    planned = ctx.decided["dual_batch_overlap"].params.get("all2all_backend", "")
+    return ctx.pinned.get("--all2all-backend", planned) in _BATCHED_BACKENDS
 
 
 def _vllm_defaults(ctx: PlanContext) -> tuple[int, int]:

@@ -79,7 +79,7 @@ def _why_not(ctx: PlanContext) -> str:
         return "only blocks of the prefix cache are kept, and --no-enable-prefix-caching is given after --"
     if "--kv-transfer-config" in ctx.pinned:
         return "it takes vLLM's one KV connector, and --kv-transfer-config is given after --"
-    if ctx.wish("disaggregation")[0] is Wish.ON:
+    if ctx.num_servers > 1:
         return "it takes vLLM's one KV connector, and disaggregation needs that"
     if attention.kind in ("hybrid", "none") or attention.num_windowed_layers:
         return "the model's layers keep caches of different kinds, with which it was not tried"

@@ -39,6 +39,12 @@ def test_without_asking_it_stays_off():
     assert (decision.status, decision.vllm_args) == (Status.OFF, ())
 
 
+def test_the_users_own_flag_is_left_where_it_is_and_said():
+    decision = decide(wishes={}, pinned={"--enable-dbo": ""})
+    assert (decision.status, decision.vllm_args) == (Status.OFF, ())
+    assert "--enable-dbo is given after --" in decision.reason
+
+
 PROBED = dataclasses.replace(EIGHT, origin="probed")
 
 

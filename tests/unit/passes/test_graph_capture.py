@@ -4,14 +4,21 @@ import dataclasses
 
 import pytest
 
-from moe_optimizer.plan.decision import Decision, Status
+from moe_optimizer.plan.decision import Decision, Status, Wish
+from moe_optimizer.plan.serve_args import split_arguments
 from tests.builders import context, cpu_machine, decided_by, gpus, profile_with, qwen3_30b_a3b, tiny_moe
+
+BEFORE = ("parallelism", "dual_batch_overlap", "scheduler")
 
 
 def decide(batch: int = 64, hardware=None, **changes) -> Decision:
     ctx = context(qwen3_30b_a3b() if hardware is None else tiny_moe(), hardware or gpus("h100_sxm"), **changes)
     ctx = dataclasses.replace(ctx, workload=dataclasses.replace(ctx.workload, batch_size=batch))
-    return decided_by(ctx, "graph_capture").decided["graph_capture"]
+    return decided_by(ctx, *BEFORE, "graph_capture").decided["graph_capture"]
+
+
+def given(*words: str) -> dict[str, str]:
+    return {argument.flag: argument.value for argument in split_arguments(words)}
 
 
 @pytest.mark.parametrize("batch", [1, 64, 512])
@@ -34,13 +41,55 @@ def test_eager_is_a_setting_and_counts_no_graphs_in_memory(hardware):
     profile = profile_with(passes={"graph_capture": {"eager": True}})
     decision = decide(hardware=hardware, profile=profile)
     assert decision.vllm_args == ("--enforce-eager",)
-    assert decision.params == {"cuda_graphs": False}
+    assert decision.params == {"cuda_graphs": False, "max_capture_size": 0}
 
 
-def test_the_users_own_eager_counts_no_graphs_in_memory():
-    decision = decide(pinned={"--enforce-eager": ""})
-    assert decision.status is Status.OFF
-    assert decision.params == {"cuda_graphs": False}
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--enforce-eager",),
+        ("-O0",),
+        ("--max-cudagraph-capture-size", "0"),
+        ("-cc.cudagraph_mode=NONE",),
+        ("--compilation-config", '{"cudagraph_mode": "none"}'),
+    ],
+)
+def test_the_users_own_arguments_against_graphs_count_none_in_memory(words):
+    decision = decide(pinned=given(*words))
+    assert (decision.status, decision.value) == (Status.OFF, "no graphs")
+    assert decision.reason.endswith("is given after --")
+    assert decision.params["cuda_graphs"] is False
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--max-cudagraph-capture-size", "64"),
+        ("--cudagraph-capture-sizes", "1", "64"),
+        ("--compilation-config", '{"cudagraph_capture_sizes": [64, 8]}'),
+    ],
+)
+def test_the_users_own_sizes_are_what_is_captured_and_a_larger_batch_is_said(words):
+    # vLLM does not start with a largest size beside sizes that end elsewhere.
+    decision = decide(600, pinned=given(*words))
+    assert (decision.status, decision.vllm_args, decision.value) == (Status.ON, (), "graphs up to 64")
+    assert "a batch of 600 runs without a graph, they end at 64" in decision.warnings[0]
+    assert decide(64, pinned=given(*words)).warnings == ()
+
+
+@pytest.mark.parametrize(("size", "captured"), [(1, 1), (3, 2), (7, 4), (100, 96), (255, 248), (256, 256), (300, 288)])
+def test_what_is_captured_of_a_size_is_what_vllm_makes_of_it(size, captured):
+    profile = profile_with(passes={"graph_capture": {"max_capture_size": size}})
+    assert decide(1, profile=profile).params["max_capture_size"] == captured
+
+
+def test_nothing_is_captured_beyond_the_tokens_of_a_step():
+    assert decide(64, pinned=given("--max-num-batched-tokens", "100")).params["max_capture_size"] == 100
+
+
+def test_with_the_scheduler_off_vllm_captures_for_its_own_number_of_requests():
+    off = {"scheduler": (Wish.OFF, "flag --disable-scheduler")}
+    assert decide(8, wishes=off).params["max_capture_size"] == 512
 
 
 def test_the_cpu_build_has_no_graphs():

@@ -21,7 +21,7 @@ from tests.builders import (
     tiny_moe,
 )
 
-BEFORE = ("parallelism", "graph_capture", "scheduler")
+BEFORE = ("parallelism", "dual_batch_overlap", "scheduler", "graph_capture")
 ON = {"kv_cache": (Wish.ON, "flag --enable-kv-cache")}
 
 

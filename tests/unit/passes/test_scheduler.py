@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Decision, Wish
 from tests.builders import (
     context,
@@ -17,7 +18,7 @@ from tests.builders import (
     tiny_moe,
 )
 
-BEFORE = ("parallelism", "graph_capture", "scheduler")
+BEFORE = ("parallelism", "dual_batch_overlap", "scheduler")
 
 
 def decide(model=None, hardware=None, batch: int | None = None, **changes) -> Decision:
@@ -72,6 +73,34 @@ def test_the_users_own_values_are_what_memory_is_planned_with():
     assert decision.params == {"max_num_seqs": 7, "max_num_batched_tokens": 2048}
 
 
+def test_fewer_tokens_than_requests_are_so_many_requests_and_said():
+    # vLLM does not start with more requests than tokens of a step.
+    decision = decide(batch=64, pinned={"--max-num-batched-tokens": "16"})
+    assert decision.params == {"max_num_seqs": 16, "max_num_batched_tokens": 16}
+    assert decision.warnings[0].startswith("16 requests at once instead of 64")
+
+
+def test_fewer_tokens_than_requests_by_the_user_are_a_contradiction():
+    with pytest.raises(InputError, match="--max-num-batched-tokens 4 and --max-num-seqs 8 after -- contradict"):
+        decide(pinned={"--max-num-seqs": "8", "--max-num-batched-tokens": "4"})
+
+
+def test_a_prompt_that_may_not_be_read_in_parts_fits_into_a_step():
+    whole = {"--enable-chunked-prefill": "false"}
+    assert decide(hardware=gpus("h200", 8), pinned=whole).params["max_num_batched_tokens"] == 40960
+    off = {"scheduler": (Wish.OFF, "flag --disable-scheduler")}
+    assert decide(hardware=gpus("h200", 8), pinned=whole, wishes=off).params["max_num_batched_tokens"] == 40960
+
+
+def test_the_users_own_mode_goes_before_the_profiles():
+    decision = decide(hardware=gpus("h100_sxm", 8), pinned={"--performance-mode": "throughput"})
+    assert value(decision, "--max-num-batched-tokens") == 16384
+    assert "performance mode throughput" in decision.reason
+    off = {"scheduler": (Wish.OFF, "flag --disable-scheduler")}
+    decision = decide(hardware=gpus("h100_sxm", 8), pinned={"--performance-mode": "throughput"}, wishes=off)
+    assert decision.params == {"max_num_seqs": 2048, "max_num_batched_tokens": 16384}
+
+
 def test_the_profiles_tokens_are_taken_but_never_fewer_than_requests():
     profile = profile_with(passes={"scheduler": {"max_num_batched_tokens": 16}})
     assert value(decide(profile=profile, batch=64), "--max-num-batched-tokens") == 64
@@ -119,6 +148,13 @@ EXCHANGED = {"parallelism": {"data_parallel_size": 2, "expert_parallel": "on"}}
 def test_low_latency_exchange_gets_the_few_tokens_that_its_buffers_hold(passes, pinned, tokens):
     decision = decide(hardware=gpus("h100_sxm", 8), profile=profile_with(passes=EXCHANGED | passes), pinned=pinned)
     assert value(decision, "--max-num-batched-tokens") == tokens
+
+
+def test_an_overlap_that_is_refused_leaves_the_tokens_alone():
+    # On this machine DeepEP is not installed, so that vLLM exchanges through other kernels.
+    probed = dataclasses.replace(gpus("h100_sxm", 8), origin="probed")
+    profile = profile_with(passes=EXCHANGED | {"dual_batch_overlap": {"mode": "on"}})
+    assert value(decide(hardware=probed, profile=profile), "--max-num-batched-tokens") == 8192
 
 
 def test_low_latency_exchange_still_gives_every_request_its_token():

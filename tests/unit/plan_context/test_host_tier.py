@@ -113,6 +113,11 @@ def test_where_there_is_none_the_reason_is_said(model, hardware, changes, why):
     assert decision.params["host_tier_gib"] is None
 
 
+def test_disaggregation_that_is_refused_leaves_the_connector_to_the_tier():
+    wishes = {**ASKED["wishes"], "disaggregation": (Wish.ON, "profile")}
+    assert decide(hardware=host(1000, count=1), wishes=wishes).params["host_tier_gib"] > 0
+
+
 def test_the_users_own_size_decides():
     decision = decide(hardware=host(100), pinned={"--kv-offloading-size": "7.5"})
     assert decision.vllm_args == ("--kv-offloading-size", "7.5")  # the planner leaves the user's own in its place

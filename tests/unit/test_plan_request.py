@@ -1,0 +1,67 @@
+"""What is refused of a request before anything is decided: other servers, and wishes that contradict each other."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.planner import make_plan
+from tests.builders import gpus, qwen3_30b_a3b, request
+
+
+@pytest.mark.parametrize(
+    "words", ["--nnodes 2", "-r 1", "-dpl 1", "--data-parallel-external-lb", "-dph", "--data-parallel-rank 1"]
+)
+def test_a_part_of_a_server_on_several_machines_is_not_the_server_that_was_planned(words):
+    with pytest.raises(InputError, match="vllm arguments: --"):
+        make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), vllm_args=tuple(words.split())))
+
+
+@pytest.mark.parametrize("flag", ["--pipeline-parallel-size", "--prefill-context-parallel-size"])
+def test_a_split_that_takes_more_gpus_than_were_planned_is_refused(flag):
+    with pytest.raises(UnsupportedError, match=f"^{flag}: "):
+        make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), vllm_args=(flag, "2")))
+    assert make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), vllm_args=(flag, "1")))
+
+
+@pytest.mark.parametrize(
+    ("flag", "argument", "said"),
+    [
+        ("kv-cache", "--kv-cache-dtype bfloat16", "--kv-cache-dtype bfloat16"),
+        ("kv-cache", "--kv-cache-dtype auto", "--kv-cache-dtype auto"),
+        ("kv-tiering", "--no-enable-prefix-caching", "--no-enable-prefix-caching"),
+        ("kv-tiering", "--kv-transfer-config {}", "--kv-transfer-config {}"),
+        ("dual-batch-overlap", "--all2all-backend naive", "--all2all-backend naive"),
+        ("graph-capture", "-O0", "--optimization-level 0"),
+        ("graph-capture", "--max-cudagraph-capture-size 0", "--max-cudagraph-capture-size 0"),
+        ("disaggregation", "--kv-offloading-size 4", "--kv-offloading-size 4"),
+    ],
+)
+def test_a_wish_and_an_argument_of_vllm_that_says_the_opposite_are_both_named(flag, argument, said):
+    wishes = resolve_wishes([flag], [])
+    with pytest.raises(InputError, match=re.escape(f"--enable-{flag} and {said} after -- contradict each other")):
+        make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split())))
+
+
+@pytest.mark.parametrize(
+    ("flag", "argument"),
+    [
+        ("kv-cache", "--kv-cache-dtype fp8_e5m2"),
+        ("kv-tiering", "--enable-prefix-caching"),
+        ("graph-capture", "-O2"),
+        ("dual-batch-overlap", "--all2all-backend deepep_high_throughput"),
+    ],
+)
+def test_a_wish_and_an_argument_of_vllm_that_agree_are_taken(flag, argument):
+    wishes = resolve_wishes([flag], [])
+    assert make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split())))
+
+
+def test_a_batch_size_that_nothing_would_use_is_a_contradiction():
+    off = resolve_wishes([], ["scheduler"])
+    with pytest.raises(InputError, match="--batch-size 8 and --disable-scheduler contradict each other"):
+        make_plan(request(qwen3_30b_a3b(), gpus("h200"), wishes=off, batch_size=8))
+    assert make_plan(request(qwen3_30b_a3b(), gpus("h200"), wishes=off))
