@@ -83,6 +83,8 @@ def make(*vllm_args: str, placed: dict[str, Any] | None = None, **request: Any) 
                 # Sums go through NCCL: how they do is not what is shown, and vLLM's own way needs GPUs that see each
                 # other's memory.
                 "--disable-custom-all-reduce",
+                # Without it vLLM measures what is free, and stops when a server beside it gives some back meanwhile.
+                "--kv-cache-memory-bytes", "512M",
                 *vllm_args,
             ),
             **request,

@@ -51,9 +51,14 @@ def plan_with(passes: dict[str, dict[str, Any]], wished: tuple[str, ...], *vllm_
             max_model_len=520,
             batch_size=8,
             num_gpus=1,
-            vllm_args=("--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.1", *vllm_args),
+            vllm_args=(
+                "--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.1",
+                # Without it vLLM measures what is free, and stops when a server beside it gives some back meanwhile.
+                "--kv-cache-memory-bytes", "512M",
+                *vllm_args,
+            ),
         )
-    )
+    )  # fmt: skip
 
 
 def heldout_perplexity(info: ServerInfo) -> float:

@@ -75,7 +75,10 @@ def make(*vllm_args: str) -> Plan:
             num_gpus=1,
             vllm_args=(
                 "--logprobs-mode", "raw_logits", "--attention-backend", "FLASH_ATTN",
-                "--gpu-memory-utilization", "0.3", "--no-enable-prefix-caching", *vllm_args,
+                "--gpu-memory-utilization", "0.3", "--no-enable-prefix-caching",
+                # Without it vLLM measures what is free, and stops when a server beside it gives some back meanwhile.
+                "--kv-cache-memory-bytes", "512M",
+                *vllm_args,
             ),
         )
     )  # fmt: skip

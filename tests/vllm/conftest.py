@@ -101,11 +101,11 @@ def tiny_plan(
     )
 
 
-def ask(base_url: str) -> tuple[Answer, ...]:
+def ask(base_url: str, prompts: Sequence[str] | Sequence[list[int]] = PROMPTS) -> tuple[Answer, ...]:
     """Complete all prompts in one request."""
     body = {
         "model": ServerClient(base_url).models()[0],
-        "prompt": list(PROMPTS),
+        "prompt": list(prompts),
         "max_tokens": MAX_TOKENS,
         "temperature": 0,
         "logprobs": 2,
