@@ -46,10 +46,11 @@ def render_inventory(inventory: KernelInventory) -> str:
     """Return what is built as lines of text."""
     if not inventory.built:
         return f"kernels  not built: {inventory.reason}"
-    cuda = ", ".join(inventory.cuda_ops) or "none"
-    if inventory.cuda_ops:
-        cuda += f" for {' '.join(inventory.cuda_archs)}"
     cpu = ", ".join(inventory.cpu_ops) or "none"
+    if inventory.cuda_ops:
+        cuda = f"{', '.join(inventory.cuda_ops)} for {' '.join(inventory.cuda_archs)}"
+    else:
+        cuda = f"none: {inventory.cuda_why_not}" if inventory.cuda_why_not else "none"
     return f"kernels  built from sources {inventory.source_hash[:12]}\ncpu      {cpu}\ncuda     {cuda}"
 
 

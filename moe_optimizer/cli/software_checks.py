@@ -47,9 +47,10 @@ def _kernels() -> Check:
     inventory = read_kernel_inventory()
     if not inventory.built:
         return Check("kernels", "note", f"not built: {inventory.reason}", "run: moe-optimizer build")
-    cuda = "no CUDA kernels"
     if inventory.cuda_ops:
         cuda = f"cuda: {', '.join(inventory.cuda_ops)} ({' '.join(inventory.cuda_archs)})"
+    else:
+        cuda = f"no CUDA kernels: {inventory.cuda_why_not}" if inventory.cuda_why_not else "no CUDA kernels"
     if _is_stale(inventory):
         return Check("kernels", "note", "built from other sources than csrc/, or by other compilers than are here",
                      "run: moe-optimizer build")  # fmt: skip

@@ -44,13 +44,17 @@ def read_kernel_inventory(folder: Path | None = None) -> KernelInventory:
         source_hash=data["source_hash"],
         cpu_sources=_sources(data, "cpu"),
         cuda_sources=_sources(data, "cuda"),
+        cuda_why_not=_text(data.get("cuda_why_not")),
     )
 
 
 def _sources(data: dict[str, Any], device: str) -> str:
     """Return the hash of one device's sources; "" in the manifest of an older build."""
     found = data.get("sources")
-    value = found.get(device) if isinstance(found, dict) else None
+    return _text(found.get(device)) if isinstance(found, dict) else ""
+
+
+def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 

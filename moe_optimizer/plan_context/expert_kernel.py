@@ -47,7 +47,8 @@ def why_not_built(ctx: PlanContext) -> str:
     if ctx.device == "cpu":
         return "" if OP in kernels.cpu_ops else f"{OP} has no CPU kernel in this build"
     if OP not in kernels.cuda_ops:
-        return f"{OP} has no CUDA kernel in this build"
+        why = f": {kernels.cuda_why_not}" if kernels.cuda_why_not else ""
+        return f"{OP} has no CUDA kernel in this build{why}"
     major, minor = ctx.gpu.compute_capability
     wanted = {f"sm_{major}{minor}", f"sm_{major}{minor}a"}
     if not wanted & set(kernels.cuda_archs):

@@ -39,6 +39,8 @@ class KernelInventory:
     """SHA-256 over what the CPU kernels are made of, without compilers: the key of their measured speeds."""
     cuda_sources: str = ""
     """Likewise for the CUDA kernels."""
+    cuda_why_not: str = ""
+    """Why there are no CUDA kernels, in the build's own words; "" where there are, or where the build did not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

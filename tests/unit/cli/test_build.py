@@ -74,3 +74,11 @@ def test_what_is_built_is_told_apart_from_what_ran() -> None:
         "cpu      fused_experts",
         "cuda     fused_experts for sm_90a",
     ]
+
+
+def test_why_there_are_no_cuda_kernels_is_said() -> None:
+    inventory = KernelInventory(
+        built=True, reason="", cpu_ops=("fused_experts",), cuda_ops=(), cuda_archs=(), source_hash="0123456789abcdef",
+        cuda_why_not="no nvcc found",
+    )  # fmt: skip
+    assert build.render_inventory(inventory).splitlines()[-1] == "cuda     none: no nvcc found"

@@ -84,6 +84,12 @@ def test_kernels_that_are_not_built_are_a_note_with_the_reason(monkeypatch: pyte
     assert (check.status, check.detail) == ("note", "not built: build.sh was not run")
 
 
+def test_why_there_are_no_cuda_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = dataclasses.replace(BUILT, cuda_why_not="no nvcc found")
+    check = software(monkeypatch, kernels=kernels)["kernels"]
+    assert check.detail == "cpu: fused_experts; no CUDA kernels: no nvcc found"
+
+
 def test_cuda_kernels_that_never_ran_are_not_called_running(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = KernelInventory(
         built=True, reason="", cpu_ops=("fused_experts",), cuda_ops=("fused_experts",), cuda_archs=("sm_90a",),

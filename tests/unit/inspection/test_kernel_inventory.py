@@ -44,6 +44,11 @@ def test_built_kernels_are_listed(build):
     assert (inventory.cuda_archs, inventory.source_hash) == (("sm_90a",), "ab" * 32)
 
 
+def test_the_reason_for_no_cuda_kernels_is_the_builds_own(build):
+    assert build(MANIFEST | {"cuda_ops": [], "cuda_why_not": "no nvcc found"}).cuda_why_not == "no nvcc found"
+    assert build(MANIFEST | {"cuda_ops": []}).cuda_why_not == ""  # an older build
+
+
 @pytest.mark.parametrize("extension", ["_kernels.so", "_kernels.abi3.so"])
 def test_extension_for_every_python_is_taken(build, extension):
     assert build(MANIFEST | {"extension": extension}, extension).built

@@ -81,6 +81,8 @@ def test_without_a_cuda_kernel_for_the_architecture_it_is_refused():
     assert decide(qwen3_30b_a3b(), gpus("h100_sxm", 1), software=none).reason == (
         "fused_experts has no CUDA kernel in this build"
     )
+    said = dataclasses.replace(none, kernels=dataclasses.replace(none.kernels, cuda_why_not="no nvcc found"))
+    assert decide(qwen3_30b_a3b(), gpus("h100_sxm"), software=said).reason.endswith("in this build: no nvcc found")
     built = software("cuda", cuda_ops=("fused_experts",))
     assert "not built for sm_80, only for sm_90a" in decide(qwen3_30b_a3b(), gpus("a100_80gb"), software=built).reason
 
