@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.log import get_logger
 from moe_optimizer.ops import _load, cuda_dispatch, reference
-from moe_optimizer.ops.tensor_check import TensorChecks
+from moe_optimizer.ops.tensor_check import TensorChecks, overlaps_shifted
 
 ACTIVATIONS = ("silu", "swigluoai")
 """Positions are the codes of csrc/include/moeopt/fused_experts.h."""
@@ -70,7 +70,7 @@ def fused_experts(
         w2: [E, H, I], dtype of w13, likewise.
         w13_bias: float32, or converted on every call.
         w2_bias: likewise.
-        out: [T, H], dtype of x, last dimension contiguous: written and returned. It may be x itself.
+        out: [T, H], dtype of x, last dimension contiguous: written and returned. It may share memory with x.
 
     Returns:
         `out`, or a new tensor.
@@ -138,9 +138,7 @@ def check_inputs(inputs: Inputs, out: Tensor | None = None, *, op: str = "fused_
     check.dtype("topk_ids", inputs.topk_ids, torch.int32, torch.int64)
     check.shape("topk_weights", inputs.topk_weights, "T", "k")
     check.dtype("topk_weights", inputs.topk_weights, torch.float32)
-    if inputs.expert_map is not None:
-        check.shape("expert_map", inputs.expert_map, "global experts")
-        check.dtype("expert_map", inputs.expert_map, torch.int32)
+    check.expert_map(inputs.expert_map)
     if inputs.w13_bias is not None:
         check.shape("w13_bias", inputs.w13_bias, "E", "2I")
         check.dtype("w13_bias", inputs.w13_bias, torch.float32, x.dtype)
@@ -196,6 +194,9 @@ def run(inputs: Inputs, out: Tensor, *, isa: str = "") -> None:
         return
 
     x, w13, w2 = inputs.x, inputs.w13, inputs.w2
+    if overlaps_shifted(out, x):
+        run(inputs._replace(x=x.clone()), out, isa=isa)
+        return
     # Small tensors only: the weights are never copied. The names keep them alive during the call.
     topk_weights, topk_ids = inputs.topk_weights.contiguous(), inputs.topk_ids.contiguous()
     expert_map = None if inputs.expert_map is None else inputs.expert_map.contiguous()

@@ -13,7 +13,7 @@ from moe_optimizer.log import get_logger
 from moe_optimizer.ops import _load, reference
 from moe_optimizer.ops.fused_experts import MAX_EXPERTS, MAX_TOP_K
 from moe_optimizer.ops.sparse_24 import SIZE_MULTIPLE, SparseWeight, expand_24
-from moe_optimizer.ops.tensor_check import TensorChecks
+from moe_optimizer.ops.tensor_check import TensorChecks, overlaps_shifted
 
 _log = get_logger(__name__)
 
@@ -58,7 +58,7 @@ def sparse_experts(  # noqa: PLR0917 - as fused_experts has them
         w13_mask: uint8 [E, 2I, H / 8], contiguous: two bits set of every four.
         w2: bfloat16 [E, H, I / 2], contiguous.
         w2_mask: uint8 [E, H, I / 8], contiguous, likewise.
-        out: bfloat16 [T, H], last dimension contiguous: written and returned. It may be x itself.
+        out: bfloat16 [T, H], last dimension contiguous: written and returned. It may share memory with x.
 
     Returns:
         `out`, or a new tensor.
@@ -119,9 +119,7 @@ def check_sparse_inputs(inputs: SparseInputs, out: Tensor | None = None) -> None
     check.dtype("topk_ids", inputs.topk_ids, torch.int32, torch.int64)
     check.shape("topk_weights", inputs.topk_weights, "T", "k")
     check.dtype("topk_weights", inputs.topk_weights, torch.float32)
-    if inputs.expert_map is not None:
-        check.shape("expert_map", inputs.expert_map, "global experts")
-        check.dtype("expert_map", inputs.expert_map, torch.int32)
+    check.expert_map(inputs.expert_map)
     if out is not None:
         check.shape("out", out, "T", "H")
         check.dtype("out", out, torch.bfloat16)
@@ -139,6 +137,9 @@ def run_sparse(inputs: SparseInputs, out: Tensor, *, isa: str = "") -> None:
         out.copy_(in_plain_torch(inputs))
         return
     x, expert_map = inputs.x, inputs.expert_map
+    if overlaps_shifted(out, x):
+        run_sparse(inputs._replace(x=x.clone()), out, isa=isa)
+        return
     hidden, width, num_experts = inputs.sizes
     # Small tensors only. The names keep them alive during the call.
     topk_weights, topk_ids = inputs.topk_weights.contiguous(), inputs.topk_ids.contiguous()

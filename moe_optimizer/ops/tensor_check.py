@@ -8,6 +8,23 @@ from torch import Tensor
 from moe_optimizer.errors import TensorContractError
 
 
+def overlaps_shifted(out: Tensor, x: Tensor) -> bool:
+    """Return whether two matrices with contiguous rows share memory without being the same rows.
+
+    The CPU kernels write some tokens' rows before they read the last ones: right only where those are the same rows.
+    """
+    if out.numel() == 0 or (out.data_ptr(), out.stride()) == (x.data_ptr(), x.stride()):
+        return False
+    (out_begin, out_end), (x_begin, x_end) = _extent(out), _extent(x)
+    return out_begin < x_end and x_begin < out_end
+
+
+def _extent(matrix: Tensor) -> tuple[int, int]:
+    begin = matrix.data_ptr()
+    elements = (matrix.shape[0] - 1) * matrix.stride(0) + matrix.shape[1]
+    return begin, begin + elements * matrix.element_size()
+
+
 class TensorChecks:
     """Checks the tensors of one op call; symbolic dimensions are bound by the first tensor that has them.
 
@@ -25,7 +42,7 @@ class TensorChecks:
             raise self.error(name, "dimensions", list(tensor.shape), f"{len(dims)} ([{wanted}])")
         for index, dim in enumerate(dims):
             got = tensor.shape[index]
-            if isinstance(dim, int):
+            if not isinstance(dim, str):  # an int, or torch.SymInt while a graph is traced
                 if got != dim:
                     raise self.error(name, f"dim {index}", got, str(dim))
                 continue
@@ -46,6 +63,16 @@ class TensorChecks:
         """Check that the tensor lies on `device`."""
         if tensor.device != device:
             raise self.error(name, "device", tensor.device, f"{device} (bound by x)")
+
+    def expert_map(self, expert_map: Tensor | None) -> None:
+        """Check a map from global to local experts, if there is one."""
+        if expert_map is None:
+            return
+        self.shape("expert_map", expert_map, "global experts")
+        self.dtype("expert_map", expert_map, torch.int32)
+        # An empty tensor has no address, and to the kernels no address is no map: ids would count as local ones.
+        if expert_map.shape[0] == 0:
+            raise self.error("expert_map", "dim 0 (global experts)", 0, "at least 1")
 
     def contiguous_rows(self, name: str, tensor: Tensor) -> None:
         """Check that the last dimension is contiguous and that no dimension overlaps or runs backwards."""

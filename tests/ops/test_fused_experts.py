@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops import fused_experts, kernels_available, why_reference
-from tests.ops.moe_cases import DTYPES, Case, any_cases, assert_as_exact_as_torch, make_case
+from tests.ops.moe_cases import DTYPES, Case, any_cases, assert_as_exact_as_torch, make_case, quantized
 
 AVAILABLE, REASON = kernels_available()
 needs_kernels = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
@@ -130,6 +131,17 @@ def test_the_output_may_be_the_input() -> None:
     assert torch.equal(x, want)
 
 
+# More than one pass of 2048 tokens: the first writes where the second has yet to read.
+@needs_kernels
+def test_the_output_may_overlap_the_input() -> None:
+    case = make_case(2100, 32, 16, experts=4)
+    memory = torch.zeros(2101, 32)
+    memory[:-1] = case.x
+    out = memory[1:]
+    replace(case, x=memory[:-1]).kernel(out=out)
+    assert torch.equal(out, case.kernel())
+
+
 @needs_kernels
 def test_strided_activations_and_weights_are_read_in_place() -> None:
     case = make_case(6, 64, 32)
@@ -178,6 +190,37 @@ def test_registered_ops_pass_opcheck() -> None:
     torch.library.opcheck(torch.ops.moe_optimizer.fused_experts_out.default, (*inputs, torch.empty_like(case.x)))
 
 
+# The schema test is left out: it compares inputs before and after with an operation that torch lacks for E4M3.
+@needs_kernels
+@pytest.mark.parametrize("scales", ["block", "channel"])
+def test_registered_ops_pass_opcheck_with_fp8_weights(scales: str) -> None:
+    case = quantized(make_case(5, dtype=torch.bfloat16, biases=True), scales)
+    inputs = tuple(replace(case, expert_map=torch.arange(8, dtype=torch.int32)).inputs())
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.moe_optimizer.fused_experts.default, inputs, test_utils=tests)
+    arguments = (*inputs, torch.empty_like(case.x))
+    torch.library.opcheck(torch.ops.moe_optimizer.fused_experts_out.default, arguments, test_utils=tests)
+
+
+@needs_kernels
+def test_one_compiled_graph_serves_any_number_of_tokens() -> None:
+    case = make_case(33, dtype=torch.bfloat16)
+    graphs = []
+
+    def layer(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        return x + fused_experts(x * 2, case.w13, case.w2, topk_weights, topk_ids)
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    for tokens in (3, 7, 33):
+        inputs = case.x[:tokens], case.topk_weights[:tokens], case.topk_ids[:tokens]
+        assert torch.equal(compiled(*inputs), layer(*inputs))
+    assert len(graphs) == 1
+
+
 def test_sizes_without_a_kernel_run_in_torch_and_say_why() -> None:
     case = make_case(4, hidden=24, intermediate=20)
     reason = why_reference(case.x, case.w13, case.w2, case.topk_ids)
@@ -220,6 +263,10 @@ def _wrong(case: Case) -> dict[str, tuple[Case, str]]:
         "overlap": (replace(case, w2=case.w2[:1].expand(8, -1, -1)), r"w2 stride of dim 0: got 0, expected at least"),
         "activation": (replace(case, activation="relu"), r"activation: got 'relu', expected silu or swigluoai"),
         "device": (replace(case, w2=case.w2.to("meta")), r"w2 device: got meta, expected cpu"),
+        "empty map": (
+            replace(case, expert_map=torch.zeros(0, dtype=torch.int32)),
+            r"expert_map dim 0 \(global experts\): got 0, expected at least 1",
+        ),
         "id": (replace(case, topk_ids=torch.full_like(case.topk_ids, 8)), r"got expert 8.*expected below 8"),
         "map": (
             replace(case, expert_map=torch.full((8,), 8, dtype=torch.int32)),

@@ -113,6 +113,15 @@ def test_out_is_written_in_place_and_nothing_beside_it() -> None:
     assert (guarded == 7.0).all()
 
 
+def test_out_may_overlap_the_input() -> None:
+    _, inputs = pruned(make_case(2100, 32, 16, dtype=torch.bfloat16))
+    memory = torch.zeros(2101, 32).bfloat16()
+    memory[:-1] = inputs.x
+    out = memory[1:]
+    sparse_experts(memory[:-1], *inputs[1:-1], out=out)
+    assert torch.equal(out, call(inputs))
+
+
 def test_the_registered_ops_pass_opcheck() -> None:
     _, inputs = pruned(make_case(4, 32, 16, dtype=torch.bfloat16))
     tests = ("test_schema", "test_faketensor")
