@@ -89,6 +89,12 @@ def why_not(problem: CudaProblem) -> str | None:
     """Return why no CUDA kernel covers `problem`, or None where one does. Reads no device data."""
     if problem.x.dtype != torch.bfloat16:
         return f"CUDA kernels take bfloat16 activations, got {problem.x.dtype}"
+    sizes = sizes_of(problem)
+    if not (sizes.num_experts and sizes.top_k and sizes.hidden_size and sizes.intermediate_size):
+        return (
+            f"CUDA kernels need E, k, H and I above 0, got E={sizes.num_experts}, k={sizes.top_k}, "
+            f"H={sizes.hidden_size}, I={sizes.intermediate_size}"
+        )
     if problem.w13.shape[0] > _MAX_EXPERTS or problem.top_k > _MAX_TOP_K:
         return f"at most {_MAX_EXPERTS} experts and top-{_MAX_TOP_K}, got {problem.w13.shape[0]}, top-{problem.top_k}"
     if problem.router is not None and problem.router.logits.dtype not in (torch.float32, torch.bfloat16):
@@ -101,7 +107,7 @@ def why_not(problem: CudaProblem) -> str | None:
         if misaligned:
             return f"CUDA kernels copy 16 bytes at a time: {name} {misaligned}"
     try:
-        variant = choose_variant(sizes_of(problem))
+        variant = choose_variant(sizes)
         if isinstance(variant, DirectVariant):
             direct_launch(problem, num_multiprocessors=1)
         else:
@@ -151,6 +157,8 @@ def run_fused_experts(inputs: Inputs, out: Tensor, router: Router | None = None)
 
     With `router`, its logits take the place of the inputs' ids and weights.
     """
+    if inputs.x.shape[0] == 0:
+        return None
     # The kernels write `out` while other blocks may still read x, and in pieces of 16 bytes.
     direct = not _misaligned(out) and not _overlaps(out, inputs.x)
     target = out if direct else torch.empty(out.shape, dtype=out.dtype, device=out.device)

@@ -9,8 +9,10 @@ import torch
 
 from moe_optimizer.ops import _load, cuda_dispatch
 from moe_optimizer.ops.cuda_dispatch import CounterBank, DirectVariant, GroupedVariant, choose_variant
+from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
 from moe_optimizer.ops.launch_geometry import GemmMode, MoeSizes
 from tests.kernel_emulator import make_case
+from tests.ops.moe_cases import make_case as ops_case
 
 SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=2)
 
@@ -54,6 +56,30 @@ def test_a_row_that_starts_off_16_bytes_is_refused_with_its_address_or_stride(mo
     assert "x has a stride of 130 bytes in dim 0" in (cuda_dispatch.why_not(replace(problem, x=wide[:, :64])) or "")
     shifted = torch.zeros(3 * 64 + 1).bfloat16()[1:].view(3, 64)
     assert "x starts at address" in (cuda_dispatch.why_not(replace(problem, x=shifted)) or "")
+
+
+def test_no_tokens_need_no_kernel():
+    case = ops_case(0, 64, 32, 4, 2, torch.bfloat16)
+    assert cuda_dispatch.run_fused_experts(case.inputs(), torch.empty_like(case.x)) is None
+
+
+# A grid of no blocks is an error of CUDA's, without a word of what is wrong.
+@pytest.mark.parametrize(
+    ("experts", "top_k", "hidden", "width"), [(0, 2, 64, 32), (4, 0, 64, 32), (4, 2, 0, 32), (4, 2, 64, 0)]
+)
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_a_layer_with_an_empty_dimension_is_refused_with_its_sizes(tokens, experts, top_k, hidden, width):
+    problem = CudaProblem(
+        x=torch.zeros(tokens, hidden).bfloat16(),
+        w13=torch.zeros(experts, 2 * width, hidden).bfloat16(),
+        w2=torch.zeros(experts, hidden, width).bfloat16(),
+        out=torch.zeros(tokens, hidden).bfloat16(),
+        topk_weights=torch.zeros(tokens, top_k),
+        topk_ids=torch.zeros(tokens, top_k, dtype=torch.int32),
+    )
+    assert cuda_dispatch.why_not(problem) == (
+        f"CUDA kernels need E, k, H and I above 0, got E={experts}, k={top_k}, H={hidden}, I={width}"
+    )
 
 
 def test_another_gpu_is_refused_with_its_capability(monkeypatch):
