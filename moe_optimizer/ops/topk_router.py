@@ -77,6 +77,8 @@ def check_router(
         raise _error("scoring", repr(scoring), " or ".join(SCORINGS))
     if num_expert_group is None and topk_group is not None:
         raise _error("topk_group", topk_group, "None without num_expert_group")
+    if num_expert_group == 1 and topk_group not in (None, 1):
+        raise _error("topk_group", topk_group, "None or 1 with one group")
     if num_expert_group is None or num_expert_group == 1:
         return
     if not 1 <= num_expert_group <= MAX_GROUPS or num_experts % num_expert_group:

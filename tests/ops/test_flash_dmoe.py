@@ -168,6 +168,7 @@ def test_registered_ops_pass_opcheck() -> None:
         ({"scoring": "argmax"}, r"scoring: got 'argmax', expected softmax or sigmoid"),
         ({"topk_group": 2}, r"topk_group: got 2, expected None without num_expert_group"),
         ({"num_expert_group": 2}, r"topk_group: got None, expected 1 to 2"),
+        ({"num_expert_group": 1, "topk_group": 5}, r"topk_group: got 5, expected None or 1 with one group"),
         ({"num_expert_group": 3, "topk_group": 1}, r"num_expert_group: got 3, expected a divisor of 8"),
         ({"w2": torch.zeros(8, 64, 47)}, r"flash_dmoe: w13 dim 1 \(2I\): got 96, expected 94"),
     ],
