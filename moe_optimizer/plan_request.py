@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import required_key
@@ -141,11 +142,32 @@ class PlanRequest:
 
 
 def pinned_arguments(request: PlanRequest) -> dict[str, str]:
-    """Return the user's own flags with their values; "false" for the --no- form, "" for a bare flag."""
-    return {
-        argument.flag: "false" if argument.tokens[0].startswith("--no-") else argument.value
-        for argument in split_arguments(request.vllm_args)
-    }
+    """Return the user's own flags with their values; "false" for the --no- form, "" for a bare flag.
+
+    A configuration given key by key ("--eplb-config.use_async false") is one argument, the JSON object that vLLM makes
+    of its keys: it takes the place of one that is given whole.
+    """
+    pinned: dict[str, str] = {}
+    by_key: dict[str, dict[str, Any]] = {}
+    for argument in split_arguments(request.vllm_args):
+        flag, dot, path = argument.flag.partition(".")
+        if dot:
+            _set_nested(by_key.setdefault(flag, {}), path.split("."), argument.value)
+        else:
+            pinned[flag] = "false" if argument.tokens[0].startswith("--no-") else argument.value
+    return pinned | {flag: json.dumps(config) for flag, config in by_key.items()}
+
+
+def _set_nested(config: dict[str, Any], path: list[str], text: str) -> None:
+    """Set the value at a path of keys, as vLLM reads it: JSON where it is that, else a text."""
+    for key in path[:-1]:
+        if not isinstance(config.get(key), dict):
+            config[key] = {}
+        config = config[key]
+    try:
+        config[path[-1]] = json.loads(text)
+    except ValueError:
+        config[path[-1]] = text
 
 
 def check_request(request: PlanRequest, pinned: Mapping[str, str]) -> None:

@@ -122,6 +122,8 @@ def _canonical(word: str) -> str:
         # -cc.mode=3 carries a path in the word itself.
         short, dot, rest = name.partition(".")
         return _SHORT.get(short, short) + dot + rest
+    # What follows a dot is a key of a configuration and keeps its underscores.
+    name, dot, path = name.partition(".")
     name = name.replace("_", "-")
     name = _SHORT.get(name, name)
-    return "--" + name.removeprefix("--no-") if name.startswith("--no-") else name
+    return ("--" + name.removeprefix("--no-") if name.startswith("--no-") else name) + dot + path

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan_request import pinned_arguments
 from moe_optimizer.planner import make_plan
 from tests.builders import gpus, qwen3_30b_a3b, request
 
@@ -65,3 +67,34 @@ def test_a_batch_size_that_nothing_would_use_is_a_contradiction():
     with pytest.raises(InputError, match="--batch-size 8 and --disable-scheduler contradict each other"):
         make_plan(request(qwen3_30b_a3b(), gpus("h200"), wishes=off, batch_size=8))
     assert make_plan(request(qwen3_30b_a3b(), gpus("h200"), wishes=off))
+
+
+@pytest.mark.parametrize(
+    ("words", "config"),
+    [
+        ("--eplb-config.num_redundant_experts 2", {"num_redundant_experts": 2}),
+        ("--eplb_config.use_async=false --eplb-config.policy default", {"use_async": False, "policy": "default"}),
+        ('--eplb-config {"window_size":5} --eplb-config.num_redundant_experts 2', {"num_redundant_experts": 2}),
+        ("--eplb-config.a.b 1 --eplb-config.a.c x", {"a": {"b": 1, "c": "x"}}),
+    ],
+)
+def test_a_configuration_given_key_by_key_is_the_one_that_vllm_makes_of_it(words, config):
+    asked = request(qwen3_30b_a3b(), gpus("h200", 8), vllm_args=tuple(words.split()))
+    (flag,) = pinned_arguments(asked).items()
+    assert (flag[0], json.loads(flag[1])) == ("--eplb-config", config)
+
+
+def test_a_configuration_given_key_by_key_contradicts_a_wish_as_a_whole_one_does():
+    words = ("--quantization-config.moe", "fp8_per_block")
+    asked = request(qwen3_30b_a3b(), gpus("h200", 8), wishes=resolve_wishes(["fp8"], []), vllm_args=words)
+    said = '--enable-fp8 and --quantization-config {"moe": "fp8_per_block"} after --'
+    with pytest.raises(InputError, match=re.escape(said)):
+        make_plan(asked)
+
+
+def test_a_configuration_given_key_by_key_takes_the_place_of_the_plans():
+    wishes = resolve_wishes(["expert-placement", "expert-parallel"], [])
+    words = ("--eplb-config.num_redundant_experts", "8")
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=words))
+    assert [word for word in plan.serve_args if word.startswith("--eplb-config")] == [words[0]]
+    assert plan.decision("expert_placement").params["num_redundant_experts"] == 8

@@ -13,6 +13,7 @@ from moe_optimizer.plan.serve_args import flag_value, read_integer, split_argume
         (["--max_model_len=8k"], ["--max-model-len"]),
         (["--no-enable-prefix-caching"], ["--enable-prefix-caching"]),
         (["--device-memory-utilization", "0.5"], ["--gpu-memory-utilization"]),
+        (["--eplb_config.num_redundant_experts", "2"], ["--eplb-config.num_redundant_experts"]),
         (["-cc.mode=3", "-O3", "-O", "3"], ["--compilation-config.mode", *["--optimization-level"] * 2]),
         (["-ep"], ["--enable-expert-parallel"]),
         (["--seed", "-1", "--x"], ["--seed", "--x"]),
