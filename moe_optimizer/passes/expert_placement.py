@@ -13,6 +13,7 @@ from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_balancing import (
     expert_ranks,
+    given_replicas,
     load_balancer_asked,
     why_no_load_balancer,
     why_not_at_the_start,
@@ -62,7 +63,7 @@ class ExpertPlacement(OptimizationPass):
         """Place, say what it brings on load that was not used for it, and leave it when it brings nothing.
 
         Raises:
-            InputError: the load is of another model.
+            InputError: the load is of another model or of no traffic, or --eplb-config is none.
         """
         if load_balancer_asked(ctx, _why_no_initial(ctx)):
             return self._eplb(ctx)
@@ -88,7 +89,8 @@ class ExpertPlacement(OptimizationPass):
         )
 
     def _eplb(self, ctx: PlanContext) -> Decision:
-        asked = ctx.section(self.name).redundant_experts
+        given = given_replicas(ctx)
+        asked = ctx.section(self.name).redundant_experts if given is None else given
         replicas = asked + -(ctx.model.num_experts + asked) % expert_ranks(ctx)
         reason = "vLLM moves and replicates experts by the load of the last steps, placed by this package's solver"
         placed = None if ctx.expert_load is None else _place(ctx, replicas=replicas)
@@ -196,7 +198,7 @@ def _matrix(file: LoadFile, ctx: PlanContext) -> NDArray[np.float64]:
     """Return [MoE layers, experts] tokens.
 
     Raises:
-        InputError: the file's layers or experts are not those of the model.
+        InputError: the file's layers or experts are not those of the model, or it has no tokens.
     """
     import numpy as np
 
@@ -206,6 +208,8 @@ def _matrix(file: LoadFile, ctx: PlanContext) -> NDArray[np.float64]:
     layers = tuple(layer.index for layer in load.layers)
     if layers != model.moe_layers:
         raise InputError(f"{file.path}: {_short(layers)}, expected {_short(model.moe_layers)}")
+    if not any(layer.total for layer in load.layers):
+        raise InputError(f"{file.path}: no tokens were counted in it", hint="serve some traffic, then take the file")
     return np.array([layer.tokens for layer in load.layers], dtype=np.float64)
 
 

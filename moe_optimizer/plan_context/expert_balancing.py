@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
+from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan_context.context import PlanContext
 
 _EPLB_METHODS = (None, "fp8")
 """Checkpoints whose experts vLLM's EPLB was seen to move in its source: unquantised and FP8."""
+_EPLB_CONFIG, _REPLICAS_KEY = "--eplb-config", "num_redundant_experts"
 _POSITIONAL_MODELS = ("gpt_oss",)
 """Model types whose vLLM loader takes the experts of a rank by position, whatever the expert map says."""
 
@@ -40,6 +44,32 @@ def load_balancer_asked(ctx: PlanContext, why_not_initial: str) -> bool:
     if ctx.section("expert_placement").redundant_experts:
         return True
     return ctx.wish("expert_placement")[0] is Wish.ON and bool(why_not_initial or ctx.expert_load is None)
+
+
+def given_replicas(ctx: PlanContext) -> int | None:
+    """Return the replicas of each MoE layer by the user's own --eplb-config; None: it is not given.
+
+    Raises:
+        InputError: it is no such configuration, or the GPUs cannot get as many experts each.
+    """
+    text = ctx.pinned.get(_EPLB_CONFIG)
+    if text is None:
+        return None
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise InputError(f"{_EPLB_CONFIG}: got {text!r:.80}, expected a JSON object")
+    replicas = config.get(_REPLICAS_KEY, 0)
+    where = f"{_EPLB_CONFIG}: {_REPLICAS_KEY}: got {replicas!r:.80}"
+    if type(replicas) is not int or replicas < 0:
+        raise InputError(f"{where}, expected a whole number of at least 0")
+    if (ctx.model.num_experts + replicas) % expert_ranks(ctx):
+        raise InputError(
+            f"{where}, expected {ctx.model.num_experts} experts and the replicas to divide by {expert_ranks(ctx)} GPUs"
+        )
+    return replicas
 
 
 def why_no_load_balancer(ctx: PlanContext) -> str:

@@ -171,10 +171,45 @@ def test_replicas_are_rounded_up_to_as_many_on_every_gpu():
     assert any("redundant_experts is 8 instead of 3" in warning for warning in decision.warnings)
 
 
+def test_the_users_own_replicas_are_those_of_the_plan():
+    pinned = {"--enable-eplb": "", "--eplb-config": '{"window_size": 100, "num_redundant_experts": 8}'}
+    decision = on_gpus(section={"redundant_experts": 16}, pinned=pinned)
+    assert decision.params["num_redundant_experts"] == 8
+    assert decision.value == "EPLB, 8 replicas"
+    # Without a number vLLM takes none, whatever the profile says.
+    assert on_gpus(section={"redundant_experts": 16}, pinned={"--eplb-config": "{}"}).value == "EPLB, 0 replicas"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"num_redundant_experts": 3}', "got 3, expected 128 experts and the replicas to divide by 8 GPUs"),
+        ('{"num_redundant_experts": -8}', "num_redundant_experts: got -8, expected a whole number of at least 0"),
+        ('{"num_redundant_experts": "8"}', "num_redundant_experts: got '8', expected a whole number"),
+        ("[8]", r"--eplb-config: got '\[8\]', expected a JSON object"),
+        ("8}", "--eplb-config: got '8}', expected a JSON object"),
+    ],
+)
+def test_replicas_that_vllm_would_end_on_are_an_error(config, message):
+    with pytest.raises(InputError, match=message):
+        on_gpus(wishes=ON, pinned={"--eplb-config": config})
+
+
 def test_replicas_are_not_promised_on_the_cpu():
     decision = on_cpu(placement_load(tiny_moe()), section={"redundant_experts": 4})
     assert decision.params["mode"] == "initial"
     assert any("redundant_experts is not used" in warning for warning in decision.warnings)
+
+
+@pytest.mark.parametrize("empty", ["placed_by", "checked_on"])
+def test_a_load_without_tokens_places_nothing_and_judges_nothing(empty):
+    given = placement_load(tiny_moe())
+    file = getattr(given, empty)
+    assert file is not None
+    idle = tuple(dataclasses.replace(layer, tokens=(0,) * 16) for layer in file.load.layers)
+    idle_file = dataclasses.replace(file, load=dataclasses.replace(file.load, layers=idle))
+    with pytest.raises(InputError, match=rf"{file.path}: no tokens were counted"):
+        on_cpu(dataclasses.replace(given, **{empty: idle_file}))
 
 
 def test_a_load_of_another_model_is_an_error_or_a_warning():
