@@ -22,6 +22,11 @@ _SIDE_CHANNEL_OFFSET = 100
 _MAX_PORT = 65_535
 _NIXL = "NixlConnector"
 _SHARED_FOLDER = "SharedFolderConnector"
+_MODULES = {
+    _NIXL: "moe_optimizer.vllm_plugin.server.prompt_checked_nixl",
+    _SHARED_FOLDER: "moe_optimizer.vllm_plugin.server.shared_folder_connector",
+}
+"""Where vLLM finds the connectors: both are subclasses of its own."""
 _UNSAFE_FLAGS = {
     "--kv-transfer-config": "the connector between the servers is the plan's",
     "--kv-offloading-size": "it takes vLLM's one connector, which the servers need",
@@ -90,13 +95,18 @@ class Disaggregation(OptimizationPass):
 
     def _role(self, ctx: PlanContext, serve_args: tuple[str, ...], port: int, index: int) -> ServerRole:
         name, kv_role = _ROLES[index]
-        transfer = {"kv_connector": ctx.decided[self.name].params["connector"], "kv_role": kv_role}
+        connector = ctx.decided[self.name].params["connector"]
+        transfer: dict[str, Any] = {
+            "kv_connector": connector,
+            "kv_role": kv_role,
+            "kv_connector_module_path": _MODULES[connector],
+        }
         environment = {}
         if ctx.device == "cuda":
             side_channel = port + (index + 1) * _SIDE_CHANNEL_OFFSET
             environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": _LOCAL, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
         else:
-            transfer |= _shared_folder()
+            transfer["kv_connector_extra_config"] = {"shared_storage_path": f"{RUN_DIR}/kv"}
             environment = {"VLLM_CPU_OMP_THREADS_BIND": _core_list(ctx, index)}
         own = ["--host", _LOCAL, "--port", str(_server_port(port, index))]
         own += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
@@ -123,13 +133,6 @@ def _supported_on_cpu(ctx: PlanContext) -> tuple[bool, str]:
     if ctx.model.state_bytes_per_sequence:
         return False, "the model keeps a state beside its cache, which does not travel over a shared folder"
     return True, ""
-
-
-def _shared_folder() -> dict[str, Any]:
-    return {
-        "kv_connector_module_path": "moe_optimizer.vllm_plugin.server.shared_folder_connector",
-        "kv_connector_extra_config": {"shared_storage_path": f"{RUN_DIR}/kv"},
-    }
 
 
 def _core_list(ctx: PlanContext, index: int) -> str:
