@@ -42,8 +42,9 @@ class TunedConfigs(OptimizationPass):
         if ctx.device == "cpu":
             return False, "Triton configurations are for GPUs"
         if _scheme(ctx) is None:
-            scheme = ctx.pinned.get("--quantization") or ctx.model.quant_method
-            return False, f"the Triton kernel is not used for {scheme} experts"
+            given = ctx.pinned.get("--quantization")
+            experts = f"--quantization {given}" if given else f"{ctx.model.quant_method} experts"
+            return False, f"vLLM has other kernels than Triton's for {experts}"
         if ctx.software.vllm is None:
             return False, "no vLLM is installed to look into"
         if not (Path(ctx.software.vllm.location) / SHIPPED).is_dir():
@@ -55,7 +56,8 @@ class TunedConfigs(OptimizationPass):
         shape = _shape(ctx)
         assert ctx.software.vllm is not None, "supported() has checked it"
         version = ctx.software.vllm.version
-        folder = ctx.section(self.name).folder or ctx.software.tuned_configs
+        named = ctx.section(self.name).folder
+        folder = named or ctx.software.tuned_configs
         # What `moe-optimizer tune` needs to know.
         params = {"file": shape.file_name, "shape": dataclasses.asdict(shape), "dtype": ctx.dtype}
         warnings: tuple[str, ...] = ()
@@ -90,8 +92,8 @@ class TunedConfigs(OptimizationPass):
             ctx,
             Status.REFUSED if ctx.wish(self.name)[0] is Wish.ON else Status.OFF,
             "missing",
-            f"{shape.file_name} is not among the configurations of vLLM {version}, which takes a default; "
-            f"`moe-optimizer tune {ctx.model.name}` on this GPU makes one",
+            f"{shape.file_name} is {f'neither in {named} nor' if named else 'not'} among the configurations of vLLM "
+            f"{version}, which takes a default; `moe-optimizer tune` with the same options on this GPU makes one",
             Applier.NONE,
             params=params,
             warnings=warnings,

@@ -98,8 +98,9 @@ class ExpertPlacementSection(PassSection):
 class TunedConfigsSection(PassSection):
     """Triton configurations of vLLM's own MoE kernel."""
 
-    folder: str | None = None
-    """Folder with tuned configurations to use; null: only those that vLLM ships."""
+    folder: str | None = Field(default=None, min_length=1)
+    """Folder with tuned configurations to use; null: what VLLM_TUNED_CONFIG_FOLDER names, else the user's cache, which
+    `moe-optimizer tune` writes to."""
 
 
 class ParallelismSection(PassSection):

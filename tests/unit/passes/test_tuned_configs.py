@@ -60,7 +60,7 @@ def test_the_name_is_the_one_vllm_looks_for(vllm, model, hardware, name):
     assert (missing.status, missing.value) == (Status.OFF, "missing")
     assert missing.params["file"] == name
     assert name in missing.reason
-    assert "moe-optimizer tune" in missing.reason
+    assert "`moe-optimizer tune` with the same options on this GPU makes one" in missing.reason
     (vllm / SHIPPED / name).touch()
     present = decide(model, hardware, vllm)
     assert (present.status, present.value) == (Status.OFF, "shipped")
@@ -96,7 +96,9 @@ def test_a_folder_of_the_users_goes_before_vllms_own(vllm, folder):
 def test_the_profiles_folder_goes_before_the_environments(vllm, folder, tmp_path):
     (folder / NAME).write_text(json.dumps({"1": ROW}), encoding="utf-8")
     profile = profile_with(passes={"tuned_configs": {"folder": str(tmp_path / "elsewhere")}})
-    assert decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, folder=str(folder), profile=profile).value == "missing"
+    missing = decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, folder=str(folder), profile=profile)
+    assert missing.value == "missing"
+    assert f"neither in {tmp_path / 'elsewhere'} nor among" in missing.reason
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_where_experts_do_not_divide_the_first_gpus_have_one_more(vllm):
     ("model", "hardware", "why"),
     [
         (tiny_moe(), cpu_machine(), "Triton configurations are for GPUs"),
-        (gpt_oss_120b(), gpus("h100_sxm"), "the Triton kernel is not used for mxfp4 experts"),
+        (gpt_oss_120b(), gpus("h100_sxm"), "vLLM has other kernels than Triton's for mxfp4 experts"),
     ],
     ids=["cpu", "mxfp4"],
 )
