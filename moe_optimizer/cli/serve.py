@@ -188,13 +188,15 @@ def _check_tokenizer(plan: Plan) -> None:
 def _launch(plan: Plan, options: ServeOptions, progress: ProgressLines, *, strict: bool) -> int:
     from moe_optimizer.cli.main import INTERRUPTED
     from moe_optimizer.vllm_plugin.activation import plugin_decisions
+    from moe_optimizer.vllm_plugin.flag_passes import flag_decisions
     from moe_optimizer.vllm_plugin.server import launch
 
     watcher = _Watcher(plan, progress, as_json=options.json)
+    shown = (*plugin_decisions(plan), *flag_decisions(plan)) if strict else ()
     code = launch.serve(
         plan,
         run_dir=_run_dir(plan, options),
-        require=frozenset(decision.pass_name for decision in plugin_decisions(plan)) if strict else frozenset(),
+        require=frozenset(decision.pass_name for decision in shown),
         ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
         on_ready=watcher.on_ready,
         echo=watcher.echo,

@@ -95,6 +95,11 @@ class Activation:
         )
 
     @property
+    def plans_itself(self) -> bool:
+        """Whether the plan is made here, in a vLLM that was started without it."""
+        return self._make_plan is not None
+
+    @property
     def proof(self) -> Proof:
         """The proof of this process, to be changed in place and then touched."""
         return self.writer.proof

@@ -19,6 +19,7 @@ from moe_optimizer.vllm_plugin.activation import (
 from moe_optimizer.vllm_plugin.appliers import applier
 from moe_optimizer.vllm_plugin.expert_load.capture import LOAD_PASS, show_expert_load
 from moe_optimizer.vllm_plugin.experts.apply_experts import offer_experts
+from moe_optimizer.vllm_plugin.flag_passes import watch_flags
 from moe_optimizer.vllm_plugin.placement.expert_placement import PLACEMENT_PASS, offer_placement
 from moe_optimizer.vllm_plugin.proof import described
 
@@ -36,6 +37,7 @@ def apply_plan(plan: Plan, *, run_dir: Path) -> Activation:
     """
     activation = activate(Activation(run_dir=run_dir, plan=plan))
     _apply_decisions(activation)
+    watch_flags(activation)
     return activation
 
 

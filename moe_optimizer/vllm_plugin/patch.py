@@ -74,6 +74,8 @@ class PatchReport:
 
 
 _reports: dict[str, PatchReport] = {}
+_waiting: dict[str, list[Callable[[PatchReport], None]]] = {}
+"""Target of an armed patch -> who wants to know what becomes of it: two passes may need one patch."""
 
 
 def patch_reports() -> tuple[PatchReport, ...]:
@@ -90,14 +92,17 @@ def apply_when_imported(patch: Patch, *, on_change: Callable[[PatchReport], None
     """
     known = _reports.get(patch.target)
     if known is not None and known.state in (PatchState.ARMED, PatchState.APPLIED):
+        if known.state is PatchState.ARMED and on_change is not None:
+            _waiting[patch.target].append(on_change)
         return known
     report = PatchReport(patch, PatchState.ARMED, f"{patch.module} is not imported in this process")
     _reports[patch.target] = report
+    _waiting[patch.target] = [] if on_change is None else [on_change]
 
     def apply(module: ModuleType) -> None:
         _apply_now(report, module)
-        if on_change is not None:
-            on_change(report)
+        for changed in _waiting.pop(patch.target):
+            changed(report)
 
     if patch.module in sys.modules:
         apply(sys.modules[patch.module])

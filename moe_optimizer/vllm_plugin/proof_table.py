@@ -11,6 +11,7 @@ from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.vllm_plugin.experts.weight_format import FORMAT_PARAM
+from moe_optimizer.vllm_plugin.flag_passes import FLAG_PASSES
 from moe_optimizer.vllm_plugin.proof import PassProof, Proof
 
 NO_WORKER = "no worker process reported: the plugin was not loaded (is VLLM_PLUGINS set?)"
@@ -115,20 +116,27 @@ def not_running(
 ) -> dict[str, str]:
     """Return those of the passes `names` that did not run in every process that holds the model, with the reason.
 
-    A pass that flags or files carry out counts as running when the plan has it on.
+    A pass that flags carry out must be shown by every worker too, as far as workers look at its flags; one that files
+    carry out counts as running when the plan has it on and nobody saw otherwise.
     """
     missing = {}
     for name in names:
         decision = plan.decision(name)
         if decision.status is not Status.ON:
             missing[name] = f"the plan has it {decision.status.value}: {decision.reason}"
-        elif decision.applier is Applier.PLUGIN:
+        elif _shown_by_workers(decision):
             reason = _why_not_running(plan, name, proofs, absent)
             if reason:
                 missing[name] = reason
         elif name in observed and observed[name].why_not:
             missing[name] = observed[name].why_not
     return missing
+
+
+def _shown_by_workers(decision: Decision) -> bool:
+    if decision.applier is Applier.FLAGS:
+        return decision.pass_name in FLAG_PASSES
+    return decision.applier is Applier.PLUGIN
 
 
 def _why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str) -> str:
@@ -145,12 +153,18 @@ def _why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str
     reasons = dict.fromkeys(entry.why_not for entry in everyone if entry and entry.why_not)
     if reasons:
         return "; ".join(reasons)
-    if not holders:
-        return absent if not proofs else "vLLM did not ask for a kernel of this kind for any layer of this model"
+    if not proofs:
+        return absent
+    decision = plan.decision(name)
+    by_flags = decision.applier is Applier.FLAGS
+    if not holders and not by_flags:
+        return "vLLM did not ask for a kernel of this kind for any layer of this model"
     reported = len({proof.model_rank for proof in holders})
-    if reported < holders[0].world_size:
+    if holders and reported < holders[0].world_size:
         return f"{reported} of {holders[0].world_size} workers reported"
-    left = _layers_left(plan.decision(name), proofs)
+    if by_flags:
+        return "no worker shows what became of its flags"
+    left = _layers_left(decision, proofs)
     if left and not any(entry and entry.layers for entry in entries):
         return f"no layer is converted: {left}"
     return "no forward pass reached the kernel yet"
@@ -160,8 +174,9 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
     requested = decision.value if decision.status is Status.ON else decision.status.value
     if decision.status is not Status.ON:
         return Row(pass_name=decision.pass_name, requested=requested, applied="-", ran="-", why_not=decision.reason)
-    if decision.applier is not Applier.PLUGIN:
-        applied = "yes" if decision.applier is Applier.NONE else f"by {decision.applier.value}"
+    by_us = decision.applier is Applier.PLUGIN
+    applied = "yes" if decision.applier is Applier.NONE else f"by {decision.applier.value}"
+    if not _shown_by_workers(decision) or not (proofs or by_us):
         seen = observed.get(decision.pass_name, Observed(ran="-"))
         return Row(
             pass_name=decision.pass_name, requested=requested, applied=applied, ran=seen.ran, why_not=seen.why_not
@@ -172,7 +187,7 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
     return Row(
         pass_name=decision.pass_name,
         requested=requested,
-        applied=_share([bool(entry and entry.applied) for entry in entries]),
+        applied=_share([bool(entry and entry.applied) for entry in entries]) if by_us else applied,
         ran=f"{ran}, {layers} layers" if layers and ran != "no" else ran,
         why_not=_why_not_running(plan, decision.pass_name, proofs, absent) or _layers_left(decision, proofs),
     )

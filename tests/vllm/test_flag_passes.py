@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import urllib.request
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.vllm_plugin.proof_table import not_running
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
 from tests.builders import profile_with
 from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, Answer, ask, plan_here
@@ -36,6 +39,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     plan = plan_here(
         "--logprobs-mode", "raw_logits", profile=profile, dtype="bfloat16", max_model_len=500, batch_size=6
     )
+    # One flag that is planned and not given: what vLLM makes of it must be seen.
+    dropped = dataclasses.replace(
+        plan.decision("parallelism"),
+        status=Status.ON, applier=Applier.FLAGS, vllm_args=("--data-parallel-size", "2"), value="DP=2",
+    )  # fmt: skip
+    decisions = tuple(dropped if each.pass_name == "parallelism" else each for each in plan.decisions)
+    plan = plan.replace(decisions=decisions)
     with running(plan, run_dir=tmp_path_factory.mktemp("run"), ready_timeout_s=READY_TIMEOUT_S) as info:
         answers = ask(info.base_url)
         with urllib.request.urlopen(f"{info.base_url}/metrics", timeout=30) as response:
@@ -71,4 +81,12 @@ def test_it_answers(seen: Seen) -> None:
 
 def test_the_table_names_who_carried_them_out(seen: Seen) -> None:
     rows = {row.pass_name: row for row in seen.info.rows}
-    assert {rows[name].applied for name in ("scheduler", "kv_cache", "graph_capture")} == {"by flags"}
+    for name in ("scheduler", "kv_cache", "graph_capture"):
+        assert (rows[name].applied, rows[name].ran, rows[name].why_not) == ("by flags", "yes", ""), rows[name]
+
+
+def test_a_flag_that_vllm_does_not_follow_is_said_and_a_requirement_of_it_fails(seen: Seen) -> None:
+    (row,) = [row for row in seen.info.rows if row.pass_name == "parallelism"]
+    assert (row.applied, row.ran) == ("by flags", "no")
+    assert row.why_not.startswith("--data-parallel-size: vLLM runs with 1, planned 2")
+    assert not_running(seen.plan, seen.info.proofs, ["parallelism", "scheduler"]) == {"parallelism": row.why_not}

@@ -8,16 +8,22 @@ from typing import Any
 
 from moe_optimizer.vllm_plugin.activation import current
 from moe_optimizer.vllm_plugin.expert_load.capture import start_counting
+from moe_optimizer.vllm_plugin.flag_passes import prove_flags
 from moe_optimizer.vllm_plugin.patch import Patch
+from moe_optimizer.vllm_plugin.server_facts import world
 
 
 def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_kv_cache_spec(self: Any) -> Any:
         activation = current()
-        if activation is not None:
-            start_counting(activation, self)
-        return original(self)
+        if activation is None:
+            return original(self)
+        start_counting(activation, self)
+        cache_specs = original(self)
+        activation.proof.model_rank, activation.proof.world_size = world()
+        prove_flags(activation, self, cache_specs)
+        return cache_specs
 
     return get_kv_cache_spec
 

@@ -11,6 +11,7 @@ from moe_optimizer.errors import InputError, RequiredNotAppliedError
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.vllm_plugin.activation import plugin_decisions
+from moe_optimizer.vllm_plugin.flag_passes import flag_decisions
 from moe_optimizer.vllm_plugin.proof import Proof, read_proofs
 from moe_optimizer.vllm_plugin.proof_table import (
     NO_WORKER,
@@ -39,7 +40,7 @@ class Evidence:
     def __init__(self, plan: Plan, deployment: Deployment) -> None:
         self._plan = plan
         self._deployment = deployment
-        self._names = [decision.pass_name for decision in plugin_decisions(plan)]
+        self._names = [decision.pass_name for decision in (*plugin_decisions(plan), *flag_decisions(plan))]
         self._proofs: dict[str, tuple[Proof, ...]] = {}
         self._observed: dict[str, Observed] = {}
 
@@ -113,9 +114,10 @@ class Evidence:
         while True:
             proofs = read_proofs(server.folder.path)
             waited = time.monotonic() - begin
-            if not not_running(self._plan, proofs, self._names) or waited > _PROOF_WAIT_S:
+            missing = not_running(self._plan, proofs, self._names)
+            if not missing or waited > _PROOF_WAIT_S:
                 return proofs
-            if all_holders_reported(proofs) and all(_refused(proofs, name) for name in self._names):
+            if all_holders_reported(proofs) and all(_refused(proofs, name) for name in missing):
                 return proofs
             if waited > _WARM_UP_AFTER_S and not warmed_up:
                 # vLLM's own warm-up runs the model on most builds; where it does not, one token does.

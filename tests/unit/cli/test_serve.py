@@ -196,10 +196,11 @@ def test_verbose_tells_everything_as_it_comes(
     assert "starting vLLM\nerror: server ended\n" in capsys.readouterr().err
 
 
-def test_strict_requires_what_the_plan_puts_into_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strict_requires_everything_that_the_workers_show(monkeypatch: pytest.MonkeyPatch) -> None:
     _, given = launched(monkeypatch, becomes_ready, "--strict")
-    wanted = {d.pass_name for d in given["plan"].decisions if d.applier is Applier.PLUGIN and d.status is Status.ON}
-    assert given["require"] == wanted
+    on = {decision.pass_name: decision.applier for decision in given["plan"].decisions if decision.status is Status.ON}
+    assert given["require"] == on.keys()
+    assert set(on.values()) == {Applier.PLUGIN, Applier.FLAGS}
     assert launched(monkeypatch, becomes_ready)[1]["require"] == frozenset()
 
 

@@ -67,6 +67,16 @@ def test_an_imported_module_is_patched_at_once(module: Module) -> None:
     assert loaded.choose("cpu") == ["ours", "cpu"]
 
 
+def test_everybody_who_asked_for_a_patch_hears_what_became_of_it(module: Module) -> None:
+    name, _ = module()
+    heard: list[tuple[str, PatchState]] = []
+    for who in ("first", "second"):
+        apply_when_imported(patch_of(name), on_change=lambda report, who=who: heard.append((who, report.state)))
+    assert heard == []
+    imported(name)
+    assert heard == [("first", PatchState.APPLIED), ("second", PatchState.APPLIED)]
+
+
 def test_a_module_that_took_the_function_before_gets_the_new_one_and_the_old_one_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

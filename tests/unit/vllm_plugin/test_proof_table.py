@@ -80,8 +80,38 @@ def test_a_pass_that_the_plan_has_off_is_not_running(plan: Plan) -> None:
     assert "off" in not_running(plan, [worker(0, 1)], ["sparsity_24"])["sparsity_24"]
 
 
-def test_a_pass_that_flags_carry_out_counts_as_running(plan: Plan) -> None:
-    assert not_running(plan, [], ["scheduler"]) == {}
+def with_scheduler(rank: int, *, ran: bool, why_not: str = "") -> Proof:
+    proof = worker(rank)
+    proof.passes["scheduler"] = PassProof(requested="x", applied=ran, ran=ran, why_not=why_not)
+    return proof
+
+
+def test_a_pass_that_flags_carry_out_runs_where_every_worker_shows_it(plan: Plan) -> None:
+    proofs = [with_scheduler(rank, ran=True) for rank in (0, 1)]
+    assert not_running(plan, proofs, ["scheduler"]) == {}
+    (row,) = [row for row in proof_rows(plan, proofs) if row.pass_name == "scheduler"]
+    assert (row.applied, row.ran, row.why_not) == ("by flags", "yes, 2 workers", "")
+
+
+@pytest.mark.parametrize(
+    ("proofs", "reason"),
+    [
+        ([], NO_WORKER),
+        ([worker(0), worker(1)], "no worker shows what became of its flags"),
+        ([frontend()], "no worker shows what became of its flags"),
+        ([with_scheduler(0, ran=True)], "1 of 2 workers reported"),
+        ([with_scheduler(0, ran=True), with_scheduler(1, ran=False, why_not="runs with 8")], "runs with 8"),
+    ],
+)
+def test_flags_that_no_worker_shows_or_that_vllm_changed_do_not_run(
+    plan: Plan, proofs: list[Proof], reason: str
+) -> None:
+    assert not_running(plan, proofs, ["scheduler"]) == {"scheduler": reason}
+
+
+def test_nothing_is_said_of_flags_where_nobody_could_look_at_them(plan: Plan) -> None:
+    (row,) = [row for row in proof_rows(plan, []) if row.pass_name == "scheduler"]
+    assert (row.applied, row.ran) == ("by flags", "-")
 
 
 def test_there_is_a_row_for_every_decision(plan: Plan) -> None:

@@ -63,6 +63,7 @@ def main() -> None:
 
 def write_proof(pid: int, *, refused: bool) -> None:
     from moe_optimizer.plan.plan import Plan
+    from moe_optimizer.vllm_plugin.flag_passes import flag_decisions
     from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, Proof, ProofWriter
 
     layer = LayerProof(
@@ -73,9 +74,11 @@ def write_proof(pid: int, *, refused: bool) -> None:
     )
     entry.layers = () if refused else (layer,)
     path = Path(os.environ["MOE_OPTIMIZER_PLAN"])
-    digest = Plan.load(path).digest
-    proof = Proof(role="worker", rank=0, pid=pid, plan_digest=digest, versions={}, world_size=1, model_rank=0)
+    plan = Plan.load(path)
+    proof = Proof(role="worker", rank=0, pid=pid, plan_digest=plan.digest, versions={}, world_size=1, model_rank=0)
     proof.passes["flash_dmoe"] = entry
+    for decision in flag_decisions(plan):
+        proof.passes[decision.pass_name] = PassProof(requested=decision.value, applied=True, ran=True)
     ProofWriter(path.parent, proof).write()
 
 

@@ -1,0 +1,144 @@
+"""Whether a worker's vLLM runs with what the flags of the plan say.
+
+vLLM may change or drop a flag that its parser takes, with no more than a line in its log: then nothing but its
+configuration inside the worker tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moe_optimizer.log import get_logger
+from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import Argument, split_arguments
+from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.compat import supported_version
+from moe_optimizer.vllm_plugin.patch import PatchReport, PatchState, apply_when_imported
+from moe_optimizer.vllm_plugin.proof import described
+
+logger = get_logger(__name__)
+
+FLAG_PASSES = ("parallelism", "dual_batch_overlap", "scheduler", "graph_capture", "kv_cache")
+"""Passes that vLLM carries out by flags, and whose flags its workers show."""
+
+_SIZE = "--max-cudagraph-capture-size"
+_SHOWN_BY: Mapping[str, Callable[[Any], Any]] = {
+    "--tensor-parallel-size": lambda config: config.parallel_config.tensor_parallel_size,
+    "--data-parallel-size": lambda config: config.parallel_config.data_parallel_size,
+    "--pipeline-parallel-size": lambda config: config.parallel_config.pipeline_parallel_size,
+    "--distributed-executor-backend": lambda config: config.parallel_config.distributed_executor_backend,
+    "--enable-expert-parallel": lambda config: config.parallel_config.enable_expert_parallel,
+    "--enable-dbo": lambda config: config.parallel_config.enable_dbo,
+    "--all2all-backend": lambda config: config.parallel_config.all2all_backend,
+    "--max-num-seqs": lambda config: config.scheduler_config.max_num_seqs,
+    "--max-num-batched-tokens": lambda config: config.scheduler_config.max_num_batched_tokens,
+    "--performance-mode": lambda config: config.performance_mode,
+    "--enforce-eager": lambda config: config.model_config.enforce_eager,
+    "--kv-cache-dtype": lambda config: config.cache_config.cache_dtype,
+    "--kv-offloading-size": lambda config: config.cache_config.kv_offloading_size,
+    "--kv-offloading-backend": lambda config: config.cache_config.kv_offloading_backend,
+}
+"""Flag -> what has become of it in vLLM's configuration. The size of graphs is compared apart: vLLM cuts it."""
+
+
+def flag_decisions(plan: Plan) -> tuple[Decision, ...]:
+    """Return the decisions that flags carry out and workers show."""
+    return tuple(
+        decision
+        for decision in plan.decisions
+        if decision.pass_name in FLAG_PASSES and decision.status is Status.ON and decision.applier is Applier.FLAGS
+    )
+
+
+def watch_flags(activation: Activation) -> None:
+    """Have this process look at its vLLM's configuration once its model is loaded, if it loads one."""
+    import vllm
+
+    from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
+
+    assert activation.plan is not None, "flags of a plan that is not made"
+    decisions = flag_decisions(activation.plan)
+    if not decisions:
+        return
+
+    def patched(report: PatchReport) -> None:
+        activation.patches_changed()
+        if report.state is PatchState.REFUSED:
+            _refuse(activation, decisions, f"cannot be shown: {report.detail}")
+
+    supported, why_not = supported_version(str(vllm.__version__))
+    if supported:
+        apply_when_imported(WORKER_MODEL_LOADED, on_change=patched)
+    else:
+        _refuse(activation, decisions, f"cannot be shown: {why_not}")
+
+
+def prove_flags(activation: Activation, worker: Any, cache_specs: Mapping[str, Any]) -> None:
+    """Write into the proof which of the plan's flags this worker's vLLM runs with.
+
+    Args:
+        activation: this process's. A plan that was made in a running vLLM gave it no flags, and its proof says so.
+        worker: vLLM's.
+        cache_specs: layer -> what vLLM will allocate as its cache.
+    """
+    if activation.plan is None or activation.plans_itself:
+        return
+    for decision in flag_decisions(activation.plan):
+        try:
+            reason = "; ".join(differences(decision, worker.vllm_config, cache_specs))
+        except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
+            reason = f"cannot be shown: {described(error)}"
+        if reason:
+            logger.warning("%s (%s): %s", decision.pass_name, decision.value, reason)
+            _refuse(activation, (decision,), reason)
+        else:
+            activation.applied(decision.pass_name, kernel="", isa="")
+            activation.ran(decision.pass_name)
+        activation.proof.passes[decision.pass_name].requested = decision.value
+
+
+def differences(decision: Decision, config: Any, cache_specs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return in which points vLLM runs otherwise than a decision says.
+
+    Args:
+        decision: one of `flag_decisions`.
+        config: vLLM's VllmConfig as a worker has it.
+        cache_specs: as for `prove_flags`.
+
+    Raises:
+        AttributeError: this vLLM's configuration has not what is looked for.
+    """
+    found = [_difference(each, config) for each in split_arguments(decision.vllm_args) if each.flag != _SIZE]
+    if decision.params.get("max_capture_size"):
+        found.append(_graphs_missing(decision.params["max_capture_size"], config))
+    if decision.params.get("kv_bits") == 8:
+        found.append(_wide_elements(cache_specs))
+    if decision.params.get("host_tier_gib") is not None and config.kv_transfer_config is None:
+        found.append("vLLM has no KV connector, which the tier in host memory needs")
+    return tuple(filter(None, found))
+
+
+def _difference(argument: Argument, config: Any) -> str:
+    got = _SHOWN_BY[argument.flag](config)
+    # A bare flag switches something on.
+    wanted = argument.value or "True"
+    if str(got) == wanted or (isinstance(got, float) and got == float(wanted)):
+        return ""
+    return f"{argument.flag}: vLLM runs with {got}, planned {wanted}"
+
+
+def _graphs_missing(size: int, config: Any) -> str:
+    largest = config.compilation_config.max_cudagraph_capture_size or 0
+    return "" if largest >= size else f"CUDA graphs: vLLM captures up to {largest}, planned {size}"
+
+
+def _wide_elements(cache_specs: Mapping[str, Any]) -> str:
+    wide = sorted(name for name, spec in cache_specs.items() if spec.dtype.itemsize > 1)
+    return f"cache: {len(wide)} of {len(cache_specs)} layers keep wider elements, {wide[0]} first" if wide else ""
+
+
+def _refuse(activation: Activation, decisions: tuple[Decision, ...], reason: str) -> None:
+    for decision in decisions:
+        activation.refused(decision.pass_name, reason)

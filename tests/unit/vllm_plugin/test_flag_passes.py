@@ -1,0 +1,150 @@
+"""What a worker's vLLM has made of the plan's flags, against what the plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.decision import Decision
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.planner import make_plan
+from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.flag_passes import FLAG_PASSES, differences, flag_decisions, prove_flags
+from tests.builders import cpu_machine, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
+
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "plans").glob("*.json"))
+BF16 = {"layer.0": SimpleNamespace(dtype=torch.bfloat16)}
+FP8 = {"layer.0": SimpleNamespace(dtype=torch.uint8)}
+
+
+def vllm_config(**changed: Any) -> Any:
+    """A configuration with what these plans ask for, but for what is changed."""
+    fields = {
+        "tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 1, "enable_expert_parallel": True,
+        "enable_dbo": True, "all2all_backend": "deepep_low_latency", "max_num_seqs": 256, "max_num_batched_tokens": 256,
+        "performance_mode": "balanced", "enforce_eager": False, "cache_dtype": "fp8", "kv_offloading_size": None,
+        "kv_offloading_backend": "native", "max_cudagraph_capture_size": 512, "kv_transfer_config": None,
+        "distributed_executor_backend": "mp",
+    }  # fmt: skip
+    # All sections hold all fields: which one a field belongs to is vLLM's to know, and the real server's test.
+    section = SimpleNamespace(**(fields | changed))
+    names = ("parallel_config", "scheduler_config", "model_config", "cache_config", "compilation_config")
+    return SimpleNamespace(**dict.fromkeys(names, section), **(fields | changed))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    passes = {
+        "parallelism": {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel": "on"},
+        "dual_batch_overlap": {"mode": "on"},
+        "kv_cache": {"dtype": "fp8"},
+    }
+    return make_plan(request(qwen3_30b_a3b(), gpus("h200", 4), profile_with(passes=passes)))
+
+
+def found(plan: Plan, name: str, specs: dict[str, Any] = FP8, **changed: Any) -> tuple[str, ...]:
+    return differences(plan.decision(name), vllm_config(**changed), specs)
+
+
+def test_a_plan_has_every_pass_that_flags_carry_out(plan: Plan) -> None:
+    assert tuple(decision.pass_name for decision in flag_decisions(plan)) == FLAG_PASSES
+
+
+@pytest.mark.parametrize("name", FLAG_PASSES)
+def test_what_runs_as_planned_has_no_difference(plan: Plan, name: str) -> None:
+    assert found(plan, name) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "difference"),
+    [
+        ("parallelism", {"tensor_parallel_size": 1}, "--tensor-parallel-size: vLLM runs with 1, planned 2"),
+        ("parallelism", {"data_parallel_size": 1}, "--data-parallel-size: vLLM runs with 1, planned 2"),
+        ("parallelism", {"enable_expert_parallel": False}, "--enable-expert-parallel: vLLM runs with False, planned"),
+        ("dual_batch_overlap", {"enable_dbo": False}, "--enable-dbo: vLLM runs with False, planned True"),
+        ("dual_batch_overlap", {"all2all_backend": "naive"}, "--all2all-backend: vLLM runs with naive, planned deepep"),
+        ("scheduler", {"max_num_seqs": 8}, "--max-num-seqs: vLLM runs with 8, planned 256"),
+        ("scheduler", {"max_num_batched_tokens": 64}, "--max-num-batched-tokens: vLLM runs with 64, planned 256"),
+        ("graph_capture", {"max_cudagraph_capture_size": 128}, "CUDA graphs: vLLM captures up to 128, planned 256"),
+        ("graph_capture", {"max_cudagraph_capture_size": 0}, "CUDA graphs: vLLM captures up to 0, planned 256"),
+        ("kv_cache", {"cache_dtype": "auto"}, "--kv-cache-dtype: vLLM runs with auto, planned fp8"),
+    ],
+)
+def test_what_vllm_changed_is_named_with_both_values(
+    plan: Plan, name: str, changed: dict[str, Any], difference: str
+) -> None:
+    assert any(text.startswith(difference) for text in found(plan, name, **changed))
+
+
+def test_a_cache_that_is_called_fp8_but_keeps_wide_elements_is_named(plan: Plan) -> None:
+    assert found(plan, "kv_cache", BF16) == ("cache: 1 of 1 layers keep wider elements, layer.0 first",)
+
+
+def test_a_tier_without_a_connector_is_named() -> None:
+    wishes = resolve_wishes(["kv-tiering"], [])
+    decision = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), wishes=wishes)).decision("kv_cache")
+    size = float(decision.params["host_tier_gib"])
+    assert differences(decision, vllm_config(kv_offloading_size=size, kv_transfer_config=object()), BF16) == ()
+    (text,) = differences(decision, vllm_config(kv_offloading_size=size), BF16)
+    assert "no KV connector" in text
+
+
+def test_eager_is_a_flag_like_others() -> None:
+    profile = profile_with(passes={"graph_capture": {"eager": True}})
+    decision = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), profile)).decision("graph_capture")
+    assert differences(decision, vllm_config(enforce_eager=True), BF16) == ()
+    assert differences(decision, vllm_config(), BF16) == ("--enforce-eager: vLLM runs with False, planned True",)
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_every_flag_of_a_golden_plan_can_be_shown(path: Path) -> None:
+    for decision in flag_decisions(Plan.load(path)):
+        differences(decision, vllm_config(), BF16)
+
+
+@pytest.fixture
+def activation(tmp_path: Path) -> Activation:
+    return Activation(run_dir=tmp_path, plan=make_plan(request(tiny_moe(), cpu_machine())))
+
+
+def scheduler_of(activation: Activation) -> Decision:
+    assert activation.plan is not None
+    return activation.plan.decision("scheduler")
+
+
+def worker(activation: Activation, **changed: Any) -> Any:
+    return SimpleNamespace(vllm_config=vllm_config(**(dict(scheduler_of(activation).params) | changed)))
+
+
+def test_the_proof_says_that_a_worker_runs_with_the_flags(activation: Activation) -> None:
+    prove_flags(activation, worker(activation), BF16)
+    entry = activation.proof.passes["scheduler"]
+    assert (entry.requested, entry.applied, entry.ran, entry.why_not) == (
+        scheduler_of(activation).value, True, True, "",
+    )  # fmt: skip
+
+
+def test_the_proof_says_with_what_else_a_worker_runs(activation: Activation) -> None:
+    prove_flags(activation, worker(activation, max_num_seqs=1), BF16)
+    entry = activation.proof.passes["scheduler"]
+    assert (entry.applied, entry.ran) == (False, False)
+    assert entry.why_not == "--max-num-seqs: vLLM runs with 1, planned 256"
+
+
+def test_a_vllm_whose_configuration_is_of_another_kind_goes_on_and_the_proof_says_so(activation: Activation) -> None:
+    prove_flags(activation, SimpleNamespace(vllm_config=SimpleNamespace()), BF16)
+    assert activation.proof.passes["scheduler"].why_not.startswith("cannot be shown: AttributeError")
+
+
+def test_a_plan_that_was_made_in_a_running_vllm_gave_it_no_flags(activation: Activation, tmp_path: Path) -> None:
+    assert activation.plan is not None
+    plan = activation.plan
+    later = Activation(run_dir=tmp_path, make_plan=lambda _facts: plan)
+    later.plan = plan
+    prove_flags(later, worker(activation), BF16)
+    assert later.proof.passes == {}
