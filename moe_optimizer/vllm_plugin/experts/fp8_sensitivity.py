@@ -14,13 +14,12 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from moe_optimizer.errors import InputError, MoeOptimizerError
+from moe_optimizer.errors import MoeOptimizerError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.specs.fp8_sensitivity import Fp8Sensitivity
-from moe_optimizer.vllm_plugin.experts.observed_text import observe_text
+from moe_optimizer.vllm_plugin.experts.observed_text import add_arguments, check_arguments, observe_text
 
 if TYPE_CHECKING:
     import torch
@@ -82,8 +81,10 @@ class LayerErrors:
         }
 
 
-def measure(model: str, text: str, *, granularity: Literal["block", "channel"], max_tokens: int) -> Fp8Sensitivity:
-    """Run `text` through the model and return the error of each layer.
+def measure(
+    model: str, text: str, *, name: str, granularity: Literal["block", "channel"], max_tokens: int
+) -> Fp8Sensitivity:
+    """Run `text` through the model and return the error of each layer; `name` is the model's in the result.
 
     Raises:
         UnsupportedError: our CPU kernel does not compute this model's experts here.
@@ -92,7 +93,7 @@ def measure(model: str, text: str, *, granularity: Literal["block", "channel"], 
     observed = observe_text(model, text, max_tokens=max_tokens, observe=errors.add)
     found = {observed.layer_index(address): error for address, error in errors.by_address().items()}
     return Fp8Sensitivity(
-        model=model.rstrip("/").rpartition("/")[2],
+        model=name,
         granularity=granularity,
         tokens=observed.tokens,
         errors=dict(sorted(found.items())),
@@ -102,19 +103,14 @@ def measure(model: str, text: str, *, granularity: Literal["block", "channel"], 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the errors, write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model", help="model folder")
-    parser.add_argument("text", type=Path, help="file of UTF-8 text that is like the traffic to come")
-    parser.add_argument("--output", type=Path, required=True, help="file to write")
+    add_arguments(parser)
     parser.add_argument("--granularity", choices=("block", "channel"), default="block")
-    parser.add_argument("--max-tokens", type=int, default=4096)
     options = parser.parse_args(arguments)
     try:
-        text = options.text.read_text(encoding="utf-8")
-        if not text:
-            raise InputError(f"{options.text}: the text is empty")
-        found = measure(options.model, text, granularity=options.granularity, max_tokens=options.max_tokens)
+        name, text = check_arguments(options)
+        found = measure(options.model, text, name=name, granularity=options.granularity, max_tokens=options.max_tokens)
         write_atomically(options.output, found.to_json())
-    except (OSError, UnicodeDecodeError, MoeOptimizerError) as error:
+    except (OSError, MoeOptimizerError) as error:
         print(f"fp8_sensitivity: {error}", file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
     for layer, error in found.errors.items():

@@ -5,6 +5,7 @@ On vLLM's CPU build only: there the kernel is called from Python in every step.
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.inspection import ModelInspector
 
 if TYPE_CHECKING:
     from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights
@@ -31,6 +33,44 @@ class ObservedText:
     tokens: int
     layer_index: Callable[[int], int]
     """Address of a layer's w13 -> index of the decoder layer."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what every measurement on a text is told: the model, the text, and the file to write."""
+    parser.add_argument("model", help="model folder")
+    parser.add_argument("text", type=Path, help="file of UTF-8 text that is like the traffic to come")
+    parser.add_argument("--output", type=Path, required=True, help="file to write")
+    parser.add_argument("--max-tokens", type=int, default=4096)
+
+
+def check_arguments(options: argparse.Namespace) -> tuple[str, str]:
+    """Check them before vLLM is started, which takes long.
+
+    Returns:
+        The model's name for the file, without what is before the last slash, and the text.
+
+    Raises:
+        InputError: there is no such model, no text in the file, no folder to write to, or nothing to run.
+        UnsupportedError: the model has no experts.
+    """
+    if options.max_tokens < 1:
+        raise InputError(f"--max-tokens: got {options.max_tokens}, expected at least 1")
+    folder = options.output.absolute().parent
+    if options.output.is_dir() or not folder.is_dir():
+        got = "a folder" if options.output.is_dir() else f"no folder {folder}"
+        raise InputError(f"--output {options.output}: got {got}, expected a file in a folder that is there")
+    try:
+        text = options.text.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{options.text}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{options.text}: not UTF-8 text") from None
+    if not text:
+        raise InputError(f"{options.text}: the text is empty")
+    model = ModelInspector().inspect(options.model)
+    if not model.is_moe:
+        raise UnsupportedError(f"{options.model}: the model has no experts")
+    return model.name.rpartition("/")[2], text
 
 
 def observe_text(

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_optimizer.errors import InputError, MoeOptimizerError
+from moe_optimizer.errors import MoeOptimizerError
 from moe_optimizer.specs.activation_norms import hidden_norms_name, input_norms_name
-from moe_optimizer.vllm_plugin.experts.observed_text import observe_text
+from moe_optimizer.vllm_plugin.experts.observed_text import add_arguments, check_arguments, observe_text
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +67,10 @@ class ActivationNorms:
         return found
 
 
-def measure(model: str, text: str, output: Path, *, max_tokens: int) -> int:
+def measure(model: str, text: str, output: Path, *, name: str, max_tokens: int) -> int:
     """Run `text` through the model, write the norms of every layer and return the number of tokens.
+
+    `name` is the model's in the file.
 
     Raises:
         UnsupportedError: our CPU kernel does not compute this model's experts here.
@@ -82,7 +84,7 @@ def measure(model: str, text: str, output: Path, *, max_tokens: int) -> int:
     for address, (x, h) in norms.by_address().items():
         layer = observed.layer_index(address)
         tensors |= {input_norms_name(layer): x, hidden_norms_name(layer): h}
-    metadata = {"model": model.rstrip("/").rpartition("/")[2], "tokens": str(observed.tokens)}
+    metadata = {"model": name, "tokens": str(observed.tokens)}
     temporary = output.with_name(f".{output.name}.tmp")
     save_file(tensors, temporary, metadata=metadata)
     temporary.replace(output)
@@ -92,17 +94,12 @@ def measure(model: str, text: str, output: Path, *, max_tokens: int) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model", help="model folder")
-    parser.add_argument("text", type=Path, help="file of UTF-8 text that is like the traffic to come")
-    parser.add_argument("--output", type=Path, required=True, help="file to write")
-    parser.add_argument("--max-tokens", type=int, default=4096)
+    add_arguments(parser)
     options = parser.parse_args(arguments)
     try:
-        text = options.text.read_text(encoding="utf-8")
-        if not text:
-            raise InputError(f"{options.text}: the text is empty")
-        tokens = measure(options.model, text, options.output, max_tokens=options.max_tokens)
-    except (OSError, UnicodeDecodeError, MoeOptimizerError) as error:
+        name, text = check_arguments(options)
+        tokens = measure(options.model, text, options.output, name=name, max_tokens=options.max_tokens)
+    except (OSError, MoeOptimizerError) as error:
         print(f"sparsity_norms: {error}", file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
     print(f"{tokens} tokens; written to {options.output}")
