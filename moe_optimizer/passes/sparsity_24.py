@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from moe_optimizer.costs.roofline import experts_read_ratio
 from moe_optimizer.errors import InputError
 from moe_optimizer.passes.base import OptimizationPass
@@ -63,7 +65,8 @@ class Sparsity24(OptimizationPass):
             params={
                 FORMAT_PARAM: FORMAT,
                 "expert_bits": _BITS,
-                "activation_norms": None if norms is None else norms.path,
+                # The server may be started in another folder than the plan was made in.
+                "activation_norms": None if norms is None else str(Path(norms.path).absolute()),
             },
             warnings=(f"sparsity_24: {_COST}",),
         )
