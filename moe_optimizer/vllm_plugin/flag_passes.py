@@ -54,14 +54,14 @@ def flag_decisions(plan: Plan) -> tuple[Decision, ...]:
 
 def watch_flags(activation: Activation) -> None:
     """Have this process look at its vLLM's configuration once its model is loaded, if it loads one."""
-    import vllm
-
-    from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
-
     assert activation.plan is not None, "flags of a plan that is not made"
     decisions = flag_decisions(activation.plan)
     if not decisions:
         return
+
+    import vllm
+
+    from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
 
     def patched(report: PatchReport) -> None:
         activation.patches_changed()
