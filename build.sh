@@ -4,10 +4,11 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: bash build.sh [--clean] [--arch sm_90a[,sm_100a...]]
+usage: bash build.sh [--clean] [--arch sm_90a]
 
   --clean   remove earlier build results first
-  --arch    CUDA architectures to build for (default sm_90a); needs nvcc >= 12.4
+  --arch    CUDA architecture to build for (default sm_90a, the only one so far: the kernels use tensor core
+            instructions that only Hopper has); needs nvcc >= 12.4
 
 Environment: PYTHON (default .venv/bin/python, else python3), CXX, MAX_JOBS.
 TEXT
@@ -28,11 +29,14 @@ while [ $# -gt 0 ]; do
   case "$1" in
     --clean) clean=1 ;;
     --arch)
-      [ $# -ge 2 ] || fail "--arch: got no value, expected such as sm_90a" "bash build.sh --help" 2
+      [ -n "${2:-}" ] || fail "--arch: got no value, expected such as sm_90a" "bash build.sh --help" 2
       arch="$2"
       shift
       ;;
-    --arch=*) arch="${1#--arch=}" ;;
+    --arch=*)
+      arch="${1#--arch=}"
+      [ -n "$arch" ] || fail "--arch: got no value, expected such as sm_90a" "bash build.sh --help" 2
+      ;;
     -h | --help)
       usage
       exit 0
@@ -41,8 +45,11 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-if [ -n "$arch" ] && ! [[ "$arch" =~ ^sm_[0-9]{2,3}[af]?(,sm_[0-9]{2,3}[af]?)*$ ]]; then
-  fail "--arch: got '$arch', expected such as sm_90a or sm_90a,sm_100a" "bash build.sh --help" 2
+if [ -n "$arch" ] && [ "$arch" != sm_90a ]; then
+  [[ "$arch" =~ ^sm_[0-9]{2,3}[af]?(,sm_[0-9]{2,3}[af]?)*$ ]] ||
+    fail "--arch: got '$arch', expected such as sm_90a" "bash build.sh --help" 2
+  fail "--arch: got $arch, but the CUDA kernels are written for sm_90a (wgmma instructions, which no other GPU has)" \
+    "without --arch the CPU kernels are built, and where nvcc is found the CUDA kernels for Hopper"
 fi
 
 # What the build needs, each found before anything is touched.
@@ -59,6 +66,8 @@ done
 { [ -n "$compiler" ] && command -v "$compiler" >/dev/null; } ||
   fail "no C++ compiler found (${CXX:-g++, c++, clang++})" "install g++ (Debian, Ubuntu: apt install g++), or set CXX"
 compiler="$(command -v "$compiler")"
+[ -n "$("$compiler" --version 2>/dev/null)" ] ||
+  fail "$compiler: does not answer --version, as a C++ compiler would" "set CXX to another compiler"
 
 pip_hint="run: $python -m pip install cmake ninja 'pybind11>=2.13'"
 pybind11_dir="$("$python" -m pybind11 --cmakedir 2>/dev/null)" ||
@@ -116,6 +125,11 @@ fi
 mkdir -p "$build"
 exec 9>"$build/.lock"
 command -v flock >/dev/null && { flock -w 900 9 || fail "another build holds $build/.lock for 15 minutes" "stop it, then run again"; }
+
+# CMake keeps what it learnt about a compiler, even about one that did not work, and forgets the other settings when it
+# is given another.
+cached="$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$build/CMakeCache.txt" 2>/dev/null || true)"
+[ "$cached" = "$compiler" ] || rm -rf "$build/CMakeCache.txt" "$build/CMakeFiles"
 
 log="$build/build.log"
 "$cmake" -S "$root/csrc" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release \

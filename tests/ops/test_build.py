@@ -18,9 +18,9 @@ AVAILABLE, REASON = kernels_available()
 needs_kernels = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
 
 
-def build(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def build(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", str(ROOT / "build.sh"), *arguments],
+        ["bash", str(root / "build.sh"), *arguments],
         env=os.environ | {"PYTHON": sys.executable} | environment,
         capture_output=True,
         text=True,
@@ -34,6 +34,8 @@ def build(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
     [
         (["--fast"], "unknown argument '--fast'"),
         (["--arch"], "--arch: got no value"),
+        (["--arch", ""], "--arch: got no value"),
+        (["--arch="], "--arch: got no value"),
         (["--arch", "hopper"], "--arch: got 'hopper', expected such as sm_90a"),
     ],
 )
@@ -48,6 +50,7 @@ def test_wrong_arguments_end_with_a_sentence_a_hint_and_code_2(arguments: list[s
     ("environment", "message"),
     [
         ({"CXX": "no-such-compiler"}, "no C++ compiler found (no-such-compiler)"),
+        ({"CXX": "false"}, "false: does not answer --version, as a C++ compiler would"),
         ({"PYTHON": "no-such-python"}, "no-such-python: expected Python 3.11 or newer"),
     ],
 )
@@ -55,6 +58,43 @@ def test_a_missing_tool_ends_with_a_sentence_a_hint_and_code_3(environment: dict
     result = build(**environment)
     assert result.returncode == 3
     assert message in result.stderr
+    assert "\nhint: " in result.stderr
+
+
+SMALL_PROJECT = """
+cmake_minimum_required(VERSION 3.22)
+project(small LANGUAGES CXX)
+file(WRITE "${CMAKE_BINARY_DIR}/_kernels.so" "")
+file(WRITE "${CMAKE_BINARY_DIR}/build_info.json" [[{
+  "extension": "_kernels.so", "cpu_ops": [], "isa_paths": [], "compiler": "", "cuda_ops": [], "cuda_why_not": "small"
+}]])
+"""
+
+
+def test_a_compiler_that_works_builds_after_one_that_did_not(tmp_path: Path) -> None:
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "moe_optimizer" / "ops").mkdir(parents=True)
+    for name in ("build.sh", "csrc/build_info.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "csrc" / "CMakeLists.txt").write_text(SMALL_PROJECT, encoding="ascii")
+    broken = tmp_path / "broken"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && echo broken 1.0\n', encoding="ascii")
+    broken.chmod(0o755)
+
+    failed = build(root=tmp_path, CXX=str(broken))
+    assert failed.returncode == 3
+    assert "build.sh: cmake could not configure the kernels" in failed.stderr
+    worked = build(root=tmp_path)
+    assert worked.returncode == 0, worked.stderr
+    assert "kernels built: moe_optimizer/ops/_kernels.so" in worked.stdout
+
+
+# The compiler would refuse the kernels too, after a minute and with a page of instructions it does not know.
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100a", "sm_90a,sm_100a"])
+def test_an_architecture_without_kernels_is_unsupported(arch: str) -> None:
+    result = build("--arch", arch)
+    assert result.returncode == 3
+    assert f"--arch: got {arch}, but the CUDA kernels are written for sm_90a" in result.stderr
     assert "\nhint: " in result.stderr
 
 
