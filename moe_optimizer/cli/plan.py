@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.options import RENDERINGS, PlanCommandOptions, check_choice, takes
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from moe_optimizer.plan.plan import Plan
+
+
+def _check_can_be_rendered(plan: Plan, render: str) -> None:
+    """Refuse a plan that what is printed would not start.
+
+    Raises:
+        InputError: one machine has nothing for Ray to connect.
+        UnsupportedError: there are no GPUs, or several servers before which a router stands.
+    """
+    if not plan.num_gpus:
+        raise UnsupportedError("--render: several machines are planned for GPUs only")
+    if plan.group is not None:
+        raise UnsupportedError("--render: prefill and decode servers run on one machine, and the launcher starts them",
+                               hint="start them with: moe-optimizer serve --enable-disaggregation")  # fmt: skip
+    if render == "ray" and plan.num_nodes == 1:
+        raise InputError("--render ray: got one machine, expected --nodes 2 or more",
+                         hint="start one machine with: moe-optimizer serve")  # fmt: skip
 
 
 @takes(PlanCommandOptions)
@@ -26,8 +48,8 @@ def command(options: PlanCommandOptions) -> int:
         if options.render is not None and options.json:
             raise InputError("--render and --json contradict each other", hint="give one of them")
         planned = planning.make(options)
-        if options.render is not None and not planned.plan.num_gpus:
-            raise UnsupportedError("--render: several machines are planned for GPUs only")
+        if options.render is not None:
+            _check_can_be_rendered(planned.plan, options.render)
     if options.render is not None:
         from moe_optimizer.plan.machines import render_lws, render_ray
 

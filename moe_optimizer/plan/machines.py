@@ -47,6 +47,8 @@ def render_ray(plan: Plan) -> str:
             "The plan travels as a file: the same command with --json instead of --render makes it; it lies at "
             "RUN_DIR/plan.json on every machine."
         )
+    for name, folder in _files(plan).items():
+        lines += _comment(f"{name} lies at {folder} on every machine.")
     environment = [f"export {name}={shlex.quote(value)}" for name, value in _environment(plan, "RUN_DIR").items()]
     if each == 1:
         lines += [
@@ -117,7 +119,9 @@ def render_lws(plan: Plan) -> str:
             "spec": {"replicas": plan.num_nodes // each, "leaderWorkerTemplate": template},
         },
     ]
-    return _COMMENT + yaml.safe_dump_all(documents, sort_keys=False, width=110)
+    files = [f"{name} lies in the image at {folder}." for name, folder in _files(plan).items()]
+    comment = _COMMENT + "".join(f"{line}\n" for text in files for line in _comment(text))
+    return comment + yaml.safe_dump_all(documents, sort_keys=False, width=110)
 
 
 def _pod(plan: Plan, role: str, ray: str) -> dict[str, Any]:
@@ -155,6 +159,16 @@ def _environment(plan: Plan, folder: str) -> dict[str, str]:
     """Return the variables of the server processes; Ray's workers have those with which Ray was started."""
     own = {"MOE_OPTIMIZER_PLAN": f"{folder}/plan.json"} if _needs_plan(plan) else {}
     return own | dict(sorted(plan.serve_env.items()))
+
+
+def _files(plan: Plan) -> dict[str, str]:
+    """Return the pass whose files the servers read, and the folder that they are in."""
+    return {
+        decision.pass_name: folder
+        for decision in plan.decisions
+        if decision.applier is Applier.FILES
+        for folder in decision.env.values()
+    }
 
 
 def _needs_plan(plan: Plan) -> bool:

@@ -22,6 +22,12 @@ TWO = ["plan", TINY_MOE, "--hardware", "h100_sxm", "--gpus", "16", "--nodes", "2
         (["--hardware", "h100_sxm", "--nodes", "0"], "--nodes: got '0'", ExitCode.BAD_INPUT),
         (["--hardware", "h100_sxm", "--render", "yaml"], "--render: got 'yaml'", ExitCode.BAD_INPUT),
         (["--hardware", "h100_sxm", "--render", "lws", "--json"], "contradict", ExitCode.BAD_INPUT),
+        (["--hardware", "h100_sxm", "--render", "ray"], "expected --nodes 2 or more", ExitCode.BAD_INPUT),
+        (
+            ["--hardware", "h100_sxm", "--gpus", "2", "--enable-disaggregation", "--render", "lws"],
+            "the launcher starts them",
+            ExitCode.UNSUPPORTED,
+        ),
         (["--hardware", "cpu", "--nodes", "2"], "several machines", ExitCode.UNSUPPORTED),
         (["--hardware", "cpu", "--render", "lws"], "several machines", ExitCode.UNSUPPORTED),
         (

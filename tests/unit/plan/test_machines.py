@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.machines import render_lws, render_ray
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import flag_value
@@ -63,6 +64,19 @@ def test_the_ray_commands_start_ray_everywhere_and_the_server_once():
     assert text.index("ray start --head") < text.index("ray start --address") < text.index("vllm serve")
     command = shlex.split(text[text.index("vllm serve") :].replace("\\\n", " "))
     assert tuple(command[3:]) == plan("pipeline").serve_args
+
+
+def test_files_that_the_servers_read_are_named_with_their_folder():
+    made = plan("replicas")
+    tuned = dataclasses.replace(
+        made.decision("tuned_configs"),
+        status=Status.ON, applier=Applier.FILES, env={"VLLM_TUNED_CONFIG_FOLDER": "/tuned"},
+    )  # fmt: skip
+    decisions = tuple(tuned if each.pass_name == "tuned_configs" else each for each in made.decisions)
+    made = made.replace(decisions=decisions, serve_env={**made.serve_env, **tuned.env})
+    assert "# tuned_configs lies at /tuned on every machine." in render_ray(made).splitlines()
+    assert "# tuned_configs lies in the image at /tuned." in render_lws(made).splitlines()
+    assert "tuned_configs lies" not in render_ray(plan("replicas")) + render_lws(plan("replicas"))
 
 
 def test_replicas_need_no_ray():
