@@ -64,6 +64,8 @@ def test_a_missing_tool_ends_with_a_sentence_a_hint_and_code_3(environment: dict
 SMALL_PROJECT = """
 cmake_minimum_required(VERSION 3.22)
 project(small LANGUAGES CXX)
+add_library(small OBJECT EXCLUDE_FROM_ALL small.cpp)
+target_compile_features(small PRIVATE cxx_std_17)
 file(WRITE "${CMAKE_BINARY_DIR}/_kernels.so" "")
 file(WRITE "${CMAKE_BINARY_DIR}/build_info.json" [[{
   "extension": "_kernels.so", "cpu_ops": [], "isa_paths": [], "compiler": "", "cuda_ops": [], "cuda_why_not": "small"
@@ -77,8 +79,9 @@ def test_a_compiler_that_works_builds_after_one_that_did_not(tmp_path: Path) -> 
     for name in ("build.sh", "csrc/build_info.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "csrc" / "CMakeLists.txt").write_text(SMALL_PROJECT, encoding="ascii")
+    (tmp_path / "csrc" / "small.cpp").touch()
     broken = tmp_path / "broken"
-    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && echo broken 1.0\n', encoding="ascii")
+    broken.write_text("#!/bin/sh\necho broken 1.0\n", encoding="ascii")
     broken.chmod(0o755)
 
     failed = build(root=tmp_path, CXX=str(broken))
