@@ -1,0 +1,98 @@
+"""Wrong input, and flags and arguments that say opposite things."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.planner import make_plan
+from tests.builders import gpus, profile_with, qwen3_30b_a3b, request
+from tests.unit.planner.refusal import refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"required": frozenset({"fp8"}), "wishes": resolve_wishes([], ["fp8"])},
+            ("fp8 is required", "--disable-fp8"),
+        ),
+        (
+            {
+                "profile": profile_with(passes={"fp8": {"required": True, "mode": "on"}}),
+                "wishes": resolve_wishes([], ["fp8"]),
+            },
+            ("profile balanced requires fp8", "--disable-fp8"),
+        ),
+        (
+            {"profile": profile_with(passes={"fp8": {"required": True, "mode": "off"}})},
+            ("profile balanced requires fp8", "profile balanced switches it off"),
+        ),
+        (
+            {"wishes": resolve_wishes(["graph-capture"], []), "vllm_args": ("--enforce-eager",)},
+            ("--enable-graph-capture", "--enforce-eager"),
+        ),
+        (
+            {"wishes": resolve_wishes([], ["kv-cache"]), "vllm_args": ("--kv-cache-dtype", "fp8")},
+            ("--disable-kv-cache", "--kv-cache-dtype"),
+        ),
+        (
+            {"wishes": resolve_wishes([], ["expert-parallel"]), "vllm_args": ("--enable-expert-parallel",)},
+            ("--disable-expert-parallel", "--enable-expert-parallel"),
+        ),
+        ({"num_gpus": 0}, ("--gpus: got 0",)),
+        ({"batch_size": -1}, ("--batch-size: got -1",)),
+        ({"max_model_len": 0}, ("--max-model-len: got 0",)),
+        ({"host": " "}, ("--host: got ' '",)),
+        ({"port": 65536}, ("--port: got 65536",)),
+        ({"dtype": "int4"}, ("--dtype: got 'int4'", "bfloat16")),
+        ({"vllm_args": ("--max-num-seqs", "many")}, ("--max-num-seqs: got 'many'",)),
+        ({"vllm_args": ("--gpu-memory-utilization", "2")}, ("--gpu-memory-utilization: got '2'",)),
+        ({"vllm_args": ("stray",)}, ("got 'stray'",)),
+    ],
+)
+def test_wrong_or_contradicting_input_names_what_was_given(changes, words):
+    message = str(refused(request(qwen3_30b_a3b(), gpus("h100_sxm"), **changes)))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("flag", "argument"),
+    [
+        ("--disable-kv-tiering", "--kv-offloading-size 4"),
+        ("--disable-dual-batch-overlap", "--enable-dbo"),
+        ("--enable-dual-batch-overlap", "--no-enable-dbo"),
+        ("--disable-expert-placement", "--enable-eplb"),
+        ("--enable-expert-placement", "--no-enable-eplb"),
+        ("--disable-parallelism", "--data-parallel-size 2"),
+        ("--enable-expert-parallel", "--no-enable-expert-parallel"),
+        ("--enable-expert-load", "--enable-return-routed-experts"),
+        ("--enable-flash-dmoe", "--moe-backend flashinfer_cutlass"),
+        ("--disable-fp8", "--quantization fp8"),
+        ("--enable-fp8", "--quantization gptq"),
+        ("--enable-sparsity", "--quantization fp8"),
+        ("--enable-disaggregation", "--kv-transfer-config {}"),
+    ],
+)
+def test_a_flag_and_an_argument_of_vllm_that_contradict_each_other_are_both_named(flag, argument):
+    kind, _, name = flag.removeprefix("--").partition("-")
+    wishes = resolve_wishes([name], []) if kind == "enable" else resolve_wishes([], [name])
+    with pytest.raises(InputError, match=re.escape(f"{flag} and {argument} after -- contradict each other")):
+        make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split())))
+
+
+@pytest.mark.parametrize(
+    ("flag", "argument"),
+    [
+        ("flash-dmoe", "--moe-backend triton"),
+        ("expert-parallel", "--enable-expert-parallel"),
+        ("dual-batch-overlap", "--enable-dbo"),
+        ("graph-capture", "--no-enforce-eager"),
+    ],
+)
+def test_a_flag_and_an_argument_that_say_the_same_are_taken(flag, argument):
+    wishes = resolve_wishes([flag], [])
+    assert make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split())))

@@ -1,0 +1,107 @@
+"""What is switched on, switched off or required, and what becomes of it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from moe_optimizer.errors import ExitCode, MoeOptimizerError, RequiredNotAppliedError
+from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes, switches
+from moe_optimizer.plan.decision import Status, Wish
+from moe_optimizer.plan.serve_args import flag_value
+from moe_optimizer.planner import make_plan
+from tests.builders import cpu_machine, deepseek_v3, dense_model, gpus, qwen3_30b_a3b, request, tiny_moe
+from tests.unit.planner.refusal import refused
+
+
+def test_a_required_pass_that_is_not_on_makes_no_plan():
+    error = refused(request(qwen3_30b_a3b(), gpus("a100_80gb"), required=frozenset({"fp8"})), RequiredNotAppliedError)
+    assert error.exit_code is ExitCode.NOT_APPLIED
+    assert str(error).startswith("fp8 is required (flag --require fp8) and refused: needs FP8 matrix units")
+    assert error.hint is not None
+
+
+@pytest.mark.parametrize(
+    ("model", "machine"),
+    [(tiny_moe, cpu_machine()), (qwen3_30b_a3b, gpus("h100_sxm")), (qwen3_30b_a3b, gpus("h100_sxm", 8))],
+    ids=["CPU", "one GPU", "eight GPUs"],
+)
+def test_any_two_flags_end_in_a_plan_or_in_a_sentence(model, machine):
+    for one, other in itertools.product(switches(), repeat=2):
+        for enabled, disabled in (([one, other], []), ([one], [other]), ([], [one, other])):
+            try:
+                wishes = resolve_wishes([switch.flag for switch in enabled], [switch.flag for switch in disabled])
+                plan = make_plan(request(model(), machine, wishes=wishes))
+            except MoeOptimizerError:
+                continue
+            off = [switch.key for switch in disabled if switch.key == switch.pass_name]
+            assert all(plan.decision(name).status is Status.OFF for name in off), (enabled, disabled)
+
+
+WHERE_NOT = {
+    "disaggregation": (qwen3_30b_a3b, gpus("h100_sxm")),
+    "parallelism": (qwen3_30b_a3b, gpus("h100_sxm")),
+    "expert-parallel": (qwen3_30b_a3b, gpus("h100_sxm")),
+    "fp8": (qwen3_30b_a3b, gpus("a100_80gb")),
+    "sparsity": (qwen3_30b_a3b, gpus("h100_sxm")),
+    "flash-dmoe": (qwen3_30b_a3b, gpus("a100_80gb")),
+    "expert-load": (dense_model, gpus("h100_sxm")),
+    "expert-placement": (qwen3_30b_a3b, gpus("h100_sxm")),
+    "tuned-configs": (tiny_moe, cpu_machine()),
+    "graph-capture": (tiny_moe, cpu_machine()),
+    "kv-cache": (deepseek_v3, gpus("h200", 8)),
+    "kv-tiering": (tiny_moe, cpu_machine()),
+    "dual-batch-overlap": (qwen3_30b_a3b, gpus("h100_sxm", 8)),
+}
+"""Where each switch cannot be carried out; the scheduler's always can."""
+
+
+def test_every_switch_but_the_schedulers_has_a_place_where_it_cannot_be():
+    assert WHERE_NOT.keys() | {"scheduler"} == {switch.flag for switch in switches()}
+
+
+@pytest.mark.parametrize("flag", WHERE_NOT)
+def test_whatever_is_required_and_cannot_be_makes_no_plan(flag):
+    model, machine = WHERE_NOT[flag]
+    assert refused(request(model(), machine, required=frozenset({flag})), RequiredNotAppliedError).exit_code == 6
+
+
+def test_a_required_pass_that_is_on_is_marked():
+    plan = make_plan(request(tiny_moe(), cpu_machine(), required=frozenset({"flash_dmoe"})))
+    decision = plan.decision("flash_dmoe")
+    assert decision.required
+    assert decision.wish_origin == "flag --require flash_dmoe"
+
+
+def test_everything_off_leaves_a_stock_server():
+    off = dict.fromkeys(PASS_NAMES, (Wish.OFF, "environment MOE_OPTIMIZER_DISABLE"))
+    plan = make_plan(request(tiny_moe(), cpu_machine(), wishes=off))
+    assert plan.serve_args == plan.plain_args
+    assert {decision.status for decision in plan.decisions} == {Status.OFF}
+
+
+def test_the_kill_switch_leaves_the_users_own_arguments():
+    off = dict.fromkeys([*PASS_NAMES, "kv_cache.tiering"], (Wish.OFF, "environment MOE_OPTIMIZER_DISABLE"))
+    arguments = ("--kv-cache-dtype", "fp8", "--kv-offloading-size", "4")
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), wishes=off, vllm_args=arguments))
+    assert plan.serve_args[-4:] == arguments
+
+
+@pytest.mark.parametrize(
+    ("required", "machine", "words"),
+    [
+        ("kv-tiering", cpu_machine(), "tiering of kv_cache is required and off: vLLM moves cache blocks"),
+        ("expert-parallel", gpus("h200", 1), "expert_parallel of parallelism is required and off: one GPU"),
+    ],
+)
+def test_a_required_setting_that_cannot_be_makes_no_plan(required, machine, words):
+    model = tiny_moe() if machine.gpu is None else qwen3_30b_a3b()
+    error = refused(request(model, machine, required=frozenset({required})), RequiredNotAppliedError)
+    assert str(error).startswith(words)
+
+
+def test_a_required_setting_is_switched_on():
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), required=frozenset({"kv-tiering", "expert-parallel"})))
+    assert flag_value(plan.serve_args, "--kv-offloading-size") is not None
+    assert "--enable-expert-parallel" in plan.serve_args
