@@ -42,12 +42,20 @@ def machine(name: str, count: int) -> HardwareSpec:
     return dataclasses.replace(load_hardware(name, count), origin="probed", cpu=load_hardware("cpu").cpu)
 
 
+CPU_ONLY = dataclasses.replace(load_hardware("cpu"), origin="probed")
+
+
 def refusal(
-    monkeypatch: pytest.MonkeyPatch, here: HardwareSpec, vllm: VllmInstallation | None, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    here: HardwareSpec = CPU_ONLY,
+    vllm: VllmInstallation | None = CPU_VLLM,
+    model: str = TINY_MOE,
+    **options: Any,
 ) -> MoeOptimizerError | None:
+    """What stops a planned model from being served on a machine."""
     monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
     monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: here, raising=False)
-    planned = planning.make(ServeOptions(model=TINY_MOE, **options))
+    planned = planning.make(ServeOptions(model=model, **options))
     try:
         serve.check_can_serve_here(planned.plan, planned.settings)
     except MoeOptimizerError as error:
@@ -267,33 +275,26 @@ def test_a_plan_file_in_the_environment_is_said_to_be_unused(
     assert "warning: MOE_OPTIMIZER_PLAN is not used: this command makes a plan of its own" in capsys.readouterr().err
 
 
-CPU_ONLY = dataclasses.replace(load_hardware("cpu"), origin="probed")
-
-
-def refusal_without_weights(monkeypatch: pytest.MonkeyPatch, folder: Path, *vllm_args: str) -> MoeOptimizerError | None:
-    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
-    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: CPU_ONLY, raising=False)
-    for name in ("config.json", "tokenizer.json"):
+def copy_of_tiny_moe(folder: Path, *names: str) -> str:
+    """A folder with these files of the bundled model."""
+    for name in names:
         (folder / name).write_bytes((Path(TINY_MOE) / name).read_bytes())
-    planned = planning.make(ServeOptions(model=str(folder), vllm_args=vllm_args))
-    try:
-        serve.check_can_serve_here(planned.plan, planned.settings)
-    except MoeOptimizerError as error:
-        return error
-    return None
+    return str(folder)
 
 
 def test_a_model_without_weights_is_planned_but_not_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    error = refusal_without_weights(monkeypatch, tmp_path)
+    model = copy_of_tiny_moe(tmp_path, "config.json", "tokenizer.json")
+    error = refusal(monkeypatch, model=model)
     assert isinstance(error, InputError)
     assert "no safetensors file" in str(error)
-    assert refusal_without_weights(monkeypatch, tmp_path, "--load-format", "dummy") is None
+    assert refusal(monkeypatch, model=model, vllm_args=("--load-format", "dummy")) is None
 
 
 def test_a_model_whose_index_names_absent_files_is_not_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = copy_of_tiny_moe(tmp_path, "config.json", "tokenizer.json")
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    assert "model-00001-of-00002.safetensors" in str(refusal_without_weights(monkeypatch, tmp_path))
+    assert "model-00001-of-00002.safetensors" in str(refusal(monkeypatch, model=model))
 
 
 def test_a_hub_id_of_which_only_the_metadata_is_cached_is_refused_offline(
@@ -303,29 +304,25 @@ def test_a_hub_id_of_which_only_the_metadata_is_cached_is_refused_offline(
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_bytes((Path(TINY_MOE) / "config.json").read_bytes())
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
-    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: CPU_ONLY, raising=False)
-    planned = planning.make(ServeOptions(model="owner/name"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(InputError, match="model owner/name: its weights are not in the hub cache") as error:
-        serve.check_can_serve_here(planned.plan, planned.settings)
-    assert "HF_HUB_OFFLINE" in str(error.value.hint)
+    error = refusal(monkeypatch, model="owner/name")
+    assert isinstance(error, InputError)
+    assert str(error).startswith("model owner/name: its weights are not in the hub cache")
+    assert "HF_HUB_OFFLINE" in str(error.hint)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-    serve.check_can_serve_here(planned.plan, planned.settings)  # vLLM fetches them
+    assert refusal(monkeypatch, model="owner/name") is None  # vLLM fetches them
 
 
 def test_a_configuration_without_its_type_is_planned_but_not_served(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
-    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: CPU_ONLY, raising=False)
     config = json.loads((Path(TINY_MOE) / "config.json").read_text(encoding="utf-8"))
     del config["model_type"]
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    planned = planning.make(ServeOptions(model=str(tmp_path)))
-    with pytest.raises(InputError, match=r"config\.json: model_type: is missing"):
-        serve.check_can_serve_here(planned.plan, planned.settings)
+    error = refusal(monkeypatch, model=str(tmp_path))
+    assert isinstance(error, InputError)
+    assert "config.json: model_type: is missing" in str(error)
 
 
 def test_a_quantisation_that_vllm_does_not_have_is_refused_before_the_start(
@@ -337,28 +334,16 @@ def test_a_quantisation_that_vllm_does_not_have_is_refused_before_the_start(
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text('METHODS = ["fp8"]\n')
     vllm = dataclasses.replace(CPU_VLLM, location=str(tmp_path / "vllm"))
-    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
-    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: CPU_ONLY, raising=False)
-    planned = planning.make(ServeOptions(model=str(tmp_path)))
-    with pytest.raises(UnsupportedError, match="quant_method: got 'zip9', expected a quantisation that vLLM"):
-        serve.check_can_serve_here(planned.plan, planned.settings)
+    error = refusal(monkeypatch, vllm=vllm, model=str(tmp_path))
+    assert isinstance(error, UnsupportedError)
+    assert "quant_method: got 'zip9', expected a quantisation that vLLM" in str(error)
 
 
-def refusal_with_tokenizer(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, files: dict[str, str], *vllm_args: str
-) -> MoeOptimizerError | None:
-    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
-    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: CPU_ONLY, raising=False)
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_bytes((Path(TINY_MOE) / name).read_bytes())
+def with_tokenizer(folder: Path, files: dict[str, str]) -> str:
+    """The bundled model with these files in place of its tokenizer."""
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    planned = planning.make(ServeOptions(model=str(folder), vllm_args=vllm_args))
-    try:
-        serve.check_can_serve_here(planned.plan, planned.settings)
-    except MoeOptimizerError as error:
-        return error
-    return None
+    return copy_of_tiny_moe(folder, "config.json", "model.safetensors")
 
 
 WHOLE_TOKENIZER = '{"model": {"vocab": {}}}'
@@ -379,7 +364,7 @@ WHOLE_TOKENIZER = '{"model": {"vocab": {}}}'
 def test_a_missing_or_broken_tokenizer_is_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], words: str
 ) -> None:
-    error = refusal_with_tokenizer(monkeypatch, tmp_path, files)
+    error = refusal(monkeypatch, model=with_tokenizer(tmp_path, files))
     assert isinstance(error, InputError)
     assert words in str(error)
 
@@ -402,7 +387,7 @@ def test_a_missing_or_broken_tokenizer_is_refused_before_the_start(
 def test_every_form_of_a_tokenizer_is_served(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str]
 ) -> None:
-    assert refusal_with_tokenizer(monkeypatch, tmp_path, files) is None
+    assert refusal(monkeypatch, model=with_tokenizer(tmp_path, files)) is None
 
 
 @pytest.mark.parametrize(
@@ -411,12 +396,12 @@ def test_every_form_of_a_tokenizer_is_served(
 def test_a_tokenizer_from_elsewhere_or_none_at_all_is_the_users_choice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vllm_args: tuple[str, ...]
 ) -> None:
-    assert refusal_with_tokenizer(monkeypatch, tmp_path, {}, *vllm_args) is None
+    assert refusal(monkeypatch, model=with_tokenizer(tmp_path, {}), vllm_args=vllm_args) is None
 
 
 def test_a_pipe_in_place_of_the_tokenizer_does_not_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
-    assert "not a regular file" in str(refusal_with_tokenizer(monkeypatch, tmp_path, {}))
+    assert "not a regular file" in str(refusal(monkeypatch, model=with_tokenizer(tmp_path, {})))
 
 
 def test_an_empty_run_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
