@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import os
 import random
 import signal
+import threading
 import urllib.request
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,6 +147,49 @@ def test_the_death_of_the_prefill_server_ends_everything_and_names_it(seen: Seen
     assert seen.error.exit_code == 7
     assert processes_of(seen.run_dir) == []
     assert not (seen.run_dir / "kv").exists()
+
+
+@pytest.mark.parametrize("victim", ["decode server", "router"])
+def test_the_death_of_another_part_in_the_middle_of_an_answer_ends_everything(tmp_path: Path, victim: str) -> None:
+    clients: list[Future[str]] = []
+
+    def kill(info: ServerInfo) -> None:
+        pids = {"router": info.pid}
+        pids |= {server.name: proof.pid for server in info.servers for proof in server.proofs if proof.role == "engine"}
+        writing = threading.Event()
+        clients.append(pool.submit(read_until_cut_off, info.base_url, writing))
+        assert writing.wait(60)
+        os.kill(pids[victim], signal.SIGKILL)
+
+    plan = tiny_plan("--enforce-eager", "--port", str(four_free_ports()), required=("disaggregation",))
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(ServerFailedError, match=f"^{victim} (ended while serving|hangs)") as caught:
+            serve(plan, run_dir=tmp_path / "group", ready_timeout_s=READY_TIMEOUT_S, on_ready=kill)
+        # The client is told, one way or another, and does not wait for ever.
+        assert clients[0].result(timeout=60)
+    assert caught.value.exit_code == 7
+    assert processes_of(tmp_path / "group") == []
+    assert not (tmp_path / "group" / "kv").exists()
+
+
+def read_until_cut_off(url: str, writing: threading.Event) -> str:
+    """Have a long answer streamed, and return how it ended: by an error in the stream or by the connection's end, and
+    never as if it were whole.
+    """
+    body = {
+        "model": ServerClient(url).models()[0],
+        "prompt": [9] * 8, "max_tokens": 480, "temperature": 0, "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    try:
+        with open_post(f"{url}/v1/completions", body) as response:
+            for line in response:
+                writing.set()
+                if b'"error"' in line:
+                    return f"told: {line.decode()}"
+                assert b"[DONE]" not in line, "the answer ended as if it were whole"
+    except (OSError, http.client.HTTPException) as error:
+        return f"broken: {error}"
+    return "closed"
 
 
 def test_vllm_parses_the_arguments_of_every_server_of_a_golden_plan() -> None:
