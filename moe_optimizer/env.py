@@ -70,13 +70,19 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
 def _seconds(name: str, text: str) -> float | None:
     if not text.strip():
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
+    value = seconds_in(text)
+    if value is None:
         raise InputError(f"environment: {name}: got {text!r:.80}, expected a number of seconds, 0 or more")
     return value
+
+
+def seconds_in(text: str) -> float | None:
+    """Return the finite number of seconds, 0 or more, that "20", "2.5" or "20s" says; None: it says none."""
+    try:
+        value = float(text.strip().removesuffix("s"))
+    except ValueError:
+        return None
+    return value if 0 <= value < float("inf") else None
 
 
 def _boolean(name: str, text: str) -> bool:

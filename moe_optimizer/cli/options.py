@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from moe_optimizer.env import seconds_in
 from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
 
@@ -59,23 +60,17 @@ def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """Parse a positive, finite number of seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < float("inf"):
+    """Parse a positive, finite number of seconds: 20 or 20s."""
+    value = seconds_in(text)
+    if not value:
         raise typer.BadParameter(f"got {text!r}, expected a positive number of seconds")
     return value
 
 
 def seconds_or_none(text: str) -> float:
-    """Parse a finite number of seconds; 0 is "not at all"."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value < float("inf"):
+    """Parse a finite number of seconds: 20 or 20s; 0 is "not at all"."""
+    value = seconds_in(text)
+    if value is None:
         raise typer.BadParameter(f"got {text!r}, expected a number of seconds, 0 or more")
     return value
 

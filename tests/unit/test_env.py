@@ -28,7 +28,7 @@ def test_every_variable_is_read() -> None:
             env.RUN_DIR: "/r",
             env.DISABLE: "1",
             env.HARDWARE: "h200",
-            env.CALIBRATE: "2.5",
+            env.CALIBRATE: "2.5s",
         }
     )
     assert settings == env.Environment(

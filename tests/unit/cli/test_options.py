@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import typer
 
-from moe_optimizer.cli.options import ModelOptions, check_choice, seconds, whole_number
+from moe_optimizer.cli.options import ModelOptions, check_choice, seconds, seconds_or_none, whole_number
 from moe_optimizer.errors import InputError
 
 
@@ -21,7 +21,12 @@ def test_both_ends_of_the_range_are_taken(text: str, value: int) -> None:
     assert whole_number(1, 65_535)(text) == value
 
 
-@pytest.mark.parametrize("text", ["0", "-3", "nan", "inf", "soon"])
+@pytest.mark.parametrize(("text", "value"), [("20", 20.0), ("20s", 20.0), ("0.5 s", 0.5)])
+def test_a_time_may_have_its_unit(text: str, value: float) -> None:
+    assert seconds(text) == seconds_or_none(text) == value
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "nan", "inf", "soon", "s", "20m"])
 def test_a_time_that_is_not_positive_and_finite_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="positive number of seconds"):
         seconds(text)
