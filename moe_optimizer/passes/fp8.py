@@ -12,7 +12,7 @@ from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan_context.context import DTYPE_BYTES, PlanContext
 from moe_optimizer.plan_context.expert_kernel import FORMAT_PARAM, why_not_for_converted_weights
-from moe_optimizer.plan_context.fp8_kept import ignored_modules, kept_layers, kept_parts, measured_on
+from moe_optimizer.plan_context.fp8_kept import ignored_modules, kept_layers, kept_parts, measured_on, stored_bits
 from moe_optimizer.specs.quantity import Quantity, Source
 
 if TYPE_CHECKING:
@@ -84,15 +84,15 @@ class Fp8(OptimizationPass):
         """Return how much less one decode step must at least take, or on the CPU read; None on an unknown GPU."""
         if ctx.model.weights_are_fp8:
             return None
+        expert_bits, linear_bits = _stored_bits(ctx, kept_layers(ctx, experts=_parts(ctx)[0]))
+        whole = 8 * DTYPE_BYTES[ctx.dtype]
         if ctx.device == "cpu":
-            ratio = experts_read_ratio(
-                ctx.model, batch=ctx.workload.batch_size, from_bits=8 * DTYPE_BYTES[ctx.dtype], to_bits=8
-            )
+            to_bits = whole if expert_bits is None else expert_bits
+            ratio = experts_read_ratio(ctx.model, batch=ctx.workload.batch_size, from_bits=whole, to_bits=to_bits)
             return Gain(metric="expert weight bytes per decode step", ratio=ratio)
-        experts, linears = _parts(ctx)
         try:
-            before = _decode_floor_us(ctx, experts=False, linears=False)
-            after = _decode_floor_us(ctx, experts=experts, linears=linears)
+            before = _decode_floor_us(ctx, None, None)
+            after = _decode_floor_us(ctx, expert_bits, linear_bits)
         except UnsupportedError:
             return None
         ref = f"{before.ref}; in 16 bits / in FP8"
@@ -108,6 +108,8 @@ class Fp8(OptimizationPass):
         if not experts and not linears:
             return self._refused_parts(ctx)
         layers = kept_layers(ctx, experts=experts)
+        if set(range(ctx.model.num_layers) if linears else ctx.model.moe_layers) <= set(layers):
+            return self.refused(ctx, "every layer stays as it is: keep_bf16_layers and max_layer_error leave none")
         gain = self.gain(ctx)
         if ctx.wish(self.name)[0] is Wish.AUTO and gain is not None and gain.ratio.value < _LEAST_GAIN:
             less = f"a decode step would take at best {gain.ratio.value:.2f}x less time"
@@ -146,6 +148,8 @@ class Fp8(OptimizationPass):
                 "max_layer_error": None if ctx.fp8_sensitivity else section.max_layer_error,
                 "expert_bits": 8,
                 "linear_bits": None,
+                "stored_expert_bits": _stored_bits(ctx, layers)[0],
+                "stored_linear_bits": None,
             },
             warnings=(*warnings, *_quantizer_on_the_cpu(section)),
         )
@@ -162,6 +166,7 @@ class Fp8(OptimizationPass):
         parts = " and ".join(word for word, wanted in (("experts", experts), ("linears", linears)) if wanted)
         quantizer, why_not = _quantizer_on_gpus(ctx)
         padding = _expert_padding(ctx) if experts else 1.0
+        expert_bits, linear_bits = _stored_bits(ctx, layers)
         padded = (f"fp8: vLLM fills the experts up to whole blocks: {padding:.2f}x",) if padding > 1 else ()
         rejected = {} if linears else {"attention and dense linears": _why_part_off(ctx, "linears")}
         if not experts and ctx.model.is_moe:
@@ -182,8 +187,9 @@ class Fp8(OptimizationPass):
                 "quantizer": quantizer,
                 "kept_layers": list(layers),
                 "expert_bits": 8 if experts else None,
-                "expert_padding": padding,
                 "linear_bits": 8 if linears else None,
+                "stored_expert_bits": expert_bits,
+                "stored_linear_bits": linear_bits,
             },
             warnings=(*why_not, *padded),
         )
@@ -194,6 +200,12 @@ def _parts(ctx: PlanContext) -> tuple[bool, bool]:
     section = ctx.profile.passes.fp8
     linears = section.linears != "off" and ctx.device == "cuda" and not _ragged_linear(ctx)
     return section.experts != "off" and ctx.model.is_moe, linears
+
+
+def _stored_bits(ctx: PlanContext, layers: tuple[int, ...]) -> tuple[float | None, float | None]:
+    experts, linears = _parts(ctx)
+    padding = 1.0 if ctx.device == "cpu" else _expert_padding(ctx)
+    return stored_bits(ctx, layers, experts=experts, linears=linears, padding=padding)
 
 
 def _ragged_linear(ctx: PlanContext) -> str:
@@ -235,13 +247,13 @@ def _quantizer_on_gpus(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:
     return asked, ()
 
 
-def _decode_floor_us(ctx: PlanContext, *, experts: bool, linears: bool) -> Quantity:
+def _decode_floor_us(ctx: PlanContext, expert_bits: float | None, linear_bits: float | None) -> Quantity:
     return decode_step_floor_us(
         ctx.model,
         ctx.gpu,
         batch=ctx.workload.batch_size,
         context=ctx.workload.input_tokens + ctx.workload.output_tokens // 2,
         num_gpus=ctx.tensor_parallel_size,
-        expert_bits=8 * _expert_padding(ctx) if experts else 16,
-        linear_bits=8 if linears else 16,
+        expert_bits=expert_bits or 16,
+        linear_bits=linear_bits or 16,
     )

@@ -64,7 +64,7 @@ class Sparsity24(OptimizationPass):
             gain=self.gain(ctx),
             params={
                 FORMAT_PARAM: FORMAT,
-                "expert_bits": _BITS,
+                "stored_expert_bits": _BITS,
                 # The server may be started in another folder than the plan was made in.
                 "activation_norms": None if norms is None else str(Path(norms.path).absolute()),
             },

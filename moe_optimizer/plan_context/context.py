@@ -190,15 +190,14 @@ class PlanContext:
         return MemoryRequest(**(defaults | changes))
 
     def _converted_bits(self) -> tuple[float | None, float | None]:
-        """Return the bits to which expert and other weights are converted while loading, what they are filled up with
-        included; None: they are not.
+        """Return the bits of expert and other weights once they are converted while loading, on average, what they are
+        filled up with included; None: they are not converted.
         """
         if self.model.quant_method is None and "fp8" in self.pinned.get("--quantization", ""):
             return 8, 8
         decided = [self.decided[name].params for name in ("fp8", "sparsity_24") if name in self.decided]
-        params = next((each for each in decided if "expert_bits" in each), {})
-        experts = params.get("expert_bits")
-        return None if experts is None else experts * params.get("expert_padding", 1.0), params.get("linear_bits")
+        params = next((each for each in decided if "stored_expert_bits" in each), {})
+        return params.get("stored_expert_bits"), params.get("stored_linear_bits")
 
     def _model_as_served(self) -> ModelSpec:
         """Return the model with its weights in `dtype`; a quantised checkpoint keeps its bytes."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.context import DTYPE_BYTES, PlanContext
 
 if TYPE_CHECKING:
     from moe_optimizer.profiles.schema import Fp8Section
@@ -63,6 +63,36 @@ def _over_budget(ctx: PlanContext) -> set[int]:
     if section.max_layer_error is None:
         return set()
     return {layer for layer, error in measured.errors.items() if error > section.max_layer_error}
+
+
+def stored_bits(
+    ctx: PlanContext, layers: tuple[int, ...], *, experts: bool, linears: bool, padding: float = 1.0
+) -> tuple[float | None, float | None]:
+    """Return the bits of an expert weight and of another matrix weight, on average over what is converted and what
+    stays; None for a part of which nothing is converted.
+
+    Args:
+        ctx: what the plan is made from.
+        layers: decoder layers that stay.
+        experts: whether the other experts are converted.
+        linears: whether the other matrices are.
+        padding: how many times a converted expert's weights are stored.
+    """
+    model, kept = ctx.model, set(layers)
+    whole = 8 * DTYPE_BYTES[ctx.dtype]
+    moe, dense = set(model.moe_layers), set(range(model.num_layers)) - set(model.moe_layers)
+    kept_moe, kept_dense = (len(kept & each) / len(each) if each else 0.0 for each in (moe, dense))
+    expert_bits = whole * kept_moe + 8 * padding * (1 - kept_moe)
+    named = ctx.profile.passes.fp8.keep_bf16_layers
+    shares = (
+        (model.attention_params, 1.0 if "attention" in named else len(kept) / model.num_layers),
+        (model.shared_expert_params, 1.0 if "shared_experts" in named else kept_moe),
+        (model.dense_params, kept_dense),
+    )
+    total = sum(params for params, _ in shares)
+    staying = sum(params * share for params, share in shares) / total if total else 0.0
+    linear_bits = whole * staying + 8 * (1 - staying)
+    return expert_bits if experts else None, linear_bits if linears else None
 
 
 def measured_on(ctx: PlanContext) -> tuple[str, ...]:

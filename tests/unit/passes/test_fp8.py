@@ -182,7 +182,7 @@ def test_a_dense_model_that_cannot_be_converted_in_blocks_is_refused():
 def test_experts_that_vllm_fills_up_to_blocks_are_counted_and_warned_about():
     # 768 / 8 = 96, filled up to 128.
     decision = on_gpu()
-    assert decision.params["expert_padding"] == pytest.approx(128 / 96)
+    assert decision.params["stored_expert_bits"] == pytest.approx(8 * 128 / 96)
     assert decision.warnings == ("fp8: vLLM fills the experts up to whole blocks: 1.33x",)
     profile = profile_with("aggressive", {"fp8": {"mode": "on"}})
     filled = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 8), profile)).memory
@@ -213,6 +213,8 @@ def test_on_the_cpu_the_plugin_converts_the_experts_and_the_linears_stay():
         "max_layer_error": 0.08,
         "expert_bits": 8,
         "linear_bits": None,
+        "stored_expert_bits": 8,
+        "stored_linear_bits": None,
     }
     assert (
         decision.rejected["attention and dense linears"] == "vLLM's CPU build cannot convert them; they stay bfloat16"
@@ -419,6 +421,45 @@ def test_the_memory_plan_counts_the_converted_weights(machine):
         converted += model.attention_params + model.dense_params + model.shared_expert_params
     saved = off.memory.weight_bytes - on.memory.weight_bytes
     assert saved == pytest.approx(converted, rel=0.01)  # one byte of two for each weight, less the scales
+
+
+def weights(**settings: Any) -> int:
+    profile = profile_with("aggressive", {"fp8": {"mode": "on", **settings}})
+    return make_plan(request(MIXED, gpus("h100_sxm"), profile)).memory.weight_bytes
+
+
+MIXED = deepseek_v3(bytes_per_weight=2.0, layers=4, dense_layers=1, quant_method=None, experts=16, max_position=4096)
+"""With dense and shared feed-forward parts, and a layer without experts."""
+
+
+@pytest.mark.parametrize(
+    ("kept", "params"),
+    [
+        (["attention"], MIXED.attention_params),
+        (["shared_experts"], MIXED.shared_expert_params),
+        (["layers.0"], MIXED.attention_params / 4 + MIXED.dense_params),
+        (
+            ["layers.1", "layers.3"],
+            MIXED.attention_params / 2 + (MIXED.shared_expert_params + MIXED.expert_params) * 2 / 3,
+        ),
+    ],
+    ids=str,
+)
+def test_the_memory_plan_counts_what_stays_at_its_own_size(kept, params):
+    assert weights(keep_bf16_layers=kept) - weights() == pytest.approx(params, rel=0.01)
+
+
+def test_layers_that_stay_gain_nothing():
+    gain = on_cpu(settings={"keep_bf16_layers": ["layers.0", "layers.3"]}).gain
+    assert gain is not None
+    assert gain.ratio.value == pytest.approx(16 / 12, rel=0.001)
+
+
+@pytest.mark.parametrize("decide", [on_cpu, lambda **changes: on_gpu(tiny_moe(), **changes)])
+def test_where_every_layer_stays_nothing_is_promised(decide):
+    decision = decide(settings={"keep_bf16_layers": [f"layers.{layer}" for layer in range(4)]}, wishes=ON)
+    assert decision.status is Status.REFUSED
+    assert decision.reason.startswith("every layer stays as it is: keep_bf16_layers and max_layer_error leave none")
 
 
 def test_required_without_our_kernel_is_no_plan():

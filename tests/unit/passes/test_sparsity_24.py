@@ -39,7 +39,7 @@ def decided(model=None, hardware=None, profile: Any = None, **changes: Any) -> D
 def test_asked_for_on_the_cpu_the_plugin_prunes():
     decision = decided()
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
-    assert decision.params == {"weight_format": "sparse_24", "expert_bits": 9, "activation_norms": None}
+    assert decision.params == {"weight_format": "sparse_24", "stored_expert_bits": 9, "activation_norms": None}
     assert "by magnitude alone" in decision.reason
     assert any("answers get worse" in warning for warning in decision.warnings)
 
