@@ -16,6 +16,7 @@ from typing import Any
 
 from moe_optimizer.errors import InputError
 
+PROFILE_KEY = "passes.sparsity_24.activation_norms"
 _INPUT_NORMS = re.compile(r"layers\.(\d{1,4})\.x")
 _MAX_HEADER_BYTES = 1 << 20
 """Chosen: ten times what a model of 1000 layers needs."""
@@ -49,10 +50,17 @@ def read_activation_norms_file(path: str | None) -> ActivationNormsFile | None:
     """Read the header of the file that a profile names; None where it names none.
 
     Raises:
-        InputError: it cannot be read, or is no such file.
+        InputError: it cannot be read, or is no such file; the message begins with the profile's key.
     """
     if path is None:
         return None
+    try:
+        return _read(path)
+    except InputError as error:
+        raise error.named_by(PROFILE_KEY) from None
+
+
+def _read(path: str) -> ActivationNormsFile:
     header = _header(Path(path))
     metadata = header.pop("__metadata__", None)
     metadata = metadata if isinstance(metadata, dict) else {}
@@ -78,6 +86,8 @@ def _header(path: Path) -> dict[str, Any]:
             header = json.loads(stream.read(length))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not a safetensors file: {error}") from None
     if not isinstance(header, dict):

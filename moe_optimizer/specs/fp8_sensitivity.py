@@ -13,6 +13,7 @@ from typing import Any, Literal
 from moe_optimizer.errors import InputError
 
 SCHEMA_VERSION = 1
+PROFILE_KEY = "passes.fp8.sensitivity"
 _MAX_FILE_BYTES = 1 << 20
 """Chosen: a hundred times what a model of 100 layers writes."""
 
@@ -46,9 +47,14 @@ def read_sensitivity_file(path: str | None) -> Fp8SensitivityFile | None:
     """Read the file that a profile names; None where it names none.
 
     Raises:
-        InputError: see `read_fp8_sensitivity`.
+        InputError: see `read_fp8_sensitivity`; the message begins with the profile's key.
     """
-    return None if path is None else Fp8SensitivityFile(path=path, measured=read_fp8_sensitivity(Path(path)))
+    if path is None:
+        return None
+    try:
+        return Fp8SensitivityFile(path=path, measured=read_fp8_sensitivity(Path(path)))
+    except InputError as error:
+        raise error.named_by(PROFILE_KEY) from None
 
 
 def read_fp8_sensitivity(path: Path) -> Fp8Sensitivity:
@@ -58,15 +64,11 @@ def read_fp8_sensitivity(path: Path) -> Fp8Sensitivity:
         InputError: it cannot be read, or is no such measurement; the message names the field.
     """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            # A pipe would wait for a writer, a device may never end.
-            raise InputError(f"{path}: is not a regular file, expected an FP8 sensitivity in JSON")
-        if status.st_size > _MAX_FILE_BYTES:
-            raise InputError(f"{path}: {status.st_size} bytes are too many for an FP8 sensitivity")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(_text(path))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON: {error}") from None
     expected = {"schema_version", "model", "granularity", "tokens", "errors"}
@@ -86,6 +88,16 @@ def read_fp8_sensitivity(path: Path) -> Fp8Sensitivity:
         tokens=data["tokens"],
         errors=_errors(data["errors"], path),
     )
+
+
+def _text(path: Path) -> str:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        # A pipe would wait for a writer, a device may never end.
+        raise InputError(f"{path}: is not a regular file, expected an FP8 sensitivity in JSON")
+    if status.st_size > _MAX_FILE_BYTES:
+        raise InputError(f"{path}: {status.st_size} bytes are too many for an FP8 sensitivity")
+    return path.read_text(encoding="utf-8")
 
 
 def _errors(value: Any, path: Path) -> dict[int, float]:

@@ -69,5 +69,5 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 def test_a_pipe_or_a_device_is_refused_unread(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
-        with pytest.raises(InputError, match="not a regular file"):
-            read_fp8_sensitivity(path)
+        with pytest.raises(InputError, match=f"^passes.fp8.sensitivity: {path}: is not a regular file"):
+            read_sensitivity_file(str(path))
