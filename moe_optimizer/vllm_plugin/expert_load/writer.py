@@ -71,20 +71,21 @@ class ExpertLoadWriter:
         Raises:
             OSError: the run folder does not take them.
         """
+        # Before the table: a step in between is then written once more, and not taken for written.
+        steps = self._steps
         table = self._counter.table()
         if not self._seen and bool(table.any(dim=1).all()):
             self._seen = True
             self._on_seen()
-        if self._path is None or self._steps == self._written_steps:
+        if self._path is None or steps == self._written_steps:
             return
-        load = self._load(table)
-        write_atomically(self._path, load.to_json())
-        self._written_steps = load.steps
+        write_atomically(self._path, self._load(table, steps).to_json())
+        self._written_steps = steps
         # Every process writes the merged file after its own: the last one to write has seen all.
         run_dir = self._path.parent.parent
         write_atomically(run_dir / LOAD_FILE, read_run_load(run_dir).to_json())
 
-    def _load(self, table: torch.Tensor) -> ExpertLoad:
+    def _load(self, table: torch.Tensor, steps: int) -> ExpertLoad:
         # The first and the last column are what is no routed expert.
         rows = table[:, 1:-1].tolist()
         layers = (
@@ -96,7 +97,7 @@ class ExpertLoadWriter:
             num_experts=table.shape[1] - 2,
             layers=tuple(sorted(layers, key=lambda layer: layer.index)),
             since=self._since,
-            steps=self._steps,
+            steps=steps,
         )
 
     def _keep_writing(self) -> None:
