@@ -26,7 +26,7 @@ def random_ids(seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("pieces", [1, len(LAYERS)])
 def test_replays_count_what_is_in_the_graphs_memory_then(pieces: int) -> None:
-    counter = StepwiseCounter(LAYERS, EXPERTS, torch.device("cuda"))
+    counter = StepwiseCounter(LAYERS, EXPERTS, torch.device("cuda"), max_rows=ROWS)
     routed = random_ids(0)
 
     def forward(positions: range) -> None:
@@ -61,7 +61,7 @@ def test_replays_count_what_is_in_the_graphs_memory_then(pieces: int) -> None:
 
 
 def test_the_table_read_by_another_thread_has_every_step_before_it() -> None:
-    counter = StepwiseCounter(LAYERS, EXPERTS, torch.device("cuda"))
+    counter = StepwiseCounter(LAYERS, EXPERTS, torch.device("cuda"), max_rows=ROWS)
     ids, read = random_ids(5), []
     counter.count_rows(ROWS)
     for _ in range(200):

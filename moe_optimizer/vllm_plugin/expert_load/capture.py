@@ -33,18 +33,23 @@ class Counting:
         self._activation = activation
         self._counter = counter
         self._writer = writer
+        self._rows = 0
 
     @contextlib.contextmanager
     def step(self, scheduler_output: Any) -> Iterator[None]:
         """Count the tokens of a forward in the block; the rows after them are padding.
 
-        Outside of such a block nothing is counted: vLLM also runs the model on made-up tokens.
+        Before the first such block nothing is counted: vLLM starts by running the model on made-up tokens. Later it
+        does so for data parallelism only.
         """
         with self._guarded():
-            self._counter.count_rows(scheduler_output.total_num_scheduled_tokens)
+            rows = scheduler_output.total_num_scheduled_tokens
+            # Decoding steps mostly have as many tokens as the one before: then the device need not be told.
+            if rows != self._rows:
+                self._counter.count_rows(rows)
+                self._rows = rows
         yield
         with self._guarded():
-            self._counter.count_rows(0)
             if scheduler_output.total_num_scheduled_tokens:
                 self._writer.stepped()
 
@@ -124,7 +129,6 @@ def _why_not(vllm_config: Any) -> str:
 
 def _bound(activation: Activation, worker: Any) -> tuple[Counting | None, str]:
     """Return what counts the worker's model, or None and why nothing does."""
-    from moe_optimizer.vllm_plugin.expert_load.counter import LayerwiseCounter, StepwiseCounter
     from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter, part_path
     from moe_optimizer.vllm_plugin.server_facts import world
 
@@ -134,8 +138,7 @@ def _bound(activation: Activation, worker: Any) -> tuple[Counting | None, str]:
     if not layers or num_experts < 1:
         return None, "vLLM routes no tokens in this model"
     on_cpu = worker.device.type == "cpu"
-    ids = tuple(layers)
-    counter = LayerwiseCounter(ids, num_experts) if on_cpu else StepwiseCounter(ids, num_experts, worker.device)
+    counter = _counter_for(worker, tuple(layers), num_experts)
     reason = _set_capture(model, counter)
     if reason:
         return None, reason
@@ -155,6 +158,16 @@ def _bound(activation: Activation, worker: Any) -> tuple[Counting | None, str]:
     if on_cpu:
         writer.start()
     return Counting(activation, counter, writer), ""
+
+
+def _counter_for(worker: Any, layer_ids: tuple[int, ...], num_experts: int) -> ExpertCounter:
+    from moe_optimizer.vllm_plugin.expert_load.counter import LayerwiseCounter, StepwiseCounter
+
+    if worker.device.type == "cpu":
+        return LayerwiseCounter(layer_ids, num_experts)
+    # Graphs for more tokens than a step has are not captured.
+    max_rows = worker.vllm_config.scheduler_config.max_num_batched_tokens
+    return StepwiseCounter(layer_ids, num_experts, worker.device, max_rows=max_rows)
 
 
 def _routed_layers(model: torch.nn.Module) -> Iterator[tuple[int, str]]:

@@ -1,7 +1,7 @@
 """Counting routed tokens where the router leaves them: on the device, without a read of device data on the host.
 
 A step gives `limit`, the number of its rows that are tokens; the rows after them are padding of a CUDA graph.
-Outside served steps it is 0, so profiling, warm-up and graph capture run the counting and add nothing. It is a
+Before the first served step it is 0, so profiling, warm-up and graph capture run the counting and add nothing. It is a
 tensor, because a compiled or captured graph must read it when it runs.
 
 Tensors: L layers, E experts, T rows of a step, K experts of a token.
@@ -72,15 +72,19 @@ class StepwiseCounter:
 
     A decode step takes a few milliseconds, and a launch in each of its layers would be a percent or two of that; this
     takes six launches in all. vLLM runs the router outside of its compiled graphs there, so Python may keep state.
+
+    Args:
+        max_rows: as many as a step has at most, as far as is known; with more, counting takes a launch more.
     """
 
-    def __init__(self, layer_ids: Sequence[int], num_experts: int, device: torch.device) -> None:
+    def __init__(self, layer_ids: Sequence[int], num_experts: int, device: torch.device, *, max_rows: int) -> None:
         self._limit = torch.zeros((), dtype=torch.int64, device=device)
         self._num_experts = num_experts
         self._positions = {layer_id: position for position, layer_id in enumerate(layer_ids)}
         self._counts = torch.zeros(len(layer_ids), num_experts + 2, dtype=torch.int64, device=device)
-        self._first_cells = torch.arange(0, self._counts.numel(), num_experts + 2, device=device)
-        self._one = torch.ones((), dtype=torch.int64, device=device)
+        self._rows = torch.arange(max_rows, device=device)
+        # Not of dimension 0: it decides the type of a sum with smaller integers.
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
         self._step: dict[int, torch.Tensor] = {}
         self._captured: list[tuple[torch.Tensor, ...]] = []
         self._stream: torch.cuda.Stream | None = None
@@ -99,18 +103,23 @@ class StepwiseCounter:
             return
         step, self._step = self._step, {}
         if len(step) == len(self._positions) and len({ids.shape for ids in step.values()}) == 1:
-            self._add(torch.stack([step[each] for each in range(len(step))]), self._first_cells.view(-1, 1, 1))
+            self._add(torch.stack([step[each] for each in range(len(step))]), self._counts)
         else:
             for each, ids in step.items():
-                self._add(ids, self._first_cells[each])
+                self._add(ids.unsqueeze(0), self._counts[each : each + 1])
         if topk_ids.is_cuda and torch.cuda.is_current_stream_capturing():
             # A replay writes the ids where the capture did. Were they freed, a later layer would reuse the place
             # before they are counted.
             self._captured.append(tuple(step.values()))
 
-    def _add(self, topk_ids: torch.Tensor, first_cell: torch.Tensor) -> None:
-        cells = (expert_columns(topk_ids, self._limit, self._num_experts) + first_cell).view(-1)
-        self._counts.view(-1).scatter_add_(0, cells, self._one.expand(cells.shape))
+    def _add(self, topk_ids: torch.Tensor, counts: torch.Tensor) -> None:
+        """Add ids [L, T, K] to counts [L, E + 2], in the columns of `expert_columns` but with fewer launches."""
+        num_rows = topk_ids.shape[1]
+        within = num_rows <= self._rows.shape[0]
+        rows = self._rows[:num_rows] if within else torch.arange(num_rows, device=counts.device)
+        columns = (topk_ids + self._one).clamp_(0, self._num_experts + 1).mul_((rows < self._limit).unsqueeze(-1))
+        columns = columns.view(columns.shape[0], -1)
+        counts.scatter_add_(1, columns, self._one.expand(columns.shape))
 
     def table(self) -> torch.Tensor:
         """Return a copy of the table on the host, after everything that was launched before the call.

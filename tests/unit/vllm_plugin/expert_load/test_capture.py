@@ -151,7 +151,7 @@ def test_tokens_of_a_step_are_counted_and_written(activation: Activation, tmp_pa
     assert (entry.applied, eventually(lambda: entry.ran), entry.why_not) == (True, True, "")
 
 
-def test_what_runs_outside_of_a_step_is_not_counted_but_proves_that_it_would_be(
+def test_what_runs_before_the_first_step_is_not_counted_but_proves_that_it_would_be(
     activation: Activation, tmp_path: Path
 ) -> None:
     layer = Layer(0)
@@ -165,8 +165,20 @@ def test_what_runs_outside_of_a_step_is_not_counted_but_proves_that_it_would_be(
         layer.router.route(IDS)
     with counting.step(step(3)):
         layer.router.route(IDS)
-    layer.router.route(IDS)
     assert eventually(lambda: written(tmp_path, steps=1)).layers[0].tokens == (1, 2, 2, 1)
+
+
+def test_steps_of_as_many_tokens_and_of_others_are_all_counted(activation: Activation, tmp_path: Path) -> None:
+    layer = Layer(0)
+    start_counting(activation, worker_of(layer))
+    counting = current_counting()
+    assert counting is not None
+    for num_tokens in (3, 3, 1, 0, 3):
+        with counting.step(step(num_tokens)):
+            layer.router.route(IDS)
+    whole, first = (1, 2, 2, 1), tuple(IDS[0].tolist().count(expert) for expert in range(EXPERTS))
+    want = tuple(3 * all_of + one for all_of, one in zip(whole, first, strict=True))
+    assert eventually(lambda: written(tmp_path, steps=4)).layers[0].tokens == want
 
 
 @pytest.mark.parametrize(("rank", "writes"), [(0, True), (1, False), (2, True), (3, False)])
@@ -296,6 +308,29 @@ def test_the_model_is_counted_when_vllm_asks_for_its_cache(
     monkeypatch.setattr(worker_model_loaded, "current", lambda: activation)
     assert patched(worker_of(Layer(0))) == "the cache"
     assert current_counting() is not None
+
+
+def test_a_step_that_ends_while_the_table_is_read_is_written_later(tmp_path: Path) -> None:
+    counter = LayerwiseCounter((0,), EXPERTS)
+    writer = ExpertLoadWriter(
+        counter, model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",
+        path=part_path(tmp_path, 0), on_seen=lambda: None,
+    )  # fmt: skip
+    read = counter.table
+
+    def table_then_step() -> Any:
+        table = read()
+        counter.count_rows(3)
+        counter.capture(0, IDS)
+        writer._steps += 1
+        return table
+
+    writer._steps = 1
+    counter.table = table_then_step
+    writer.write()
+    counter.table = read
+    writer.write()
+    assert read_run_load(tmp_path).layers[0].total == IDS.numel()
 
 
 def test_a_run_folder_that_takes_no_files_is_said_once_and_serving_goes_on(

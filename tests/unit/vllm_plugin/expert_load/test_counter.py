@@ -15,7 +15,7 @@ LAYERS = (1, 2, 5)
 EXPERTS = 6
 MAKERS: dict[str, Callable[[], ExpertCounter]] = {
     "layerwise": lambda: LayerwiseCounter(LAYERS, EXPERTS),
-    "stepwise": lambda: StepwiseCounter(LAYERS, EXPERTS, torch.device("cpu")),
+    "stepwise": lambda: StepwiseCounter(LAYERS, EXPERTS, torch.device("cpu"), max_rows=8),
 }
 
 
@@ -45,7 +45,7 @@ def some_ids(rows: int, *, seed: int, dtype: torch.dtype = torch.int32) -> list[
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @given(
     ids=st.lists(
-        st.lists(st.tuples(*[st.integers(-1, EXPERTS + 2)] * 2), min_size=4, max_size=4), min_size=3, max_size=3
+        st.lists(st.tuples(*[st.integers(-3, EXPERTS + 2)] * 2), min_size=4, max_size=4), min_size=3, max_size=3
     ),
     limits=st.lists(st.integers(0, 4), min_size=1, max_size=3),
 )
@@ -102,7 +102,7 @@ def test_a_compiled_forward_counts_as_the_plain_one():
 
 
 def test_stepwise_counts_layers_of_different_shapes_and_a_step_that_lacks_some():
-    counter = StepwiseCounter(LAYERS, EXPERTS, torch.device("cpu"))
+    counter = StepwiseCounter(LAYERS, EXPERTS, torch.device("cpu"), max_rows=8)
     counter.count_rows(8)
     first, second, third = some_ids(4, seed=4)
     forward(counter, [first, second[:, :1], third])
@@ -112,6 +112,13 @@ def test_stepwise_counts_layers_of_different_shapes_and_a_step_that_lacks_some()
         counted(second[:, :1], 8),
         [2 * count for count in counted(third, 8)],
     ]
+
+
+def test_stepwise_counts_more_rows_than_it_was_told_of():
+    counter, ids = StepwiseCounter(LAYERS, EXPERTS, torch.device("cpu"), max_rows=2), some_ids(5, seed=6)
+    counter.count_rows(4)
+    forward(counter, ids)
+    assert counts_of(counter) == [counted(each, 4) for each in ids]
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
