@@ -40,7 +40,7 @@ class ExpertPlacement(OptimizationPass):
     name = "expert_placement"
     flag = "expert-placement"
     title = "place and replicate experts by their load"
-    limits = "as good as the traffic is like the one measured; EPLB was not seen to move experts by it on GPUs yet"
+    limits = "as good as the traffic is like the one measured; no speed was measured on GPUs"
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """Needs expert parallelism, and a way: a measured load for `initial`, CUDA for `eplb`."""
