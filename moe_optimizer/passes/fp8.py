@@ -65,7 +65,7 @@ class Fp8(OptimizationPass):
         if given is not None:
             return False, f"{given} {ctx.pinned[given]} is given after -- and decides"
         if ctx.device == "cpu":
-            reason = why_not_for_converted_weights(ctx)
+            reason = _pruned_instead(ctx) or why_not_for_converted_weights(ctx)
             return not reason, reason
         if not ctx.gpu.supports("fp8"):
             major, minor = ctx.gpu.compute_capability
@@ -193,6 +193,17 @@ class Fp8(OptimizationPass):
             },
             warnings=(*why_not, *padded),
         )
+
+
+def _pruned_instead(ctx: PlanContext) -> str:
+    """Return why the experts are left to sparsity_24, which decides after this pass, or "": it was asked for, and FP8
+    only by auto, or by the profile where pruning is by flag.
+    """
+    wish, origin = ctx.wish("sparsity_24")
+    goes_before = ctx.wish("fp8")[0] is Wish.AUTO or ("sparsity_24" in ctx.wishes and "fp8" not in ctx.wishes)
+    if wish is not Wish.ON or not goes_before:
+        return ""
+    return f"sparsity_24 is asked for by {origin}, and the experts are either pruned or quantised"
 
 
 def _parts(ctx: PlanContext) -> tuple[bool, bool]:

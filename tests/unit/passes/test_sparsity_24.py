@@ -115,3 +115,26 @@ def test_our_kernel_is_on_for_it_and_claims_no_speed():
     assert kernel.status is Status.ON
     assert "needed for sparse_24 experts, which no other CPU kernel reads" in kernel.reason
     assert "no speed-up is claimed" in kernel.reason
+
+
+ASKED = {"sparsity_24": (Wish.ON, "flag --enable-sparsity")}
+
+
+@pytest.mark.parametrize(
+    ("sections", "wishes", "pruned"),
+    [
+        ({"fp8": {"mode": "auto"}}, ASKED, True),
+        ({"fp8": {"mode": "on"}}, ASKED, True),
+        ({"fp8": {"mode": "auto"}, "sparsity_24": {"mode": "on"}}, {}, True),
+        ({"fp8": {"mode": "on"}, "sparsity_24": {"mode": "on"}}, {}, False),
+        ({"sparsity_24": {"mode": "on"}}, {"fp8": (Wish.ON, "flag --enable-fp8")}, False),
+    ],
+    ids=["fp8 auto", "flag before profile", "profile, fp8 auto", "both in the profile", "fp8 by flag"],
+)
+def test_of_pruning_and_fp8_the_one_that_was_asked_for_is_done(sections, wishes, pruned):
+    profile = profile_with("aggressive", sections)
+    plan = make_plan(request(tiny_moe(), cpu_machine(), profile, wishes=wishes))
+    on = {name: plan.decision(name).status is Status.ON for name in ("fp8", "sparsity_24")}
+    assert on == {"fp8": not pruned, "sparsity_24": pruned}
+    left = plan.decision("fp8" if pruned else "sparsity_24").reason
+    assert ("sparsity_24 is asked for by" if pruned else "are converted to fp8 already") in left
