@@ -108,21 +108,25 @@ class Activation:
         """Return the plan, making it first if need be; None when that failed (the proof says why).
 
         Raises:
-            Exception: nothing; a failure to plan leaves vLLM as it is.
+            RequiredNotAppliedError: the profile requires what no plan can give here. Any other failure to plan leaves
+                vLLM as it is.
         """
         if self.plan is not None or self._planning_failure or self._make_plan is None:
             return self.plan
         try:
             plan = self._make_plan(facts())
+        except RequiredNotAppliedError:
+            raise
         except Exception as error:  # noqa: BLE001 - vLLM is building its model; it must go on without us
             self._planning_failure = f"fallback: planning failed: {described(error)}"
+            logger.warning("nothing is applied: %s", self._planning_failure)
             self._pass(EXPERTS_PASS, requested="auto").why_not = self._planning_failure
             self.writer.touch()
             return None
         self.plan = plan
         self.proof.plan_digest = plan.digest
         self._request_plugin_passes(plan)
-        self._report_unapplied_flags(plan)
+        self._report_unapplied(plan)
         write_atomically(self.run_dir / PLAN_FILE, plan.to_json())
         self.writer.touch()
         if self._on_plan is not None:
@@ -235,8 +239,15 @@ class Activation:
         for decision in plugin_decisions(plan):
             self._pass(decision.pass_name).requested = decision.value
 
-    def _report_unapplied_flags(self, plan: Plan) -> None:
+    def _report_unapplied(self, plan: Plan) -> None:
+        """Say what a plan that nobody is shown does not give: refused wishes, and flags that it comes too late for."""
+        for warning in plan.warnings:
+            logger.warning("%s", warning)
         for decision in plan.decisions:
+            if decision.status is Status.REFUSED:
+                entry = self._pass(decision.pass_name, requested=decision.wish.value)
+                entry.why_not = f"refused: {decision.reason}"
+                logger.warning("%s (%s) is %s", decision.pass_name, decision.wish_origin, entry.why_not)
             if decision.status is not Status.ON or decision.applier in (Applier.PLUGIN, Applier.NONE):
                 continue
             needs = " ".join(decision.vllm_args) or ", ".join(f"{k}={v}" for k, v in decision.env.items())

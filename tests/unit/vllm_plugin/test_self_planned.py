@@ -1,0 +1,61 @@
+"""What a vLLM that plans for itself says of a plan that does not give what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.errors import InputError, RequiredNotAppliedError
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.planner import make_plan
+from moe_optimizer.vllm_plugin.activation import Activation
+from tests.builders import cpu_machine, profile_with, request, tiny_moe
+
+NEEDS = "needs expert parallelism; without it every process has a slice of every expert"
+
+
+def plan_of(**passes: dict[str, Any]) -> Callable[[Any], Plan]:
+    return lambda _facts: make_plan(request(tiny_moe(), cpu_machine(), profile_with(passes=passes)))
+
+
+def resolved(tmp_path: Path, planner: Callable[[Any], Plan]) -> Activation:
+    activation = Activation(run_dir=tmp_path, make_plan=planner)
+    activation.resolve_plan(lambda: None)  # pyright: ignore[reportArgumentType] - these planners ask for no facts
+    return activation
+
+
+def test_a_refused_wish_is_in_the_proof_and_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    activation = resolved(tmp_path, plan_of(expert_placement={"mode": "on"}))
+    entry = activation.proof.passes["expert_placement"]
+    assert (entry.requested, entry.applied, entry.why_not) == (Wish.ON.value, False, f"refused: {NEEDS}")
+    assert f"expert_placement (profile balanced) is refused: {NEEDS}" in caplog.text
+
+
+def test_what_was_only_auto_is_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    activation = resolved(tmp_path, plan_of(expert_placement={"mode": "auto"}))
+    assert "expert_placement" not in activation.proof.passes
+    assert "expert_placement" not in caplog.text
+
+
+def test_warnings_of_the_plan_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    resolved(tmp_path, plan_of(fp8={"mode": "on", "linears": "on"}))
+    assert "fp8.linears (profile balanced): vLLM's CPU build cannot convert them" in caplog.text
+
+
+def test_a_plan_that_cannot_be_made_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def failing(_facts: Any) -> Plan:
+        raise InputError("s.json: not JSON")
+
+    activation = resolved(tmp_path, failing)
+    assert activation.plan is None
+    assert "planning failed: InputError: s.json: not JSON" in activation.proof.passes["flash_dmoe"].why_not
+    assert "planning failed: InputError: s.json: not JSON" in caplog.text
+
+
+def test_a_server_without_a_required_pass_does_not_come_up(tmp_path: Path) -> None:
+    with pytest.raises(RequiredNotAppliedError, match="expert_placement is required"):
+        resolved(tmp_path, plan_of(expert_placement={"mode": "on", "required": True}))
