@@ -17,19 +17,16 @@ import pytest
 import torch
 
 from moe_optimizer.errors import ServerFailedError
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import PlanRequest, make_plan
-from moe_optimizer.profiles import load_profile
-from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.vllm_plugin.server.http_client import ServerClient
 from moe_optimizer.vllm_plugin.server.kv_transfer import received_tokens
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, serve
 from tests.free_ports import four_free_ports
+from tests.gpu.plans import gpu_plan
 from tests.run_processes import processes_of
 from tests.vllm.answers import assert_same_up_to_a_tie
-from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, TINY_MOE, Answer, ask
+from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, Answer, ask
 from tests.vllm.test_disaggregation import streamed_chat
 
 pytestmark = pytest.mark.gpu
@@ -73,30 +70,16 @@ class Seen:
 
 
 def make() -> Plan:
-    """Return the plan of the bundled model on two GPUs, as the command line makes it."""
-    vllm = find_vllm()
-    if vllm is None or vllm.device != "cuda":
-        pytest.skip("needs a vLLM for CUDA")
-    return make_plan(
-        PlanRequest(
-            model=ModelInspector().inspect(TINY_MOE),
-            hardware=probe_hardware(),
-            software=SoftwareSpec(vllm=vllm, kernels=read_kernel_inventory()),
-            profile=load_profile("balanced"),
-            wishes=resolve_wishes((PASS,), ()),
-            required=frozenset({PASS}),
-            dtype="bfloat16",
-            port=four_free_ports(),
-            max_model_len=1024,
-            batch_size=16,
-            num_gpus=GPUS,
-            vllm_args=(
-                "--logprobs-mode", "raw_logits", "--enforce-eager", "--attention-backend", "FLASH_ATTN",
-                "--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", "512M",
-                # What a server has computed before it must not find again: nothing would travel.
-                "--no-enable-prefix-caching",
-            ),
-        )
+    """Return the plan of the bundled model on two GPUs."""
+    return gpu_plan(
+        # What a server has computed before it must not find again: nothing would travel.
+        "--logprobs-mode", "raw_logits", "--enforce-eager", "--no-enable-prefix-caching",
+        wishes=resolve_wishes((PASS,), ()),
+        required=frozenset({PASS}),
+        port=four_free_ports(),
+        max_model_len=1024,
+        batch_size=16,
+        num_gpus=GPUS,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ Eager, because what is shown is where weights and tokens go; CUDA graphs replay 
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -15,24 +15,20 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import PlanRequest, make_plan
-from moe_optimizer.specs.kernel_speeds import LayerShape, SpeedTables
-from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.vllm_plugin.proof import PassProof, read_proofs
 from moe_optimizer.vllm_plugin.proof_table import model_holders
 from moe_optimizer.vllm_plugin.server.launch import running
 from tests.builders import placement_load, profile_with, tiny_moe
-from tests.gpu.test_serving_equals_stock import always_ours
+from tests.gpu.plans import EXPERTS, always_ours, gpu_plan
 from tests.vllm.answers import assert_same_up_to_a_tie
-from tests.vllm.conftest import READY_TIMEOUT_S, TINY_MOE, Answer, ask, free_port
+from tests.vllm.conftest import READY_TIMEOUT_S, Answer, ask
 
 pytestmark = pytest.mark.gpu
 
 PASS = "expert_placement"
 GPUS = 2
-EXPERTS, REPLICAS = 16, 2
+REPLICAS = 2
 STEPS_BETWEEN = 16
 """Steps after which vLLM places experts anew."""
 REARRANGEMENTS = 2
@@ -57,38 +53,19 @@ def make(*vllm_args: str, placed: dict[str, Any] | None = None, **request: Any) 
         placed: the profile's section; None: experts are not placed.
         request: further fields of the request.
     """
-    vllm, kernels = find_vllm(), read_kernel_inventory()
-    if vllm is None or vllm.device != "cuda":
-        pytest.skip("needs a vLLM for CUDA")
-    # A table in which our kernel wins: initial placement needs it.
-    shape = LayerShape(
-        hidden_size=128, intermediate_size=128, num_experts=EXPERTS // GPUS, num_global_experts=EXPERTS, top_k=4
-    )
-    table = dataclasses.replace(always_ours(kernels.cuda_sources, vllm.version), shape=shape)
-    return make_plan(
-        PlanRequest(
-            model=ModelInspector().inspect(TINY_MOE),
-            hardware=probe_hardware(),
-            software=SoftwareSpec(vllm=vllm, kernels=kernels, kernel_speeds=SpeedTables(tables=(table,))),
-            profile=profile_with("balanced", {PASS: placed or {"mode": "off"}}),
-            required=frozenset({PASS} if placed else ()),
-            dtype="bfloat16",
-            port=free_port(),
-            max_model_len=512,
-            batch_size=16,
-            num_gpus=GPUS,
-            vllm_args=(
-                "--tensor-parallel-size", str(GPUS), "--logprobs-mode", "raw_logits", "--enforce-eager",
-                "--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.3", "--no-enable-prefix-caching",
-                # Sums go through NCCL: how they do is not what is shown, and vLLM's own way needs GPUs that see each
-                # other's memory.
-                "--disable-custom-all-reduce",
-                # Without it vLLM measures what is free, and stops when a server beside it gives some back meanwhile.
-                "--kv-cache-memory-bytes", "512M",
-                *vllm_args,
-            ),
-            **request,
-        )
+    return gpu_plan(
+        "--tensor-parallel-size", str(GPUS), "--logprobs-mode", "raw_logits", "--enforce-eager",
+        # Sums go through NCCL: how they do is not what is shown, and vLLM's own way needs GPUs that see each other's
+        # memory.
+        "--no-enable-prefix-caching", "--disable-custom-all-reduce", *vllm_args,
+        # A table in which our kernel wins: initial placement needs it.
+        speeds=functools.partial(always_ours, num_experts=EXPERTS // GPUS),
+        profile=profile_with("balanced", {PASS: placed or {"mode": "off"}}),
+        required=frozenset({PASS} if placed else ()),
+        max_model_len=512,
+        batch_size=16,
+        num_gpus=GPUS,
+        **request,
     )  # fmt: skip
 
 

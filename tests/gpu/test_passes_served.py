@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.planner import PlanRequest, make_plan
-from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.vllm_plugin.proof import PassProof
 from moe_optimizer.vllm_plugin.proof_table import model_holders
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
 from tests.builders import profile_with
-from tests.vllm.conftest import READY_TIMEOUT_S, ROOT, TINY_MOE, free_port
+from tests.gpu.plans import gpu_plan
+from tests.vllm.conftest import READY_TIMEOUT_S, ROOT, TINY_MOE
 from tests.vllm.counted import ROUTED_TOKENS, count_one_request
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -35,30 +33,14 @@ MAX_PERPLEXITY_RATIO = {"fp8": 1.02, "kv_cache": 1.02}
 
 def plan_with(passes: dict[str, dict[str, Any]], wished: tuple[str, ...], *vllm_args: str) -> Plan:
     """Return a plan for the bundled model on this GPU, in which the wished passes are required."""
-    vllm, kernels = find_vllm(), read_kernel_inventory()
-    if vllm is None or vllm.device != "cuda":
-        pytest.skip("needs a vLLM for CUDA")
-    return make_plan(
-        PlanRequest(
-            model=ModelInspector().inspect(TINY_MOE),
-            hardware=probe_hardware(),
-            software=SoftwareSpec(vllm=vllm, kernels=kernels),
-            profile=profile_with("balanced", passes),
-            wishes=dict.fromkeys(wished, (Wish.ON, "test")),
-            required=frozenset(wished),
-            dtype="bfloat16",
-            port=free_port(),
-            max_model_len=520,
-            batch_size=8,
-            num_gpus=1,
-            vllm_args=(
-                "--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.1",
-                # Without it vLLM measures what is free, and stops when a server beside it gives some back meanwhile.
-                "--kv-cache-memory-bytes", "512M",
-                *vllm_args,
-            ),
-        )
-    )  # fmt: skip
+    return gpu_plan(
+        *vllm_args,
+        profile=profile_with("balanced", passes),
+        wishes=dict.fromkeys(wished, (Wish.ON, "test")),
+        required=frozenset(wished),
+        max_model_len=520,
+        batch_size=8,
+    )
 
 
 def heldout_perplexity(info: ServerInfo) -> float:
