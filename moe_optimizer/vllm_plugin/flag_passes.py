@@ -36,7 +36,8 @@ _SHOWN_BY: Mapping[str, Callable[[Any], Any]] = {
     "--max-num-batched-tokens": lambda config: config.scheduler_config.max_num_batched_tokens,
     "--performance-mode": lambda config: config.performance_mode,
     "--enforce-eager": lambda config: config.model_config.enforce_eager,
-    "--kv-cache-dtype": lambda config: config.cache_config.cache_dtype,
+    # fp8 is a short word for this type; the width of the elements is looked at apart.
+    "--kv-cache-dtype": lambda config: config.cache_config.cache_dtype.removesuffix("_e4m3"),
     "--kv-offloading-size": lambda config: config.cache_config.kv_offloading_size,
     "--kv-offloading-backend": lambda config: config.cache_config.kv_offloading_backend,
 }

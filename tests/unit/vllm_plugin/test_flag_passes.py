@@ -81,6 +81,10 @@ def test_what_vllm_changed_is_named_with_both_values(
     assert any(text.startswith(difference) for text in found(plan, name, **changed))
 
 
+def test_the_long_name_of_the_cache_type_is_the_same_type(plan: Plan) -> None:
+    assert found(plan, "kv_cache", cache_dtype="fp8_e4m3") == ()
+
+
 def test_a_cache_that_is_called_fp8_but_keeps_wide_elements_is_named(plan: Plan) -> None:
     assert found(plan, "kv_cache", BF16) == ("cache: 1 of 1 layers keep wider elements, layer.0 first",)
 
