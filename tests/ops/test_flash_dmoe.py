@@ -169,6 +169,10 @@ def test_registered_ops_pass_opcheck() -> None:
         ({"topk_group": 2}, r"topk_group: got 2, expected None without num_expert_group"),
         ({"num_expert_group": 2}, r"topk_group: got None, expected 1 to 2"),
         ({"num_expert_group": 1, "topk_group": 5}, r"topk_group: got 5, expected None or 1 with one group"),
+        (
+            {"num_expert_group": 4, "topk_group": 1, "top_k": 3},
+            r"top_k: got 3, expected at most the 1 groups x 2 experts that are kept",
+        ),
         ({"num_expert_group": 3, "topk_group": 1}, r"num_expert_group: got 3, expected a divisor of 8"),
         ({"w2": torch.zeros(8, 64, 47)}, r"flash_dmoe: w13 dim 1 \(2I\): got 96, expected 94"),
     ],
@@ -179,6 +183,19 @@ def test_a_broken_contract_names_what_got_and_expected(changes: dict[str, object
     arguments = {"x": case.x, "router_logits": torch.zeros(3, 8), "w13": case.w13, "w2": case.w2, "top_k": 2} | changes
     with pytest.raises(TensorContractError, match=message):
         flash_dmoe(**arguments)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        (torch.zeros(8), r"router_logits: dimensions: got \[8\], expected 2"),
+        (torch.zeros(3, 8, dtype=torch.int32), r"router_logits: dtype: got torch.int32, expected torch.float32 or"),
+    ],
+    ids=["rank", "dtype"],
+)
+def test_the_gate_in_torch_has_the_same_contract(logits: Tensor, message: str) -> None:
+    with pytest.raises(TensorContractError, match=message):
+        topk_router(logits, top_k=2)
 
 
 @needs_kernels
