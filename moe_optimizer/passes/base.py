@@ -102,6 +102,6 @@ class OptimizationPass(ABC):
             reason=reason,
             applier=applier,
             limits=self.limits,
-            required=self.is_required(ctx),
+            required=self.is_required(ctx) or (status is Status.ON and ctx.requires_setting_of(self.name)),
             **fields,
         )

@@ -112,6 +112,10 @@ class PlanContext:
         """Whether the plan may not do without this pass."""
         return pass_name in self.required or self.section(pass_name).required
 
+    def requires_setting_of(self, pass_name: str) -> bool:
+        """Whether the plan may not do without one of the pass's settings, which show only together with the pass."""
+        return any(key.startswith(f"{pass_name}.") for key in self.required)
+
     def pinned_integer(self, flag: str) -> int | None:
         """Return the whole number the user gave for a vLLM flag, None when it is not given.
 

@@ -101,7 +101,8 @@ def test_a_required_setting_that_cannot_be_makes_no_plan(required, machine, word
     assert str(error).startswith(words)
 
 
-def test_a_required_setting_is_switched_on():
+def test_a_required_setting_is_switched_on_and_its_pass_must_be_seen_running():
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), required=frozenset({"kv-tiering", "expert-parallel"})))
     assert flag_value(plan.serve_args, "--kv-offloading-size") is not None
     assert "--enable-expert-parallel" in plan.serve_args
+    assert {each.pass_name for each in plan.decisions if each.required} == {"kv_cache", "parallelism"}
