@@ -42,8 +42,8 @@ class FlashDmoe(OptimizationPass):
     flag = "flash-dmoe"
     title = "our expert kernel instead of vLLM's"
     limits = (
-        "gated SiLU experts without biases, at most 1024 experts and top-32; on GPUs Hopper, BF16 activations, BF16 or "
-        "FP8 weights, no data parallelism"
+        "gated SiLU experts without biases, at most 1024 experts and top-32, no data parallelism; on GPUs Hopper, BF16 "
+        "activations, BF16 or FP8 weights"
     )
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
