@@ -183,6 +183,20 @@ def forward(
     return got, want
 
 
+def test_a_routing_weight_that_vllm_multiplied_the_input_with_is_not_applied_again(kernel: Any, weights: Any) -> None:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    from moe_optimizer.ops.reference import fused_experts
+
+    x = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(5)).bfloat16()
+    topk_weights, ids = torch.tensor([[0.25], [0.5]]), torch.tensor([[3], [1]], dtype=torch.int32)
+    got = kernel.apply(
+        x, *weights, topk_weights, ids, MoEActivation.SILU, EXPERTS, None, apply_router_weight_on_input=True
+    )
+    want = fused_experts(x * topk_weights.bfloat16(), *weights, torch.ones_like(topk_weights), ids)
+    torch.testing.assert_close(got, want)
+
+
 def test_every_number_of_tokens_goes_where_the_plan_says_and_is_right(
     kernel: Any, kernels: Kernels, weights: Any, activation: Activation
 ) -> None:

@@ -33,7 +33,7 @@ def wrong_on_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["moe_optimizer.ops.fused_experts"], "fused_experts", swapped)
 
 
-def forward(experts: Any, layer: Any) -> tuple[Any, Any]:
+def forward(experts: Any, layer: Any, *, weighted_input: bool = False) -> tuple[Any, Any]:
     """Return what the class computes, and what plain torch says."""
     import torch
 
@@ -43,7 +43,8 @@ def forward(experts: Any, layer: Any) -> tuple[Any, Any]:
     x = torch.randn(TOKENS, 128, generator=generator)
     weights, ids = torch.randn(TOKENS, 16, generator=generator).softmax(-1).topk(4)
     loaded = make_layer()
-    want = fused_experts(x, loaded.w13_weight, loaded.w2_weight, weights, ids.int())
+    used = torch.ones_like(weights) if weighted_input else weights
+    want = fused_experts(x, loaded.w13_weight, loaded.w2_weight, used, ids.int())
     got = torch.empty_like(x)
     nothing = torch.empty(0)
     experts.apply(
@@ -61,9 +62,18 @@ def forward(experts: Any, layer: Any) -> tuple[Any, Any]:
         workspace13=nothing,
         workspace2=nothing,
         expert_tokens_meta=None,
-        apply_router_weight_on_input=False,
+        apply_router_weight_on_input=weighted_input,
     )
     return got, want
+
+
+def test_routing_weights_that_vllm_multiplied_the_input_with_are_not_applied_again(activation: Activation) -> None:
+    import torch
+
+    layer, experts = make_layer(), make_cpu_experts()
+    experts.process_weights_after_loading(layer)
+    got, want = forward(experts, layer, weighted_input=True)
+    torch.testing.assert_close(got, want)
 
 
 def test_a_right_layer_is_ours_and_its_error_is_in_the_proof(activation: Activation) -> None:
