@@ -62,7 +62,7 @@ def make_layer(width: int = WIDTH) -> Any:
     return layer
 
 
-def make_cpu_experts() -> Any:
+def make_cpu_experts(**quant_config: Any) -> Any:
     """Return our experts class for CPUs as vLLM makes it when it is chosen."""
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
@@ -71,4 +71,4 @@ def make_cpu_experts() -> Any:
 
     stock = unquantized.backend_to_kernel_cls(unquantized.UnquantizedMoeBackend.CPU)
     cls = type("Offered", (MoeOptimizerCpuExperts,), {"stock_classes": tuple(stock)})
-    return cls(moe_config(), FusedMoEQuantConfig.make())
+    return cls(moe_config(), FusedMoEQuantConfig.make(**quant_config))

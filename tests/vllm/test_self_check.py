@@ -44,7 +44,8 @@ def forward(experts: Any, layer: Any, *, weighted_input: bool = False) -> tuple[
     weights, ids = torch.randn(TOKENS, 16, generator=generator).softmax(-1).topk(4)
     loaded = make_layer()
     used = torch.ones_like(weights) if weighted_input else weights
-    want = fused_experts(x, loaded.w13_weight, loaded.w2_weight, used, ids.int())
+    biases = {"w13_bias": experts.w1_bias, "w2_bias": experts.w2_bias}
+    want = fused_experts(x, loaded.w13_weight, loaded.w2_weight, used, ids.int(), **biases)
     got = torch.empty_like(x)
     nothing = torch.empty(0)
     experts.apply(
@@ -73,6 +74,18 @@ def test_routing_weights_that_vllm_multiplied_the_input_with_are_not_applied_aga
     layer, experts = make_layer(), make_cpu_experts()
     experts.process_weights_after_loading(layer)
     got, want = forward(experts, layer, weighted_input=True)
+    torch.testing.assert_close(got, want)
+
+
+def test_biases_are_added(activation: Activation) -> None:
+    import torch
+
+    layer = make_layer()
+    generator = torch.Generator().manual_seed(2)
+    w1_bias, w2_bias = (torch.randn(w.shape[:2], generator=generator) for w in (layer.w13_weight, layer.w2_weight))
+    experts = make_cpu_experts(w1_bias=w1_bias, w2_bias=w2_bias)
+    experts.process_weights_after_loading(layer)
+    got, want = forward(experts, layer)
     torch.testing.assert_close(got, want)
 
 
