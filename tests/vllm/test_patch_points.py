@@ -121,6 +121,17 @@ def test_sizes_that_no_kernel_covers_are_refused_with_the_reason(
     assert "multiples of 16" in why_not(activation)
 
 
+def test_a_vllm_that_routes_inside_its_own_kernel_is_left_alone(
+    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_optimizer.vllm_plugin.experts import cpu
+
+    monkeypatch.setattr(cpu, "_CPU_ROUTER", f"{cpu._CPU_ROUTER}_of_a_later_version")
+    activation = activate()
+    assert chosen(oracle) == "CPUUnquantizedExperts"
+    assert why_not(activation) == "vLLM's CPU build routes tokens inside its own kernel before 0.30"
+
+
 def raising(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("injected")
 
