@@ -267,6 +267,8 @@ def test_with_an_expert_map_only_local_experts_are_computed(kernel: Any, weights
 def test_activations_that_the_kernels_cannot_read_in_place_are_left_to_vllm(
     kernel: Any, kernels: Kernels, weights: Any
 ) -> None:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
     from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer
 
     forward(kernel, weights, 1)
@@ -276,6 +278,16 @@ def test_activations_that_the_kernels_cannot_read_in_place_are_left_to_vllm(
     assert layer.covers(rows[: 4 * HIDDEN].view(4, HIDDEN))
     assert not layer.covers(rows[1:].view(4, HIDDEN))
     assert not layer.covers(rows[: 4 * HIDDEN].view(4, HIDDEN)[:, ::2])
+
+    def forward_of(x: torch.Tensor) -> None:
+        ones, ids = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32)
+        kernel.apply(x, *weights, ones, ids, MoEActivation.SILU, EXPERTS, None, apply_router_weight_on_input=False)
+
+    kernels.runs.clear()
+    forward_of(rows[1 : 1 + 2 * HIDDEN].view(2, HIDDEN))
+    assert kernels.runs == []
+    forward_of(rows[: 2 * HIDDEN].view(2, HIDDEN))
+    assert kernels.runs == [("direct", 2)]
 
 
 def test_the_workspace_is_vllms_own_at_every_number_of_tokens(kernel: Any) -> None:
