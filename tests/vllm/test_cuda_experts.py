@@ -11,15 +11,12 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.vllm_plugin.activation import Activation
-from tests.vllm.conftest import tiny_plan
+from tests.vllm.cuda_class import RANGES, activated, offered
 from tests.vllm.expert_layers import EXPERTS, HIDDEN, PASS, TOP_K, WIDTH, moe_config
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.vllm
-
-RANGES = [{"up_to": 2, "use": "direct"}, {"up_to": 4, "use": "stock"}, {"up_to": 8, "use": "grouped-bf16-n16"}]
 
 
 class Kernels:
@@ -52,84 +49,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     return fake
 
 
-def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dispatch: Any, *, required: bool = False) -> Activation:
-    import dataclasses
-
-    from moe_optimizer.vllm_plugin import activation as activations
-
-    monkeypatch.setattr(activations, "_current", None)
-    plan = tiny_plan()
-    decisions = tuple(
-        dataclasses.replace(
-            each,
-            status=Status.ON,
-            applier=Applier.PLUGIN,
-            required=required,
-            params={"kernel": "cuda", "dispatch": dispatch},
-        )
-        if each.pass_name == PASS
-        else each
-        for each in plan.decisions
-    )
-    return activations.activate(Activation(run_dir=run_dir, plan=plan.replace(decisions=decisions)))
-
-
 @pytest.fixture
 def activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Activation:
     return activated(tmp_path, monkeypatch, {"bf16": RANGES, "fp8_block": RANGES})
-
-
-def stock_class() -> Any:
-    """A stand-in for vLLM's Triton experts with their workspaces and their output in vLLM's buffer."""
-    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
-
-    from moe_optimizer.ops.reference import fused_experts
-
-    class Stock(mk.FusedMoEExpertsModular):
-        seen: list[Any] = []  # noqa: RUF012 - of the class that one test makes
-
-        @staticmethod
-        def activation_format() -> Any:
-            return mk.FusedMoEActivationFormat.Standard
-
-        @staticmethod
-        def _supports_current_device() -> bool:
-            return True
-
-        @staticmethod
-        def _supports_no_act_and_mul() -> bool:
-            return True
-
-        @staticmethod
-        def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-            return True
-
-        @staticmethod
-        def _supports_activation(activation: Any) -> bool:
-            return True
-
-        @staticmethod
-        def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-            return True
-
-        def workspace_shapes(self, M: int, N: int, K: int, topk: int, *rest: Any, **_: Any) -> Any:
-            return (M, topk, N), (M, topk, K), (M, K)
-
-        def finalize_weight_and_reduce_impl(self) -> Any:
-            return TopKWeightAndReduceNoOP()
-
-        def apply(self, output: Any, hidden_states: Any, w1: Any, w2: Any, *rest: Any, **_: Any) -> None:
-            topk_weights, topk_ids, _, _, expert_map, scale = rest[:6]
-            self.seen.append((hidden_states, scale))
-            x = hidden_states.to(torch.bfloat16)
-            w13_scale, w2_scale = self.w1_scale, self.w2_scale
-            output.copy_(
-                fused_experts(x, w1, w2, topk_weights, topk_ids, expert_map=expert_map,
-                              w13_scale=w13_scale, w2_scale=w2_scale)
-            )  # fmt: skip
-
-    return Stock
 
 
 def modular_kernel(experts_class: Any, quant_config: Any, **changes: Any) -> Any:
@@ -138,13 +60,6 @@ def modular_kernel(experts_class: Any, quant_config: Any, **changes: Any) -> Any
 
     config = moe_config(in_dtype=torch.bfloat16, **changes)
     return mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts_class(config, quant_config))
-
-
-def offered(module: str, name: str) -> Any:
-    import importlib
-
-    base = getattr(importlib.import_module(f"moe_optimizer.vllm_plugin.experts.{module}"), name)
-    return type("Offered", (base,), {"stock_classes": (stock_class(),)})
 
 
 @pytest.fixture
@@ -183,7 +98,9 @@ def forward(
     return got, want
 
 
-def test_a_routing_weight_that_vllm_multiplied_the_input_with_is_not_applied_again(kernel: Any, weights: Any) -> None:
+def test_a_routing_weight_that_vllm_multiplied_the_input_with_is_not_applied_again(
+    kernel: Any, weights: tuple[Any, Any]
+) -> None:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     from moe_optimizer.ops.reference import fused_experts
@@ -279,7 +196,7 @@ def test_activations_that_the_kernels_cannot_read_in_place_are_left_to_vllm(
     assert not layer.covers(rows[1:].view(4, HIDDEN))
     assert not layer.covers(rows[: 4 * HIDDEN].view(4, HIDDEN)[:, ::2])
 
-    def forward_of(x: torch.Tensor) -> None:
+    def forward_of(x: Any) -> None:
         ones, ids = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32)
         kernel.apply(x, *weights, ones, ids, MoEActivation.SILU, EXPERTS, None, apply_router_weight_on_input=False)
 
@@ -338,20 +255,3 @@ def test_fp8_weights_are_read_with_their_scales_and_vllms_kernel_gets_quantised_
     assert asked == [(None, config.quant_dtype, config.per_act_token_quant, config.block_shape)]
     (layer,) = activation.proof.passes[PASS].layers
     assert (layer.weight_format, layer.weight_dtype) == ("fp8", "float8_e4m3fn")
-
-
-def test_without_a_table_for_its_weights_a_layer_is_left_to_vllm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from moe_optimizer.vllm_plugin.experts import cuda as experts_cuda
-
-    activation = activated(tmp_path, monkeypatch, {"fp8_block": RANGES})
-    monkeypatch.setattr(experts_cuda._load, "kernels", lambda: type("Built", (), {"cuda_grouped": None}))
-    monkeypatch.setattr(experts_cuda.MoeOptimizerCudaExperts, "_supports_current_device", staticmethod(lambda: True))
-    cls = offered("cuda", "MoeOptimizerCudaExperts")
-    config = moe_config(in_dtype=torch.bfloat16)
-    assert cls.is_supported_config(cls, config, None, None, cls.activation_format()) == (
-        False,
-        "the plan has no kernel of ours for bf16 weights",
-    )
-    assert activation.proof.passes[PASS].why_not == "the plan has no kernel of ours for bf16 weights"

@@ -1,0 +1,114 @@
+"""For which layers the CUDA experts classes are taken, and what they answer where not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.vllm_plugin.activation import Activation
+from tests.vllm.cuda_class import RANGES, activated, offered, stock_class
+from tests.vllm.expert_layers import PASS, moe_config
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Activation:
+    return activated(tmp_path, monkeypatch, {"bf16": RANGES})
+
+
+def test_without_a_table_for_its_weights_a_layer_is_left_to_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_optimizer.vllm_plugin.experts import cuda as experts_cuda
+
+    activation = activated(tmp_path, monkeypatch, {"fp8_block": RANGES})
+    monkeypatch.setattr(experts_cuda._load, "kernels", lambda: type("Built", (), {"cuda_grouped": None}))
+    monkeypatch.setattr(experts_cuda.MoeOptimizerCudaExperts, "_supports_current_device", staticmethod(lambda: True))
+    cls = offered("cuda", "MoeOptimizerCudaExperts")
+    config = moe_config(in_dtype=torch.bfloat16)
+    assert cls.is_supported_config(cls, config, None, None, cls.activation_format()) == (
+        False,
+        "the plan has no kernel of ours for bf16 weights",
+    )
+    assert activation.proof.passes[PASS].why_not == "the plan has no kernel of ours for bf16 weights"
+
+
+def without(stock: Any, question: str) -> Any:
+    """vLLM's own class with "no" as its answer."""
+    return type("Stock", (stock,), {question: staticmethod(lambda *_: False)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "stock", "built", "reason"),
+    [
+        ({"has_bias": True}, lambda own: (own,), {"cuda_grouped": None}, "kernel does not support biases"),
+        ({}, lambda own: (own, own), {"cuda_grouped": None}, "vLLM has 2 kernels for this layer, known is one"),
+        (
+            {},
+            lambda own: (without(own, "_supports_quant_scheme"),),
+            {"cuda_grouped": None},
+            "vLLM's own kernel, needed beside ours, does not support it: kernel does not support quantization scheme",
+        ),
+        ({}, lambda own: (own,), {}, "built without CUDA kernels"),
+        (
+            {"in_dtype": torch.float16},
+            lambda own: (own,),
+            {"cuda_grouped": None},
+            "kernel does not support torch.float",
+        ),
+    ],
+    ids=["bias", "two kernels of vLLM's", "no kernel of vLLM's", "not built", "float16"],
+)
+def test_what_the_cuda_class_does_not_do_is_left_to_vllm_with_the_reason(
+    activation: Activation, monkeypatch: pytest.MonkeyPatch, changes: Any, stock: Any, built: Any, reason: str
+) -> None:
+    from moe_optimizer.vllm_plugin.experts import cuda as experts_cuda
+
+    monkeypatch.setattr(experts_cuda._load, "kernels", lambda: type("Built", (), built))
+    monkeypatch.setattr(experts_cuda.MoeOptimizerCudaExperts, "_supports_current_device", staticmethod(lambda: True))
+    base = experts_cuda.MoeOptimizerCudaExperts
+    cls: Any = type("Offered", (base,), {"stock_classes": stock(stock_class())})
+    config = moe_config(**{"in_dtype": torch.bfloat16} | changes)
+    supported, why_not = cls.is_supported_config(cls, config, None, None, cls.activation_format())
+    assert not supported
+    assert why_not.startswith(reason)
+    assert activation.proof.passes[PASS].why_not == why_not
+
+
+@pytest.mark.parametrize(("capability", "supported"), [(90, True), (80, False), (100, False)])
+def test_the_cuda_class_is_for_hopper(monkeypatch: pytest.MonkeyPatch, capability: int, supported: bool) -> None:
+    from types import SimpleNamespace
+
+    from moe_optimizer.vllm_plugin.experts import cuda as experts_cuda
+
+    platform = SimpleNamespace(is_cuda=lambda: True, is_device_capability=lambda asked: asked == capability)
+    monkeypatch.setattr(experts_cuda, "current_platform", platform)
+    assert experts_cuda.MoeOptimizerCudaExperts._supports_current_device() is supported
+
+
+def test_the_cuda_class_promises_no_batch_invariance() -> None:
+    from moe_optimizer.vllm_plugin.experts.cuda import MoeOptimizerCudaExperts
+
+    assert not MoeOptimizerCudaExperts._supports_batch_invariance()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "supported"),
+    [
+        ("kFp8Static128BlockSym", True),
+        ("kFp8StaticChannelSym", True),
+        ("kFp8StaticTensorSym", True),
+        ("kNvfp4Static", False),
+        ("kFp8DynamicTokenSym", False),
+    ],
+)
+def test_fp8_weights_are_read_with_scales_per_block_channel_or_tensor(scheme: str, supported: bool) -> None:
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    from moe_optimizer.vllm_plugin.experts.fp8_cuda import MoeOptimizerFp8CudaExperts
+
+    assert MoeOptimizerFp8CudaExperts._supports_quant_scheme(getattr(quant_utils, scheme), None) is supported
