@@ -80,17 +80,22 @@ def test_the_installed_source_is_the_known_one(activate: Callable[..., Activatio
     assert states[UNQUANTIZED_ORACLE.target] is PatchState.APPLIED
 
 
-def unsupported() -> dict[str, dict[str, Any]]:
+def unsupported() -> dict[str, tuple[dict[str, Any], str]]:
+    """What a layer may be, and the words with which it is refused."""
     import torch
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
-    parallel = {**vars(FusedMoEParallelConfig.make_no_parallel()), "dp_size": 2}
+    def parallel(**changes: Any) -> dict[str, Any]:
+        alone = vars(FusedMoEParallelConfig.make_no_parallel())
+        return {"moe_parallel_config": FusedMoEParallelConfig(**alone | changes)}
+
     return {
-        "activation": {"activation": MoEActivation.GELU},
-        "parallel config": {"moe_parallel_config": FusedMoEParallelConfig(**parallel)},
-        "swiglu_limit=7.0": {"swiglu_limit": 7.0},
-        "float64": {"in_dtype": torch.float64},
+        "GELU": ({"activation": MoEActivation.GELU}, "activation"),
+        "data parallel": (parallel(dp_size=2), "parallel config"),
+        "EPLB": (parallel(enable_eplb=True), "parallel config"),
+        "clamped": ({"swiglu_limit": 7.0}, "swiglu_limit=7.0"),
+        "FP64": ({"in_dtype": torch.float64}, "float64"),
     }
 
 
@@ -103,12 +108,13 @@ def test_lora_is_left_to_stock_because_vllm_would_not_ask(
     assert why_not(activation) == "kernel does not support LoRA"
 
 
-@pytest.mark.parametrize("reason", ["activation", "parallel config", "swiglu_limit=7.0", "float64"])
+@pytest.mark.parametrize("layer", ["GELU", "data parallel", "EPLB", "clamped", "FP64"])
 def test_what_the_kernel_does_not_do_is_left_to_stock_with_the_reason(
-    oracle: Any, activate: Callable[..., Activation], reason: str
+    oracle: Any, activate: Callable[..., Activation], layer: str
 ) -> None:
     activation = activate()
-    assert chosen(oracle, **unsupported()[reason]) != "MoeOptimizerCpuExperts"
+    changes, reason = unsupported()[layer]
+    assert chosen(oracle, **changes) != "MoeOptimizerCpuExperts"
     assert reason in why_not(activation)
 
 
