@@ -34,7 +34,7 @@ struct Scratch {
   float* second;  // [kChunkTokens, kRows]
 
   static int64_t state_bytes() {
-    return kChunkTokens * kTileRows * static_cast<int64_t>(sizeof(typename Decoded::Vec));
+    return kChunkTokens * kWideRows * static_cast<int64_t>(sizeof(typename Decoded::Vec));
   }
   static int64_t result_bytes() { return kChunkTokens * kRows * static_cast<int64_t>(sizeof(float)); }
   static int64_t decoded_stride(const FusedExpertsArgs& args) {

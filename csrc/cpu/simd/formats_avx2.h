@@ -40,6 +40,7 @@ struct Avx2Format {
   using Output = X;
   static constexpr int kMaxTokens = 3;            // 12 sums, 3 activations, 1 row: all 16 registers
   static constexpr int kTileTokens = kMaxTokens;  // of a tile among several
+  static constexpr int kWideTokens = 0;           // of a tile over eight rows; 0: never
   // Activations in FP32 fill the L1 cache: long rows were measured faster side by side, others alike.
   static constexpr bool kFetchesRowByRow = false;
   static constexpr int64_t kActivationBytes = 4;
@@ -53,7 +54,7 @@ struct Avx2Format {
   static Vec scale_add(Vec acc, Vec factor, Vec total) { return _mm256_fmadd_ps(acc, factor, total); }
 
   // Four sums of lanes: pairs, quarters, then halves.
-  static void store_sums(const Vec (&v)[kTileRows], float* out) {
+  static void store_sums(const Vec* v, float* out) {
     const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
   }

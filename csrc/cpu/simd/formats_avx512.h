@@ -46,6 +46,7 @@ struct Avx512Format {
   // 20 sums, 5 activations, 1 row. With 24 sums the compiler runs out of registers: measured 0.75 of the speed.
   static constexpr int kMaxTokens = 5;
   static constexpr int kTileTokens = kMaxTokens;  // of a tile among several
+  static constexpr int kWideTokens = 0;           // of a tile over eight rows; 0: never
   // Activations in FP32 fill the L1 cache: long rows were measured faster side by side, others alike.
   static constexpr bool kFetchesRowByRow = false;
   static constexpr int64_t kActivationBytes = 4;
@@ -59,7 +60,7 @@ struct Avx512Format {
   static Vec scale_add(Vec acc, Vec factor, Vec total) { return _mm512_fmadd_ps(acc, factor, total); }
 
   // Four sums of lanes: halves, quarters, then pairs.
-  static void store_sums(const Vec (&v)[kTileRows], float* out) {
+  static void store_sums(const Vec* v, float* out) {
     __m256 y[kTileRows];
     for (int n = 0; n < kTileRows; ++n) {
       y[n] = _mm256_add_ps(_mm512_castps512_ps256(v[n]), _mm512_extractf32x8_ps(v[n], 1));
@@ -89,6 +90,7 @@ struct Avx512Float32 : Avx512Format<float> {
 struct Avx512Float16 : Avx512Format<Float16> {
   using Weight = Float16;
   using Decoded = Avx512Float16;
+  static constexpr int kWideTokens = 3;
   static constexpr int kStep = 16, kParts = 1;
   static Operand weight(const Weight* w, int /*part*/) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)));
@@ -102,6 +104,7 @@ struct Avx512BFloat16 : Avx512Format<BFloat16> {
   using Decoded = Avx512BFloat16;
   // Chosen by measurement: among several, a tile of 3 leaves the L1 cache to the weights, 1.15 times as fast as 5.
   static constexpr int kTileTokens = 3;
+  static constexpr int kWideTokens = 3;
   static constexpr int kStep = 32, kParts = 2;
   static __m512 half(__m512i pairs, int part) {
     return _mm512_castsi512_ps(part == 0 ? _mm512_slli_epi32(pairs, 16)
