@@ -46,8 +46,14 @@ def _quantized(matrix: Any, quantizer: Any) -> tuple[Any, str]:
     try:
         return quantize_fp8(matrix, quantizer=quantizer), quantizer
     except KernelUnavailableError as error:
-        logger.warning("fp8: the builtin quantizer is used instead: %s", error)
+        _say_once(str(error))
         return quantize_fp8(matrix), "builtin"
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    # Every expert's matrices are converted one by one: thousands of calls with one reason.
+    logger.warning("fp8: the builtin quantizer is used instead: %s", reason)
 
 
 def _note(activation: Activation, used: str) -> None:
