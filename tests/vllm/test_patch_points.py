@@ -65,6 +65,13 @@ def test_our_class_is_chosen(oracle: Any, activate: Callable[..., Activation]) -
     assert why_not(activation) == ""
 
 
+# Under plain vLLM the patch is there before there is a plan.
+def test_a_plan_without_the_pass_leaves_stock(oracle: Any, activate: Callable[..., Activation]) -> None:
+    activation = activate()
+    activation.plan = tiny_plan(disabled=["flash-dmoe"])
+    assert chosen(oracle) == "CPUUnquantizedExperts"
+
+
 def test_undone_it_is_stock_again(oracle: Any, activate: Callable[..., Activation]) -> None:
     stock = oracle.backend_to_kernel_cls
     activate()
