@@ -63,6 +63,29 @@ def test_no_tokens_need_no_kernel():
     assert cuda_dispatch.run_fused_experts(case.inputs(), torch.empty_like(case.x)) is None
 
 
+# The kernels write in pieces of 16 bytes, and some of x is still read when the first output is there.
+@pytest.mark.parametrize(
+    ("columns", "in_place"),
+    [(slice(64, 128), True), (slice(65, 129), False), (slice(0, 64), False)],
+    ids=["apart", "off 16 bytes", "x itself"],
+)
+def test_the_kernels_write_where_they_may_and_the_result_is_in_the_output(monkeypatch, columns, in_place):
+    written = []
+
+    def fake(problem):
+        written.append(problem.out)
+        problem.out.fill_(7)
+
+    monkeypatch.setattr(cuda_dispatch, "why_not", lambda problem: None)
+    monkeypatch.setattr(cuda_dispatch, "run", fake)
+    case = ops_case(3, 64, 32, 4, 2, torch.bfloat16)
+    memory = case.x.clone()
+    out = memory if columns.start == 0 else torch.zeros(3, 136).bfloat16()[:, columns]
+    assert cuda_dispatch.run_fused_experts(replace(case, x=memory).inputs(), out) is None
+    assert (written[0].data_ptr() == out.data_ptr()) is in_place
+    assert (out == 7).all()
+
+
 # A grid of no blocks is an error of CUDA's, without a word of what is wrong.
 @pytest.mark.parametrize(
     ("experts", "top_k", "hidden", "width"), [(0, 2, 64, 32), (4, 0, 64, 32), (4, 2, 0, 32), (4, 2, 64, 0)]
