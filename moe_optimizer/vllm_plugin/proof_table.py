@@ -46,6 +46,8 @@ class Row:
         return self.pass_name, self.requested, self.applied, self.ran, self.why_not
 
 
+_NARROWEST = 10
+"""Chosen: columns of words stay readable down to here."""
 HEADINGS = ("pass", "requested", "applied", "ran", "why not")
 
 
@@ -237,7 +239,11 @@ def render_table(rows: Sequence[Row], *, width: int = 80) -> str:
     cells = [tuple(printable(cell) for cell in row.cells) for row in shown]
     limits = (18, 24, 16, 16)
     sizes = [min(limit, max(len(line[i]) for line in [HEADINGS, *cells])) for i, limit in enumerate(limits)]
-    sizes.append(max(16, width - sum(sizes) - 2 * len(sizes)))
+    least = 16 if any(cell[-1] for cell in cells) else len(HEADINGS[-1])
+    # A pass's name stays whole; the widest of the others gives way.
+    while sum(sizes) + 2 * len(sizes) + least > width and max(sizes[1:]) > _NARROWEST:
+        sizes[sizes.index(max(sizes[1:]), 1)] -= 1
+    sizes.append(max(least, width - sum(sizes) - 2 * len(sizes)))
     lines = []
     for line in [HEADINGS, tuple("-" * min(size, 24) for size in sizes), *cells]:
         lines.extend(_wrapped(line, sizes))

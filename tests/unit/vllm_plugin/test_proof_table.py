@@ -10,7 +10,7 @@ from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, Proof
-from moe_optimizer.vllm_plugin.proof_table import NO_WORKER, kernels_in_use, not_running, proof_rows, render_table
+from moe_optimizer.vllm_plugin.proof_table import NO_WORKER, Row, kernels_in_use, not_running, proof_rows, render_table
 from tests.builders import cpu_machine, request, tiny_moe
 
 PASS = "flash_dmoe"
@@ -159,6 +159,20 @@ def test_the_kernel_in_use_is_named_once(plan: Plan) -> None:
 def test_the_table_fits_the_terminal(plan: Plan, width: int) -> None:
     why = "a reason that is long enough to be wrapped over several lines of the last column \x1b[31m"
     text = render_table(proof_rows(plan, [worker(0, 1, ran=False, why_not=why)]), width=width)
-    assert max(map(len, text.splitlines())) <= max(width, 102)
+    assert max(map(len, text.splitlines())) <= max(width, 70)
     assert "\x1b" not in text
     assert "off: " in text
+
+
+@pytest.mark.parametrize("why", ["", "a reason of several words"])
+def test_the_longest_words_of_every_column_fit_eighty_columns(why: str) -> None:
+    row = Row(
+        pass_name="dual_batch_overlap",
+        requested="prefill + decode, SharedFolderConnector",
+        applied="by servers",
+        ran="yes, 128 tokens received",
+        why_not=why,
+    )
+    lines = render_table([row], width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "dual_batch_overlap" in lines[2]
