@@ -12,6 +12,7 @@ from moe_optimizer.inspection.vllm_flags import known_flags, unknown_flags
 SOURCE = """
 class FrontendArgs:
     chat_template: str | None = None
+    optimization_level: int = 2
 
 def add_cli_args(parser):
     group.add_argument("--max-num-seqs", type=int)
