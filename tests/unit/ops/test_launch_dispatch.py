@@ -9,7 +9,7 @@ import torch
 
 from moe_optimizer.ops import _load, cuda_dispatch
 from moe_optimizer.ops.cuda_dispatch import CounterBank, DirectVariant, GroupedVariant, choose_variant
-from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
+from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
 from moe_optimizer.ops.launch_geometry import GemmMode, MoeSizes
 from tests.kernel_emulator import make_case
 from tests.ops.moe_cases import make_case as ops_case
@@ -46,6 +46,17 @@ def test_other_activation_dtypes_are_refused_with_the_dtype():
     problem = make_case(1, 2, 4, 64, 32).problem
     refused = cuda_dispatch.why_not(replace(problem, x=problem.x.half()))
     assert refused == "CUDA kernels take bfloat16 activations, got torch.float16"
+
+
+def test_sizes_and_logits_beyond_the_kernels_are_refused_with_the_number_or_dtype():
+    problem = make_case(1, 2, 4, 64, 32).problem
+    many = replace(problem, w13=problem.w13[:1].expand(1025, -1, -1))
+    assert cuda_dispatch.why_not(many) == "at most 1024 experts and top-32, got 1025, top-2"
+    wide = replace(problem, topk_ids=torch.zeros(1, 33, dtype=torch.int32))
+    assert cuda_dispatch.why_not(wide) == "at most 1024 experts and top-32, got 4, top-33"
+    router = Router(logits=torch.zeros(1, 4).half(), top_k=2)
+    refused = cuda_dispatch.why_not(replace(problem, router=router))
+    assert refused == "CUDA kernels take float32 or bfloat16 logits, got torch.float16"
 
 
 def test_a_row_that_starts_off_16_bytes_is_refused_with_its_address_or_stride(monkeypatch):
