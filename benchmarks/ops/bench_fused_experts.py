@@ -23,7 +23,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -64,12 +64,32 @@ STOCK = "stock_bf16"
 SEED = 20261120
 
 
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return what parses a comma separated list of known names."""
+    names = tuple(known)
+
+    def parse(text: str) -> list[str]:
+        unknown = [name for name in text.split(",") if name not in names]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, expected of {', '.join(names)}")
+        return text.split(",")
+
+    return parse
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and with --write store the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="qwen3-30b-a3b", help=f"comma separated, of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--shapes", type=some_of(SHAPES), default="qwen3-30b-a3b", help=f"comma separated, of {', '.join(SHAPES)}"
+    )
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="comma separated")
-    parser.add_argument("--routings", default="uniform,zipf", help="comma separated, of uniform, zipf")
+    parser.add_argument(
+        "--routings",
+        type=some_of(("uniform", "zipf")),
+        default="uniform,zipf",
+        help="comma separated, of uniform, zipf",
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=4.0, help=f"of turns per case, at least {LEAST_TURNS} turns")
     parser.add_argument(
@@ -90,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = ceilings.summary()
     print(f"{isa}, {options.threads} threads, load {load_before[0]:.2f}, {_ceilings_line(summary)}")
     cases = []
-    for name in options.shapes.split(","):
+    for name in options.shapes:
         shape = SHAPES[name]
         weights = make_weights(shape, SEED)
         why_small_pages = "--small-pages"
@@ -101,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{name}: some of our weights are on small pages: {why_small_pages}")
         sides = make_sides(weights, isa)
         errors = check_sides(weights, sides, make_batch(shape, 5, "uniform", torch.Generator().manual_seed(SEED)))
-        for routing in options.routings.split(","):
+        for routing in options.routings:
             for tokens in map(int, options.tokens.split(",")):
                 case = measure(
                     shape,
