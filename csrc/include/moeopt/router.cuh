@@ -11,8 +11,9 @@
 
 namespace moeopt {
 
-// Order of the result is the order of the floats; 0 is below every float's key and means "taken".
+// Order of the result is the order of the floats, NaN above all; 0 is below every float's key and means "taken".
 MOEOPT_DEVICE uint32_t ordered_key(float value) {
+  if (value != value) return 0xffffffffu;
   const uint32_t bits = bits_from_float(value);
   return (bits & 0x80000000u) ? ~bits : (bits | 0x80000000u);
 }
