@@ -140,7 +140,7 @@ class Emulator:
     def routing(
         self, problem: CudaProblem, tile_tokens: int, *, paired: bool = False, seed: int = 1
     ) -> dict[str, Tensor]:
-        """The routing kernels alone: sorted_pair, pair_position, expert_offsets, and the tile table."""
+        """The routing kernels alone: sorted_token, pair_position, expert_offsets, and the tile table."""
         sizes = sizes_of(problem)
         geometry = grouped_geometry(sizes, GemmMode.BF16, num_multiprocessors=2, tile_tokens=tile_tokens, paired=paired)
         counters = torch.zeros(COUNTERS, dtype=torch.int32)
@@ -155,7 +155,7 @@ class Emulator:
         num_tiles = int(ints(6, 1))
         return {
             "expert_offsets": ints(2, sizes.num_experts + 1),
-            "sorted_pair": ints(3, sizes.num_pairs),
+            "sorted_token": ints(3, sizes.num_pairs),
             "pair_position": ints(4, sizes.num_pairs),
             "tiles": ints(5, 4 * num_tiles).view(num_tiles, 4)[:, :3],
         }

@@ -88,7 +88,7 @@ def compare(problem: CudaProblem, call: KernelCall, variant: str) -> bool:
     pairs, width, hidden = flat.numel(), p.w2.shape[2], p.w2.shape[1]
     right = True
     if variant != "direct":
-        right &= _same("sorted_pair", _part(call, _GROUPED_SORTED, order.numel(), torch.int32), order.int())
+        right &= _same("sorted_token", _part(call, _GROUPED_SORTED, order.numel(), torch.int32), order.int())
         want = torch.full_like(flat, -1, dtype=torch.int32)
         want[order] = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
         right &= _same("pair_position", _part(call, _GROUPED_POSITION, pairs, torch.int32), want)

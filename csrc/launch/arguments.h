@@ -83,7 +83,7 @@ constexpr int kGroupedLaunchValues = 9;
 
 // In the order of the list. Null where a mode does not use it.
 struct GroupedWorkspace {
-  int *block_counts, *pair_rank, *expert_offsets, *sorted_pair, *pair_position;
+  int *block_counts, *pair_rank, *expert_offsets, *sorted_token, *pair_position;
   TokenTile* tiles;
   int *num_tiles, *block_arrivals;
   uint16_t *h, *y;
@@ -110,7 +110,7 @@ inline GroupedWorkspace grouped_workspace(const int64_t* v, int64_t count) {
   w.block_counts = ints(0);
   w.pair_rank = ints(1);
   w.expert_offsets = ints(2);
-  w.sorted_pair = ints(3);
+  w.sorted_token = ints(3);
   w.pair_position = ints(4);
   w.tiles = static_cast<TokenTile*>(any(5));
   w.num_tiles = ints(6);
@@ -127,7 +127,7 @@ inline GroupedWorkspace grouped_workspace(const int64_t* v, int64_t count) {
 }
 
 inline RouteArgs route_arguments(const Problem& problem, const GroupedWorkspace& w, const GroupedLaunch& launch) {
-  return {problem.moe,  w.block_counts, w.pair_rank,      w.expert_offsets,  w.sorted_pair, w.pair_position, w.tiles,
+  return {problem.moe,  w.block_counts, w.pair_rank,      w.expert_offsets,  w.sorted_token, w.pair_position, w.tiles,
           w.num_tiles, w.block_arrivals, launch.tile_tokens, launch.route_blocks, launch.cluster_blocks};
 }
 
@@ -150,7 +150,7 @@ inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, 
   args.tokens = prepared ? w.tokens : moe.x;
   args.token_stride = prepared ? moe.hidden_size : moe.x_stride;
   args.token_scale = w.token_scale;
-  args.sorted_pair = w.sorted_pair;
+  args.sorted_token = w.sorted_token;
   args.tiles = w.tiles;
   args.num_tiles = w.num_tiles;
   args.out = w.h;
@@ -159,7 +159,6 @@ inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, 
   args.out_scale = w.h_scale;
   args.weight_scale = moe.w13_scale;
   args.bias = moe.w13_bias;
-  args.top_k = static_cast<int32_t>(moe.top_k);
   args.depth = static_cast<int32_t>(moe.hidden_size);
   args.rows = static_cast<int32_t>(moe.intermediate_size);
   args.weight_rows = 2 * args.rows;
@@ -178,7 +177,7 @@ inline GemmArgs down_arguments(const Problem& problem, const GroupedWorkspace& w
   if (launch.mode == GemmMode::kFp8) args.tokens = w.h_quantized;
   args.token_stride = moe.intermediate_size;
   args.token_scale = w.h_scale;
-  args.sorted_pair = nullptr;
+  args.sorted_token = nullptr;
   args.out = w.y;
   args.out_stride = moe.hidden_size;
   args.weight_scale = moe.w2_scale;

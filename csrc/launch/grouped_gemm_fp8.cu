@@ -10,7 +10,6 @@ void launch_gemm_fp8(const Problem& problem, const GroupedWorkspace& workspace, 
     case 32: return launch_gemms_of<kMode, 32>(problem, workspace, launch, up, stream);
     case 64: return launch_gemms_of<kMode, 64>(problem, workspace, launch, up, stream);
     case 96: return launch_gemms_of<kMode, 96>(problem, workspace, launch, up, stream);
-    case 128: return launch_gemms_of<kMode, 128>(problem, workspace, launch, up, stream);
     case 144: return launch_gemms_of<kMode, 144>(problem, workspace, launch, up, stream);
     default: fail_tile(launch);
   }

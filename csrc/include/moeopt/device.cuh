@@ -51,6 +51,17 @@ MOEOPT_DEVICE uint32_t smem_address(const void* pointer) {
 
 MOEOPT_DEVICE float float_from_bits(uint32_t bits) { return __uint_as_float(bits); }
 MOEOPT_DEVICE uint32_t bits_from_float(float value) { return __float_as_uint(value); }
+MOEOPT_DEVICE float magnitude(float x) { return fabsf(x); }
+// The larger magnitude; NaN if either is.
+MOEOPT_DEVICE float larger_magnitude(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return larger;
+}
+MOEOPT_DEVICE float smaller(float a, float b) { return fminf(a, b); }
+// Bytes 0, 2 of a, then of b; bytes 1, 3 of a, then of b.
+MOEOPT_DEVICE uint32_t even_bytes(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x6420); }
+MOEOPT_DEVICE uint32_t odd_bytes(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7531); }
 MOEOPT_DEVICE float exp_accurate(float x) { return expf(x); }
 // Of each 16-bit half.
 MOEOPT_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {

@@ -3,7 +3,7 @@
 //   tile = 256 weight rows x 16 .. 160 tokens of one expert; K in steps of 128 bytes of a weight row
 //
 //   producer warpgroup (threads 0-127)                     2 math warpgroups, 2 x 64 weight rows each
-//     w  4 boxes of 64 rows ──TMA, 128-byte swizzle──► A ┐
+//     w  2 boxes of 128 rows ─TMA, 128-byte swizzle──► A ┐
 //     tokens, gathered ──cp.async, swizzled by hand──► B ├─ ring ──full──►  wgmma m64 n{16..160}, FP32 accumulators
 //     (scales of FP8 weights and tokens ──cp.async──► S) ┘       ◄─empty──  SwiGLU or nothing, BF16 or (h, FP8) E4M3,
 //                                                                           through shared memory ──► h or y rows
@@ -15,16 +15,16 @@
 // tiles of one token tile; token tiles of one expert are neighbours, so its weights are in L2 for the second.
 //
 // In pairs (args.paired; clusters of two blocks): the blocks take two token tiles of one expert and the same weight
-// rows, and each asks for two of the four boxes, for both. A third less is read from L2, which is what bounds BF16.
+// rows, and each asks for one of the two boxes, for both. A third less is read from L2, which is what bounds BF16.
 //
-//   block 0  boxes 0, 1 ──TMA, multicast──┬──► A of block 0 ──► its tokens          empty[stage] of either block opens
-//   block 1  boxes 2, 3 ──TMA, multicast──┴──► A of block 1 ──► its tokens          after the math warps of both
+//   block 0  box 0 ──TMA, multicast──┬──► A of block 0 ──► its tokens               empty[stage] of either block opens
+//   block 1  box 1 ──TMA, multicast──┴──► A of block 1 ──► its tokens               after the math warps of both
 //
 // Modes: BF16 x BF16. FP8 weights x BF16 tokens: weights pass through registers, E4M3 to BF16 on the way, tokens
 // permuted by prepare_tokens.cuh. FP8 x FP8: scales of the weights, and of h, applied to FP32 partial sums per 128 of
 // K; x has one scale per token, applied to the sums (grouped_gemm_products.cuh).
 //
-// Barriers: full opens with 128 + 1 arrivals (every producer thread's copies once they have landed, and thread 0 with
+// Barriers: full opens with 128 + 1 arrivals (of every producer thread, once its copies have landed, and of thread 0 with
 // the TMA byte count); empty with 8 (one per math warp), in pairs 16. The producers wait for empty stages only. What
 // cp.async wrote is made visible to the tensor cores by the math warps' fence behind their wait. A pair's copies may
 // land before this block expects their bytes: the phase stays open, for want of the arrival that expects them.
@@ -39,23 +39,20 @@
 
 namespace moeopt {
 
-// The weights of one stage, by one thread.
+// The weights of one stage, by one thread; in a pair half of them, for both blocks.
 template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void copy_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1,
                                 const GemmRing& ring, int expert, int row_tile, int step) {
   using Shape = GemmShape<kMode, kTokens>;
   uint64_t* full = ring.full + ring.stage;
   mbarrier_arrive_expect_bytes(full, Shape::kWeightBytes);
-  MOEOPT_UNROLL
-  for (int box = 0; box < Shape::kBoxes; ++box) {
-    unsigned char* to = ring.data() + box * kBoxBytes;
-    const TensorMap* map = box % 2 ? map1 : map0;
-    const int row = first_row<kUp>(row_tile, box / 2, box % 2);
-    if (!args.paired) {
-      tensor_copy(to, map, step * Shape::kDepth, row, expert, full);
-    } else if (box / 2 == cluster_rank()) {
-      tensor_copy_to_both(to, map, step * Shape::kDepth, row, expert, full);
-    }
+  const int x = step * Shape::kDepth;
+  if (args.paired) {
+    const int box = cluster_rank();
+    tensor_copy_to_both(ring.data() + box * kBoxBytes, box ? map1 : map0, x, box_row<kUp>(row_tile, box), expert, full);
+  } else {
+    tensor_copy(ring.data(), map0, x, box_row<kUp>(row_tile, 0), expert, full);
+    tensor_copy(ring.data() + kBoxBytes, map1, x, box_row<kUp>(row_tile, 1), expert, full);
   }
 }
 
@@ -78,81 +75,165 @@ MOEOPT_DEVICE int copy_first_weights(const GemmArgs& args, const TensorMap* map,
   return ahead;
 }
 
-constexpr uint32_t kNoRow = 0xffffffffu;
-
+// What the first producer warp writes into the stages beside the weights: the scales of their blocks, and in wide FP8
+// tiles of kDown how the scale of each token changes from the 128 of K before. It is read from L2 a step ahead.
 template <GemmMode kMode, int kTokens, bool kUp>
-MOEOPT_DEVICE void produce_tiles(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring) {
+struct StageScales {
+  static constexpr bool kHasFactors = kMode != GemmMode::kBf16;
+  static constexpr bool kHasRatios = kMode == GemmMode::kFp8 && !kUp && kTokens > kExactColumns;
+  static constexpr int kPerLane = kHasRatios ? (kTokens + 31) / 32 : 1;
+
+  const float* factor_source = nullptr;
+  const float* token_scale;
+  int groups, columns;  // columns: 0 where nobody asks for ratios
+  float factor = 1.0f, now[kPerLane], before[kPerLane];
+
+  MOEOPT_DEVICE StageScales(const GemmArgs& args, const TokenTile& tile, int row_tile)
+      : groups(ceil_div(args.depth, 128)), columns(kHasRatios && (kHalfColumns<kTokens> > kExactColumns || tile.count > kHalfColumns<kTokens>) ? tile.count : 0) {
+    const int lane = thread_index();
+    if (kHasFactors && args.scale_kind == ScaleKind::kBlock128 && lane < kFactors) {
+      const int operand = lane / 4 % 2, first = first_row<kUp>(row_tile, lane / 8, operand);
+      const int inside = first + lane % 4 * 16 < args.rows ? first + lane % 4 * 16 : 0;
+      const int row = kUp ? w13_row(args.activation, args.rows, inside, operand) : inside;
+      factor_source = block_scales(args.weight_scale, tile.expert, args.weight_rows, args.depth, row);
+    }
+    token_scale = args.token_scale + static_cast<int64_t>(tile.begin) * groups;
+    load(0);
+    MOEOPT_UNROLL
+    for (int i = 0; i < kPerLane; ++i) before[i] = now[i];
+  }
+
+  MOEOPT_DEVICE void load(int step) {
+    if (factor_source != nullptr) factor = load_constant(factor_source + step);
+    MOEOPT_UNROLL
+    for (int i = 0; i < kPerLane; ++i) {
+      const int n = thread_index() + 32 * i;
+      now[i] = n < columns ? load_shared_across_blocks(token_scale + n * groups + step) : 1.0f;
+    }
+  }
+
+  MOEOPT_DEVICE void store(float* scales) {
+    if (factor_source != nullptr) scales[kFactorOffset + thread_index()] = factor;
+    MOEOPT_UNROLL
+    for (int i = 0; i < kPerLane; ++i) {
+      const int n = thread_index() + 32 * i;
+      if (n < columns) scales[kRatioOffset + token_scale_place(n)] = before[i] * reciprocal_fast(now[i]);
+      before[i] = now[i];
+    }
+  }
+};
+
+// The first producer warp: weights, and the scales beside them.
+template <GemmMode kMode, int kTokens, bool kUp>
+MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring) {
   using Shape = GemmShape<kMode, kTokens>;
-  constexpr bool kFp8 = kMode == GemmMode::kFp8;
-  constexpr int kElementBytes = kFp8 ? 1 : 2;
-  constexpr int kRowsPerThread = kTokens / 16;
-  const int thread = thread_index(), chunk = thread % 8;
   int ahead = kUp ? 0 : copy_first_weights<kMode, kTokens>(args, map0, ring);
   wait_for_previous_kernel();
   launch_dependents();  // after the wait: see copy_first_weights
+  const GemmTasks<kUp> tasks(args);
+  const int num_steps = ceil_div(args.depth, Shape::kDepth), lane = thread_index();
+  for (int task = tasks.first(); task < tasks.count; task += tasks.step()) {
+    const TokenTile tile = tasks.tile(task);
+    const int row_tile = tasks.row_tile(task);
+    StageScales<kMode, kTokens, kUp> scales(args, tile, row_tile);
+    for (int step = 0; step < num_steps; ++step) {
+      mbarrier_wait(ring.empty + ring.stage, ring.parity ^ 1u);
+      if (ahead > 0) {
+        --ahead;
+      } else if (lane == 0) {
+        copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, tile.expert, row_tile, step);
+      }
+      scales.store(reinterpret_cast<float*>(ring.data() + Shape::kScaleOffset));
+      mbarrier_arrive_at(ring.full + ring.stage, args.paired ? cluster_rank() : 0);
+      ring.advance();
+      if (step < num_steps - 1) scales.load(step + 1);
+    }
+  }
+}
+
+constexpr uint32_t kNoRow = 0xffffffffu;
+constexpr int kTokenThreads = kProducerThreads - 32;
+constexpr int kRowsAtOnce = kTokenThreads / 8;
+
+// A thread's 16 bytes of `rounds` rows in one stage. kSure: at least so many rounds.
+template <int kTokens, int kSure, int kTokenTiles, int kRounds>
+MOEOPT_DEVICE void copy_rows(int rounds, const uint32_t (&vectors)[kRounds], const unsigned char* from, int bytes_left,
+                             unsigned char* to, unsigned char* to_other) {
+  MOEOPT_UNROLL
+  for (int half = 0; half < kTokenTiles; ++half) {
+    // Past the end of K the weights arrive as zeros, so must the tokens: 0 * NaN is not 0.
+    const bool inside = bytes_left > half * 128;
+    const unsigned char* source = inside ? from + half * 128 : from;
+    MOEOPT_UNROLL
+    for (int j = 0; j < kRounds; ++j) {
+      if (j >= kSure && j >= rounds) break;
+      const int row = (thread_index() - 32) / 8 + j * kRowsAtOnce;
+      if ((j + 1) * kRowsAtOnce > kTokens && row >= kTokens) break;
+      async_copy16((j % 2 ? to_other : to) + (half * kTokens + j * kRowsAtOnce) * 128,
+                   source + static_cast<uint64_t>(vectors[j]) * 16, inside);
+    }
+  }
+}
+
+// The other producer warps: tokens, and their scales. 8 threads take a row of 128 bytes, all of them kRowsAtOnce rows.
+template <GemmMode kMode, int kTokens, bool kUp>
+MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring) {
+  using Shape = GemmShape<kMode, kTokens>;
+  constexpr bool kFp8 = kMode == GemmMode::kFp8;
+  constexpr int kElementBytes = kFp8 ? 1 : 2;
+  constexpr int kRounds = (kTokens + kRowsAtOnce - 1) / kRowsAtOnce;
+  const int thread = thread_index() - 32, chunk = thread % 8, first = thread / 8;
+  // Swizzled by hand: the chunk's place is chunk ^ (row % 8), and 12 rows on bit 2 of that is the other one.
+  static_assert(kRowsAtOnce % 8 == 4, "places of the rounds");
+  const int place = first * 128 + ((chunk ^ (first & 7)) << 4);
+  wait_for_previous_kernel();
+  launch_dependents();
   const GemmTasks<kUp> tasks(args);
   const int num_steps = ceil_div(args.depth, Shape::kDepth);
   const int scale_groups = kUp ? 1 : ceil_div(args.depth, 128);
   // A row of tokens starts at a multiple of 16 bytes: 32 bits reach 64 GiB.
   const auto row_vectors = static_cast<uint32_t>(args.token_stride * kElementBytes / 16);
-  const auto token_row = [&](int position) {
-    return args.sorted_pair != nullptr ? args.sorted_pair[position] / args.top_k : position;
-  };
+  const auto token_row = [&](int position) { return kUp ? args.sorted_token[position] : position; };
   for (int task = tasks.first(); task < tasks.count; task += tasks.step()) {
     const TokenTile tile = tasks.tile(task);
-    const int row_tile = tasks.row_tile(task);
-    uint32_t vectors[kRowsPerThread];  // where the rows of this thread start
+    // A column past the tile's count has the last token or old bytes: it only reaches sums that are never stored. Nearly
+    // full tiles copy all rows, since a condition per row costs as much as its copy.
+    const int rounds = tile.count > kTokens - 32 ? kRounds : ceil_div(tile.count, kRowsAtOnce);
+    uint32_t vectors[kRounds];  // where the rows of this thread start
     MOEOPT_UNROLL
-    for (int j = 0; j < kRowsPerThread; ++j) {
-      const int n = thread / 8 + 16 * j;
-      // A column past the tile's count keeps old bytes: it only reaches sums that are never stored.
-      vectors[j] = n < tile.count ? row_vectors * static_cast<uint32_t>(token_row(tile.begin + n)) : kNoRow;
+    for (int j = 0; j < kRounds; ++j) {  // without conditions: the loads wait for L2 together
+      const int n = first + j * kRowsAtOnce, last = tile.count - 1;
+      vectors[j] = tile.count > 0 ? static_cast<uint32_t>(token_row(tile.begin + (n < last ? n : last))) : 0;
     }
-    constexpr int kScalesPerThread = kFp8 ? (kTokens + kProducerThreads - 1) / kProducerThreads : 1;
-    const float* scale_sources[kScalesPerThread] = {};
+    MOEOPT_UNROLL
+    for (int j = 0; j < kRounds; ++j) vectors[j] *= row_vectors;
+    constexpr int kScalesPerThread = kFp8 ? (kTokens + kTokenThreads - 1) / kTokenThreads : 1;
+    uint32_t scale_rows[kScalesPerThread];
     MOEOPT_UNROLL
     for (int i = 0; i < kScalesPerThread; ++i) {
-      const int n = thread + i * kProducerThreads;
-      if (kFp8 && n < tile.count) {
-        scale_sources[i] = args.token_scale + static_cast<int64_t>(token_row(tile.begin + n)) * scale_groups;
-      }
+      const int n = thread + i * kTokenThreads;
+      scale_rows[i] = kFp8 && n < tile.count ? static_cast<uint32_t>(token_row(tile.begin + n)) : kNoRow;
     }
-    const float* factor_source = nullptr;
-    if (kMode != GemmMode::kBf16 && args.scale_kind == ScaleKind::kBlock128 && thread < kFactors) {
-      const int operand = thread / 4 % 2, first = first_row<kUp>(row_tile, thread / 8, operand);
-      const int inside = first + thread % 4 * 16 < args.rows ? first + thread % 4 * 16 : 0;
-      const int row = kUp ? w13_row(args.activation, args.rows, inside, operand) : inside;
-      factor_source = block_scales(args.weight_scale, tile.expert, args.weight_rows, args.depth, row);
-    }
+    const unsigned char* from = static_cast<const unsigned char*>(args.tokens) + chunk * 16;
+    int bytes_left = args.depth * kElementBytes - chunk * 16;  // of the row
     for (int step = 0; step < num_steps; ++step) {
       mbarrier_wait(ring.empty + ring.stage, ring.parity ^ 1u);
-      unsigned char* stage = ring.data();
-      if (ahead > 0) {
-        --ahead;
-      } else if (thread == 0) {
-        copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, tile.expert, row_tile, step);
+      unsigned char* to = ring.data() + Shape::kWeightBytes + place;
+      unsigned char* to_other = ring.data() + Shape::kWeightBytes + (place ^ 64);
+      if (rounds == kRounds) {
+        copy_rows<kTokens, kRounds, Shape::kTokenTiles>(kRounds, vectors, from, bytes_left, to, to_other);
+      } else {
+        copy_rows<kTokens, 0, Shape::kTokenTiles>(rounds, vectors, from, bytes_left, to, to_other);
       }
-      unsigned char* to = stage + Shape::kWeightBytes + thread / 8 * 128 + ((chunk ^ (thread / 8 & 7)) << 4);
-      MOEOPT_UNROLL
-      for (int half = 0; half < Shape::kTokenTiles; ++half) {
-        const int byte = step * Shape::kTokenTiles * 128 + half * 128 + chunk * 16;
-        // Past the end of K the weights arrive as zeros, so must the tokens: 0 * NaN is not 0.
-        const bool inside = byte < args.depth * kElementBytes;
-        const unsigned char* from = static_cast<const unsigned char*>(args.tokens) + (inside ? byte : 0);
-        MOEOPT_UNROLL
-        for (int j = 0; j < kRowsPerThread; ++j) {
-          if (vectors[j] == kNoRow) continue;
-          async_copy16(to + half * kTokens * 128 + j * 2048, from + static_cast<uint64_t>(vectors[j]) * 16, inside);
-        }
-      }
-      auto* scales = reinterpret_cast<float*>(stage + Shape::kScaleOffset);
+      from += 128 * Shape::kTokenTiles;
+      bytes_left -= 128 * Shape::kTokenTiles;
+      auto* scales = reinterpret_cast<float*>(ring.data() + Shape::kScaleOffset);
       MOEOPT_UNROLL
       for (int i = 0; i < kScalesPerThread; ++i) {
-        if (scale_sources[i] == nullptr || (kUp && step != num_steps - 1)) continue;
-        const int n = thread + i * kProducerThreads;
-        async_copy4(scales + token_scale_place(n), scale_sources[i] + (kUp ? 0 : step));
+        if (scale_rows[i] == kNoRow || (kUp && step != num_steps - 1)) continue;
+        const uint64_t source = static_cast<uint64_t>(scale_rows[i]) * scale_groups + (kUp ? 0 : step);
+        async_copy4(scales + token_scale_place(thread + i * kTokenThreads), args.token_scale + source);
       }
-      if (factor_source != nullptr) async_copy4(scales + kFactorOffset + thread, factor_source + step);
       async_copies_arrive(ring.full + ring.stage);
       ring.advance();
     }
@@ -166,88 +247,21 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
                                  const Staging& staging) {
   using Shape = GemmShape<kMode, kTokens>;
   const int warpgroup = staging.warpgroup, lane = thread_index() % 32, warp = thread_index() / 32 % 4;
-  const int num_steps = ceil_div(args.depth, Shape::kDepth);
   const int first0 = first_row<kUp>(row_tile, warpgroup, 0);
   const int first1 = first_row<kUp>(row_tile, warpgroup, 1);
-  const auto release = [&](int stage) {
-    // In a pair either block's producers write into both.
-    if (lane < (args.paired ? 2 : 1)) mbarrier_arrive_at(ring.empty + stage, lane);
-  };
-  const bool has_factors = kMode != GemmMode::kBf16 && args.scale_kind == ScaleKind::kBlock128;
+  TileStages<kMode, kTokens, kUp> stages(args, ring, warpgroup);
   float sum0[kColumns / 2] = {}, sum1[kColumns / 2] = {};
-  float factor0 = 1.0f, factor1 = 1.0f;
-  const auto open_stage = [&] {
-    mbarrier_wait(ring.full + ring.stage, ring.parity);
-    fence_async_proxy();
-    if (has_factors) {
-      const auto* factors = reinterpret_cast<const float*>(ring.data() + Shape::kScaleOffset) + kFactorOffset;
-      factor0 = factors[8 * warpgroup + warp];
-      factor1 = factors[8 * warpgroup + 4 + warp];
-    }
-  };
-  // FP8 opens the next stage while the tensor cores are busy with this one: nothing else is in flight meanwhile.
-  constexpr bool kOpensAhead = kMode == GemmMode::kFp8;
-  if (kOpensAhead) open_stage();
-  int previous = -1;
-  for (int step = 0; step < num_steps; ++step) {
-    if (!kOpensAhead) open_stage();
-    const unsigned char* stage = ring.data();
-    if constexpr (kMode == GemmMode::kBf16) {
-      multiply_bf16<kColumns>(stage, warpgroup, step == 0, sum0, sum1);
-      wgmma_wait<1>();
-      if (previous >= 0) release(previous);
-    } else if constexpr (kMode == GemmMode::kFp8Weights) {
-      float part0[kColumns / 2], part1[kColumns / 2];
-      multiply_fp8_weights<kColumns>(stage, warpgroup, kTokens * 128, part0, part1);
-      add_scaled<false, 0>(sum0, part0, factor0, nullptr);
-      add_scaled<false, 0>(sum1, part1, factor1, nullptr);
-      sync_warp();
-      release(ring.stage);
-    } else {
-      // The tokens of kUp have one scale each: it is left for the last step, which brings it.
-      const auto* token_scale = reinterpret_cast<const float*>(stage + Shape::kScaleOffset);
-      const int opened = ring.stage;
-      const float factor = factor1;  // of this stage
-      const auto open_next = [&] {
-        ring.advance();
-        if (step < num_steps - 1) open_stage();
-      };
-      if constexpr (kColumns <= 64) {  // the second operand is multiplied while the first is added
-        float part0[kColumns / 2], part1[kColumns / 2];
-        multiply_fp8<kColumns>(stage, 2 * warpgroup, part0);
-        multiply_fp8<kColumns>(stage, 2 * warpgroup + 1, part1);
-        wgmma_wait<1>();
-        add_scaled<!kUp, 0>(sum0, part0, factor0, token_scale);
-        open_next();
-        wgmma_wait<0>();
-        add_scaled<!kUp, 0>(sum1, part1, factor, token_scale);
-      } else {
-        multiply_add_fp8<kColumns, !kUp>(stage, 2 * warpgroup, sum0, factor0, token_scale, [] {});
-        multiply_add_fp8<kColumns, !kUp>(stage, 2 * warpgroup + 1, sum1, factor, token_scale, open_next);
-      }
-      sync_warp();  // all lanes have read the scales
-      if (!kUp || step < num_steps - 1) release(opened);
-      previous = opened;
-    }
-    if (!kOpensAhead) {
-      previous = ring.stage;
-      ring.advance();
-    }
-  }
   if constexpr (kMode == GemmMode::kBf16) {
-    wgmma_wait<0>();
-    release(previous);
+    multiply_stages_bf16<kColumns>(stages, sum0, sum1);
+  } else if constexpr (kMode == GemmMode::kFp8Weights) {
+    multiply_stages_fp8_weights<kColumns>(stages, sum0, sum1);
+  } else if constexpr (kColumns <= kExactColumns) {
+    multiply_stages_fp8_narrow<kColumns, !kUp>(stages, sum0, sum1);
+  } else {
+    multiply_stages_fp8_wide<kColumns, !kUp>(stages, sum0, sum1);
   }
   touch_all(sum0);
   touch_all(sum1);
-  if constexpr (kMode == GemmMode::kFp8 && kUp) {
-    const auto* token_scale =
-        reinterpret_cast<const float*>(ring.stages + previous * Shape::kStageBytes + Shape::kScaleOffset);
-    scale_columns(sum0, token_scale);
-    scale_columns(sum1, token_scale);
-    sync_warp();
-    release(previous);
-  }
   const int thread_row = warp * 16 + lane / 4;
   // Rows of the weight matrix behind operand 0 and 1 of this thread; -1 past the end.
   int rows0[2], rows1[2];
@@ -258,33 +272,25 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
     rows1[half] = i1 >= args.rows ? -1 : kUp ? w13_row(args.activation, args.rows, i1, 1) : i1;
   }
   const RowTerms terms0 = row_terms(args, tile.expert, rows0), terms1 = row_terms(args, tile.expert, rows1);
-  const auto value0 = [&](int r) { return sum0[r] * terms0.scale[r % 4 / 2] + terms0.bias[r % 4 / 2]; };
-  const auto value1 = [&](int r) { return sum1[r] * terms1.scale[r % 4 / 2] + terms1.bias[r % 4 / 2]; };
-  // Decided once, not per value: the tensor cores idle through all of this.
-  const bool plain = args.bias == nullptr && args.scale_kind != ScaleKind::kChannel;
+  if (args.bias != nullptr || args.scale_kind == ScaleKind::kChannel) {
+    add_row_terms(sum0, terms0);
+    add_row_terms(sum1, terms1);
+  }
   constexpr int kStaged = Shape::kStagedTokens;
   if constexpr (kUp) {
-    const auto store = [&](const auto& value) {
-      store_tile<kColumns, kStaged, kMode == GemmMode::kFp8>(args, tile, first0, args.permute_out, staging, value);
-    };
-    if (args.activation != Activation::kSilu) {
-      store([&](int r) { return swiglu(Activation::kSwigluOai, value0(r), value1(r)); });
-    } else if (plain) {
-      store([&](int r) { return swiglu(Activation::kSilu, sum0[r], sum1[r]); });
+    if (args.activation == Activation::kSilu) {  // once, not per value
+      swiglu_sums(Activation::kSilu, sum0, sum1);
     } else {
-      store([&](int r) { return swiglu(Activation::kSilu, value0(r), value1(r)); });
+      swiglu_sums(Activation::kSwigluOai, sum0, sum1);
+    }
+    if constexpr (kMode == GemmMode::kFp8) {
+      store_quantized<kColumns, kStaged>(args, tile, first0, sum0, staging);
+    } else {
+      store_tile<kColumns, kStaged>(args, tile, first0, args.permute_out, staging, sum0);
     }
   } else {
-    const auto store = [&](int first, const auto& value) {
-      store_tile<kColumns, kStaged, false>(args, tile, first, false, staging, value);
-    };
-    if (plain) {
-      store(first0, [&](int r) { return sum0[r]; });
-      store(first1, [&](int r) { return sum1[r]; });
-    } else {
-      store(first0, value0);
-      store(first1, value1);
-    }
+    store_tile<kColumns, kStaged>(args, tile, first0, false, staging, sum0);
+    store_tile<kColumns, kStaged>(args, tile, first1, false, staging, sum1);
   }
 }
 
@@ -306,8 +312,11 @@ template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, const Staging& staging) {
   wait_for_previous_kernel();
   const GemmTasks<kUp> tasks(args);
+  TokenTile next = tasks.tile_if_any(tasks.first());
   for (int task = tasks.first(); task < tasks.count; task += tasks.step()) {
-    multiply_narrowest<kMode, kTokens, kTokens, kUp>(args, tasks.tile(task), tasks.row_tile(task), ring, staging);
+    const TokenTile tile = next;
+    next = tasks.tile_if_any(task + tasks.step());  // early: nobody waits for it
+    multiply_narrowest<kMode, kTokens, kTokens, kUp>(args, tile, tasks.row_tile(task), ring, staging);
   }
 }
 
@@ -336,7 +345,11 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
   const GemmRing ring(shared, barriers, args.num_stages, Shape::kStageBytes);
   if (thread_index() < kProducerThreads) {
     give_registers_back<kProducerRegisters>();
-    produce_tiles<kMode, kTokens, kUp>(args, &map0, &map1, ring);
+    if (thread_index() < 32) {
+      produce_weights<kMode, kTokens, kUp>(args, &map0, &map1, ring);
+    } else {
+      produce_tokens<kMode, kTokens, kUp>(args, ring);
+    }
   } else {
     take_registers<kMathRegisters>();
     const Staging staging = {after_ring, uniform(thread_index() / 128) - 1, Shape::kStagingBytes, Shape::kStagedTokens};

@@ -1,7 +1,8 @@
-// From accumulators to rows of h or y (grouped_gemm.cuh): scale, bias, BF16, through shared memory to 16-byte stores.
+// From accumulators to rows of h or y (grouped_gemm.cuh), through shared memory to 16-byte stores.
 //
-//   accumulators ──stmatrix, transposed──► staging: 64 tokens x 64 rows at a time ──► out
-//   FP8 x FP8, up:  largest of the 64 rows ──► of the 128 of both warpgroups ──► E4M3 and a scale per 128 rows
+//   BF16            accumulators ──stmatrix, transposed──► staging: 64 tokens x 64 rows at a time ──► out
+//   FP8 x FP8, up   largest of a token's 128 rows: over lanes, then warps of both warpgroups ──► scale
+//                   accumulators / scale ──E4M3, rows g and g + 8 as one 16-bit unit, stmatrix──► staging ──► out
 #pragma once
 
 #include "moeopt/device.cuh"
@@ -11,18 +12,28 @@
 
 namespace moeopt {
 
-// The staging buffers of both math warpgroups. Rows of 64 BF16, one per token, their 16-byte chunks exchanged by the
-// row's number so that neither the transposed stores nor the loads meet a bank twice.
+// The staging buffers of both math warpgroups. Chunks of 16 bytes are exchanged by the token's number, so that neither
+// the transposed stores nor the loads meet a bank twice.
 struct Staging {
   unsigned char* both;
   int warpgroup, buffer_bytes, tokens;
 
+  MOEOPT_DEVICE unsigned char* buffer(int of_warpgroup) const { return both + of_warpgroup * buffer_bytes; }
+  // Rows of 64 BF16, one per token.
   MOEOPT_DEVICE uint16_t* chunk(int n, int c) const {
-    return reinterpret_cast<uint16_t*>(both + warpgroup * buffer_bytes) + n * 64 + ((c ^ n) & 7) * 8;
+    return reinterpret_cast<uint16_t*>(buffer(warpgroup)) + n * 64 + ((c ^ n) & 7) * 8;
   }
-  // Largest magnitude of token n among the rows of a warpgroup, as the bits of a float.
-  MOEOPT_DEVICE uint32_t& largest(int of_warpgroup, int n) const {
-    return reinterpret_cast<uint32_t*>(both + of_warpgroup * buffer_bytes + tokens * 128)[n];
+  // Rows of 64 E4M3: twice as many tokens.
+  MOEOPT_DEVICE unsigned char* quantized_chunk(int n, int c) const {
+    return buffer(warpgroup) + n * 64 + ((c ^ (n >> 1)) & 3) * 16;
+  }
+  // Largest magnitude of token n among the 16 rows of a warp, in the place of the rows.
+  MOEOPT_DEVICE float* largest(int of_warpgroup, int warp, int n) const {
+    return reinterpret_cast<float*>(buffer(of_warpgroup)) + n * 4 + warp;
+  }
+  // 1 / scale of token n, behind the rows.
+  MOEOPT_DEVICE float* inverse_scale(int n) const {
+    return reinterpret_cast<float*>(buffer(warpgroup) + tokens * 128) + n;
   }
 };
 
@@ -33,62 +44,115 @@ MOEOPT_DEVICE Vec4 load_permuted(const Staging& staging, int n, int chunk) {
   return chunk % 2 ? Vec4{low.y, low.w, high.y, high.w} : Vec4{low.x, low.z, high.x, high.z};
 }
 
-// Sets the rows of a warpgroup's staged tokens, E4M3, and their scales. A token's 64 rows lie with 8 neighbouring lanes.
-MOEOPT_DEVICE void write_quantized(const GemmArgs& args, const TokenTile& tile, int first, int part, int staged,
-                                   const Staging& staging) {
-  const int chunk = thread_index() % 8, groups = ceil_div(args.rows, 128);
-  for (int n = thread_index() % 128 / 8; n < staged; n += 16) {
-    const Vec4 v = *reinterpret_cast<const Vec4*>(staging.chunk(n, chunk));
-    const uint32_t top = warp_eighth_max(larger_of_pair(larger_magnitudes(v, 0)));
-    if (chunk == 0) staging.largest(staging.warpgroup, n) = top;
-  }
-  sync_named(3, 256);  // both warpgroups: together they have the 128 rows of a scale
-  for (int n = thread_index() % 128 / 8; n < staged && part + n < tile.count; n += 16) {
-    if (first + chunk * 8 >= args.rows) break;
-    const uint32_t top0 = staging.largest(0, n), top1 = staging.largest(1, n);
-    const float scale = quantization_scale(float_from_bits(top0 > top1 ? top0 : top1));
-    const int64_t row = tile.begin + part + n;
-    const Quantized8 q = quantize8(*reinterpret_cast<const Vec4*>(staging.chunk(n, chunk)), scale);
-    auto* to = reinterpret_cast<uint32_t*>(args.out_quantized + row * args.rows + first + chunk * 8);
-    to[0] = q.low;
-    to[1] = q.high;
-    if (chunk == 0 && first % 128 == 0) args.out_scale[row * groups + first / 128] = scale;
-  }
-}
-
-// Writes the rows of the tile's tokens. `value(r)` is the result in accumulator register r.
-template <int kColumns, int kStagedTokens, bool kQuantize, typename Value>
+// Writes BF16 rows of the tile's tokens.
+template <int kColumns, int kStagedTokens>
 MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int first, bool permute,
-                              const Staging& staging, const Value& value) {
+                              const Staging& staging, const float (&values)[kColumns / 2]) {
   const int lane = thread_index() % 32, warp = thread_index() / 32 % 4;
   MOEOPT_UNROLL
   for (int part = 0; part < kColumns; part += kStagedTokens) {
-    // The buffer's last readers are done; `largest` is read by both warpgroups.
-    if constexpr (kQuantize) {
-      sync_named(3, 256);
-    } else {
-      sync_named(1 + staging.warpgroup, 128);
-    }
+    sync_named(1 + staging.warpgroup, 128);  // the buffer's last readers are done
     MOEOPT_UNROLL
     for (int n = 0; n < kStagedTokens; n += 16) {
       if (part + n >= kColumns) continue;
-      const int r = (part + n) / 2;
+      const float* v = values + (part + n) / 2;
       store_transposed(staging.chunk(n + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2),
-                       pack_bf16x2(value(r), value(r + 1)), pack_bf16x2(value(r + 2), value(r + 3)),
-                       pack_bf16x2(value(r + 4), value(r + 5)), pack_bf16x2(value(r + 6), value(r + 7)));
+                       pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]), pack_bf16x2(v[4], v[5]),
+                       pack_bf16x2(v[6], v[7]));
     }
     sync_named(1 + staging.warpgroup, 128);
     const int staged = kColumns - part < kStagedTokens ? kColumns - part : kStagedTokens;
-    if constexpr (kQuantize) {
-      write_quantized(args, tile, first, part, staged, staging);
-    } else {
-      const int chunk = thread_index() % 8;
-      for (int n = thread_index() % 128 / 8; n < staged && part + n < tile.count; n += 16) {
-        if (first + chunk * 8 >= args.rows) break;
-        const Vec4 v = permute ? load_permuted(staging, n, chunk)
-                               : *reinterpret_cast<const Vec4*>(staging.chunk(n, chunk));
-        *reinterpret_cast<Vec4*>(args.out + (tile.begin + part + n) * args.out_stride + first + chunk * 8) = v;
+    const int chunk = thread_index() % 8;
+    for (int n = thread_index() % 128 / 8; n < staged && part + n < tile.count; n += 16) {
+      if (first + chunk * 8 >= args.rows) break;
+      const Vec4 v = permute ? load_permuted(staging, n, chunk)
+                             : *reinterpret_cast<const Vec4*>(staging.chunk(n, chunk));
+      *reinterpret_cast<Vec4*>(args.out + (tile.begin + part + n) * args.out_stride + first + chunk * 8) = v;
+    }
+  }
+}
+
+// One round of find_largest: lanes that differ in `mask` keep a half each of their kCount columns.
+template <int kCount, int kTops>
+MOEOPT_DEVICE void keep_half(float (&top)[kTops], int mask, int& first) {
+  const bool upper = thread_index() & mask;
+  MOEOPT_UNROLL
+  for (int i = 0; i < kCount / 2; ++i) {
+    const float low = top[i], high = top[i + kCount / 2];
+    top[i] = larger_magnitude(upper ? high : low, shuffle_xor(upper ? low : high, mask));
+  }
+  first += upper ? kCount / 2 : 0;
+}
+
+// Sets the largest magnitude of each column in the warp's 16 rows. The 8 lanes of one t have the same columns; at the
+// end each lane has an eighth of them.
+template <int kColumns>
+MOEOPT_DEVICE void find_largest(const float (&values)[kColumns / 2], const Staging& staging) {
+  constexpr int kMine = kColumns / 4, kPadded = (kMine + 7) / 8 * 8;
+  const int lane = thread_index() % 32, warp = thread_index() / 32 % 4;
+  float top[kPadded] = {};
+  MOEOPT_UNROLL
+  for (int i = 0; i < kMine; ++i) {
+    const int r = i / 2 * 4 + i % 2;  // row g; row g + 8 is two registers on
+    top[i] = larger_magnitude(values[r], values[r + 2]);
+  }
+  int first = 0;
+  keep_half<kPadded>(top, 16, first);
+  keep_half<kPadded / 2>(top, 8, first);
+  keep_half<kPadded / 4>(top, 4, first);
+  MOEOPT_UNROLL
+  for (int i = 0; i < kPadded / 8; ++i) {
+    const int at = first + i;
+    if (at < kMine) *staging.largest(staging.warpgroup, warp, at / 2 * 8 + lane % 4 * 2 + at % 2) = top[i];
+  }
+}
+
+// Writes E4M3 rows of the tile's tokens, and a scale for the 128 rows of both warpgroups.
+template <int kColumns, int kStagedTokens>
+MOEOPT_DEVICE void store_quantized(const GemmArgs& args, const TokenTile& tile, int first,
+                                   const float (&values)[kColumns / 2], const Staging& staging) {
+  constexpr int kAtOnce = 2 * kStagedTokens;
+  const int lane = thread_index() % 32, warp = thread_index() / 32 % 4, thread = thread_index() % 128;
+  sync_named(1 + staging.warpgroup, 128);  // the buffer's last readers are done
+  find_largest<kColumns>(values, staging);
+  sync_named(3, 256);
+  for (int n = thread; n < kColumns; n += 128) {
+    float top = 0.0f;
+    MOEOPT_UNROLL
+    for (int i = 0; i < 8; ++i) top = larger_magnitude(top, *staging.largest(i / 4, i % 4, n));
+    const float scale = quantization_scale(top);
+    *staging.inverse_scale(n) = reciprocal_fast(scale);
+    if (staging.warpgroup == 0 && n < tile.count) {
+      args.out_scale[static_cast<int64_t>(tile.begin + n) * ceil_div(args.rows, 128) + first / 128] = scale;
+    }
+  }
+  sync_named(3, 256);  // `largest` lies where the rows go
+  MOEOPT_UNROLL
+  for (int part = 0; part < kColumns; part += kAtOnce) {
+    if (part > 0) sync_named(1 + staging.warpgroup, 128);
+    MOEOPT_UNROLL
+    for (int n = part; n < part + kAtOnce && n < kColumns; n += 32) {
+      uint32_t units[4] = {};
+      MOEOPT_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        if (n + 8 * j >= kColumns) continue;
+        const int r = (n + 8 * j) / 2;
+        const float* inverse = staging.inverse_scale(n + 8 * j + lane % 4 * 2);
+        const float inverse0 = inverse[0], inverse1 = inverse[1];
+        units[j] = pack_e4m3x2(values[r] * inverse0, values[r + 2] * inverse0) |
+                   pack_e4m3x2(values[r + 1] * inverse1, values[r + 3] * inverse1) << 16;
       }
+      store_transposed(staging.quantized_chunk(n - part + lane, warp), units[0], units[1], units[2], units[3]);
+    }
+    sync_named(1 + staging.warpgroup, 128);
+    const int chunk = thread % 4;
+    const int staged = kColumns - part < kAtOnce ? kColumns - part : kAtOnce;
+    for (int n = thread / 4; n < staged && part + n < tile.count; n += 32) {
+      if (first + chunk * 16 >= args.rows) break;
+      const Vec4 v = *reinterpret_cast<const Vec4*>(staging.quantized_chunk(n, chunk));
+      *reinterpret_cast<Vec4*>(args.out_quantized + static_cast<int64_t>(tile.begin + part + n) * args.rows + first +
+                               chunk * 16) = {even_bytes(v.x, v.y), even_bytes(v.z, v.w), odd_bytes(v.x, v.y),
+                                              odd_bytes(v.z, v.w)};
     }
   }
 }
@@ -108,6 +172,12 @@ MOEOPT_DEVICE RowTerms row_terms(const GemmArgs& args, int expert, const int (&r
     if (args.bias != nullptr) terms.bias[half] = channel_scale(args.bias, expert, args.weight_rows, rows[half]);
   }
   return terms;
+}
+
+template <int kSums>
+MOEOPT_DEVICE void add_row_terms(float (&sum)[kSums], const RowTerms& terms) {
+  MOEOPT_UNROLL
+  for (int r = 0; r < kSums; ++r) sum[r] = sum[r] * terms.scale[r % 4 / 2] + terms.bias[r % 4 / 2];
 }
 
 }  // namespace moeopt

@@ -1,17 +1,67 @@
-// What the math warpgroups do with one stage of the grouped GEMM (grouped_gemm.cuh): products, and FP8's scales.
+// What the math warpgroups do with the stages of one tile of the grouped GEMM (grouped_gemm.cuh): products and scales.
 //
-//   BF16           sums += w x
-//   FP8 weights    part = bf16(w) x;  sums += factor part
-//   FP8 x FP8, up  part = w x;        sums += factor part, at the end sums *= scale of the token
-//              down part = w h;       sums += factor scale part: the scale of h's token and 128 of K
+//   BF16            sums += w x
+//   FP8 weights     part = bf16(w) x;  sums += f part                                    f: of 128 x 128 weights, or 1
+//   FP8 x FP8, up to 64 columns
+//              up   part = w x;        sums += f part, at the end sums *= s              s: of the token
+//              down part = w h;        sums += f s part                                  s: of the token and 128 of K
+//   FP8 x FP8, wider: the tensor cores add, and what they have is brought to the scales of the next 128 of K
+//              up   sums = sums f' / f + w x, at the end sums *= f s                     f': of the 128 before
+//              down sums = sums (f' s') / (f s) + w h, at the end sums *= f s
 //
-// factor: of 128 x 128 weights, or 1.
+// The tensor cores keep about 14 bits of an FP8 sum, FP32 sums 24; against the 4 bits of the operands that does not show
+// (docs/kernels.md has the measured errors). Partial sums beside the sums would not leave the registers to multiply one
+// operand while the other is scaled, which is worth a quarter of the time where arithmetic counts: not in narrow tiles.
 #pragma once
 
 #include "moeopt/device.cuh"
 #include "moeopt/grouped_gemm_shape.cuh"
 
 namespace moeopt {
+
+// A tile's stages of the ring, for one math warpgroup.
+template <GemmMode kMode, int kTokens, bool kUp>
+struct TileStages {
+  using Shape = GemmShape<kMode, kTokens>;
+  static constexpr int kTokensInStage = kTokens;
+  static constexpr float kLeastFactor = 0x1p-60f;
+
+  GemmRing& ring;
+  int num_steps, warpgroup;
+  bool paired, has_factors;
+  float factor0 = 1.0f, factor1 = 1.0f;  // of the open stage's weights: this warp's rows of operand 0, 1
+
+  MOEOPT_DEVICE TileStages(const GemmArgs& args, GemmRing& ring_, int warpgroup_)
+      : ring(ring_), num_steps(ceil_div(args.depth, Shape::kDepth)), warpgroup(warpgroup_), paired(args.paired),
+        has_factors(kMode != GemmMode::kBf16 && args.scale_kind == ScaleKind::kBlock128) {}
+
+  // Waits until the ring's stage is full.
+  MOEOPT_DEVICE void open() {
+    mbarrier_wait(ring.full + ring.stage, ring.parity);
+    fence_async_proxy();
+    if (has_factors) {
+      const float* factors = scales() + kFactorOffset + 8 * warpgroup + thread_index() / 32 % 4;
+      factor0 = factors[0];
+      factor1 = factors[4];
+    }
+  }
+  // The rows of operand 0 and 1, and the tokens.
+  MOEOPT_DEVICE const unsigned char* rows(int a) const { return ring.data() + operand_offset<kUp>(warpgroup, a); }
+  MOEOPT_DEVICE const unsigned char* tokens() const { return ring.data() + Shape::kWeightBytes; }
+  MOEOPT_DEVICE const float* scales() const {
+    return reinterpret_cast<const float*>(ring.data() + Shape::kScaleOffset);
+  }
+  // A block of weights that are all zeros may have a scale of zero: no ratio to it.
+  MOEOPT_DEVICE void keep_ratio_finite() {
+    factor0 = magnitude(factor0) < kLeastFactor ? kLeastFactor : factor0;
+    factor1 = magnitude(factor1) < kLeastFactor ? kLeastFactor : factor1;
+  }
+  // Lets the producers fill a stage: all lanes are done with it. In a pair either block's producers write into both.
+  MOEOPT_DEVICE void release(int stage) const {
+    const int lane = thread_index() % 32;
+    if (lane < (paired ? 2 : 1)) mbarrier_arrive_at(ring.empty + stage, lane);
+  }
+};
 
 // Where the scale of column n lies: the four that a thread has in 16 columns, 2t, 2t + 1, 2t + 8, 2t + 9, side by side.
 MOEOPT_DEVICE int token_scale_place(int n) { return (n & ~15) | ((n & 6) << 1) | ((n & 8) >> 2) | (n & 1); }
@@ -24,11 +74,9 @@ MOEOPT_DEVICE void touch_all(float (&values)[kRegisters]) {
 
 // One stage of BF16: 4 steps of K = 16, both operands from shared memory, one group in flight behind.
 template <int kColumns>
-MOEOPT_DEVICE void multiply_bf16(const unsigned char* stage, int warpgroup, bool first, float (&sum0)[kColumns / 2],
-                                 float (&sum1)[kColumns / 2]) {
-  const uint64_t a0 = swizzled_descriptor(stage + (2 * warpgroup) * kBoxBytes);
-  const uint64_t a1 = swizzled_descriptor(stage + (2 * warpgroup + 1) * kBoxBytes);
-  const uint64_t b = swizzled_descriptor(stage + 4 * kBoxBytes);
+MOEOPT_DEVICE void multiply_bf16(const unsigned char* rows0, const unsigned char* rows1, const unsigned char* tokens,
+                                 bool first, float (&sum0)[kColumns / 2], float (&sum1)[kColumns / 2]) {
+  const uint64_t a0 = swizzled_descriptor(rows0), a1 = swizzled_descriptor(rows1), b = swizzled_descriptor(tokens);
   wgmma_fence();
   MOEOPT_UNROLL
   for (int k = 0; k < 4; ++k) {
@@ -40,9 +88,9 @@ MOEOPT_DEVICE void multiply_bf16(const unsigned char* stage, int warpgroup, bool
 }
 
 // E4M3 weights of rows g and g + 8 of this warp, K = 16 k + 4 t ..., as BF16 operand registers.
-MOEOPT_DEVICE void load_fp8_rows(const unsigned char* box, int k, uint32_t (&registers)[4]) {
+MOEOPT_DEVICE void load_fp8_rows(const unsigned char* rows, int k, uint32_t (&registers)[4]) {
   const int lane = thread_index() % 32, row = thread_index() / 32 % 4 * 16 + lane / 4;
-  const unsigned char* source = box + row * 128 + ((k ^ (row & 7)) << 4) + lane % 4 * 4;
+  const unsigned char* source = rows + row * 128 + ((k ^ (row & 7)) << 4) + lane % 4 * 4;
   const uint32_t low = *reinterpret_cast<const uint32_t*>(source);
   const uint32_t high = *reinterpret_cast<const uint32_t*>(source + 8 * 128);  // row + 8: the same swizzle
   registers[0] = bf16x2_from_e4m3x2(low);
@@ -54,14 +102,15 @@ MOEOPT_DEVICE void load_fp8_rows(const unsigned char* box, int k, uint32_t (&reg
 // One stage of FP8 weights and BF16 tokens, of which `second_half` is the offset of K = 64 and on. Two register sets:
 // one is converted while the other is multiplied.
 template <int kColumns>
-MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* stage, int warpgroup, int second_half,
+MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* rows0, const unsigned char* rows1,
+                                        const unsigned char* token_rows, int second_half,
                                         float (&part0)[kColumns / 2], float (&part1)[kColumns / 2]) {
-  const uint64_t b = swizzled_descriptor(stage + 4 * kBoxBytes);
+  const uint64_t b = swizzled_descriptor(token_rows);
   uint32_t a0[2][4], a1[2][4];
   MOEOPT_UNROLL
   for (int k = 0; k < 8; ++k) {
-    load_fp8_rows(stage + (2 * warpgroup) * kBoxBytes, k, a0[k % 2]);
-    load_fp8_rows(stage + (2 * warpgroup + 1) * kBoxBytes, k, a1[k % 2]);
+    load_fp8_rows(rows0, k, a0[k % 2]);
+    load_fp8_rows(rows1, k, a1[k % 2]);
     const uint64_t tokens = advance_descriptor(b, k / 4 * second_half + k % 4 * 32);
     wgmma_fence();
     wgmma_bf16(part0, a0[k % 2], tokens, k > 0);
@@ -72,15 +121,16 @@ MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* stage, int warpgrou
   wgmma_wait<0>();
 }
 
-// One stage of FP8 x FP8, one operand, columns from kFirst on: 4 steps of K = 32. Not waited for.
-template <int kColumns, int kFirst = 0>
-MOEOPT_DEVICE void multiply_fp8(const unsigned char* stage, int box, float (&part)[kColumns / 2]) {
-  static_assert(kFirst % 8 == 0, "the swizzle's period");
-  const uint64_t a = swizzled_descriptor(stage + box * kBoxBytes);
-  const uint64_t b = swizzled_descriptor(stage + 4 * kBoxBytes + kFirst * 128);
+// One stage of FP8 x FP8, one operand: 4 steps of K = 32, added to `sum` or in its place. Not waited for.
+template <int kColumns>
+MOEOPT_DEVICE void multiply_fp8(const unsigned char* rows, const unsigned char* tokens, bool add,
+                                float (&sum)[kColumns / 2]) {
+  const uint64_t a = swizzled_descriptor(rows), b = swizzled_descriptor(tokens);
   wgmma_fence();
   MOEOPT_UNROLL
-  for (int k = 0; k < 4; ++k) wgmma_e4m3(part, advance_descriptor(a, 32 * k), advance_descriptor(b, 32 * k), k > 0);
+  for (int k = 0; k < 4; ++k) {
+    wgmma_e4m3(sum, advance_descriptor(a, 32 * k), advance_descriptor(b, 32 * k), add || k > 0);
+  }
   wgmma_commit();
 }
 
@@ -93,26 +143,15 @@ MOEOPT_DEVICE void load_token_scales(float (&scales)[4], const float* token_scal
   scales[3] = float_from_bits(v.w);
 }
 
-// sum += factor * part, in the columns from kFirst on, of which `part` has as many as it has room for. `factor`: of the
-// warp's 16 rows. kTokenScale: times that of each column, too.
-template <bool kTokenScale, int kFirst, int kSums, int kParts>
-MOEOPT_DEVICE void add_scaled(float (&sum)[kSums], float (&part)[kParts], float factor, const float* token_scale) {
+// sum += factor * part; kTokenScale: times the scale of each column, too. `factor`: of the warp's 16 rows.
+template <bool kTokenScale, int kSums>
+MOEOPT_DEVICE void add_scaled(float (&sum)[kSums], float (&part)[kSums], float factor, const float* token_scale) {
   touch_all(part);
   float of_tokens[4];
   MOEOPT_UNROLL
-  for (int j = 0; j < kParts / 4; ++j) {
-    constexpr int kEight = kFirst / 8;
-    float first = factor, second = factor;
-    if constexpr (kTokenScale) {
-      if (j == 0 || (kEight + j) % 2 == 0) load_token_scales(of_tokens, token_scale, (kEight + j) / 2);
-      first *= of_tokens[(kEight + j) % 2 * 2];
-      second *= of_tokens[(kEight + j) % 2 * 2 + 1];
-    }
-    const int to = kFirst / 2 + 4 * j;
-    sum[to] += first * part[4 * j];
-    sum[to + 1] += second * part[4 * j + 1];
-    sum[to + 2] += first * part[4 * j + 2];
-    sum[to + 3] += second * part[4 * j + 3];
+  for (int r = 0; r < kSums; ++r) {
+    if (kTokenScale && r % 8 == 0) load_token_scales(of_tokens, token_scale, r / 8);
+    sum[r] += (kTokenScale ? factor * of_tokens[r % 8 / 4 * 2 + r % 2] : factor) * part[r];
   }
 }
 
@@ -127,22 +166,130 @@ MOEOPT_DEVICE void scale_columns(float (&sum)[kSums], const float* token_scale) 
   }
 }
 
-// One stage of FP8 x FP8, one operand, added: in two halves where partial sums of all columns do not fit. `meanwhile`
-// is called while the last are made.
-template <int kColumns, bool kTokenScale, typename Meanwhile>
-MOEOPT_DEVICE void multiply_add_fp8(const unsigned char* stage, int box, float (&sum)[kColumns / 2], float factor,
-                                    const float* token_scale, const Meanwhile& meanwhile) {
-  constexpr int kPart = kColumns > 128 ? kColumns / 2 : kColumns, kLast = kColumns - kPart;
-  float part[kPart / 2];
-  if constexpr (kLast > 0) {
-    multiply_fp8<kPart>(stage, box, part);
-    wgmma_wait<0>();
-    add_scaled<kTokenScale, 0>(sum, part, factor, token_scale);
+// All stages of a tile, BF16: a stage is released when the next one's products are on their way.
+template <int kColumns, typename Stages>
+MOEOPT_DEVICE void multiply_stages_bf16(Stages& stages, float (&sum0)[kColumns / 2], float (&sum1)[kColumns / 2]) {
+  int before = -1;
+  for (int step = 0; step < stages.num_steps; ++step) {
+    stages.open();
+    multiply_bf16<kColumns>(stages.rows(0), stages.rows(1), stages.tokens(), step == 0, sum0, sum1);
+    wgmma_wait<1>();
+    if (before >= 0) stages.release(before);
+    before = stages.ring.stage;
+    stages.ring.advance();
   }
-  multiply_fp8<kPart, kLast>(stage, box, part);
-  meanwhile();
   wgmma_wait<0>();
-  add_scaled<kTokenScale, kLast>(sum, part, factor, token_scale);
+  stages.release(before);
+}
+
+template <int kColumns, typename Stages>
+MOEOPT_DEVICE void multiply_stages_fp8_weights(Stages& stages, float (&sum0)[kColumns / 2],
+                                               float (&sum1)[kColumns / 2]) {
+  for (int step = 0; step < stages.num_steps; ++step) {
+    stages.open();
+    float part0[kColumns / 2], part1[kColumns / 2];
+    multiply_fp8_weights<kColumns>(stages.rows(0), stages.rows(1), stages.tokens(), Stages::kTokensInStage * 128, part0,
+                                   part1);
+    add_scaled<false>(sum0, part0, stages.factor0, nullptr);
+    add_scaled<false>(sum1, part1, stages.factor1, nullptr);
+    sync_warp();
+    stages.release(stages.ring.stage);
+    stages.ring.advance();
+  }
+}
+
+// All stages, FP8 x FP8, FP32 sums. The second operand is multiplied while the first is added, and the next stage is
+// opened meanwhile. kTokenScale: the tokens have a scale per 128 of K; else one, which comes with the last stage.
+template <int kColumns, bool kTokenScale, typename Stages>
+MOEOPT_DEVICE void multiply_stages_fp8_narrow(Stages& stages, float (&sum0)[kColumns / 2],
+                                              float (&sum1)[kColumns / 2]) {
+  stages.open();
+  for (int step = 0; step < stages.num_steps; ++step) {
+    const bool last = step == stages.num_steps - 1;
+    const int stage = stages.ring.stage;
+    const float* token_scale = stages.scales();
+    const float factor0 = stages.factor0, factor1 = stages.factor1;
+    float part0[kColumns / 2], part1[kColumns / 2];
+    multiply_fp8<kColumns>(stages.rows(0), stages.tokens(), false, part0);
+    multiply_fp8<kColumns>(stages.rows(1), stages.tokens(), false, part1);
+    wgmma_wait<1>();
+    add_scaled<kTokenScale>(sum0, part0, factor0, token_scale);
+    stages.ring.advance();
+    if (!last) stages.open();
+    wgmma_wait<0>();
+    add_scaled<kTokenScale>(sum1, part1, factor1, token_scale);
+    if (!kTokenScale && last) {
+      scale_columns(sum0, token_scale);
+      scale_columns(sum1, token_scale);
+    }
+    sync_warp();  // all lanes have read the scales
+    stages.release(stage);
+  }
+}
+
+// The scales of this thread's columns, times `factor`.
+template <int kFactors>
+MOEOPT_DEVICE void column_factors(float (&factors)[kFactors], float factor, const float* token_scale) {
+  MOEOPT_UNROLL
+  for (int q = 0; q < kFactors / 4; ++q) {
+    float of_tokens[4];
+    load_token_scales(of_tokens, token_scale, q);
+    MOEOPT_UNROLL
+    for (int i = 0; i < 4; ++i) factors[4 * q + i] = factor * of_tokens[i];
+  }
+}
+
+// All stages, FP8 x FP8, added by the tensor cores: one operand is rescaled while the other is multiplied. Nothing is in
+// flight from one round to the next: else the compiler gives up all of this overlap.
+template <int kColumns, bool kTokenScale, typename Stages>
+MOEOPT_DEVICE void multiply_stages_fp8_wide(Stages& stages, float (&sum0)[kColumns / 2], float (&sum1)[kColumns / 2]) {
+  // Of this step's scales to the next one's: of the weights, of this thread's columns.
+  float ratio0 = 1.0f, ratio1 = 1.0f, ratios[kTokenScale ? kColumns / 4 : 1];
+  MOEOPT_UNROLL
+  for (float& ratio : ratios) ratio = 1.0f;
+  const auto rescale = [&](auto& sum, float ratio) {
+    touch_all(sum);
+    MOEOPT_UNROLL
+    for (int r = 0; r < kColumns / 2; ++r) sum[r] *= kTokenScale ? ratios[r / 8 * 4 + r % 8 / 4 * 2 + r % 2] : ratio;
+    touch_all(sum);
+  };
+  stages.open();
+  stages.keep_ratio_finite();
+  int before = -1;
+  for (int left = stages.num_steps - 1; left >= 0; --left) {
+    wgmma_wait<0>();
+    rescale(sum1, ratio1);
+    sync_warp();  // all lanes have read the scales
+    if (before >= 0) stages.release(before);
+    before = stages.ring.stage;
+    multiply_fp8<kColumns>(stages.rows(0), stages.tokens(), true, sum0);
+    multiply_fp8<kColumns>(stages.rows(1), stages.tokens(), true, sum1);
+    if (left > 0) {
+      const float factor0 = stages.factor0, factor1 = stages.factor1;
+      stages.ring.advance();
+      stages.open();
+      stages.keep_ratio_finite();
+      ratio0 = factor0 * reciprocal_fast(stages.factor0);
+      ratio1 = factor1 * reciprocal_fast(stages.factor1);
+      // kTokenScale: the rows of both operands lie in one block of 128, so their ratios are equal.
+      if constexpr (kTokenScale) column_factors(ratios, ratio0, stages.scales() + kRatioOffset);
+    } else {
+      ratio0 = stages.factor0;
+      ratio1 = stages.factor1;
+      if constexpr (kTokenScale) column_factors(ratios, ratio0, stages.scales());
+    }
+    wgmma_wait<1>();
+    rescale(sum0, ratio0);
+  }
+  wgmma_wait<0>();
+  rescale(sum1, ratio1);
+  if constexpr (!kTokenScale) {
+    scale_columns(sum0, stages.scales());
+    scale_columns(sum1, stages.scales());
+  }
+  sync_warp();
+  stages.release(stages.ring.stage);
+  stages.ring.advance();
 }
 
 }  // namespace moeopt

@@ -13,39 +13,43 @@ enum class GemmMode { kBf16, kFp8Weights, kFp8 };
 
 constexpr int kGemmThreads = 384;
 constexpr int kProducerThreads = 128;
-constexpr int kBoxRows = 64;
+constexpr int kBoxRows = 128;
 constexpr int kBoxBytes = kBoxRows * 128;
+constexpr int kOperandBytes = 64 * 128;  // rows of one instruction
+constexpr int kExactColumns = 64;  // FP8 x FP8: up to so many columns partial sums are added in FP32
 template <GemmMode kMode, int kTokens>
 struct GemmShape {
-  static constexpr int kBoxes = 4;
+  static constexpr int kBoxes = 2;
   static constexpr int kWeightBytes = kBoxes * kBoxBytes;
   static constexpr int kDepth = kMode == GemmMode::kBf16 ? 64 : 128;  // K per stage: 128 bytes of weights
   static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2 : 1;  // of 128 bytes per token
   static constexpr int kTokenBytes = kTokenTiles * kTokens * 128;
-  // kFactorOffset floats for the tokens (kFp8), then kFactors for the weights; the next stage's alignment kept.
-  static constexpr int kScaleBytes = kMode == GemmMode::kBf16 ? 0 : 1024;
+  // kFp8: scales of the tokens; both: of the weights; wide kFp8: ratios for the tokens. The next stage's alignment kept.
+  static constexpr int kScaleBytes =
+      kMode == GemmMode::kBf16 ? 0 : kMode == GemmMode::kFp8 && kTokens > kExactColumns ? 2048 : 1024;
   static constexpr int kScaleOffset = kWeightBytes + kTokenBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes + kScaleBytes;
   static constexpr int kStagedTokens = kTokens < 64 ? kTokens : 64;  // at a time, on their way out
-  // Per math warpgroup: 64 BF16 per token; FP8 tokens also the largest of them.
-  static constexpr int kStagingBytes = kStagedTokens * (128 + (kMode == GemmMode::kFp8 ? 4 : 0));
+  // Per math warpgroup: 64 BF16 per token; in FP8 also 1 / scale of all tokens.
+  static constexpr int kStagingBytes = kStagedTokens * 128 + (kMode == GemmMode::kFp8 ? kTokens * 4 : 0);
 };
 
 // Scales of the weights in a stage: [math warpgroup][operand][warp]. I and H are multiples of 16, so the 16 rows of a
 // warp lie in one block of 128; the 64 of an operand may not.
 constexpr int kFactors = 16;
 constexpr int kFactorOffset = 160;  // floats, behind the tokens' scales
+constexpr int kRatioOffset = 192;
 
 // 168 per thread at launch (65536 / 384, rounded down to 8); moved from the producers to the math warpgroups:
-// 128 x 56 + 256 x 224 = 64512 = 384 x 168.
-constexpr int kProducerRegisters = 56;
-constexpr int kMathRegisters = 224;
+// 128 x 72 + 256 x 216 = 64512 = 384 x 168.
+constexpr int kProducerRegisters = 72;
+constexpr int kMathRegisters = 216;
 
 struct GemmArgs {
   const void* tokens;  // BF16, permuted BF16 or E4M3 rows
   int64_t token_stride;  // elements
   const float* token_scale;  // kFp8; kUp: [rows], kDown: [rows][ceil(K / 128)]
-  const int* sorted_pair;    // gather: row = sorted_pair[position] / top_k; null: row = position
+  const int* sorted_token;   // kUp: row of the token at a position; kDown: row = position
   const TokenTile* tiles;
   const int* num_tiles;
   uint16_t* out;  // BF16 rows by position
@@ -54,7 +58,6 @@ struct GemmArgs {
   float* out_scale;        // [rows by position][ceil(I / 128)]
   const float* weight_scale;
   const float* bias;
-  int32_t top_k;
   int32_t depth;        // K
   int32_t rows;         // kUp: I; kDown: H
   int32_t weight_rows;  // kUp: 2 I; kDown: H
@@ -106,6 +109,18 @@ MOEOPT_DEVICE int first_row(int row_tile, int warpgroup, int a) {
   return (2 * row_tile + warpgroup) * kRowsPerWarpgroup<kUp> + (kUp ? 0 : a * 64);
 }
 
+// First row of a box of a stage. kUp: gate rows of both math warpgroups, then up rows; else the rows of one, then of the
+// other.
+template <bool kUp>
+MOEOPT_DEVICE int box_row(int row_tile, int box) {
+  return kUp ? row_tile * kBoxRows : (2 * row_tile + box) * kBoxRows;
+}
+// Where a math warpgroup's operand `a` lies in a stage.
+template <bool kUp>
+MOEOPT_DEVICE int operand_offset(int warpgroup, int a) {
+  return (kUp ? 2 * a + warpgroup : 2 * warpgroup + a) * kOperandBytes;
+}
+
 // From L2: the routing may belong to a launch that overlaps this one.
 MOEOPT_DEVICE TokenTile load_tile(const TokenTile* tile) {
   const Vec4 v = load_shared_across_blocks16(tile);
@@ -129,6 +144,7 @@ struct GemmTasks {
     const int at = task / row_tiles<kUp>(args);
     return load_tile(args.tiles + (args.paired ? 2 * at + cluster_rank() : at));
   }
+  MOEOPT_DEVICE TokenTile tile_if_any(int task) const { return task < count ? tile(task) : TokenTile{}; }
 };
 
 }  // namespace moeopt

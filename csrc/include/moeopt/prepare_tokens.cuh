@@ -20,9 +20,9 @@ constexpr float kLargestE4M3 = 448.0f;
 // Where the element at K = k % 16 goes: pairs (4t, 4t+1) to 2t, pairs (4t+2, 4t+3) to 2t + 8.
 MOEOPT_DEVICE int permuted_position(int k) { return (k & ~15) | ((k & 12) >> 1) | ((k & 2) << 2) | (k & 1); }
 
-// The scale of values of which the largest magnitude is `top`. Zeros, and what is so small that 1 / scale would be
-// infinite, get 1 and become zeros. NaN and infinity stay visible through the scale.
-MOEOPT_DEVICE float quantization_scale(float top) { return top < 1e-30f ? 1.0f : top * (1.0f / kLargestE4M3); }
+// The scale of values of which the largest magnitude is `top`. Zeros, and what is so small that ratios of two scales
+// could be infinite, get 1 and become zeros. NaN and infinity stay visible through the scale.
+MOEOPT_DEVICE float quantization_scale(float top) { return top < 0x1p-60f ? 1.0f : top * (1.0f / kLargestE4M3); }
 
 MOEOPT_DEVICE float float_of_bf16(uint32_t pair, int index) {
   return float_from_bits(index ? pair & 0xffff0000u : pair << 16);
@@ -39,16 +39,6 @@ MOEOPT_DEVICE uint32_t larger_magnitudes(const Vec4& v, uint32_t magnitudes) {
 MOEOPT_DEVICE uint32_t larger_of_pair(uint32_t magnitudes) {
   const uint32_t low = magnitudes << 16, high = magnitudes & 0xffff0000u;
   return low > high ? low : high;
-}
-
-// The largest bits of 8 neighbouring lanes.
-MOEOPT_DEVICE uint32_t warp_eighth_max(uint32_t bits) {
-  MOEOPT_UNROLL
-  for (int mask = 4; mask > 0; mask >>= 1) {
-    const uint32_t other = bits_from_float(shuffle_xor(float_from_bits(bits), mask));
-    bits = other > bits ? other : bits;
-  }
-  return bits;
 }
 
 struct Quantized8 {

@@ -5,7 +5,7 @@
 //                 last block to arrive ──► prefix over blocks, offsets per expert, tile table
 //                 further blocks of the launch: the tokens as FP8 weights want them (prepare_tokens.cuh)
 //   second launch (or the only block itself): position = offset[e] + prefix[block][e] + rank
-//                 ──► sorted_pair[position] = pair, pair_position[pair] = position
+//                 ──► sorted_token[position] = pair / k, pair_position[pair] = position
 //
 // Stable and without floating point: the same ids give the same order on every run.
 #pragma once
@@ -22,6 +22,7 @@ namespace moeopt {
 constexpr int kRouteThreads = kPrepareThreads;
 constexpr int kRoutePairs = 1024;  // per block
 constexpr int kRouteWarps = kRouteThreads / 32;
+constexpr int kEvenFromTokens = 128;  // tiles at least so wide share evenly
 constexpr int kRouteRounds = kRoutePairs / kRouteThreads;  // pairs per thread
 
 // Tokens of one expert that one tile of a grouped GEMM takes: positions [begin, begin + count); none in a pair of tiles
@@ -35,7 +36,7 @@ struct RouteArgs {
   int* block_counts;    // [blocks][E]; becomes the prefix over blocks
   int* pair_rank;       // [T k] rank within block and expert
   int* expert_offsets;  // [E + 1]
-  int* sorted_pair;     // [T k]
+  int* sorted_token;     // [T k]
   int* pair_position;   // [T k], -1: skipped
   TokenTile* tiles;     // [T k / tile_tokens + E] at most
   int* num_tiles;       // [1]
@@ -129,6 +130,14 @@ MOEOPT_DEVICE int tiles_of(const RouteArgs& args, int count) {
   return ceil_div(count, args.tile_tokens * args.tiles_together) * args.tiles_together;
 }
 
+// Narrow tiles are filled, the last one takes the rest. Wide ones share an expert's tokens evenly, in steps of the
+// columns they can leave out: two of 80 take less than one of 144 and one of 16.
+MOEOPT_DEVICE int tokens_per_tile(const RouteArgs& args, int count, int tiles) {
+  if (tiles == 0 || (args.tiles_together == 1 && args.tile_tokens < kEvenFromTokens)) return args.tile_tokens;
+  const int share = ceil_div(count, tiles);
+  return args.tiles_together == 1 ? ceil_div(share, 16) * 16 : share;
+}
+
 // Offsets per expert and the tile table, by one block. `totals` [E]: pairs per expert; becomes the offsets.
 MOEOPT_DEVICE void write_tiles(const RouteArgs& args, int* totals, int* warp_sums) {
   const int num_experts = static_cast<int>(args.moe.num_local_experts);
@@ -146,18 +155,10 @@ MOEOPT_DEVICE void write_tiles(const RouteArgs& args, int* totals, int* warp_sum
     const int count = totals[e];
     totals[e] = position;
     args.expert_offsets[e] = position;
-    if (args.tiles_together == 1) {
-      for (int first = 0; first < count; first += args.tile_tokens) {
-        const int left = count - first;
-        args.tiles[tile++] = {e, position + first, left < args.tile_tokens ? left : args.tile_tokens, 0};
-      }
-    } else {
-      const int of_expert = tiles_of(args, count);
-      for (int i = 0, first = 0; i < of_expert; ++i) {
-        const int share = count / of_expert + (i < count % of_expert);
-        args.tiles[tile++] = {e, position + first, share, 0};
-        first += share;
-      }
+    const int of_expert = tiles_of(args, count), share = tokens_per_tile(args, count, of_expert);
+    for (int i = 0; i < of_expert; ++i) {
+      const int first = i * share, left = count - first;
+      args.tiles[tile++] = {e, position + first, left < 0 ? 0 : left < share ? left : share, 0};
     }
     position += count;
   }
@@ -169,7 +170,7 @@ MOEOPT_DEVICE void write_tiles(const RouteArgs& args, int* totals, int* warp_sum
 }
 
 MOEOPT_DEVICE void place_pair(const RouteArgs& args, int pair, int position) {
-  if (position >= 0) args.sorted_pair[position] = pair;
+  if (position >= 0) args.sorted_token[position] = pair / static_cast<int>(args.moe.top_k);
   args.pair_position[pair] = position;
 }
 

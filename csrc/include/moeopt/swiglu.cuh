@@ -18,6 +18,34 @@ MOEOPT_DEVICE float swiglu(Activation activation, float gate, float up) {
   return gate * sigmoid(gate) * up;
 }
 
+// gate = swiglu(gate, up), of two with one reciprocal: a wide epilogue waits for the special function unit. A sigmoid
+// under 2^-60 becomes 2^-60, which keeps the product of both finite.
+MOEOPT_DEVICE void swiglu2(Activation activation, float& gate0, float& gate1, float up0, float up1) {
+  float scaled0 = gate0, scaled1 = gate1;
+  if (activation == Activation::kSwigluOai) {  // as in swiglu
+    gate0 = gate0 > 7.0f ? 7.0f : gate0;
+    gate1 = gate1 > 7.0f ? 7.0f : gate1;
+    up0 = (up0 > 7.0f ? 7.0f : (up0 < -7.0f ? -7.0f : up0)) + 1.0f;
+    up1 = (up1 > 7.0f ? 7.0f : (up1 < -7.0f ? -7.0f : up1)) + 1.0f;
+    scaled0 = 1.702f * gate0;
+    scaled1 = 1.702f * gate1;
+  }
+  const float denominator0 = 1.0f + exp_fast(smaller(-scaled0, 41.588831f));
+  const float denominator1 = 1.0f + exp_fast(smaller(-scaled1, 41.588831f));
+  const float reciprocal = reciprocal_fast(denominator0 * denominator1);
+  gate0 *= reciprocal * denominator1 * up0;
+  gate1 *= reciprocal * denominator0 * up1;
+}
+
+// sum0 = swiglu(sum0, sum1). Pairs are two rows of one token: its result does not depend on others.
+template <int kSums>
+MOEOPT_DEVICE void swiglu_sums(Activation activation, float (&sum0)[kSums], const float (&sum1)[kSums]) {
+  MOEOPT_UNROLL
+  for (int r = 0; r < kSums; ++r) {
+    if (r % 4 < 2) swiglu2(activation, sum0[r], sum0[r + 2], sum1[r], sum1[r + 2]);
+  }
+}
+
 MOEOPT_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Row of w13 that holds gate i (which = 0) or up i (which = 1).

@@ -59,9 +59,6 @@ MOEOPT_DEVICE uint64_t advance_descriptor(uint64_t descriptor, int bytes) {
 #define MOEOPT_OUT_64 MOEOPT_OUT_56, MOEOPT_OUT8(56)
 #define MOEOPT_OUT_72 MOEOPT_OUT_64, MOEOPT_OUT8(64)
 #define MOEOPT_OUT_80 MOEOPT_OUT_72, MOEOPT_OUT8(72)
-// 72 columns.
-#define MOEOPT_NAMES_36 MOEOPT_NAMES_32 ", %32, %33, %34, %35"
-#define MOEOPT_OUT_36 MOEOPT_OUT_32, MOEOPT_OUT4(32)
 
 // One instruction: `registers` accumulators are operands 0 and on, then come the inputs (the variable arguments), which
 // `rest` names in the text, then `accumulate`, whose number is `last`.
@@ -104,11 +101,11 @@ MOEOPT_WGMMA_E4M3(16, 8, 8, 9, 10)
 MOEOPT_WGMMA_E4M3(32, 16, 16, 17, 18)
 MOEOPT_WGMMA_E4M3(48, 24, 24, 25, 26)
 MOEOPT_WGMMA_E4M3(64, 32, 32, 33, 34)
-MOEOPT_WGMMA_E4M3(72, 36, 36, 37, 38)
 MOEOPT_WGMMA_E4M3(80, 40, 40, 41, 42)
 MOEOPT_WGMMA_E4M3(96, 48, 48, 49, 50)
 MOEOPT_WGMMA_E4M3(112, 56, 56, 57, 58)
 MOEOPT_WGMMA_E4M3(128, 64, 64, 65, 66)
+MOEOPT_WGMMA_E4M3(144, 72, 72, 73, 74)
 
 #undef MOEOPT_WGMMA
 }  // namespace moeopt

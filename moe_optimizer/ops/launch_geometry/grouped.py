@@ -15,14 +15,16 @@ KERNEL = "grouped_gemm"
 THREADS = 384
 PRODUCER_THREADS = 128
 MATH_WARPS = (THREADS - PRODUCER_THREADS) // 32
-PRODUCER_REGISTERS = 56
-MATH_REGISTERS = 224
-BOX_ROWS = 64
-BOXES = 4
+PRODUCER_REGISTERS = 72
+MATH_REGISTERS = 216
+BOX_ROWS = 128
+BOXES = 2
 PREPARE_WARPS = 8
 ALIGNMENT_SLACK = 1024
+EXACT_COLUMNS = 64
+"""FP8: up to so many columns partial sums are added in FP32, in wider tiles by the tensor cores."""
 STAGED_TOKENS = 64
-"""Tokens that pass through a math warpgroup's output buffer at a time."""
+"""Tokens that pass through a math warpgroup's output buffer at a time, in BF16."""
 SWIZZLE_BYTES = 128
 """Bytes of a weight row per stage: one swizzled row of the tensor copy."""
 
@@ -42,7 +44,7 @@ RELEASE_LAG = {GemmMode.BF16: 1, GemmMode.FP8_WEIGHTS: 0, GemmMode.FP8: 1}
 TILE_TOKENS = {
     GemmMode.BF16: (16, 32, 64, 96, 128, 160),
     GemmMode.FP8_WEIGHTS: (16, 32, 64),
-    GemmMode.FP8: (32, 64, 96, 128, 144),
+    GemmMode.FP8: (32, 64, 96, 144),
 }
 """Token tiles that are compiled: up to where sums and partial sums fit the registers."""
 PAIRED_TILES = {GemmMode.BF16: (160,), GemmMode.FP8_WEIGHTS: (), GemmMode.FP8: (144,)}
@@ -118,12 +120,12 @@ def grouped_geometry(
 
     box = BOX_ROWS * SWIZZLE_BYTES
     token_bytes = tile_tokens * SWIZZLE_BYTES * (2 if mode == GemmMode.FP8_WEIGHTS else 1)
-    # 1024 for at most 176 floats: keeps every stage, and so every swizzled tile, on a 1024-byte boundary.
-    scale_bytes = 0 if mode == GemmMode.BF16 else 1024
+    # At most 176 floats, in wide FP8 tiles 144 more; in KiB, so that every swizzled tile starts on one.
+    scale_bytes = 0 if mode == GemmMode.BF16 else 2048 if mode == GemmMode.FP8 and tile_tokens > EXACT_COLUMNS else 1024
     stage = BOXES * box + token_bytes + scale_bytes
     expect(stage % 1024 == 0, KERNEL, "bytes per stage", stage, "a multiple of 1024, the swizzle's period")
-    # BF16 of 64 rows per token, and in FP8 the largest of them.
-    staging = 2 * min(tile_tokens, STAGED_TOKENS) * (SWIZZLE_BYTES + (4 if mode == GemmMode.FP8 else 0))
+    # BF16 of 64 rows per token of a part of the tile; in FP8 also 1 / scale of every token.
+    staging = 2 * (min(tile_tokens, STAGED_TOKENS) * SWIZZLE_BYTES + (4 * tile_tokens if mode == GemmMode.FP8 else 0))
     fixed = {"output staging of 2 warpgroups": staging, "alignment": ALIGNMENT_SLACK}
     if num_stages is None:
         num_stages = min(8, (limits.shared_bytes_per_block - sum(fixed.values())) // (stage + 16))
@@ -190,8 +192,8 @@ def _accumulators(mode: GemmMode, tile_tokens: int) -> int:
         return sums
     if mode == GemmMode.FP8_WEIGHTS:
         return 2 * sums + 16
-    # Partial sums of both operands at once; above 64 tokens one after the other; above 128 half an operand at a time.
-    return sums + (tile_tokens if tile_tokens <= 64 else tile_tokens // 2 if tile_tokens <= 128 else tile_tokens // 4)
+    # Up to 64 tokens partial sums of both operands; above a ratio of scales for each fourth token.
+    return sums + (tile_tokens if tile_tokens <= EXACT_COLUMNS else tile_tokens // 4)
 
 
 def _check_registers(limits: ChipLimits) -> None:

@@ -46,7 +46,7 @@ def grouped_layout(
             "block_counts": routing.blocks * sizes.num_experts * 4,
             "pair_rank": pairs * 4,
             "expert_offsets": (sizes.num_experts + 1) * 4,
-            "sorted_pair": pairs * 4,
+            "sorted_token": pairs * 4,
             "pair_position": pairs * 4,
             "tiles": geometry.max_tiles * 16,
             "num_tiles": 4,

@@ -118,6 +118,29 @@ def test_grouped_fp8_tokens_stay_within_their_rounding(emulator: Emulator, fp8, 
     assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
 
 
+@pytest.mark.parametrize("count", [1, 48, 49, 64, 65, 80, 81, 96, 97, 144])
+@pytest.mark.parametrize("tile", [96, 144])
+def test_grouped_fp8_tiles_of_any_fill_stay_within_their_rounding(emulator: Emulator, tile, count):
+    # Each of the widths that a tile can be multiplied in; three groups of 128 along K, both ways.
+    case = make_case(count, 1, 1, 272, 272, fp8="block")
+    want = case.reference().float()
+    out = emulator.grouped(case.problem, GemmMode.FP8, tile_tokens=tile, blocks=1).float()
+    assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
+
+
+@pytest.mark.parametrize("count", [40, 90])
+def test_a_block_of_weights_with_a_scale_of_zero_adds_nothing(emulator: Emulator, count):
+    # Narrow tiles add in FP32, wide ones go from one scale to the next by their ratio.
+    case = make_case(count, 1, 1, 272, 272, fp8="block")
+    for scale in (case.problem.w13_scale, case.problem.w2_scale):
+        assert scale is not None
+        scale[0, 1, 1] = 0
+        scale[0, 2, 0] = 0
+    want = case.reference().float()
+    out = emulator.grouped(case.problem, GemmMode.FP8, tile_tokens=96, blocks=1).float()
+    assert (out - want).norm() <= FP8_TOKENS_BOUND * want.norm()
+
+
 @pytest.mark.parametrize(
     ("mode", "tile"), [(mode, tile) for mode, tiles in PAIRED_TILES.items() for tile in tiles], ids=str
 )

@@ -108,9 +108,9 @@ def test_a_pair_splits_the_boxes_and_waits_for_the_warps_of_both(mode):
             for paired in (False, True)
         )
         assert (single.grid, pair.grid) == (133, 132)
-        assert (single.boxes_sent, pair.boxes_sent) == (4, 2)
-        # Each block's stage gets the bytes of four boxes, from one engine or two.
-        assert pair.transaction_bytes == single.transaction_bytes == 2 * pair.boxes_sent * 8192
+        assert (single.boxes_sent, pair.boxes_sent) == (2, 1)
+        # Each block's stage gets the bytes of both boxes, from one engine or two.
+        assert pair.transaction_bytes == single.transaction_bytes == 2 * pair.boxes_sent * 16384
         assert (single.empty_arrivals, pair.empty_arrivals) == (8, 16)
         assert (pair.shared_bytes, pair.num_stages) == (single.shared_bytes, single.num_stages)
 

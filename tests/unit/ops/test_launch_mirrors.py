@@ -44,7 +44,7 @@ def test_constants_are_the_compiled_ones(emulator: Emulator, module: ModuleType,
         (GemmMode.BF16, 128),
         (GemmMode.BF16, 160),
         (GemmMode.FP8_WEIGHTS, 64),
-        (GemmMode.FP8, 128),
+        (GemmMode.FP8, 96),
         (GemmMode.FP8, 144),
     ],
 )

@@ -58,6 +58,16 @@ inline uint32_t bits_from_float(float value) {
   std::memcpy(&bits, &value, 4);
   return bits;
 }
+inline float magnitude(float x) { return std::fabs(x); }
+inline float larger_magnitude(float a, float b) {
+  if (a != a || b != b) return NAN;
+  return std::fabs(a) > std::fabs(b) ? std::fabs(a) : std::fabs(b);
+}
+inline float smaller(float a, float b) { return std::fmin(a, b); }
+inline uint32_t even_bytes(uint32_t a, uint32_t b) {
+  return (a & 0xffu) | (a >> 8 & 0xff00u) | (b & 0xffu) << 16 | (b >> 16 & 0xffu) << 24;
+}
+inline uint32_t odd_bytes(uint32_t a, uint32_t b) { return even_bytes(a >> 8, b >> 8); }
 inline float exp_accurate(float x) { return std::exp(x); }
 inline float exp_fast(float x) { return std::exp(x); }
 

@@ -69,12 +69,12 @@ std::string run_gemm_for(const Problem& problem, const GemmArgs& args, const Gro
     if (launch.tile_tokens == 64) return run_gemm<kMode, 64, kUp>(problem, args, launch, seed);
     if constexpr (kMode != GemmMode::kFp8Weights) {
       if (launch.tile_tokens == 96) return run_gemm<kMode, 96, kUp>(problem, args, launch, seed);
-      if (launch.tile_tokens == 128) return run_gemm<kMode, 128, kUp>(problem, args, launch, seed);
     }
     if constexpr (kMode == GemmMode::kFp8) {
       if (launch.tile_tokens == 144) return run_gemm<kMode, 144, kUp>(problem, args, launch, seed);
     }
     if constexpr (kMode == GemmMode::kBf16) {
+      if (launch.tile_tokens == 128) return run_gemm<kMode, 128, kUp>(problem, args, launch, seed);
       if (launch.tile_tokens == 160) return run_gemm<kMode, 160, kUp>(problem, args, launch, seed);
     }
     return "no such tile";
@@ -180,7 +180,7 @@ int64_t compiled_constant(const char* name) {
       {"grouped.stage_bytes_0_128", GemmShape<GemmMode::kBf16, 128>::kStageBytes},
       {"grouped.stage_bytes_0_160", GemmShape<GemmMode::kBf16, 160>::kStageBytes},
       {"grouped.stage_bytes_1_64", GemmShape<GemmMode::kFp8Weights, 64>::kStageBytes},
-      {"grouped.stage_bytes_2_128", GemmShape<GemmMode::kFp8, 128>::kStageBytes},
+      {"grouped.stage_bytes_2_96", GemmShape<GemmMode::kFp8, 96>::kStageBytes},
       {"grouped.stage_bytes_2_144", GemmShape<GemmMode::kFp8, 144>::kStageBytes},
       {"grouped.staging_bytes_0_160", GemmShape<GemmMode::kBf16, 160>::kStagingBytes},
       {"grouped.staging_bytes_2_32", GemmShape<GemmMode::kFp8, 32>::kStagingBytes},
