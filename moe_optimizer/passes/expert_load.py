@@ -11,7 +11,10 @@ _CONFLICTS = {
     "--enable-return-routed-experts": "vLLM's own capture takes the same place",
 }
 """Arguments of `vllm serve` with which tokens cannot be counted, and why."""
-_RECORD = "benchmarks/records/2026-11-20_epyc_expert_load.json"
+_RECORDS = {
+    "cpu": "benchmarks/records/2026-11-20_epyc_expert_load.json",
+    "cuda": "benchmarks/records/2026-11-20_h200_expert_load.json",
+}
 
 
 class ExpertLoad(OptimizationPass):
@@ -37,16 +40,15 @@ class ExpertLoad(OptimizationPass):
         return True, ""
 
     def choose(self, ctx: PlanContext) -> Decision:
-        """On the CPU always; on a GPU only when asked for, because its cost there is not measured."""
+        """Count, unless the model is on several machines: the cost is measured on both kinds of device."""
         wish, _ = ctx.wish(self.name)
-        if ctx.device == "cuda" and wish is not Wish.ON:
-            return self.when_off(ctx, "its cost on a GPU is not measured yet; --enable-expert-load counts anyway")
-        measured = ctx.device == "cpu"
+        if wish is Wish.AUTO and ctx.pipeline_parallel_size > 1:
+            return self.when_off(ctx, "the counts of a model on several machines would lie on all of them")
         return self.decision(
             ctx,
             Status.ON,
             "counts per layer and expert",
-            "shows which experts the traffic uses" + (", for less than a hundredth of a step" if measured else ""),
+            "shows which experts the traffic uses, for less than a hundredth of a step",
             Applier.PLUGIN,
-            evidence=(_RECORD,) if measured else (),
+            evidence=(_RECORDS[ctx.device],),
         )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -18,22 +19,32 @@ def decide(ctx: PlanContext, *, wish: Wish = Wish.AUTO, **changes: object) -> De
     return ExpertLoad().decide(decided_by(ctx, "parallelism"))
 
 
-def test_on_the_cpu_it_counts_and_names_the_record_of_its_cost():
-    decision = decide(context(tiny_moe(), cpu_machine()))
+@pytest.mark.parametrize(
+    "ctx",
+    [context(tiny_moe(), cpu_machine()), context(qwen3_30b_a3b(), gpus("h100_sxm", 1))],
+    ids=["cpu", "gpu"],
+)
+def test_it_counts_and_names_the_record_of_its_cost_on_such_a_device(ctx: PlanContext):
+    decision = decide(ctx)
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
     assert decision.vllm_args == ()
-    (record,) = decision.evidence
-    assert (ROOT / record).is_file()
+    (path,) = decision.evidence
+    record = json.loads((ROOT / path).read_text(encoding="utf-8"))
+    assert bool(record["environment"].get("gpu")) == (ctx.device == "cuda")
+    medians = [result["quantiles"]["50%"]["ratio"] for result in record["results"].values()]
+    if ctx.device == "cuda":
+        assert max(medians) < record["goal_ratio"]
+    else:
+        assert all(result["added_work"]["share_compiled"] < 0.01 for result in record["results"].values())
 
 
-def test_on_a_gpu_it_counts_only_when_asked_for_because_the_cost_is_not_measured():
-    ctx = context(qwen3_30b_a3b(), gpus("h100_sxm", 1))
+def test_a_model_on_several_machines_is_counted_when_asked_for():
+    # Every machine writes the layers that it holds into a folder of its own.
+    ctx = context(qwen3_30b_a3b(), gpus("h200", 8), num_gpus=16, num_nodes=2, one_server=True)
     decision = decide(ctx)
-    assert (decision.status, decision.applier) == (Status.OFF, Applier.NONE)
-    assert "not measured" in decision.reason
-    wished = decide(ctx, wish=Wish.ON)
-    assert (wished.status, wished.applier, wished.evidence) == (Status.ON, Applier.PLUGIN, ())
-    assert "hundredth" not in wished.reason
+    assert (decision.status, decision.evidence) == (Status.OFF, ())
+    assert "several machines" in decision.reason
+    assert decide(ctx, wish=Wish.ON).status is Status.ON
 
 
 def test_a_dense_model_has_no_experts_to_count():

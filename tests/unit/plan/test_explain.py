@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from moe_optimizer.passes.registry import PASS_NAMES
+from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.explain import render_plan
 from moe_optimizer.plan.plan import Plan
@@ -56,7 +56,10 @@ def test_the_command_is_the_exact_argument_list(cpu_plan):
 
 
 def test_the_plugin_gets_no_plan_where_it_has_nothing_to_apply(plan):
-    assert "MOE_OPTIMIZER_PLAN" not in render_plan(plan)
+    assert "MOE_OPTIMIZER_PLAN" in render_plan(plan)
+    only_flags = resolve_wishes((), ("expert-load",))
+    bare = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), "aggressive", wishes=only_flags))
+    assert "MOE_OPTIMIZER_PLAN" not in render_plan(bare)
 
 
 def test_on_the_cpu_the_command_that_really_starts_the_server_is_named(cpu_plan, plan):
