@@ -6,7 +6,8 @@ configuration inside the worker tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from moe_optimizer.log import get_logger
@@ -20,10 +21,14 @@ from moe_optimizer.vllm_plugin.proof import described
 
 logger = get_logger(__name__)
 
-FLAG_PASSES = ("parallelism", "dual_batch_overlap", "scheduler", "graph_capture", "kv_cache")
+FLAG_PASSES = ("parallelism", "dual_batch_overlap", "scheduler", "graph_capture", "kv_cache", "fp8")
 """Passes that vLLM carries out by flags, and whose flags its workers show."""
 
-_SIZE = "--max-cudagraph-capture-size"
+_SHOWN_OTHERWISE = ("--max-cudagraph-capture-size", "--quantization", "--quantization-config")
+"""Flags that are not compared with vLLM's configuration: it cuts the size, and the weights themselves show FP8."""
+_EXPERT_WEIGHT = re.compile(r"\bw(13|2)_weight$")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
 _SHOWN_BY: Mapping[str, Callable[[Any], Any]] = {
     "--tensor-parallel-size": lambda config: config.parallel_config.tensor_parallel_size,
     "--data-parallel-size": lambda config: config.parallel_config.data_parallel_size,
@@ -88,7 +93,10 @@ def prove_flags(activation: Activation, worker: Any, cache_specs: Mapping[str, A
         return
     for decision in flag_decisions(activation.plan):
         try:
-            reason = "; ".join(differences(decision, worker.vllm_config, cache_specs))
+            found = differences(decision, worker.vllm_config, cache_specs)
+            if decision.pass_name == "fp8":
+                found += unconverted(decision, worker.model_runner.get_model().named_parameters())
+            reason = "; ".join(found)
         except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
             reason = f"cannot be shown: {described(error)}"
         if reason:
@@ -111,7 +119,9 @@ def differences(decision: Decision, config: Any, cache_specs: Mapping[str, Any])
     Raises:
         AttributeError: this vLLM's configuration has not what is looked for.
     """
-    found = [_difference(each, config) for each in split_arguments(decision.vllm_args) if each.flag != _SIZE]
+    found = [
+        _difference(each, config) for each in split_arguments(decision.vllm_args) if each.flag not in _SHOWN_OTHERWISE
+    ]
     if decision.params.get("max_capture_size"):
         found.append(_graphs_missing(decision.params["max_capture_size"], config))
     if decision.params.get("kv_bits") == 8:
@@ -119,6 +129,34 @@ def differences(decision: Decision, config: Any, cache_specs: Mapping[str, Any])
     if decision.params.get("host_tier_gib") is not None and config.kv_transfer_config is None:
         found.append("vLLM has no KV connector, which the tier in host memory needs")
     return tuple(filter(None, found))
+
+
+def unconverted(decision: Decision, parameters: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
+    """Return which weights of a loaded model are wider than the plan's FP8, or nothing.
+
+    Args:
+        decision: that of fp8, carried out by vLLM.
+        parameters: of the loaded model, by name; torch tensors.
+    """
+    kept = set(decision.params["kept_layers"])
+    experts: list[tuple[str, int]] = []
+    linears: list[int] = []
+    for name, weight in parameters:
+        layer = _LAYER.search(name)
+        if layer is not None and int(layer[1]) in kept:
+            continue
+        if _EXPERT_WEIGHT.search(name):
+            experts.append((name, weight.element_size()))
+        elif weight.dim() > 1:  # biases and norms stay
+            linears.append(weight.element_size())
+    found = []
+    wide = [name for name, size in experts if size > 1]
+    if decision.params["expert_bits"] is not None and (wide or not experts):
+        first = f", {wide[0]} first" if wide else ""
+        found.append(f"experts: {len(wide)} of {len(experts)} weights are not in FP8{first}")
+    if decision.params["linear_bits"] is not None and 1 not in linears:
+        found.append(f"linears: none of {len(linears)} matrices is in FP8")
+    return tuple(found)
 
 
 def _difference(argument: Argument, config: Any) -> str:

@@ -54,7 +54,7 @@ def test_wrong_arguments_end_with_a_sentence_a_hint_and_code_2(arguments: list[s
         ({"PYTHON": "no-such-python"}, "no-such-python: expected Python 3.11 or newer"),
     ],
 )
-def test_a_missing_tool_ends_with_a_sentence_a_hint_and_code_3(environment: dict[str, str], message: str) -> None:
+def test_a_missing_tool_ends_with_a_sentence_a_hint_and_code_3(environment, message) -> None:
     result = build(**environment)
     assert result.returncode == 3
     assert message in result.stderr

@@ -14,7 +14,7 @@ from moe_optimizer.plan.decision import Decision
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.activation import Activation
-from moe_optimizer.vllm_plugin.flag_passes import FLAG_PASSES, differences, flag_decisions, prove_flags
+from moe_optimizer.vllm_plugin.flag_passes import FLAG_PASSES, differences, flag_decisions, prove_flags, unconverted
 from tests.builders import cpu_machine, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
 
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "plans").glob("*.json"))
@@ -43,6 +43,7 @@ def plan() -> Plan:
         "parallelism": {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel": "on"},
         "dual_batch_overlap": {"mode": "on"},
         "kv_cache": {"dtype": "fp8"},
+        "fp8": {"mode": "on"},
     }
     return make_plan(request(qwen3_30b_a3b(), gpus("h200", 4), profile_with(passes=passes)))
 
@@ -52,7 +53,7 @@ def found(plan: Plan, name: str, specs: dict[str, Any] = FP8, **changed: Any) ->
 
 
 def test_a_plan_has_every_pass_that_flags_carry_out(plan: Plan) -> None:
-    assert tuple(decision.pass_name for decision in flag_decisions(plan)) == FLAG_PASSES
+    assert {decision.pass_name for decision in flag_decisions(plan)} == set(FLAG_PASSES)
 
 
 @pytest.mark.parametrize("name", FLAG_PASSES)
@@ -96,6 +97,50 @@ def test_a_tier_without_a_connector_is_named() -> None:
     assert differences(decision, vllm_config(kv_offloading_size=size, kv_transfer_config=object()), BF16) == ()
     (text,) = differences(decision, vllm_config(kv_offloading_size=size), BF16)
     assert "no KV connector" in text
+
+
+def loaded(**sizes: int) -> list[tuple[str, Any]]:
+    """Parameters of two layers, as a GPU's worker has them, with so many bytes per element: a CPU build has no FP8 of
+    vLLM's to load."""
+    names = {"router": "mlp.gate.weight", "linear": "self_attn.qkv_proj.weight", "w13": "mlp.experts.w13_weight",
+             "w2": "mlp.experts.w2_weight"}  # fmt: skip
+    dtypes = {1: torch.float8_e4m3fn, 2: torch.bfloat16}
+    bytes_of = {"router": 2, "linear": 1, "w13": 1, "w2": 1} | sizes
+    return [
+        (f"model.layers.{layer}.{name}", torch.empty((2, 2, 2) if part.startswith("w") else (2, 2), dtype=dtypes[size]))
+        for layer in (0, 1)
+        for part, name in names.items()
+        for size in (bytes_of[part],)
+    ]
+
+
+def fp8_decision(**section: Any) -> Decision:
+    profile = profile_with(passes={"fp8": {"mode": "on", **section}})
+    return make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), profile)).decision("fp8")
+
+
+def test_weights_that_vllm_converted_are_shown_by_their_width() -> None:
+    assert unconverted(fp8_decision(), loaded()) == ()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "difference"),
+    [
+        (loaded(w2=2), "experts: 2 of 4 weights are not in FP8, model.layers.0.mlp.experts.w2_weight first"),
+        (loaded(linear=2), "linears: none of 4 matrices is in FP8"),
+        ([], "experts: 0 of 0 weights are not in FP8"),
+    ],
+    ids=["experts", "linears", "no-weights"],
+)
+def test_weights_that_vllm_left_wide_are_named(parameters: list[tuple[str, Any]], difference: str) -> None:
+    assert difference in unconverted(fp8_decision(), parameters)
+
+
+def test_layers_that_the_profile_keeps_may_stay_wide() -> None:
+    wide = [(name, value) for name, value in loaded(w13=2, w2=2) if ".1." in name]
+    narrow = [(name, value) for name, value in loaded() if ".0." in name]
+    assert unconverted(fp8_decision(keep_bf16_layers=["layers.1"]), narrow + wide) == ()
+    assert unconverted(fp8_decision(), narrow + wide) != ()
 
 
 def test_eager_is_a_flag_like_others() -> None:
