@@ -252,12 +252,14 @@ def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> No
 
 
 def _check_batch_size_is_used(request: PlanRequest) -> None:
-    wish, origin = request.wishes.get("scheduler", (Wish.AUTO, ""))
-    if request.batch_size is not None and wish is Wish.OFF and origin.startswith("flag "):
+    profile = (Wish(request.profile.passes.scheduler.mode), f"profile {request.profile.name}")
+    wish, origin = request.wishes.get("scheduler", profile)
+    # The kill switch in the environment switches this package off, and with it what the batch size is for.
+    if request.batch_size is not None and wish is Wish.OFF and origin.startswith(("flag ", "profile ")):
         raise InputError(
             f"--batch-size {request.batch_size} and {origin.removeprefix('flag ')} contradict each other: the "
             "scheduler pass is what gives vLLM the batch size",
-            hint="give one of them",
+            hint="give one of them, or --enable-scheduler",
         )
 
 

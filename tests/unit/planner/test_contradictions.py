@@ -45,6 +45,10 @@ from tests.unit.planner.refusal import refused
         ),
         ({"num_gpus": 0}, ("--gpus: got 0",)),
         ({"batch_size": -1}, ("--batch-size: got -1",)),
+        (
+            {"batch_size": 8, "profile": profile_with(passes={"scheduler": {"mode": "off"}})},
+            ("--batch-size 8", "profile balanced"),
+        ),
         ({"max_model_len": 0}, ("--max-model-len: got 0",)),
         ({"host": " "}, ("--host: got ' '",)),
         ({"port": 65536}, ("--port: got 65536",)),
