@@ -121,7 +121,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
             profile=profile,
             num_gpus=num_gpus,
             # One server cannot become two, and none of the others may be planned for half of the machine.
-            wishes={"disaggregation": (Wish.OFF, "vllm serve, which is one server")},
+            wishes=dict.fromkeys(("disaggregation", "replicas"), (Wish.OFF, "vllm serve, which is one server")),
             required=frozenset(),
             engine="vllm",
             batch_size=facts.max_num_seqs,

@@ -30,6 +30,7 @@ SWITCHES: Mapping[str, str] = {
     "kv-cache": "FP8 key/value cache",
     "kv-tiering": "keep cold cache blocks in host memory",
     "disaggregation": "separate servers for prefill and decode",
+    "replicas": "whole servers behind a router, each on its share of the GPUs",
     "dual-batch-overlap": "overlap expert exchange with computation",
 }
 """X of --enable-X and --disable-X -> what it does. Written out, because asking the passes would slow --help down."""

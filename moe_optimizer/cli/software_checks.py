@@ -101,11 +101,11 @@ def _plugin() -> Check:
 
 
 def _router() -> Check:
-    """Whether the router is there that --enable-disaggregation puts before its servers."""
+    """Whether the router is there that --enable-disaggregation and --enable-replicas put before their servers."""
     try:
         return Check("vllm-router", "ok", metadata.version("vllm-router"))
     except metadata.PackageNotFoundError:
-        return Check("vllm-router", "note", "not installed; only --enable-disaggregation needs it",
+        return Check("vllm-router", "note", "not installed; --enable-disaggregation and --enable-replicas need it",
                      "run: pip install vllm-router")  # fmt: skip
 
 

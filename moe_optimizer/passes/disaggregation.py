@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from moe_optimizer.errors import InputError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
-from moe_optimizer.plan.serve_args import flag_value, read_integer, without_flags
 from moe_optimizer.plan.server_group import RUN_DIR, ServerGroup, ServerRole
+from moe_optimizer.plan_context.behind_router import (
+    LOCAL,
+    UNSAFE_FLAGS,
+    core_list,
+    gpus_of,
+    local_server_args,
+    plan_port,
+    router_args,
+    server_url,
+    undividable_cpu,
+    unsafe_flag,
+)
 from moe_optimizer.plan_context.context import PlanContext
 
 _ROLES = (("prefill", "kv_producer"), ("decode", "kv_consumer"))
 """In the order in which a request passes through them, with what vLLM calls their part."""
-_LOCAL = "127.0.0.1"
-"""Where the servers listen: only the router is for others."""
-_METRICS_OFFSET = len(_ROLES) + 1
 _SIDE_CHANNEL_OFFSET = 100
 """Chosen: from the plan's port to NIXL's own; each server takes one for each of its processes."""
-_MAX_PORT = 65_535
 _NIXL = "NixlConnector"
 _SHARED_FOLDER = "SharedFolderConnector"
 _MODULES = {
@@ -30,10 +36,9 @@ _MODULES = {
 _UNSAFE_FLAGS = {
     "--kv-transfer-config": "the connector between the servers is the plan's",
     "--kv-offloading-size": "it takes vLLM's one connector, which the servers need",
-    "--api-key": "vllm-router does not check API keys, so the servers behind it would answer anybody",
-    "--ssl-certfile": "vllm-router speaks plain HTTP",
+    **UNSAFE_FLAGS,
 }
-"""Arguments of the user's that two servers behind the router cannot have, and why."""
+"""Arguments of the user's that the two servers cannot have, and why."""
 
 
 class Disaggregation(OptimizationPass):
@@ -55,9 +60,9 @@ class Disaggregation(OptimizationPass):
         """Needs devices for two servers, and arguments that both can have."""
         if ctx.device == "cuda" and ctx.num_gpus < len(_ROLES):
             return False, f"needs at least 2 GPUs, one for prefill and one for decode, found {ctx.num_gpus}"
-        for flag, reason in _UNSAFE_FLAGS.items():
-            if flag in ctx.pinned:
-                return False, f"{flag} is given after --: {reason}"
+        unsafe = unsafe_flag(ctx, _UNSAFE_FLAGS)
+        if unsafe:
+            return False, unsafe
         return _supported_on_cpu(ctx) if ctx.device == "cpu" else (True, "")
 
     def choose(self, ctx: PlanContext) -> Decision:
@@ -85,13 +90,14 @@ class Disaggregation(OptimizationPass):
         Raises:
             InputError: there are no such ports.
         """
-        port = read_integer(flag_value(serve_args, "--port") or "", flag="--port")
         processes = ctx.tensor_parallel_size * ctx.data_parallel_size
-        if port + len(_ROLES) * _SIDE_CHANNEL_OFFSET + processes > _MAX_PORT:
-            raise InputError(f"--port: got {port}, but disaggregation needs the ports after it too",
-                             hint="choose a port below 60000")  # fmt: skip
+        needed = len(_ROLES) * _SIDE_CHANNEL_OFFSET + processes
+        port = plan_port(serve_args, ports_after=needed, asked_by=self.name)
         servers = tuple(self._role(ctx, serve_args, port, index) for index in range(len(_ROLES)))
-        return ServerGroup(servers=servers, router_args=_router_args(serve_args, port))
+        parts = [word for index, (name, _) in enumerate(_ROLES) for word in (f"--{name}", server_url(port, index))]
+        # One server of each kind leaves nothing to choose; the default policy keeps a tree of all prompts for it.
+        common = router_args(serve_args, port, len(_ROLES))
+        return ServerGroup(servers=servers, router_args=("--vllm-pd-disaggregation", *parts, *common))
 
     def _role(self, ctx: PlanContext, serve_args: tuple[str, ...], port: int, index: int) -> ServerRole:
         name, kv_role = _ROLES[index]
@@ -104,52 +110,21 @@ class Disaggregation(OptimizationPass):
         environment = {}
         if ctx.device == "cuda":
             side_channel = port + (index + 1) * _SIDE_CHANNEL_OFFSET
-            environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": _LOCAL, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
+            environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOCAL, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
         else:
             transfer["kv_connector_extra_config"] = {"shared_storage_path": f"{RUN_DIR}/kv"}
-            environment = {"VLLM_CPU_OMP_THREADS_BIND": _core_list(ctx, index)}
-        own = ["--host", _LOCAL, "--port", str(_server_port(port, index))]
-        own += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-        processes = ctx.tensor_parallel_size * ctx.data_parallel_size if ctx.device == "cuda" else 0
+            environment = {"VLLM_CPU_OMP_THREADS_BIND": core_list(ctx, index, len(_ROLES))}
+        own = ("--kv-transfer-config", json.dumps(transfer, separators=(",", ":")))
         return ServerRole(
             name=name,
-            serve_args=(*without_flags(serve_args, {"--host", "--port"}), *own),
+            serve_args=(*local_server_args(serve_args, port, index), *own),
             serve_env=environment,
-            gpus=tuple(range(index * processes, (index + 1) * processes)),
+            gpus=gpus_of(ctx, index),
         )
 
 
 def _supported_on_cpu(ctx: PlanContext) -> tuple[bool, str]:
-    if ctx.cpu.cores < len(_ROLES):
-        return False, f"needs at least 2 CPU cores, one for prefill and one for decode, found {ctx.cpu.cores}"
-    asked = ctx.profile.passes.parallelism
-    for kind, flag, stated in (
-        ("tensor", "--tensor-parallel-size", asked.tensor_parallel_size),
-        ("data", "--data-parallel-size", asked.data_parallel_size),
-    ):
-        size = ctx.pinned_integer(flag) or stated or 1
-        if size > 1:
-            return False, f"on the CPU each server is one process, and {kind} parallelism of {size} is asked for"
-    if ctx.model.state_bytes_per_sequence:
-        return False, "the model keeps a state beside its cache, which does not travel over a shared folder"
-    return True, ""
-
-
-def _core_list(ctx: PlanContext, index: int) -> str:
-    """Return the cores of one server: the halves must not share one, or each would wait for the other's threads."""
-    half = ctx.cpu.cores // len(_ROLES)
-    return ",".join(map(str, ctx.cpu.core_ids[index * half : (index + 1) * half]))
-
-
-def _server_port(port: int, index: int) -> int:
-    return port + 1 + index
-
-
-def _router_args(serve_args: tuple[str, ...], port: int) -> tuple[str, ...]:
-    host = flag_value(serve_args, "--host") or _LOCAL
-    arguments = ["--vllm-pd-disaggregation"]
-    for index, (name, _) in enumerate(_ROLES):
-        arguments += [f"--{name}", f"http://{_LOCAL}:{_server_port(port, index)}"]
-    arguments += ["--host", host, "--port", str(port), "--prometheus-port", str(port + _METRICS_OFFSET)]
-    # One server of each kind leaves nothing to choose; the default policy keeps a tree of all prompts for it.
-    return (*arguments, "--policy", "round_robin", "--worker-startup-check-interval", "1")
+    undividable = undividable_cpu(ctx, len(_ROLES))
+    if not undividable and ctx.model.state_bytes_per_sequence:
+        undividable = "the model keeps a state beside its cache, which does not travel over a shared folder"
+    return not undividable, undividable

@@ -18,7 +18,8 @@ from moe_optimizer.specs.model import ModelSpec
 _FEW_GPUS = 8
 _EP_WARNING = (
     "EP over {count} GPUs: on few GPUs it is often slower than slices, or than a whole server on each GPU where the "
-    "model fits one (published: vllm-project/vllm issue 28887, DeepSeek-R1 on 8 H200; not measured here)"
+    "model fits one, --enable-replicas (published: vllm-project/vllm issue 28887, DeepSeek-R1 on 8 H200; not measured "
+    "here)"
 )
 
 

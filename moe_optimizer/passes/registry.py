@@ -17,6 +17,7 @@ from moe_optimizer.plan_context.context import WishWithOrigin
 # In planning order: a pass may look only at the decisions of those before it.
 _PASSES = (
     ("disaggregation", "Disaggregation"),
+    ("replicas", "Replicas"),
     ("parallelism", "Parallelism"),
     ("fp8", "Fp8"),
     ("sparsity_24", "Sparsity24"),
@@ -32,6 +33,7 @@ _PASSES = (
 PASS_NAMES = tuple(name for name, _ in _PASSES)
 
 _CONTRADICTIONS = {
+    ("disaggregation", "replicas"): "each divides the devices between servers of its own",
     ("fp8", "sparsity_24"): "the experts are either pruned or quantised",
     ("kv_cache.tiering", "disaggregation"): "both need vLLM's one KV connector",
     ("expert_load", "dual_batch_overlap"): "a router sees half of the tokens at a time then, so they cannot be counted",

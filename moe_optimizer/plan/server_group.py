@@ -14,7 +14,7 @@ class ServerRole:
     """One server of a group."""
 
     name: str
-    """"prefill" or "decode"; also its folder below the run folder."""
+    """Such as "prefill" or "replica-0"; also its folder below the run folder."""
     serve_args: tuple[str, ...]
     """All arguments of its `vllm serve` after the model."""
     serve_env: Mapping[str, str]
@@ -25,9 +25,9 @@ class ServerRole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerGroup:
-    """Servers with a part of the work each, and the router that listens on the plan's address."""
+    """Servers that share the work, and the router that listens on the plan's address."""
 
     servers: tuple[ServerRole, ...]
-    """In the order in which a request passes through them."""
+    """Those of disaggregation in the order in which a request passes through them."""
     router_args: tuple[str, ...]
     """All arguments of `vllm-router`."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.decision import Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
 
 _GIB = 2**30
@@ -79,7 +79,7 @@ def _why_not(ctx: PlanContext) -> str:
         return "only blocks of the prefix cache are kept, and --no-enable-prefix-caching is given after --"
     if "--kv-transfer-config" in ctx.pinned:
         return "it takes vLLM's one KV connector, and --kv-transfer-config is given after --"
-    if ctx.num_servers > 1:
+    if ctx.decided["disaggregation"].status is Status.ON:
         return "it takes vLLM's one KV connector, and disaggregation needs that"
     if attention.kind in ("hybrid", "none") or attention.num_windowed_layers:
         return "the model's layers keep caches of different kinds, with which it was not tried"
@@ -91,7 +91,7 @@ def _size(ctx: PlanContext, kv_bits: int) -> tuple[int, str]:
     cache = ctx.memory(**ctx.memory_terms(kv_bits)).kv_cache_bytes * ctx.tensor_parallel_size
     if ctx.hardware.cpu is None:
         return cache // _GIB, "as large as the cache on the GPUs"
-    most = int(ctx.hardware.cpu.memory.value * _HOST_SHARE) // ctx.data_parallel_size
+    most = int(ctx.hardware.cpu.memory.value * _HOST_SHARE) // (ctx.data_parallel_size * ctx.num_servers)
     if cache <= most:
         return cache // _GIB, "as large as the cache on the GPUs"
     return most // _GIB, f"half of the host's memory, {most / cache:.0%} of the cache on the GPUs"

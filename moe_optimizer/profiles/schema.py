@@ -143,6 +143,13 @@ class DisaggregationSection(PassSection):
     """Prefill and decode in separate servers."""
 
 
+class ReplicasSection(PassSection):
+    """Whole servers behind a router."""
+
+    count: int | None = Field(default=None, ge=2, le=64)
+    """How many; null: as many as hold the model, on the CPU two."""
+
+
 class DualBatchOverlapSection(PassSection):
     """Two half batches that overlap communication with computation."""
 
@@ -177,6 +184,7 @@ class Passes(Section):
     graph_capture: GraphCaptureSection = GraphCaptureSection()
     kv_cache: KvCacheSection = KvCacheSection()
     disaggregation: DisaggregationSection = DisaggregationSection()
+    replicas: ReplicasSection = ReplicasSection()
     dual_batch_overlap: DualBatchOverlapSection = DualBatchOverlapSection()
     sparsity_24: Sparsity24Section = Sparsity24Section(mode="off")
     scheduler: SchedulerSection = SchedulerSection()

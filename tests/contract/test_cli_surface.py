@@ -20,7 +20,8 @@ COMMON = {"--json", "--verbose", "--help"}
 MODEL = {"MODEL", "--model", "--trust-remote-code"}
 SWITCHED = (
     "parallelism", "expert-parallel", "fp8", "sparsity", "flash-dmoe", "expert-load", "expert-placement",
-    "tuned-configs", "graph-capture", "scheduler", "kv-cache", "kv-tiering", "disaggregation", "dual-batch-overlap",
+    "tuned-configs", "graph-capture", "scheduler", "kv-cache", "kv-tiering", "disaggregation", "replicas",
+    "dual-batch-overlap",
 )  # fmt: skip
 PLAN = MODEL | {
     "--gpus", "--profile", "--batch-size", "--max-model-len", "--dtype", "--host", "--port", "--engine", "--hardware",

@@ -52,6 +52,7 @@ DP_EPLB = profile_with(
 )
 TIERED = profile_with(passes={"kv_cache": {"dtype": "fp8", "tiering": "on"}})
 SPARSE = profile_with(passes={"sparsity_24": {"mode": "on"}})
+REPLICAS = profile_with(passes={"replicas": {"mode": "on"}})
 DISAGGREGATED = profile_with(passes={"disaggregation": {"mode": "on"}})
 OVERLAPPED = profile_with(
     passes={"parallelism": {"data_parallel_size": 2, "expert_parallel": "on"}, "dual_batch_overlap": {"mode": "on"}}
@@ -64,6 +65,7 @@ CASES = {
     "qwen3-30b-a3b_h100_sxm-x1_single_h100": (qwen3_30b_a3b, ("h100_sxm", 1), "single_h100"),
     "qwen3-30b-a3b_h200-x1_balanced": (qwen3_30b_a3b, ("h200", 1), "balanced"),
     "qwen3-30b-a3b_h200-x2_balanced": (qwen3_30b_a3b, ("h200", 2), "balanced"),
+    "qwen3-30b-a3b_h200-x2_replicas": (qwen3_30b_a3b, ("h200", 2), REPLICAS),
     "qwen3-30b-a3b_h200-x2_disaggregated": (qwen3_30b_a3b, ("h200", 2), DISAGGREGATED),
     "qwen3-30b-a3b_h100_sxm-x8_balanced": (qwen3_30b_a3b, ("h100_sxm", 8), "balanced"),
     "qwen3-30b-a3b_h100_sxm-x8_aggressive": (qwen3_30b_a3b, ("h100_sxm", 8), "aggressive"),
@@ -81,6 +83,7 @@ CASES = {
     "tiny-moe_cpu_conservative": (tiny_moe, None, "conservative"),
     "tiny-moe_cpu_balanced": (tiny_moe, None, "balanced"),
     "tiny-moe_cpu_aggressive": (tiny_moe, None, "aggressive"),
+    "tiny-moe_cpu_replicas": (tiny_moe, None, REPLICAS),
     "tiny-moe_cpu_disaggregated": (tiny_moe, None, DISAGGREGATED),
     "tiny-moe_cpu_placed": (tiny_moe, None, EP_2),
     "tiny-moe_cpu_sparse": (tiny_moe, None, SPARSE),

@@ -79,11 +79,17 @@ class Deployment:
         with self.folder.locked():
             for part in self.parts:
                 part.folder.prepare(self._plan)
-            if self.router is None:
+            if not self._hands_over:
                 yield
                 return
             with self.folder.scratch(KV_FOLDER):
                 yield
+
+    @property
+    def _hands_over(self) -> bool:
+        """Whether a server writes into the run folder what another reads."""
+        servers = () if self._plan.group is None else self._plan.group.servers
+        return any(RUN_DIR in word for server in servers for word in server.serve_args)
 
     def stop(self, hurry: Callable[[], bool]) -> None:
         """Stop everything that was started and wait until it is gone.

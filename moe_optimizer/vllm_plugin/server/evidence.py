@@ -26,6 +26,7 @@ from moe_optimizer.vllm_plugin.proof_table import (
 from moe_optimizer.vllm_plugin.server.deployment import Deployment
 from moe_optimizer.vllm_plugin.server.kv_transfer import TRANSFER_PASS, observed_transfer
 from moe_optimizer.vllm_plugin.server.part import Part
+from moe_optimizer.vllm_plugin.server.request_turns import REPLICAS_PASS, observed_turns
 from moe_optimizer.vllm_plugin.tuning.tuned_config_use import TUNED_PASS, observed_use
 
 _POLL_S = 0.2
@@ -51,8 +52,10 @@ class Evidence:
             pause: sleeps for some seconds, and raises when there is nothing more to wait for.
         """
         # First: what the servers are asked here would be in their own caches afterwards.
-        if self._deployment.router is not None:
+        if self._plan.decision(TRANSFER_PASS).status is Status.ON:
             self._observed[TRANSFER_PASS] = observed_transfer(self._deployment)
+        if self._plan.decision(REPLICAS_PASS).status is Status.ON:
+            self._observed[REPLICAS_PASS] = observed_turns(self._deployment)
         for server in self._deployment.servers:
             self._proofs[server.title] = self._wait_for_proofs(server, pause)
         tuned = self._plan.decision(TUNED_PASS)

@@ -27,12 +27,12 @@ def check_group_can_run(plan: Plan, environ: Mapping[str, str] | None = None) ->
     if environ.get("VLLM_API_KEY"):
         raise UnsupportedError(
             "VLLM_API_KEY: vllm-router does not check API keys, so the servers behind it would answer anybody",
-            hint="unset it, or serve without --enable-disaggregation",
+            hint="unset it, or serve one server",
         )
     if importlib.util.find_spec("vllm_router") is None:
-        raise UnsupportedError("disaggregation needs vllm-router, which is not installed here",
+        raise UnsupportedError("several servers need vllm-router, which is not installed here",
                                hint="run: pip install vllm-router")  # fmt: skip
-    connector = plan.decision("disaggregation").params["connector"]
+    connector = plan.decision("disaggregation").params.get("connector")
     if connector == "NixlConnector" and not any(importlib.util.find_spec(name) for name in _NIXL_MODULES):
         raise UnsupportedError("disaggregation on GPUs needs NIXL, which is not installed here",
                                hint="run: pip install nixl")  # fmt: skip

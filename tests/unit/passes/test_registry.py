@@ -33,6 +33,7 @@ def test_the_switches_are_those_of_the_command_line():
         "kv-cache": "kv_cache",
         "kv-tiering": "kv_cache.tiering",
         "disaggregation": "disaggregation",
+        "replicas": "replicas",
         "dual-batch-overlap": "dual_batch_overlap",
     }
 
@@ -62,6 +63,7 @@ def test_wishes_name_the_flag_they_came_from():
         (["kv-tiering"], ["kv-cache"], ("--enable-kv-tiering", "--disable-kv-cache")),
         (["expert-parallel"], ["parallelism"], ("--enable-expert-parallel", "--disable-parallelism")),
         (["fp8", "sparsity"], [], ("--enable-fp8", "--enable-sparsity")),
+        (["disaggregation", "replicas"], [], ("--enable-disaggregation", "--enable-replicas")),
         (["kv-tiering", "disaggregation"], [], ("--enable-kv-tiering", "--enable-disaggregation")),
         (["dual-batch-overlap"], ["expert-parallel"], ("--enable-dual-batch-overlap", "--disable-expert-parallel")),
         (["dual-batch-overlap"], ["parallelism"], ("--enable-dual-batch-overlap", "--disable-parallelism")),

@@ -41,6 +41,7 @@ def test_any_two_flags_end_in_a_plan_or_in_a_sentence(model, machine):
 
 WHERE_NOT = {
     "disaggregation": (qwen3_30b_a3b, gpus("h100_sxm")),
+    "replicas": (qwen3_30b_a3b, gpus("h100_sxm")),
     "parallelism": (qwen3_30b_a3b, gpus("h100_sxm")),
     "expert-parallel": (qwen3_30b_a3b, gpus("h100_sxm")),
     "fp8": (qwen3_30b_a3b, gpus("a100_80gb")),

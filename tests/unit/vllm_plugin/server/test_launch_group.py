@@ -19,7 +19,7 @@ from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.server import deployment, evidence, launch, router, supervisor
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, tiny_moe
 from tests.free_ports import four_free_ports
 from tests.run_processes import processes_of
 
@@ -182,9 +182,18 @@ def test_what_a_group_needs_is_checked_before_the_start(monkeypatch: pytest.Monk
     with pytest.raises(UnsupportedError, match="VLLM_API_KEY"):
         router.check_group_can_run(plan, {"VLLM_API_KEY": "k"})
     monkeypatch.setattr(router.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match="needs vllm-router"):
+    with pytest.raises(UnsupportedError, match="several servers need vllm-router"):
         router.check_group_can_run(plan, {})
+    replicas = make_plan(request(tiny_moe(), cpu_machine(cores=2), wishes=resolve_wishes(["replicas"], [])))
+    with pytest.raises(UnsupportedError, match="several servers need vllm-router"):
+        router.check_group_can_run(replicas, {})
     router.check_group_can_run(make_plan(request(tiny_moe(), cpu_machine())), {"VLLM_API_KEY": "k"})
+
+
+def test_replicas_need_no_nixl_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), wishes=resolve_wishes(["replicas"], [])))
+    monkeypatch.setattr(router.importlib.util, "find_spec", lambda name: name if name == "vllm_router" else None)
+    router.check_group_can_run(plan, {})
 
 
 def test_the_router_gets_no_key_to_hand_on(tmp_path: Path) -> None:

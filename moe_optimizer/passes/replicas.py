@@ -1,0 +1,113 @@
+"""Several whole servers on one machine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moe_optimizer.passes.base import OptimizationPass
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.server_group import ServerGroup, ServerRole
+from moe_optimizer.plan_context.behind_router import (
+    UNSAFE_FLAGS,
+    core_list,
+    gpus_of,
+    local_server_args,
+    plan_port,
+    router_args,
+    server_url,
+    undividable_cpu,
+    unsafe_flag,
+)
+from moe_optimizer.plan_context.context import PlanContext
+
+_CPU_SERVERS = 2
+"""On the CPU, where nobody says how many: they share one memory, so more seldom pay."""
+_TRIED_TOKENS = 2048
+"""Tokens of a step with which it is asked whether a share holds the model; the scheduler pass decides them later."""
+
+
+class Replicas(OptimizationPass):
+    """Whole servers that know nothing of each other, each with its share of the devices, behind a router.
+
+    Nothing travels between them, as it does between slices of a model (TP) or experts (EP); but one request is no
+    faster than a share is, and each share holds all weights. It stands before the passes that plan one of the servers.
+    """
+
+    name = "replicas"
+    flag = "replicas"
+    title = "whole servers behind a router, each on its share of the GPUs"
+    limits = "on one machine; requests are dealt in turns, so prompts with a common beginning may meet different caches"
+
+    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+        """Needs devices for two servers on one machine, and arguments that servers behind a router can have."""
+        why_not = unsafe_flag(ctx, UNSAFE_FLAGS)
+        if ctx.num_servers > 1:
+            why_not = "disaggregation already divides the devices between two servers"
+        elif ctx.num_nodes > 1:
+            why_not = "it divides one machine; over several, parallelism.across_nodes says what each serves"
+        elif ctx.device == "cpu":
+            why_not = why_not or undividable_cpu(ctx, _asked(ctx) or _CPU_SERVERS)
+        elif ctx.num_gpus < max(2, _asked(ctx) or 0):
+            why_not = f"needs at least {max(2, _asked(ctx) or 0)} GPUs, one for each server, found {ctx.num_gpus}"
+        return not why_not, why_not
+
+    def choose(self, ctx: PlanContext) -> Decision:
+        """Return the servers where they are asked for by name; nothing measured here says when they pay."""
+        if ctx.wish(self.name)[0] is Wish.AUTO:
+            why = "one server over all devices answers a request sooner; --enable-replicas asks for whole servers"
+            return self.when_off(ctx, why)
+        count = _asked(ctx) or _most_that_fit(ctx)
+        if count == 1:
+            return self.refused(ctx, f"no part of {ctx.num_gpus} GPUs holds the model by itself")
+        each, idle = divmod(ctx.num_gpus if ctx.device == "cuda" else ctx.cpu.cores, count)
+        unit = "GPU" if ctx.device == "cuda" else "core"
+        return self.decision(
+            ctx,
+            Status.ON,
+            f"{count} servers",
+            f"a whole server on every {each} {unit}s, and a router that deals requests to them in turns"
+            if each > 1
+            else f"a whole server on each {unit}, and a router that deals requests to them in turns",
+            Applier.SERVERS,
+            rejected={"auto": "no record says for which load it pays"},
+            params={"num_servers": count},
+            warnings=(f"replicas leave {idle} of {ctx.num_gpus} GPUs idle",) if idle and ctx.num_gpus else (),
+        )
+
+    def server_group(self, ctx: PlanContext, serve_args: tuple[str, ...]) -> ServerGroup:
+        """Return the servers and the router, which takes the plan's address; the servers have the ports after it.
+
+        Raises:
+            InputError: there are no such ports.
+        """
+        count = ctx.decided[self.name].params["num_servers"]
+        port = plan_port(serve_args, ports_after=count + 1, asked_by="several servers")
+        servers = tuple(
+            ServerRole(
+                name=f"replica-{index}",
+                serve_args=local_server_args(serve_args, port, index),
+                serve_env={"VLLM_CPU_OMP_THREADS_BIND": core_list(ctx, index, count)} if ctx.device == "cpu" else {},
+                gpus=gpus_of(ctx, index),
+            )
+            for index in range(count)
+        )
+        urls = (server_url(port, index) for index in range(count))
+        return ServerGroup(servers=servers, router_args=("--worker-urls", *urls, *router_args(serve_args, port, count)))
+
+
+def _asked(ctx: PlanContext) -> int | None:
+    return ctx.profile.passes.replicas.count
+
+
+def _most_that_fit(ctx: PlanContext) -> int:
+    """Return the most servers of which each has GPUs enough for the model; 1: it takes all of them."""
+    if ctx.device == "cpu":
+        return _CPU_SERVERS
+    asked = ctx.profile.passes.parallelism
+    tensor = ctx.pinned_integer("--tensor-parallel-size") or asked.tensor_parallel_size or 1
+    least = tensor * (ctx.pinned_integer("--data-parallel-size") or asked.data_parallel_size or 1)
+    for each in range(least, ctx.num_gpus // 2 + 1):
+        share = dataclasses.replace(ctx, num_gpus=each)
+        if ctx.num_gpus % each == 0 and share.memory(num_devices=each, max_num_batched_tokens=_TRIED_TOKENS).fits:
+            return ctx.num_gpus // each
+    return 1

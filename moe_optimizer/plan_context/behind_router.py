@@ -1,0 +1,86 @@
+"""What several servers behind one router have in common, whoever divides the work between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.plan.serve_args import flag_value, read_integer, without_flags
+from moe_optimizer.plan_context.context import PlanContext
+
+LOCAL = "127.0.0.1"
+"""Where the servers listen: only the router is for others."""
+UNSAFE_FLAGS: Mapping[str, str] = {
+    "--api-key": "vllm-router does not check API keys, so the servers behind it would answer anybody",
+    "--ssl-certfile": "vllm-router speaks plain HTTP",
+}
+"""Arguments of the user's that servers behind the router cannot have, and why."""
+_MAX_PORT = 65_535
+
+
+def unsafe_flag(ctx: PlanContext, unsafe: Mapping[str, str]) -> str:
+    """Return which of the user's arguments servers behind a router cannot have, with the reason; "" if none."""
+    return next((f"{flag} is given after --: {reason}" for flag, reason in unsafe.items() if flag in ctx.pinned), "")
+
+
+def undividable_cpu(ctx: PlanContext, num_servers: int) -> str:
+    """Return why the CPU cannot be divided between so many servers, or ""."""
+    if ctx.cpu.cores < num_servers:
+        return f"needs at least {num_servers} CPU cores, one for each server, found {ctx.cpu.cores}"
+    asked = ctx.profile.passes.parallelism
+    for kind, flag, stated in (
+        ("tensor", "--tensor-parallel-size", asked.tensor_parallel_size),
+        ("data", "--data-parallel-size", asked.data_parallel_size),
+    ):
+        size = ctx.pinned_integer(flag) or stated or 1
+        if size > 1:
+            return f"on the CPU each server is one process, and {kind} parallelism of {size} is asked for"
+    return ""
+
+
+def core_list(ctx: PlanContext, index: int, num_servers: int) -> str:
+    """Return the cores of one server: none may share one, or each would wait for the other's threads."""
+    each = ctx.cpu.cores // num_servers
+    return ",".join(map(str, ctx.cpu.core_ids[index * each : (index + 1) * each]))
+
+
+def plan_port(serve_args: Sequence[str], *, ports_after: int, asked_by: str) -> int:
+    """Return the port of the plan's address, which the router takes.
+
+    Raises:
+        InputError: so many ports after it do not exist.
+    """
+    port = read_integer(flag_value(serve_args, "--port") or "", flag="--port")
+    if port + ports_after > _MAX_PORT:
+        raise InputError(f"--port: got {port}, but {asked_by} needs the ports after it too",
+                         hint="choose a port below 60000")  # fmt: skip
+    return port
+
+
+def server_port(port: int, index: int) -> int:
+    """Return the port of a server: they follow the router's."""
+    return port + 1 + index
+
+
+def server_url(port: int, index: int) -> str:
+    """Return where the router finds a server."""
+    return f"http://{LOCAL}:{server_port(port, index)}"
+
+
+def local_server_args(serve_args: Sequence[str], port: int, index: int) -> tuple[str, ...]:
+    """Return the plan's arguments for a server that only the router talks to."""
+    own = ("--host", LOCAL, "--port", str(server_port(port, index)))
+    return (*without_flags(tuple(serve_args), {"--host", "--port"}), *own)
+
+
+def gpus_of(ctx: PlanContext, index: int) -> tuple[int, ...]:
+    """Return the GPUs of a server, of those that the launcher sees; () on the CPU."""
+    each = ctx.tensor_parallel_size * ctx.data_parallel_size if ctx.device == "cuda" else 0
+    return tuple(range(index * each, (index + 1) * each))
+
+
+def router_args(serve_args: Sequence[str], port: int, num_servers: int) -> tuple[str, ...]:
+    """Return the router's arguments but for its servers: address, a port for its metrics, requests in turns."""
+    host = flag_value(serve_args, "--host") or LOCAL
+    address = ("--host", host, "--port", str(port), "--prometheus-port", str(server_port(port, num_servers)))
+    return (*address, "--policy", "round_robin", "--worker-startup-check-interval", "1")

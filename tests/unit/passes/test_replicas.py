@@ -1,0 +1,146 @@
+"""Whole servers behind a router: when, how many, with which devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.decision import Applier, Status, Wish
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import flag_value
+from moe_optimizer.planner import make_plan
+from tests.builders import (
+    context,
+    cpu_machine,
+    decided_by,
+    deepseek_v3,
+    gpus,
+    mixtral_8x7b,
+    profile_with,
+    qwen3_30b_a3b,
+    request,
+    tiny_moe,
+)
+
+ON = resolve_wishes(["replicas"], [])
+
+
+def on_cpu(**changes) -> Plan:
+    return make_plan(request(tiny_moe(), cpu_machine(cores=4), **{"wishes": ON, **changes}))
+
+
+def on_gpus(count: int, **changes) -> Plan:
+    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", count), **{"wishes": ON, **changes}))
+
+
+def counted(count: int):
+    return profile_with(passes={"replicas": {"mode": "on", "count": count}})
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "changes", "why"),
+    [
+        (tiny_moe, gpus("h100_sxm", 1), {}, "needs at least 2 GPUs, one for each server, found 1"),
+        (tiny_moe, gpus("h100_sxm", 2), {"profile": counted(4)}, "needs at least 4 GPUs"),
+        (tiny_moe, cpu_machine(cores=1), {}, "needs at least 2 CPU cores"),
+        (tiny_moe, cpu_machine(cores=4), {"pinned": {"--tensor-parallel-size": "2"}}, "tensor parallelism of 2"),
+        (tiny_moe, gpus("h100_sxm", 2), {"pinned": {"--api-key": "k"}}, "vllm-router does not"),
+        (deepseek_v3, gpus("h200", 8), {}, "no part of 8 GPUs holds the model by itself"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(model, hardware, changes, why):
+    decision = decided_by(context(model(), hardware, wishes=ON, **changes), "replicas").decided["replicas"]
+    assert decision.status is Status.REFUSED
+    assert why in decision.reason
+
+
+def test_nobody_gets_several_servers_without_asking_by_name():
+    ctx = context(qwen3_30b_a3b(), gpus("h100_sxm", 8), wishes={"replicas": (Wish.AUTO, "profile")})
+    after = decided_by(ctx, "replicas")
+    assert after.decided["replicas"].status is Status.OFF
+    assert (after.num_servers, after.num_gpus) == (1, 8)
+
+
+def test_beside_disaggregation_by_profile_it_is_refused():
+    profile = profile_with(passes={"disaggregation": {"mode": "on"}, "replicas": {"mode": "on"}})
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 4), profile))
+    assert plan.decision("replicas").status is Status.REFUSED
+    assert "disaggregation already divides" in plan.decision("replicas").reason
+
+
+def test_a_model_that_one_gpu_holds_gets_a_server_on_each_and_every_other_pass_plans_for_that():
+    plan = on_gpus(4)
+    assert plan.group is not None
+    assert plan.decision("replicas").applier is Applier.SERVERS
+    assert plan.decision("parallelism").value == "TP=1"
+    assert [(server.name, server.gpus) for server in plan.group.servers] == [
+        (f"replica-{index}", (index,)) for index in range(4)
+    ]
+    assert plan.num_gpus == 4
+    assert plan.memory == make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1))).memory
+
+
+def test_a_model_that_needs_two_gpus_gets_a_server_on_every_two():
+    plan = make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 4), wishes=ON))
+    assert plan.group is not None
+    assert [server.gpus for server in plan.group.servers] == [(0, 1), (2, 3)]
+    assert plan.decision("parallelism").params["tensor_parallel_size"] == 2
+
+
+def test_the_users_own_slices_say_how_many_gpus_a_server_has():
+    plan = on_gpus(4, vllm_args=("--tensor-parallel-size", "2"))
+    assert plan.group is not None
+    assert [server.gpus for server in plan.group.servers] == [(0, 1), (2, 3)]
+
+
+def test_a_count_goes_before_what_would_fit_and_a_gpu_left_over_is_said():
+    plan = on_gpus(5, profile=counted(2), wishes={})
+    assert plan.group is not None
+    assert [server.gpus for server in plan.group.servers] == [(0, 1), (2, 3)]
+    assert "replicas leave 1 of 5 GPUs idle" in plan.warnings
+
+
+def test_on_the_cpu_each_server_has_its_cores_and_its_part_of_the_memory():
+    plan = on_cpu()
+    assert plan.group is not None
+    cores = [server.serve_env["VLLM_CPU_OMP_THREADS_BIND"] for server in plan.group.servers]
+    assert cores == ["0,1", "2,3"]
+    alone = make_plan(request(tiny_moe(), cpu_machine(cores=4)))
+    assert plan.memory.total_bytes == alone.memory.total_bytes // 2
+
+
+def test_the_router_has_the_address_and_knows_every_server():
+    plan = on_cpu(host="0.0.0.0", port=9000, profile=counted(4), wishes={})
+    assert plan.group is not None
+    router = plan.group.router_args
+    assert (flag_value(router, "--host"), flag_value(router, "--port")) == ("0.0.0.0", "9000")
+    urls = [f"http://127.0.0.1:{flag_value(server.serve_args, '--port')}" for server in plan.group.servers]
+    assert router[: len(urls) + 1] == ("--worker-urls", *urls)
+    ports = [flag_value(server.serve_args, "--port") for server in plan.group.servers]
+    assert len({*ports, "9000", flag_value(router, "--prometheus-port")}) == 6
+
+
+def test_the_servers_differ_in_address_only():
+    plan = on_gpus(2, vllm_args=("--seed", "7"))
+    assert plan.group is not None
+    for server in plan.group.servers:
+        assert flag_value(server.serve_args, "--seed") == "7"
+        assert set(plan.serve_args) - set(server.serve_args) <= {"8000"}
+
+
+def test_a_tier_in_host_memory_is_shared_between_the_servers():
+    wishes = resolve_wishes(["replicas", "kv-tiering"], [])
+    four = on_gpus(4, wishes=wishes).decision("kv_cache").params["host_tier_gib"]
+    one = on_gpus(1, wishes=resolve_wishes(["kv-tiering"], [])).decision("kv_cache").params["host_tier_gib"]
+    assert 0 < four <= one
+
+
+def test_a_port_without_room_for_the_others_is_refused():
+    with pytest.raises(InputError, match="--port: got 65534, but several servers"):
+        on_cpu(port=65534)
+
+
+def test_a_plan_of_several_servers_survives_its_file():
+    plan = on_cpu()
+    assert Plan.from_json(plan.to_json(), origin="test") == plan
