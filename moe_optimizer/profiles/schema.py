@@ -176,7 +176,7 @@ class Passes(Section):
     """One section per pass; a section that is left out has its defaults."""
 
     flash_dmoe: FlashDmoeSection = FlashDmoeSection()
-    fp8: Fp8Section = Fp8Section()
+    fp8: Fp8Section = Fp8Section(mode="off")
     expert_load: ExpertLoadSection = ExpertLoadSection()
     expert_placement: ExpertPlacementSection = ExpertPlacementSection()
     tuned_configs: TunedConfigsSection = TunedConfigsSection()

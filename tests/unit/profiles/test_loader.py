@@ -37,6 +37,11 @@ def test_memory_shares_are_ninety_percent_and_ninety_five_for_aggressive():
     assert load_profile("aggressive").gpu_memory_utilization == 0.95
 
 
+def test_a_profile_that_names_no_pass_changes_no_weights(tmp_path):
+    passes = load_profile(write(tmp_path, "name: mine\n")).passes
+    assert (passes.fp8.mode, passes.sparsity_24.mode) == ("off", "off")
+
+
 def test_sparsity_is_off_in_every_shipped_profile():
     assert {load_profile(name).passes.sparsity_24.mode for name in profile_names()} == {"off"}
 
