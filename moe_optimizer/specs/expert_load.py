@@ -98,14 +98,13 @@ def merge_expert_loads(parts: Sequence[ExpertLoad]) -> ExpertLoad:
 
 
 def read_run_load(run_dir: Path) -> ExpertLoad:
-    """Return what the processes of the server in `run_dir` have counted so far.
+    """Return what the processes of the server in `run_dir`, or of the servers in its folders, have counted so far.
 
     Raises:
         InputError: nothing was counted there, or a file is not of this kind.
     """
-    parts = []
-    for path in sorted((run_dir / PARTS_DIR).glob("*.json")):
-        parts.append(read_expert_load(path))
+    own = sorted((run_dir / PARTS_DIR).glob("*.json"))
+    parts = [read_expert_load(path) for path in own or sorted(run_dir.glob(f"*/{PARTS_DIR}/*.json"))]
     if not parts:
         raise InputError(
             f"{run_dir}: no expert load, expected {PARTS_DIR}/*.json",

@@ -149,3 +149,12 @@ def test_a_run_without_counts_is_refused_with_what_to_do(tmp_path: Path) -> None
     with pytest.raises(InputError) as caught:
         read_run_load(tmp_path)
     assert "--enable-expert-load" in str(caught.value.hint)
+
+
+def test_the_servers_of_a_group_are_added_where_their_run_folder_has_nothing_itself(tmp_path: Path) -> None:
+    for name, tokens in (("replica-0", (1, 2)), ("replica-1", (3, 4))):
+        folder = tmp_path / name / PARTS_DIR
+        folder.mkdir(parents=True)
+        (folder / "0.json").write_text(load_of((0, tokens)).to_json())
+    assert read_run_load(tmp_path).layers[0].tokens == (4, 6)
+    assert read_run_load(tmp_path / "replica-1").layers[0].tokens == (3, 4)
