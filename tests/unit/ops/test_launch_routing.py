@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from moe_optimizer.ops.cuda_dispatch_problem import Router
@@ -58,6 +58,8 @@ def test_pairs_are_sorted_by_expert_and_stable(emulator: Emulator, tokens, top_k
 @given(
     tokens=st.integers(1, 500), experts=st.integers(1, 40), tile=st.sampled_from([16, 32, 128]), skew=st.floats(0, 4)
 )
+@example(tokens=481, experts=1, tile=16, skew=0.0)  # 32 tiles, of which 31 hold all; 28, of which 27 do
+@example(tokens=421, experts=1, tile=16, skew=0.0)
 def test_the_tiles_of_an_expert_come_in_pairs_and_share_its_tokens_evenly(
     emulator: Emulator, tokens, experts, tile, skew
 ):
@@ -70,7 +72,8 @@ def test_the_tiles_of_an_expert_come_in_pairs_and_share_its_tokens_evenly(
     for expert, count in enumerate(counts):
         mine = [next(rows) for _ in range(2 * -(-count // (2 * tile)))]
         for row in mine:
-            assert row[:2] == [expert, position]
+            assert row[0] == expert
+            assert row[2] == 0 or row[1] == position  # where an empty tile begins is nobody's business
             position += row[2]
         sizes = [row[2] for row in mine]
         assert sum(sizes) == count
