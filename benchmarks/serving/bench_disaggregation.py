@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import RECORDS, checkout, cpu_slug, host, write_record  # noqa: E402
+from benchmarks.record import RECORDS, checkout, command_line, cpu_slug, host, write_record  # noqa: E402
 from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
@@ -263,7 +263,7 @@ def make_record(
     return {
         "what": "time between the tokens of an answer while long prompts arrive: one server against prefill and decode",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": ["python", "benchmarks/serving/bench_disaggregation.py", *sys.argv[1:]],
+        "command": command_line(),
         **checkout(),
         "environment": {
             **host(load_before),

@@ -40,7 +40,7 @@ from typing import Any, cast
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import RECORDS, checkout, cpu_slug, host, write_record  # noqa: E402
+from benchmarks.record import RECORDS, checkout, command_line, cpu_slug, host, write_record  # noqa: E402
 from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
@@ -284,7 +284,7 @@ def make_record(
     return {
         "what": "time of a decode step with expert_load on over off, two servers, requests in turn",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": ["python", "benchmarks/serving/bench_expert_load.py", *sys.argv[1:]],
+        "command": command_line(),
         **checkout(options.commit),
         "environment": {
             "gpu": gpu_name(),

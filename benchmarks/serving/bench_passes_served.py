@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import checkout  # noqa: E402
+from benchmarks.record import checkout, command_line  # noqa: E402
 from moe_optimizer.cli.calibrating import measure_if_needed  # noqa: E402
 from moe_optimizer.cli.progress import ProgressLines  # noqa: E402
 from moe_optimizer.inspection import (  # noqa: E402
@@ -68,7 +68,7 @@ def main() -> int:
         "what": "decoding with the passes that each side names and without them: closed loops of streamed completions, "
         "one GPU, one server after the other; weights are random where vLLM was told to (--load-format dummy)",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": sys.argv,
+        "command": command_line(),
         **checkout(options.commit),
         "prompt_tokens": PROMPT_TOKENS,
         "output_tokens": OUTPUT_TOKENS,

@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from perplexity import perplexity  # noqa: E402
 
-from benchmarks.record import checkout  # noqa: E402
+from benchmarks.record import checkout, command_line  # noqa: E402
 from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
@@ -173,7 +173,7 @@ def make_record(results: dict[str, dict[str, Any]], commit: str | None) -> dict[
     return {
         "what": "perplexity of the bundled model in FP8 and in BF16, served by vLLM on one GPU",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": ["python", "benchmarks/serving/fp8_quality.py", *sys.argv[1:]],
+        "command": command_line(),
         **checkout(commit),
         "gpu": gpu.name if gpu else None,
         "driver": probe_hardware().driver_version,

