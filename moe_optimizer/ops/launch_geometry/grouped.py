@@ -70,9 +70,9 @@ class GroupedGeometry:
     empty_arrivals: int
     """One per math warp of every block that the stage's weights go to: either block writes into both."""
     boxes_sent: int
-    """Of the 4 boxes of a stage, those that one block's producers ask for; in a pair each half goes to both blocks."""
+    """Of the 2 boxes of a stage, those that one block's producers ask for; in a pair each half goes to both blocks."""
     transaction_bytes: int
-    """Bytes of the 4 boxes that the copy engines add to one stage, whoever asked for them."""
+    """Bytes of the 2 boxes that the copy engines add to one stage, whoever asked for them."""
     accumulators: int
     """FP32 registers per math thread that hold sums and partial sums."""
     prepare_blocks: int
