@@ -1,0 +1,8 @@
+"""The planner: from a model, a machine and a profile to one Plan."""
+
+from __future__ import annotations
+
+from moe_optimizer.plan_request import PlanRequest
+from moe_optimizer.planner.planner import make_plan
+
+__all__ = ["PlanRequest", "make_plan"]

@@ -1,0 +1,82 @@
+"""What the first pass is given: the request, with every value that has a default filled in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.passes.registry import required_key, switches
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_request import PlanRequest
+from moe_optimizer.specs.workload import WorkloadSpec
+
+_DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
+
+
+def first_context(
+    request: PlanRequest, pinned: Mapping[str, str], device: Literal["cuda", "cpu"], num_gpus: int
+) -> PlanContext:
+    """Return the context in which nothing is decided yet.
+
+    Args:
+        request: what is asked for; what it leaves open comes from its profile and model.
+        pinned: its `pinned_arguments`.
+        device: what the server will run on.
+        num_gpus: GPUs of a machine that may be used, 0 on the CPU.
+
+    Raises:
+        InputError: the dtype or the length given to vLLM is none.
+    """
+    profile = request.profile
+    required = frozenset(required_key(name) for name in request.required)
+    asked = {name: (Wish.ON, f"flag --require {name}") for name in required if name not in request.wishes}
+    context = PlanContext(
+        model=request.model,
+        hardware=request.hardware,
+        software=request.software,
+        workload=WorkloadSpec(
+            batch_size=request.batch_size or profile.workload.batch_size,
+            input_tokens=profile.workload.input_tokens,
+            output_tokens=profile.workload.output_tokens,
+            max_model_len=_model_len(request),
+        ),
+        profile=profile,
+        device=device,
+        num_gpus=num_gpus,
+        num_nodes=request.num_nodes,
+        one_server=request.one_server,
+        dtype=_dtype(request, pinned),
+        wishes={**request.wishes, **asked},
+        required=required,
+        pinned=pinned,
+        expert_load=request.expert_load,
+        fp8_sensitivity=request.fp8_sensitivity,
+        activation_norms=request.activation_norms,
+    )
+    unknown = context.wishes.keys() - {switch.key for switch in switches()}
+    assert not unknown, f"wishes for unknown passes or settings: {sorted(unknown)}"
+    length = context.pinned_integer("--max-model-len") if pinned.get("--max-model-len") not in ("auto", "-1") else None
+    if length is None:
+        return context
+    return dataclasses.replace(context, workload=dataclasses.replace(context.workload, max_model_len=length))
+
+
+def _model_len(request: PlanRequest) -> int | None:
+    """Return the asked length; a profile's is for many models, so of it at most the model's own."""
+    if request.max_model_len is not None:
+        return request.max_model_len
+    asked, most = request.profile.max_model_len, request.model.max_model_len
+    return min(asked, most) if asked and most else asked
+
+
+def _dtype(request: PlanRequest, pinned: Mapping[str, str]) -> str:
+    text = pinned.get("--dtype") or request.dtype or "auto"
+    if text == "auto":
+        # vLLM's own rule: FP32 checkpoints are served in half precision unless told otherwise.
+        return "bfloat16" if request.model.dtype == "float32" else request.model.dtype
+    if text not in _DTYPES:
+        raise InputError(f"--dtype: got {text!r:.80}, expected one of auto, {', '.join(_DTYPES)}")
+    return _DTYPES[text]

@@ -1,0 +1,142 @@
+"""From a model, a machine and a profile to one Plan. Reads nothing, starts nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from moe_optimizer.errors import RequiredNotAppliedError, UnsupportedError
+from moe_optimizer.passes.registry import PASS_NAMES, all_passes, check_wishes
+from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import split_arguments, without_flags
+from moe_optimizer.plan.server_group import ServerGroup
+from moe_optimizer.plan.verify import verify_plan
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_request import PlanRequest, check_for_device, check_request, pinned_arguments
+from moe_optimizer.planner.devices import planned_device, usable_gpus, used_gpus
+from moe_optimizer.planner.first_context import first_context
+from moe_optimizer.planner.memory_fit import memory_under_decisions, require_fit
+from moe_optimizer.planner.server_arguments import (
+    own_arguments,
+    plain_arguments,
+    serve_arguments,
+    serve_environment,
+)
+
+_WITHOUT = "leave the requirement out to serve without it"
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Decide everything for one server.
+
+    Raises:
+        InputError: a value of the request is wrong, or two of them contradict each other.
+        DoesNotFitError: the weights and one sequence need more memory than there is.
+        UnsupportedError: this model, machine or version cannot do what is asked.
+        RequiredNotAppliedError: a required pass is not on.
+    """
+    pinned = pinned_arguments(request)
+    check_request(request, pinned)
+    device = planned_device(request)
+    check_for_device(request, pinned, device)
+    num_gpus, gpu_warnings = usable_gpus(request, device)
+    context = first_context(request, pinned, device, num_gpus)
+    check_wishes(context.wishes, device)
+    for optimization in all_passes():
+        decision = _without_pinned(optimization.decide(context), pinned)
+        context = context.with_decision(decision)
+    if context.num_nodes > 1 and context.num_servers > 1:
+        raise UnsupportedError("disaggregation: its servers are planned on one machine, expected no --nodes")
+    decisions = tuple(context.decided.values())
+    memory = memory_under_decisions(context)
+    require_fit(context, memory)
+    _require_required(context)
+    own_args = own_arguments(request, context)
+    serve_args = serve_arguments(own_args, decisions, request.vllm_args)
+    plan = Plan(
+        model=request.model,
+        hardware=request.hardware,
+        workload=context.workload,
+        profile_name=request.profile.name,
+        profile=request.profile.model_dump(mode="json"),
+        engine=request.engine,
+        vllm_version=request.software.vllm.version if request.software.vllm else None,
+        num_gpus=used_gpus(context),
+        num_nodes=request.num_nodes,
+        decisions=decisions,
+        memory=memory,
+        serve_args=serve_args,
+        plain_args=plain_arguments(own_args, context, request.vllm_args),
+        serve_env=serve_environment(context),
+        group=_server_group(context, serve_args),
+        warnings=(*gpu_warnings, *_warnings(request, context, memory)),
+    )
+    verify_plan(plan, pass_names=PASS_NAMES, user_args=request.vllm_args)
+    return plan
+
+
+def _without_pinned(decision: Decision, pinned: Mapping[str, str]) -> Decision:
+    """Take out of a decision the flags that the user gives, and say so."""
+    given = [argument.flag for argument in split_arguments(decision.vllm_args) if argument.flag in pinned]
+    if not given:
+        return decision
+    return dataclasses.replace(
+        decision,
+        vllm_args=without_flags(decision.vllm_args, given),
+        reason=f"{decision.reason} ({', '.join(given)} given by the user)",
+    )
+
+
+def _require_required(context: PlanContext) -> None:
+    for decision in context.decided.values():
+        if decision.required and decision.status is not Status.ON:
+            # Required by the user, or by another decision that does not work without it.
+            asked = context.is_required(decision.pass_name)
+            kind = RequiredNotAppliedError if asked else UnsupportedError
+            raise kind(
+                f"{decision.pass_name} is required ({decision.wish_origin}) and {decision.status.value}: "
+                f"{decision.reason}",
+                hint=_WITHOUT,
+            )
+    passes = {each.name: each for each in all_passes()}
+    for key in context.required:
+        name, _, setting = key.partition(".")
+        why_off = passes[name].why_setting_off(context.decided[name], setting) if setting else ""
+        if why_off:
+            raise RequiredNotAppliedError(f"{setting} of {name} is required and off: {why_off}", hint=_WITHOUT)
+
+
+def _server_group(context: PlanContext, serve_args: tuple[str, ...]) -> ServerGroup | None:
+    groups = [
+        optimization.server_group(context, serve_args)
+        for optimization in all_passes()
+        if context.decided[optimization.name].applier is Applier.SERVERS
+    ]
+    assert len(groups) <= 1, f"two passes make several servers of one: {groups}"
+    return groups[0] if groups else None
+
+
+def _warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan) -> tuple[str, ...]:
+    warnings = [*request.hardware.warnings, *request.model.warnings]
+    if request.hardware.gpu is not None and context.device == "cpu":
+        warnings.append("this machine has a GPU, but the installed vLLM is the CPU build; planning for the CPU")
+    vllm = request.software.vllm
+    if vllm is None:
+        warnings.append("no vLLM is installed: the plan cannot be started here")
+    elif context.device == "cuda" and vllm.device == "cpu":
+        warnings.append(f"the installed vLLM {vllm.version} is the CPU build: this plan cannot be started here")
+    if not request.model.is_moe:
+        warnings.append("the model has no experts: only the passes that do not need any can help")
+    most, length = request.model.max_model_len, context.workload.max_model_len
+    if length is not None and 0 < most < length:
+        warnings.append(f"--max-model-len {length}: the model was made for {most} tokens, beyond them it may fail")
+    cache = context.decided["kv_cache"].params
+    if cache["max_model_len"] is not None and cache["max_model_len"] < (cache["wanted_model_len"] or 0):
+        warnings.append(
+            f"max-model-len is {cache['max_model_len']} instead of {cache['wanted_model_len']}: "
+            f"the cache holds {memory.kv_tokens} tokens"
+        )
+    warnings += [warning for decision in context.decided.values() for warning in decision.warnings]
+    return tuple(dict.fromkeys(warnings))

@@ -1,0 +1,50 @@
+"""The arguments and environment that vLLM is started with."""
+
+from __future__ import annotations
+
+from moe_optimizer.plan.decision import Decision
+from moe_optimizer.plan.serve_args import split_arguments, without_flags
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_request import PlanRequest
+
+DRAIN_TIMEOUT_S = 30
+"""Chosen: how long vLLM may finish the requests at hand after a stop was asked for. vLLM's own default aborts them;
+every supported version takes the flag."""
+
+
+def own_arguments(request: PlanRequest, context: PlanContext) -> tuple[str, ...]:
+    """Return the arguments that no pass owns."""
+    arguments = ["--host", request.host, "--port", str(request.port), "--shutdown-timeout", str(DRAIN_TIMEOUT_S)]
+    if request.trust_remote_code:
+        arguments.append("--trust-remote-code")
+    if request.dtype is not None or context.device == "cpu":
+        arguments += ["--dtype", context.dtype]
+    length = context.decided["kv_cache"].params["max_model_len"]
+    if length is not None and length != context.model.max_model_len:
+        arguments += ["--max-model-len", str(length)]
+    if context.device == "cuda":
+        arguments += ["--gpu-memory-utilization", f"{context.profile.gpu_memory_utilization:.2f}"]
+    return tuple(arguments)
+
+
+def serve_arguments(own: tuple[str, ...], decisions: tuple[Decision, ...], user: tuple[str, ...]) -> tuple[str, ...]:
+    """Return all arguments after the model: ours and every decision's, less what the user gives, then the user's."""
+    planned = (*own, *(word for decision in decisions for word in decision.vllm_args))
+    return (*without_flags(planned, {argument.flag for argument in split_arguments(user)}), *user)
+
+
+def plain_arguments(own: tuple[str, ...], context: PlanContext, user: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what plain vLLM would be given: the same server on the same devices, and nothing tuned."""
+    split = without_flags(context.decided["parallelism"].vllm_args, {"--enable-expert-parallel"})
+    plain = without_flags(own, {"--gpu-memory-utilization"})
+    return (*without_flags((*plain, *split), {argument.flag for argument in split_arguments(user)}), *user)
+
+
+def serve_environment(context: PlanContext) -> dict[str, str]:
+    """Return the variables that vLLM is started with beside its own environment."""
+    environment: dict[str, str] = {}
+    if context.device == "cpu":
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(context.decided["kv_cache"].params["host_cache_gib"])
+    for decision in context.decided.values():
+        environment |= decision.env
+    return environment
