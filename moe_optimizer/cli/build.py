@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
-from moe_optimizer.cli.options import BuildOptions, takes
+from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.options import BuildOptions
 from moe_optimizer.cli.termination import clean_termination
 from moe_optimizer.errors import ExitCode, UnsupportedError
 

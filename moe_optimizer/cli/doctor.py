@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.check import Check, SeamState
-from moe_optimizer.cli.options import DoctorOptions, takes
+from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.options import DoctorOptions
 from moe_optimizer.errors import ExitCode, printable
 
 

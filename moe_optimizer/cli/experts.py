@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
-from moe_optimizer.cli.options import ExpertsOptions, takes
+from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.options import ExpertsOptions
 from moe_optimizer.errors import ExitCode, InputError
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
-from moe_optimizer.cli.options import ModelOptions, takes
+from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.options import ModelOptions
 from moe_optimizer.errors import ExitCode, printable
 
 if TYPE_CHECKING:

@@ -1,20 +1,15 @@
-"""The options of every command, declared once as dataclasses and turned into command signatures."""
+"""The options of every command, declared once as dataclasses."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
-import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 
-from moe_optimizer.env import seconds_in
+from moe_optimizer.cli.option_values import completes, seconds, seconds_or_none, whole_number
 from moe_optimizer.errors import InputError
-from moe_optimizer.near_match import did_you_mean
 
 SWITCHES: Mapping[str, str] = {
     "parallelism": "split the model over the GPUs (TP, EP, DP)",
@@ -43,45 +38,6 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_READY_TIMEOUT_S = 1800.0
 DEFAULT_CALIBRATE_S = 20.0
-
-
-def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers in [lowest, highest] whose error says what was got and what is expected."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or not lowest <= value <= highest:
-            raise typer.BadParameter(f"got {text!r}, expected a whole number from {lowest} to {highest}")
-        return value
-
-    return parse
-
-
-def seconds(text: str) -> float:
-    """Parse a positive, finite number of seconds: 20 or 20s."""
-    value = seconds_in(text)
-    if not value:
-        raise typer.BadParameter(f"got {text!r}, expected a positive number of seconds")
-    return value
-
-
-def seconds_or_none(text: str) -> float:
-    """Parse a finite number of seconds: 20 or 20s; 0 is "not at all"."""
-    value = seconds_in(text)
-    if value is None:
-        raise typer.BadParameter(f"got {text!r}, expected a number of seconds, 0 or more")
-    return value
-
-
-def _complete(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    def complete(incomplete: str) -> list[str]:
-        known = values() if callable(values) else values
-        return [value for value in known if value.startswith(incomplete)]
-
-    return complete
 
 
 def _profiles() -> Iterable[str]:
@@ -166,7 +122,7 @@ class PlanOptions(ModelOptions):
             "--profile",
             metavar="NAME|FILE",
             help="conservative, balanced, aggressive, single_h100, or a YAML file.  [default: balanced]",
-            autocompletion=_complete(_profiles),
+            autocompletion=completes(_profiles),
         ),
     ] = None
     batch_size: Annotated[
@@ -190,7 +146,7 @@ class PlanOptions(ModelOptions):
             "--dtype",
             metavar="DTYPE",
             help=", ".join(DTYPES) + ".  [default: auto]",
-            autocompletion=_complete(DTYPES),
+            autocompletion=completes(DTYPES),
         ),
     ] = None
     host: Annotated[
@@ -211,7 +167,7 @@ class PlanOptions(ModelOptions):
             "--engine",
             metavar="|".join(ENGINES),
             help="What serves.  [default: vllm]",
-            autocompletion=_complete(ENGINES),
+            autocompletion=completes(ENGINES),
         ),
     ] = None
     hardware: Annotated[
@@ -221,7 +177,7 @@ class PlanOptions(ModelOptions):
             metavar="NAME",
             help="Plan for this machine of configs/hardware instead of the one at hand, for example h100_sxm; "
             "cpu: this one without its GPUs.",
-            autocompletion=_complete(_hardware),
+            autocompletion=completes(_hardware),
         ),
     ] = None
     expert_load: Annotated[
@@ -244,7 +200,7 @@ class PlanOptions(ModelOptions):
             "--require",
             metavar="X",
             help="Optimization that must run in every worker, or exit 6. May be repeated.",
-            autocompletion=_complete(SWITCHES),
+            autocompletion=completes(SWITCHES),
         ),
     ] = field(default_factory=list)
     strict: Annotated[
@@ -291,7 +247,7 @@ class PlanCommandOptions(PlanOptions):
             metavar="|".join(RENDERINGS),
             help="Print only what starts it: one server over all machines, through Ray; or a Kubernetes "
             "LeaderWorkerSet.",
-            autocompletion=_complete(RENDERINGS),
+            autocompletion=completes(RENDERINGS),
         ),
     ] = None
 
@@ -383,78 +339,3 @@ class BuildOptions(CommonOptions):
     """`moe-optimizer build`."""
 
     check: Annotated[bool, typer.Option("--check", help="Only report what is built.")] = False
-
-
-Options = TypeVar("Options", bound=CommonOptions)
-
-
-Command = Callable[[], int]
-"""A command with its options filled in, ready to run."""
-
-
-def takes(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable[..., Command]]:
-    """Give a command function the signature that `kind` declares; the parser's call returns it ready to run.
-
-    It is not run inside the parser, which would answer an interrupt or a closed pipe in its own way.
-
-    A field without a typer annotation is not an option of its own: `switches` becomes a pair --enable-X/--disable-X
-    for each of SWITCHES, `vllm_args` receives what followed `--`.
-    """
-    hints = typing.get_type_hints(kind, include_extras=True)
-    fields = dataclasses.fields(kind)
-    parameters = {f.name: (hints[f.name], _default(f)) for f in fields if hasattr(hints[f.name], "__metadata__")}
-    # What every command takes comes last in its help.
-    common = {f.name: parameters.pop(f.name) for f in dataclasses.fields(CommonOptions)}
-    has_switches = any(f.name == "switches" for f in fields)
-    if has_switches:
-        parameters |= {_switch_field(flag): (_switch_type(flag), None) for flag in SWITCHES}
-    parameters |= common
-
-    def decorate(function: Callable[[Options], int]) -> Callable[..., Command]:
-        def command(context: typer.Context, **values: Any) -> Command:
-            if has_switches:
-                given = {flag: values.pop(_switch_field(flag)) for flag in SWITCHES}
-                values["switches"] = {flag: value for flag, value in given.items() if value is not None}
-                values["vllm_args"] = tuple(context.obj or ())
-            return functools.partial(function, kind(**values))
-
-        annotations = {"context": typer.Context} | {name: hint for name, (hint, _) in parameters.items()}
-        command.__annotations__ = annotations
-        command.__doc__, command.__name__ = function.__doc__, function.__name__
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
-            + [
-                inspect.Parameter(name, keyword, default=default, annotation=hint)
-                for name, (hint, default) in parameters.items()
-            ]
-        )
-        return command
-
-    return decorate
-
-
-def _default(declared: dataclasses.Field[Any]) -> Any:
-    factory = declared.default_factory
-    return declared.default if factory is dataclasses.MISSING else factory()
-
-
-def _switch_field(flag: str) -> str:
-    return "switch_" + flag.replace("-", "_")
-
-
-def _switch_type(flag: str) -> Any:
-    declaration = f"--enable-{flag}/--disable-{flag}"
-    return Annotated[bool | None, typer.Option(declaration, help=SWITCHES[flag])]
-
-
-def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is not one of `choices`; None passes.
-
-    Raises:
-        InputError: with the nearest choice as hint.
-    """
-    if value is not None and value not in choices:
-        raise InputError(
-            f"{name}: got {value!r}, expected one of {', '.join(choices)}", hint=did_you_mean(value, choices)
-        )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
-from moe_optimizer.cli.options import RENDERINGS, PlanCommandOptions, check_choice, takes
+from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.option_values import check_choice
+from moe_optimizer.cli.options import RENDERINGS, PlanCommandOptions
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
-from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, ServeOptions, takes
+from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, ServeOptions
 from moe_optimizer.cli.preflight import check_can_serve_here
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.errors import ExitCode, InputError

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer import env
+from moe_optimizer.cli.option_values import check_choice
 from moe_optimizer.cli.options import (
     DEFAULT_CALIBRATE_S,
     DEFAULT_HOST,
@@ -15,7 +16,6 @@ from moe_optimizer.cli.options import (
     DTYPES,
     ENGINES,
     PlanOptions,
-    check_choice,
 )
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import PASS_NAMES, required_key, resolve_wishes

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.cli import messages
-from moe_optimizer.cli.options import TuneOptions, takes
+from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.options import TuneOptions
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import typer
 
-from moe_optimizer.cli.options import ModelOptions, check_choice, seconds, seconds_or_none, whole_number
+from moe_optimizer.cli.option_values import check_choice, seconds, seconds_or_none, whole_number
+from moe_optimizer.cli.options import ModelOptions
 from moe_optimizer.errors import InputError
 
 

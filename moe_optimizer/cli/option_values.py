@@ -1,0 +1,64 @@
+"""The values of options: read from text, refused with what was got and what is expected, completed by the shell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import typer
+
+from moe_optimizer.env import seconds_in
+from moe_optimizer.errors import InputError
+from moe_optimizer.near_match import did_you_mean
+
+
+def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers in [lowest, highest] whose error says what was got and what is expected."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not lowest <= value <= highest:
+            raise typer.BadParameter(f"got {text!r}, expected a whole number from {lowest} to {highest}")
+        return value
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    """Parse a positive, finite number of seconds: 20 or 20s."""
+    value = seconds_in(text)
+    if not value:
+        raise typer.BadParameter(f"got {text!r}, expected a positive number of seconds")
+    return value
+
+
+def seconds_or_none(text: str) -> float:
+    """Parse a finite number of seconds: 20 or 20s; 0 is "not at all"."""
+    value = seconds_in(text)
+    if value is None:
+        raise typer.BadParameter(f"got {text!r}, expected a number of seconds, 0 or more")
+    return value
+
+
+def completes(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return what offers those of `values` that begin with the word so far; a function is asked for them only then."""
+
+    def complete(incomplete: str) -> list[str]:
+        known = values() if callable(values) else values
+        return [value for value in known if value.startswith(incomplete)]
+
+    return complete
+
+
+def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not one of `choices`; None passes.
+
+    Raises:
+        InputError: with the nearest choice as hint.
+    """
+    if value is not None and value not in choices:
+        raise InputError(
+            f"{name}: got {value!r}, expected one of {', '.join(choices)}", hint=did_you_mean(value, choices)
+        )
