@@ -91,7 +91,7 @@ def test_no_argument_shows_the_help(tmp_path: Path, run_command: Any) -> None:
     assert "Commands:" in finished.stdout
 
 
-def test_the_version_is_data(tmp_path: Path, run_command: Any) -> None:
+def test_the_version_goes_to_stdout(tmp_path: Path, run_command: Any) -> None:
     finished = run_command(["--version"], program=("-m", "moe_optimizer"), cwd=tmp_path)
     assert (finished.code, finished.stderr) == (0, "")
     assert re.fullmatch(r"moe-optimizer \d+\.\d+\.\d+\n", finished.stdout)

@@ -33,7 +33,7 @@ _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 _ELSEWHERE = {"config.json"}
 
 
-def test_there_are_documents() -> None:
+def test_documents_are_found_to_check() -> None:
     assert (ROOT / "README.md") in DOCUMENTS
 
 

@@ -52,7 +52,7 @@ def test_it_carries_every_profile_and_hardware_fact(unpacked_wheel: Path) -> Non
     assert files(unpacked_wheel / "moe_optimizer" / "configs") == files(ROOT / "configs")
 
 
-def test_it_plans(unpacked_wheel: Path) -> None:
+def test_it_plans_the_bundled_model(unpacked_wheel: Path) -> None:
     done = _run(unpacked_wheel, "-m", "moe_optimizer", "plan", "--model", str(ROOT / "examples" / "tiny-moe"), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["profile_name"] == "balanced"

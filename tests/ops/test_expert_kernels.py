@@ -70,7 +70,7 @@ def test_every_instruction_set_is_as_exact_as_torch(
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("weights", ["same", "block"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_long_rows(isa: str, weights: str, dtype: torch.dtype) -> None:
+def test_rows_beyond_one_block_of_columns_are_as_exact_as_torch(isa: str, weights: str, dtype: torch.dtype) -> None:
     case = make_case(36, 4112, 2064, experts=1, top_k=1, dtype=dtype)
     if weights != "same":
         case = quantized(case, weights)

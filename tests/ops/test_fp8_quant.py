@@ -123,7 +123,7 @@ def test_infinite_and_undefined_weights_are_refused_with_their_expert(value: flo
         (torch.ones(4, 4).to(torch.float8_e4m3fn), "got torch.float8_e4m3fn"),
     ],
 )
-def test_other_tensors_are_refused(weight: torch.Tensor, message: str) -> None:
+def test_a_tensor_that_is_no_matrix_of_floats_is_refused(weight: torch.Tensor, message: str) -> None:
     with pytest.raises(TensorContractError, match=message):
         quantize_fp8(weight)
 
@@ -135,7 +135,7 @@ def test_scales_of_another_matrix_are_refused() -> None:
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, granularity: Granularity) -> None:
+def test_in_chunks_the_bits_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch, granularity: Granularity) -> None:
     weight = random_weight(1, (2, 700, 200), 1.0, torch.bfloat16)
     whole = quantize_fp8(weight, granularity=granularity)
     monkeypatch.setattr(fp8_quant, "_CHUNK_ELEMENTS", 1)

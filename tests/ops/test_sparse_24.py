@@ -82,7 +82,7 @@ def test_of_equals_the_earlier_are_kept() -> None:
     ],
     ids=["ragged", "float32", "one expert", "nan"],
 )
-def test_other_weights_are_refused(weight: Tensor, words: str) -> None:
+def test_weights_of_another_shape_dtype_or_not_finite_are_refused(weight: Tensor, words: str) -> None:
     with pytest.raises(TensorContractError, match=words):
         prune_24(weight)
 
@@ -96,6 +96,6 @@ def test_other_weights_are_refused(weight: Tensor, words: str) -> None:
     ],
     ids=["length", "negative", "nan"],
 )
-def test_other_norms_are_refused(norms: Tensor, words: str) -> None:
+def test_norms_of_another_length_negative_or_not_finite_are_refused(norms: Tensor, words: str) -> None:
     with pytest.raises(TensorContractError, match=words):
         prune_24(random_weight(2, 4, 16, 0), norms)

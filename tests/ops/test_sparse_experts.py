@@ -147,7 +147,7 @@ def test_beyond_the_kernels_limits_plain_torch_runs() -> None:
     ],
     ids=["fp32", "ragged", "mask size", "mask dtype", "strides", "expert"],
 )
-def test_other_inputs_are_refused(change: dict[str, Tensor], words: str) -> None:
+def test_inputs_that_break_the_contract_are_refused(change: dict[str, Tensor], words: str) -> None:
     _, inputs = pruned(make_case(4, 32, 16, dtype=torch.bfloat16))
     with pytest.raises(TensorContractError, match=words):
         call(inputs, **change)

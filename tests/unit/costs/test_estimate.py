@@ -27,7 +27,7 @@ def test_same_reference_is_named_once():
     assert add((MEASURED, MEASURED), ref="twice").ref == "twice (record a)"
 
 
-def test_number_over_quantity():
+def test_a_number_over_a_quantity_is_divided_by_its_value():
     assert divide(8.0, DATASHEET, unit="s", ref="eight bytes").value == 4.0
 
 
@@ -36,7 +36,7 @@ def test_units_that_differ_do_not_add():
         add((MEASURED, DATASHEET), ref="nonsense")
 
 
-def test_nothing_does_not_add():
+def test_a_sum_of_nothing_is_refused():
     with pytest.raises(ValueError, match="cannot add"):
         add((), ref="nothing")
 

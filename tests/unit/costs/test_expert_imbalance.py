@@ -37,7 +37,7 @@ def test_figures_do_not_depend_on_how_long_was_counted(tokens: list[int], factor
 
 
 @given(tokens=TOKENS)
-def test_bounds(tokens: list[int]) -> None:
+def test_every_figure_stays_within_its_bounds(tokens: list[int]) -> None:
     found = figures(*tokens)
     assert 1 <= found.max_over_mean <= len(tokens) + 1e-9
     assert -1e-9 <= found.gini < 1
@@ -46,14 +46,14 @@ def test_bounds(tokens: list[int]) -> None:
         assert 1 - 1e-9 <= imbalance <= ranks + 1e-9
 
 
-def test_an_even_load() -> None:
+def test_an_even_load_has_no_imbalance() -> None:
     found = figures(*[5] * 20)
     assert (found.max_over_mean, found.variation, found.gini, found.unused) == (1, 0, 0, 0)
     assert found.busiest_share == pytest.approx(0.1)
     assert found.rank_imbalance == {2: 1, 4: 1}
 
 
-def test_all_on_one_expert() -> None:
+def test_all_on_one_expert_is_the_worst_imbalance() -> None:
     found = figures(0, 0, 0, 0, 0, 0, 0, 9)
     assert found.max_over_mean == 8
     assert found.variation == pytest.approx(math.sqrt(7))

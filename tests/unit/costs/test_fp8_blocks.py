@@ -8,7 +8,7 @@ from tests.builders import deepseek_v3, dense_model, mixtral_8x7b, qwen3_30b_a3b
 
 @pytest.mark.parametrize("model", [qwen3_30b_a3b(), mixtral_8x7b(), deepseek_v3(), dense_model()], ids=lambda m: m.name)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
-def test_usual_models_divide(model, devices):
+def test_the_linears_of_published_models_divide_into_blocks(model, devices):
     assert ragged_linear(model, devices) == ""
 
 

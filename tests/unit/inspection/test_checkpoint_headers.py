@@ -66,7 +66,7 @@ def safetensors(tensors: Mapping[str, tuple[int, ...]], dtype: str = "BF16", **d
     return len(text).to_bytes(8, "little") + text + bytes(end)
 
 
-def test_header_that_agrees(inspect_config: Inspect) -> None:
+def test_headers_that_agree_change_nothing_and_warn_of_nothing(inspect_config: Inspect) -> None:
     without = inspect_config(CONFIG)
     spec = inspect_config(CONFIG, {"model.safetensors": safetensors(shapes())})
     assert spec.warnings == ()
@@ -215,12 +215,12 @@ def test_index_cannot_name_files_elsewhere(name: Any, inspect_config: Inspect) -
         (50_000).to_bytes(8, "little") + b"[" * 50_000,
     ],
 )
-def test_broken_weight_file(data: bytes, inspect_config: Inspect) -> None:
+def test_a_broken_header_is_refused_by_its_file(data: bytes, inspect_config: Inspect) -> None:
     with pytest.raises(InputError, match=r"model\.safetensors"):
         inspect_config(CONFIG, {"model.safetensors": data})
 
 
-def test_sizes_that_do_not_fit_the_shape(inspect_config: Inspect) -> None:
+def test_bytes_that_do_not_fit_dtype_and_shape_are_refused(inspect_config: Inspect) -> None:
     data = safetensors({"a": (4, 4)})
     with pytest.raises(InputError, match="needs 64 bytes"):
         inspect_config(CONFIG, {"model.safetensors": data.replace(b'"BF16"', b'"F32" ')})
@@ -233,7 +233,7 @@ def test_a_checkpoint_in_gguf_alone_is_called_one(tmp_path: Path) -> None:
         read_tensors(tmp_path)
 
 
-def test_folder_without_weights(tmp_path: Path) -> None:
+def test_a_folder_without_weights_has_no_tensors(tmp_path: Path) -> None:
     assert read_tensors(tmp_path) is None
 
 

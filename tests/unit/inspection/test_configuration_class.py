@@ -40,7 +40,9 @@ MODEL_NAMES_MAPPING = OrderedDict([("only_a_name", "Only A Name")])
         ("", (), False),
     ],
 )
-def test_answers(model_type: str, architectures: tuple[str, ...], answer: bool) -> None:
+def test_a_class_is_found_by_model_type_or_by_architecture(
+    model_type: str, architectures: tuple[str, ...], answer: bool
+) -> None:
     classes = parse_configuration_classes(VLLM, TRANSFORMERS)
     assert classes is not None
     assert classes.has(model_type, architectures) is answer

@@ -71,7 +71,7 @@ def test_a_path_that_is_not_mounted_inside_a_container_falls_back_to_the_top(mac
     assert probe_cpu(root).memory.value == 2 * GIB
 
 
-def test_version_1_quota_and_limit(machine):
+def test_a_version_1_group_limits_cores_and_memory(machine):
     root = machine(
         {
             "proc/self/cgroup": "4:memory:/job\n2:cpu,cpuacct:/job\n0::/\n",
@@ -84,7 +84,7 @@ def test_version_1_quota_and_limit(machine):
     assert (cpu.cores, cpu.memory.value) == (4, 3 * GIB)
 
 
-def test_version_1_without_limits(machine):
+def test_a_version_1_group_without_limits_leaves_the_machine(machine):
     root = machine(
         {
             "proc/self/cgroup": "4:memory:/\n1:cpu:/\n",
@@ -102,7 +102,7 @@ def test_path_in_proc_cannot_leave_the_cgroup_folder(machine):
     assert probe_cpu(root).memory.value == 32 * GIB
 
 
-def test_memory_of_the_node_of_the_first_usable_core(machine, monkeypatch):
+def test_node_memory_is_that_of_the_first_usable_core(machine, monkeypatch):
     files = {
         "sys/devices/system/node/node0/cpulist": "0-3,8-11\n",
         "sys/devices/system/node/node0/meminfo": f"Node 0 MemTotal:  {10 * 2**20} kB\nNode 0 MemFree: 1 kB\n",
@@ -141,7 +141,7 @@ def test_empty_root_still_gives_a_processor(tmp_path):
     assert cpu.isa == ()
 
 
-def test_this_machine(tmp_path):
+def test_this_machine_has_a_name_cores_and_memory(tmp_path):
     cpu = probe_cpu()
     assert cpu.name
     assert 1 <= cpu.cores <= (os.cpu_count() or 1)

@@ -153,7 +153,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_of_the_experts(
+def test_the_experts_of_a_published_model_have_their_published_shapes(
     name: str, load_config: Callable[[str], dict[str, Any]], inspect_config: Callable[..., ModelSpec]
 ) -> None:
     spec = inspect_config(load_config(name))

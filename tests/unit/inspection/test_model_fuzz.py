@@ -61,7 +61,9 @@ def mutated_configs(draw: st.DrawFn) -> dict[str, Any]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(config=mutated_configs())
-def test_mutated_configuration(config: dict[str, Any], model_folder: Callable[..., Path]) -> None:
+def test_a_mutated_configuration_is_counted_consistently_or_refused_in_one_line(
+    config: dict[str, Any], model_folder: Callable[..., Path]
+) -> None:
     folder = model_folder(config)
     try:
         spec = ModelInspector().inspect(folder)
@@ -81,7 +83,7 @@ def test_mutated_configuration(config: dict[str, Any], model_folder: Callable[..
 @given(
     data=st.binary(max_size=200) | st.text(max_size=200).map(str.encode) | JUNK.map(lambda v: json.dumps(v).encode())
 )
-def test_arbitrary_bytes(data: bytes, model_folder: Callable[..., Path]) -> None:
+def test_arbitrary_bytes_are_refused(data: bytes, model_folder: Callable[..., Path]) -> None:
     try:
         ModelInspector().inspect(model_folder(data))
     except MoeOptimizerError:

@@ -53,11 +53,11 @@ def test_reference_cannot_leave_the_cache(tmp_path: Path) -> None:
         ({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}, "/a"),
     ],
 )
-def test_cache_folder(environ: dict[str, str], cache: str) -> None:
+def test_the_hub_cache_is_where_the_environment_says(environ: dict[str, str], cache: str) -> None:
     assert hub_cache(environ) == Path(cache)
 
 
-def test_offline_and_not_cached(tmp_path: Path) -> None:
+def test_an_id_that_is_not_cached_is_refused_offline(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not in the hub cache") as error:
         resolve_model("owner/name", {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"})
     assert "HF_HUB_OFFLINE" in str(error.value.hint)

@@ -44,7 +44,9 @@ def assert_dense(spec: ModelSpec) -> None:
         ("lfm2_moe", {"num_dense_layers": 24}),
     ],
 )
-def test_is_dense(name: str, changes: dict[str, Any], load_config: Load, inspect_config: Inspect) -> None:
+def test_a_dense_model_that_looks_like_a_mixture_is_dense(
+    name: str, changes: dict[str, Any], load_config: Load, inspect_config: Inspect
+) -> None:
     config = load_config(name)
     for field, value in changes.items():
         *nest, last = field.split(".")
@@ -73,19 +75,21 @@ def test_generation_field_top_k_is_not_the_routing_top_k(load_config: Load, insp
 # --- shared experts ---
 
 
-def test_shared_expert_by_width_alone(load_config: Load, inspect_config: Inspect) -> None:
+def test_a_width_alone_makes_one_shared_expert(load_config: Load, inspect_config: Inspect) -> None:
     config = load_config("qwen2_moe")
     assert inspect_config(config).num_shared_experts == 1
     without = inspect_config({**config, "shared_expert_intermediate_size": 0})
     assert without.num_shared_experts == 0
 
 
-def test_shared_expert_by_architecture(load_config: Load, inspect_config: Inspect) -> None:
+def test_an_architecture_may_have_a_shared_expert_that_no_field_names(
+    load_config: Load, inspect_config: Inspect
+) -> None:
     assert "shared" not in json.dumps(load_config("llama4")["text_config"])
     assert inspect_config(load_config("llama4")).num_shared_experts == 1
 
 
-def test_shared_experts_without_a_count(load_config: Load, inspect_config: Inspect) -> None:
+def test_a_count_of_null_is_no_shared_expert(load_config: Load, inspect_config: Inspect) -> None:
     spec = inspect_config({**load_config("deepseek_v3"), "n_shared_experts": None})
     assert spec.num_shared_experts == 0
 
@@ -110,7 +114,7 @@ def test_shared_experts_without_a_count(load_config: Load, inspect_config: Inspe
         ("hunyuan", {"moe_layer_num_skipped": 2}, tuple(range(2, 32))),
     ],
 )
-def test_expert_layers(
+def test_the_layers_with_experts_follow_the_families_rule(
     name: str, changes: dict[str, Any], layers: tuple[int, ...], load_config: Load, inspect_config: Inspect
 ) -> None:
     assert inspect_config({**load_config(name), **changes}).moe_layers == layers
@@ -172,7 +176,7 @@ def test_zero_experts_have_no_weights(load_config: Load, inspect_config: Inspect
     assert any("zero experts" in warning for warning in spec.warnings)
 
 
-def test_array_valued_fields(load_config: Load, inspect_config: Inspect) -> None:
+def test_an_array_of_equal_values_counts_as_the_value(load_config: Load, inspect_config: Inspect) -> None:
     config = load_config("hunyuan")
     assert isinstance(config["moe_topk"], list)
     scalar = {**config, "moe_topk": 8, "moe_intermediate_size": 3072, "num_shared_expert": 1}
@@ -199,13 +203,13 @@ def test_attention_experts_count_as_idle(load_config: Load, inspect_config: Insp
 
 
 @pytest.mark.parametrize("nest", ["text_config", "llm_config", "language_config", "thinker_config"])
-def test_nested_language_model(nest: str, load_config: Load, inspect_config: Inspect) -> None:
+def test_a_nested_language_model_counts_as_alone(nest: str, load_config: Load, inspect_config: Inspect) -> None:
     config = load_config("qwen3_moe")
     outer = {"model_type": "some_vl", "architectures": ["SomeVL"], nest: config, "vision_config": {"hidden_size": 7}}
     assert inspect_config(outer).total_params == inspect_config(config).total_params
 
 
-def test_nested_twice(load_config: Load, inspect_config: Inspect) -> None:
+def test_a_language_model_nested_twice_is_found(load_config: Load, inspect_config: Inspect) -> None:
     spec = inspect_config(load_config("qwen3_omni_moe"))
     assert (spec.num_experts, spec.model_type) == (128, "qwen3_omni_moe_text")
     assert spec.architecture == "Qwen3OmniMoeForConditionalGeneration"
@@ -225,7 +229,7 @@ def test_sizes_left_out_of_a_nested_object_are_its_class_defaults(load_config: L
     assert inspect_config(load_config("gemma3")).attention.num_kv_heads == 4
 
 
-def test_missing_model_type(load_config: Load, inspect_config: Inspect) -> None:
+def test_a_missing_model_type_is_told_by_the_architecture(load_config: Load, inspect_config: Inspect) -> None:
     config = load_config("longcat_flash")
     assert "model_type" not in config
     assert inspect_config(config).num_layers == 28
@@ -248,7 +252,7 @@ def test_unknown_family_is_read_by_its_fields(load_config: Load, inspect_config:
 
 
 @pytest.mark.parametrize("token", ["NaN", "Infinity", "-Infinity"])
-def test_bare_tokens_in_unrelated_fields(token: str, load_config: Load, inspect_config: Inspect) -> None:
+def test_bare_tokens_in_unrelated_fields_are_read_over(token: str, load_config: Load, inspect_config: Inspect) -> None:
     text = json.dumps(load_config("qwen3_moe"))[:-1] + f', "rope_cap": {token}, "time_step_limit": [0.0, {token}]}}'
     assert inspect_config(text).num_experts == 128
 
@@ -281,7 +285,7 @@ def test_explicit_null_is_not_the_class_default(load_config: Load, inspect_confi
         ("qwen2_moe", "mha", (16, 16, 128), None, 0),
     ],
 )
-def test_attention(
+def test_the_kind_of_attention_is_told_by_the_fields(
     name: str,
     kind: str,
     heads: tuple[int, int, int],
@@ -302,7 +306,7 @@ def test_layers_that_borrow_a_cache_add_none(load_config: Load, inspect_config: 
     assert shared.kv_bytes_per_token * 2 == inspect_config(config).kv_bytes_per_token
 
 
-def test_ordinary_attention_in_a_latent_family(load_config: Load, inspect_config: Inspect) -> None:
+def test_a_latent_family_may_have_ordinary_attention(load_config: Load, inspect_config: Inspect) -> None:
     zero = {"qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "v_head_dim": 0, "kv_lora_rank": None, "use_mla": False}
     spec = inspect_config({**load_config("deepseek_v2"), **zero})
     assert spec.attention.kind == "mha"

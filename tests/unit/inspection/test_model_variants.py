@@ -74,7 +74,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("model_type", "changes"), VARIANTS, ids=[f"{i}-{name}" for i, (name, _) in enumerate(VARIANTS)]
 )
-def test_optional_parts(model_type: str, changes: dict[str, Any], inspect_config: Callable[..., ModelSpec]) -> None:
+def test_optional_parts_count_as_in_transformers(
+    model_type: str, changes: dict[str, Any], inspect_config: Callable[..., ModelSpec]
+) -> None:
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -48,7 +48,9 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ((), None, "names no architecture"),
     ],
 )
-def test_answers(architectures: tuple[str, ...], answer: bool | None, words: str) -> None:
+def test_an_architecture_is_servable_when_vllms_registry_has_it(
+    architectures: tuple[str, ...], answer: bool | None, words: str
+) -> None:
     served, reason = is_servable(architectures)
     assert served is answer
     assert words in reason

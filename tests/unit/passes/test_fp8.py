@@ -277,7 +277,7 @@ def test_on_the_cpu_the_builtin_quantizer_converts_whatever_is_asked_for():
         ("transformer_engine", False, "builtin", "it is not installed; builtin is used"),
     ],
 )
-def test_the_quantizer_on_gpus(asked, installed, used, warned):
+def test_the_quantizer_on_gpus_is_the_one_asked_for_where_it_is_installed(asked, installed, used, warned):
     found = dataclasses.replace(software(), transformer_engine=installed)
     decision = on_gpu(settings={"quantizer": asked}, software=found)
     assert decision.params["quantizer"] == used

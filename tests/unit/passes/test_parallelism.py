@@ -70,7 +70,7 @@ def test_deepseek_slices_divide_into_fp8_blocks():
     assert split(decide(deepseek_v3(), gpus("h200", 8))) == (8, 1, False)
 
 
-def test_expert_parallel_by_flag():
+def test_expert_parallel_is_on_when_a_flag_asks_for_it():
     wishes = {"parallelism.expert_parallel": (Wish.ON, "flag --enable-expert-parallel")}
     decision = decide(qwen3_30b_a3b(), gpus("h100_sxm", 8), wishes=wishes)
     assert split(decision) == (8, 1, True)

@@ -93,7 +93,7 @@ def apart(degree: int = 2) -> Any:
     ],
     ids=["gpu", "fp8", "dense", "fp32", "width", "norms apart", "pinned", "no kernel", "fp8 asked", "old build"],
 )
-def test_refused_with_the_reason(changes, why):
+def test_what_cannot_be_pruned_is_refused_with_the_reason(changes, why):
     decision = decided(**changes)
     assert decision.status is Status.REFUSED
     assert why in decision.reason

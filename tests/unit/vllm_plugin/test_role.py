@@ -19,5 +19,7 @@ from moe_optimizer.vllm_plugin.role import ProcessRole, role_of
         ("VllmWorker-11", "", ProcessRole("worker", 11)),
     ],
 )
-def test_role_of(process_name: str, main_module: str, expected: ProcessRole) -> None:
+def test_a_processs_role_follows_from_its_name_and_module(
+    process_name: str, main_module: str, expected: ProcessRole
+) -> None:
     assert role_of(process_name, main_module) == expected

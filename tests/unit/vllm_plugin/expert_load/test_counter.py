@@ -77,7 +77,7 @@ def test_a_forward_before_any_step_adds_nothing_but_is_seen(make):
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_no_rows_at_all(make):
+def test_a_step_without_rows_counts_nothing(make):
     counter = make()
     counter.count_rows(4)
     forward(counter, some_ids(0, seed=3))
