@@ -25,6 +25,19 @@ def _extent(matrix: Tensor) -> tuple[int, int]:
     return begin, begin + elements * matrix.element_size()
 
 
+def _known(condition: bool | torch.SymBool) -> bool:
+    """Return whether a condition on sizes holds for certain.
+
+    While a graph is traced, a size may depend on data that is not there yet (a selection by a mask). What cannot be
+    known then counts as not so; the op checks the real tensors again when the graph runs.
+    """
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow to import, for tracing only
+
+    return guard_or_false(condition)
+
+
 class TensorChecks:
     """Checks the tensors of one op call; symbolic dimensions are bound by the first tensor that has them.
 
@@ -43,11 +56,11 @@ class TensorChecks:
         for index, dim in enumerate(dims):
             got = tensor.shape[index]
             if not isinstance(dim, str):  # an int, or torch.SymInt while a graph is traced
-                if got != dim:
+                if _known(got != dim):
                     raise self.error(name, f"dim {index}", got, str(dim))
                 continue
             size, origin = self._bound.setdefault(dim, (got, f"{name} dim {index}"))
-            if got != size:
+            if _known(got != size):
                 raise self.error(name, f"dim {index} ({dim})", got, f"{size} (bound by {origin})")
 
     def bind(self, symbol: str, size: int, origin: str) -> None:
@@ -76,13 +89,13 @@ class TensorChecks:
 
     def contiguous_rows(self, name: str, tensor: Tensor) -> None:
         """Check that the last dimension is contiguous and that no dimension overlaps or runs backwards."""
-        if tensor.numel() == 0:
+        if _known(tensor.numel() == 0):
             return
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if _known(tensor.shape[-1] > 1) and _known(tensor.stride(-1) != 1):
             raise self.error(name, "stride of the last dimension", tensor.stride(-1), "1")
         for index in range(tensor.dim() - 1):
             smallest = tensor.shape[-1]
-            if tensor.shape[index] > 1 and tensor.stride(index) < smallest:
+            if _known(tensor.shape[index] > 1) and _known(tensor.stride(index) < smallest):
                 raise self.error(name, f"stride of dim {index}", tensor.stride(index), f"at least {smallest}")
 
     def error(self, name: str, what: str, got: object, expected: str) -> TensorContractError:

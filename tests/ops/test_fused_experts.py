@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.ops import fused_experts, kernels_available, why_reference
@@ -200,25 +199,6 @@ def test_registered_ops_pass_opcheck_with_fp8_weights(scales: str) -> None:
     torch.library.opcheck(torch.ops.moe_optimizer.fused_experts.default, inputs, test_utils=tests)
     arguments = (*inputs, torch.empty_like(case.x))
     torch.library.opcheck(torch.ops.moe_optimizer.fused_experts_out.default, arguments, test_utils=tests)
-
-
-@needs_kernels
-def test_one_compiled_graph_serves_any_number_of_tokens() -> None:
-    case = make_case(33, dtype=torch.bfloat16)
-    graphs = []
-
-    def layer(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        return x + fused_experts(x * 2, case.w13, case.w2, topk_weights, topk_ids)
-
-    def backend(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
-    for tokens in (3, 7, 33):
-        inputs = case.x[:tokens], case.topk_weights[:tokens], case.topk_ids[:tokens]
-        assert torch.equal(compiled(*inputs), layer(*inputs))
-    assert len(graphs) == 1
 
 
 def test_sizes_without_a_kernel_run_in_torch_and_say_why() -> None:
