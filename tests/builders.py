@@ -95,6 +95,7 @@ def shaped_model(
         "weight_bits": 16.0,
         "weights_are_fp8": "fp8" in (changes.get("quant_method") or ""),
         "weight_block": None,
+        "expert_format": _expert_format(changes.get("quant_method"), experts),
         "weight_bytes": expert_bytes + round(linear * linear_bytes_per_weight) + 2 * other,
         "expert_weight_bytes": expert_bytes,
         "dtype": "bfloat16",
@@ -117,6 +118,12 @@ def shaped_model(
     }
     fields |= changes
     return ModelSpec(**({"max_model_len": fields["max_position"]} | fields))
+
+
+def _expert_format(method: str | None, experts: int) -> str:
+    if not experts:
+        return "none"
+    return {None: "dtype", "fp8": "fp8"}.get(method, "other")
 
 
 def qwen3_30b_a3b(name: str = "Qwen3-30B-A3B", **changes: Any) -> ModelSpec:

@@ -99,6 +99,7 @@ def build_spec(
         weight_bits=_weight_bits(decoder, quantization),
         weights_are_fp8=quantization.fp8,
         weight_block=quantization.weight_block,
+        expert_format=quantization.expert_format((entry.modules or EXPERTS, i) for i, entry in moe),
         weight_bytes=weight_bytes,
         expert_weight_bytes=expert_bytes,
         dtype=quantization.dtype,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.fp8_scales import is_scaled_fp8, weight_block
 from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.inspection.module_patterns import ModulePatterns
 from moe_optimizer.inspection.module_rules import bits_of_type, left_out, patterns_by_bits
+from moe_optimizer.specs.model import ExpertFormat
 
 DTYPE_BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
 _DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in DTYPE_BITS}
@@ -124,6 +126,8 @@ class Quantization:
     """Bytes of scales for each quantised weight."""
     fp8: bool = False
     """Whether the weights are 8-bit floating point."""
+    scaled_fp8: bool = False
+    """Whether what is stored in 8 bits is FP8 with FP32 scales."""
     weight_block: tuple[int, int] | None = None
     """Rows and columns of the block of weights that shares a scale; None: per tensor, channel or group."""
     warnings: tuple[str, ...] = ()
@@ -152,6 +156,15 @@ class Quantization:
             if group.targets is None or any(group.targets.match(name) for name in full_names):
                 return group.bits
         return self.dtype_bits
+
+    def expert_format(self, layers: Iterable[tuple[tuple[str, ...], int]]) -> ExpertFormat:
+        """Return how the routed experts of these layers (the names as in `bits`, the index) are stored."""
+        bits = {self.bits(names, layer, routed=True) for names, layer in layers}
+        if not bits:
+            return "none"
+        if bits == {self.dtype_bits}:
+            return "dtype"
+        return "fp8" if bits == {8} and self.scaled_fp8 else "other"
 
     def stored_bytes(self, params: int, bits: float) -> float:
         """Return the bytes of `params` weights with their scales."""
@@ -202,7 +215,8 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
         expert_bits=bits_of_type(expert_dtype) if expert_dtype else None,
         scale_bytes_per_weight=_scale_bytes(scheme, method, min(group.bits for group in groups)),
         fp8=_is_fp8(scheme, method),
-        weight_block=_weight_block(scheme),
+        scaled_fp8=is_scaled_fp8(scheme, method, ALGORITHM_BITS),
+        weight_block=weight_block(scheme),
         warnings=tuple(warnings),
     )
 
@@ -346,16 +360,9 @@ def _bits_in_nested_type(scheme: Config) -> float | None:
     return None
 
 
-def _weight_block(scheme: Config) -> tuple[int, int] | None:
-    block = scheme.get(("weight_block_size", "config_groups.group_0.weights.block_structure"))
-    if isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block):
-        return block[0], block[1]
-    return None
-
-
 def _scale_bytes(scheme: Config, method: str, bits: float) -> float:
     """Return the bytes of scales for each weight, as the method's checkpoints store them."""
-    block = _weight_block(scheme)
+    block = weight_block(scheme)
     if block is not None:
         return 4 / (block[0] * block[1])
     if "mxfp4" in method:

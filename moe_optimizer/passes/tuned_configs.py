@@ -16,8 +16,9 @@ from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.specs.triton_shape import TritonShape
 
-_FP8_METHODS = ("fp8", "fbgemm_fp8", "ptpc_fp8")
-"""Checkpoint methods whose experts vLLM's Triton kernel computes in FP8."""
+_REFINED = "fp8"
+"""The checkpoint method whose blocks vLLM makes smaller where a slice of an expert is no whole number of them; those of
+the other methods' files it refuses to slice so."""
 _FP8_FLAGS = {"fp8": False, "fp8_per_tensor": False, "fp8_per_channel": False, "fp8_per_block": True}
 """Values of --quantization that convert experts -> whether with 128 x 128 blocks."""
 
@@ -43,8 +44,8 @@ class TunedConfigs(OptimizationPass):
             return False, "Triton configurations are for GPUs"
         if _scheme(ctx) is None:
             given = ctx.pinned.get("--quantization")
-            experts = f"--quantization {given}" if given else f"{ctx.model.quant_method} experts"
-            return False, f"vLLM has other kernels than Triton's for {experts}"
+            found = f"--quantization {given}" if given else f"{ctx.model.quant_method}, {ctx.model.weight_bits:g} bits"
+            return False, f"needs experts in BF16, FP16, FP32, or FP8 with FP32 scales, found {found}"
         if ctx.software.vllm is None:
             return False, "no vLLM is installed to look into"
         if not (Path(ctx.software.vllm.location) / SHIPPED).is_dir():
@@ -110,7 +111,7 @@ def _shape(ctx: PlanContext) -> TritonShape:
     block = scheme.block
     if block is not None and scheme.converted:
         width = whole_blocks(width)
-    elif block is not None:
+    elif block is not None and model.quant_method == _REFINED:
         block = block_of_slice(block, width, model.expert_hidden_size, slices)
     return TritonShape(
         # Where experts do not divide, the first GPUs have one more.
@@ -135,18 +136,22 @@ class _Scheme:
 
 
 def _scheme(ctx: PlanContext) -> _Scheme | None:
-    """Return what the experts are computed in; None where Triton does not run these experts."""
-    given, method = ctx.pinned.get("--quantization"), ctx.model.quant_method
-    if method in _FP8_METHODS:
-        return _Scheme(dtype="fp8_w8a8", block=ctx.model.weight_block)
-    if method is not None:
-        return None
+    """Return what the experts are computed in; None where no file name is known for it.
+
+    Experts in INT8, INT4 and formats of fewer bits have none: most of vLLM's kernels for them read no such file, and
+    those that do were never measured by `moe-optimizer tune`.
+    """
+    given, model = ctx.pinned.get("--quantization"), ctx.model
+    as_loaded = _Scheme(dtype="float32" if ctx.dtype == "float32" else "")
+    if model.quant_method is not None:
+        stored = {"dtype": as_loaded, "fp8": _Scheme(dtype="fp8_w8a8", block=model.weight_block)}
+        return stored.get(model.expert_format)
     if given is not None:
         return _converted(in_blocks=_FP8_FLAGS[given]) if given in _FP8_FLAGS else None
     params = ctx.decided["fp8"].params
     if params.get("expert_bits") == 8:
         return _converted(in_blocks=params["granularity"] == "block")
-    return _Scheme(dtype="float32" if ctx.dtype == "float32" else "")
+    return as_loaded
 
 
 def _converted(*, in_blocks: bool) -> _Scheme:

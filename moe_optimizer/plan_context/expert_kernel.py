@@ -21,9 +21,10 @@ def why_model_does_not_fit(ctx: PlanContext) -> str:
     model = ctx.model
     if not model.is_moe:
         return "the model has no experts"
-    if model.quant_method is not None and (ctx.device, model.quant_method) != ("cuda", "fp8"):
+    looked_at = (ctx.device, model.quant_method) == ("cuda", "fp8") and model.expert_format != "other"
+    if model.quant_method is not None and not looked_at:
         readable = "BF16 or FP8" if ctx.device == "cuda" else "unquantised"
-        return f"needs {readable} expert weights, found {model.quant_method}"
+        return f"needs {readable} expert weights, found {model.quant_method}, {model.weight_bits:g} bits"
     if model.expert_matrices != 3:
         return f"needs gated experts (3 matrices), found {model.expert_matrices}"
     if model.expert_activation not in _ACTIVATIONS:

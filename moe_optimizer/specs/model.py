@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AttentionKind = Literal["mha", "gqa", "mla", "hybrid", "none"]
+ExpertFormat = Literal["none", "dtype", "fp8", "other"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,10 @@ class ModelSpec:
     weight_block: tuple[int, int] | None
     """Rows and columns of the block of quantised weights that shares a scale; None: per tensor, channel or group, or
     not quantised."""
+    expert_format: ExpertFormat
+    """How the routed experts of every MoE layer are stored, in whatever method's files. dtype: not quantised; fp8: in
+    FP8 with FP32 scales, of `weight_block` or else of tensors or channels; other: in another way, or not all alike;
+    none: a dense model."""
     weight_bytes: int
     """Bytes of all weights as stored in the checkpoint, scales included; exact with safetensors headers."""
     expert_weight_bytes: int

@@ -14,13 +14,13 @@ import pytest
 
 from moe_optimizer.costs.fp8_blocks import block_of_slice
 from moe_optimizer.errors import DoesNotFitError, InputError, UnsupportedError
-from moe_optimizer.inspection import find_vllm, load_hardware
+from moe_optimizer.inspection import ModelInspector, find_vllm, load_hardware
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.planner import PlanRequest, make_plan
 from moe_optimizer.specs.model import ModelSpec
 from tests.builders import profile_with, software
-from tests.vllm.test_serve_args import MODELS, inspected
+from tests.vllm.test_serve_args import CONFIGS, MODELS, inspected
 
 pytestmark = pytest.mark.vllm
 
@@ -121,7 +121,7 @@ def test_the_planned_file_is_the_one_vllm_looks_for(name: str, tmp_path: Path, m
                 continue
             decision = plan.decision("tuned_configs")
             if name in NO_TRITON:
-                assert decision.reason.startswith("vLLM has other kernels than Triton's for")
+                assert decision.reason.startswith("needs experts in BF16")
                 continue
             assert decision.params["file"] == name_in_vllm(plan), (split, fp8, arguments)
             named += 1
@@ -140,3 +140,79 @@ def test_blocks_of_sliced_checkpoints_are_vllms() -> None:
                     )
                     theirs = refine_fp8_moe_block_shape(config, list(block)) or list(block)
                     assert list(block_of_slice(block, width, hidden, slices)) == theirs, (width, hidden, slices, block)
+
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    f"compressed-tensors {strategy}": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, **weights},
+                "input_activations": {
+                    "num_bits": 8, "type": "float", "dynamic": True, "symmetric": True, **activations,
+                },
+            }
+        },
+    }
+    for strategy, activations, weights in (
+        ("tensor", {"strategy": "tensor"}, {}),
+        ("channel", {"strategy": "token"}, {}),
+        ("block", {"strategy": "group", "group_size": 128}, {"block_structure": [128, 128]}),
+    )
+} | {"modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": []}}  # fmt: skip
+"""FP8 checkpoints of the methods that hold it in a form of their own."""
+
+
+def triton_quant_config(scheme: dict[str, Any]) -> Any:
+    """Return what vLLM's method for the experts of such a checkpoint tells its Triton kernel, made by vLLM itself."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_fp8 as compressed,
+    )
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
+
+    if scheme["quant_method"] == "modelopt":
+        method_class = ModelOptFp8Config.from_config(scheme).FusedMoEMethodCls
+        method: Any = object.__new__(method_class)
+    else:
+        linear = CompressedTensorsConfig.from_config(scheme).target_scheme_map["Linear"]
+        weights, activations = linear["weights"], linear["input_activations"]
+        assert CompressedTensorsConfig._is_fp8_w8a8(weights, activations), "vLLM takes another class for it"
+        method = object.__new__(compressed.CompressedTensorsW8A8Fp8MoEMethod)
+        method.weight_quant, method.input_quant = weights, activations
+        method.weight_block_size = weights.block_structure
+    method.fp8_backend = Fp8MoeBackend.TRITON
+    scale = torch.ones(1)
+    layer: Any = SimpleNamespace(
+        w13_weight_scale=scale, w2_weight_scale=scale, w13_input_scale=scale, w2_input_scale=scale
+    )
+    return method.get_fused_moe_quant_config(layer)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_the_planned_file_of_another_methods_fp8_is_the_one_vllm_looks_for(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from vllm.model_executor.layers.fused_moe.fused_moe import get_config_file_name
+    from vllm.platforms import current_platform
+
+    config = json.loads((CONFIGS / "qwen3_moe.json").read_text(encoding="utf-8"))
+    scheme = CHECKPOINTS[checkpoint]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}), encoding="utf-8")
+    model = ModelInspector().inspect(tmp_path)
+    gpu = load_hardware(DEVICE, 1).gpu
+    assert gpu is not None
+    monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_: gpu.name)
+    theirs = triton_quant_config(scheme)
+    dtype, block = theirs.config_name(torch.float8_e4m3fn), theirs.block_shape
+    for split in ((1, False), (2, False), (2, True)):
+        plan = planned(model, split, {"mode": "off"}, ())
+        assert plan is not None
+        size, whole = split
+        experts, width = (64, 768) if whole else (128, 768 // size)
+        assert plan.decision("tuned_configs").params["file"] == get_config_file_name(experts, width, dtype, block)

@@ -75,6 +75,59 @@ def test_fp8_is_told_from_other_types_of_eight_bits_whatever_the_method(
     assert inspect_config({**load_config("qwen3_moe"), "quantization_config": scheme}).weights_are_fp8 is fp8
 
 
+def fp8_group(**weights: Any) -> dict[str, Any]:
+    return compressed(8, targets=["Linear"], weights={"num_bits": 8, "type": "float", **weights})
+
+
+@pytest.mark.parametrize(
+    ("scheme", "stored", "block"),
+    [
+        ({"quant_method": "fp8"}, "fp8", None),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", (128, 128)),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["experts"]}, "dtype", None),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.mlp.experts"]}, "other", None),
+        (fp8_group(strategy="tensor"), "fp8", None),
+        (fp8_group(strategy="channel"), "fp8", None),
+        (fp8_group(strategy="block", block_structure=[128, 128]), "fp8", (128, 128)),
+        (fp8_group(strategy="block", block_structure="128x64"), "fp8", (128, 64)),
+        (fp8_group(strategy="group", group_size=32, scale_dtype="torch.uint8"), "other", None),
+        (compressed(8), "other", None),
+        (compressed(4), "other", None),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8", None),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "other", None),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "other", None),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "other", None),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {f"model.layers.{i}.mlp.experts": {"quant_algo": "FP8"} for i in range(48)},
+            },
+            "fp8",
+            None,
+        ),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}},
+         "fp8", None),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_group"}}},
+         "other", None),
+        (GPTQ, "other", None),
+    ],
+)  # fmt: skip
+def test_expert_format_whatever_the_method(
+    scheme: dict[str, Any], stored: str, block: tuple[int, int] | None, load_config: Load, inspect_config: Inspect
+) -> None:
+    spec = inspect_config({**load_config("qwen3_moe"), "quantization_config": scheme})
+    assert (spec.expert_format, spec.weight_block) == (stored, block)
+
+
+def test_expert_format_where_nothing_is_quantised_or_experts_have_a_type_of_their_own(
+    load_config: Load, inspect_config: Inspect
+) -> None:
+    assert inspect_config(load_config("qwen3_moe")).expert_format == "dtype"
+    assert inspect_config(load_config("deepseek_v4")).expert_format == "other", "FP4 experts in an FP8 checkpoint"
+    assert inspect_config(load_config("llama")).expert_format == "none"
+
+
 def test_place_beside_the_nested_model(load_config: Load, inspect_config: Inspect) -> None:
     assert inspect_config({**load_config("qwen3_vl_moe"), "quantization_config": GPTQ}).quant_method == "gptq"
 

@@ -139,6 +139,24 @@ def test_the_name_says_what_the_experts_are_computed_in(vllm, changes, ending):
     assert decision.params["file"].endswith(ending)
 
 
+@pytest.mark.parametrize("method", ["compressed-tensors", "modelopt", "quark"])
+@pytest.mark.parametrize(("block", "ending"), [(None, "fp8_w8a8"), ((128, 128), "fp8_w8a8,block_shape=[128,128]")])
+def test_fp8_experts_have_a_name_whatever_methods_files_hold_them(vllm, method, block, ending):
+    model = qwen3_30b_a3b(quant_method=method, weight_bits=8.0, weight_block=block, expert_format="fp8")
+    decision = decide(model, gpus("h100_sxm"), vllm)
+    assert decision.params["file"] == f"E=128,N=768,device_name=NVIDIA_H100_80GB_HBM3,dtype={ending}.json"
+
+
+def test_experts_that_a_quantised_checkpoint_leaves_as_they_are_have_their_dtypes_name(vllm):
+    model = qwen3_30b_a3b(quant_method="modelopt", weight_bits=4.0, expert_format="dtype")
+    assert decide(model, gpus("h100_sxm"), vllm).params["file"] == NAME
+
+
+def test_experts_of_fewer_bits_in_an_fp8_checkpoint_have_no_name(vllm):
+    model = qwen3_30b_a3b(quant_method="fp8", weight_bits=4.0, weight_block=(128, 128), expert_format="other")
+    assert decide(model, gpus("h100_sxm"), vllm).reason.endswith("found fp8, 4 bits")
+
+
 @pytest.mark.parametrize(
     ("granularity", "name"),
     [
@@ -161,7 +179,11 @@ def test_where_experts_do_not_divide_the_first_gpus_have_one_more(vllm):
     ("model", "hardware", "why"),
     [
         (tiny_moe(), cpu_machine(), "Triton configurations are for GPUs"),
-        (gpt_oss_120b(), gpus("h100_sxm"), "vLLM has other kernels than Triton's for mxfp4 experts"),
+        (
+            gpt_oss_120b(),
+            gpus("h100_sxm"),
+            "needs experts in BF16, FP16, FP32, or FP8 with FP32 scales, found mxfp4, 4 bits",
+        ),
     ],
     ids=["cpu", "mxfp4"],
 )
