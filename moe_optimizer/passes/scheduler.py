@@ -136,13 +136,7 @@ def _batched_tokens(ctx: PlanContext, sequences: int) -> tuple[int, str, dict[st
 
 
 def _cache_bytes(ctx: PlanContext, tokens: int, sequences: int) -> int:
-    return ctx.memory(
-        num_devices=ctx.tensor_parallel_size,
-        pipeline_stages=ctx.pipeline_parallel_size,
-        expert_parallel=ctx.expert_parallel,
-        max_num_batched_tokens=tokens,
-        max_num_seqs=sequences,
-    ).kv_cache_bytes
+    return ctx.memory(**ctx.split_terms(), max_num_batched_tokens=tokens, max_num_seqs=sequences).kv_cache_bytes
 
 
 def _floor(ctx: PlanContext, sequences: int) -> tuple[str, ...]:

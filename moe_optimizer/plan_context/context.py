@@ -215,9 +215,8 @@ class PlanContext:
             expert_weight_bytes=round(self.model.expert_weight_bytes * scale),
         )
 
-    def memory_terms(self, kv_bits: int) -> dict[str, Any]:
-        """Return what a MemoryRequest takes from decisions: parallelism, placement, scheduler and graph capture."""
-        scheduler = self.decided["scheduler"].params
+    def split_terms(self) -> dict[str, Any]:
+        """Return what a MemoryRequest takes from parallelism and placement: which device holds what."""
         placement = self.decided.get("expert_placement")
         return {
             "num_devices": self.tensor_parallel_size,
@@ -225,6 +224,12 @@ class PlanContext:
             "expert_parallel": self.expert_parallel,
             "data_parallel_size": self.data_parallel_size,
             "expert_copies": placement and placement.params.get("num_redundant_experts"),
+        }
+
+    def memory_terms(self, kv_bits: int) -> dict[str, Any]:
+        """Return what a MemoryRequest takes from decisions: `split_terms`, scheduler and graph capture."""
+        scheduler = self.decided["scheduler"].params
+        return self.split_terms() | {
             "max_num_batched_tokens": scheduler["max_num_batched_tokens"],
             "max_num_seqs": scheduler["max_num_seqs"],
             "kv_bits": kv_bits,

@@ -10,6 +10,7 @@ from tests.builders import (
     context,
     cpu_machine,
     decided_by,
+    deepseek_v3,
     gpus,
     mixtral_8x7b,
     profile_with,
@@ -62,6 +63,14 @@ def test_tokens_shrink_where_they_would_eat_the_cache():
     decision = decide(wide, profile=profile_with("aggressive"), batch=64)
     assert value(decision, "--max-num-batched-tokens") < 16384
     assert "of the cache" in decision.rejected["16384 tokens"]
+
+
+def test_copies_that_share_the_experts_leave_a_cache_to_size_the_step_by():
+    # By itself each of the 8 GPUs would need 673 GB; of the experts it holds an eighth.
+    shared = profile_with(passes={"parallelism": {"tensor_parallel_size": 1, "data_parallel_size": 8}})
+    decision = decide(deepseek_v3(), gpus("h200", 8), profile=shared)
+    assert value(decision, "--max-num-batched-tokens") == 8192
+    assert decision.rejected == {}
 
 
 def test_a_model_that_does_not_fit_still_gets_the_smallest_step():
