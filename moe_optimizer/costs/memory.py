@@ -76,7 +76,7 @@ class MemoryRequest:
     expert_parallel: bool = False
     """Whole experts on each device instead of a slice of every expert."""
     data_parallel_size: int = 1
-    """Copies of everything but the experts, which the devices of all copies share under expert parallelism."""
+    """Copies of everything but the routed experts, which the devices of all copies share, whole or in slices."""
     expert_copies: int | None = None
     """Further replicas of experts in each layer, all devices together; None: vLLM's load balancer (EPLB) is off."""
     pipeline_stages: int = 1
@@ -128,7 +128,7 @@ def activation_bytes(request: MemoryRequest) -> int:
     attention = model.attention
     heads = attention.num_heads / devices + 2 * attention.num_kv_heads * kv_head_share(model, devices)
     # With EP a device computes whole experts; the buffers still have a row for every (token, choice) pair.
-    width = model.moe_intermediate_size / (1 if request.expert_parallel else devices)
+    width = model.moe_intermediate_size / (1 if request.expert_parallel else devices * request.data_parallel_size)
     experts = model.top_k * (max(2 * width, model.expert_hidden_size) + width) + model.expert_hidden_size
     widest = max(2 * heads * attention.head_dim, experts, 3 * _dense_mlp_width(model) / devices)
     forward = request.max_num_batched_tokens * element * (3 * model.hidden_size + widest)
@@ -182,7 +182,12 @@ def _plan_for(request: MemoryRequest) -> MemoryPlan:
     workspace = workspace_bytes(request)
     room = budget - weights - activations - workspace
     wanted = request.max_model_len if request.max_model_len is not None else MIN_KV_TOKENS
-    splits, _ = splits_over(model, request.num_devices, expert_parallel=request.expert_parallel)
+    splits, _ = splits_over(
+        model,
+        request.num_devices,
+        expert_parallel=request.expert_parallel,
+        data_parallel_size=request.data_parallel_size,
+    )
     return MemoryPlan(
         total_bytes=request.device_bytes,
         budget_bytes=budget,
@@ -235,8 +240,8 @@ def _dense_mlp_width(model: ModelSpec) -> float:
 
 def _ref(request: MemoryRequest) -> str:
     kind = "EP" if request.expert_parallel else "TP"
-    if request.expert_parallel and request.data_parallel_size > 1:
-        kind = f"EP: experts {request.num_devices * request.data_parallel_size} ways"
+    if request.data_parallel_size > 1:
+        kind = f"{kind}: experts {request.num_devices * request.data_parallel_size} ways"
     stages = f" in each of {request.pipeline_stages} pipeline stages" if request.pipeline_stages > 1 else ""
     if request.device == "cpu":
         workspace = "0.75 GiB for the worker process"

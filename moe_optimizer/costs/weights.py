@@ -99,10 +99,10 @@ def device_weight_bytes(
 ) -> int:
     """Return the weight bytes of the fullest device when `num_devices` share one copy of the model.
 
-    Experts are split evenly by TP. With EP the devices of all data-parallel copies share them, and the fullest one
-    holds ceil((E + copies) / n) of E experts.
+    The devices of all data-parallel copies share the routed experts: each holds a slice of every one, or with EP
+    whole ones, of which the fullest device holds ceil((E + copies) / n) of E.
     """
-    experts = parts.experts / num_devices
+    experts = parts.experts / (num_devices * data_parallel_size)
     if expert_parallel and model.num_experts:
         held = experts_on_device(model, num_devices * data_parallel_size, expert_copies)
         experts = parts.experts * held / model.num_experts
@@ -132,9 +132,15 @@ def kv_head_share(model: ModelSpec, num_devices: int) -> float:
     return max(1, math.ceil(attention.num_kv_heads / num_devices)) / attention.num_kv_heads
 
 
-def splits_over(model: ModelSpec, num_devices: int, *, expert_parallel: bool) -> tuple[bool, str]:
-    """Return whether vLLM can split this model over `num_devices` by tensor parallelism, and if not, why."""
-    if num_devices == 1:
+def splits_over(
+    model: ModelSpec, num_devices: int, *, expert_parallel: bool, data_parallel_size: int = 1
+) -> tuple[bool, str]:
+    """Return whether vLLM can split this model over `num_devices` by tensor parallelism, and if not, why.
+
+    Without EP the routed experts are sliced over the devices of all data-parallel copies.
+    """
+    slices = num_devices * data_parallel_size
+    if slices == 1:
         return True, ""
     attention = model.attention
     if attention.num_heads % num_devices:
@@ -142,8 +148,8 @@ def splits_over(model: ModelSpec, num_devices: int, *, expert_parallel: bool) ->
     heads = attention.num_kv_heads
     if heads and heads % num_devices and num_devices % heads and not _caches_latent(model):
         return False, f"{heads} key/value heads neither divide by {num_devices} nor divide it"
-    if not expert_parallel and model.is_moe and model.moe_intermediate_size % num_devices:
-        return False, f"expert width {model.moe_intermediate_size} does not divide by {num_devices}"
+    if not expert_parallel and model.is_moe and model.moe_intermediate_size % slices:
+        return False, f"expert width {model.moe_intermediate_size} does not divide by {slices}"
     return True, ""
 
 

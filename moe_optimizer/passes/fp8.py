@@ -229,7 +229,8 @@ def _expert_padding(ctx: PlanContext) -> float:
     """Return by what factor vLLM's conversion of the experts enlarges them."""
     if ctx.profile.passes.fp8.granularity == "channel":
         return 1.0
-    return padded_experts(ctx.model, ctx.tensor_parallel_size, expert_parallel=ctx.expert_parallel)
+    slices = ctx.tensor_parallel_size * ctx.data_parallel_size
+    return padded_experts(ctx.model, slices, expert_parallel=ctx.expert_parallel)
 
 
 def _why_part_off(ctx: PlanContext, part: str) -> str:

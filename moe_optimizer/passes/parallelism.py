@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from moe_optimizer.costs.weights import splits_over
-from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
@@ -60,9 +60,21 @@ class Parallelism(OptimizationPass):
         return "" if decision.params["expert_parallel"] else decision.rejected.get("EP", decision.reason)
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
-        """Return the decision for one device."""
+        """Return the decision for one device.
+
+        Raises:
+            InputError: several machines are planned for.
+        """
+        if ctx.num_nodes > 1:
+            raise InputError(
+                f"--nodes {ctx.num_nodes}: without parallelism, {reason}, one GPU of one machine serves",
+                hint="give one of them",
+            )
+        warnings, limit = _ignored_wishes(ctx), _device_limit(ctx)
+        if limit > 1:
+            warnings += (f"{limit - 1} of {limit} GPUs stay unused: parallelism is {reason}",)
         return self.decision(
-            ctx, Status.OFF, "TP=1", reason, Applier.NONE, params=_params(1, 1, False), warnings=_ignored_wishes(ctx)
+            ctx, Status.OFF, "TP=1", reason, Applier.NONE, params=_params(1, 1, False), warnings=warnings
         )
 
     def choose(self, ctx: PlanContext) -> Decision:
@@ -140,24 +152,28 @@ def _check_asked(ctx: PlanContext, size: int, data_parallel: int, limit: int) ->
 
 def _splits(ctx: PlanContext, size: int, data_parallel: int) -> tuple[bool, str]:
     """Return whether the model splits over `size` devices, with EP where a slice of an expert cannot be formed."""
-    splits, why = _slices(ctx.model, size)
+    splits, why = _slices(ctx.model, size, data_parallel)
     if splits:
         return True, ""
     whole, whole_why = splits_over(ctx.model, size, expert_parallel=True)
     if not whole:
         return False, whole_why
+    wish, origin = _expert_wish(ctx)
+    if wish is Wish.OFF:
+        return False, f"{why}, and whole experts on each GPU are switched off by {origin}"
     possible, no_experts = _experts_divide(ctx, size, data_parallel)
     return possible, f"{why}; {no_experts}"
 
 
-def _slices(model: ModelSpec, size: int) -> tuple[bool, str]:
-    """Return whether every layer can be sliced `size` ways without EP."""
-    splits, why = splits_over(model, size, expert_parallel=False)
+def _slices(model: ModelSpec, size: int, data_parallel: int) -> tuple[bool, str]:
+    """Return whether every layer can be sliced `size` ways without EP, its experts over the devices of all copies."""
+    splits, why = splits_over(model, size, expert_parallel=False, data_parallel_size=data_parallel)
     if not splits:
         return False, why
     block = model.weight_block[0] if model.weights_are_fp8 and model.weight_block is not None else 1
-    if size > 1 and model.is_moe and model.moe_intermediate_size // size % block:
-        width = f"expert width {model.moe_intermediate_size} / {size}"
+    slices = size * data_parallel
+    if slices > 1 and model.is_moe and model.moe_intermediate_size // slices % block:
+        width = f"expert width {model.moe_intermediate_size} / {slices}"
         return False, f"{width} is not a whole number of FP8 blocks of {block}"
     return True, ""
 
@@ -189,7 +205,9 @@ def _expert_parallel(ctx: PlanContext, size: int, data_parallel: int) -> tuple[b
         if ctx.device == "cpu":
             raise UnsupportedError(f"--enable-expert-parallel would end the server: {why_not}")
         return True, f"EP as given after --, although {why_not}", ()
-    sliced, no_slices = _slices(ctx.model, size)
+    sliced, no_slices = _slices(ctx.model, size, data_parallel)
+    if wish is Wish.OFF:
+        return False, f"switched off by {origin}", ()
     if wish is Wish.ON:
         if possible:
             return True, f"EP asked for by {origin}", ()
@@ -198,15 +216,16 @@ def _expert_parallel(ctx: PlanContext, size: int, data_parallel: int) -> tuple[b
         return False, why_not, ()
     if not sliced:
         return True, f"EP because {no_slices}", ()
-    if data_parallel > 1 and wish is Wish.AUTO:
+    if data_parallel > 1:
         return True, "EP so that the data parallel copies share one set of experts", ()
     return False, "slices divide evenly, so every GPU has the same work whatever the routing", ()
 
 
 def _expert_wish(ctx: PlanContext) -> tuple[Wish, str]:
     if "--enable-expert-parallel" in ctx.pinned:
-        negated = ctx.pinned["--enable-expert-parallel"] == "false"
-        return (Wish.OFF if negated else Wish.ON), "--enable-expert-parallel after --"
+        if ctx.pinned["--enable-expert-parallel"] == "false":
+            return Wish.OFF, "--no-enable-expert-parallel after --"
+        return Wish.ON, "--enable-expert-parallel after --"
     return ctx.setting("parallelism", "expert_parallel")
 
 
@@ -229,16 +248,20 @@ def _in_words(ctx: PlanContext, size: int, data_parallel: int, expert_parallel: 
     units = "GPUs" if ctx.device == "cuda" else "processes"
     if size * data_parallel == 1:
         return f"one {unit} holds the whole model"
-    words = []
+    words, devices = [], size * data_parallel
+    # Copies hold everything but routed experts, which the devices of all copies share.
+    shared_experts = ctx.model.is_moe and (expert_parallel or data_parallel > 1)
     if size > 1:
-        what = "the attention part" if expert_parallel else "every layer"
+        what = "the attention part" if shared_experts else "every layer"
         words.append(f"{what} is cut into {size} slices, one per {unit}")
     if data_parallel > 1:
-        words.append(f"{data_parallel} copies of the attention part take different requests")
+        what = "attention part" if shared_experts else "model"
+        words.append(f"{data_parallel} copies of the {what} take different requests")
     if expert_parallel:
-        devices = size * data_parallel
         most = -(-ctx.model.num_experts // devices)
         words.append(f"each of {devices} {units} holds {most} whole experts a layer")
+    elif shared_experts:
+        words.append(f"every expert is cut into {devices} slices, one per {unit}")
     return "; ".join(words)
 
 

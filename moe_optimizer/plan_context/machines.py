@@ -48,8 +48,12 @@ def across_machines(
         wished, origin = "pipeline", "--render ray"
     if nodes == 1:
         return AcrossMachines(pipeline_parallel_size=1, replicas=1, reason="", rejected={})
-    request = {"num_devices": tensor_parallel, "expert_parallel": expert_parallel}
-    holds = ctx.memory(**request, max_num_batched_tokens=_TRIED_TOKENS).fits
+    holds = ctx.memory(
+        num_devices=tensor_parallel,
+        data_parallel_size=data_parallel,
+        expert_parallel=expert_parallel,
+        max_num_batched_tokens=_TRIED_TOKENS,
+    ).fits
     if wished == "replicas" or (wished == "auto" and holds):
         why = f"one machine holds the model, so each of {nodes} serves by itself and nothing travels between them"
         if not holds:
@@ -57,7 +61,10 @@ def across_machines(
         rejected = {"one server over all machines": "every token would wait for the network between them"}
         return AcrossMachines(pipeline_parallel_size=1, replicas=nodes, reason=why, rejected=rejected)
     if data_parallel > 1:
-        raise UnsupportedError("data parallel copies on several machines are not planned", hint="give each its --nodes")
+        raise UnsupportedError(
+            f"one server over {nodes} machines: data parallel copies ({data_parallel}) are planned on one machine only",
+            hint="leave data parallelism out, or plan for one machine with more memory",
+        )
     if nodes > ctx.model.num_layers:
         raise UnsupportedError(f"--nodes {nodes}: the model has {ctx.model.num_layers} layers to divide")
     why = "one machine does not hold the model" if not holds else f"as {origin} asks"

@@ -247,3 +247,12 @@ def test_devices_of_all_copies_share_the_experts(qwen3_30b_a3b):
     assert alone.weight_bytes - copies.weight_bytes == pytest.approx(
         48 / 128 * qwen3_30b_a3b.expert_weight_bytes, rel=1e-6
     )
+
+
+def test_copies_without_expert_parallelism_share_slices_of_the_experts(qwen3_30b_a3b):
+    alone = plan_memory(request_for(qwen3_30b_a3b, num_devices=2))
+    copies = plan_memory(request_for(qwen3_30b_a3b, num_devices=2, data_parallel_size=4))
+    # An eighth of every expert instead of a half, as vLLM slices them over the devices of all copies.
+    assert alone.weight_bytes - copies.weight_bytes == pytest.approx(
+        3 / 8 * qwen3_30b_a3b.expert_weight_bytes, rel=1e-6
+    )

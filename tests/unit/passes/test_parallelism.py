@@ -104,6 +104,56 @@ def test_data_parallel_from_the_profile_shares_one_set_of_experts():
     )
 
 
+def test_copies_without_expert_parallelism_share_slices_of_the_experts():
+    profile = profile_with(passes={"parallelism": {"data_parallel_size": 2, "expert_parallel": "off"}})
+    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm", 8), profile=profile)
+    assert split(decision) == (4, 2, False)
+    assert decision.reason == (
+        "the attention part is cut into 4 slices, one per GPU; 2 copies of the attention part take different "
+        "requests; every expert is cut into 8 slices, one per GPU"
+    )
+
+
+def test_copies_are_refused_where_their_slices_of_the_experts_would_be_no_whole_blocks():
+    # 768 / 2 are three FP8 blocks of 128, 768 / 4 are not.
+    asked = {"tensor_parallel_size": 2, "data_parallel_size": 2, "expert_parallel": "off"}
+    profile = profile_with(passes={"parallelism": asked})
+    with pytest.raises(UnsupportedError, match="768 / 4 is not a whole number of FP8 blocks of 128, and whole experts"):
+        decide(qwen3_30b_a3b_fp8(), gpus("h100_sxm", 4), profile=profile)
+
+
+def test_copies_of_a_dense_model_are_whole():
+    decision = decide(dense_model(), gpus("h100_sxm", 2), pinned={"--data-parallel-size": "2"})
+    assert "2 copies of the model take different requests" in decision.reason
+
+
+OFF = {"parallelism.expert_parallel": (Wish.OFF, "flag --disable-expert-parallel")}
+
+
+@pytest.mark.parametrize("off", [{"wishes": OFF}, {"pinned": {"--enable-expert-parallel": "false"}}])
+def test_experts_that_may_not_be_whole_on_a_gpu_are_cut_into_fewer_slices(off):
+    # vLLM does not start with slices of 192: no whole FP8 blocks of 128.
+    decision = decide(qwen3_30b_a3b_fp8(), gpus("h100_sxm", 4), **off)
+    assert split(decision) == (2, 1, False)
+    assert "--enable-expert-parallel" not in decision.vllm_args
+    assert "-expert-parallel" in decision.rejected["EP"]
+    assert "2 of 4 GPUs stay unused" in decision.warnings[0]
+
+
+def test_experts_that_may_not_be_whole_refuse_a_size_that_cannot_slice_them():
+    pinned = {"--tensor-parallel-size": "4", "--enable-expert-parallel": "false"}
+    with pytest.raises(UnsupportedError, match="switched off by --no-enable-expert-parallel after --"):
+        decide(qwen3_30b_a3b_fp8(), gpus("h100_sxm", 4), pinned=pinned)
+
+
+def test_gpus_that_switched_off_parallelism_leaves_unused_are_named():
+    wishes = {"parallelism": (Wish.OFF, "flag --disable-parallelism")}
+    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm", 8), wishes=wishes)
+    assert decision.warnings == ("7 of 8 GPUs stay unused: parallelism is switched off by flag --disable-parallelism",)
+    with pytest.raises(InputError, match="--nodes 2: without parallelism, switched off by flag --disable-parallelism"):
+        decide(qwen3_30b_a3b(), gpus("h100_sxm", 8), wishes=wishes, num_nodes=2)
+
+
 def test_the_users_own_size_goes_before_the_profile():
     decision = decide(qwen3_30b_a3b(), gpus("h100_sxm", 8), pinned={"--tensor-parallel-size": "2"})
     assert split(decision) == (2, 1, False)
