@@ -83,7 +83,9 @@ def fused_experts(
     machine multiplies bfloat16 natively; the experts' outputs are summed in float32 in ascending order of
     expert and rounded once. The result is the same bit for bit for any number of threads and any other
     tokens in the batch.
-    Limits: sizes no kernel covers run in plain torch; `why_reference` says so beforehand, a warning once.
+    Limits: sizes no kernel covers run in plain torch; `why_reference` says so beforehand, a warning once. For
+    inference: no gradient flows back. On the CPU a process that has called it and then forks must not call it in
+    the child, where the OpenMP threads are gone and the call waits for ever, as torch's own operations do there.
     """
     optional = (expert_map, w13_scale, w2_scale, w13_bias, w2_bias)
     inputs = Inputs(x, w13, w2, topk_weights, topk_ids, *optional, activation)
