@@ -33,34 +33,57 @@ def require_fit(context: PlanContext, memory: MemoryPlan) -> None:
     """Raise DoesNotFitError, with how many devices would do, unless `memory` fits."""
     if memory.fits:
         return
-    device = context.gpu.name if context.device == "cuda" else "this machine"
-    size = context.tensor_parallel_size
-    machines = f"{context.num_nodes} machines of " if context.num_nodes > 1 else ""
-    where = f"{machines}{size} x {device}" if context.device == "cuda" else device
-    used = memory.weight_bytes + memory.activation_bytes + memory.workspace_bytes
+    work = memory.activation_bytes + memory.workspace_bytes
     message = (
-        f"{context.model.name} does not fit {where}: each needs {_gb(memory.weight_bytes)} of weights and "
-        f"{_gb(used - memory.weight_bytes)} to work in, and may use {_gb(memory.budget_bytes)} of "
-        f"{_gb(memory.total_bytes)}"
+        f"{context.model.name} does not fit {_where(context)}: each needs {_gb(memory.weight_bytes)} of weights and "
+        f"{_gb(work)} to work in, and may use {_gb(memory.budget_bytes)} of {_gb(memory.total_bytes)}"
     )
-    raise DoesNotFitError(message, hint=_fit_hint(context, size))
+    raise DoesNotFitError(message, hint=_fit_hint(context))
 
 
-def _fit_hint(context: PlanContext, size: int) -> str:
+def _where(context: PlanContext) -> str:
+    if context.device == "cpu":
+        return "this machine"
+    machines = f"{context.num_nodes} machines of " if context.num_nodes > 1 else ""
+    return f"{machines}{context.tensor_parallel_size * context.data_parallel_size} x {context.gpu.name}"
+
+
+def _fit_hint(context: PlanContext) -> str:
     if context.device == "cpu":
         return "use a smaller model or a machine with more memory"
     terms = context.memory_terms(context.decided["kv_cache"].params["kv_bits"]) | {"num_devices": 1}
-    stored = context.memory(**terms).min_devices
+    planned = context.memory(**terms).min_devices
+    stored = context.memory(**terms, expert_bits=None, linear_bits=None).min_devices
     needs = {
         f"as stored ({context.model.quant_method or context.dtype})": stored,
         "in BF16": context.memory(**terms, expert_bits=16, linear_bits=16).min_devices,
         "in FP8": context.memory(**terms, expert_bits=8, linear_bits=8).min_devices,
     }
-    words = ", ".join(f"{count if count is not None else 'more than 64'} {how}" for how, count in needs.items())
-    there = context.hardware.num_gpus
-    if stored is not None and size < stored <= there:
-        return f"GPUs of this kind needed: {words}; {there} are there: use --gpus {stored}"
-    return f"GPUs of this kind needed: {words}"
+    if planned != stored:
+        needs = {"as planned": planned} | needs
+    copies = context.data_parallel_size
+    words = ", ".join(f"{'more than 64' if each is None else each * copies} {how}" for how, each in needs.items())
+    each_server = " for each server" if context.num_servers > 1 else ""
+    advice = "" if planned is None else _advice(context, planned)
+    return f"GPUs of this kind needed{each_server}: {words}{advice}"
+
+
+def _advice(context: PlanContext, needed: int) -> str:
+    """Return how to get at the GPUs that would do, where more are there than the plan uses.
+
+    Args:
+        context: with all decisions.
+        needed: GPUs for one copy of the model.
+    """
+    asked, there = context.profile.passes.parallelism, context.hardware.num_gpus
+    wanted = needed * context.data_parallel_size * context.num_servers
+    if context.num_nodes > 1 or needed <= context.tensor_parallel_size or wanted > there:
+        return ""
+    if asked.max_gpus is not None and asked.max_gpus < wanted:
+        return f"; {there} are there, and {context.profile_origin} uses at most {asked.max_gpus}: take another profile"
+    if "--tensor-parallel-size" in context.pinned or asked.tensor_parallel_size is not None:
+        return f"; {there} are there: ask for a tensor parallel size of {needed}"
+    return f"; {there} are there: use --gpus {wanted}"
 
 
 def _gb(count: float) -> str:

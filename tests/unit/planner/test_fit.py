@@ -15,6 +15,7 @@ from tests.builders import (
     mixtral_8x7b,
     qwen3_30b_a3b,
     request,
+    shaped_model,
     software,
     tiny_moe,
 )
@@ -52,6 +53,32 @@ def test_fewer_gpus_than_needed_although_more_are_there_names_the_flag():
     error = refused(request(mixtral_8x7b(), gpus("h100_sxm", 4), num_gpus=1), DoesNotFitError)
     assert error.hint is not None
     assert error.hint.endswith("4 are there: use --gpus 2")
+
+
+def test_a_profile_that_takes_no_more_gpus_is_named_instead_of_the_flag():
+    error = refused(request(mixtral_8x7b(), gpus("h100_sxm", 4), "single_h100", num_gpus=4), DoesNotFitError)
+    assert error.hint is not None
+    assert error.hint.endswith("4 are there, and profile single_h100 uses at most 1: take another profile")
+
+
+def test_a_size_of_the_users_that_is_too_small_is_named_instead_of_the_flag():
+    asked = request(mixtral_8x7b(), gpus("h100_sxm", 4), vllm_args=("--tensor-parallel-size", "1"))
+    error = refused(asked, DoesNotFitError)
+    assert error.hint is not None
+    assert error.hint.endswith("4 are there: ask for a tensor parallel size of 2")
+
+
+def test_what_conversion_makes_of_the_weights_is_not_called_as_stored():
+    large = shaped_model(hidden=4096, layers=94, heads=64, width=1536)
+    error = refused(request(large, gpus("h100_sxm", 1), "aggressive"), DoesNotFitError)
+    assert error.hint == "GPUs of this kind needed: 4 as planned, 8 as stored (bfloat16), 8 in BF16, 4 in FP8"
+
+
+def test_copies_that_do_not_fit_are_counted_with_all_their_gpus():
+    asked = request(deepseek_v3(), gpus("h100_sxm", 8), vllm_args=("--data-parallel-size", "2"))
+    error = refused(asked, DoesNotFitError)
+    assert "does not fit 8 x NVIDIA H100" in str(error)
+    assert error.hint == "GPUs of this kind needed: 16 as stored (fp8), 32 in BF16, 16 in FP8"
 
 
 def test_a_machine_without_room_for_one_gigabyte_of_cache_does_not_fit():
