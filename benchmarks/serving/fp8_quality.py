@@ -36,7 +36,7 @@ from moe_optimizer.profiles.schema import Profile  # noqa: E402
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds  # noqa: E402
 from moe_optimizer.specs.software import KernelInventory, SoftwareSpec, VllmInstallation  # noqa: E402
 from moe_optimizer.vllm_plugin.proof import read_proofs  # noqa: E402
-from moe_optimizer.vllm_plugin.proof_table import model_holders  # noqa: E402
+from moe_optimizer.vllm_plugin.proof_verdict import model_holders  # noqa: E402
 from moe_optimizer.vllm_plugin.server.launch import running  # noqa: E402
 
 TINY_MOE = ROOT / "examples" / "tiny-moe"

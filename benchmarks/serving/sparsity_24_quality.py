@@ -34,7 +34,7 @@ from moe_optimizer.planner import PlanRequest, make_plan  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
 from moe_optimizer.specs.activation_norms import read_activation_norms_file  # noqa: E402
 from moe_optimizer.specs.software import SoftwareSpec  # noqa: E402
-from moe_optimizer.vllm_plugin.proof_table import model_holders  # noqa: E402
+from moe_optimizer.vllm_plugin.proof_verdict import model_holders  # noqa: E402
 from moe_optimizer.vllm_plugin.server.launch import running  # noqa: E402
 
 TINY_MOE = ROOT / "examples" / "tiny-moe"

@@ -1,30 +1,24 @@
-"""Plan against Proof: what was requested, what is applied, what ran, and why not."""
+"""Plan beside Proof, a row for each pass: what was requested, what is applied, what ran, and why not."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.vllm_plugin.experts.weight_format import FORMAT_PARAM
-from moe_optimizer.vllm_plugin.flag_passes import FLAG_PASSES
-from moe_optimizer.vllm_plugin.proof import PassProof, Proof
-
-NO_WORKER = "no worker process reported: the plugin was not loaded (is VLLM_PLUGINS set?)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """What the launcher itself saw of a pass that several servers carry out together."""
-
-    ran: str
-    """"yes" and what was seen, or "no"."""
-    why_not: str = ""
-    """Why it did not work; "" when it did."""
+from moe_optimizer.vllm_plugin.proof import Proof
+from moe_optimizer.vllm_plugin.proof_verdict import (
+    NO_WORKER,
+    NOTHING_OBSERVED,
+    Observed,
+    layers_left,
+    model_holders,
+    shown_by_workers,
+    why_not_running,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +43,6 @@ class Row:
 _NARROWEST = 10
 """Chosen: columns of words stay readable down to here."""
 HEADINGS = ("pass", "requested", "applied", "ran", "why not")
-
-
-NOTHING_OBSERVED: Mapping[str, Observed] = MappingProxyType({})
 
 
 def proof_rows(
@@ -97,88 +88,13 @@ def _joined(rows: Mapping[str, Row]) -> Row:
     )
 
 
-def model_holders(proofs: Iterable[Proof]) -> tuple[Proof, ...]:
-    """Return the proofs of the processes that hold a part of the model, by rank."""
-    return tuple(sorted((proof for proof in proofs if proof.world_size), key=lambda proof: proof.model_rank))
-
-
-def all_holders_reported(proofs: Iterable[Proof]) -> bool:
-    """Whether every process that holds a part of the model has written a proof."""
-    holders = model_holders(proofs)
-    return bool(holders) and {proof.model_rank for proof in holders} == set(range(holders[0].world_size))
-
-
-def not_running(
-    plan: Plan,
-    proofs: Sequence[Proof],
-    names: Iterable[str],
-    *,
-    absent: str = NO_WORKER,
-    observed: Mapping[str, Observed] = NOTHING_OBSERVED,
-) -> dict[str, str]:
-    """Return those of the passes `names` that did not run in every process that holds the model, with the reason.
-
-    A pass that flags carry out must be shown by every worker too, as far as workers look at its flags; one that files
-    carry out counts as running when the plan has it on and nobody saw otherwise.
-    """
-    missing = {}
-    for name in names:
-        decision = plan.decision(name)
-        if decision.status is not Status.ON:
-            missing[name] = f"the plan has it {decision.status.value}: {decision.reason}"
-        elif _shown_by_workers(decision):
-            reason = _why_not_running(plan, name, proofs, absent)
-            if reason:
-                missing[name] = reason
-        elif name in observed and observed[name].why_not:
-            missing[name] = observed[name].why_not
-    return missing
-
-
-def _shown_by_workers(decision: Decision) -> bool:
-    if decision.applier is Applier.FLAGS:
-        return decision.pass_name in FLAG_PASSES
-    return decision.applier is Applier.PLUGIN
-
-
-def _why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str) -> str:
-    # What ran under another plan proves nothing about this one.
-    for proof in proofs:
-        if proof.plan_digest != plan.digest:
-            return f"{proof.role} {proof.rank} followed plan {proof.plan_digest or 'none'}, expected {plan.digest}"
-    holders = model_holders(proofs)
-    entries = [proof.passes.get(name) for proof in holders]
-    if holders and all_holders_reported(proofs) and all(entry and entry.ran and not entry.why_not for entry in entries):
-        return ""
-    # Processes without a part of the model can know why too, for example that this vLLM is too old.
-    everyone = [proof.passes.get(name) for proof in proofs]
-    reasons = dict.fromkeys(entry.why_not for entry in everyone if entry and entry.why_not)
-    if reasons:
-        return "; ".join(reasons)
-    if not proofs:
-        return absent
-    decision = plan.decision(name)
-    by_flags = decision.applier is Applier.FLAGS
-    if not holders and not by_flags:
-        return "vLLM did not ask for a kernel of this kind for any layer of this model"
-    reported = len({proof.model_rank for proof in holders})
-    if holders and reported < holders[0].world_size:
-        return f"{reported} of {holders[0].world_size} workers reported"
-    if by_flags:
-        return "no worker shows what became of its flags"
-    left = _layers_left(decision, proofs)
-    if left and not any(entry and entry.layers for entry in entries):
-        return f"no layer is converted: {left}"
-    return "no forward pass reached the kernel yet"
-
-
 def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, observed: Mapping[str, Observed]) -> Row:
     requested = decision.value if decision.status is Status.ON else decision.status.value
     if decision.status is not Status.ON:
         return Row(pass_name=decision.pass_name, requested=requested, applied="-", ran="-", why_not=decision.reason)
     by_us = decision.applier is Applier.PLUGIN
     applied = "yes" if decision.applier is Applier.NONE else f"by {decision.applier.value}"
-    if not _shown_by_workers(decision) or not (proofs or by_us):
+    if not shown_by_workers(decision) or not (proofs or by_us):
         seen = observed.get(decision.pass_name, Observed(ran="-"))
         return Row(
             pass_name=decision.pass_name, requested=requested, applied=applied, ran=seen.ran, why_not=seen.why_not
@@ -191,21 +107,8 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
         requested=requested,
         applied=_share([bool(entry and entry.applied) for entry in entries]) if by_us else applied,
         ran=f"{ran}, {layers} layers" if layers and ran != "no" else ran,
-        why_not=_why_not_running(plan, decision.pass_name, proofs, absent) or _layers_left(decision, proofs),
+        why_not=why_not_running(plan, decision.pass_name, proofs, absent) or layers_left(decision, proofs),
     )
-
-
-def _layers_left(decision: Decision, proofs: Iterable[Proof]) -> str:
-    """Return which layers a pass that converts weights left as they are loaded, and why; "" when it left none."""
-    if FORMAT_PARAM not in decision.params:
-        return ""
-    entries = (entry for proof in model_holders(proofs) for entry in proof.passes.values())
-    left = {layer.name: layer.why_plain for entry in entries for layer in entry.layers if layer.why_plain}
-    if not left:
-        return ""
-    name, why = min(left.items())
-    more = f"; {len(left) - 1} more too" if len(left) > 1 else ""
-    return f"{name} stays as loaded: {why}{more}"
 
 
 def _share(answers: Sequence[bool]) -> str:
@@ -214,21 +117,6 @@ def _share(answers: Sequence[bool]) -> str:
     if all(answers):
         return "yes" if len(answers) == 1 else f"yes, {len(answers)} workers"
     return f"{sum(answers)} of {len(answers)} workers"
-
-
-def kernels_in_use(proofs: Iterable[Proof]) -> tuple[str, ...]:
-    """Return each kernel that ran with its instruction set and dtypes: "fused_experts (cpu), avx512, float32"."""
-    lines = {}
-    for proof in model_holders(proofs):
-        for entry in proof.passes.values():
-            if entry.ran and entry.kernel:
-                lines[_kernel_line(entry)] = None
-    return tuple(lines)
-
-
-def _kernel_line(entry: PassProof) -> str:
-    dtypes = sorted({layer.dtype for layer in entry.layers})
-    return ", ".join(part for part in (entry.kernel, entry.isa, *dtypes) if part)
 
 
 def render_table(rows: Sequence[Row], *, width: int = 80) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.vllm_plugin.proof import PassProof, read_proofs
-from moe_optimizer.vllm_plugin.proof_table import model_holders
+from moe_optimizer.vllm_plugin.proof_verdict import model_holders
 from moe_optimizer.vllm_plugin.server.launch import running
 from tests.builders import placement_load, profile_with, tiny_moe
 from tests.gpu.plans import EXPERTS, always_ours, gpu_plan

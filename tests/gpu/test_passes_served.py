@@ -14,7 +14,7 @@ import pytest
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.vllm_plugin.proof import PassProof
-from moe_optimizer.vllm_plugin.proof_table import model_holders
+from moe_optimizer.vllm_plugin.proof_verdict import model_holders
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
 from tests.builders import profile_with
 from tests.gpu.plans import gpu_plan

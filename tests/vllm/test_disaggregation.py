@@ -19,7 +19,7 @@ import pytest
 
 from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.vllm_plugin.proof_table import kernels_in_use
+from moe_optimizer.vllm_plugin.proof_verdict import kernels_in_use
 from moe_optimizer.vllm_plugin.server.http_client import ServerClient
 from moe_optimizer.vllm_plugin.server.kv_transfer import received_tokens
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, serve

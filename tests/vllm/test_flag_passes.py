@@ -12,7 +12,7 @@ import pytest
 
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.vllm_plugin.proof_table import not_running
+from moe_optimizer.vllm_plugin.proof_verdict import not_running
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
 from tests.builders import profile_with
 from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, Answer, ask, plan_here

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.errors import ServerFailedError
-from moe_optimizer.vllm_plugin.proof_table import kernels_in_use
+from moe_optimizer.vllm_plugin.proof_verdict import kernels_in_use
 from moe_optimizer.vllm_plugin.server.http_client import ServerClient
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, serve
 from moe_optimizer.vllm_plugin.server.request_turns import prompt_tokens

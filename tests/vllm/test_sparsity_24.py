@@ -8,7 +8,7 @@ import pytest
 
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.vllm_plugin.proof import PassProof
-from moe_optimizer.vllm_plugin.proof_table import model_holders
+from moe_optimizer.vllm_plugin.proof_verdict import model_holders
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
 from tests.vllm.conftest import READY_TIMEOUT_S, Served, ask, plan_here
 from tests.vllm.heldout import heldout_perplexity, reference_perplexity

@@ -13,15 +13,13 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.vllm_plugin.activation import plugin_decisions
 from moe_optimizer.vllm_plugin.flag_passes import flag_decisions
 from moe_optimizer.vllm_plugin.proof import Proof, read_proofs
-from moe_optimizer.vllm_plugin.proof_table import (
+from moe_optimizer.vllm_plugin.proof_table import Row, joined_rows, proof_rows
+from moe_optimizer.vllm_plugin.proof_verdict import (
     NO_WORKER,
     Observed,
-    Row,
     all_holders_reported,
-    joined_rows,
     kernels_in_use,
     not_running,
-    proof_rows,
 )
 from moe_optimizer.vllm_plugin.server.deployment import Deployment
 from moe_optimizer.vllm_plugin.server.kv_transfer import TRANSFER_PASS, observed_transfer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from moe_optimizer.vllm_plugin.proof_table import Observed
+from moe_optimizer.vllm_plugin.proof_verdict import Observed
 from moe_optimizer.vllm_plugin.server.deployment import Deployment
 from moe_optimizer.vllm_plugin.server.http_client import ServerClient
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moe_optimizer.plan.decision import Decision
-from moe_optimizer.vllm_plugin.proof_table import Observed
+from moe_optimizer.vllm_plugin.proof_verdict import Observed
 
 TUNED_PASS = "tuned_configs"
 _SAID = "Using configuration from"

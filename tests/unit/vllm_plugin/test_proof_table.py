@@ -10,7 +10,8 @@ from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, Proof
-from moe_optimizer.vllm_plugin.proof_table import NO_WORKER, Row, kernels_in_use, not_running, proof_rows, render_table
+from moe_optimizer.vllm_plugin.proof_table import Row, proof_rows, render_table
+from moe_optimizer.vllm_plugin.proof_verdict import NO_WORKER, kernels_in_use, not_running
 from tests.builders import cpu_machine, request, tiny_moe
 
 PASS = "flash_dmoe"

@@ -1,0 +1,144 @@
+"""What proofs say of a pass: whether it ran in every process that holds the model, and if not, why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.vllm_plugin.experts.weight_format import FORMAT_PARAM
+from moe_optimizer.vllm_plugin.flag_passes import FLAG_PASSES
+from moe_optimizer.vllm_plugin.proof import PassProof, Proof
+
+NO_WORKER = "no worker process reported: the plugin was not loaded (is VLLM_PLUGINS set?)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What the launcher itself saw of a pass that several servers carry out together."""
+
+    ran: str
+    """"yes" and what was seen, or "no"."""
+    why_not: str = ""
+    """Why it did not work; "" when it did."""
+
+
+NOTHING_OBSERVED: Mapping[str, Observed] = MappingProxyType({})
+
+
+def model_holders(proofs: Iterable[Proof]) -> tuple[Proof, ...]:
+    """Return the proofs of the processes that hold a part of the model, by rank."""
+    return tuple(sorted((proof for proof in proofs if proof.world_size), key=lambda proof: proof.model_rank))
+
+
+def all_holders_reported(proofs: Iterable[Proof]) -> bool:
+    """Whether every process that holds a part of the model has written a proof."""
+    holders = model_holders(proofs)
+    return bool(holders) and {proof.model_rank for proof in holders} == set(range(holders[0].world_size))
+
+
+def not_running(
+    plan: Plan,
+    proofs: Sequence[Proof],
+    names: Iterable[str],
+    *,
+    absent: str = NO_WORKER,
+    observed: Mapping[str, Observed] = NOTHING_OBSERVED,
+) -> dict[str, str]:
+    """Return those of the passes `names` that did not run in every process that holds the model, with the reason.
+
+    A pass that flags carry out must be shown by every worker too, as far as workers look at its flags; one that files
+    carry out counts as running when the plan has it on and nobody saw otherwise.
+    """
+    missing = {}
+    for name in names:
+        decision = plan.decision(name)
+        if decision.status is not Status.ON:
+            missing[name] = f"the plan has it {decision.status.value}: {decision.reason}"
+        elif shown_by_workers(decision):
+            reason = why_not_running(plan, name, proofs, absent)
+            if reason:
+                missing[name] = reason
+        elif name in observed and observed[name].why_not:
+            missing[name] = observed[name].why_not
+    return missing
+
+
+def shown_by_workers(decision: Decision) -> bool:
+    """Return whether the workers write into their proofs what becomes of a decision."""
+    if decision.applier is Applier.FLAGS:
+        return decision.pass_name in FLAG_PASSES
+    return decision.applier is Applier.PLUGIN
+
+
+def why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str) -> str:
+    """Return why a pass that workers show did not run in each of them; "" when it did.
+
+    Args:
+        plan: what was requested.
+        name: the pass.
+        proofs: those of one server.
+        absent: why there is no proof at all.
+    """
+    foreign = next((proof for proof in proofs if proof.plan_digest != plan.digest), None)
+    if foreign is not None:
+        # What ran under another plan proves nothing about this one.
+        followed = foreign.plan_digest or "none"
+        return f"{foreign.role} {foreign.rank} followed plan {followed}, expected {plan.digest}"
+    entries = [proof.passes.get(name) for proof in model_holders(proofs)]
+    if all_holders_reported(proofs) and all(entry and entry.ran and not entry.why_not for entry in entries):
+        return ""
+    # Processes without a part of the model can know why too, for example that this vLLM is too old.
+    everyone = [proof.passes.get(name) for proof in proofs]
+    stated = dict.fromkeys(entry.why_not for entry in everyone if entry and entry.why_not)
+    if stated:
+        return "; ".join(stated)
+    return _what_is_missing(plan.decision(name), proofs) if proofs else absent
+
+
+def _what_is_missing(decision: Decision, proofs: Sequence[Proof]) -> str:
+    """Return what proofs of a pass lack in which no process says why it did not run."""
+    holders = model_holders(proofs)
+    by_flags = decision.applier is Applier.FLAGS
+    if not holders and not by_flags:
+        return "vLLM did not ask for a kernel of this kind for any layer of this model"
+    if holders and not all_holders_reported(proofs):
+        reported = len({proof.model_rank for proof in holders})
+        return f"{reported} of {holders[0].world_size} workers reported"
+    if by_flags:
+        return "no worker shows what became of its flags"
+    left = layers_left(decision, proofs)
+    entries = [proof.passes.get(decision.pass_name) for proof in holders]
+    if left and not any(entry and entry.layers for entry in entries):
+        return f"no layer is converted: {left}"
+    return "no forward pass reached the kernel yet"
+
+
+def layers_left(decision: Decision, proofs: Iterable[Proof]) -> str:
+    """Return which layers a pass that converts weights left as they are loaded, and why; "" when it left none."""
+    if FORMAT_PARAM not in decision.params:
+        return ""
+    entries = (entry for proof in model_holders(proofs) for entry in proof.passes.values())
+    left = {layer.name: layer.why_plain for entry in entries for layer in entry.layers if layer.why_plain}
+    if not left:
+        return ""
+    name, why = min(left.items())
+    more = f"; {len(left) - 1} more too" if len(left) > 1 else ""
+    return f"{name} stays as loaded: {why}{more}"
+
+
+def kernels_in_use(proofs: Iterable[Proof]) -> tuple[str, ...]:
+    """Return each kernel that ran with its instruction set and dtypes: "fused_experts (cpu), avx512, float32"."""
+    lines = {}
+    for proof in model_holders(proofs):
+        for entry in proof.passes.values():
+            if entry.ran and entry.kernel:
+                lines[_kernel_line(entry)] = None
+    return tuple(lines)
+
+
+def _kernel_line(entry: PassProof) -> str:
+    dtypes = sorted({layer.dtype for layer in entry.layers})
+    return ", ".join(part for part in (entry.kernel, entry.isa, *dtypes) if part)
