@@ -1,16 +1,11 @@
 """The experts class for vLLM's CPU build."""
 
-# The signatures are vLLM's; it passes their arguments by name.
-# ruff: noqa: PLR0917
-
 from __future__ import annotations
 
 import importlib.util
 from typing import Any
 
 import torch
-import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
@@ -21,6 +16,7 @@ from moe_optimizer.vllm_plugin.experts import kernel
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
 from moe_optimizer.vllm_plugin.experts.op import dtype_name, run_experts
 from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, CheckResult, LayerUnderCheck, check_layer
+from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
 from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, planned_format, weight_format
 from moe_optimizer.vllm_plugin.placement.expert_placement import passes_of_placed
 from moe_optimizer.vllm_plugin.proof import LayerProof
@@ -146,56 +142,20 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
                 return
         raise RequiredNotAppliedError(f"{EXPERTS_PASS}: {name}: our kernel is wrong here, and vLLM has no other")
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: mk.ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """Compute the routed experts of every token into `output` ([T, H])."""
+    def compute(self, call: VllmCall) -> None:
+        """Compute the routed experts of every token into `call.output`."""
         if self._stock is not None:
-            self._stock.apply(
-                output,
-                hidden_states,
-                w1,
-                w2,
-                topk_weights,
-                topk_ids,
-                activation,
-                global_num_experts,
-                expert_map,
-                a1q_scale,
-                a2_scale,
-                workspace13,
-                workspace2,
-                expert_tokens_meta,
-                apply_router_weight_on_input,
-            )
+            self._stock.apply(*call)
             return
-        if apply_router_weight_on_input:
-            # vLLM's prepare step has multiplied the input with them; a second time would square them.
-            topk_weights = torch.ones_like(topk_weights)
         weights = self.weights
         run_experts(
-            output,
-            hidden_states,
-            w1,
-            w2,
-            topk_weights.to(torch.float32),
-            topk_ids,
-            expert_map,
+            call.output,
+            call.hidden_states,
+            call.w1,
+            call.w2,
+            call.weights_to_apply.to(torch.float32),
+            call.topk_ids,
+            call.expert_map,
             None if weights is None else weights.w13_scale,
             None if weights is None else weights.w2_scale,
             None if weights is None else weights.w13_mask,

@@ -1,7 +1,7 @@
 """The experts class for unquantised layers on CUDA: our kernels where the plan's table has them, Triton elsewhere."""
 
 # The signatures are vLLM's; it passes their arguments by name.
-# ruff: noqa: ARG002, N803, PLR0917
+# ruff: noqa: N803, PLR0917
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from moe_optimizer.specs.kernel_speeds import STOCK
 from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation, current
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
 from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer, LayerFacts, planned_ranges
+from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
 from moe_optimizer.vllm_plugin.experts.weight_format import (
     PLAIN,
     ExpertsCall,
@@ -122,60 +123,25 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         """Learn the layer's name, where this vLLM asks; the weights stay as they are."""
         self._name = str(getattr(layer, "layer_name", ""))
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: mk.ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> Any:
-        """Compute the routed experts of every token: ours when vLLM says where to write, vLLM's into `output`."""
-        layer = self._layer_of(w1, w2, expert_map)
-        use = layer.use_for(hidden_states.shape[0])
-        if use == STOCK or not layer.covers(hidden_states):
-            layer.note_run(STOCK, hidden_states)
-            quantized, scale = self.stock_input(hidden_states)
-            return self.stock.apply(
-                output,
-                quantized,
-                w1,
-                w2,
-                topk_weights,
-                topk_ids,
-                activation,
-                global_num_experts,
-                expert_map,
-                scale,
-                a2_scale,
-                workspace13,
-                workspace2,
-                expert_tokens_meta,
-                apply_router_weight_on_input,
-            )
-        # vLLM's prepare step has multiplied the input with the weights; a second time would square them.
-        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        call = ExpertsCall(
-            out=output,
-            x=hidden_states,
-            topk_weights=weights,
-            topk_ids=topk_ids,
-            expert_map=expert_map,
+    def compute(self, call: VllmCall) -> Any:
+        """Compute the routed experts of every token: ours when vLLM says where to write, vLLM's into `call.output`."""
+        layer = self._layer_of(call.w1, call.w2, call.expert_map)
+        use = layer.use_for(call.hidden_states.shape[0])
+        if use == STOCK or not layer.covers(call.hidden_states):
+            layer.note_run(STOCK, call.hidden_states)
+            quantized, scale = self.stock_input(call.hidden_states)
+            return self.stock.apply(*call._replace(hidden_states=quantized, a1q_scale=scale))
+        ours = ExpertsCall(
+            out=call.output,
+            x=call.hidden_states,
+            topk_weights=call.weights_to_apply,
+            topk_ids=call.topk_ids,
+            expert_map=call.expert_map,
             w13_bias=None,
             w2_bias=None,
         )
-        self._output.pending = functools.partial(_run_into, layer, use, call)
-        layer.note_run(use, hidden_states)
+        self._output.pending = functools.partial(_run_into, layer, use, ours)
+        layer.note_run(use, call.hidden_states)
         return None
 
     def stock_input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

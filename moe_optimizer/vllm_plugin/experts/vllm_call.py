@@ -1,0 +1,45 @@
+"""One call that vLLM makes to an experts class."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+
+class VllmCall(NamedTuple):
+    """The arguments of vLLM's `FusedMoEExpertsModular.apply`, in its order: its own experts take them as they are.
+
+    T tokens, H hidden, I expert width, E local experts, k slots per token.
+    """
+
+    output: torch.Tensor
+    """[T, H]."""
+    hidden_states: torch.Tensor
+    """[T, H]."""
+    w1: torch.Tensor
+    """[E, 2 I, H]."""
+    w2: torch.Tensor
+    """[E, H, I]."""
+    topk_weights: torch.Tensor
+    """[T, k]."""
+    topk_ids: torch.Tensor
+    """[T, k]: global where there is an expert map."""
+    activation: MoEActivation
+    global_num_experts: int
+    expert_map: torch.Tensor | None
+    a1q_scale: torch.Tensor | None
+    a2_scale: torch.Tensor | None
+    workspace13: torch.Tensor
+    workspace2: torch.Tensor
+    expert_tokens_meta: mk.ExpertTokensMetadata | None
+    apply_router_weight_on_input: bool
+
+    @property
+    def weights_to_apply(self) -> torch.Tensor:
+        """What the experts' outputs are multiplied with: ones where vLLM's prepare step has multiplied the input with
+        the weights of the router already; a second time would square them.
+        """
+        return torch.ones_like(self.topk_weights) if self.apply_router_weight_on_input else self.topk_weights
