@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 import socket
 import statistics
 import sys
@@ -35,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import RECORDS, checkout, command_line, cpu_slug, host, write_record  # noqa: E402
+from benchmarks.serving.dummy_model import write_dummy_model  # noqa: E402
 from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
@@ -43,7 +43,6 @@ from moe_optimizer.profiles import load_profile  # noqa: E402
 from moe_optimizer.specs.software import SoftwareSpec  # noqa: E402
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running  # noqa: E402
 
-TINY_MOE = ROOT / "examples" / "tiny-moe"
 SHAPE = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 4}
 """Of the model; the rest is the bundled one's, whose steps are so short that the time of a token gets lost between the
 processes that hand it on."""
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), first_free_port(1 + GROUP_PORTS)
-        model = write_model(folder / "model")
+        model = write_dummy_model(folder / "model", SHAPE)
         one, group = plan_of(model, port, split=False), plan_of(model, port + 1, split=True)
         with (
             running(one, run_dir=folder / "one", ready_timeout_s=READY_TIMEOUT_S) as single,
@@ -95,16 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write:
         write_record(record, cpu_slug(record["environment"]["cpu"]), PASS)
     return 0
-
-
-def write_model(folder: Path) -> Path:
-    """Write a configuration of SHAPE with the bundled model's tokenizer and no weights."""
-    folder.mkdir()
-    config = json.loads((TINY_MOE / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | SHAPE), encoding="utf-8")
-    for path in TINY_MOE.glob("*token*"):
-        shutil.copy(path, folder)
-    return folder
 
 
 def plan_of(model: Path, port: int, *, split: bool) -> Plan:

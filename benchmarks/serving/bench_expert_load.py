@@ -19,28 +19,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import itertools
 import json
 import os
-import random
-import shutil
 import socket
-import statistics
 import sys
 import tempfile
-import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import RECORDS, checkout, command_line, cpu_slug, host, write_record  # noqa: E402
+from benchmarks.serving.counting_work import added_shares, added_work  # noqa: E402
+from benchmarks.serving.decode_steps import (  # noqa: E402
+    Rounds,
+    measure_in_turn,
+    quantile_of,
+    quantiles,
+    whole_microseconds,
+)
+from benchmarks.serving.dummy_model import write_dummy_model  # noqa: E402
 from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
@@ -50,7 +51,6 @@ from moe_optimizer.specs.software import SoftwareSpec  # noqa: E402
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, required_passes  # noqa: E402
 from moe_optimizer.vllm_plugin.server.supervisor import Supervisor  # noqa: E402
 
-TINY_MOE = ROOT / "examples" / "tiny-moe"
 SHAPE = {
     "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
     "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
@@ -62,8 +62,6 @@ GPU_SHARE = 0.46
 """Of the memory, for each of the two servers."""
 GPU_CACHE = "2G"
 """Stated: vLLM would measure what is free, while the other server takes memory and gives some back."""
-QUANTILES = (0.1, 0.25, 0.5)
-SEED = 20261120
 PACKAGES = ("moe-optimizer", "torch")
 
 
@@ -83,14 +81,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.layers = options.layers or (48 if gpu else 2)
 
     load_before = os.getloadavg()[0]
-    alone = {batch: None if gpu else added_work(batch) for batch in options.batch}
+    alone = {
+        batch: None if gpu else added_work(batch, num_experts=SHAPE["num_experts"], top_k=SHAPE["num_experts_per_tok"])
+        for batch in options.batch
+    }
     with tempfile.TemporaryDirectory() as folder:
-        model = write_model(Path(folder) / "model", options.layers)
+        model = write_dummy_model(Path(folder) / "model", SHAPE | {"num_hidden_layers": options.layers})
         with servers(model, Path(folder), eager=options.eager) as (off, on):
-            samples = {batch: measure(off, on, batch, options) for batch in options.batch}
+            samples = {
+                batch: measure_in_turn(off, on, batch=batch, tokens=options.tokens, rounds=options.rounds)
+                for batch in options.batch
+            }
     record = make_record(samples, alone, options, load_before=load_before)
-    for batch, result in record["results"].items():
-        print(f"batch {batch}, {options.layers} layers")
+    show(record["results"], options.layers)
+    if options.out:
+        options.out.write_text(json.dumps(record) + "\n")
+    if options.write:
+        subject = "expert_load_eager" if options.eager else "expert_load"
+        write_record(record, cpu_slug(record["environment"]["cpu"]), subject)
+    return 0
+
+
+def show(results: dict[str, Any], layers: int) -> None:
+    """Print the table of all batch sizes."""
+    for batch, result in results.items():
+        print(f"batch {batch}, {layers} layers")
         for name, row in result["quantiles"].items():
             low, high = row["ratio_interval_95"]
             times = f"{row['off_ms']:8.3f} ms off, {row['on_ms']:8.3f} ms on"
@@ -103,22 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{work['step_us']:.1f} us a step; compiled {work['share_compiled']:.2%} of a step, "
             f"plain {work['share_plain']:.2%}"
         )
-    if options.out:
-        options.out.write_text(json.dumps(record) + "\n")
-    if options.write:
-        subject = "expert_load_eager" if options.eager else "expert_load"
-        write_record(record, cpu_slug(record["environment"]["cpu"]), subject)
-    return 0
-
-
-def write_model(folder: Path, num_layers: int) -> Path:
-    """Write a configuration of `num_layers` layers of SHAPE, with the bundled model's tokenizer and no weights."""
-    folder.mkdir()
-    config = json.loads((TINY_MOE / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | SHAPE | {"num_hidden_layers": num_layers}))
-    for path in TINY_MOE.glob("*token*"):
-        shutil.copy(path, folder)
-    return folder
 
 
 @contextlib.contextmanager
@@ -172,108 +171,8 @@ def on_gpu() -> bool:
     return vllm is not None and vllm.device == "cuda"
 
 
-def added_work(batch: int) -> dict[str, float]:
-    """Return the microseconds that counting adds: a layer plain, a layer in a compiled graph, and a step."""
-    import torch
-
-    from moe_optimizer.vllm_plugin.expert_load.capture import Counting
-    from moe_optimizer.vllm_plugin.expert_load.counter import LayerwiseCounter
-    from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter
-
-    layers = range(48)
-    counter = LayerwiseCounter(layers, SHAPE["num_experts"])
-    ids = [torch.randint(0, SHAPE["num_experts"], (batch, SHAPE["num_experts_per_tok"])) for _ in layers]
-
-    def forward(*ids: torch.Tensor) -> None:
-        for layer_id, each in zip(layers, ids, strict=True):
-            counter.capture(layer_id, each)
-
-    compiled = torch.compile(forward, fullgraph=True)
-
-    writer = ExpertLoadWriter(
-        counter, model="", layers=(), since="2026-01-01T00:00:00Z", path=None, on_seen=lambda: None
-    )
-    # No activation: it is told of failures only.
-    counting = Counting(cast("Any", None), counter, writer)
-    scheduled = SimpleNamespace(total_num_scheduled_tokens=batch)
-
-    def step() -> None:
-        with counting.step(scheduled):
-            pass
-
-    return {
-        "layer_us_plain": _microseconds(lambda: forward(*ids)) / len(layers),
-        "layer_us_compiled": _microseconds(lambda: compiled(*ids)) / len(layers),
-        "step_us": _microseconds(step),
-    }
-
-
-def _microseconds(work: Callable[[], None]) -> float:
-    """Return the median time of a call, after a hundred uncounted ones."""
-    times = []
-    for repetition in range(1100):
-        start = time.perf_counter()
-        work()
-        if repetition >= 100:
-            times.append(time.perf_counter() - start)
-    return 1e6 * statistics.median(times)
-
-
-def measure(off: ServerInfo, on: ServerInfo, batch: int, options: argparse.Namespace) -> dict[str, list[list[float]]]:
-    """Return the seconds between tokens, a list for each round, after two uncounted rounds."""
-    samples: dict[str, list[list[float]]] = {"off": [], "on": []}
-    for round_idx in range(-2, options.rounds):
-        pair = (("off", off), ("on", on)) if round_idx % 2 else (("on", on), ("off", off))
-        for name, server in pair:
-            steps = _round(server, batch, options.tokens)
-            if round_idx >= 0:
-                samples[name].append(steps)
-    return samples
-
-
-def _round(server: ServerInfo, batch: int, tokens: int) -> list[float]:
-    """Send `batch` requests at once; return the seconds between the tokens of each."""
-    steps: list[list[float]] = []
-    threads = [
-        threading.Thread(target=lambda number=number: steps.append(_between_tokens(server, tokens, number)))
-        for number in range(batch)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if len(steps) != batch:
-        raise RuntimeError(f"{batch - len(steps)} of {batch} requests failed")
-    return [seconds for request in steps for seconds in request]
-
-
-def _between_tokens(server: ServerInfo, tokens: int, number: int) -> list[float]:
-    """Return the seconds from one token to the next; a chunk of several tokens counts as so many equal steps."""
-    body = {
-        "model": server.model, "prompt": [10 + number, 20, 30, 40], "max_tokens": tokens, "temperature": 0,
-        "ignore_eos": True, "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }  # fmt: skip
-    request = urllib.request.Request(
-        f"{server.base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    arrivals: list[tuple[float, int]] = []
-    with urllib.request.urlopen(request, timeout=300) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                done = json.loads(line[6:])["usage"]["completion_tokens"]
-                if not arrivals or done > arrivals[-1][1]:
-                    arrivals.append((time.perf_counter(), done))
-    if arrivals[-1][1] != tokens:
-        raise RuntimeError(f"got {arrivals[-1][1]} tokens, expected {tokens}")
-    steps = []
-    for (before, had), (after, has) in itertools.pairwise(arrivals):
-        steps += [(after - before) / (has - had)] * (has - had)
-    return steps
-
-
 def make_record(
-    samples: dict[int, dict[str, list[list[float]]]],
+    samples: dict[int, dict[str, Rounds]],
     alone: dict[int, dict[str, float] | None],
     options: argparse.Namespace,
     *,
@@ -302,60 +201,19 @@ def make_record(
         "results": {
             str(batch): {
                 "quantiles": quantiles(values),
-                "added_work": added_shares(alone[batch], options.layers, _quantile(values["off"], 0.1)),
-                "off_us": _whole_microseconds(values["off"]),
-                "on_us": _whole_microseconds(values["on"]),
+                "added_work": added_shares(alone[batch], options.layers, quantile_of(values["off"], 0.1)),
+                "off_us": whole_microseconds(values["off"]),
+                "on_us": whole_microseconds(values["on"]),
             }
             for batch, values in samples.items()
         },
     }
 
 
-def _whole_microseconds(rounds: list[list[float]]) -> list[list[int]]:
-    return [[round(1e6 * seconds) for seconds in each] for each in rounds]
-
-
 def gpu_name() -> str | None:
     """Return the GPU that the servers run on; None on the CPU."""
     gpu = probe_hardware().gpu
     return gpu.name if gpu is not None and on_gpu() else None
-
-
-def added_shares(work: dict[str, float] | None, layers: int, step_s: float) -> dict[str, float] | None:
-    """Return `work` with what it is of a step of `layers` layers that takes `step_s` without it."""
-    if work is None:
-        return None
-    shares = {
-        kind: (layers * work[f"layer_us_{kind}"] + work["step_us"]) / (1e6 * step_s) for kind in ("compiled", "plain")
-    }
-    return work | {f"share_{kind}": share for kind, share in shares.items()}
-
-
-def quantiles(samples: dict[str, list[list[float]]]) -> dict[str, dict[str, Any]]:
-    """Return the quantiles of both sides and their ratio with its 95 % interval."""
-    generator = random.Random(SEED)
-    rounds = range(len(samples["off"]))
-    resampled = [generator.choices(rounds, k=len(rounds)) for _ in range(500)]
-    rows = {}
-    for quantile in QUANTILES:
-        off, on = (_quantile(samples[side], quantile) for side in ("off", "on"))
-        ratios = sorted(
-            _quantile([samples["on"][each] for each in chosen], quantile)
-            / _quantile([samples["off"][each] for each in chosen], quantile)
-            for chosen in resampled
-        )
-        rows[f"{quantile:.0%}"] = {
-            "off_ms": 1e3 * off,
-            "on_ms": 1e3 * on,
-            "ratio": on / off,
-            "ratio_interval_95": [ratios[12], ratios[-13]],
-        }
-    return rows
-
-
-def _quantile(rounds: list[list[float]], quantile: float) -> float:
-    values = sorted(itertools.chain.from_iterable(rounds))
-    return values[int(quantile * (len(values) - 1))]
 
 
 if __name__ == "__main__":
