@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from moe_optimizer.inspection.checkpoint import compare
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.longest_sequence import longest_sequence
+from moe_optimizer.inspection.param_counts import count_params
 from moe_optimizer.inspection.quantization import ATTENTION, DENSE, EXPERTS, SHARED, Quantization
 from moe_optimizer.inspection.safetensors_header import Tensor
 from moe_optimizer.inspection.shapes import Decoder, Mixer
@@ -44,29 +47,9 @@ def build_spec(
     moe = [(i, layer.experts) for i, layer in enumerate(layers) if layer.experts is not None]
     experts = [entry for _, entry in moe]
     widest = max(experts, key=lambda entry: (entry.num_experts, entry.intermediate_size), default=None)
-    attention_experts = sum(layer.mixer.expert_params for layer in layers)
-    expert_params = attention_experts + sum(entry.num_experts * entry.expert_params for entry in experts)
-    idle_params = sum(
-        (entry.num_experts - min(entry.top_k, entry.num_experts)) * entry.expert_params for entry in experts
-    )
-    idle_params += sum(layer.mixer.idle_params for layer in layers) + decoder.idle_params
-    mixer_params = sum(layer.mixer.params for layer in layers) - attention_experts
-    dense_params = sum(layer.dense_params for layer in layers)
-    shared_params = sum(entry.shared_params for entry in experts)
-    router_params = sum(entry.router_params for entry in experts)
-    latent_params = sum(entry.latent_params for entry in experts)
-    norm_params = sum(layer.norm_params for layer in layers) + decoder.final_params
-    total = expert_params + mixer_params + dense_params + shared_params + router_params + latent_params + norm_params
-    total += decoder.embedding_params + decoder.lm_head_params
-    expert_bytes, weight_bytes = _stored_bytes(decoder, total, quantization)
+    params = count_params(decoder)
+    stored = _stored(decoder, params.total, quantization, tensors, exact=exact)
     max_position = config.integer(MAX_POSITION, 0) or 0
-    notes = (*warnings, *decoder.warnings, *quantization.warnings)
-    if tensors is not None:
-        checkpoint = compare(tensors, decoder, total, exact=exact)
-        if not checkpoint.incomplete:
-            weight_bytes, expert_bytes = checkpoint.weight_bytes, checkpoint.expert_weight_bytes
-        total = (total if checkpoint.language_params is None else checkpoint.language_params) + checkpoint.tower_params
-        notes += checkpoint.warnings
     return ModelSpec(
         name=name,
         path=path,
@@ -85,23 +68,23 @@ def build_spec(
         num_layers=len(layers),
         moe_layers=tuple(i for i, _ in moe),
         vocab_size=decoder.vocab_size,
-        total_params=total,
-        active_params=total - idle_params,
-        expert_params=expert_params,
-        embedding_params=decoder.embedding_params,
-        lm_head_params=decoder.lm_head_params,
-        attention_params=mixer_params,
-        kv_params=sum(layer.mixer.kv_params for layer in layers),
-        dense_params=dense_params,
-        shared_expert_params=shared_params,
-        router_params=router_params,
+        total_params=stored.total_params,
+        active_params=stored.total_params - params.idle,
+        expert_params=params.experts,
+        embedding_params=params.embedding,
+        lm_head_params=params.lm_head,
+        attention_params=params.attention,
+        kv_params=params.kv,
+        dense_params=params.dense,
+        shared_expert_params=params.shared_experts,
+        router_params=params.routers,
         quant_method=quantization.method,
         weight_bits=_weight_bits(decoder, quantization),
         weights_are_fp8=quantization.fp8,
         weight_block=quantization.weight_block,
         expert_format=quantization.expert_format((entry.modules or EXPERTS, i) for i, entry in moe),
-        weight_bytes=weight_bytes,
-        expert_weight_bytes=expert_bytes,
+        weight_bytes=stored.weight_bytes,
+        expert_weight_bytes=stored.expert_weight_bytes,
         dtype=quantization.dtype,
         attention=_attention([layer.mixer for layer in layers]),
         kv_bytes_per_token=2 * sum(layer.mixer.cache_elements for layer in layers),
@@ -111,7 +94,36 @@ def build_spec(
         needs_remote_code=needs_remote_code,
         servable=servable[0],
         servable_reason=servable[1],
-        warnings=notes,
+        warnings=(*warnings, *decoder.warnings, *quantization.warnings, *stored.warnings),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """A model's size: as its checkpoint's headers have it, else as its configuration describes it."""
+
+    total_params: int
+    """Vision and audio towers of the checkpoint included."""
+    weight_bytes: int
+    expert_weight_bytes: int
+    """The part of `weight_bytes` that is routed experts."""
+    warnings: tuple[str, ...] = ()
+
+
+def _stored(
+    decoder: Decoder, params: int, quantization: Quantization, tensors: tuple[Tensor, ...] | None, *, exact: bool
+) -> _Stored:
+    """Return the size of a decoder of `params` parameters; see `compare` for `tensors` and `exact`."""
+    expert_bytes, weight_bytes = _stored_bytes(decoder, params, quantization)
+    if tensors is None:
+        return _Stored(total_params=params, weight_bytes=weight_bytes, expert_weight_bytes=expert_bytes)
+    checkpoint = compare(tensors, decoder, params, exact=exact)
+    language_params = params if checkpoint.language_params is None else checkpoint.language_params
+    return _Stored(
+        total_params=language_params + checkpoint.tower_params,
+        weight_bytes=weight_bytes if checkpoint.incomplete else checkpoint.weight_bytes,
+        expert_weight_bytes=expert_bytes if checkpoint.incomplete else checkpoint.expert_weight_bytes,
+        warnings=checkpoint.warnings,
     )
 
 
