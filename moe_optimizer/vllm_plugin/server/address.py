@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.serve_args import flag_value
 
 _DEFAULT_PORT = "8000"
+_ANOTHER_PORT = "choose another one with --port"
 
 
 def server_address(serve_args: Sequence[str]) -> tuple[str, int]:
@@ -24,17 +26,35 @@ def server_address(serve_args: Sequence[str]) -> tuple[str, int]:
     return flag_value(serve_args, "--host") or "127.0.0.1", int(port)
 
 
-def check_address(host: str, port: int) -> None:
-    """Refuse an address that this process could not listen on either.
+@contextlib.contextmanager
+def reserved(addresses: Iterable[tuple[str, int]]) -> Iterator[None]:
+    """Keep every other launcher of this machine away from these hosts and ports while the block lasts.
+
+    A server listens only once its model is loaded, and the kernel lets others have the port until then: the launcher
+    of a second server would take the first one's answers for its own server's.
 
     Raises:
-        InputError: the port is taken or reserved, or the host is not an address of this machine.
+        InputError: a port is taken or reserved, or a host is not an address of this machine.
     """
+    with contextlib.ExitStack() as held:
+        for host, port in addresses:
+            family, address = _resolved(host, port)
+            _check_free(family, address, host, port)
+            held.enter_context(_claimed(address, host, port))
+        yield
+
+
+def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    """Return what a socket for this host and port is bound to."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError, OverflowError) as error:
         raise InputError(f"--host {host!r:.80}, port {port}: {getattr(error, 'strerror', None) or error}") from None
-    with socket.socket(family, kind) as probe:
+    return family, address  # pyright: ignore[reportReturnType] - IPv6 has two more members
+
+
+def _check_free(family: socket.AddressFamily, address: tuple[str, int], host: str, port: int) -> None:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         # As the server does: a port in TIME_WAIT after the last server is not taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -44,9 +64,21 @@ def check_address(host: str, port: int) -> None:
                 raise InputError(
                     f"--host: {host}: {error.strerror}", hint="give an address of this machine, or 0.0.0.0 for all"
                 ) from None
-            raise InputError(
-                f"--port: {port} on {host}: {error.strerror}", hint="choose another one with --port"
-            ) from None
+            raise InputError(f"--port: {port} on {host}: {error.strerror}", hint=_ANOTHER_PORT) from None
+
+
+def _claimed(address: tuple[str, int], host: str, port: int) -> socket.socket:
+    """Return what holds the claim until it is closed, or this process ends, however it ends."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        # Not a file: the leading zero makes it a name in the kernel, of the same network namespace as the port.
+        claim.bind(f"\0moe-optimizer/{address[0]}/{port}")
+    except OSError:
+        claim.close()
+        raise InputError(
+            f"--port: {port} on {host}: another moe-optimizer serve is starting or serving there", hint=_ANOTHER_PORT
+        ) from None
+    return claim
 
 
 def base_url(host: str, port: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.plan.server_group import RUN_DIR, ServerRole
-from moe_optimizer.vllm_plugin.server.address import base_url, check_address, server_address
+from moe_optimizer.vllm_plugin.server.address import base_url, reserved, server_address
 from moe_optimizer.vllm_plugin.server.command import (
     check_plugin_visible,
     drain_timeout_s,
@@ -56,27 +56,30 @@ class Deployment:
         """Everything that is started, the servers first."""
         return self.servers if self.router is None else (*self.servers, self.router)
 
+    @property
+    def _addresses(self) -> list[tuple[str, int]]:
+        return [address for part in self.parts for address in part.addresses]
+
     def check(self) -> None:
         """Refuse what is known to fail before anything is started or written.
 
         Raises:
             InputError, UnsupportedError: an address is taken, or something that is needed is missing.
         """
-        for part in self.parts:
-            for address in part.addresses:
-                check_address(*address)
+        with reserved(self._addresses):
+            pass
         check_plugin_visible(self._plan)
         check_group_can_run(self._plan)
         drain_timeout_s(self._plan)
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
-        """Have the run folder for this run alone while the block lasts, with the plan in it.
+        """Have addresses and run folder for this run alone while the block lasts, with the plan in the folder.
 
         Raises:
-            InputError: it is in use, or cannot be written.
+            InputError: one of them is in use, or the folder cannot be written.
         """
-        with self.folder.locked():
+        with reserved(self._addresses), self.folder.locked():
             for part in self.parts:
                 part.folder.prepare(self._plan)
             if not self._hands_over:

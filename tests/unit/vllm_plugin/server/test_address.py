@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.vllm_plugin.server.address import base_url, check_address, server_address
+from moe_optimizer.vllm_plugin.server.address import base_url, reserved, server_address
+from tests.free_ports import free_port
 
 
 def test_host_and_port_are_read_from_the_arguments() -> None:
@@ -25,13 +26,25 @@ def test_a_taken_port_is_named() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(InputError, match=f"{port} on 127.0.0.1"):
-            check_address("127.0.0.1", port)
+        with pytest.raises(InputError, match=f"{port} on 127.0.0.1"), reserved([("127.0.0.1", port)]):
+            pass
+
+
+def test_a_reserved_port_is_refused_until_it_is_free_again() -> None:
+    address, other = ("127.0.0.1", free_port()), ("127.0.0.1", free_port())
+    taken = f"{address[1]} on 127.0.0.1: another moe-optimizer serve is starting"
+    with reserved([address]):
+        with pytest.raises(InputError, match=taken), reserved([other, address]):
+            pass
+        with reserved([other]):
+            pass
+    with reserved([address]):
+        pass
 
 
 def test_a_host_that_is_not_here_is_refused() -> None:
-    with pytest.raises(InputError, match=r"^--host: 192\.0\.2\.1: "):
-        check_address("192.0.2.1", 8000)
+    with pytest.raises(InputError, match=r"^--host: 192\.0\.2\.1: "), reserved([("192.0.2.1", 8000)]):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,24 @@ def test_a_taken_port_starts_nothing(fake: Fake, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+# Until the first server listens, the kernel would let the second one have the port too.
+def test_a_port_on_which_another_run_is_starting_is_refused(fake: Fake, tmp_path: Path) -> None:
+    port = free_port()
+    taken = f"{port} on 127.0.0.1: another moe-optimizer serve is starting"
+    refused = []
+
+    def start_another(line: str) -> None:
+        if line.startswith("starting"):
+            with pytest.raises(InputError, match=taken), launch.running(fake(port=port), run_dir=tmp_path / "second"):
+                pass
+            refused.append(line)
+
+    with pytest.raises(ServerFailedError, match="not ready"):
+        launch.serve(fake("silent", port=port), run_dir=tmp_path / "first", ready_timeout_s=0.0, echo=start_another)
+    assert refused
+    assert not (tmp_path / "second").exists()
+
+
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
     [
