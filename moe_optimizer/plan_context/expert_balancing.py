@@ -7,6 +7,7 @@ import json
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.specs.eplb_models import EPLB_ARCHITECTURES
 
 _EPLB_METHODS = (None, "fp8")
 """Checkpoints whose experts vLLM's EPLB was seen to move in its source: unquantised and FP8."""
@@ -78,6 +79,9 @@ def why_no_load_balancer(ctx: PlanContext) -> str:
         return "vLLM's EPLB is CUDA only"
     if ctx.model.quant_method not in _EPLB_METHODS:
         return f"vLLM's EPLB: experts in {ctx.model.quant_method} were not looked at"
+    if ctx.model.architecture not in EPLB_ARCHITECTURES:
+        named = ctx.model.architecture or "a model of no named architecture"
+        return f"vLLM's EPLB moves nothing in {named}: its class is not known to have the interface (MixtureOfExperts)"
     return ""
 
 

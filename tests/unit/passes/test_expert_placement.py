@@ -129,6 +129,11 @@ def test_an_even_load_is_left_alone_unless_asked_for():
         ),
         (lambda: on_cpu(wishes=ON, pinned={"--enable-eplb": ""}), "vLLM's EPLB is CUDA only"),
         (lambda: on_gpus(model=gpt_oss_120b(), wishes=ON), "vLLM's EPLB: experts in mxfp4 were not looked at"),
+        (
+            lambda: on_gpus(model=qwen3_30b_a3b(architecture="OlmoeForCausalLM"), wishes=ON),
+            "vLLM's EPLB moves nothing in OlmoeForCausalLM: its class is not known to have the interface "
+            "(MixtureOfExperts)",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_its_reason(decision, why):

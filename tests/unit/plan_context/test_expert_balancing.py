@@ -41,11 +41,12 @@ def planned(model=None, hardware=None, *, passes=None, whole=True, **changes):
         (lambda: planned(pinned={"--enable-eplb": ""}), True),
         (lambda: planned(wishes=ON, pinned={"--enable-eplb": "false"}), False),
         (lambda: planned(gpt_oss_120b(), passes=REPLICAS), False),
+        (lambda: planned(qwen3_30b_a3b(architecture="OlmoeForCausalLM"), passes=REPLICAS), False),
         (lambda: planned(tiny_moe(), cpu_machine(), passes=REPLICAS), False),
     ],
     ids=[
         "nobody asks", "asked, no load", "asked, with a load", "replicas", "replicas, but off", "replicas, slices",
-        "vLLM's flag", "vLLM's flag says no", "experts in mxfp4", "cpu",
+        "vLLM's flag", "vLLM's flag says no", "experts in mxfp4", "no interface", "cpu",
     ],
 )  # fmt: skip
 def test_it_runs_where_nothing_else_places_experts(ctx, runs):
