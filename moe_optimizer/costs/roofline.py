@@ -87,30 +87,33 @@ def decode_step_floor_us(
     expert_bits: float,
     linear_bits: float,
     kv_bits: float = 16,
+    data_parallel_size: int = 1,
     rates: Rates = "datasheet",
 ) -> Quantity:
     """Return the least time of one decode step of `batch` sequences with `context` cached tokens each, in us.
 
     (hit experts + the other weights, of the input embedding only the rows looked up + the cache) per GPU
     / memory bandwidth, or the operations / peak rate where those take longer. Tensor parallel over
-    `num_gpus`; communication is not included (see `comm`).
+    `num_gpus`, in each of `data_parallel_size` copies with as many sequences, which share the experts;
+    communication is not included (see `comm`).
     """
     read = decode_step_bytes(
-        model, batch=batch, context=context, num_gpus=num_gpus,
+        model, batch=batch, context=context, num_gpus=num_gpus, data_parallel_size=data_parallel_size,
         expert_bits=expert_bits, linear_bits=linear_bits, kv_bits=kv_bits,
     )  # fmt: skip
+    gpus = f"{num_gpus} GPUs" if num_gpus > 1 else "1 GPU"
     bound = divide(
         read * 1e6,
         memory_bandwidth(gpu, rates),
         unit="us",
-        ref=f"bytes of one decode step, {batch} sequences at {context} tokens on {num_gpus} GPUs / memory bandwidth",
+        ref=f"bytes of one decode step, {batch} sequences at {context} tokens on {gpus} / memory bandwidth",
     )
     multiplied_params = model.active_params - (model.embedding_params if model.lm_head_params else 0)
     compute = divide(
         2.0 * multiplied_params * batch / num_gpus * 1e6,
         peak_flops(gpu, max(expert_bits, linear_bits), rates),
         unit="us",
-        ref=f"operations of {batch} tokens on {num_gpus} GPUs / peak rate",
+        ref=f"operations of {batch} tokens on {gpus} / peak rate",
     )
     return max(bound, compute, key=lambda term: term.value)
 
@@ -124,8 +127,9 @@ def decode_step_bytes(
     expert_bits: float,
     linear_bits: float,
     kv_bits: float = 16,
+    data_parallel_size: int = 1,
 ) -> float:
-    """Return the bytes that one GPU reads in one decode step."""
+    """Return the bytes that one GPU reads in one decode step of `batch` sequences in each data parallel copy."""
     parts = weight_parts(model, linear_bits=linear_bits)
     # The input embedding is looked up, a few rows; the head is read whole, also where the two are one matrix.
     head_params = model.lm_head_params or model.embedding_params
@@ -138,7 +142,8 @@ def decode_step_bytes(
         replicated=parts.replicated,
     )
     dense = device_weight_bytes(model, others, num_devices=num_gpus, expert_parallel=False)
-    experts = model.num_moe_layers * moe_layer_weight_bytes(model, batch, expert_bits=expert_bits) / num_gpus
+    tokens, devices = batch * data_parallel_size, num_gpus * data_parallel_size
+    experts = model.num_moe_layers * moe_layer_weight_bytes(model, tokens, expert_bits=expert_bits) / devices
     return dense + experts + batch * _cache_read_bytes(model, context) * kv_bits / 16 * kv_head_share(model, num_gpus)
 
 

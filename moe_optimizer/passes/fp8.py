@@ -6,14 +6,16 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.costs.fp8_blocks import padded_experts, ragged_linear
-from moe_optimizer.costs.roofline import decode_step_floor_us, experts_read_ratio
+from moe_optimizer.costs.roofline import experts_read_ratio
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import DTYPE_BYTES, PlanContext
+from moe_optimizer.plan_context.decode_step import held_at_once, least_step_us
 from moe_optimizer.plan_context.expert_kernel import FORMAT_PARAM, why_not_for_converted_weights
 from moe_optimizer.plan_context.fp8_kept import ignored_modules, kept_layers, kept_parts, measured_on, stored_bits
-from moe_optimizer.specs.quantity import Quantity, Source
+from moe_optimizer.specs.quantity import Quantity
 
 if TYPE_CHECKING:
     from moe_optimizer.profiles.schema import Fp8Section
@@ -90,13 +92,16 @@ class Fp8(OptimizationPass):
             to_bits = whole if expert_bits is None else expert_bits
             ratio = experts_read_ratio(ctx.model, batch=ctx.workload.batch_size, from_bits=whole, to_bits=to_bits)
             return Gain(metric="expert weight bytes per decode step", ratio=ratio)
+        kv_bits = cache_bits(ctx, cache_dtype(ctx))
+        memory = ctx.split_terms() | {"expert_bits": expert_bits, "linear_bits": linear_bits, "kv_bits": kv_bits}
+        requests = min(ctx.workload.batch_size, max(1, held_at_once(ctx, **memory)))
         try:
-            before = _decode_floor_us(ctx, None, None)
-            after = _decode_floor_us(ctx, expert_bits, linear_bits)
+            before = least_step_us(ctx, requests, kv_bits=kv_bits, expert_bits=None, linear_bits=None)
+            after = least_step_us(ctx, requests, kv_bits=kv_bits, expert_bits=expert_bits, linear_bits=linear_bits)
         except UnsupportedError:
             return None
         ref = f"{before.ref}; in 16 bits / in FP8"
-        ratio = Quantity(before.value / after.value, "ratio", Source.MODELLED, ref)
+        ratio = Quantity(before.value / after.value, "ratio", before.source | after.source, ref)
         return Gain(metric="least time of one decode step", ratio=ratio)
 
     def choose(self, ctx: PlanContext) -> Decision:
@@ -112,8 +117,8 @@ class Fp8(OptimizationPass):
             return self.refused(ctx, "every layer stays as it is: keep_bf16_layers and max_layer_error leave none")
         gain = self.gain(ctx)
         if ctx.wish(self.name)[0] is Wish.AUTO and gain is not None and gain.ratio.value < _LEAST_GAIN:
-            less = f"a decode step would take at best {gain.ratio.value:.2f}x less time"
-            return self.when_off(ctx, f"{less}, too little for a changed output (auto wants {_LEAST_GAIN:g}x)")
+            faster = f"a decode step would be at best {gain.ratio.value:.2f}x faster"
+            return self.when_off(ctx, f"{faster}, too little for a changed output (auto wants {_LEAST_GAIN:g}x)")
         if ctx.device == "cpu":
             return self._by_the_plugin(ctx, layers)
         return self._by_vllm(ctx, layers, experts=experts, linears=linears)
@@ -178,7 +183,12 @@ class Fp8(OptimizationPass):
             f"{parts} with {_SCALES[section.granularity]}, converted by vLLM while loading; {_UNJUDGED}",
             # vLLM converts; with another quantiser than its own, the plugin has to put it there.
             Applier.FLAGS if quantizer == "vllm" else Applier.PLUGIN,
-            evidence=(*(_GPU_RECORDS if experts else ()), f"quantizer: {quantizer}", *measured_on(ctx)),
+            evidence=(
+                *(_GPU_RECORDS if experts else ()),
+                *_unconverted_does_not_fit(ctx),
+                f"quantizer: {quantizer}",
+                *measured_on(ctx),
+            ),
             rejected={**rejected, **kept_parts(ctx)},
             gain=self.gain(ctx),
             vllm_args=("--quantization", "online", "--quantization-config", json.dumps(config, separators=(",", ":"))),
@@ -246,6 +256,13 @@ def _quantizer_on_the_cpu(section: Fp8Section) -> tuple[str, ...]:
     return ("fp8.quantizer transformer_engine: it converts on CUDA devices only; builtin is used",)
 
 
+def _unconverted_does_not_fit(ctx: PlanContext) -> tuple[str, ...]:
+    """Return that the weights do not fit the GPUs without being converted, () where they do, and on the CPU."""
+    if ctx.device == "cpu" or ctx.memory(**ctx.split_terms()).fits:
+        return ()
+    return (f"in {ctx.dtype} the model does not fit these GPUs",)
+
+
 def _quantizer_on_gpus(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:
     """Return which quantiser is used, and a warning where it is not the one asked for."""
     section = ctx.profile.passes.fp8
@@ -257,15 +274,3 @@ def _quantizer_on_gpus(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:
     if asked == "transformer_engine" and not ctx.software.transformer_engine:
         return "builtin", ("fp8.quantizer transformer_engine: it is not installed; builtin is used",)
     return asked, ()
-
-
-def _decode_floor_us(ctx: PlanContext, expert_bits: float | None, linear_bits: float | None) -> Quantity:
-    return decode_step_floor_us(
-        ctx.model,
-        ctx.gpu,
-        batch=ctx.workload.batch_size,
-        context=ctx.workload.input_tokens + ctx.workload.output_tokens // 2,
-        num_gpus=ctx.tensor_parallel_size,
-        expert_bits=expert_bits or 16,
-        linear_bits=linear_bits or 16,
-    )

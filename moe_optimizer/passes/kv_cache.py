@@ -9,11 +9,12 @@ from typing import ClassVar
 from moe_optimizer.costs.memory import sequence_kv_bytes
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan_context.cache_dtype import FP8_WORDS, cache_bits, cache_dtype, fp8_asked, why_not_fp8
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.decode_step import full_length, held_at_once
 from moe_optimizer.plan_context.host_tier import decide_tier
 from moe_optimizer.specs.quantity import Quantity, Source
 
-_FP8_WORDS = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _GIB = 2**30
 _LENGTH_MARGIN = 0.9
 """Chosen: the activation and workspace terms are estimates of about a tenth of the budget."""
@@ -40,19 +41,18 @@ class KvCache(OptimizationPass):
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """FP8 needs an attention kind and a device that take it."""
-        if not _fp8_asked(ctx):
-            return True, ""
-        return _fp8_possible(ctx)
+        why_not = why_not_fp8(ctx) if fp8_asked(ctx) else ""
+        return not why_not, why_not
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
-        """Return the model's own type, with the sizes the planner needs."""
-        return self._sized(ctx, Status.OFF, "auto", reason)
+        """Return the model's own type, or the user's own argument's, with the sizes the planner needs."""
+        return self._sized(ctx, Status.OFF, cache_dtype(ctx), reason)
 
     def refused(self, ctx: PlanContext, reason: str) -> Decision:
         """Return the model's own type when FP8 was asked for by name and cannot be."""
         if ctx.wish(self.name)[0] is not Wish.ON:
             return self.when_off(ctx, f"FP8 asked for by {ctx.profile_origin}, but {reason}")
-        return self._sized(ctx, Status.REFUSED, "auto", reason)
+        return self._sized(ctx, Status.REFUSED, cache_dtype(ctx), reason)
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the cache's type."""
@@ -60,10 +60,10 @@ class KvCache(OptimizationPass):
         if pinned is not None:
             status = Status.ON if pinned != "auto" else Status.OFF
             return self._sized(ctx, status, pinned, f"--kv-cache-dtype {pinned} is given after --")
-        if not _fp8_asked(ctx):
+        if not fp8_asked(ctx):
             return self.when_off(ctx, f"{ctx.profile_origin} keeps the model's own type")
         reason = "FP8 elements hold twice the tokens; the output changes slightly, and no quality gate has judged it"
-        return self._sized(ctx, Status.ON, "fp8", reason)
+        return self._sized(ctx, Status.ON, cache_dtype(ctx), reason)
 
     def why_setting_off(self, decision: Decision, setting: str) -> str:
         """Tiering is there when it has a size."""
@@ -71,11 +71,11 @@ class KvCache(OptimizationPass):
         return "" if decision.params["host_tier_gib"] is not None else decision.rejected["tiering"]
 
     def _sized(self, ctx: PlanContext, status: Status, dtype: str, reason: str) -> Decision:
-        bits = kv_bits(ctx, dtype)
+        bits = cache_bits(ctx, dtype)
         wanted, length = _lengths(ctx, bits)
         cache_gib = _host_cache_gib(ctx, bits, length) if ctx.device == "cpu" else None
         tier = decide_tier(ctx, bits)
-        fp8 = status is Status.ON and dtype in _FP8_WORDS
+        fp8 = status is Status.ON and dtype in FP8_WORDS
         value = f"{dtype if dtype != 'auto' else ctx.dtype} cache"
         arguments = ("--kv-cache-dtype", dtype) if status is Status.ON else ()
         if tier.gib is not None:
@@ -104,33 +104,6 @@ class KvCache(OptimizationPass):
             },
             warnings=tier.warnings,
         )
-
-
-def kv_bits(ctx: PlanContext, dtype: str) -> int:
-    """Return the bits of one cache element of vLLM's cache type `dtype`."""
-    if dtype in ("auto", ctx.dtype):
-        return 32 if ctx.dtype == "float32" else 16
-    return 8 if dtype in _FP8_WORDS else 16
-
-
-def _fp8_asked(ctx: PlanContext) -> bool:
-    if "--kv-cache-dtype" in ctx.pinned:
-        return False
-    # A flag asks by name; in a profile `on` still follows the section's dtype.
-    wish, origin = ctx.wish("kv_cache")
-    return ctx.profile.passes.kv_cache.dtype == "fp8" or (wish is Wish.ON and origin != ctx.profile_origin)
-
-
-def _fp8_possible(ctx: PlanContext) -> tuple[bool, str]:
-    attention = ctx.model.attention
-    if attention.kind not in ("mha", "gqa"):
-        return False, f"{attention.kind} attention keeps its own cache type here"
-    if attention.num_windowed_layers:
-        return False, "sliding-window attention keeps its own cache type here"
-    if ctx.device == "cuda" and not ctx.gpu.supports("fp8"):
-        major, minor = ctx.gpu.compute_capability
-        return False, f"needs FP8 matrix units (sm_89 or later), found sm_{major}{minor}"
-    return True, ""
 
 
 def _lengths(ctx: PlanContext, bits: int) -> tuple[int | None, int | None]:
@@ -174,13 +147,10 @@ def _host_cache_gib(ctx: PlanContext, bits: int, length: int | None) -> int:
 
 
 def _held_at_once(ctx: PlanContext, bits: int) -> tuple[str, ...]:
-    memory = ctx.memory(**ctx.memory_terms(bits))
-    length = ctx.workload.input_tokens + ctx.workload.output_tokens
-    asked = ctx.decided["scheduler"].params["max_num_seqs"]
-    held = memory.kv_tokens // length
+    held, asked = held_at_once(ctx, **ctx.memory_terms(bits)), ctx.decided["scheduler"].params["max_num_seqs"]
     if not held or held >= asked:
         return ()
-    return (f"the cache holds {held} requests of {length} tokens at once; of {asked} the others wait",)
+    return (f"the cache holds {held} requests of {full_length(ctx)} tokens at once; of {asked} the others wait",)
 
 
 def _fp8_gain(ctx: PlanContext) -> Gain:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from moe_optimizer.costs.comm import all_reduce_us
-from moe_optimizer.costs.roofline import decode_step_floor_us
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status
-from moe_optimizer.plan_context.context import DTYPE_BYTES, PlanContext
+from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.decode_step import full_length, held_at_once, least_step_us
 
 _MODE_FACTORS = {"throughput": 2.0, "balanced": 1.0, "interactivity": 0.5}
 """Times vLLM's own default: it doubles it in throughput mode itself; half of it (chosen) keeps a long prompt
@@ -65,7 +65,7 @@ class Scheduler(OptimizationPass):
             f"{sequences} requests, {tokens} tokens a step",
             f"{sequences} requests {why}; {reason}; performance mode {mode}",
             Applier.FLAGS,
-            evidence=_floor(ctx, sequences),
+            evidence=_floor(ctx, sequences, tokens),
             rejected=rejected,
             vllm_args=tuple(arguments),
             params={"max_num_seqs": sequences, "max_num_batched_tokens": tokens},
@@ -139,31 +139,27 @@ def _cache_bytes(ctx: PlanContext, tokens: int, sequences: int) -> int:
     return ctx.memory(**ctx.split_terms(), max_num_batched_tokens=tokens, max_num_seqs=sequences).kv_cache_bytes
 
 
-def _floor(ctx: PlanContext, sequences: int) -> tuple[str, ...]:
-    """Return what the hardware allows at best: the time of one decode step, and tokens a second from it."""
-    if ctx.device == "cpu":
+def _floor(ctx: PlanContext, sequences: int, tokens: int) -> tuple[str, ...]:
+    """Return what the hardware allows at best: the time of one decode step of as many requests as the cache holds, and
+    tokens a second from it. Nothing on the CPU, whose rates nobody knows, nor over several machines, which work on
+    several steps at once.
+    """
+    if ctx.device == "cpu" or ctx.pipeline_parallel_size > 1:
         return ()
-    context = ctx.workload.input_tokens + ctx.workload.output_tokens
-    bits = ctx.model.weight_bits if ctx.model.quant_method is not None else DTYPE_BYTES[ctx.dtype] * 8
+    bits = cache_bits(ctx, cache_dtype(ctx))
+    memory = ctx.split_terms() | {"max_num_batched_tokens": tokens, "max_num_seqs": sequences, "kv_bits": bits}
+    requests = min(sequences, max(1, held_at_once(ctx, **memory)))
+    expert_bits, linear_bits = ctx.converted_bits()
     try:
-        step = decode_step_floor_us(
-            ctx.model,
-            ctx.gpu,
-            batch=sequences,
-            context=context,
-            num_gpus=ctx.tensor_parallel_size,
-            expert_bits=bits,
-            linear_bits=bits,
-        )
-        exchange = all_reduce_us(sequences * ctx.model.hidden_size * 2, ctx.gpu, ctx.tensor_parallel_size)
+        step = least_step_us(ctx, requests, kv_bits=bits, expert_bits=expert_bits, linear_bits=linear_bits)
     except UnsupportedError as error:
         return (f"no floor is known: {error}",)
-    # Each layer exchanges once after attention and once after the experts.
-    total = step.value + 2 * ctx.model.num_layers * exchange.value
-    source = (step.source | exchange.source).value
+    copies = ctx.data_parallel_size
+    each = f" in each of {copies} copies" if copies > 1 else ""
     return (
-        f"a decode step of {sequences} requests at {context} tokens takes at least {total / 1000:.1f} ms, so at most "
-        f"{sequences / total * 1e6:,.0f} tokens/s ({source}: {step.ref})",
+        f"a decode step of {requests} requests at {full_length(ctx)} tokens{each} takes at least "
+        f"{step.value / 1000:.1f} ms, so at most {copies * requests / step.value * 1e6:,.0f} tokens/s "
+        f"({step.source.value}: {step.ref})",
     )
 
 

@@ -177,7 +177,7 @@ class PlanContext:
             node = self.cpu.node_memory or self.cpu.memory
             processes = changes.get("num_devices", 1) * self.num_servers
             device_bytes = min(int(self.cpu.memory.value) // processes, int(node.value) // self.num_servers)
-        expert_bits, linear_bits = self._converted_bits()
+        expert_bits, linear_bits = self.converted_bits()
         defaults: dict[str, Any] = {
             "model": self._model_as_served(),
             "device_bytes": device_bytes,
@@ -193,7 +193,7 @@ class PlanContext:
         }
         return MemoryRequest(**(defaults | changes))
 
-    def _converted_bits(self) -> tuple[float | None, float | None]:
+    def converted_bits(self) -> tuple[float | None, float | None]:
         """Return the bits of expert and other weights once they are converted while loading, on average, what they are
         filled up with included; None: they are not converted.
         """

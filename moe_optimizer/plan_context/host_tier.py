@@ -45,7 +45,11 @@ def decide_tier(ctx: PlanContext, kv_bits: int) -> HostTier:
         return HostTier(gib=None, reason="kv_cache is off")
     wish, origin = ctx.setting("kv_cache", "tiering")
     if wish is not Wish.ON:
-        why = f"switched off by {origin}" if wish is Wish.OFF else "no measurement shows a gain; --enable-kv-tiering"
+        why = (
+            f"switched off by {origin}"
+            if wish is Wish.OFF
+            else "no measurement shows a gain; --enable-kv-tiering asks for it"
+        )
         return HostTier(gib=None, reason=why)
     reason = _why_not(ctx)
     gib, sized = (0, "") if reason else _size(ctx, kv_bits)

@@ -28,7 +28,7 @@ def first_context(
         num_gpus: GPUs of a machine that may be used, 0 on the CPU.
 
     Raises:
-        InputError: the dtype or the length given to vLLM is none.
+        InputError: the dtype, the length or the requests given to vLLM are none.
     """
     profile = request.profile
     required = frozenset(required_key(name) for name in request.required)
@@ -59,9 +59,12 @@ def first_context(
     unknown = context.wishes.keys() - {switch.key for switch in switches()}
     assert not unknown, f"wishes for unknown passes or settings: {sorted(unknown)}"
     length = context.pinned_integer("--max-model-len") if pinned.get("--max-model-len") not in ("auto", "-1") else None
-    if length is None:
-        return context
-    return dataclasses.replace(context, workload=dataclasses.replace(context.workload, max_model_len=length))
+    workload = dataclasses.replace(
+        context.workload,
+        batch_size=context.pinned_integer("--max-num-seqs") or context.workload.batch_size,
+        max_model_len=length or context.workload.max_model_len,
+    )
+    return dataclasses.replace(context, workload=workload)
 
 
 def _model_len(request: PlanRequest) -> int | None:

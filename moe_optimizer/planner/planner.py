@@ -82,10 +82,10 @@ def _without_pinned(decision: Decision, pinned: Mapping[str, str]) -> Decision:
     given = [argument.flag for argument in split_arguments(decision.vllm_args) if argument.flag in pinned]
     if not given:
         return decision
+    unsaid = [flag for flag in given if flag not in decision.reason]
+    said = f" ({', '.join(unsaid)} given by the user)" if unsaid else ""
     return dataclasses.replace(
-        decision,
-        vllm_args=without_flags(decision.vllm_args, given),
-        reason=f"{decision.reason} ({', '.join(given)} given by the user)",
+        decision, vllm_args=without_flags(decision.vllm_args, given), reason=decision.reason + said
     )
 
 

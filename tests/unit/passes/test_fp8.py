@@ -21,6 +21,7 @@ from tests.builders import (
     dense_model,
     gpt_oss_120b,
     gpus,
+    mixtral_8x7b,
     profile_with,
     qwen3_30b_a3b,
     qwen3_30b_a3b_fp8,
@@ -136,11 +137,29 @@ def test_what_is_listed_stays_and_nothing_beside_it(part, kept, converted):
 
 
 def test_the_gain_is_the_least_time_of_a_step_and_modelled():
-    gain = on_gpu().gain
+    gain = planned(qwen3_30b_a3b(), gpus("h100_sxm", 1)).decided["fp8"].gain
     assert gain is not None
     assert gain.metric == "least time of one decode step"
     assert gain.ratio.source is Source.MODELLED
     assert 1.0 < gain.ratio.value < 2.0
+
+
+def test_the_gain_over_several_gpus_counts_their_all_reduces_which_are_assumed():
+    gain = on_gpu().gain
+    assert gain is not None
+    assert gain.ratio.source is Source.ASSUMED
+    assert "96 all-reduces" in gain.ratio.ref
+
+
+def test_the_gain_is_that_of_a_step_of_what_the_cache_holds():
+    # 94 GB of weights in BF16 do not fit 85 GB; in FP8 they leave 32 GB, or 330 requests of 1536 tokens.
+    decision = planned(mixtral_8x7b(), gpus("h100_sxm", 1)).decided["fp8"]
+    assert decision.gain is not None
+    sequences = re.search(r"(\d+) sequences at 1536 tokens", decision.gain.ratio.ref)
+    assert sequences is not None
+    assert 300 < int(sequences[1]) < 350
+    assert decision.gain.ratio.value > 1.5
+    assert "in bfloat16 the model does not fit these GPUs" in decision.evidence
 
 
 def test_auto_does_not_change_the_output_for_little():
@@ -150,7 +169,7 @@ def test_auto_does_not_change_the_output_for_little():
     asked = decided_by(context(model, machine, profile, wishes=ON), "parallelism", "fp8").decided["fp8"]
     auto = decided_by(context(model, machine, profile), "parallelism", "fp8").decided["fp8"]
     assert (asked.status, auto.status) == (Status.ON, Status.OFF)
-    assert re.fullmatch(r"a decode step would take at best 1\.0\dx less time, too little .*", auto.reason)
+    assert re.fullmatch(r"a decode step would be at best 1\.0\dx faster, too little .*", auto.reason)
 
 
 def test_experts_alone_gain_less_than_all():

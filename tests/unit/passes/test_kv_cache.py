@@ -73,6 +73,8 @@ def test_fp8_that_cannot_be_is_refused_by_name_and_left_out_by_profile(model, ha
 @pytest.mark.parametrize(("dtype", "bits"), [("fp8_e5m2", 8), ("auto", 16), ("bfloat16", 16)])
 def test_the_users_own_type_is_what_memory_is_planned_with(dtype, bits):
     assert decide(pinned={"--kv-cache-dtype": dtype}).params["kv_bits"] == bits
+    off = decide(pinned={"--kv-cache-dtype": dtype}, wishes={"kv_cache": (Wish.OFF, "profile mine")})
+    assert (off.status, off.params["kv_bits"]) == (Status.OFF, bits)
 
 
 def test_a_length_that_fits_is_left_alone():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -122,6 +123,31 @@ def test_the_floor_of_a_decode_step_is_evidence_with_its_source():
     assert "(modelled: bytes of one decode step" in evidence
     (on_eight,) = decide(hardware=gpus("h100_sxm", 8), batch=64).evidence
     assert "(assumed: " in on_eight
+    assert "96 all-reduces" in on_eight
+
+
+def test_the_floor_is_that_of_the_weights_cache_and_requests_of_the_plan():
+    ctx = context(mixtral_8x7b(), gpus("h100_sxm"), profile_with("aggressive"))
+    (evidence,) = decided_by(ctx, "parallelism", "fp8", "dual_batch_overlap", "scheduler").decided["scheduler"].evidence
+    found = re.match(r"a decode step of (\d+) requests at 1536 tokens takes at least ([\d.]+) ms", evidence)
+    assert found is not None
+    # The cache holds so many of the 1024. Weights in FP8 and a full cache are the 77 GB at hand, read at 3.35 TB/s.
+    assert 280 < int(found[1]) < 310
+    assert float(found[2]) == pytest.approx(77 / 3.35, rel=0.03)
+
+
+def test_the_floor_of_copies_is_that_of_the_experts_they_share():
+    shared = profile_with(passes={"parallelism": {"tensor_parallel_size": 1, "data_parallel_size": 8}})
+    (evidence,) = decide(deepseek_v3(), gpus("h200", 8), profile=shared, batch=8).evidence
+    # An eighth of 654 GB of experts, 63 of 64 tokens' worth of them hit, 16 GB of the rest, at 4.8 TB/s.
+    assert re.match(
+        r"a decode step of 8 requests at 1536 tokens in each of 8 copies takes at least 1\d\.\d ms", evidence
+    )
+
+
+def test_several_machines_have_no_floor_of_one_step():
+    pipeline = profile_with(passes={"parallelism": {"across_nodes": "pipeline"}})
+    assert decide(hardware=gpus("h100_sxm", 8), profile=pipeline, num_nodes=2).evidence == ()
 
 
 def test_a_gpu_of_unknown_speed_has_no_floor_but_a_plan():

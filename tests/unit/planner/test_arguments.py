@@ -33,6 +33,20 @@ def test_an_argument_of_the_users_replaces_the_planners_and_the_decision_says_so
     assert decision.reason.endswith("(--max-num-seqs given by the user)")
 
 
+def test_a_reason_that_names_the_users_argument_does_not_say_it_twice():
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200"), vllm_args=("--kv-cache-dtype", "fp8")))
+    assert plan.decision("kv_cache").reason == "--kv-cache-dtype fp8 is given after --"
+
+
+def test_the_users_requests_are_what_gains_are_stated_for():
+    asked = request(qwen3_30b_a3b(), gpus("h200"), "aggressive", vllm_args=("--max-num-seqs", "8"))
+    plan = make_plan(asked)
+    assert plan.workload.batch_size == 8
+    gain = plan.decision("fp8").gain
+    assert gain is not None
+    assert "8 sequences at 1536 tokens" in gain.ratio.ref
+
+
 def test_the_users_port_replaces_the_planners():
     plan = make_plan(request(tiny_moe(), cpu_machine(), vllm_args=("--port", "9000")))
     assert flag_value(plan.serve_args, "--port") == "9000"

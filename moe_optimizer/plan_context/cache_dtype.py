@@ -1,0 +1,47 @@
+"""Which element type the key/value cache will have; asked by the pass that decides it and by those before it."""
+
+from __future__ import annotations
+
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan_context.context import PlanContext
+
+FP8_WORDS = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""vLLM's names of types with 8 bits an element."""
+_FLAG = "--kv-cache-dtype"
+
+
+def cache_dtype(ctx: PlanContext) -> str:
+    """Return vLLM's name of the type: the user's own, "fp8" where it is asked for and possible, else "auto"."""
+    if _FLAG in ctx.pinned:
+        return ctx.pinned[_FLAG]
+    off = ctx.wish("kv_cache")[0] is Wish.OFF
+    return "fp8" if not off and fp8_asked(ctx) and not why_not_fp8(ctx) else "auto"
+
+
+def cache_bits(ctx: PlanContext, dtype: str) -> int:
+    """Return the bits of one cache element of vLLM's cache type `dtype`."""
+    if dtype in ("auto", ctx.dtype):
+        return 32 if ctx.dtype == "float32" else 16
+    return 8 if dtype in FP8_WORDS else 16
+
+
+def fp8_asked(ctx: PlanContext) -> bool:
+    """Return whether a profile or a flag asks for FP8; the user's own type goes before both."""
+    if _FLAG in ctx.pinned:
+        return False
+    # A flag asks by name; in a profile `on` still follows the section's dtype.
+    wish, origin = ctx.wish("kv_cache")
+    return ctx.profile.passes.kv_cache.dtype == "fp8" or (wish is Wish.ON and origin != ctx.profile_origin)
+
+
+def why_not_fp8(ctx: PlanContext) -> str:
+    """Return why the model's attention or the device has no FP8 cache, or ""."""
+    attention = ctx.model.attention
+    if attention.kind not in ("mha", "gqa"):
+        return f"{attention.kind} attention keeps its own cache type here"
+    if attention.num_windowed_layers:
+        return "sliding-window attention keeps its own cache type here"
+    if ctx.device == "cuda" and not ctx.gpu.supports("fp8"):
+        major, minor = ctx.gpu.compute_capability
+        return f"needs FP8 matrix units (sm_89 or later), found sm_{major}{minor}"
+    return ""

@@ -1,0 +1,59 @@
+"""The decode step of a plan: how many requests it has, and the least time that the GPUs need for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_optimizer.costs.comm import all_reduce_us
+from moe_optimizer.costs.roofline import decode_step_floor_us
+from moe_optimizer.plan_context.context import DTYPE_BYTES, PlanContext
+from moe_optimizer.specs.quantity import Quantity
+
+
+def full_length(ctx: PlanContext) -> int:
+    """Return the tokens of a request at its end, prompt and answer."""
+    return ctx.workload.input_tokens + ctx.workload.output_tokens
+
+
+def held_at_once(ctx: PlanContext, **memory: Any) -> int:
+    """Return how many requests of their full length the cache of one device holds; `memory` as in `ctx.memory`."""
+    return ctx.memory(**memory).kv_tokens // full_length(ctx)
+
+
+def least_step_us(
+    ctx: PlanContext, requests: int, *, kv_bits: int, expert_bits: float | None, linear_bits: float | None
+) -> Quantity:
+    """Return the least time of one decode step of `requests` of their full length, in us.
+
+    The roofline of one GPU and, under tensor parallelism, two all-reduces a layer: after attention and after the
+    experts.
+
+    Args:
+        ctx: after the parallelism pass, on GPUs.
+        requests: of each data parallel copy.
+        kv_bits: bits of one cache element.
+        expert_bits: bits of one routed-expert weight, None: as it is served without conversion.
+        linear_bits: the same for the other matrices.
+
+    Raises:
+        UnsupportedError: a rate of the GPU is not known.
+    """
+    model, size = ctx.model, ctx.tensor_parallel_size
+    stored = model.weight_bits if model.quant_method is not None else DTYPE_BYTES[ctx.dtype] * 8
+    step = decode_step_floor_us(
+        model,
+        ctx.gpu,
+        batch=requests,
+        context=full_length(ctx),
+        num_gpus=size,
+        data_parallel_size=ctx.data_parallel_size,
+        expert_bits=stored if expert_bits is None else expert_bits,
+        linear_bits=stored if linear_bits is None else linear_bits,
+        kv_bits=kv_bits,
+    )
+    if size == 1:
+        return step
+    exchange = all_reduce_us(requests * model.hidden_size * 2, ctx.gpu, size)
+    count = 2 * model.num_layers
+    ref = f"{step.ref}; {count} all-reduces of {exchange.value:.0f} us over {ctx.gpu.gpu_link}"
+    return Quantity(step.value + count * exchange.value, "us", step.source | exchange.source, ref)
