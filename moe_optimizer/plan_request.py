@@ -75,7 +75,7 @@ _CONTRADICTIONS: tuple[tuple[str, Wish, str, Callable[[str], bool]], ...] = (
     ("graph_capture", Wish.ON, "--enforce-eager", _is_given),
     ("graph_capture", Wish.ON, "--optimization-level", _is_zero),
     ("graph_capture", Wish.ON, "--max-cudagraph-capture-size", _is_zero),
-    ("kv_cache", Wish.OFF, "--kv-cache-dtype", _is_given),
+    ("kv_cache", Wish.OFF, "--kv-cache-dtype", _is_fp8),
     ("kv_cache", Wish.ON, "--kv-cache-dtype", _is_another_cache),
     ("kv_cache.tiering", Wish.OFF, "--kv-offloading-size", _is_given),
     ("kv_cache.tiering", Wish.ON, "--enable-prefix-caching", _is_negated),
@@ -90,6 +90,7 @@ _CONTRADICTIONS: tuple[tuple[str, Wish, str, Callable[[str], bool]], ...] = (
     ("expert_placement", Wish.OFF, "--enable-eplb", _is_given),
     ("expert_placement", Wish.ON, "--enable-eplb", _is_negated),
     ("expert_load", Wish.ON, "--enable-return-routed-experts", _is_given),
+    ("expert_load", Wish.ON, "--enable-dbo", _is_given),
     ("flash_dmoe", Wish.ON, "--moe-backend", _is_another_backend),
     ("fp8", Wish.OFF, "--quantization", _is_fp8),
     ("fp8", Wish.ON, "--quantization", _is_given),
@@ -97,8 +98,15 @@ _CONTRADICTIONS: tuple[tuple[str, Wish, str, Callable[[str], bool]], ...] = (
     ("sparsity_24", Wish.ON, "--quantization", _is_given),
     ("disaggregation", Wish.ON, "--kv-transfer-config", _is_given),
     ("disaggregation", Wish.ON, "--kv-offloading-size", _is_given),
+    *(
+        (servers, Wish.ON, flag, _is_given)
+        for servers in ("disaggregation", "replicas")
+        for flag in ("--api-key", "--ssl-certfile")
+    ),
 )
 """A wish by flag, and an argument of `vllm serve` whose value says the opposite."""
+_SECRETS = ("--api-key",)
+"""Arguments whose values no message repeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +252,8 @@ def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> No
         wish, origin = request.wishes.get(key, (None, ""))
         # The kill switch in the environment switches this package off, not the user's own arguments.
         if wish is wanted and origin.startswith("flag ") and flag in pinned and contradicts(pinned[flag]):
-            asked = f"{flag} {pinned[flag]}".rstrip() if pinned[flag] != "false" else f"--no-{flag.removeprefix('--')}"
+            value = "" if flag in _SECRETS else pinned[flag]
+            asked = f"{flag} {value}".rstrip() if value != "false" else f"--no-{flag.removeprefix('--')}"
             raise InputError(
                 f"{origin.removeprefix('flag ')} and {asked:.80} after -- contradict each other",
                 hint="give one of them",

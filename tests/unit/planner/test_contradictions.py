@@ -79,6 +79,10 @@ def test_wrong_or_contradicting_input_names_what_was_given(changes, words):
         ("--enable-fp8", "--quantization gptq"),
         ("--enable-sparsity", "--quantization fp8"),
         ("--enable-disaggregation", "--kv-transfer-config {}"),
+        ("--enable-disaggregation", "--ssl-certfile cert.pem"),
+        ("--enable-replicas", "--ssl-certfile cert.pem"),
+        ("--enable-expert-load", "--enable-dbo"),
+        ("--disable-kv-cache", "--kv-cache-dtype fp8_e5m2"),
     ],
 )
 def test_a_flag_and_an_argument_of_vllm_that_contradict_each_other_are_both_named(flag, argument):
@@ -86,6 +90,18 @@ def test_a_flag_and_an_argument_of_vllm_that_contradict_each_other_are_both_name
     wishes = resolve_wishes([name], []) if kind == "enable" else resolve_wishes([], [name])
     with pytest.raises(InputError, match=re.escape(f"{flag} and {argument} after -- contradict each other")):
         make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split())))
+
+
+def test_a_contradiction_does_not_repeat_a_key():
+    wishes = resolve_wishes(["replicas"], [])
+    asked = request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=("--api-key", "sesame"))
+    message = str(refused(asked))
+    assert message == "--enable-replicas and --api-key after -- contradict each other"
+
+
+def test_no_fp8_cache_and_the_models_own_type_say_the_same():
+    wishes = resolve_wishes([], ["kv-cache"])
+    assert make_plan(request(qwen3_30b_a3b(), gpus("h200"), wishes=wishes, vllm_args=("--kv-cache-dtype", "auto")))
 
 
 @pytest.mark.parametrize(
