@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_optimizer.ops import _load, cuda_dispatch
 from moe_optimizer.ops.cuda_dispatch_problem import Router
 from moe_optimizer.ops.fused_experts import DTYPE_CODE, Inputs, check_inputs, run, why_reference
+from moe_optimizer.ops.registration import register_op
 from moe_optimizer.ops.tensor_check import TensorChecks
 from moe_optimizer.ops.topk_router import LOGITS_DTYPES, SCORINGS, check_router, topk_router
 
@@ -25,6 +26,12 @@ class Gate(NamedTuple):
     topk_group: int | None
     routed_scaling_factor: float
 
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Groups of neighbouring experts, and those kept per token; (1, 1) without groups."""
+        groups = self.num_expert_group or 1
+        return groups, self.topk_group if groups > 1 and self.topk_group is not None else groups
+
 
 class Experts(NamedTuple):
     """The experts' tensors, in the order of the schema; meaning: `fused_experts`."""
@@ -37,6 +44,15 @@ class Experts(NamedTuple):
     w13_bias: Tensor | None
     w2_bias: Tensor | None
     activation: str
+
+
+class _Inputs(NamedTuple):
+    """The inputs of the registered ops."""
+
+    x: Tensor
+    router_logits: Tensor
+    experts: Experts
+    gate: Gate
 
 
 def flash_dmoe(
@@ -90,7 +106,8 @@ def flash_dmoe(
     return out
 
 
-def _check(x: Tensor, router_logits: Tensor, experts: Experts, gate: Gate, out: Tensor | None = None) -> None:
+def _check(inputs: _Inputs, out: Tensor | None) -> None:
+    x, router_logits, experts, gate = inputs
     check = TensorChecks("flash_dmoe")
     check.shape("x", x, "T", "H")
     check.dtype("router_logits", router_logits, *LOGITS_DTYPES)
@@ -106,7 +123,7 @@ def _check(x: Tensor, router_logits: Tensor, experts: Experts, gate: Gate, out: 
         check.shape("score_bias", gate.score_bias, "E")
         check.dtype("score_bias", gate.score_bias, torch.float32)
         check.device("score_bias", gate.score_bias, x.device)
-    check_inputs(_inputs(x, experts, *_empty_routing(router_logits, gate)), out, op="flash_dmoe")
+    check_inputs(_after_router(x, experts, *_empty_routing(router_logits, gate)), out, op="flash_dmoe")
 
 
 def _empty_routing(router_logits: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
@@ -115,16 +132,18 @@ def _empty_routing(router_logits: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
     return weights, torch.empty(shape, dtype=torch.int32, device=router_logits.device)
 
 
-def _inputs(x: Tensor, experts: Experts, topk_weights: Tensor, topk_ids: Tensor) -> Inputs:
+def _after_router(x: Tensor, experts: Experts, topk_weights: Tensor, topk_ids: Tensor) -> Inputs:
+    """Return the inputs of `fused_experts`."""
     return Inputs(x, experts.w13, experts.w2, topk_weights, topk_ids, *experts[2:])
 
 
-def _run(x: Tensor, router_logits: Tensor, experts: Experts, gate: Gate, out: Tensor) -> None:
+def _run(inputs: _Inputs, out: Tensor) -> None:
+    x, router_logits, experts, gate = inputs
     topk_weights, topk_ids = _empty_routing(router_logits, gate)
     reason = why_reference(x, experts.w13, experts.w2, topk_ids)
     if reason is None and x.is_cuda:
         reason = cuda_dispatch.run_fused_experts(
-            _inputs(x, experts, topk_weights, topk_ids), out, _cuda_router(router_logits, gate)
+            _after_router(x, experts, topk_weights, topk_ids), out, _cuda_router(router_logits, gate)
         )
         if reason is None:
             return
@@ -141,18 +160,18 @@ def _run(x: Tensor, router_logits: Tensor, experts: Experts, gate: Gate, out: Te
             score_bias=gate.score_bias,
             routed_scaling_factor=gate.routed_scaling_factor,
         )
-    run(_inputs(x, experts, topk_weights, topk_ids), out)
+    run(_after_router(x, experts, topk_weights, topk_ids), out)
 
 
 def _cuda_router(router_logits: Tensor, gate: Gate) -> Router:
-    groups = gate.num_expert_group or 1
+    groups, kept_groups = gate.groups
     return Router(
         logits=router_logits.contiguous(),
         top_k=gate.top_k,
         scoring=gate.scoring,
         renormalize=gate.renormalize,
         num_expert_group=groups,
-        topk_group=gate.topk_group if groups > 1 and gate.topk_group is not None else groups,
+        topk_group=kept_groups,
         score_bias=None if gate.score_bias is None else gate.score_bias.contiguous(),
         routed_scaling_factor=gate.routed_scaling_factor,
     )
@@ -160,7 +179,7 @@ def _cuda_router(router_logits: Tensor, gate: Gate) -> Router:
 
 def _route(router_logits: Tensor, gate: Gate, topk_weights: Tensor, topk_ids: Tensor) -> None:
     score_bias = None if gate.score_bias is None else gate.score_bias.contiguous()
-    groups = gate.num_expert_group or 1
+    groups, kept_groups = gate.groups
     _load.kernels().topk_router(
         (router_logits.shape[0], router_logits.shape[1], gate.top_k),
         (router_logits.data_ptr(), router_logits.stride(0), DTYPE_CODE[router_logits.dtype]),
@@ -168,7 +187,7 @@ def _route(router_logits: Tensor, gate: Gate, topk_weights: Tensor, topk_ids: Te
             SCORINGS.index(gate.scoring),
             gate.renormalize,
             groups,
-            gate.topk_group if groups > 1 and gate.topk_group is not None else groups,
+            kept_groups,
             0 if score_bias is None else score_bias.data_ptr(),
             gate.routed_scaling_factor,
         ),
@@ -176,59 +195,18 @@ def _route(router_logits: Tensor, gate: Gate, topk_weights: Tensor, topk_ids: Te
     )
 
 
-_EXPERTS = (
+def _parse(arguments: tuple[Any, ...]) -> _Inputs:
+    x, router_logits, *rest = arguments
+    first_of_gate = len(Experts._fields)
+    return _Inputs(x, router_logits, Experts._make(rest[:first_of_gate]), Gate._make(rest[first_of_gate:]))
+
+
+register_op(
+    "flash_dmoe",
     "Tensor x, Tensor router_logits, Tensor w13, Tensor w2, Tensor? expert_map, Tensor? w13_scale, "
-    "Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, str activation"
+    "Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, str activation, Tensor? score_bias, int top_k, "
+    "bool renormalize, str scoring, int? num_expert_group, int? topk_group, float routed_scaling_factor",
+    parse=_parse,
+    check=_check,
+    run=_run,
 )
-_GATE = (
-    "Tensor? score_bias, int top_k, bool renormalize, str scoring, int? num_expert_group, int? topk_group, "
-    "float routed_scaling_factor"
-)
-_LIBRARY = torch.library.Library("moe_optimizer", "FRAGMENT")
-_LIBRARY.define(f"flash_dmoe({_EXPERTS}, {_GATE}) -> Tensor")
-_LIBRARY.define(f"flash_dmoe_out({_EXPERTS}, {_GATE}, Tensor(a!) out) -> ()")
-
-_FIRST_GATE = 2 + len(Experts._fields)
-_FIRST_OUT = _FIRST_GATE + len(Gate._fields)
-
-
-def _split(arguments: tuple[Tensor | str | float | None, ...]) -> tuple[Tensor, Tensor, Experts, Gate]:
-    x, router_logits = arguments[:2]
-    assert isinstance(x, Tensor), type(x)
-    assert isinstance(router_logits, Tensor), type(router_logits)
-    experts = Experts._make(arguments[2:_FIRST_GATE])
-    return x, router_logits, experts, Gate._make(arguments[_FIRST_GATE:_FIRST_OUT])
-
-
-def _flash_dmoe(*arguments: Tensor | str | float | None) -> Tensor:
-    x, router_logits, experts, gate = _split(arguments)
-    _check(x, router_logits, experts, gate)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _run(x, router_logits, experts, gate, out)
-    return out
-
-
-def _flash_dmoe_fake(*arguments: Tensor | str | float | None) -> Tensor:
-    x, router_logits, experts, gate = _split(arguments)
-    _check(x, router_logits, experts, gate)
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _flash_dmoe_out(*arguments: Tensor | str | float | None) -> None:
-    x, router_logits, experts, gate = _split(arguments)
-    out = arguments[_FIRST_OUT]
-    assert isinstance(out, Tensor), type(out)
-    _check(x, router_logits, experts, gate, out)
-    _run(x, router_logits, experts, gate, out)
-
-
-def _flash_dmoe_out_fake(*arguments: Tensor | str | float | None) -> None:
-    out = arguments[_FIRST_OUT]
-    assert isinstance(out, Tensor), type(out)
-    _check(*_split(arguments), out)
-
-
-_LIBRARY.impl("flash_dmoe", _flash_dmoe, "CompositeExplicitAutograd")
-_LIBRARY.impl("flash_dmoe_out", _flash_dmoe_out, "CompositeExplicitAutograd")
-torch.library.register_fake("moe_optimizer::flash_dmoe", _flash_dmoe_fake, lib=_LIBRARY)
-torch.library.register_fake("moe_optimizer::flash_dmoe_out", _flash_dmoe_out_fake, lib=_LIBRARY)

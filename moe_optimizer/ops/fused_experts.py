@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.log import get_logger
 from moe_optimizer.ops import _load, cuda_dispatch, reference
+from moe_optimizer.ops.registration import register_op
 from moe_optimizer.ops.tensor_check import TensorChecks, overlaps_shifted
 
 ACTIVATIONS = ("silu", "swigluoai")
@@ -253,42 +254,11 @@ def _warn_once(reason: str) -> None:
     _log.warning("fused_experts runs in plain torch: %s", reason)
 
 
-_TENSORS = "Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids"
-_OPTIONAL = "Tensor? expert_map, Tensor? w13_scale, Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias"
-_LIBRARY = torch.library.Library("moe_optimizer", "FRAGMENT")
-_LIBRARY.define(f"fused_experts({_TENSORS}, {_OPTIONAL}, str activation) -> Tensor")
-_LIBRARY.define(f"fused_experts_out({_TENSORS}, {_OPTIONAL}, str activation, Tensor(a!) out) -> ()")
-
-
-def _fused_experts(*arguments: Tensor | str | None) -> Tensor:
-    inputs = Inputs._make(arguments)
-    check_inputs(inputs)
-    out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
-    run(inputs, out)
-    return out
-
-
-def _fused_experts_fake(*arguments: Tensor | str | None) -> Tensor:
-    inputs = Inputs._make(arguments)
-    check_inputs(inputs)
-    return torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
-
-
-def _fused_experts_out(*arguments: Tensor | str | None) -> None:
-    *first, out = arguments
-    inputs = Inputs._make(first)
-    assert isinstance(out, Tensor), type(out)
-    check_inputs(inputs, out)
-    run(inputs, out)
-
-
-def _fused_experts_out_fake(*arguments: Tensor | str | None) -> None:
-    *first, out = arguments
-    assert isinstance(out, Tensor), type(out)
-    check_inputs(Inputs._make(first), out)
-
-
-_LIBRARY.impl("fused_experts", _fused_experts, "CompositeExplicitAutograd")
-_LIBRARY.impl("fused_experts_out", _fused_experts_out, "CompositeExplicitAutograd")
-torch.library.register_fake("moe_optimizer::fused_experts", _fused_experts_fake, lib=_LIBRARY)
-torch.library.register_fake("moe_optimizer::fused_experts_out", _fused_experts_out_fake, lib=_LIBRARY)
+register_op(
+    "fused_experts",
+    "Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, "
+    "Tensor? w13_scale, Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, str activation",
+    parse=Inputs._make,
+    check=check_inputs,
+    run=run,
+)

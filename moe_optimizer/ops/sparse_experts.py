@@ -12,6 +12,7 @@ from moe_optimizer.errors import TensorContractError
 from moe_optimizer.log import get_logger
 from moe_optimizer.ops import _load, reference
 from moe_optimizer.ops.fused_experts import MAX_EXPERTS, MAX_TOP_K
+from moe_optimizer.ops.registration import register_op
 from moe_optimizer.ops.sparse_24 import SIZE_MULTIPLE, SparseWeight, expand_24
 from moe_optimizer.ops.tensor_check import TensorChecks, overlaps_shifted
 
@@ -174,44 +175,11 @@ def _warn_once(reason: str) -> None:
     _log.warning("sparse_experts runs in plain torch: %s", reason)
 
 
-_SCHEMA = (
+register_op(
+    "sparse_experts",
     "Tensor x, Tensor w13, Tensor w13_mask, Tensor w2, Tensor w2_mask, Tensor topk_weights, Tensor topk_ids, "
-    "Tensor? expert_map"
+    "Tensor? expert_map",
+    parse=SparseInputs._make,
+    check=check_sparse_inputs,
+    run=run_sparse,
 )
-_LIBRARY = torch.library.Library("moe_optimizer", "FRAGMENT")
-_LIBRARY.define(f"sparse_experts({_SCHEMA}) -> Tensor")
-_LIBRARY.define(f"sparse_experts_out({_SCHEMA}, Tensor(a!) out) -> ()")
-
-
-def _sparse_experts(*arguments: Tensor | None) -> Tensor:
-    inputs = SparseInputs._make(arguments)
-    check_sparse_inputs(inputs)
-    out = torch.empty_like(inputs.x, memory_format=torch.contiguous_format)
-    run_sparse(inputs, out)
-    return out
-
-
-def _sparse_experts_fake(*arguments: Tensor | None) -> Tensor:
-    inputs = SparseInputs._make(arguments)
-    check_sparse_inputs(inputs)
-    return torch.empty_like(inputs.x, memory_format=torch.contiguous_format)
-
-
-def _sparse_experts_out(*arguments: Tensor | None) -> None:
-    *first, out = arguments
-    assert isinstance(out, Tensor), type(out)
-    inputs = SparseInputs._make(first)
-    check_sparse_inputs(inputs, out)
-    run_sparse(inputs, out)
-
-
-def _sparse_experts_out_fake(*arguments: Tensor | None) -> None:
-    *first, out = arguments
-    assert isinstance(out, Tensor), type(out)
-    check_sparse_inputs(SparseInputs._make(first), out)
-
-
-_LIBRARY.impl("sparse_experts", _sparse_experts, "CompositeExplicitAutograd")
-_LIBRARY.impl("sparse_experts_out", _sparse_experts_out, "CompositeExplicitAutograd")
-torch.library.register_fake("moe_optimizer::sparse_experts", _sparse_experts_fake, lib=_LIBRARY)
-torch.library.register_fake("moe_optimizer::sparse_experts_out", _sparse_experts_out_fake, lib=_LIBRARY)
