@@ -14,7 +14,7 @@ from moe_optimizer.inspection.hub import expanded, resolve_model
 from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.inspection.language_config import find_language_config
 from moe_optimizer.inspection.model_spec import build_spec
-from moe_optimizer.inspection.quantization import read_quantization
+from moe_optimizer.inspection.quantization_scheme import read_quantization
 from moe_optimizer.inspection.safetensors_header import read_tensors
 from moe_optimizer.inspection.servable import is_servable, runs_through_transformers
 from moe_optimizer.specs.model import ModelSpec

@@ -1,0 +1,168 @@
+"""Finding and reading a checkpoint's quantisation scheme, wherever the model's files have it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.fp8_scales import is_scaled_fp8, weight_block
+from moe_optimizer.inspection.json_file import read_json_object
+from moe_optimizer.inspection.module_patterns import ModulePatterns
+from moe_optimizer.inspection.module_rules import bits_of_type, left_out, patterns_by_bits
+from moe_optimizer.inspection.quantization import DTYPE_BITS, Group, Quantization
+from moe_optimizer.inspection.scheme_bits import ALGORITHM_BITS, TYPE_FIELDS, groups_of
+
+_DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in DTYPE_BITS}
+"""What a configuration may call the dtypes that vLLM computes in."""
+_STORED_DTYPES = ("float64", "double", "int8", "uint8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
+"""Further dtypes of torch that a configuration may name; vLLM computes in another instead, and warns."""
+
+IGNORED_FIELDS = (
+    "modules_to_not_convert",
+    "ignored_layers",
+    "ignore",
+    "exclude_modules",
+    "exclude",
+    "quantization.exclude_modules",
+    "llm_int8_skip_modules",
+)
+"""Fields that list modules left in the model's own dtype."""
+
+
+def read_quantization(root: Config, config: Config, folder: Path) -> Quantization:
+    """Return the scheme from config.json (outer or nested object) or from hf_quant_config.json.
+
+    Raises:
+        InputError: a scheme is of the wrong type.
+    """
+    dtype, warnings = _dtype(root, config)
+    scheme = _find_scheme(root, config, folder)
+    if scheme is None:
+        nothing = ModulePatterns(())
+        return Quantization(
+            method=None,
+            dtype=dtype,
+            groups=(),
+            ignored=nothing,
+            expert_bits=None,
+            scale_bytes_per_weight=0.0,
+            warnings=tuple(warnings),
+        )
+    method = _method(scheme)
+    groups = groups_of(scheme, method)
+    if not groups:
+        bits = DTYPE_BITS[dtype]
+        warnings.append(
+            f"{scheme.where.rstrip('.: ')}: the bits of a weight of {method!r} are not known; {bits} assumed"
+        )
+        groups = (Group(bits, None),)
+    special = tuple(Group(bits, ModulePatterns(names)) for bits, names in sorted(patterns_by_bits(scheme).items()))
+    groups = (*special, *groups)
+    expert_dtype = config.text("expert_dtype", root.text("expert_dtype"))
+    ignored = ModulePatterns(_ignored(scheme))
+    if ignored.skipped:
+        warnings.append(
+            f"{scheme.where.rstrip('.: ')}: {len(ignored.skipped)} patterns of its ignore list were not applied"
+        )
+    return Quantization(
+        method=method,
+        dtype=dtype,
+        groups=groups,
+        ignored=ignored,
+        expert_bits=bits_of_type(expert_dtype) if expert_dtype else None,
+        scale_bytes_per_weight=_scale_bytes(scheme, method, min(group.bits for group in groups)),
+        fp8=_is_fp8(scheme, method),
+        scaled_fp8=is_scaled_fp8(scheme, method, ALGORITHM_BITS),
+        weight_block=weight_block(scheme),
+        warnings=tuple(warnings),
+    )
+
+
+def _dtype(root: Config, config: Config) -> tuple[str, list[str]]:
+    """Return the dtype of what is not quantised, BF16 where the file does not say, and warnings."""
+    fields = ("dtype", "torch_dtype")
+    place = config if config.has(fields) else root
+    if not place.has(fields):
+        return "bfloat16", []
+    text = place.text(fields)
+    name = text.removeprefix("torch.")
+    if name in _DTYPES:
+        return _DTYPES[name], []
+    field = place.name_of(fields)
+    if name not in _STORED_DTYPES:
+        raise place.error(field, text, f"one of {', '.join(sorted(_DTYPES))}")
+    return "bfloat16", [f"{place.where}{field}: {name} is not a dtype to compute in; bfloat16 assumed"]
+
+
+def _find_scheme(root: Config, config: Config, folder: Path) -> Config | None:
+    for place in (root, config):
+        for name in ("quantization_config", "compression_config"):
+            scheme = place.sub(name)
+            if scheme is not None and scheme.raw:
+                return scheme
+    # Not is_file: a pipe, a folder or a broken link under this name is refused, as it is under config.json.
+    if os.path.lexists(folder / "hf_quant_config.json"):
+        raw = read_json_object(folder / "hf_quant_config.json")
+        scheme = Config(raw, where="hf_quant_config.json: ")
+        inner = scheme.sub("quantization")
+        if inner is not None and inner.text("quant_algo"):
+            return scheme
+    return None
+
+
+def _method(scheme: Config) -> str:
+    method = scheme.text("quant_method").lower().replace("compressed_tensors", "compressed-tensors")
+    if method:
+        return method
+    producer = scheme.sub("producer")
+    if producer is not None and producer.text("name"):
+        return producer.text("name").lower()
+    if scheme.get(("quant_algo", "quantization.quant_algo")) is not None:
+        return "modelopt"
+    if scheme.get("config_groups") is not None:
+        return "compressed-tensors"
+    if scheme.flag(("load_in_4bit", "_load_in_4bit")) or scheme.flag(("load_in_8bit", "_load_in_8bit")):
+        return "bitsandbytes"
+    return "unknown"
+
+
+def _is_fp8(scheme: Config, method: str) -> bool:
+    """Whether the scheme stores all its weights as 8-bit floating point."""
+    if "fp8" in method:
+        return True
+    algorithm = scheme.get(("quant_algo", "quantization.quant_algo"))
+    if isinstance(algorithm, str):
+        return algorithm.upper().startswith(("FP8", "MXFP8"))
+    named = scheme.get("config_groups")
+    if isinstance(named, dict) and named:
+        weights = [entry.get("weights") if isinstance(entry, dict) else None for entry in named.values()]
+        return all(
+            isinstance(each, dict) and (each.get("type"), each.get("num_bits")) == ("float", 8) for each in weights
+        )
+    types = [scheme.get(name) for name in TYPE_FIELDS]
+    return any(isinstance(each, str) and each.lower().startswith(("fp8", "float8")) for each in types)
+
+
+def _ignored(scheme: Config) -> list[object]:
+    entries: list[object] = []
+    for name in IGNORED_FIELDS:
+        value = scheme.get(name)
+        if isinstance(value, list):
+            entries += value
+    return entries + left_out(scheme)
+
+
+def _scale_bytes(scheme: Config, method: str, bits: float) -> float:
+    """Return the bytes of scales for each weight, as the method's checkpoints store them."""
+    block = weight_block(scheme)
+    if block is not None:
+        return 4 / (block[0] * block[1])
+    if "mxfp4" in method:
+        return 1 / 32
+    names = ("group_size", "quantization.group_size", "q_group_size", "config_groups.group_0.weights.group_size")
+    group = scheme.get(names)
+    if type(group) is not int or group <= 0:
+        return 0.0
+    # NVFP4 has an FP8 scale for each group; GPTQ and AWQ an FP16 scale and a packed zero point.
+    return (1 if group == 16 else 2 + bits / 8) / group
