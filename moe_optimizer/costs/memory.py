@@ -141,7 +141,7 @@ def workspace_bytes(request: MemoryRequest) -> int:
     if request.device == "cpu":
         return _CPU_PROCESS
     reserve = round(_DRIVER_RESERVE * request.gpu_memory_utilization)
-    communication = _NON_TORCH_ONE if request.num_devices * request.pipeline_stages == 1 else _NON_TORCH_GROUP
+    communication = _NON_TORCH_ONE if _alone(request) else _NON_TORCH_GROUP
     layers = math.ceil(request.model.num_layers * _stage_share(request))
     graphs = layers * _GRAPH_PER_LAYER if request.cuda_graphs else 0
     return reserve + communication + graphs + _load_balancer_bytes(request)
@@ -224,6 +224,11 @@ def _state_bytes(request: MemoryRequest) -> int:
     return math.ceil(request.model.state_bytes_per_sequence * _stage_share(request) / request.num_devices)
 
 
+def _alone(request: MemoryRequest) -> bool:
+    """Return whether a device serves without others that it exchanges anything with."""
+    return request.num_devices * request.pipeline_stages * request.data_parallel_size == 1
+
+
 def _stage_share(request: MemoryRequest) -> float:
     """Return the share of the layers that the fullest pipeline stage holds."""
     layers = request.model.num_layers
@@ -239,21 +244,24 @@ def _dense_mlp_width(model: ModelSpec) -> float:
 
 
 def _ref(request: MemoryRequest) -> str:
-    kind = "EP" if request.expert_parallel else "TP"
+    split, kind = f"weights split {request.num_devices} ways", "EP" if request.expert_parallel else "TP"
     if request.data_parallel_size > 1:
-        kind = f"{kind}: experts {request.num_devices * request.data_parallel_size} ways"
+        split = "weights whole" if request.num_devices == 1 else split
+        split = f"{split}, experts {request.num_devices * request.data_parallel_size} ways ({kind})"
+    else:
+        split = "weights on one device" if request.num_devices == 1 else f"{split} ({kind})"
     stages = f" in each of {request.pipeline_stages} pipeline stages" if request.pipeline_stages > 1 else ""
     if request.device == "cpu":
         workspace = "0.75 GiB for the worker process"
     else:
-        group = "0.13 GiB" if request.num_devices == 1 else "0.55 GiB"
+        group = "0.13 GiB" if _alone(request) else "0.55 GiB"
         graphs = "25 MiB a layer of CUDA graphs" if request.cuda_graphs else "no CUDA graphs"
         balancer = "" if request.expert_copies is None else ", EPLB's tables and one layer's experts on their way"
         workspace = f"driver reserve 0.5 GiB, {group} outside the allocator, {graphs}{balancer}"
     copies = "" if request.expert_copies is None else f" with {request.expert_copies} replicas of experts in each layer"
     return (
         f"modelled after vLLM's start-up accounting: "
-        f"weights split {request.num_devices} ways ({kind}){stages}{copies}; "
+        f"{split}{stages}{copies}; "
         f"activations = max(forward at {request.max_num_batched_tokens} tokens, "
         f"sampling {request.max_num_seqs} x vocabulary in FP32 x {_SAMPLER_LOGIT_COPIES}); "
         f"workspace assumed: {workspace}"

@@ -81,7 +81,7 @@ class FlashDmoe(OptimizationPass):
             Applier.PLUGIN,
             evidence=sources,
             gain=speeds.measured_gain(table, ranges, ctx.workload.batch_size),
-            rejected={f"above {ranges[-1].up_to} tokens": "vLLM's own kernel is as fast or faster there"},
+            rejected={f"above {ranges[-1].up_to} tokens": _why_not_above(table, ranges[-1].up_to)},
             params={"kernel": "cuda", "dispatch": {kind: encode(each) for kind, each in dispatch.items()}},
         )
 
@@ -127,6 +127,12 @@ class FlashDmoe(OptimizationPass):
         wish, _ = ctx.wish(self.name)
         status, value = (Status.REFUSED, "refused") if wish is Wish.ON else (Status.OFF, "vLLM's kernel")
         return self.decision(ctx, status, value, reason, Applier.NONE, **fields)
+
+
+def _why_not_above(table: KernelSpeeds, tokens: int) -> str:
+    if tokens == table.rows[-1].tokens:
+        return "nothing was measured there, so vLLM's own kernel computes it"
+    return "vLLM's own kernel is as fast or faster there"
 
 
 def _to_measure(ctx: PlanContext) -> dict[str, object]:

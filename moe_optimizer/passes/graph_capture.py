@@ -54,7 +54,8 @@ class GraphCapture(OptimizationPass):
             reason = f"{ctx.profile_origin} asks for plain execution: no compilation, no graphs, quick start"
             return self._decide(ctx, Status.ON, "eager", reason, eager=True, arguments=("--enforce-eager",))
         step = ctx.decided["scheduler"].params
-        batch = ctx.pinned_integer("--max-num-seqs") or ctx.workload.batch_size
+        # Of a larger batch no more than these run at once.
+        batch = min(ctx.workload.batch_size, step["max_num_seqs"])
         flag, size = _largest_given(ctx.pinned)
         if flag:
             return self._graphs(ctx, size, f"{flag} is given after --", batch)

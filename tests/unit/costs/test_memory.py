@@ -256,3 +256,11 @@ def test_copies_without_expert_parallelism_share_slices_of_the_experts(qwen3_30b
     assert alone.weight_bytes - copies.weight_bytes == pytest.approx(
         3 / 8 * qwen3_30b_a3b.expert_weight_bytes, rel=1e-6
     )
+
+
+@pytest.mark.parametrize("others", [{"num_devices": 2}, {"pipeline_stages": 2}, {"data_parallel_size": 2}])
+def test_whoever_exchanges_with_other_gpus_needs_buffers_and_says_so(qwen3_30b_a3b, others):
+    alone = plan_memory(request_for(qwen3_30b_a3b, cuda_graphs=False))
+    group = plan_memory(request_for(qwen3_30b_a3b, cuda_graphs=False, **others))
+    assert group.workspace_bytes - alone.workspace_bytes == pytest.approx((0.55 - 0.13) * 2**30, rel=1e-6)
+    assert ("0.13 GiB" in alone.ref, "0.55 GiB" in group.ref) == (True, True)

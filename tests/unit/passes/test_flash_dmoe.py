@@ -125,6 +125,12 @@ def test_on_gpus_it_is_used_for_the_numbers_of_tokens_at_which_it_was_faster():
     assert decision.params == {"kernel": "cuda", "dispatch": {"bf16": [{"up_to": 8, "use": "direct"}]}}
     assert "tokens in a step 1-8: ours, direct (1.04-1.20x), above 8: vLLM's" in decision.reason
     assert decision.evidence == ("benchmarks/records/some.json",)
+    assert decision.rejected == {"above 8 tokens": "vLLM's own kernel is as fast or faster there"}
+
+
+def test_more_tokens_than_were_measured_are_not_called_slower():
+    decision = decide_on_h200(speeds(WINS_UP_TO_8[:2]))
+    assert decision.rejected == {"above 8 tokens": "nothing was measured there, so vLLM's own kernel computes it"}
 
 
 def test_the_gain_is_what_was_measured_nearest_to_the_batch_size():

@@ -31,6 +31,13 @@ def test_a_batch_beyond_vllms_sizes_gets_a_graph_too():
     assert decide(1000).vllm_args == ("--max-cudagraph-capture-size", "1008")
 
 
+def test_requests_that_a_step_has_no_tokens_for_need_no_graph():
+    decision = decide(512, pinned={"--max-num-batched-tokens": "128"})
+    assert decision.value == "graphs up to 128"
+    assert decision.reason == "vLLM's own capture sizes cover a batch of 128"
+    assert decision.warnings == ()
+
+
 def test_the_profiles_size_is_taken():
     profile = profile_with(passes={"graph_capture": {"max_capture_size": 32}})
     assert decide(profile=profile).vllm_args == ("--max-cudagraph-capture-size", "32")
