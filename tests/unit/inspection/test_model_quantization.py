@@ -42,7 +42,9 @@ def compressed(bits: int, **group: Any) -> dict[str, Any]:
         (compressed(8, targets=["Linear"]), "compressed-tensors", 8),
     ],
 )
-def test_schemes(scheme: dict[str, Any], method: str, bits: float, load_config: Load, inspect_config: Inspect) -> None:
+def test_a_schemes_method_and_bits_are_told_whatever_its_form(
+    scheme: dict[str, Any], method: str, bits: float, load_config: Load, inspect_config: Inspect
+) -> None:
     config = load_config("qwen3_moe")
     spec = inspect_config({**config, "quantization_config": scheme})
     assert (spec.quant_method, spec.weight_bits) == (method, bits)
@@ -128,32 +130,32 @@ def test_expert_format_where_nothing_is_quantised_or_experts_have_a_type_of_thei
     assert inspect_config(load_config("llama")).expert_format == "none"
 
 
-def test_place_beside_the_nested_model(load_config: Load, inspect_config: Inspect) -> None:
+def test_a_scheme_beside_the_nested_model_is_found(load_config: Load, inspect_config: Inspect) -> None:
     assert inspect_config({**load_config("qwen3_vl_moe"), "quantization_config": GPTQ}).quant_method == "gptq"
 
 
-def test_place_inside_the_nested_model(load_config: Load, inspect_config: Inspect) -> None:
+def test_a_scheme_inside_the_nested_model_is_found(load_config: Load, inspect_config: Inspect) -> None:
     config = load_config("qwen3_vl_moe")
     config["text_config"]["quantization_config"] = compressed(4)
     assert inspect_config(config).weight_bits == 4
 
 
-def test_place_in_a_file_of_its_own(load_config: Load, inspect_config: Inspect) -> None:
+def test_a_scheme_in_a_file_of_its_own_is_found(load_config: Load, inspect_config: Inspect) -> None:
     spec = inspect_config(load_config("qwen3_moe"), {"hf_quant_config.json": MODELOPT})
     assert (spec.quant_method, spec.weight_bits) == ("modelopt", 4)
 
 
-def test_file_of_its_own_that_quantises_nothing(load_config: Load, inspect_config: Inspect) -> None:
+def test_a_file_that_names_no_algorithm_quantises_nothing(load_config: Load, inspect_config: Inspect) -> None:
     nothing = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None}}
     assert inspect_config(load_config("qwen3_moe"), {"hf_quant_config.json": nothing}).quant_method is None
 
 
-def test_place_in_compression_config(load_config: Load, inspect_config: Inspect) -> None:
+def test_a_scheme_under_compression_config_is_found(load_config: Load, inspect_config: Inspect) -> None:
     spec = inspect_config({**load_config("qwen3_moe"), "compression_config": compressed(8)})
     assert (spec.quant_method, spec.weight_bits) == ("compressed-tensors", 8)
 
 
-def test_expert_dtype_beside_another_scheme(load_config: Load, inspect_config: Inspect) -> None:
+def test_experts_may_have_a_type_of_their_own_beside_the_scheme(load_config: Load, inspect_config: Inspect) -> None:
     config = load_config("deepseek_v4")
     assert config["expert_dtype"] == "fp4"
     spec = inspect_config(config)
@@ -171,7 +173,7 @@ def test_layers_on_the_ignore_list_keep_their_dtype(load_config: Load, inspect_c
     assert more == pytest.approx(everything.attention_params * (1.5 - 2.5 / 32), rel=1e-6)
 
 
-def test_first_layer_alone_on_the_ignore_list(load_config: Load, inspect_config: Inspect) -> None:
+def test_an_ignored_layer_alone_keeps_its_dtype(load_config: Load, inspect_config: Inspect) -> None:
     config = load_config("qwen3_moe")
     whole = inspect_config({**config, "quantization_config": {"quant_method": "fp8"}})
     ignored = {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.mlp.experts"]}
@@ -186,7 +188,7 @@ def test_gate_on_the_ignore_list_is_not_the_gate_projection(load_config: Load, i
     assert spec.weight_bytes == inspect_config(config).weight_bytes
 
 
-def test_only_experts_quantised(load_config: Load, inspect_config: Inspect) -> None:
+def test_where_only_experts_are_quantised_the_rest_keeps_its_dtype(load_config: Load, inspect_config: Inspect) -> None:
     spec = inspect_config(load_config("gpt_oss"))
     assert (spec.quant_method, spec.weight_bits) == ("mxfp4", 4)
     assert spec.expert_weight_bytes == pytest.approx(spec.expert_params * (0.5 + 1 / 32), rel=1e-6)
@@ -195,7 +197,7 @@ def test_only_experts_quantised(load_config: Load, inspect_config: Inspect) -> N
     )
 
 
-def test_groups_with_targets(load_config: Load, inspect_config: Inspect) -> None:
+def test_the_first_group_whose_targets_match_says_the_bits(load_config: Load, inspect_config: Inspect) -> None:
     scheme = {
         "quant_method": "compressed-tensors",
         "config_groups": {
@@ -208,7 +210,7 @@ def test_groups_with_targets(load_config: Load, inspect_config: Inspect) -> None
     assert spec.expert_weight_bytes == spec.expert_params // 2
 
 
-def test_layers_with_algorithms_of_their_own(load_config: Load, inspect_config: Inspect) -> None:
+def test_layers_may_have_algorithms_of_their_own(load_config: Load, inspect_config: Inspect) -> None:
     layers = {f"model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(48)}
     layers |= {f"model.layers.{i}.self_attn.q_proj": {"quant_algo": "FP8"} for i in range(48)}
     scheme = {
@@ -240,7 +242,7 @@ def test_unknown_method_is_a_warning_not_a_guess(load_config: Load, inspect_conf
         ("*.mlp.shared_expert.*", "layers.7.mlp.shared_expert.up_proj", True),
     ],
 )
-def test_patterns(entry: str, name: str, hit: bool) -> None:
+def test_an_entry_matches_the_module_it_names_and_those_below_it(entry: str, name: str, hit: bool) -> None:
     assert ModulePatterns([entry]).match(name) is hit
 
 
