@@ -14,7 +14,14 @@ from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import DTYPE_BYTES, PlanContext
 from moe_optimizer.plan_context.decode_step import held_at_once, least_step_us
 from moe_optimizer.plan_context.expert_kernel import FORMAT_PARAM, why_not_for_converted_weights
-from moe_optimizer.plan_context.fp8_kept import ignored_modules, kept_layers, kept_parts, measured_on, stored_bits
+from moe_optimizer.plan_context.fp8_kept import (
+    ignored_modules,
+    kept_layers,
+    kept_parts,
+    max_error_while_loading,
+    measured_on,
+    stored_bits,
+)
 from moe_optimizer.specs.quantity import Quantity
 
 if TYPE_CHECKING:
@@ -139,7 +146,8 @@ class Fp8(OptimizationPass):
             ctx,
             Status.ON,
             "experts in FP8",
-            f"experts with {_SCALES[section.granularity]}, converted layer by layer while loading; {_UNJUDGED}",
+            f"experts with {_SCALES[section.granularity]}, converted layer by layer while loading"
+            f"{_found_while_loading(ctx, layers)}; {_UNJUDGED}",
             Applier.PLUGIN,
             evidence=(*_CPU_RECORDS, "quantizer: builtin", *measured_on(ctx)),
             rejected={"attention and dense linears": linears, **kept_parts(ctx)},
@@ -149,8 +157,7 @@ class Fp8(OptimizationPass):
                 "granularity": section.granularity,
                 "quantizer": "builtin",
                 "kept_layers": list(layers),
-                # Measured on text, the layers are decided on here and not once more on synthetic tokens.
-                "max_layer_error": None if ctx.fp8_sensitivity else section.max_layer_error,
+                "max_layer_error": max_error_while_loading(ctx),
                 "expert_bits": 8,
                 "linear_bits": None,
                 "stored_expert_bits": _stored_bits(ctx, layers)[0],
@@ -227,6 +234,19 @@ def _stored_bits(ctx: PlanContext, layers: tuple[int, ...]) -> tuple[float | Non
     experts, linears = _parts(ctx)
     padding = 1.0 if ctx.device == "cpu" else _expert_padding(ctx)
     return stored_bits(ctx, layers, experts=experts, linears=linears, padding=padding)
+
+
+def _found_while_loading(ctx: PlanContext, layers: tuple[int, ...]) -> str:
+    """Return that the plugin may leave more layers than planned, with the weights if it leaves all; "": it may not."""
+    most = max_error_while_loading(ctx)
+    if most is None:
+        return ""
+    planned = ctx.memory(**ctx.split_terms(), expert_bits=_stored_bits(ctx, layers)[0]).weight_bytes
+    unconverted = ctx.memory(**ctx.split_terms(), expert_bits=None).weight_bytes
+    return (
+        f"; a layer that it changes by more than {most:g} stays {ctx.dtype}, which the memory plan does not count "
+        f"(all: {unconverted / 1e9:.3g} GB of weights instead of {planned / 1e9:.3g} GB)"
+    )
 
 
 def _ragged_linear(ctx: PlanContext) -> str:

@@ -65,6 +65,14 @@ def _over_budget(ctx: PlanContext) -> set[int]:
     return {layer for layer, error in measured.errors.items() if error > section.max_layer_error}
 
 
+def max_error_while_loading(ctx: PlanContext) -> float | None:
+    """Return by how much FP8 may change a layer that the plugin converts, which it measures while it loads; None: not
+    measured there, because nothing bounds it, or the layers are decided on by a measurement on text.
+    """
+    section = ctx.profile.passes.fp8
+    return section.max_layer_error if ctx.device == "cpu" and ctx.fp8_sensitivity is None else None
+
+
 def stored_bits(
     ctx: PlanContext, layers: tuple[int, ...], *, experts: bool, linears: bool, padding: float = 1.0
 ) -> tuple[float | None, float | None]:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from moe_optimizer.errors import DoesNotFitError
+from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan_context.context import PlanContext
 
@@ -27,6 +28,24 @@ def memory_under_decisions(context: PlanContext) -> MemoryPlan:
     unneeded = memory.kv_cache_bytes - size
     lost_tokens = math.ceil(unneeded / memory.kv_bytes_per_token) if memory.kv_bytes_per_token else 0
     return dataclasses.replace(memory, kv_cache_bytes=size, kv_tokens=max(0, memory.kv_tokens - lost_tokens))
+
+
+def layers_left_do_not_fit(context: PlanContext, memory: MemoryPlan) -> tuple[str, ...]:
+    """Return a warning where the layers that FP8 may leave unconverted, found while loading, could need more memory
+    than the plan leaves unused; () where even all of them fit.
+    """
+    fp8 = context.decided["fp8"]
+    if fp8.status is not Status.ON or fp8.params.get("max_layer_error") is None:
+        return ()
+    terms = context.memory_terms(context.decided["kv_cache"].params["kv_bits"])
+    more = context.memory(**terms, expert_bits=None).weight_bytes - memory.weight_bytes
+    if more <= memory.unused_bytes:
+        return ()
+    return (
+        f"fp8: layers that it changes by more than {fp8.params['max_layer_error']:g} stay {context.dtype}, found while "
+        f"loading; all of them would take {_gb(more)} more than planned, and {_gb(memory.unused_bytes)} are unused: "
+        "measure them before (fp8.sensitivity), or keep none (max_layer_error: null)",
+    )
 
 
 def require_fit(context: PlanContext, memory: MemoryPlan) -> None:

@@ -17,7 +17,7 @@ from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_request import PlanRequest, check_for_device, check_request, pinned_arguments
 from moe_optimizer.planner.devices import planned_device, usable_gpus, used_gpus
 from moe_optimizer.planner.first_context import first_context
-from moe_optimizer.planner.memory_fit import memory_under_decisions, require_fit
+from moe_optimizer.planner.memory_fit import layers_left_do_not_fit, memory_under_decisions, require_fit
 from moe_optimizer.planner.server_arguments import (
     own_arguments,
     plain_arguments,
@@ -138,5 +138,6 @@ def _warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan) ->
             f"max-model-len is {cache['max_model_len']} instead of {cache['wanted_model_len']}: "
             f"the cache holds {memory.kv_tokens} tokens"
         )
+    warnings += layers_left_do_not_fit(context, memory)
     warnings += [warning for decision in context.decided.values() for warning in decision.warnings]
     return tuple(dict.fromkeys(warnings))

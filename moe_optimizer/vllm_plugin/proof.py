@@ -61,6 +61,11 @@ class LayerProof:
     calls_by_kernel: dict[str, int] = field(default_factory=dict)
     """Calls seen by Python per kernel, vLLM's own included ("stock"); empty where there is one kernel."""
 
+    @property
+    def num_weights(self) -> int:
+        """Weights of the experts here: w13 [E, 2I, H] and w2 [E, H, I]."""
+        return 3 * self.num_local_experts * self.intermediate_size * self.hidden_size
+
 
 @dataclass(slots=True, kw_only=True)
 class PassProof:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.vllm_plugin.experts.weight_format import FORMAT_PARAM
+from moe_optimizer.vllm_plugin.experts.weight_format import FORMAT_PARAM, decoder_layer
 from moe_optimizer.vllm_plugin.flag_passes import FLAG_PASSES
 from moe_optimizer.vllm_plugin.proof import PassProof, Proof
 
@@ -126,7 +126,20 @@ def layers_left(decision: Decision, proofs: Iterable[Proof]) -> str:
         return ""
     name, why = min(left.items())
     more = f"; {len(left) - 1} more too" if len(left) > 1 else ""
-    return f"{name} stays as loaded: {why}{more}"
+    unplanned = max(_unplanned_bytes(decision, proof) for proof in model_holders(proofs))
+    memory = f"; {unplanned / 1e9:.3g} GB more than the memory plan counts" if unplanned else ""
+    return f"{name} stays as loaded: {why}{more}{memory}"
+
+
+def _unplanned_bytes(decision: Decision, proof: Proof) -> int:
+    """Return by how much the weights of one worker are larger than planned, because of layers that were to be converted
+    and stayed as they were loaded.
+    """
+    params = decision.params
+    kept, planned_bits = params.get("kept_layers", ()), params.get("expert_bits") or params["stored_expert_bits"]
+    layers = {layer.name: layer for entry in proof.passes.values() for layer in entry.layers if layer.why_plain}
+    unplanned = [layer for layer in layers.values() if decoder_layer(layer.name) not in kept]
+    return round(sum(layer.weight_bytes - layer.num_weights * planned_bits / 8 for layer in unplanned))
 
 
 def kernels_in_use(proofs: Iterable[Proof]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from tests.builders import (
     gpt_oss_120b,
     gpus,
     mixtral_8x7b,
+    profile_with,
     qwen3_30b_a3b,
     request,
     shaped_model,
@@ -140,3 +141,29 @@ def test_planning_gpt_oss_on_one_h100():
     plan = make_plan(request(gpt_oss_120b(), gpus("h100_sxm", 1)))
     assert plan.decision("flash_dmoe").reason == "needs BF16 or FP8 expert weights, found mxfp4, 4 bits"
     assert plan.memory.kv_tokens > 100_000
+
+
+def fp8_on_the_cpu(gib: float, **section):
+    profile = profile_with(passes={"fp8": {"mode": "on", **section}})
+    return make_plan(request(qwen3_30b_a3b(), cpu_machine(gib=gib, cores=16), profile))
+
+
+def test_the_weights_with_every_layer_left_unconverted_are_in_the_plan():
+    plan = fp8_on_the_cpu(128)
+    assert "stays bfloat16, which the memory plan does not count (all: 61.1 GB of weights instead of 32.1 GB)" in (
+        plan.decision("fp8").reason
+    )
+    assert 32e9 < plan.memory.weight_bytes < 32.2e9
+
+
+def test_layers_left_unconverted_that_may_not_fit_are_a_warning():
+    small = fp8_on_the_cpu(48)
+    (warning,) = [each for each in small.warnings if each.startswith("fp8: layers that it changes")]
+    assert "all of them would take 29.0 GB more than planned" in warning
+    assert not any("layers that it changes" in each for each in fp8_on_the_cpu(128).warnings)
+
+
+def test_no_layer_is_left_where_nothing_bounds_its_error():
+    plan = fp8_on_the_cpu(48, max_layer_error=None)
+    assert "does not count" not in plan.decision("fp8").reason
+    assert not any("layers that it changes" in each for each in plan.warnings)

@@ -11,7 +11,7 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, Proof
 from moe_optimizer.vllm_plugin.proof_table import Row, proof_rows, render_table
-from moe_optimizer.vllm_plugin.proof_verdict import NO_WORKER, kernels_in_use, not_running
+from moe_optimizer.vllm_plugin.proof_verdict import NO_WORKER, kernels_in_use, layers_left, not_running
 from tests.builders import cpu_machine, request, tiny_moe
 
 PASS = "flash_dmoe"
@@ -19,7 +19,7 @@ PLAN = make_plan(request(tiny_moe(), cpu_machine()))
 
 
 FP8_LAYER = LayerProof(
-    name="", num_local_experts=8, hidden_size=4, intermediate_size=2, dtype="bfloat16", expert_map=False, calls=1
+    name="", num_local_experts=8, hidden_size=4096, intermediate_size=1024, dtype="bfloat16", expert_map=False, calls=1
 )
 
 
@@ -131,7 +131,12 @@ FP8_PLAN = make_plan(request(tiny_moe(), cpu_machine(), wishes={"fp8": (Wish.ON,
 
 def with_fp8(**why_plain: str) -> Proof:
     """A worker under a plan with FP8: which of its layers stayed as they are, and why."""
-    kept = tuple(dataclasses.replace(FP8_LAYER, name=name, why_plain=why) for name, why in why_plain.items() if why)
+    size = 2 * FP8_LAYER.num_weights
+    kept = tuple(
+        dataclasses.replace(FP8_LAYER, name=name, why_plain=why, weight_bytes=size)
+        for name, why in why_plain.items()
+        if why
+    )
     converted = tuple(dataclasses.replace(FP8_LAYER, name=name) for name, why in why_plain.items() if not why)
     both = PassProof(requested="x", applied=True, ran=True, kernel="k", layers=converted + kept)
     fp8 = PassProof(requested="x", applied=True, ran=bool(converted), kernel="k", layers=converted)
@@ -142,14 +147,37 @@ def with_fp8(**why_plain: str) -> Proof:
 def test_layers_that_were_not_converted_are_named_with_the_reason() -> None:
     rows = {row.pass_name: row for row in proof_rows(FP8_PLAN, [with_fp8(a="", b="kept by the plan", c="too large")])}
     assert rows["fp8"].ran == "yes, 1 layers"
-    assert rows["fp8"].why_not == "b stays as loaded: kept by the plan; 1 more too"
+    assert rows["fp8"].why_not.startswith("b stays as loaded: kept by the plan; 1 more too")
     assert rows["flash_dmoe"].why_not == ""
     assert not_running(FP8_PLAN, [with_fp8(a="", b="kept by the plan")], ["fp8"]) == {}
 
 
 def test_a_conversion_of_no_layer_did_not_run() -> None:
     missing = not_running(FP8_PLAN, [with_fp8(a="too large")], ["fp8"])
-    assert missing == {"fp8": "no layer is converted: a stays as loaded: too large"}
+    assert missing["fp8"].startswith("no layer is converted: a stays as loaded: too large")
+
+
+@pytest.mark.parametrize(
+    ("why_plain", "more"),
+    [
+        ({"model.layers.0.mlp": "too large", "model.layers.2.mlp": "too large"}, 0.201),
+        ({"model.layers.0.mlp": "too large", "model.layers.1.mlp": "kept by the plan"}, 0.101),
+    ],
+    ids=["found while loading", "one planned"],
+)
+def test_layers_left_against_the_plan_are_shown_with_the_memory_it_does_not_count(
+    why_plain: dict[str, str], more: float
+) -> None:
+    decision = FP8_PLAN.decision("fp8")
+    planned = dataclasses.replace(decision, params={**decision.params, "kept_layers": [1]})
+    assert layers_left(planned, [with_fp8(**why_plain)]).endswith(f"; {more:g} GB more than the memory plan counts")
+
+
+def test_layers_that_the_plan_keeps_are_in_its_memory() -> None:
+    decision = FP8_PLAN.decision("fp8")
+    planned = dataclasses.replace(decision, params={**decision.params, "kept_layers": [1]})
+    kept = layers_left(planned, [with_fp8(**{"model.layers.1.mlp": "kept by the plan"})])
+    assert kept == "model.layers.1.mlp stays as loaded: kept by the plan"
 
 
 def test_the_kernel_in_use_is_named_once(plan: Plan) -> None:
