@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import prometheus_client
 import pytest
 import torch
 
-from moe_optimizer.cli.expert_metrics import parse_metrics
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from moe_optimizer.specs.expert_load import LOAD_FILE, ExpertLoad, LayerLoad, read_expert_load, read_run_load
+from moe_optimizer.specs.expert_load import LOAD_FILE, ExpertLoad, read_expert_load, read_run_load
 from moe_optimizer.vllm_plugin.activation import Activation
 from moe_optimizer.vllm_plugin.expert_load import capture as expert_load
-from moe_optimizer.vllm_plugin.expert_load import metrics as expert_load_metrics
 from moe_optimizer.vllm_plugin.expert_load import writer as expert_load_writer
 from moe_optimizer.vllm_plugin.expert_load.capture import LOAD_PASS, current_counting, start_counting
-from moe_optimizer.vllm_plugin.expert_load.counter import LayerwiseCounter
-from moe_optimizer.vllm_plugin.expert_load.metrics import ExpertLoadCollector
-from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter, part_path
+from moe_optimizer.vllm_plugin.expert_load.writer import part_path
 from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
 from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
-from moe_optimizer.vllm_plugin.server.run_folder import RunFolder
 from tests.builders import cpu_machine, request, tiny_moe
+from tests.unit.vllm_plugin.expert_load.eventually import eventually
 
 EXPERTS = 4
 IDS = torch.tensor([[0, 1], [1, 3], [2, 2]])
@@ -113,17 +107,6 @@ def activation(tmp_path: Path) -> Activation:
 
 def step(num_tokens: int) -> Any:
     return SimpleNamespace(total_num_scheduled_tokens=num_tokens)
-
-
-def eventually(answer: Callable[[], Any]) -> Any:
-    """Return `answer()` once it is true; what a thread does has no better moment."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        found = answer()
-        if found:
-            return found
-        time.sleep(0.01)
-    raise AssertionError("never came true")
 
 
 def written(run_dir: Path, steps: int) -> ExpertLoad | None:
@@ -308,104 +291,3 @@ def test_the_model_is_counted_when_vllm_asks_for_its_cache(
     monkeypatch.setattr(worker_model_loaded, "current", lambda: activation)
     assert patched(worker_of(Layer(0))) == "the cache"
     assert current_counting() is not None
-
-
-def test_a_step_that_ends_while_the_table_is_read_is_written_later(tmp_path: Path) -> None:
-    counter = LayerwiseCounter((0,), EXPERTS)
-    writer = ExpertLoadWriter(
-        counter, model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",
-        path=part_path(tmp_path, 0), on_seen=lambda: None,
-    )  # fmt: skip
-    read = counter.table
-
-    def table_then_step() -> Any:
-        table = read()
-        counter.count_rows(3)
-        counter.capture(0, IDS)
-        writer._steps += 1
-        return table
-
-    writer._steps = 1
-    counter.table = table_then_step
-    writer.write()
-    counter.table = read
-    writer.write()
-    assert read_run_load(tmp_path).layers[0].total == IDS.numel()
-
-
-def test_a_run_folder_that_takes_no_files_is_said_once_and_serving_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    counter = LayerwiseCounter((0,), EXPERTS)
-    writer = ExpertLoadWriter(
-        counter, model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",
-        path=tmp_path / "file" / "expert_load" / "0.json", on_seen=lambda: None,
-    )  # fmt: skip
-    counter.count_rows(3)
-    counter.capture(0, IDS)
-    for _ in range(3):
-        writer.stepped()
-        time.sleep(0.05)
-    eventually(lambda: [record for record in caplog.records if "cannot be written" in record.getMessage()])
-    assert len([record for record in caplog.records if "cannot be written" in record.getMessage()]) == 1
-
-
-@pytest.fixture
-def registry() -> prometheus_client.CollectorRegistry:
-    return prometheus_client.CollectorRegistry()
-
-
-LOAD = ExpertLoad(
-    model='a"b\\c',
-    num_experts=2,
-    layers=(
-        LayerLoad(index=0, name="layers.0", tokens=(30, 10)),
-        LayerLoad(index=3, name="layers.3", tokens=(2**60, 0)),
-        LayerLoad(index=4, name="layer 4", tokens=(0, 0)),
-    ),
-    since="2026-11-20T10:00:00+00:00",
-    steps=7,
-)
-
-
-def page_of(run_dir: Path, registry: prometheus_client.CollectorRegistry) -> str:
-    registry.register(ExpertLoadCollector(run_dir))
-    return prometheus_client.generate_latest(registry).decode()
-
-
-def test_the_metrics_page_is_read_back_as_the_load_it_shows(
-    tmp_path: Path, registry: prometheus_client.CollectorRegistry
-) -> None:
-    part_path(tmp_path, 0).parent.mkdir()
-    part_path(tmp_path, 0).write_text(LOAD.to_json())
-    page = page_of(tmp_path, registry)
-    assert parse_metrics(page, origin="page") == LOAD
-    assert 'moe_optimizer_expert_load_rank_imbalance{layer="0",model_name="a\\"b\\\\c",ranks="2"} 1.5' in page
-
-
-def test_before_the_first_step_the_page_shows_nothing_of_ours(
-    tmp_path: Path, registry: prometheus_client.CollectorRegistry
-) -> None:
-    assert "moe_optimizer" not in page_of(tmp_path, registry)
-
-
-def test_the_collector_is_registered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: list[Any] = []
-    monkeypatch.setattr(expert_load_metrics, "REGISTRY", SimpleNamespace(register=registered.append))
-    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
-    for _ in range(2):
-        expert_load_metrics.show_on_metrics(tmp_path)
-    assert len(registered) == 1
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    expert_load_metrics.show_on_metrics(tmp_path / "other")
-    assert len(registered) == 1
-
-
-def test_counts_of_an_earlier_server_in_the_folder_are_removed(tmp_path: Path) -> None:
-    for path in (part_path(tmp_path, 5), tmp_path / LOAD_FILE):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(LOAD.to_json())
-    RunFolder(tmp_path).prepare(plan())
-    assert not part_path(tmp_path, 5).exists()
-    assert not (tmp_path / LOAD_FILE).exists()

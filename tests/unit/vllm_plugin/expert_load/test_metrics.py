@@ -1,0 +1,66 @@
+"""Counts on the metrics page of the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pytest
+
+from moe_optimizer.cli.expert_metrics import parse_metrics
+from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
+from moe_optimizer.vllm_plugin.expert_load import metrics as expert_load_metrics
+from moe_optimizer.vllm_plugin.expert_load.metrics import ExpertLoadCollector
+from moe_optimizer.vllm_plugin.expert_load.writer import part_path
+
+LOAD = ExpertLoad(
+    model='a"b\\c',
+    num_experts=2,
+    layers=(
+        LayerLoad(index=0, name="layers.0", tokens=(30, 10)),
+        LayerLoad(index=3, name="layers.3", tokens=(2**60, 0)),
+        LayerLoad(index=4, name="layer 4", tokens=(0, 0)),
+    ),
+    since="2026-11-20T10:00:00+00:00",
+    steps=7,
+)
+
+
+@pytest.fixture
+def registry() -> prometheus_client.CollectorRegistry:
+    return prometheus_client.CollectorRegistry()
+
+
+def page_of(run_dir: Path, registry: prometheus_client.CollectorRegistry) -> str:
+    registry.register(ExpertLoadCollector(run_dir))
+    return prometheus_client.generate_latest(registry).decode()
+
+
+def test_the_metrics_page_is_read_back_as_the_load_it_shows(
+    tmp_path: Path, registry: prometheus_client.CollectorRegistry
+) -> None:
+    part_path(tmp_path, 0).parent.mkdir()
+    part_path(tmp_path, 0).write_text(LOAD.to_json())
+    page = page_of(tmp_path, registry)
+    assert parse_metrics(page, origin="page") == LOAD
+    assert 'moe_optimizer_expert_load_rank_imbalance{layer="0",model_name="a\\"b\\\\c",ranks="2"} 1.5' in page
+
+
+def test_before_the_first_step_the_page_shows_nothing_of_ours(
+    tmp_path: Path, registry: prometheus_client.CollectorRegistry
+) -> None:
+    assert "moe_optimizer" not in page_of(tmp_path, registry)
+
+
+def test_the_collector_is_registered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(expert_load_metrics, "REGISTRY", SimpleNamespace(register=registered.append))
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    for _ in range(2):
+        expert_load_metrics.show_on_metrics(tmp_path)
+    assert len(registered) == 1
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    expert_load_metrics.show_on_metrics(tmp_path / "other")
+    assert len(registered) == 1

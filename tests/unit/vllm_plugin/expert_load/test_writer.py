@@ -1,0 +1,78 @@
+"""Counts in files of the run folder."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optimizer.planner import make_plan
+from moe_optimizer.specs.expert_load import LOAD_FILE, read_run_load
+from moe_optimizer.vllm_plugin.expert_load import writer as expert_load_writer
+from moe_optimizer.vllm_plugin.expert_load.counter import LayerwiseCounter
+from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter, part_path
+from moe_optimizer.vllm_plugin.server.run_folder import RunFolder
+from tests.builders import cpu_machine, request, tiny_moe
+from tests.unit.vllm_plugin.expert_load.eventually import eventually
+
+EXPERTS = 4
+IDS = torch.tensor([[0, 1], [1, 3], [2, 2]])
+
+
+@pytest.fixture(autouse=True)
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_load_writer, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(expert_load_writer, "_UNSEEN_INTERVAL_S", 0.01)
+
+
+def test_a_step_that_ends_while_the_table_is_read_is_written_later(tmp_path: Path) -> None:
+    counter = LayerwiseCounter((0,), EXPERTS)
+    writer = ExpertLoadWriter(
+        counter, model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",
+        path=part_path(tmp_path, 0), on_seen=lambda: None,
+    )  # fmt: skip
+    read = counter.table
+
+    def table_then_step() -> Any:
+        table = read()
+        counter.count_rows(3)
+        counter.capture(0, IDS)
+        writer._steps += 1
+        return table
+
+    writer._steps = 1
+    counter.table = table_then_step
+    writer.write()
+    counter.table = read
+    writer.write()
+    assert read_run_load(tmp_path).layers[0].total == IDS.numel()
+
+
+def test_a_run_folder_that_takes_no_files_is_said_once_and_serving_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    counter = LayerwiseCounter((0,), EXPERTS)
+    writer = ExpertLoadWriter(
+        counter, model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",
+        path=tmp_path / "file" / "expert_load" / "0.json", on_seen=lambda: None,
+    )  # fmt: skip
+    counter.count_rows(3)
+    counter.capture(0, IDS)
+    for _ in range(3):
+        writer.stepped()
+        time.sleep(0.05)
+    eventually(lambda: [record for record in caplog.records if "cannot be written" in record.getMessage()])
+    assert len([record for record in caplog.records if "cannot be written" in record.getMessage()]) == 1
+
+
+def test_counts_of_an_earlier_server_in_the_folder_are_removed(tmp_path: Path) -> None:
+    for path in (part_path(tmp_path, 5), tmp_path / LOAD_FILE):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
+    RunFolder(tmp_path).prepare(make_plan(request(tiny_moe(), cpu_machine())))
+    assert not part_path(tmp_path, 5).exists()
+    assert not (tmp_path / LOAD_FILE).exists()
