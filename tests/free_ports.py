@@ -5,24 +5,54 @@ from __future__ import annotations
 import random
 import socket
 
+# Below the range from which the kernel takes ports for whoever asks for any: a server binds its port seconds after the
+# test has chosen it, and in between nobody else may be given it.
+_RANGE = range(20_000, 32_000)
+
+_reserved: list[socket.socket] = []
+
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nobody listens on, and that no other test here is given while this process lives."""
+    return _free_ports(1)
 
 
 def four_free_ports() -> int:
-    """Return the first of four ports in a row that nobody listens on: a group of servers takes as many."""
-    for _ in range(100):
-        # Below the range from which the kernel takes ports for outgoing connections.
-        first = random.randrange(20_000, 32_000)
-        if all(_is_free(port) for port in range(first, first + 4)):
+    """Return the first of four such ports in a row: a group of servers takes as many."""
+    return _free_ports(4)
+
+
+def _free_ports(count: int) -> int:
+    for _ in range(1000):
+        first = random.randrange(_RANGE.start, _RANGE.stop - count)
+        names: list[socket.socket] = []
+        if all(_can_listen(port) and _reserve(port, names) for port in range(first, first + count)):
+            _reserved.extend(names)
             return first
-    raise AssertionError("no four free ports in a row")
+        for name in names:
+            name.close()
+    raise AssertionError(f"no {count} free ports in a row in {_RANGE}")
 
 
-def _is_free(port: int) -> bool:
+def _can_listen(port: int) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
+        # As a server does: the last connections of an earlier one do not matter.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+            probe.listen()
+        except OSError:
+            return False
+        return True
+
+
+def _reserve(port: int, names: list[socket.socket]) -> bool:
+    """Take a name that only one socket of this machine can have; the kernel frees it when this process ends."""
+    name = socket.socket(socket.AF_UNIX)
+    try:
+        name.bind(f"\0moe-optimizer-test-port-{port}")
+    except OSError:
+        name.close()
+        return False
+    names.append(name)
+    return True
