@@ -1,1 +1,6 @@
 """The command line: `moe-optimizer` and `run_optimizer.py`. One file per command."""
+
+from __future__ import annotations
+
+INTERRUPTED = 128 + 2
+"""Exit code after Ctrl-C (SIGINT), as shells report it."""

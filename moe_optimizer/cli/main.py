@@ -10,8 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-INTERRUPTED = 128 + 2
-"""Exit code after Ctrl-C (SIGINT), as shells report it."""
+from moe_optimizer.cli import INTERRUPTED
+
 PIPE_CLOSED = 128 + 13
 """Exit code when the reader of stdout or stderr went away (SIGPIPE), as shells report it."""
 

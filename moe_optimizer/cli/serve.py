@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_optimizer.cli import messages
+from moe_optimizer.cli import INTERRUPTED, messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, ServeOptions
 from moe_optimizer.cli.preflight import check_can_serve_here
@@ -67,7 +67,6 @@ def _measure(options: ServeOptions, progress: ProgressLines, plan: Plan, setting
 
 
 def _launch(plan: Plan, options: ServeOptions, progress: ProgressLines, *, strict: bool) -> int:
-    from moe_optimizer.cli.main import INTERRUPTED
     from moe_optimizer.vllm_plugin.activation import plugin_decisions
     from moe_optimizer.vllm_plugin.flag_passes import flag_decisions
     from moe_optimizer.vllm_plugin.server import launch

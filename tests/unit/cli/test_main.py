@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_optimizer.cli import app
-from moe_optimizer.cli.main import INTERRUPTED, main
+from moe_optimizer.cli import INTERRUPTED, app
+from moe_optimizer.cli.main import main
 from moe_optimizer.errors import DoesNotFitError, ExitCode, InputError, MoeOptimizerError, ServerFailedError
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.cli import planning
-from moe_optimizer.cli.main import INTERRUPTED, main
+from moe_optimizer.cli import INTERRUPTED, planning
+from moe_optimizer.cli.main import main
 from moe_optimizer.cli.options import ServeOptions
 from moe_optimizer.errors import ExitCode, InputError, ServerFailedError
 from moe_optimizer.inspection import load_hardware
@@ -36,7 +36,10 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(
     monkeypatch: pytest.MonkeyPatch, act: Callable[..., ExitCode], *arguments: str
 ) -> tuple[int, dict[str, Any]]:
-    """Run `serve` with a launcher that does `act`; return the exit code and what the launcher was given."""
+    """Run `serve` with a launcher that does `act`; return the exit code and what the launcher was given.
+
+    On a port of its own: the default one may be somebody's.
+    """
     given: dict[str, Any] = {}
 
     def fake(plan: Any, **values: Any) -> ExitCode:
@@ -47,7 +50,8 @@ def launched(
     monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
     monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: load_hardware("cpu"), raising=False)
     monkeypatch.setenv("MOE_OPTIMIZER_CALIBRATE", "0")  # nothing is served that measuring would help
-    return main(["serve", "--model", TINY_MOE, *arguments]), given
+    port = () if "--port" in arguments else ("--port", str(free_port()))
+    return main(["serve", "--model", TINY_MOE, *port, *arguments]), given
 
 
 SERVER = RunningServer(
