@@ -66,7 +66,7 @@ done
 { [ -n "$compiler" ] && command -v "$compiler" >/dev/null; } ||
   fail "no C++ compiler found (${CXX:-g++, c++, clang++})" "install g++ (Debian, Ubuntu: apt install g++), or set CXX"
 compiler="$(command -v "$compiler")"
-[ -n "$("$compiler" --version 2>/dev/null)" ] ||
+{ version="$("$compiler" --version 2>/dev/null)" && [ -n "$version" ]; } ||
   fail "$compiler: does not answer --version, as a C++ compiler would" "set CXX to another compiler"
 
 pip_hint="run: $python -m pip install cmake ninja 'pybind11>=2.13'"

@@ -51,6 +51,8 @@ def test_wrong_arguments_end_with_a_sentence_a_hint_and_code_2(arguments: list[s
     [
         ({"CXX": "no-such-compiler"}, "no C++ compiler found (no-such-compiler)"),
         ({"CXX": "false"}, "false: does not answer --version, as a C++ compiler would"),
+        # Prints a version and fails all the same.
+        ({"CXX": "/bin/false"}, "/bin/false: does not answer --version, as a C++ compiler would"),
         ({"PYTHON": "no-such-python"}, "no-such-python: expected Python 3.11 or newer"),
     ],
 )
