@@ -7,9 +7,11 @@ class would invent one.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -58,5 +60,12 @@ def to_json(table: dict[str, dict[str, object]]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Write the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TARGET.write_text(to_json(class_defaults()), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

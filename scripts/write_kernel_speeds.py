@@ -8,6 +8,7 @@ names; a table for other kernels answers no plan. Where two records have the sam
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import io
 import json
@@ -34,7 +35,9 @@ _OURS = ("direct", "grouped-")
 
 def main(arguments: list[str]) -> int:
     """Write one file per device."""
-    paths = [Path(argument) for argument in arguments] or sorted(RECORDS.glob("*.json"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", metavar="RECORD", nargs="*", type=Path)
+    paths = parser.parse_args(arguments).records or sorted(RECORDS.glob("*.json"))
     records = {path: json.loads(path.read_text(encoding="utf-8")) for path in paths}
     found = {path: record for path, record in records.items() if _is_of_cuda_kernels(record)}
     newest: dict[str, dict[tuple[Any, ...], KernelSpeeds]] = {}

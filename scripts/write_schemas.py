@@ -6,6 +6,7 @@ published contract, and a test compares the two. Run it after a deliberate chang
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -82,6 +83,7 @@ def _config_schema() -> dict[str, Any]:
 
 def main() -> int:
     """Write all schemas."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, schema in schemas().items():
         (FOLDER / name).write_text(json.dumps(schema, indent=2, sort_keys=True) + "\n", encoding="utf-8")

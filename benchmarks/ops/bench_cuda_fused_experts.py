@@ -54,7 +54,9 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="with --check: tiny shapes only")
     parser.add_argument("--commit", help="for the record, where the checkout came without its .git; +dirty when it is")
     options = parser.parse_args()
-    why_not = _why_not_here()
+    from bench_cuda_machine import why_not_here
+
+    why_not = why_not_here()
     if why_not:
         print(f"bench_cuda_fused_experts: {why_not}", file=sys.stderr)
         return 3
@@ -67,17 +69,6 @@ def main() -> int:
     right = check_families(options.out)
     timing(options, right, deadline=started + options.budget_s)
     return 0 if all(right.values()) else 4
-
-
-def _why_not_here() -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        return "needs a CUDA GPU: torch sees none"
-    capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
-        return f"needs compute capability 9.0 (H100, H200), got {capability[0]}.{capability[1]}"
-    return ""
 
 
 def _build_environment() -> dict[str, str]:

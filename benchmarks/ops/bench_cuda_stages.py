@@ -18,6 +18,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import torch  # noqa: E402
 from bench_cuda_cases import Shape, make_tokens, make_weights, problem_of  # noqa: E402
+from bench_cuda_machine import why_not_here  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from moe_optimizer.ops import reference  # noqa: E402
@@ -44,6 +45,10 @@ def main() -> int:
     for name, value in (("tile", 16), ("tokens", 5), ("top-k", 2), ("experts", 3), ("hidden", 64), ("width", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
+    why_not = why_not_here()
+    if why_not:
+        print(f"bench_cuda_stages: {why_not}", file=sys.stderr)
+        return 3
     shape = Shape("stages", options.hidden, options.width, options.experts, options.top_k)
     fp8 = options.fp8 or options.variant == "fp8_weights"
     weights = make_weights(shape, fp8, seed=1)

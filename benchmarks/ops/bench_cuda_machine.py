@@ -1,0 +1,15 @@
+"""Whether the CUDA kernels can run on this machine."""
+
+from __future__ import annotations
+
+
+def why_not_here() -> str:
+    """Return why they cannot, "" where they can."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "needs a CUDA GPU: torch sees none"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"needs compute capability 9.0 (H100, H200), got {capability[0]}.{capability[1]}"
+    return ""
