@@ -24,7 +24,7 @@ from moe_optimizer.vllm_plugin.expert_load.writer import part_path
 from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
 from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
 from tests.builders import cpu_machine, request, tiny_moe
-from tests.unit.vllm_plugin.expert_load.eventually import eventually
+from tests.eventually import eventually
 
 EXPERTS = 4
 IDS = torch.tensor([[0, 1], [1, 3], [2, 2]])

@@ -16,7 +16,7 @@ from moe_optimizer.vllm_plugin.expert_load.counter import LayerwiseCounter
 from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter, part_path
 from moe_optimizer.vllm_plugin.server.run_folder import RunFolder
 from tests.builders import cpu_machine, request, tiny_moe
-from tests.unit.vllm_plugin.expert_load.eventually import eventually
+from tests.eventually import eventually
 
 EXPERTS = 4
 IDS = torch.tensor([[0, 1], [1, 3], [2, 2]])
