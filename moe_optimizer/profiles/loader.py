@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
 from moe_optimizer.profiles.schema import Profile
-from moe_optimizer.profiles.yaml_document import MAX_BYTES, YamlDocument, parse_yaml
 from moe_optimizer.resources import config_dir
+from moe_optimizer.yaml_document import YamlDocument, read_yaml
 
 _ENDINGS = (".yaml", ".yml")
 
@@ -48,20 +48,7 @@ def read_profile(path: Path, *, origin: str) -> Profile:
     Raises:
         InputError: see `load_profile`.
     """
-    if path.exists() and not path.is_file():
-        # A pipe or a device could block for ever or never end.
-        raise InputError(f"profile {origin}: not a regular file")
-    try:
-        with path.open("rb") as stream:
-            raw = stream.read(MAX_BYTES + 1)
-        text = raw.decode("utf-8")
-    except OSError as error:
-        raise InputError(f"profile {origin}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise InputError(f"profile {origin}: not UTF-8 text") from None
-    if len(raw) > MAX_BYTES:
-        raise InputError(f"{origin}: too large: expected at most {MAX_BYTES} bytes")
-    document = parse_yaml(text, origin=origin)
+    document = read_yaml(path, origin=origin, what="profile")
     if not isinstance(document.data, dict):
         raise InputError(f"{origin}:1: got {_kind(document.data)}, expected a mapping of profile keys")
     try:

@@ -11,8 +11,8 @@ from moe_optimizer.inspection.hardware_catalog import (
     hardware_names,
     load_catalog_entry,
     load_hardware,
-    read_hardware_file,
 )
+from moe_optimizer.inspection.hardware_file import read_hardware_file
 from moe_optimizer.resources import config_dir
 from moe_optimizer.specs.quantity import Source
 
@@ -125,7 +125,7 @@ def line_of(text: str, start: str) -> int:
         ("source: datasheet", "source: hearsay", r"got 'hearsay', expected one of measured, datasheet", None),
         ("gpu_link: pcie", "gpu_link: string", r"\(gpu_link\): got 'string', expected nvlink or pcie", None),
         ("name: NVIDIA L4", "name: ''", r"\(name\): got '', expected text", None),
-        ("name: NVIDIA L4", "name: NVIDIA L4\nname: L4", r"\(name\): key given twice, first in line", None),
+        ("name: NVIDIA L4", "name: NVIDIA L4\nname: L4", r"key `name` is given twice, first on line", None),
         ("value: [8, 9]", "value: 8.9", r"got 8.9, expected two whole numbers", None),
         ("value: [8, 9]", "value: [8, true]", r"expected two whole numbers", None),
         ('pci_device_ids: ["0x27b8"]', "pci_device_ids: [0x27b8]", r"\(pci_device_ids\): got \[10168\]", None),
@@ -140,7 +140,7 @@ def test_broken_file_is_an_error_with_file_and_line(tmp_path, before, after, mes
         read_hardware_file(path)
     assert str(caught.value).startswith(str(path))
     if "missing" not in message:
-        assert re.match(re.escape(str(path)) + r":\d+ ", str(caught.value))
+        assert re.match(re.escape(str(path)) + r":\d+[: ]", str(caught.value))
     assert hint is None or hint in (caught.value.hint or "")
 
 
@@ -153,14 +153,14 @@ def test_line_is_the_keys_own(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "expected a mapping"),
+        ("", "expected a YAML mapping"),
         ("- a\n- b\n", "expected a mapping"),
         ("a: [1", "not YAML"),
-        ("a: !!python/object/apply:os.system ['true']\n", "not YAML"),
-        ("[" * 20000, "not YAML"),
+        ("a: !!python/object/apply:os.system ['true']\n", "tags are not allowed"),
+        ("[" * 20000, "nested more than 16 deep"),
         ("\x00", "not YAML"),
-        ("name: &x {name: *x}", "not YAML"),
-        ("a: &x {b: 1}\n---\nc: 2\n", "not YAML"),
+        ("name: &x {name: *x}", "anchors and aliases are not allowed"),
+        ("a: {b: 1}\n---\nc: 2\n", "not YAML"),
     ],
 )
 def test_what_is_no_mapping_of_facts_is_an_error(tmp_path, text, message):
@@ -169,10 +169,10 @@ def test_what_is_no_mapping_of_facts_is_an_error(tmp_path, text, message):
 
 
 def test_unreadable_and_oversized_files_are_errors(tmp_path):
-    with pytest.raises(InputError, match="cannot read the hardware facts"):
+    with pytest.raises(InputError, match=r"absent\.yaml: cannot be read: No such file"):
         read_hardware_file(tmp_path / "absent.yaml")
-    with pytest.raises(InputError, match="expected at most 1000000"):
-        read_hardware_file(write(tmp_path, "#" * 1_000_001))
+    with pytest.raises(InputError, match="expected at most 65536"):
+        read_hardware_file(write(tmp_path, "#" * 65_537))
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="cannot read the hardware facts"):
+    with pytest.raises(InputError, match=r"binary\.yaml: not UTF-8 text"):
         read_hardware_file(tmp_path / "binary.yaml")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.profiles.yaml_document import MAX_BYTES, parse_yaml
+from moe_optimizer.yaml_document import MAX_BYTES, parse_yaml
 
 
 def test_every_part_knows_its_line():

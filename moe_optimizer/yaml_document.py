@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -11,7 +12,7 @@ import yaml
 from moe_optimizer.errors import InputError
 
 MAX_BYTES = 64 * 1024
-"""A shipped profile is about 2 KB; anything far larger is not a profile."""
+"""A shipped profile is about 2 KB, a GPU's facts 3 KB; anything far larger is neither."""
 MAX_DEPTH = 16
 
 _STRING = "tag:yaml.org,2002:str"
@@ -32,6 +33,33 @@ class YamlDocument:
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
+
+
+def read_yaml(path: Path, *, origin: str, what: str) -> YamlDocument:
+    """Read a file of one YAML document; see `parse_yaml`.
+
+    Args:
+        path: the file.
+        origin: how messages name it.
+        what: what it holds, for messages about the file itself.
+
+    Raises:
+        InputError: it cannot be read, or is not such a document.
+    """
+    if path.exists() and not path.is_file():
+        # A pipe or a device could block for ever or never end.
+        raise InputError(f"{what} {origin}: not a regular file")
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+        text = raw.decode("utf-8")
+    except OSError as error:
+        raise InputError(f"{what} {origin}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{what} {origin}: not UTF-8 text") from None
+    if len(raw) > MAX_BYTES:
+        raise InputError(f"{origin}: too large: expected at most {MAX_BYTES} bytes")
+    return parse_yaml(text, origin=origin)
 
 
 def parse_yaml(text: str, *, origin: str) -> YamlDocument:
