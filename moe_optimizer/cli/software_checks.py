@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
+from importlib import machinery, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,9 @@ PLUGIN_NAME = "moe_optimizer"
 MIN_VLLM = (0, 26)
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 """The kernels' sources; an installed package has none."""
+OPS = Path(__file__).resolve().parents[1] / "ops"
+"""Where the extension module lies."""
+_LOAD = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
 _COMPILERS = ("g++", "c++", "clang++")
 """In the order in which build.sh looks for one."""
 _DEFAULT_ARCHS = "sm_90a"
@@ -54,6 +58,9 @@ def _kernels() -> Check:
     if _is_stale(inventory):
         return Check("kernels", "note", "built from other sources than csrc/, or by other compilers than are here",
                      "run: moe-optimizer build")  # fmt: skip
+    why_not = _why_not_loadable()
+    if why_not:
+        return Check("kernels", "missing", f"built, but cannot be loaded: {why_not}", "run: bash build.sh --clean")
     return Check("kernels", "ok", f"cpu: {', '.join(inventory.cpu_ops) or 'none'}; {cuda}")
 
 
@@ -68,6 +75,22 @@ def _is_stale(inventory: KernelInventory) -> bool:
     command = [sys.executable, str(script), "hash", "--compiler", compiler, "--cuda-archs", archs]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return finished.returncode == 0 and finished.stdout.strip() != inventory.source_hash
+
+
+def _why_not_loadable() -> str:
+    """Return why this Python cannot load the extension module, "" where it can or there is none.
+
+    A process of its own tries, without torch: a damaged file may kill it.
+    """
+    files = (OPS / f"_kernels{suffix}" for suffix in machinery.EXTENSION_SUFFIXES)
+    extension = next(filter(Path.is_file, files), None)
+    if extension is None:
+        return ""
+    command = [sys.executable, "-c", _LOAD, str(extension)]
+    tried = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if tried.returncode < 0:
+        return f"signal {signal.Signals(-tried.returncode).name}"
+    return tried.stderr.strip().splitlines()[-1] if tried.returncode else ""
 
 
 def _vllm(vllm: VllmInstallation | None) -> Check:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from importlib import metadata
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ NOT_BUILT = KernelInventory(
 def _as_an_installed_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.setattr(software_checks, "SOURCES", tmp_path)
+    monkeypatch.setattr(software_checks, "OPS", tmp_path)
 
 
 def software(
@@ -77,6 +79,31 @@ def test_kernels_of_other_sources_are_a_note(
 
 def test_kernels_without_sources_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert software(monkeypatch, kernels=BUILT)["kernels"].status == "ok"
+
+
+def cut_off() -> bytes:
+    built = next((Path(doctor.__file__).parents[1] / "ops").glob("_kernels*.so"), None)
+    return b"" if built is None else built.read_bytes()[:1_000_000]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "file too short"),
+        (b"no library" * 99, "invalid ELF header"),
+        # Reading beyond the end of the file kills the process, or the dynamic linker sees it coming.
+        pytest.param(cut_off(), "", marks=pytest.mark.skipif(not cut_off(), reason="kernels not built")),
+    ],
+    ids=["empty", "another file", "cut off"],
+)
+def test_kernels_that_cannot_be_loaded_are_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes, reason: str
+) -> None:
+    (tmp_path / f"_kernels{EXTENSION_SUFFIXES[0]}").write_bytes(content)
+    check = software(monkeypatch, kernels=BUILT)["kernels"]
+    assert check.status == "missing"
+    assert check.detail.startswith("built, but cannot be loaded: ")
+    assert check.detail.endswith(reason)
 
 
 def test_kernels_that_are_not_built_are_a_note_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
