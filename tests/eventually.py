@@ -13,7 +13,7 @@ _LONGEST_S = 120.0
 """A busy machine takes many times what an idle one does."""
 
 
-def eventually(answer: Callable[[], T], what: str = "") -> T:
+def eventually(answer: Callable[[], T | None], what: str = "") -> T:
     """Return `answer()` once it is true; what others do has no better moment.
 
     Args:

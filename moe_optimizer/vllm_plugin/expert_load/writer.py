@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ _INTERVAL_S = 3.0
 """Chosen: encoding 61 layers of 256 experts takes a few milliseconds of the interpreter, so a thousandth of it."""
 _UNSEEN_INTERVAL_S = 0.5
 """Chosen: how soon after vLLM's own warm-up the proof says that every layer is counted."""
+_STOP_WAIT_S = 5.0
+"""Chosen: a write takes milliseconds; one that hangs does not keep the process."""
 
 logger = get_logger(__name__)
 
@@ -49,7 +52,7 @@ class ExpertLoadWriter:
         self._on_seen = on_seen
         self._seen = self._failed = False
         self._steps = self._written_steps = 0
-        self._wake = threading.Event()
+        self._wake, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def stepped(self) -> None:
@@ -64,6 +67,15 @@ class ExpertLoadWriter:
         if self._thread is None:
             self._thread = threading.Thread(target=self._keep_writing, name="moe-optimizer-expert-load", daemon=True)
             self._thread.start()
+            # Python's own end would end the thread wherever it is; inside torch that aborts the process.
+            atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the thread, after the write that it is at."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(_STOP_WAIT_S)
 
     def write(self) -> None:
         """Read the table and write the files now.
@@ -101,10 +113,11 @@ class ExpertLoadWriter:
         )
 
     def _keep_writing(self) -> None:
-        pause = threading.Event()
         while True:
             stepped = self._wake.wait(None if self._seen else _UNSEEN_INTERVAL_S)
             self._wake.clear()
+            if self._stop.is_set():
+                return
             try:
                 self.write()
             except (OSError, InputError) as error:
@@ -113,7 +126,7 @@ class ExpertLoadWriter:
                     self._failed = True
                     logger.warning("expert load under %s cannot be written: %s", self._path, error)
             if stepped:
-                pause.wait(_INTERVAL_S)
+                self._stop.wait(_INTERVAL_S)
 
 
 def part_path(run_dir: Path, rank: int) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,51 @@ def test_a_run_folder_that_takes_no_files_is_said_once_and_serving_goes_on(
         time.sleep(0.05)
     eventually(lambda: [record for record in caplog.records if "cannot be written" in record.getMessage()])
     assert len([record for record in caplog.records if "cannot be written" in record.getMessage()]) == 1
+
+
+ENDS_IN_THE_MIDDLE = """
+import atexit, sys, threading, time
+from pathlib import Path
+import torch
+from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter
+
+class Counter:
+    reading = threading.Event()
+    def table(self):
+        self.reading.set()
+        time.sleep(0.2)
+        return torch.ones(1, 6, dtype=torch.int64)
+
+atexit.register(lambda: print("alive:", [t.name for t in threading.enumerate() if t.daemon]))
+writer = ExpertLoadWriter(Counter(), model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",
+                          path=Path(sys.argv[1]) / "expert_load" / "0.json", on_seen=lambda: None)
+writer.stepped()
+Counter.reading.wait()
+"""
+
+
+def test_a_process_that_ends_lets_its_write_end_first(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_IN_THE_MIDDLE, str(tmp_path)],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "alive: []\n"), done.stderr
+    assert read_run_load(tmp_path).layers[0].tokens == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("moment", ["before the first step", "after a step"])
+def test_the_thread_ends_when_it_is_asked_to(moment: str, tmp_path: Path) -> None:
+    writer = ExpertLoadWriter(
+        LayerwiseCounter((0,), EXPERTS), model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",
+        path=part_path(tmp_path, 0), on_seen=lambda: None,
+    )  # fmt: skip
+    writer.start()
+    if moment == "after a step":
+        writer.stepped()
+    thread = writer._thread
+    assert thread is not None
+    writer.stop()
+    assert not thread.is_alive()
 
 
 def test_counts_of_an_earlier_server_in_the_folder_are_removed(tmp_path: Path) -> None:
