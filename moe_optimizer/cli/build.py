@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_optimizer.child_process import child_process
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.options import BuildOptions
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from moe_optimizer.specs.software import KernelInventory
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "build.sh"
+_GRACE_S = 10.0
 
 
 @takes(BuildOptions)
@@ -67,15 +67,10 @@ def _build(script: Path) -> None:
             hint="to build them yourself, run this from a checkout",
         )
     sys.stderr.flush()
-    # A process group of its own: on Ctrl-C the whole build is ended, compilers included.
-    with clean_termination():
-        process = subprocess.Popen(["bash", str(script)], stdout=2, start_new_session=True, env=_build_environment())
-        try:
-            code = process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
-            raise
+    # On Ctrl-C the whole build is ended, compilers included.
+    command = ["bash", str(script)]
+    with clean_termination(), child_process(command, grace_s=_GRACE_S, stdout=2, env=_build_environment()) as process:
+        code = process.wait()
     if code != 0:
         raise UnsupportedError(f"build.sh: ended with exit code {code}", hint="its last lines above say why")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_optimizer.child_process import child_process
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.cli.termination import clean_termination
@@ -43,21 +43,12 @@ def run_tuning(request: Mapping[str, Any], progress: ProgressLines, *, log: Path
         path = Path(folder) / "request.json"
         path.write_text(json.dumps(request), encoding="utf-8")
         command = [sys.executable, "-m", _MODULE, str(path), str(write_end)]
-        # A session of its own: on Ctrl-C it is stopped here, after the terminal is whole again.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=(write_end,),
-            start_new_session=True,
-        )
-        os.close(write_end)
-        try:
+        files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "pass_fds": (write_end,)}
+        # On Ctrl-C it is stopped here, after the terminal is whole again.
+        with child_process(command, grace_s=_GRACE_S, **files) as process:
+            os.close(write_end)
             last = _follow(read_end, progress)
             code = process.wait()
-        finally:
-            _stop(process)
     if "done" in last:
         return last["done"]
     if "refused" in last:
@@ -118,17 +109,6 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _last_line(log: Path) -> str:

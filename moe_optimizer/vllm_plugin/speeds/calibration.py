@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,9 +10,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 
+from moe_optimizer.child_process import child_process
 from moe_optimizer.errors import InputError, printable
 from moe_optimizer.inspection.kernel_speeds import cache_dir, read_tables, write_tables
 from moe_optimizer.plan.json_codec import encode
@@ -58,19 +62,15 @@ def _run(folder: Path, request: Request, on_step: Callable[[int, int, str], None
     if request.device == "cpu":
         environment["OMP_NUM_THREADS"] = str(request.threads)
     log = folder / "log.txt"
-    with log.open("wb") as stderr:
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True, start_new_session=True
-        )
-        stop = _Deadline(child, request.seconds + START_UP_S)
-        try:
-            assert child.stdout is not None
-            for line in child.stdout:
-                _report(line, on_step)
-            code = child.wait()
-        finally:
-            stop.cancel()
-            _kill(child)
+    with (
+        log.open("wb") as stderr,
+        child_process(command, grace_s=0.0, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True) as child,
+        _Deadline(child, request.seconds + START_UP_S) as stop,
+    ):
+        assert child.stdout is not None
+        for line in child.stdout:
+            _report(line, on_step)
+        code = child.wait()
     if stop.passed:
         return f"not done after {request.seconds + START_UP_S:.0f} s"
     if code:
@@ -89,30 +89,28 @@ def _report(line: str, on_step: Callable[[int, int, str], None]) -> None:
 
 
 class _Deadline:
-    """Kills a process at a time from now."""
+    """Kills a process and its group once so many seconds of the block have passed."""
 
     def __init__(self, child: subprocess.Popen[str], seconds: float) -> None:
-        import threading
-
         self.passed = False
         self._child = child
         self._timer = threading.Timer(seconds, self._expire)
         self._timer.daemon = True
+
+    def __enter__(self) -> _Deadline:
         self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
 
     def _expire(self) -> None:
         self.passed = True
-        _kill(self._child)
-
-    def cancel(self) -> None:
-        """Let the process live."""
-        self._timer.cancel()
-
-
-def _kill(child: subprocess.Popen[str]) -> None:
-    if child.poll() is None:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        # It may have ended by itself just now.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
 
 
 def _keep(tables: Sequence[KernelSpeeds], folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from moe_optimizer.cli import build
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.specs.software import KernelInventory
+from tests.eventually import eventually, is_running
 
 
 def script(folder: Path, text: str) -> Path:
@@ -38,30 +38,19 @@ def test_the_output_of_the_build_goes_to_stderr(tmp_path: Path, capfd: pytest.Ca
 
 
 def test_an_interrupt_ends_the_compilers_too(tmp_path: Path) -> None:
-    path = script(tmp_path, f"sleep 60 & echo $! > {tmp_path}/pid; wait")
-    threading.Thread(target=_interrupt_when, args=(tmp_path / "pid",)).start()
+    path = script(tmp_path, f"sleep 600 & echo $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; wait")
+    thread = threading.Thread(target=_interrupt_when, args=(tmp_path / "pid",))
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
         build._build(path)
-    assert _ends((tmp_path / "pid").read_text(encoding="utf-8").strip())
+    thread.join()
+    compiler = int((tmp_path / "pid").read_text(encoding="utf-8"))
+    assert eventually(lambda: not is_running(compiler))
 
 
 def _interrupt_when(path: Path) -> None:
-    deadline = time.monotonic() + 10
-    while not (path.exists() and path.read_text(encoding="utf-8").strip()) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    eventually(path.is_file)
     os.kill(os.getpid(), signal.SIGINT)
-
-
-def _ends(pid: str) -> bool:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            if Path("/proc", pid, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_what_is_built_is_told_apart_from_what_ran() -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, Unsupp
 from moe_optimizer.inspection import load_hardware
 from moe_optimizer.inspection.tuned_configs import SHIPPED
 from moe_optimizer.specs.software import VllmInstallation
+from tests.eventually import eventually, is_running
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 VERDICT = {
@@ -144,8 +144,7 @@ def test_a_signal_leaves_no_process(number: int, raised: type[BaseException], tm
     pid_file = tmp_path / "pid"
 
     def interrupt() -> None:
-        while not pid_file.exists() or not pid_file.read_text():
-            time.sleep(0.02)
+        eventually(pid_file.is_file)
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
@@ -153,4 +152,4 @@ def test_a_signal_leaves_no_process(number: int, raised: type[BaseException], tm
     with pytest.raises(raised):
         run_tuning({"pid_file": str(pid_file)}, ProgressLines(verbose=False), log=tmp_path / "log")
     thread.join()
-    assert not Path(f"/proc/{json.loads(pid_file.read_text())}").exists()
+    assert not is_running(int(pid_file.read_text()))

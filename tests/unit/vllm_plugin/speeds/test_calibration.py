@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds, read_tabl
 from moe_optimizer.specs.kernel_speeds import LayerShape, SpeedQuestion
 from moe_optimizer.vllm_plugin.speeds import calibration
 from moe_optimizer.vllm_plugin.speeds.calibrate import Request
+from tests.eventually import eventually, is_running
 
 QUESTION = SpeedQuestion(
     device="Some CPU (avx2), 2 threads",
@@ -90,13 +90,19 @@ def test_a_process_that_ends_without_tables_is_told(tmp_path: Path, child: Any) 
 
 
 def test_a_process_that_hangs_is_ended(tmp_path: Path, child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "START_UP_S", -4.5)
-    pid_file = tmp_path / "pid"
-    child(f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)")
-    assert run(tmp_path / "cache") == "not done after 0 s"
-    if pid_file.exists():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid_file.read_text()), 0)
+    expire = calibration._Deadline._expire
+    # Not before it has come to hanging, however long that takes.
+    monkeypatch.setattr(calibration._Deadline, "_expire", lambda self: (eventually(lambda: steps), expire(self)))
+    monkeypatch.setattr(calibration, "START_UP_S", -4.9)
+    child("""
+import json, os, time
+print(json.dumps({"done": 0, "of": 1, "text": str(os.getpid())}), flush=True)
+time.sleep(600)
+""")
+    steps: list[Any] = []
+    assert run(tmp_path / "cache", steps) == "not done after 0 s"
+    ((_, _, pid),) = steps
+    assert not is_running(int(pid))
 
 
 def test_the_measuring_process_gets_no_plan(tmp_path: Path, child: Any, monkeypatch: pytest.MonkeyPatch) -> None:

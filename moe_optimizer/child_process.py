@@ -1,0 +1,74 @@
+"""A child process that does not outlive the block that needs it, whenever a signal ends the block."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+# SIGINT last: it is handled again first, and the others' handlers are those of a block around this one.
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def child_process(command: Sequence[str], *, grace_s: float, **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Run a command in a session of its own for the block; if it still runs at the block's end, end it and its group.
+
+    Its own session, so that Ctrl-C at the terminal ends the block here and not the process.
+
+    Args:
+        command: argument list, no shell.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        options: of subprocess.Popen.
+    """
+    process = None
+    try:
+        with _signals_held():
+            process = subprocess.Popen(list(command), start_new_session=True, **options)
+        yield process
+    finally:
+        if process is not None:
+            _end(process, grace_s)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Have signals handled at the block's end: one that raised while a process is started would leave it behind."""
+    held: list[int] = []
+
+    def hold(number: int, _frame: FrameType | None) -> None:
+        held.append(number)
+
+    # Handlers run in the main thread only, so nothing interrupts another one.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in _SIGNALS if in_main_thread}
+    handled = {number: handler for number, handler in before.items() if callable(handler)}
+    try:
+        for number in handled:
+            signal.signal(number, hold)
+        yield
+    finally:
+        for number in reversed(handled):
+            signal.signal(number, handled[number])
+    for number in held:
+        signal.raise_signal(number)
+
+
+def _end(process: subprocess.Popen[Any], grace_s: float) -> None:
+    if process.poll() is not None:
+        return
+    try:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        # After a second signal too, which ends the waiting.
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
