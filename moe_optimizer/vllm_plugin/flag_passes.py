@@ -15,6 +15,7 @@ from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import Argument, split_arguments
 from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.captured_graphs import await_capture, captures_graphs
 from moe_optimizer.vllm_plugin.compat import supported_version
 from moe_optimizer.vllm_plugin.patch import PatchReport, PatchState, apply_when_imported
 from moe_optimizer.vllm_plugin.proof import described
@@ -46,7 +47,8 @@ _SHOWN_BY: Mapping[str, Callable[[Any], Any]] = {
     "--kv-offloading-size": lambda config: config.cache_config.kv_offloading_size,
     "--kv-offloading-backend": lambda config: config.cache_config.kv_offloading_backend,
 }
-"""Flag -> what has become of it in vLLM's configuration. The size of graphs is compared apart: vLLM cuts it."""
+"""Flag -> what has become of it in vLLM's configuration. The size of graphs is compared apart: vLLM cuts it, and what
+is captured is known only later (`captured_graphs`)."""
 
 
 def flag_decisions(plan: Plan) -> tuple[Decision, ...]:
@@ -67,18 +69,28 @@ def watch_flags(activation: Activation) -> None:
 
     import vllm
 
+    from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
     from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
+
+    with_graphs = tuple(decision for decision in decisions if captures_graphs(decision))
 
     def patched(report: PatchReport) -> None:
         activation.patches_changed()
         if report.state is PatchState.REFUSED:
             _refuse(activation, decisions, f"cannot be shown: {report.detail}")
 
+    def patched_steps(report: PatchReport) -> None:
+        activation.patches_changed()
+        if report.state is PatchState.REFUSED:
+            _refuse(activation, with_graphs, f"cannot be shown: {report.detail}")
+
     supported, why_not = supported_version(str(vllm.__version__))
-    if supported:
-        apply_when_imported(WORKER_MODEL_LOADED, on_change=patched)
-    else:
+    if not supported:
         _refuse(activation, decisions, f"cannot be shown: {why_not}")
+        return
+    apply_when_imported(WORKER_MODEL_LOADED, on_change=patched)
+    if with_graphs:
+        apply_when_imported(WORKER_EXECUTE_MODEL, on_change=patched_steps)
 
 
 def prove_flags(activation: Activation, worker: Any, cache_specs: Mapping[str, Any]) -> None:
@@ -104,7 +116,11 @@ def prove_flags(activation: Activation, worker: Any, cache_specs: Mapping[str, A
             _refuse(activation, (decision,), reason)
         else:
             activation.applied(decision.pass_name, kernel="", isa="")
-            activation.ran(decision.pass_name)
+            if captures_graphs(decision):
+                await_capture(activation, decision)
+            # Under data parallelism requests are one rank's: the others show what was configured, until theirs come.
+            if not captures_graphs(decision) or worker.vllm_config.parallel_config.data_parallel_size > 1:
+                activation.ran(decision.pass_name)
         activation.proof.passes[decision.pass_name].requested = decision.value
 
 

@@ -78,6 +78,8 @@ class PassProof:
     """The kernel computed at least one forward of every layer that it was given here."""
     why_not: str = ""
     """Why it is not applied, or not for some layers; "" when there is nothing to say."""
+    found: str = ""
+    """What ran, where the worker found that out, for example "up to 512"; "" where `ran` says all."""
     kernel: str = ""
     """For example "fused_experts (cpu)"."""
     isa: str = ""

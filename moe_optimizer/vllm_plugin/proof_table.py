@@ -31,7 +31,8 @@ class Row:
     applied: str
     """"yes", "no", "by flags", "2 of 4 workers" or "-"."""
     ran: str
-    """As `applied`, with the number of layers; "-" for what vLLM carries out itself and does not prove."""
+    """As `applied`, with the number of layers or what else the workers found; "-" for what vLLM carries out itself and
+    does not prove."""
     why_not: str
 
     @property
@@ -102,11 +103,12 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
     entries = [proof.passes.get(decision.pass_name) for proof in model_holders(proofs)]
     ran = _share([bool(entry and entry.ran) for entry in entries])
     layers = max((len(entry.layers) for entry in entries if entry), default=0)
+    found = [f"{layers} layers"] if layers else sorted({entry.found for entry in entries if entry and entry.found})
     return Row(
         pass_name=decision.pass_name,
         requested=requested,
         applied=_share([bool(entry and entry.applied) for entry in entries]) if by_us else applied,
-        ran=f"{ran}, {layers} layers" if layers and ran != "no" else ran,
+        ran=ran if ran == "no" else ", ".join((ran, *found)),
         why_not=why_not_running(plan, decision.pass_name, proofs, absent) or layers_left(decision, proofs),
     )
 

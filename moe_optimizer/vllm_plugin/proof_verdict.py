@@ -107,10 +107,11 @@ def _what_is_missing(decision: Decision, proofs: Sequence[Proof]) -> str:
     if holders and not all_holders_reported(proofs):
         reported = len({proof.model_rank for proof in holders})
         return f"{reported} of {holders[0].world_size} workers reported"
-    if by_flags:
-        return "no worker shows what became of its flags"
-    left = layers_left(decision, proofs)
     entries = [proof.passes.get(decision.pass_name) for proof in holders]
+    if by_flags:
+        applied = any(entry and entry.applied for entry in entries)
+        return "no request has run with it yet" if applied else "no worker shows what became of its flags"
+    left = layers_left(decision, proofs)
     if left and not any(entry and entry.layers for entry in entries):
         return f"no layer is converted: {left}"
     return "no forward pass reached the kernel yet"

@@ -1,4 +1,4 @@
-"""Tells us how many tokens of a served step are real, and keeps every other run of the model out of the counts."""
+"""Tells us of every served step: how many of its tokens are real, and that vLLM has captured its graphs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from moe_optimizer.vllm_plugin.captured_graphs import prove_captured
 from moe_optimizer.vllm_plugin.expert_load.capture import current_counting
 from moe_optimizer.vllm_plugin.patch import Patch
 
@@ -13,6 +14,7 @@ from moe_optimizer.vllm_plugin.patch import Patch
 def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
+        prove_captured(self)
         counting = current_counting()
         if counting is None:
             return original(self, scheduler_output)
@@ -25,8 +27,9 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
 WORKER_EXECUTE_MODEL = Patch(
     target="vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model",
     why="a router sees the padding of CUDA graphs, warm-up and profiling as tokens; only the scheduler knows how many "
-    "of them are real, and this is where its answer reaches a worker",
-    remove_when="vLLM gives the number of real tokens to its routed experts callback",
+    "of them are real, and this is where its answer reaches a worker; and the first call is the first sign that the "
+    "graphs are captured",
+    remove_when="vLLM gives the number of real tokens to its routed experts callback, and tells which graphs it has",
     fingerprints={"0.26 to 0.33": "6707bb946f6f4074"},
     replacement=_replacement,
 )

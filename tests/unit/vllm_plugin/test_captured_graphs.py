@@ -1,0 +1,127 @@
+"""What a worker's vLLM has captured, against the plan. With vLLM's own objects: tests/vllm/test_captured_graphs.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.planner import make_plan
+from moe_optimizer.vllm_plugin import captured_graphs
+from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.flag_passes import prove_flags
+from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
+from moe_optimizer.vllm_plugin.proof import PassProof
+from moe_optimizer.vllm_plugin.proof_table import proof_rows
+from moe_optimizer.vllm_plugin.proof_verdict import not_running
+from tests.builders import gpus, profile_with, qwen3_30b_a3b, request
+from tests.unit.vllm_plugin.test_flag_passes import BF16, vllm_config
+
+PASS = "graph_capture"
+
+
+def planned(**passes: Any) -> Plan:
+    return make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), profile_with(passes=passes)))
+
+
+PLAN = planned()
+SIZE = PLAN.decision(PASS).params["max_capture_size"]
+
+
+@pytest.fixture
+def activation(tmp_path: Path) -> Iterator[Activation]:
+    started = Activation(run_dir=tmp_path, plan=PLAN)
+    started.proof.model_rank, started.proof.world_size = 0, 1
+    yield started
+    captured_graphs._awaited = None
+
+
+def worker(*sizes: int, mode: str = "FULL_AND_PIECEWISE", second_runner: bool = False, **changed: Any) -> Any:
+    graphs = {mode: [SimpleNamespace(num_tokens=size) for size in sizes]}
+    config = vllm_config(
+        max_cudagraph_capture_size=SIZE, cudagraph_mode=mode, **({"data_parallel_size": 1} | PLAN_FLAGS | changed)
+    )
+    runner = (
+        SimpleNamespace(cudagraph_manager=SimpleNamespace(_capture_descs=graphs))
+        if second_runner
+        else SimpleNamespace(cudagraph_dispatcher=SimpleNamespace(cudagraph_keys=graphs))
+    )
+    return SimpleNamespace(vllm_config=config, model_runner=runner)
+
+
+PLAN_FLAGS = {"enable_expert_parallel": False, "enable_dbo": False, "max_num_batched_tokens": 8192}
+
+
+def served(activation: Activation, loaded: Any) -> PassProof:
+    """The proof of a worker that was loaded and took its first request."""
+    prove_flags(activation, loaded, BF16)
+    step(loaded)
+    return activation.proof.passes[PASS]
+
+
+def step(loaded: Any) -> None:
+    executed = WORKER_EXECUTE_MODEL.replacement(lambda wrapper, output: output)
+    assert executed(SimpleNamespace(worker=loaded), "output") == "output"
+
+
+@pytest.mark.parametrize("second_runner", [False, True], ids=["V1", "V2"])
+def test_what_is_captured_as_planned_is_shown(activation: Activation, second_runner: bool) -> None:
+    entry = served(activation, worker(1, 8, SIZE, second_runner=second_runner))
+    assert (entry.applied, entry.ran, entry.why_not, entry.found) == (True, True, "", f"up to {SIZE}")
+    (row,) = [row for row in proof_rows(PLAN, [activation.proof]) if row.pass_name == PASS]
+    assert row.ran == f"yes, up to {SIZE}"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "reason"),
+    [
+        (worker(1, 64, mode="FULL_DECODE_ONLY"), "captured up to 64 (FULL_DECODE_ONLY)"),
+        (worker(mode="NONE"), "captured up to 0 (NONE)"),
+        (worker(1, 64, second_runner=True), "captured up to 64 (FULL_AND_PIECEWISE)"),
+    ],
+    ids=["lowered", "none", "lowered, V2"],
+)
+def test_what_vllm_lowered_after_loading_does_not_run(activation: Activation, loaded: Any, reason: str) -> None:
+    entry = served(activation, loaded)
+    assert (entry.applied, entry.ran) == (False, False)
+    assert entry.why_not == f"CUDA graphs: vLLM {reason}, planned {SIZE}"
+    assert not_running(PLAN, [activation.proof], [PASS]) == {PASS: entry.why_not}
+
+
+def test_until_a_request_has_run_nothing_is_shown(activation: Activation) -> None:
+    prove_flags(activation, worker(SIZE), BF16)
+    assert not_running(PLAN, [activation.proof], [PASS]) == {PASS: "no request has run with it yet"}
+
+
+def test_a_rank_of_data_parallelism_shows_what_is_configured_until_its_first_request(activation: Activation) -> None:
+    loaded = worker(64, data_parallel_size=2)
+    prove_flags(activation, loaded, BF16)
+    assert activation.proof.passes[PASS].ran
+    step(loaded)
+    assert not activation.proof.passes[PASS].ran
+
+
+def test_a_vllm_that_keeps_its_graphs_elsewhere_goes_on_and_the_proof_says_so(activation: Activation) -> None:
+    loaded = worker(SIZE)
+    loaded.model_runner = SimpleNamespace()
+    assert served(activation, loaded).why_not.startswith("cannot be shown: AttributeError")
+
+
+def test_only_the_first_step_looks(activation: Activation) -> None:
+    loaded = worker(SIZE)
+    served(activation, loaded)
+    loaded.model_runner = None
+    step(loaded)
+    assert activation.proof.passes[PASS].why_not == ""
+
+
+def test_a_plan_without_graphs_waits_for_none(tmp_path: Path) -> None:
+    plan = planned(graph_capture={"eager": True})
+    activation = Activation(run_dir=tmp_path, plan=plan)
+    prove_flags(activation, worker(enforce_eager=True), BF16)
+    assert activation.proof.passes[PASS].ran
+    assert captured_graphs._awaited is None

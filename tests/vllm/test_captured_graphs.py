@@ -1,0 +1,69 @@
+"""Where vLLM's two model runners keep the sizes of their CUDA graphs. No GPU, no engine: the objects that hold them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_optimizer.vllm_plugin.captured_graphs import largest_graph
+
+pytestmark = pytest.mark.vllm
+
+SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+MAX_NUM_SEQS = 64
+LARGEST = {"NONE": 0, "FULL_DECODE_ONLY": MAX_NUM_SEQS, "FULL_AND_PIECEWISE": 512, "PIECEWISE": 512}
+"""What vLLM gives up to -> the largest size that is left of SIZES."""
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    from vllm.config import VllmConfig
+
+    config = VllmConfig()
+    # On a machine without a GPU vLLM empties these.
+    config.compilation_config.cudagraph_capture_sizes = SIZES
+    config.compilation_config.max_cudagraph_capture_size = SIZES[-1]
+    config.scheduler_config.max_num_seqs = MAX_NUM_SEQS
+    return config
+
+
+@pytest.mark.parametrize("mode", LARGEST)
+def test_the_dispatcher_of_the_first_runner_has_them(config: Any, mode: str) -> None:
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+    dispatcher = CudagraphDispatcher(config)
+    dispatcher.initialize_cudagraph_keys(CUDAGraphMode[mode])
+    runner = SimpleNamespace(cudagraph_dispatcher=dispatcher)
+    assert largest_graph(SimpleNamespace(model_runner=runner)) == LARGEST[mode]
+    assert str(CUDAGraphMode[mode]) == mode, "as the proof names it"
+
+
+@pytest.mark.parametrize("mode", LARGEST)
+def test_the_manager_of_the_second_runner_has_them(config: Any, mode: str) -> None:
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    # Its __init__ asks for process groups and a pool of device memory, and then calls this.
+    manager: Any = object.__new__(CudaGraphManager)
+    manager.vllm_config, manager.compilation_config = config, config.compilation_config
+    manager.cudagraph_mode, manager.max_num_reqs, manager.decode_query_len = CUDAGraphMode[mode], MAX_NUM_SEQS, 1
+    manager.lora_capture_cases, manager.varlen_decode, manager.ubatch_runner = [0], False, None
+    manager._candidates, manager._capture_descs = {}, {}
+    manager._init_candidates()
+    runner = SimpleNamespace(cudagraph_manager=manager)
+    assert largest_graph(SimpleNamespace(model_runner=runner)) == LARGEST[mode]
+
+
+def test_each_runner_has_its_own_and_not_the_others() -> None:
+    import inspect
+
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu import model_runner
+
+    first, second = inspect.getsource(gpu_model_runner), inspect.getsource(model_runner)
+    assert "self.cudagraph_dispatcher = " in first
+    assert "self.cudagraph_manager = " in second
+    assert "self.cudagraph_dispatcher = " not in second
