@@ -33,7 +33,6 @@ SWITCHES: Mapping[str, str] = {
 ENGINES = ("vllm", "embedded")
 RENDERINGS = ("ray", "lws")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
-DEFAULT_PROFILE = "balanced"
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_READY_TIMEOUT_S = 1800.0

@@ -12,7 +12,6 @@ from moe_optimizer.cli.options import (
     DEFAULT_CALIBRATE_S,
     DEFAULT_HOST,
     DEFAULT_PORT,
-    DEFAULT_PROFILE,
     DTYPES,
     ENGINES,
     PlanOptions,
@@ -21,6 +20,7 @@ from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import PASS_NAMES, required_key, resolve_wishes
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.serve_args import split_arguments
+from moe_optimizer.profiles import DEFAULT_PROFILE
 
 if TYPE_CHECKING:
     from moe_optimizer.env import Environment

@@ -10,7 +10,8 @@ from moe_optimizer.specs.model import ModelSpec
 FP8_BLOCK = 128
 """Rows and columns that share one FP32 scale in block-wise FP8."""
 
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a weight that is not quantised, by dtype."""
 # vLLM pads the vocabulary to a multiple of this many rows before it splits it.
 _VOCAB_PADDING = 64
 
@@ -55,7 +56,7 @@ def weight_parts(
         expert_bits: bits of one routed-expert weight when they are converted at load time; None: as stored.
         linear_bits: the same for the other split matrices (never for embeddings, router and norms).
     """
-    dtype_bytes = _DTYPE_BYTES.get(model.dtype, 2)
+    dtype_bytes = DTYPE_BYTES.get(model.dtype, 2)
     vocabulary_params = model.embedding_params + model.lm_head_params
     linear_params = model.attention_params - model.kv_params + model.dense_params + model.shared_expert_params
     # What no field of the ModelSpec names are norms, and in some families projections into an expert latent.

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.log import get_logger
 from moe_optimizer.ops import _load, cuda_dispatch, reference
+from moe_optimizer.ops.cuda_dispatch_problem import DTYPE_CODE
 from moe_optimizer.ops.registration import register_op
 from moe_optimizer.ops.tensor_check import TensorChecks, overlaps_shifted
 
@@ -22,7 +23,6 @@ MAX_TOP_K = 32
 SIZE_MULTIPLE = 16
 """H and I that the kernels cover; other sizes run in `reference`."""
 
-DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
 _X_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_SCALE, _BLOCK_SCALE, _CHANNEL_SCALE = 0, 1, 2
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.costs.fp8_blocks import padded_experts, ragged_linear
 from moe_optimizer.costs.roofline import experts_read_ratio
+from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
-from moe_optimizer.plan_context.context import DTYPE_BYTES, PlanContext
+from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.decode_step import held_at_once, least_step_us
 from moe_optimizer.plan_context.expert_kernel import FORMAT_PARAM, why_not_for_converted_weights
 from moe_optimizer.plan_context.fp8_kept import (

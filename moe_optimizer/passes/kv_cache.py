@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
-from moe_optimizer.costs.memory import sequence_kv_bytes
+from moe_optimizer.costs.memory import GIB, sequence_kv_bytes
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan_context.cache_dtype import FP8_WORDS, cache_bits, cache_dtype, fp8_asked, why_not_fp8
@@ -15,7 +15,6 @@ from moe_optimizer.plan_context.decode_step import full_length, held_at_once
 from moe_optimizer.plan_context.host_tier import decide_tier
 from moe_optimizer.specs.quantity import Quantity, Source
 
-_GIB = 2**30
 _LENGTH_MARGIN = 0.9
 """Chosen: the activation and workspace terms are estimates of about a tenth of the budget."""
 _LENGTH_STEP = 128
@@ -128,7 +127,7 @@ def _lengths(ctx: PlanContext, bits: int) -> tuple[int | None, int | None]:
 def _room(ctx: PlanContext, bits: int) -> int:
     """Return the cache bytes of one device; on the CPU build in whole GiB, as it takes them."""
     available = ctx.memory(**ctx.memory_terms(bits)).kv_cache_bytes
-    return available // _GIB * _GIB if ctx.device == "cpu" else available
+    return available // GIB * GIB if ctx.device == "cpu" else available
 
 
 def _host_cache_gib(ctx: PlanContext, bits: int, length: int | None) -> int:
@@ -143,7 +142,7 @@ def _host_cache_gib(ctx: PlanContext, bits: int, length: int | None) -> int:
     needed = max(
         ctx.workload.batch_size * sequence_kv_bytes(request, tokens), sequence_kv_bytes(request, length or tokens)
     )
-    return max(1, min(math.ceil(needed / _GIB), _room(ctx, bits) // _GIB))
+    return max(1, min(math.ceil(needed / GIB), _room(ctx, bits) // GIB))
 
 
 def _held_at_once(ctx: PlanContext, bits: int) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from moe_optimizer.costs.memory import MemoryRequest, plan_memory
+from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Decision, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 WishWithOrigin = tuple[Wish, str]
 """A wish and who made it, for example (Wish.ON, "flag --enable-fp8")."""
-
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

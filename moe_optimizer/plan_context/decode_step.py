@@ -6,7 +6,8 @@ from typing import Any
 
 from moe_optimizer.costs.comm import all_reduce_us
 from moe_optimizer.costs.roofline import decode_step_floor_us
-from moe_optimizer.plan_context.context import DTYPE_BYTES, PlanContext
+from moe_optimizer.costs.weights import DTYPE_BYTES
+from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.specs.quantity import Quantity
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import InputError
-from moe_optimizer.plan_context.context import DTYPE_BYTES, PlanContext
+from moe_optimizer.plan_context.context import PlanContext
 
 if TYPE_CHECKING:
     from moe_optimizer.profiles.schema import Fp8Section

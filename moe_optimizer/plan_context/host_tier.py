@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from moe_optimizer.costs.memory import GIB
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
 
-_GIB = 2**30
 _HOST_SHARE = 1 / 2
 """Chosen: the tier is page-locked, so it is lost to loading weights and to everything else on the host."""
 _FLAG = "--kv-offloading-size"
@@ -94,11 +94,11 @@ def _size(ctx: PlanContext, kv_bits: int) -> tuple[int, str]:
     """Return the GiB of an engine's tier and how they come about."""
     cache = ctx.memory(**ctx.memory_terms(kv_bits)).kv_cache_bytes * ctx.tensor_parallel_size
     if ctx.hardware.cpu is None:
-        return cache // _GIB, "as large as the cache on the GPUs"
+        return cache // GIB, "as large as the cache on the GPUs"
     most = int(ctx.hardware.cpu.memory.value * _HOST_SHARE) // (ctx.data_parallel_size * ctx.num_servers)
     if cache <= most:
-        return cache // _GIB, "as large as the cache on the GPUs"
-    return most // _GIB, f"half of the host's memory, {most / cache:.0%} of the cache on the GPUs"
+        return cache // GIB, "as large as the cache on the GPUs"
+    return most // GIB, f"half of the host's memory, {most / cache:.0%} of the cache on the GPUs"
 
 
 def _backend(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from moe_optimizer.costs.memory import GIB
 from moe_optimizer.errors import DoesNotFitError
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan_context.context import PlanContext
-
-_GIB = 2**30
 
 
 def memory_under_decisions(context: PlanContext) -> MemoryPlan:
@@ -21,7 +20,7 @@ def memory_under_decisions(context: PlanContext) -> MemoryPlan:
     memory = context.memory(**terms, max_model_len=min(shortest, cache["wanted_model_len"] or shortest))
     if context.device == "cuda":
         return memory
-    size = cache["host_cache_gib"] * _GIB
+    size = cache["host_cache_gib"] * GIB
     if size > memory.kv_cache_bytes:
         # The CPU build takes whole GiB of cache, so less than one is none.
         return dataclasses.replace(memory, fits=False)

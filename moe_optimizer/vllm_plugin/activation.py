@@ -15,6 +15,7 @@ from moe_optimizer.files import write_atomically
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.specs.kernel_speeds import STOCK
 from moe_optimizer.vllm_plugin.patch import patch_reports
 from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, PatchProof, Proof, ProofWriter, described
 from moe_optimizer.vllm_plugin.role import process_role
@@ -23,8 +24,6 @@ logger = get_logger(__name__)
 
 EXPERTS_PASS = "flash_dmoe"
 """The pass whose decision puts our experts class into vLLM's kernel choice."""
-STOCK_KERNEL = "stock"
-"""How proofs and dispatch tables call vLLM's own kernel."""
 PLAN_FILE = "plan.json"
 
 
@@ -221,7 +220,7 @@ class Activation:
         known = self._layers.get(address)
         if known is not None:
             counts = known.proof.calls_by_kernel
-            counts[STOCK_KERNEL] = counts.get(STOCK_KERNEL, 0) + 1
+            counts[STOCK] = counts.get(STOCK, 0) + 1
             self.writer.touch()
 
     def patches_changed(self) -> None:
