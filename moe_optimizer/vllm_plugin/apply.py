@@ -17,7 +17,8 @@ from moe_optimizer.vllm_plugin.activation import (
     plugin_decisions,
 )
 from moe_optimizer.vllm_plugin.appliers import applier
-from moe_optimizer.vllm_plugin.expert_load.capture import LOAD_PASS, show_expert_load
+from moe_optimizer.vllm_plugin.expert_load.apply_expert_load import show_expert_load
+from moe_optimizer.vllm_plugin.expert_load.capture import LOAD_PASS
 from moe_optimizer.vllm_plugin.experts.apply_experts import offer_experts
 from moe_optimizer.vllm_plugin.flag_passes import watch_flags
 from moe_optimizer.vllm_plugin.placement.expert_placement import PLACEMENT_PASS, offer_placement
