@@ -11,11 +11,11 @@ from moe_optimizer.plan.server_group import RUN_DIR, ServerGroup, ServerRole
 from moe_optimizer.plan_context.behind_router import (
     LOCAL,
     UNSAFE_FLAGS,
-    core_list,
     gpus_of,
     local_server_args,
     plan_port,
     router_args,
+    server_environment,
     server_url,
     undividable_cpu,
     unsafe_flag,
@@ -107,13 +107,12 @@ class Disaggregation(OptimizationPass):
             "kv_role": kv_role,
             "kv_connector_module_path": _MODULES[connector],
         }
-        environment = {}
+        environment = server_environment(ctx, index, len(_ROLES))
         if ctx.device == "cuda":
             side_channel = port + (index + 1) * _SIDE_CHANNEL_OFFSET
-            environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOCAL, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
+            environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOCAL, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
         else:
             transfer["kv_connector_extra_config"] = {"shared_storage_path": f"{RUN_DIR}/kv"}
-            environment = {"VLLM_CPU_OMP_THREADS_BIND": core_list(ctx, index, len(_ROLES))}
         own = ("--kv-transfer-config", json.dumps(transfer, separators=(",", ":")))
         return ServerRole(
             name=name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any, ClassVar
 
 from moe_optimizer.costs.weights import splits_over
@@ -11,6 +10,7 @@ from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.cpu_cores import BINDING, core_lists
 from moe_optimizer.plan_context.expert_kernel import NOT_DATA_PARALLEL
 from moe_optimizer.plan_context.machines import AcrossMachines, across_machines
 from moe_optimizer.specs.model import ModelSpec
@@ -290,20 +290,8 @@ def _vllm_args(size: int, data_parallel: int, expert_parallel: bool) -> tuple[st
 
 
 def _environment(ctx: PlanContext, processes: int) -> dict[str, str]:
-    """Return the core lists of the CPU workers: vLLM's automatic binding wants one NUMA node for each."""
-    if ctx.device == "cuda":
-        return {}
-    each, left = divmod(ctx.cpu.cores, processes)
-    starts = [index * each + min(index, left) for index in range(processes + 1)]
-    lists = [_core_list(ctx.cpu.core_ids[first:end]) for first, end in pairwise(starts)]
-    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(lists)}
-
-
-def _core_list(core_ids: tuple[int, ...]) -> str:
-    """Return the cores as the kernel writes lists: "0-1" where they follow each other, "0,2" where not."""
-    if len(core_ids) > 1 and core_ids[-1] - core_ids[0] == len(core_ids) - 1:
-        return f"{core_ids[0]}-{core_ids[-1]}"
-    return ",".join(map(str, core_ids))
+    """Return the cores of the CPU workers."""
+    return {} if ctx.device == "cuda" else {BINDING: "|".join(core_lists(ctx.cpu.core_ids, processes))}
 
 
 def _params(size: int, data_parallel: int, expert_parallel: bool) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.server_group import ServerGroup, ServerRole
 from moe_optimizer.plan_context.behind_router import (
     UNSAFE_FLAGS,
-    core_list,
     gpus_of,
     local_server_args,
     plan_port,
     router_args,
+    server_environment,
     server_url,
     undividable_cpu,
     unsafe_flag,
@@ -86,7 +86,7 @@ class Replicas(OptimizationPass):
             ServerRole(
                 name=f"replica-{index}",
                 serve_args=local_server_args(serve_args, port, index),
-                serve_env={"VLLM_CPU_OMP_THREADS_BIND": core_list(ctx, index, count)} if ctx.device == "cpu" else {},
+                serve_env=server_environment(ctx, index, count),
                 gpus=gpus_of(ctx, index),
             )
             for index in range(count)

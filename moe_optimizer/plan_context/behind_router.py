@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.serve_args import flag_value, read_integer, without_flags
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.cpu_cores import BINDING, core_lists
 
 LOCAL = "127.0.0.1"
 """Where the servers listen: only the router is for others."""
@@ -38,10 +39,9 @@ def undividable_cpu(ctx: PlanContext, num_servers: int) -> str:
     return ""
 
 
-def core_list(ctx: PlanContext, index: int, num_servers: int) -> str:
-    """Return the cores of one server: none may share one, or each would wait for the other's threads."""
-    each = ctx.cpu.cores // num_servers
-    return ",".join(map(str, ctx.cpu.core_ids[index * each : (index + 1) * each]))
+def server_environment(ctx: PlanContext, index: int, num_servers: int) -> dict[str, str]:
+    """Return the variables of one server: on the CPU its share of the cores."""
+    return {} if ctx.device == "cuda" else {BINDING: core_lists(ctx.cpu.core_ids, num_servers)[index]}
 
 
 def plan_port(serve_args: Sequence[str], *, ports_after: int, asked_by: str) -> int:

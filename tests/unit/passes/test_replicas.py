@@ -105,7 +105,7 @@ def test_on_the_cpu_each_server_has_its_cores_and_its_part_of_the_memory():
     plan = on_cpu()
     assert plan.group is not None
     cores = [server.serve_env["VLLM_CPU_OMP_THREADS_BIND"] for server in plan.group.servers]
-    assert cores == ["0,1", "2,3"]
+    assert cores == ["0-1", "2-3"]
     alone = make_plan(request(tiny_moe(), cpu_machine(cores=4)))
     assert plan.memory.total_bytes == alone.memory.total_bytes // 2
 
