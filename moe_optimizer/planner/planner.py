@@ -132,6 +132,10 @@ def _warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan) ->
     most, length = request.model.max_model_len, context.workload.max_model_len
     if length is not None and 0 < most < length:
         warnings.append(f"--max-model-len {length}: the model was made for {most} tokens, beyond them it may fail")
+    placement = context.decided["expert_placement"]
+    if request.expert_load is not None and placement.status is not Status.ON:
+        path = request.expert_load.placed_by.path
+        warnings.append(f"experts are not placed by the load given ({path}): {placement.reason}")
     cache = context.decided["kv_cache"].params
     if cache["max_model_len"] is not None and cache["max_model_len"] < (cache["wanted_model_len"] or 0):
         warnings.append(

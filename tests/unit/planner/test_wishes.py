@@ -11,7 +11,16 @@ from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes, switches
 from moe_optimizer.plan.decision import Status, Wish
 from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, deepseek_v3, dense_model, gpus, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import (
+    cpu_machine,
+    deepseek_v3,
+    dense_model,
+    gpus,
+    placement_load,
+    qwen3_30b_a3b,
+    request,
+    tiny_moe,
+)
 from tests.unit.planner.refusal import refused
 
 
@@ -73,6 +82,14 @@ def test_a_required_pass_that_is_on_is_marked():
     decision = plan.decision("flash_dmoe")
     assert decision.required
     assert decision.wish_origin == "flag --require flash_dmoe"
+
+
+def test_a_load_that_nothing_is_placed_by_is_named():
+    # A server of one process has no other to give experts to.
+    model = tiny_moe()
+    plan = make_plan(request(model, cpu_machine(), expert_load=placement_load(model)))
+    reason = plan.decision("expert_placement").reason
+    assert f"experts are not placed by the load given (monday.json): {reason}" in plan.warnings
 
 
 def test_everything_off_leaves_a_stock_server():
