@@ -6,6 +6,7 @@ from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.compressed_attention import CompressedAttention, FactorizedAttention, RoutedAttention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import shared_all_the_same
+from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, MOE_WIDTH, PER_TOKEN, SPARSE_WORDS, hyper_head
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import (
@@ -18,14 +19,9 @@ from moe_optimizer.inspection.layer_rules import (
     listed,
     numbered,
     only_indices,
-    words,
 )
 from moe_optimizer.inspection.shapes import Site
 
-PER_TOKEN = ("num_experts_per_tok",)
-MOE_WIDTH = ("moe_intermediate_size",)
-HEAD_NORMED = Attention(qkv_bias=False, o_bias=False, qk_norm="head")
-SPARSE_WORDS = ("mlp_layer_types", words("mlp_layer_types", "sparse"))
 STEP_LAYERS = first_given(
     ("moe_layers_enum", only_indices("moe_layers_enum")),
     ("first_k_dense_replace", after_first("first_k_dense_replace")),
@@ -38,12 +34,6 @@ def _hyper_connections(site: Site) -> int:
     streams = site.config.required("hc_mult")
     outputs = (2 + streams) * streams
     return 2 * (outputs * streams * site.hidden_size + outputs + 3)
-
-
-def _hyper_head(config: Config, hidden_size: int) -> int:
-    """Joining of the residual streams after the last layer."""
-    streams = config.required("hc_mult")
-    return streams * streams * hidden_size + streams + 1
 
 
 def _other_heads(config: Config, heads: int) -> int:
@@ -64,7 +54,7 @@ FAMILIES = (
         mixers={"sliding": CompressedAttention()},
         dense=None,
         layer_extra=_hyper_connections,
-        model_extra=_hyper_head,
+        model_extra=hyper_head,
         experts=Experts(
             count=("n_routed_experts", "num_local_experts"),
             top_k=PER_TOKEN,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.families.common_parts import NO_BIAS, PLAIN_MLP
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense
 from moe_optimizer.inspection.layer_rules import every, last_of, listed, windowed_when
 
 LLAMA_MLP = Dense(bias="mlp_bias")
-NO_BIAS = Attention(qkv_bias=False, o_bias=False)
-PLAIN_MLP = Dense(bias=False)
 BIASED_MLP = Dense(bias="use_bias", gated=False)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.families.common_parts import PLAIN_MLP
 from moe_optimizer.inspection.family import Family
-from moe_optimizer.inspection.feed_forward import Dense
 from moe_optimizer.inspection.layer_rules import last_of, listed
-
-PLAIN_MLP = Dense(bias=False)
 
 FAMILIES = (
     Family(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.families.common_parts import NO_BIAS, STATE_KINDS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import (
-    LAYER_TYPE_KINDS,
     after_first,
     every,
     every_offset,
@@ -18,8 +18,6 @@ from moe_optimizer.inspection.layer_rules import (
 )
 from moe_optimizer.inspection.recurrent import GatedDeltaNet, Mamba1, Mamba2, Parallel, ShortConv
 
-NO_BIAS = Attention(qkv_bias=False, o_bias=False)
-STATE_KINDS = {**LAYER_TYPE_KINDS, "linear_attention": "mamba"}
 LFM2_MIXERS = {"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head"), "conv": ShortConv()}
 
 

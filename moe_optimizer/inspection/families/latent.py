@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.families.common_parts import SPARSE_WORDS, hyper_head
 from moe_optimizer.inspection.families.deepseek_like import EXPERTS, FREQUENCY
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
@@ -22,13 +23,11 @@ from moe_optimizer.inspection.layer_rules import (
     last_of,
     listed,
     sparse_step,
-    words,
 )
 from moe_optimizer.inspection.recurrent import KimiDeltaAttention
 from moe_optimizer.inspection.shapes import Site
 from moe_optimizer.inspection.sink_attention import SinkAttention
 
-SPARSE_WORDS = ("mlp_layer_types", words("mlp_layer_types", "sparse"))
 INDEXED_KINDS = {"indexed_attention": "attention", "full_attention": "attention", "linear_attention": "linear"}
 GATES = {"headwise": "head", "head_wise": "head", "elementwise": "width", "element_wise": "width"}
 
@@ -56,12 +55,6 @@ def _square_hyper(site: Site) -> int:
     return _hyper_connections(site.config, site.hidden_size, outputs=(2 + streams) * streams, scales=3)
 
 
-def _hyper_head(config: Config, hidden_size: int) -> int:
-    """Joining of the residual streams after the last layer."""
-    streams = config.required("hc_mult")
-    return streams * streams * hidden_size + streams + 1
-
-
 def _looks_back(config: Config) -> bool:
     """Whether parts choose among earlier blocks' outputs, with a norm and a row of weights for each choice."""
     return config.get("attn_res_block_size") is not None
@@ -82,7 +75,7 @@ FAMILIES = (
         architectures=("HYV4ForCausalLM",),
         mixers={"attention": LatentAttention(indexer=True, gate="width", sinks=True)},
         layer_extra=_pair_hyper,
-        model_extra=_hyper_head,
+        model_extra=hyper_head,
         experts=replace(
             EXPERTS,
             layers=first_given(

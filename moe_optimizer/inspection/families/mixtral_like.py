@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.disagreements import bias_ignored, interleaving_listed
+from moe_optimizer.inspection.families.common_parts import NO_BIAS, PER_TOKEN
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import (
@@ -22,14 +23,12 @@ from moe_optimizer.inspection.recurrent import LightningAttention
 from moe_optimizer.inspection.shapes import Site
 
 LOCAL = ("num_local_experts", "num_experts")
-PER_TOKEN = ("num_experts_per_tok",)
 GRANITE_EXPERTS = Experts(
     count=LOCAL,
     top_k=PER_TOKEN,
     width=("intermediate_size",),
     shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
 )
-NO_BIAS = Attention(qkv_bias=False, o_bias=False)
 
 
 def _arctic_residual(site: Site) -> int:

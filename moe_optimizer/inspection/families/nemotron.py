@@ -5,9 +5,10 @@ from __future__ import annotations
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import nemotron_layers
+from moe_optimizer.inspection.families.common_parts import STATE_KINDS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
-from moe_optimizer.inspection.layer_rules import LAYER_TYPE_KINDS, listed, pattern
+from moe_optimizer.inspection.layer_rules import listed, pattern
 from moe_optimizer.inspection.recurrent import Mamba2
 
 PATTERN = "hybrid_override_pattern"
@@ -15,13 +16,12 @@ TYPES = ("layers_block_type", "layer_types")
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 PER_BLOCK = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 MIXER_KINDS = {"M": "mamba", "*": "attention", "-": "none", "E": "none"}
-TYPE_KINDS = {**LAYER_TYPE_KINDS, "linear_attention": "mamba"}
 
 
 def _words(config: Config, num_layers: int) -> tuple[str, ...]:
     """What each layer is, from the pattern string or the array of words."""
     if config.get(TYPES) is not None:
-        names = {word: word for word in TYPE_KINDS}
+        names = {word: word for word in STATE_KINDS}
         return listed(TYPES, otherwise=pattern(PATTERN, LETTERS), names=names)(config, num_layers)
     return pattern(PATTERN, LETTERS)(config, num_layers)
 
@@ -57,7 +57,7 @@ FAMILIES = (
         architectures=("NemotronHForCausalLM", "NemotronHPuzzleForCausalLM"),
         rewrite=_spread_blocks,
         disagreement=nemotron_layers,
-        kinds=listed(TYPES, otherwise=pattern(PATTERN, MIXER_KINDS), names=TYPE_KINDS),
+        kinds=listed(TYPES, otherwise=pattern(PATTERN, MIXER_KINDS), names=STATE_KINDS),
         mixers={
             "attention": Attention(head_dim=("head_dim", "attention_head_dim"), qkv_bias=False, o_bias=False),
             "mamba": Mamba2(heads=("mamba_num_heads",), head_dim=("mamba_head_dim",), bias="use_bias"),

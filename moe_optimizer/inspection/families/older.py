@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.families.common_parts import NO_BIAS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense
 
 BIASED = Attention(qkv_bias=True, o_bias=True)
-NO_BIAS = Attention(qkv_bias=False, o_bias=False)
 WIDE_MLP = Dense(gated=False, bias=True, multiple_of_hidden=4)
 
 

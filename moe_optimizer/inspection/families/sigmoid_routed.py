@@ -7,6 +7,7 @@ from dataclasses import replace
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import shared_all_the_same, windowed_heads
+from moe_optimizer.inspection.families.common_parts import MOE_WIDTH, PER_TOKEN, SPARSE_WORDS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
@@ -22,15 +23,9 @@ from moe_optimizer.inspection.layer_rules import (
     numbered,
     only_indices,
     within,
-    words,
 )
 from moe_optimizer.inspection.recurrent import LightningAttention
 from moe_optimizer.inspection.shapes import ExpertLayer
-
-PER_TOKEN = ("num_experts_per_tok",)
-MOE_WIDTH = ("moe_intermediate_size",)
-SPARSE_WORDS = ("mlp_layer_types", words("mlp_layer_types", "sparse"))
-HEAD_NORMED = Attention(qkv_bias=False, o_bias=False, qk_norm="head")
 
 BAILING_ATTENTION = Attention(
     qkv_bias=("use_qkv_bias", "use_bias"), o_bias="use_bias", qk_norm="head", qk_norm_when="use_qk_norm"
