@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import time
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from moe_optimizer import env
 from moe_optimizer.errors import InputError, RequiredNotAppliedError
@@ -27,10 +29,13 @@ from moe_optimizer.vllm_plugin.server.part import Part
 from moe_optimizer.vllm_plugin.server.request_turns import REPLICAS_PASS, observed_turns
 from moe_optimizer.vllm_plugin.tuning.tuned_config_use import TUNED_PASS, observed_use
 
+T = TypeVar("T")
 _POLL_S = 0.2
 _PROOF_WAIT_S = 20.0
 """Chosen: proofs are written within a second of the first forward, and one request is all that can be missing."""
 _WARM_UP_AFTER_S = 3.0
+_WARM_UP_TIMEOUT_S = 120.0
+"""Chosen: for one token, the first of a server that may compile something for it."""
 
 
 class Evidence:
@@ -51,9 +56,9 @@ class Evidence:
         """
         # First: what the servers are asked here would be in their own caches afterwards.
         if self._plan.decision(TRANSFER_PASS).status is Status.ON:
-            self._observed[TRANSFER_PASS] = observed_transfer(self._deployment)
+            self._observed[TRANSFER_PASS] = _while_pausing(pause, lambda: observed_transfer(self._deployment))
         if self._plan.decision(REPLICAS_PASS).status is Status.ON:
-            self._observed[REPLICAS_PASS] = observed_turns(self._deployment)
+            self._observed[REPLICAS_PASS] = _while_pausing(pause, lambda: observed_turns(self._deployment))
         for server in self._deployment.servers:
             self._proofs[server.title] = self._wait_for_proofs(server, pause)
         tuned = self._plan.decision(TUNED_PASS)
@@ -113,8 +118,8 @@ class Evidence:
             return read_proofs(server.folder.path)
         begin, warmed_up = time.monotonic(), False
         while True:
-            proofs = read_proofs(server.folder.path)
             waited = time.monotonic() - begin
+            proofs = read_proofs(server.folder.path)
             missing = not_running(self._plan, proofs, self._names)
             if not missing or waited > _PROOF_WAIT_S:
                 return proofs
@@ -122,10 +127,26 @@ class Evidence:
                 return proofs
             if waited > _WARM_UP_AFTER_S and not warmed_up:
                 # vLLM's own warm-up runs the model on most builds; where it does not, one token does.
-                warmed_up = True
                 with contextlib.suppress(OSError):
-                    server.client.complete("a", max_tokens=1, timeout_s=_PROOF_WAIT_S)
+                    _while_pausing(
+                        pause, lambda: server.client.complete("a", max_tokens=1, timeout_s=_WARM_UP_TIMEOUT_S)
+                    )
+                begin, warmed_up = time.monotonic(), True
             pause(_POLL_S)
+
+
+def _while_pausing(pause: Callable[[float], None], ask: Callable[[], T]) -> T:
+    """Return what `ask` returns, once it does; `pause` may raise before that: a stop does not wait for an answer."""
+    executor = concurrent.futures.ThreadPoolExecutor(1)
+    asked = executor.submit(ask)
+    executor.shutdown(wait=False)
+    while not concurrent.futures.wait([asked], timeout=_POLL_S).done:
+        pause(0.0)
+    return asked.result()
+
+
+def _complete_one_token(server: Part) -> None:
+    server.client.complete("a", max_tokens=1, timeout_s=_WARM_UP_TIMEOUT_S)
 
 
 def why_absent() -> str:

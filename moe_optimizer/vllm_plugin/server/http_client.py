@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import ssl
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
 from moe_optimizer.plan.serve_args import flag_value
 
-_TIMEOUT_S = 5.0
+_HEALTH_TIMEOUT_S = 5.0
+"""Chosen: a server that answers later is asked again."""
+_TIMEOUT_S = 30.0
+"""Chosen: these answers take milliseconds, but seconds on a machine that does much else."""
 
 
 class ServerClient:
@@ -39,9 +42,9 @@ class ServerClient:
     def healthy(self) -> bool:
         """Whether /health answers 200 now."""
         try:
-            with self._opener.open(f"{self.base_url}/health", timeout=_TIMEOUT_S) as response:
+            with self._opener.open(f"{self.base_url}/health", timeout=_HEALTH_TIMEOUT_S) as response:
                 return response.status == 200
-        except (urllib.error.URLError, OSError):
+        except (OSError, http.client.HTTPException):
             return False
 
     def models(self) -> tuple[str, ...]:
@@ -66,8 +69,7 @@ class ServerClient:
         Raises:
             OSError: it does not answer.
         """
-        with self._opener.open(f"{self.base_url}/metrics", timeout=_TIMEOUT_S) as response:
-            return response.read().decode("utf-8", errors="replace")
+        return self._read(f"{self.base_url}/metrics", _TIMEOUT_S).decode("utf-8", errors="replace")
 
     def complete(self, prompt: str | list[int], *, max_tokens: int, timeout_s: float) -> str:
         """Return a greedy completion of a text, or of token ids.
@@ -81,8 +83,15 @@ class ServerClient:
     def _request(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = _TIMEOUT_S) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.base_url}{path}", data=data, headers=self._headers)
-        with self._opener.open(request, timeout=timeout_s) as response:
-            return json.load(response)
+        return json.loads(self._read(request, timeout_s))
+
+    def _read(self, request: str | urllib.request.Request, timeout_s: float) -> bytes:
+        try:
+            with self._opener.open(request, timeout=timeout_s) as response:
+                return response.read()
+        except http.client.HTTPException as error:
+            # A server that ends in the middle of its answer.
+            raise ConnectionError(f"{type(error).__name__}: {error}") from None
 
 
 def api_key(serve_args: Sequence[str]) -> str | None:

@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.vllm_plugin.proof import Proof, process_is_alive
+from moe_optimizer.vllm_plugin.proof import process_is_alive
 from moe_optimizer.vllm_plugin.proof_table import render_table
 from moe_optimizer.vllm_plugin.server.deployment import Deployment
 from moe_optimizer.vllm_plugin.server.evidence import Evidence
@@ -95,7 +96,7 @@ class Supervisor:
         info = ServerInfo(
             base_url=front.client.base_url,
             pid=front.pid,
-            model=self._deployment.servers[0].client.models()[0],
+            model=self._model(),
             run_dir=self._deployment.folder.path,
             log_path=front.folder.log_path,
             servers=tuple(self._described(server) for server in self._deployment.servers),
@@ -112,6 +113,14 @@ class Supervisor:
             if time.monotonic() > deadline:
                 raise part.failed(f"not ready after {timeout_s:.0f} s")
             self._pause(_HEALTH_INTERVAL_S)
+
+    def _model(self) -> str:
+        """Return the name to use in requests."""
+        server = self._deployment.servers[0]
+        try:
+            return server.client.models()[0]
+        except OSError as error:
+            self._await_end(server, f"does not answer: {error}")
 
     def _described(self, server: Part) -> RunningServer:
         return RunningServer(
@@ -142,14 +151,12 @@ class Supervisor:
             self._pause(_LIVENESS_INTERVAL_S)
             for server, proof in watched:
                 if not process_is_alive(proof):
-                    self._await_end(server, proof)
+                    self._await_end(server, f"hangs: its {proof.role} process {proof.pid} died")
 
-    def _await_end(self, server: Part, dead: Proof) -> None:
-        """Give vLLM the time to notice that one of its processes died; it ends by itself then."""
-        deadline = time.monotonic() + _NOTICE_S
-        while time.monotonic() < deadline:
-            self._pause(_POLL_S)
-        raise server.failed(f"hangs: its {dead.role} process {dead.pid} died")
+    def _await_end(self, server: Part, otherwise: str) -> NoReturn:
+        """Give vLLM the time to notice that one of its processes died: it ends by itself then, which says more."""
+        self._pause(_NOTICE_S)
+        raise server.failed(otherwise)
 
     def _pause(self, seconds: float) -> None:
         """Sleep in small steps, looking for a stop request and for a part that has ended."""

@@ -5,6 +5,7 @@ Usage: fake_router.py ROUTER_ARGS... with --prefill, --decode and --port among t
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import urllib.error
@@ -13,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     options = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
     servers = [options["--prefill"], options["--decode"]]
 

@@ -8,7 +8,10 @@ Usage: fake_server.py PORT BEHAVIOUR...
   config      end as vLLM does with a configuration it does not take
   weights     end with a ValueError, but while loading weights
   silent      never listen
-  leave       end with status 0 as soon as it was healthy once
+  leave       end with status 0 as soon as it has named its model
+  vanish      end with status 0 as soon as it was healthy once
+  break       end with status 0 in the middle of naming its model
+  mute        log that it was asked for a completion, and give none
   stubborn    ignore SIGTERM
   escape      start a child that leaves the session
   alone       receive no prompt's cache from another server
@@ -44,7 +47,8 @@ CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); tim
 
 def main() -> None:
     port, behaviour = int(sys.argv[1]), set(sys.argv[2:])
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in behaviour else lambda *_: sys.exit(0))
+    # At once: an exception from a signal handler can come where Python drops it.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in behaviour else lambda *_: os._exit(0))
     child = subprocess.Popen([sys.executable, "-c", CHILD], start_new_session="escape" in behaviour)
     print(f"fake server, child {child.pid}", flush=True)
     if "die" in behaviour:
@@ -58,7 +62,7 @@ def main() -> None:
         write_proof(child.pid, refused="refuse" in behaviour)
     if "silent" in behaviour:
         time.sleep(600)
-    serve(port, once="leave" in behaviour, alone="alone" in behaviour, countless="countless" in behaviour)
+    serve(port, behaviour)
 
 
 def write_proof(pid: int, *, refused: bool) -> None:
@@ -82,31 +86,38 @@ def write_proof(pid: int, *, refused: bool) -> None:
     ProofWriter(path.parent, proof).write()
 
 
-def serve(port: int, *, once: bool, alone: bool, countless: bool) -> None:
+def serve(port: int, behaviour: set[str]) -> None:
+    last = {"leave": "/v1/models", "vanish": "/health", "break": "/v1/models"}
+    last_paths = {path for name, path in last.items() if name in behaviour}
+
     class Handler(BaseHTTPRequestHandler):
         received = 0
 
         def do_GET(self) -> None:
             if self.path == "/metrics":
-                self.answer("" if countless else METRICS % Handler.received)
+                self.answer("" if "countless" in behaviour else METRICS % Handler.received)
                 return
-            self.answer(json.dumps({"data": [{"id": "fake", "max_model_len": 64}]}))
-            if once and self.path == "/v1/models":
-                self.wfile.flush()
+            cut_off = 9 if "break" in behaviour else 0
+            self.answer(json.dumps({"data": [{"id": "fake", "max_model_len": 64}]}), cut_off)
+            if self.path in last_paths:
                 os._exit(0)
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            if not alone:
+            if "mute" in behaviour:
+                print("asked", flush=True)
+                time.sleep(600)
+            if "alone" not in behaviour:
                 Handler.received += 16
             self.answer(json.dumps({"choices": [{"text": "hello"}]}))
 
-        def answer(self, text: str) -> None:
+        def answer(self, text: str, cut_off: int = 0) -> None:
             body = text.encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(body[: len(body) - cut_off])
+            self.wfile.flush()
 
         def log_request(self, code: object = "-", size: object = "-") -> None:
             pass

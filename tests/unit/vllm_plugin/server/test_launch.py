@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,7 @@ from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.server import deployment, evidence, launch, supervisor
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo
 from tests.builders import cpu_machine, request, tiny_moe
+from tests.eventually import eventually
 from tests.free_ports import free_port
 from tests.run_processes import processes_of
 
@@ -79,9 +80,10 @@ def test_a_server_that_dies_while_starting_is_reported_with_its_cause(fake: Fake
     assert not processes_of(tmp_path)
 
 
-def test_a_server_that_ends_by_itself_failed_even_with_status_0(fake: Fake, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["leave", "vanish", "break"])
+def test_a_server_that_ends_by_itself_failed_even_with_status_0(fake: Fake, tmp_path: Path, moment: str) -> None:
     with pytest.raises(ServerFailedError, match=r"ended while serving \(exit status 0\)"):
-        launch.serve(fake("leave"), run_dir=tmp_path, echo=lambda line: None)
+        launch.serve(fake(moment), run_dir=tmp_path, echo=lambda line: None)
     assert not processes_of(tmp_path)
 
 
@@ -237,8 +239,9 @@ sys.exit(launch.serve(Plan.load(Path(sys.argv[1])), run_dir=Path(sys.argv[2])))
 
 
 @pytest.fixture
-def launcher(fake: Fake, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+def launcher(fake: Fake, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts the launcher in a process of its own."""
+    started: list[subprocess.Popen[str]] = []
 
     def start(*behaviour: str) -> subprocess.Popen[str]:
         port = free_port()
@@ -246,16 +249,18 @@ def launcher(fake: Fake, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]
         source = tmp_path / "planned.json"
         source.write_text(plan.to_json())
         arguments = [str(source), str(tmp_path / "run"), str(FAKE), str(port), *behaviour]
-        return subprocess.Popen([sys.executable, "-c", LAUNCHER, *arguments], stderr=subprocess.PIPE, text=True)
+        started.append(
+            subprocess.Popen([sys.executable, "-c", LAUNCHER, *arguments], stderr=subprocess.PIPE, text=True)
+        )
+        return started[-1]
 
-    return start
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+    for left in processes_of(tmp_path / "run"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -263,9 +268,20 @@ def test_a_signal_while_starting_stops_everything(
     launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
 ) -> None:
     process = launcher("silent")
-    wait_for(lambda: len(processes_of(tmp_path / "run")) == 2, "the server did not start")
+    eventually(lambda: len(processes_of(tmp_path / "run")) == 2, "the server did not start")
     process.send_signal(number)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=60) == 0
+    assert not processes_of(tmp_path / "run")
+
+
+def test_a_signal_while_a_request_of_the_launchers_own_is_not_answered_stops_everything(
+    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = launcher("unproven", "mute")
+    log = tmp_path / "run" / "server.log"
+    eventually(lambda: log.is_file() and "asked\n" in log.read_text(), "the server was not asked for a token")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0
     assert not processes_of(tmp_path / "run")
 
 
@@ -278,7 +294,7 @@ def test_a_signal_while_serving_stops_everything(
         if line.startswith("ready"):
             break
     os.kill(process.pid, signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     assert process.returncode == 0
     assert not processes_of(tmp_path / "run")
 
@@ -287,15 +303,15 @@ def test_the_server_is_asked_to_stop_when_the_launcher_is_killed(
     launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = launcher("silent")
-    wait_for(lambda: len(processes_of(tmp_path / "run")) == 2, "the server did not start")
+    eventually(lambda: len(processes_of(tmp_path / "run")) == 2, "the server did not start")
     process.kill()
-    process.wait(timeout=30)
+    process.wait(timeout=60)
 
-    def server_is_gone() -> bool:
-        return not [p for p in processes_of(tmp_path / "run") if str(FAKE) in " ".join(p.cmdline())]
+    def is_the_server(member: psutil.Process) -> bool:
+        try:
+            return str(FAKE) in member.cmdline()
+        except psutil.NoSuchProcess:
+            return False
 
-    try:
-        wait_for(server_is_gone, "the server outlived its launcher")
-    finally:
-        for left in processes_of(tmp_path / "run"):
-            left.kill()
+    # What the server started is left: it ignores every signal that it is asked with.
+    eventually(lambda: not any(map(is_the_server, processes_of(tmp_path / "run"))), "it outlived its launcher")
