@@ -6,7 +6,7 @@ Legend: E experts, N output channels (rows), K input channels (columns) of one m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ def quantize_fp8(
         leading E where `weight` has it: what `fused_experts` takes as w13_scale and w2_scale.
 
     Raises:
-        TensorContractError: another dtype or rank, or a value that is infinite or not a number.
+        TensorContractError: another dtype, rank or word than these, or a value that is infinite or not a number.
         KernelUnavailableError: Transformer Engine cannot convert this; the message says why.
 
     Numerics: |dequantized - weight| <= max(|weight| / 16, scale / 1024), up to FP32 rounding; a block or channel
@@ -55,6 +55,9 @@ def quantize_fp8(
         raise TensorContractError(f"quantize_fp8: weight: got {weight.dtype}, expected float32, bfloat16 or float16")
     if weight.dim() not in (2, 3):
         raise TensorContractError(f"quantize_fp8: weight: got {weight.dim()} dimensions, expected 2 or 3")
+    for name, word, known in (("granularity", granularity, Granularity), ("quantizer", quantizer, Quantizer)):
+        if word not in get_args(known):
+            raise TensorContractError(f"quantize_fp8: {name}: got {word!r}, expected {' or '.join(get_args(known))}")
     if quantizer == "transformer_engine":
         why_not = why_not_transformer_engine(weight.device, granularity=granularity)
         if why_not:

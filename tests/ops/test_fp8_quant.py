@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -126,6 +128,19 @@ def test_infinite_and_undefined_weights_are_refused_with_their_expert(value: flo
 def test_a_tensor_that_is_no_matrix_of_floats_is_refused(weight: torch.Tensor, message: str) -> None:
     with pytest.raises(TensorContractError, match=message):
         quantize_fp8(weight)
+
+
+# The words come from a plan, which is a file.
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"granularity": "tensor"}, "granularity: got 'tensor', expected block or channel"),
+        ({"quantizer": "te"}, "quantizer: got 'te', expected builtin or transformer_engine"),
+    ],
+)
+def test_an_unknown_word_is_refused(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(TensorContractError, match=message):
+        quantize_fp8(torch.ones(4, 4), **words)
 
 
 def test_scales_of_another_matrix_are_refused() -> None:
