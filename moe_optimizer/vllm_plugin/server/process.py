@@ -18,8 +18,10 @@ from moe_optimizer import env
 
 _PR_SET_PDEATHSIG = 1
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
-_KILL_WAIT_S = 5.0
-_TRACKER_WAIT_S = 2.0
+_KILL_WAIT_S = 30.0
+"""Chosen: what was killed gives its memory back first, which takes seconds where much else runs."""
+_TRACKER_WAIT_S = 10.0
+"""Chosen: a tracker ends in milliseconds once the others are gone; killed, it would leave what it was to remove."""
 _POLL_S = 0.1
 
 
