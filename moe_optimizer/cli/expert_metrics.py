@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from moe_optimizer.errors import InputError, ServerFailedError
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
 
-_TIMEOUT_S = 8.0
-"""Chosen: for the whole page; vLLM's metrics come in milliseconds."""
+_TIMEOUT_S = 20.0
+"""Chosen: for the whole page; vLLM's metrics come in milliseconds, or seconds on a machine that does much else."""
 _MAX_BYTES = 1 << 26
 """Chosen: four times the page of a model of 100 layers with 1024 experts."""
 _PREFIX = "moe_optimizer_expert_"
@@ -36,8 +36,8 @@ def read_metrics(url: str) -> ExpertLoad:
     if not _has_host(base):
         raise InputError(f"{url}: not a URL, expected for example http://127.0.0.1:8000")
     page: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
-    # A socket's time limit is for one read, and a page can come a byte at a time. A thread that still reads when the
-    # command has its answer ends with the process.
+    # In a thread, and without a time limit of the socket's own: that is for one read, and a page can come a byte at a
+    # time. A thread that still reads when the command has its answer ends with the process.
     threading.Thread(target=_read_page, args=(f"{base}/metrics", page), daemon=True).start()
     try:
         text = page.get(timeout=_TIMEOUT_S)
@@ -61,7 +61,7 @@ def _read_page(url: str, page: queue.SimpleQueue[str | Exception]) -> None:
     """Put the text at `url` into `page`, or why there is none."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=_TIMEOUT_S) as response:
+        with opener.open(url) as response:
             page.put(response.read(_MAX_BYTES).decode("utf-8", errors="replace"))
     except Exception as error:  # noqa: BLE001 - the reader raises it again
         page.put(error)
