@@ -145,10 +145,6 @@ def _while_pausing(pause: Callable[[float], None], ask: Callable[[], T]) -> T:
     return asked.result()
 
 
-def _complete_one_token(server: Part) -> None:
-    server.client.complete("a", max_tokens=1, timeout_s=_WARM_UP_TIMEOUT_S)
-
-
 def why_absent() -> str:
     """Return why a server may have written no proof at all."""
     return f"switched off by {env.DISABLE}" if env.read_environment().disabled else NO_WORKER
