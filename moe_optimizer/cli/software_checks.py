@@ -25,7 +25,14 @@ SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 """The kernels' sources; an installed package has none."""
 OPS = Path(__file__).resolve().parents[1] / "ops"
 """Where the extension module lies."""
-_LOAD = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
+_LOAD = """
+import ctypes, importlib.util, pathlib, sys
+torch = importlib.util.find_spec("torch")
+# torch brings the OpenMP runtime, and a worker imports torch first: a slim machine has no other.
+runtimes = pathlib.Path(torch.origin).parent.glob("lib/libgomp*") if torch else ()
+for library in (*runtimes, sys.argv[1]):
+    ctypes.CDLL(str(library))
+"""
 _COMPILERS = ("g++", "c++", "clang++")
 """In the order in which build.sh looks for one."""
 _DEFAULT_ARCHS = "sm_90a"
@@ -79,7 +86,7 @@ def _is_stale(inventory: KernelInventory) -> bool:
 def _why_not_loadable() -> str:
     """Return why this Python cannot load the extension module, "" where it can or there is none.
 
-    A process of its own tries, without torch: a damaged file may kill it.
+    A process of its own tries, without importing torch: a damaged file may kill it.
     """
     files = (OPS / f"_kernels{suffix}" for suffix in machinery.EXTENSION_SUFFIXES)
     extension = next(filter(Path.is_file, files), None)
