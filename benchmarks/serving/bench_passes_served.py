@@ -3,23 +3,16 @@
     python benchmarks/serving/bench_passes_served.py --model DIR --out FILE --sides stock,flash_dmoe,fp8,fp8+flash_dmoe
         [-- further vllm serve arguments]
 
-The servers get the same plan but for the passes that a side names; "stock" names none. Each concurrency is a closed
-loop: that many clients, each sending its next request when the last one ended. Prompts are random token ids, outputs
-have a fixed length; what is reported is the time per output token (per request: first to last token over the tokens in
-between) and tokens per second of all.
+The servers get the same plan but for the passes that a side names; "stock" names none. Each is loaded by closed loops
+(closed_loop.py); what is reported is the time per output token and tokens per second of all.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import statistics
 import sys
 import tempfile
-import threading
-import time
-import urllib.request
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import checkout, command_line  # noqa: E402
+from benchmarks.serving.closed_loop import OUTPUT_TOKENS, PROMPT_TOKENS, load_at, table_of  # noqa: E402
 from moe_optimizer.cli.calibrating import measure_if_needed  # noqa: E402
 from moe_optimizer.cli.progress import ProgressLines  # noqa: E402
 from moe_optimizer.inspection import (  # noqa: E402
@@ -50,7 +44,6 @@ PASSES = ("flash_dmoe", "fp8", "expert_load", "kv_cache")
 """Those that a side can name; what it does not name is off."""
 STOCK = "stock"
 CALIBRATE_S = 20.0
-PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
 ROUNDS = {1: 4, 8: 3, 64: 2}
 """Concurrency -> requests per client."""
 
@@ -78,7 +71,7 @@ def main() -> int:
         measure_if_needed(make(options.model, rest, passes), CALIBRATE_S, ProgressLines(verbose=True))
         record["sides"][side] = measure(make(options.model, rest, passes), passes)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
-    _print_table(record["sides"])
+    print(table_of({side: found["loads"] for side, found in record["sides"].items()}))
     return 0
 
 
@@ -122,11 +115,7 @@ def measure(plan: Plan, passes: frozenset[str]) -> dict[str, Any]:
     """Serve one plan and load it at every concurrency."""
     with tempfile.TemporaryDirectory() as folder, running(plan, run_dir=Path(folder), ready_timeout_s=500) as info:
         model = ServerClient(info.base_url).models()[0]
-        load(info.base_url, model, plan.model.vocab_size, clients=2, requests=1)
-        loads = {
-            clients: load(info.base_url, model, plan.model.vocab_size, clients=clients, requests=requests)
-            for clients, requests in ROUNDS.items()
-        }
+        loads = load_at(info.base_url, model, plan.model.vocab_size, ROUNDS)
         return {
             "start_up_s": info.start_up_s,
             "plan_digest": plan.digest,
@@ -147,62 +136,6 @@ def loaded(log_path: Path) -> list[str]:
     words = ("Model loading took", "Available KV cache memory", "GPU KV cache size")
     lines = log_path.read_text(errors="replace").splitlines()
     return [line[line.index(word) :] for line in lines for word in words if word in line]
-
-
-def load(url: str, model: str, vocabulary: int, *, clients: int, requests: int) -> dict[str, Any]:
-    """Return times per output token in ms of every request, and tokens per second of all."""
-    times: list[float] = []
-    lock = threading.Lock()
-
-    def client(seed: int) -> None:
-        generator = random.Random(seed)
-        for _ in range(requests):
-            prompt = [generator.randrange(100, vocabulary - 100) for _ in range(PROMPT_TOKENS)]
-            per_token = stream_one(url, model, prompt)
-            with lock:
-                times.append(per_token)
-
-    threads = [threading.Thread(target=client, args=(clients * 1000 + index,)) for index in range(clients)]
-    started = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    wall = time.monotonic() - started
-    assert len(times) == clients * requests, f"{clients * requests - len(times)} requests failed"
-    return {
-        "requests": len(times),
-        "tpot_ms_median": statistics.median(times),
-        "tpot_ms": [round(each, 4) for each in sorted(times)],
-        "output_tokens_per_s": len(times) * OUTPUT_TOKENS / wall,
-    }
-
-
-def stream_one(url: str, model: str, prompt: list[int]) -> float:
-    """Return the milliseconds per output token of one streamed completion."""
-    body = {
-        "model": model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0,
-        "stream": True,
-    }  # fmt: skip
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    first = last = 0.0
-    with urllib.request.urlopen(request, timeout=300) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                last = time.monotonic()
-                first = first or last
-    return 1000 * (last - first) / (OUTPUT_TOKENS - 1)
-
-
-def _print_table(sides: dict[str, Any]) -> None:
-    print(f"{'side':<20} " + " ".join(f"{f'{clients} clients':>24}" for clients in ROUNDS))
-    print(f"{'':<20} " + " ".join(f"{'TPOT ms':>12} {'tokens/s':>11}" for _ in ROUNDS))
-    for side, found in sides.items():
-        loads = [found["loads"][clients] for clients in ROUNDS]
-        cells = (f"{each['tpot_ms_median']:12.3f} {each['output_tokens_per_s']:11.1f}" for each in loads)
-        print(f"{side:<20} " + " ".join(cells))
 
 
 if __name__ == "__main__":
