@@ -27,6 +27,13 @@ _SHARED_SERVERS = (
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give a test with real servers an hour: it may be the one that starts two of them, on a machine that is busy."""
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What was measured on this machine decides no test, and no test leaves anything in the user's cache."""

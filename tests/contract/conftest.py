@@ -70,7 +70,7 @@ def run(
     env: Mapping[str, str] | None = None,
     interrupt_when: Callable[[list[int]], bool] | None = None,
     bounded: bool = True,
-    timeout_s: float = 120.0,
+    timeout_s: float = 300.0,
 ) -> Finished:
     """Run `python PROGRAM ARGUMENTS` in `cwd` to its end and report what happened.
 

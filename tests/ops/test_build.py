@@ -24,7 +24,7 @@ def build(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.
         env=os.environ | {"PYTHON": sys.executable} | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 
@@ -118,7 +118,7 @@ def test_another_nvcc_in_cuda_home_is_another_build(tmp_path: Path) -> None:
             env=os.environ | {"CUDA_HOME": str(tmp_path / release)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=True,
         )
         hashes.add(result.stdout)
@@ -146,7 +146,7 @@ assert kernels_available()[0]
 maps = open("/proc/self/maps").read()
 print(len(set(re.findall(r"/\\S*lib(?:gomp|omp|iomp5)[^/\\s]*[.]so\\S*", maps))))
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert result.stdout.strip() == "1"
 
 
@@ -157,6 +157,6 @@ def test_instruction_set_objects_share_no_functions() -> None:
     if not objects:
         pytest.skip("no objects of a build here")
     for path in objects:
-        symbols = subprocess.run(["nm", str(path)], capture_output=True, text=True, timeout=60, check=True).stdout
+        symbols = subprocess.run(["nm", str(path)], capture_output=True, text=True, timeout=300, check=True).stdout
         shared = [line for line in symbols.splitlines() if line.split()[-2] in "WVu"]
         assert not shared, f"{path.name}: {shared}"

@@ -14,12 +14,12 @@ import pytest
 )
 def test_the_name_is_the_op_and_not_its_module(name: str, first: str) -> None:
     code = f"{first.format(name=name)}\nfrom moe_optimizer.ops import {name}\nassert callable({name}), {name}"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, moe_optimizer.ops; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

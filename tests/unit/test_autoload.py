@@ -56,7 +56,7 @@ def modules_after_register(**environment: str) -> set[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     return set(done.stdout.split())
 

@@ -31,7 +31,7 @@ from tests.vllm.counted import Counted, count_one_request
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MOE = ROOT / "examples" / "tiny-moe"
-READY_TIMEOUT_S = 400.0
+READY_TIMEOUT_S = 1500.0
 # Text like the model's training data, of different lengths, so that several experts and batch sizes come up.
 PROMPTS = (
     "def add(a, b):\n    ",
@@ -114,7 +114,7 @@ def ask(base_url: str, prompts: Sequence[str] | Sequence[list[int]] = PROMPTS) -
     request = urllib.request.Request(
         f"{base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with urllib.request.urlopen(request, timeout=600) as response:
         choices = json.load(response)["choices"]
     return tuple(_answer(choice["logprobs"]) for choice in sorted(choices, key=lambda choice: choice["index"]))
 
@@ -184,10 +184,10 @@ def plain_server(*arguments: str, **environment: str) -> Iterator[str]:
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=30)
+            process.wait(timeout=120)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=30)
+        process.wait(timeout=120)
 
 
 STOCK_ARGS = ("--logprobs-mode", "raw_logits", "--max-num-seqs", "8")

@@ -45,7 +45,7 @@ def count_one_request(info: ServerInfo) -> Counted:
     request = urllib.request.Request(
         f"{info.base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with urllib.request.urlopen(request, timeout=600) as response:
         assert json.load(response)["usage"]["completion_tokens"] == MAX_TOKENS
     after = _settled(info.run_dir, more_than=before.steps)
     return Counted(

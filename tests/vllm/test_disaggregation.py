@@ -73,7 +73,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 def open_post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    return urllib.request.urlopen(request, timeout=120)
+    return urllib.request.urlopen(request, timeout=600)
 
 
 def streamed_chat(url: str) -> str:
@@ -158,7 +158,7 @@ def test_the_death_of_another_part_in_the_middle_of_an_answer_ends_everything(tm
         pids |= {server.name: proof.pid for server in info.servers for proof in server.proofs if proof.role == "engine"}
         writing = threading.Event()
         clients.append(pool.submit(read_until_cut_off, info.base_url, writing))
-        assert writing.wait(60)
+        assert writing.wait(300)
         os.kill(pids[victim], signal.SIGKILL)
 
     plan = tiny_plan("--enforce-eager", "--port", str(four_free_ports()), required=("disaggregation",))
@@ -166,7 +166,7 @@ def test_the_death_of_another_part_in_the_middle_of_an_answer_ends_everything(tm
         with pytest.raises(ServerFailedError, match=f"^{victim} (ended while serving|hangs)") as caught:
             serve(plan, run_dir=tmp_path / "group", ready_timeout_s=READY_TIMEOUT_S, on_ready=kill)
         # The client is told, one way or another, and does not wait for ever.
-        assert clients[0].result(timeout=60)
+        assert clients[0].result(timeout=300)
     assert caught.value.exit_code == 7
     assert processes_of(tmp_path / "group") == []
     assert not (tmp_path / "group" / "kv").exists()

@@ -48,7 +48,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     plan = plan.replace(decisions=decisions)
     with running(plan, run_dir=tmp_path_factory.mktemp("run"), ready_timeout_s=READY_TIMEOUT_S) as info:
         answers = ask(info.base_url)
-        with urllib.request.urlopen(f"{info.base_url}/metrics", timeout=30) as response:
+        with urllib.request.urlopen(f"{info.base_url}/metrics", timeout=300) as response:
             metrics = response.read().decode()
         log = info.log_path.read_text(encoding="utf-8", errors="replace")
         arguments = next(line for line in log.splitlines() if "non-default args" in line)

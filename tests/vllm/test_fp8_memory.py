@@ -62,7 +62,7 @@ def loaded(model: Path, run_dir: Path, *enabled: str, load_format: str = "auto")
     (run_dir / "plan.json").write_text(plan.to_json())
     environment = {**os.environ, "MOE_OPTIMIZER_PLAN": str(run_dir / "plan.json"), "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [sys.executable, str(SCRIPT), str(model), str(free_port()), load_format]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

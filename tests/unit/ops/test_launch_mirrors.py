@@ -106,7 +106,7 @@ def _reports(tmp_path: Path) -> list[dict]:
     manifest = ROOT / "moe_optimizer/ops/build_info.json"
     current = subprocess.run(
         [sys.executable, str(CSRC / "build_info.py"), "hash", "--compiler", compiler],
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True, timeout=300,
     ).stdout.strip()  # fmt: skip
     if manifest.is_file():
         info = json.loads(manifest.read_text(encoding="utf-8"))

@@ -134,7 +134,7 @@ def test_a_worker_that_starts_before_its_leader_waits_and_joins_once(tmp_path):
     # What Kubernetes puts in for the variable, and a search path with these two before all others.
     script = script.replace("$(LWS_LEADER_ADDRESS)", "leader")
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    assert subprocess.run([*container["command"], script], env=environment, check=False, timeout=20).returncode == 0
+    assert subprocess.run([*container["command"], script], env=environment, check=False, timeout=300).returncode == 0
     health = "health-check --address leader:6379"
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls == [health, health, health, "start --address=leader:6379 --block"]
