@@ -17,7 +17,7 @@ PROMPT = tuple(range(100, 117))
 MAX_TOKENS = 9
 ROUTED_TOKENS = len(PROMPT) + MAX_TOKENS - 1
 """Tokens that pass through the model: the last one of an answer does not."""
-_SETTLE_S = 60.0
+_SETTLE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,19 @@ def count_one_request(info: ServerInfo) -> Counted:
 
 
 def _settled(run_dir: Path, *, more_than: int) -> ExpertLoad:
-    """Return the counts once they have more steps than that and no longer change: they are written every 3 seconds."""
-    deadline, last, since = time.monotonic() + _SETTLE_S, None, 0.0
+    """Return the counts once they have more steps than that and no longer change: they are written every 3 seconds.
+
+    Unchanged at 25 looks in a row, not for a time: what keeps this process from looking keeps the server from writing.
+    """
+    deadline, last, unchanged = time.monotonic() + _SETTLE_S, None, 0
     while time.monotonic() < deadline:
+        time.sleep(0.2)
         try:
             load = read_run_load(run_dir)
         except InputError:
             load = None
-        if load != last:
-            last, since = load, time.monotonic()
-        if last is not None and last.steps > more_than and time.monotonic() - since > 5.0:
+        unchanged = unchanged + 1 if load == last else 0
+        last = load
+        if last is not None and last.steps > more_than and unchanged >= 25:
             return last
-        time.sleep(0.2)
     raise AssertionError(f"no settled counts in {run_dir} after {_SETTLE_S:g} s: {last}")

@@ -42,7 +42,7 @@ class Peak:
 
         def watch() -> None:
             while not done.wait(_SAMPLE_INTERVAL_S):
-                self.bytes = max(self.bytes, anonymous_bytes())
+                self._look()
 
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
@@ -51,6 +51,11 @@ class Peak:
         finally:
             done.set()
             thread.join()
+            # The thread may not have had a turn since the last layer.
+            self._look()
+
+    def _look(self) -> None:
+        self.bytes = max(self.bytes, anonymous_bytes())
 
 
 def main(model: str, port: str, load_format: str = "auto") -> None:
