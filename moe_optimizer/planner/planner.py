@@ -49,6 +49,7 @@ def make_plan(request: PlanRequest) -> Plan:
         context = context.with_decision(decision)
     if context.num_nodes > 1 and context.num_servers > 1:
         raise UnsupportedError("disaggregation: its servers are planned on one machine, expected no --nodes")
+    _check_load_balancer(context)
     decisions = tuple(context.decided.values())
     memory = memory_under_decisions(context)
     require_fit(context, memory)
@@ -75,6 +76,19 @@ def make_plan(request: PlanRequest) -> Plan:
     )
     verify_plan(plan, pass_names=PASS_NAMES, user_args=request.vllm_args)
     return plan
+
+
+def _check_load_balancer(context: PlanContext) -> None:
+    """Refuse the user's own --enable-eplb where vLLM ends on it: it balances whole experts between GPUs."""
+    if context.pinned.get("--enable-eplb", "false") == "false":
+        return
+    if context.device == "cuda" and context.expert_parallel:
+        return
+    on_gpus = "add --enable-expert-parallel and a GPU to share them with, or leave it out"
+    raise UnsupportedError(
+        "--enable-eplb after -- would end the server: vLLM balances whole experts between GPUs, and none are planned",
+        hint="leave it out" if context.device == "cpu" else on_gpus,
+    )
 
 
 def _without_pinned(decision: Decision, pinned: Mapping[str, str]) -> Decision:

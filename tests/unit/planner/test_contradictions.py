@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from moe_optimizer.errors import InputError
+from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.planner import make_plan
-from tests.builders import gpus, profile_with, qwen3_30b_a3b, request
+from tests.builders import cpu_machine, gpus, profile_with, qwen3_30b_a3b, request
 from tests.unit.planner.refusal import refused
 
 
@@ -67,6 +67,14 @@ def test_wrong_or_contradicting_input_names_what_was_given(changes, words):
     ("flag", "argument"),
     [
         ("--disable-kv-tiering", "--kv-offloading-size 4"),
+        ("--enable-kv-cache", "--kv-cache-dtype bfloat16"),
+        ("--enable-kv-cache", "--kv-cache-dtype auto"),
+        ("--enable-kv-tiering", "--no-enable-prefix-caching"),
+        ("--enable-kv-tiering", "--kv-transfer-config {}"),
+        ("--enable-dual-batch-overlap", "--all2all-backend naive"),
+        ("--enable-graph-capture", "--optimization-level 0"),
+        ("--enable-graph-capture", "--max-cudagraph-capture-size 0"),
+        ("--enable-disaggregation", "--kv-offloading-size 4"),
         ("--disable-dual-batch-overlap", "--enable-dbo"),
         ("--enable-dual-batch-overlap", "--no-enable-dbo"),
         ("--disable-expert-placement", "--enable-eplb"),
@@ -92,6 +100,17 @@ def test_a_flag_and_an_argument_of_vllm_that_contradict_each_other_are_both_name
         make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split())))
 
 
+@pytest.mark.parametrize("machine", [gpus("h200"), gpus("h200", 2), cpu_machine(gib=256)], ids=["one", "slices", "cpu"])
+def test_a_load_balancer_without_whole_experts_to_balance_is_refused(machine):
+    error = refused(request(qwen3_30b_a3b(), machine, vllm_args=("--enable-eplb",)), UnsupportedError)
+    assert str(error).startswith("--enable-eplb after -- would end the server")
+
+
+def test_a_load_balancer_over_whole_experts_is_taken():
+    asked = ("--enable-eplb", "--enable-expert-parallel")
+    assert make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), vllm_args=asked))
+
+
 def test_a_contradiction_does_not_repeat_a_key():
     wishes = resolve_wishes(["replicas"], [])
     asked = request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=("--api-key", "sesame"))
@@ -111,8 +130,18 @@ def test_no_fp8_cache_and_the_models_own_type_say_the_same():
         ("expert-parallel", "--enable-expert-parallel"),
         ("dual-batch-overlap", "--enable-dbo"),
         ("graph-capture", "--no-enforce-eager"),
+        ("graph-capture", "-O2"),
+        ("kv-cache", "--kv-cache-dtype fp8_e5m2"),
+        ("kv-tiering", "--enable-prefix-caching"),
+        ("dual-batch-overlap", "--all2all-backend deepep_high_throughput"),
     ],
 )
 def test_a_flag_and_an_argument_that_say_the_same_are_taken(flag, argument):
     wishes = resolve_wishes([flag], [])
     assert make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split())))
+
+
+def test_a_short_form_contradicts_as_its_long_one_does():
+    wishes = resolve_wishes(["graph-capture"], [])
+    asked = request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=("-O0",))
+    assert str(refused(asked)) == "--enable-graph-capture and --optimization-level 0 after -- contradict each other"
