@@ -127,7 +127,7 @@ class _Placed:
     @property
     def in_words(self) -> str:
         """For example "fullest rank 1.02 times the average instead of 1.31, on load not used to place (b.json)"."""
-        figures = f"fullest rank {self.after:.3g} times the average instead of {self.before:.3g}"
+        figures = f"fullest rank {self.after:.2f} times the average instead of {self.before:.2f}"
         if self.checked_on is not None:
             return f"{figures}, on load not used to place ({self.checked_on.path})"
         return (

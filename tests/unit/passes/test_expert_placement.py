@@ -102,7 +102,7 @@ def test_an_even_load_is_left_alone_unless_asked_for():
     )
     load = dataclasses.replace(even, placed_by=dataclasses.replace(even.placed_by, load=flat))
     assert on_cpu(load).status is Status.OFF
-    assert on_cpu(load).reason.startswith("would not pay: fullest rank 1 times the average instead of 1")
+    assert on_cpu(load).reason.startswith("would not pay: fullest rank 1.00 times the average instead of 1.00")
     assert on_cpu(load, wishes=ON).status is Status.ON
 
 
