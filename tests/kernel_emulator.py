@@ -63,6 +63,14 @@ class Case:
         )  # fmt: skip
 
 
+def assert_close(case: Case, out: torch.Tensor) -> None:
+    """Error at most twice that of torch in BF16, both against FP32."""
+    want = case.reference().float()
+    in_bf16 = (case.reference(torch.bfloat16).float() - want).norm()
+    error = (out.float() - want).norm()
+    assert error <= 2 * in_bf16 + 1e-3 * want.norm(), (error / want.norm(), in_bf16 / want.norm())
+
+
 def make_case(
     tokens: int,
     top_k: int,

@@ -14,7 +14,7 @@ from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
 from moe_optimizer.ops.launch_geometry import GemmMode
 from moe_optimizer.ops.launch_geometry.grouped import PAIRED_TILES, TILE_TOKENS
 from moe_optimizer.ops.topk_router import topk_router
-from tests.kernel_emulator import Case, make_case
+from tests.kernel_emulator import Case, assert_close, make_case
 
 pytestmark = pytest.mark.gpu
 
@@ -46,13 +46,6 @@ def ids_and_weights(problem: CudaProblem) -> tuple[Tensor, Tensor]:
     assert problem.topk_weights is not None
     assert problem.topk_ids is not None
     return problem.topk_weights, problem.topk_ids
-
-
-def assert_close(case: Case, out: Tensor) -> None:
-    want = case.reference().float()
-    in_bf16 = (case.reference(torch.bfloat16).float() - want).norm()
-    error = (out.float() - want).norm()
-    assert error <= 2 * in_bf16 + 1e-3 * want.norm(), (error / want.norm(), in_bf16 / want.norm())
 
 
 @pytest.mark.parametrize("fp8", [None, "block", "channel"])

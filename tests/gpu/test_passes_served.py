@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,9 @@ from moe_optimizer.vllm_plugin.proof_verdict import model_holders
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
 from tests.builders import profile_with
 from tests.gpu.plans import gpu_plan
-from tests.vllm.conftest import READY_TIMEOUT_S, ROOT, TINY_MOE
+from tests.vllm.conftest import READY_TIMEOUT_S
 from tests.vllm.counted import ROUTED_TOKENS, count_one_request
-
-sys.path.insert(0, str(ROOT / "scripts"))
-from perplexity import perplexity
+from tests.vllm.heldout import heldout_perplexity, reference_perplexity
 
 pytestmark = pytest.mark.gpu
 
@@ -43,14 +40,9 @@ def plan_with(passes: dict[str, dict[str, Any]], wished: tuple[str, ...], *vllm_
     )
 
 
-def heldout_perplexity(info: ServerInfo) -> float:
-    return perplexity(info.base_url, info.model, (TINY_MOE / "heldout.txt").read_text(encoding="utf-8"))
-
-
 @pytest.fixture(scope="module")
 def fp32_perplexity() -> float:
-    """Of the same weights, computed by transformers."""
-    return json.loads((TINY_MOE / "metrics.json").read_text())["heldout"]["perplexity_per_token"]
+    return reference_perplexity()
 
 
 def proven(info: ServerInfo, name: str) -> PassProof:

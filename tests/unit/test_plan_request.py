@@ -29,39 +29,6 @@ def test_a_split_that_takes_more_gpus_than_were_planned_is_refused(flag):
     assert make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), vllm_args=(flag, "1")))
 
 
-@pytest.mark.parametrize(
-    ("flag", "argument", "said"),
-    [
-        ("kv-cache", "--kv-cache-dtype bfloat16", "--kv-cache-dtype bfloat16"),
-        ("kv-cache", "--kv-cache-dtype auto", "--kv-cache-dtype auto"),
-        ("kv-tiering", "--no-enable-prefix-caching", "--no-enable-prefix-caching"),
-        ("kv-tiering", "--kv-transfer-config {}", "--kv-transfer-config {}"),
-        ("dual-batch-overlap", "--all2all-backend naive", "--all2all-backend naive"),
-        ("graph-capture", "-O0", "--optimization-level 0"),
-        ("graph-capture", "--max-cudagraph-capture-size 0", "--max-cudagraph-capture-size 0"),
-        ("disaggregation", "--kv-offloading-size 4", "--kv-offloading-size 4"),
-    ],
-)
-def test_a_wish_and_an_argument_of_vllm_that_says_the_opposite_are_both_named(flag, argument, said):
-    wishes = resolve_wishes([flag], [])
-    with pytest.raises(InputError, match=re.escape(f"--enable-{flag} and {said} after -- contradict each other")):
-        make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split())))
-
-
-@pytest.mark.parametrize(
-    ("flag", "argument"),
-    [
-        ("kv-cache", "--kv-cache-dtype fp8_e5m2"),
-        ("kv-tiering", "--enable-prefix-caching"),
-        ("graph-capture", "-O2"),
-        ("dual-batch-overlap", "--all2all-backend deepep_high_throughput"),
-    ],
-)
-def test_a_wish_and_an_argument_of_vllm_that_agree_are_taken(flag, argument):
-    wishes = resolve_wishes([flag], [])
-    assert make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=tuple(argument.split())))
-
-
 def test_a_batch_size_that_nothing_would_use_is_a_contradiction():
     off = resolve_wishes([], ["scheduler"])
     with pytest.raises(InputError, match="--batch-size 8 and --disable-scheduler contradict each other"):

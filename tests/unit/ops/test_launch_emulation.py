@@ -16,18 +16,10 @@ from hypothesis import strategies as st
 from moe_optimizer.ops.cuda_dispatch_calls import sizes_of
 from moe_optimizer.ops.launch_geometry.direct import direct_geometry
 from moe_optimizer.ops.launch_geometry.grouped import PAIRED_TILES, TILE_TOKENS, GemmMode
-from tests.kernel_emulator import Case, Emulator, make_case, with_poisoned_output
+from tests.kernel_emulator import Emulator, assert_close, make_case, with_poisoned_output
 
 # E4M3 tokens have 4 significant bits: a relative error of up to 2**-4 per element, about 2.6e-2 on average, twice.
 FP8_TOKENS_BOUND = 0.06
-
-
-def assert_close(case: Case, out: torch.Tensor) -> None:
-    """Error at most twice that of torch in BF16, both against FP32."""
-    want = case.reference().float()
-    in_bf16 = (case.reference(torch.bfloat16).float() - want).norm()
-    error = (out.float() - want).norm()
-    assert error <= 2 * in_bf16 + 1e-3 * want.norm(), (error / want.norm(), in_bf16 / want.norm())
 
 
 # Sizes: one token; K not a multiple of a step (272 = 4.25 x 64); I and H no multiple of a block; slots of one expert.
