@@ -26,6 +26,16 @@ from moe_optimizer.planner.server_arguments import (
 )
 
 _WITHOUT = "leave the requirement out to serve without it"
+_UNCOUNTED = (
+    "--cpu-offload-gb",
+    "--decode-context-parallel-size",
+    "--enable-lora",
+    "--hf-overrides",
+    "--kv-cache-memory-bytes",
+    "--num-gpu-blocks-override",
+    "--speculative-config",
+)
+"""Arguments of the user's that change what the memory is needed for, and that the memory plan knows nothing of."""
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -146,6 +156,9 @@ def _warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan) ->
     most, length = request.model.max_model_len, context.workload.max_model_len
     if length is not None and 0 < most < length:
         warnings.append(f"--max-model-len {length}: the model was made for {most} tokens, beyond them it may fail")
+    uncounted = [flag for flag in _UNCOUNTED if context.pinned.get(flag, "false") != "false"]
+    if uncounted:
+        warnings.append(f"the memory plan does not count what is given after --: {', '.join(uncounted)}")
     placement = context.decided["expert_placement"]
     if request.expert_load is not None and placement.status is not Status.ON:
         path = request.expert_load.placed_by.path

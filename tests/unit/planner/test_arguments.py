@@ -47,6 +47,14 @@ def test_the_users_requests_are_what_gains_are_stated_for():
     assert "8 sequences at 1536 tokens" in gain.ratio.ref
 
 
+def test_arguments_that_the_memory_plan_knows_nothing_of_are_named():
+    given = ("--kv-cache-memory-bytes", "1G", "--cpu-offload-gb=4", "--no-enable-lora")
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200"), vllm_args=given))
+    assert plan.warnings == (
+        "the memory plan does not count what is given after --: --cpu-offload-gb, --kv-cache-memory-bytes",
+    )
+
+
 def test_the_users_port_replaces_the_planners():
     plan = make_plan(request(tiny_moe(), cpu_machine(), vllm_args=("--port", "9000")))
     assert flag_value(plan.serve_args, "--port") == "9000"
