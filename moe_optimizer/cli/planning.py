@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 LOGGER = get_logger(__name__)
 _MEASURED_PASS = "flash_dmoe"
+_PLAIN_SHARE = 0.90
+"""Of a GPU's memory: what plain vLLM, which is told no other share, takes at the least (0.92 in vLLM 0.32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,9 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
         InputError, UnsupportedError, DoesNotFitError: the first thing that is wrong, in the order above.
     """
     settings, profile = read_settings(options)
+    if settings.disabled:
+        share = min(profile.gpu_memory_utilization, _PLAIN_SHARE)
+        profile = profile.model_copy(update={"gpu_memory_utilization": share})
 
     from moe_optimizer.inspection import ModelInspector, find_vllm, read_kernel_inventory, read_kernel_speeds
     from moe_optimizer.inspection.tuned_configs import user_folder
