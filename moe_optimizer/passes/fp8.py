@@ -23,7 +23,7 @@ from moe_optimizer.plan_context.fp8_kept import (
     measured_on,
     stored_bits,
 )
-from moe_optimizer.specs.quantity import Quantity
+from moe_optimizer.specs.quantity import Quantity, bytes_in_words
 
 if TYPE_CHECKING:
     from moe_optimizer.profiles.schema import Fp8Section
@@ -246,7 +246,7 @@ def _found_while_loading(ctx: PlanContext, layers: tuple[int, ...]) -> str:
     unconverted = ctx.memory(**ctx.split_terms(), expert_bits=None).weight_bytes
     return (
         f"; a layer that it changes by more than {most:g} stays {ctx.dtype}, which the memory plan does not count "
-        f"(all: {unconverted / 1e9:.3g} GB of weights instead of {planned / 1e9:.3g} GB)"
+        f"(all: {bytes_in_words(unconverted)} of weights instead of {bytes_in_words(planned)})"
     )
 
 

@@ -11,7 +11,7 @@ from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
 from moe_optimizer.plan.machines import render_ray
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import split_arguments
-from moe_optimizer.specs.quantity import Quantity
+from moe_optimizer.specs.quantity import Quantity, bytes_in_words
 
 _MIN_WIDTH = 60
 _MAX_WIDTH = 120
@@ -69,13 +69,13 @@ class _Page:
             yield from self._wrap(f"{model.num_layers} layers, dense; hidden {model.hidden_size}")
         stored = f"{model.quant_method}, {model.weight_bits:g} bits" if model.quant_method else model.dtype
         yield from self._wrap(
-            f"{_count(model.total_params)} parameters fill memory ({_bytes(model.weight_bytes)}, {stored}); "
+            f"{_count(model.total_params)} parameters fill memory ({bytes_in_words(model.weight_bytes)}, {stored}); "
             f"{_count(model.active_params)} are used by a token"
         )
         cached = "one latent" if attention.kind == "mla" else f"{attention.num_kv_heads}"
         yield from self._wrap(
             f"{attention.kind} attention, {attention.num_heads} heads, {cached} for keys and values; "
-            f"{_bytes(model.kv_bytes_per_token)} of cache per token at 16 bits"
+            f"{bytes_in_words(model.kv_bytes_per_token)} of cache per token at 16 bits"
         )
 
     def _hardware(self, plan: Plan) -> Iterator[str]:
@@ -87,12 +87,12 @@ class _Page:
             there = hardware.num_gpus * plan.num_nodes
             yield from self._wrap(f"{plan.num_gpus} of {there} x {gpu.name}{machines} ({where})")
             yield from self._wrap(
-                f"memory {_bytes(gpu.memory.value)}, {_rate(gpu.memory_bandwidth)}; "
+                f"memory {bytes_in_words(gpu.memory.value)}, {_rate(gpu.memory_bandwidth)}; "
                 f"{gpu.gpu_link} {_rate(gpu.gpu_link_bandwidth)}"
             )
         elif hardware.cpu is not None:
             cpu = hardware.cpu
-            yield from self._wrap(f"CPU: {cpu.name}, {cpu.cores} cores, {_bytes(cpu.memory.value)} of memory")
+            yield from self._wrap(f"CPU: {cpu.name}, {cpu.cores} cores, {bytes_in_words(cpu.memory.value)} of memory")
 
     def _memory(self, plan: Plan) -> Iterator[str]:
         memory = plan.memory
@@ -111,8 +111,8 @@ class _Page:
             filled = round(bar_width * count / memory.total_bytes)
             bar = "#" * filled + "." * (bar_width - filled)
             share = f"{count / memory.total_bytes:6.1%}"
-            yield f"  {name:<12}{_bytes(count):>9} {share} [{bar}] {note}".rstrip()
-        yield f"  {'total':<12}{_bytes(memory.total_bytes):>9}"
+            yield f"  {name:<12}{bytes_in_words(count):>9} {share} [{bar}] {note}".rstrip()
+        yield f"  {'total':<12}{bytes_in_words(memory.total_bytes):>9}"
         if self.explain:
             yield from self._wrap(f"how: {memory.ref}", indent=4)
 
@@ -235,14 +235,7 @@ def _gain(gain: Gain, status: Status) -> str:
 
 
 def _rate(quantity: Quantity) -> str:
-    return f"{_bytes(quantity.value)}/s ({quantity.source.value})"
-
-
-def _bytes(count: float) -> str:
-    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if abs(count) >= factor:
-            return f"{count / factor:.3g} {unit}" if abs(count) < 1000 * factor else f"{count / factor:.0f} {unit}"
-    return f"{count:.0f} B"
+    return f"{bytes_in_words(quantity.value)}/s ({quantity.source.value})"
 
 
 def _count(params: int) -> str:

@@ -10,6 +10,7 @@ from moe_optimizer.errors import DoesNotFitError
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.specs.quantity import bytes_in_words
 
 
 def memory_under_decisions(context: PlanContext) -> MemoryPlan:
@@ -42,7 +43,8 @@ def layers_left_do_not_fit(context: PlanContext, memory: MemoryPlan) -> tuple[st
         return ()
     return (
         f"fp8: layers that it changes by more than {fp8.params['max_layer_error']:g} stay {context.dtype}, found while "
-        f"loading; all of them would take {_gb(more)} more than planned, and {_gb(memory.unused_bytes)} are unused: "
+        f"loading; all of them would take {bytes_in_words(more)} more than planned, and "
+        f"{bytes_in_words(memory.unused_bytes)} are unused: "
         "measure them before (fp8.sensitivity), or keep none (max_layer_error: null)",
     )
 

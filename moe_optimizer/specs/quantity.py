@@ -37,3 +37,12 @@ class Quantity:
 
     def __str__(self) -> str:
         return f"{self.value:.4g} {self.unit} ({self.source.value}: {self.ref})"
+
+
+def bytes_in_words(count: float) -> str:
+    """Return a size with three digits and its unit, for example "61.1 GB"."""
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        # What would be rounded up to a thousand of a unit is one of the next.
+        if abs(count) >= 0.9995 * factor:
+            return f"{count / factor:.3g} {unit}" if abs(count) < 999.5 * factor else f"{count / factor:.0f} {unit}"
+    return f"{count:.0f} B"

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.specs.quantity import bytes_in_words
 from moe_optimizer.vllm_plugin.experts.weight_format import FORMAT_PARAM, decoder_layer
 from moe_optimizer.vllm_plugin.flag_passes import FLAG_PASSES
 from moe_optimizer.vllm_plugin.proof import PassProof, Proof
@@ -128,7 +129,7 @@ def layers_left(decision: Decision, proofs: Iterable[Proof]) -> str:
     name, why = min(left.items())
     more = f"; {len(left) - 1} more too" if len(left) > 1 else ""
     unplanned = max(_unplanned_bytes(decision, proof) for proof in model_holders(proofs))
-    memory = f"; {unplanned / 1e9:.3g} GB more than the memory plan counts" if unplanned else ""
+    memory = f"; {bytes_in_words(unplanned)} more than the memory plan counts" if unplanned else ""
     return f"{name} stays as loaded: {why}{more}{memory}"
 
 

@@ -67,7 +67,7 @@ def _converted(w13: torch.Tensor, w2: torch.Tensor, params: Mapping[str, Any]) -
         error = experts_output_error(w13, w2, w13_fp8, w2_fp8)
         # Written so that an error that is not a number is too large.
         if not error <= most:
-            return _plain(w13, w2, f"FP8 changes its output by {error:.3f}, allowed are {most:g}", error)
+            return _plain(w13, w2, f"FP8 changes its output by {error:.3g}, allowed are {most:g}", error)
     return KernelWeights(
         format=FORMAT,
         w13=w13_fp8[0],

@@ -1,4 +1,4 @@
-"""Combining sources keeps the weaker one."""
+"""Combining sources keeps the weaker one; sizes in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from moe_optimizer.specs.quantity import Quantity, Source
+from moe_optimizer.specs.quantity import Quantity, Source, bytes_in_words
 
 
 @pytest.mark.parametrize(("left", "right"), list(itertools.product(Source, Source)))
@@ -24,3 +24,11 @@ def test_measured_is_strongest_and_assumed_weakest() -> None:
 def test_a_quantity_shows_its_source() -> None:
     shown = str(Quantity(4.8e12, "bytes/s", Source.DATASHEET, "H200 SXM datasheet"))
     assert shown == "4.8e+12 bytes/s (datasheet: H200 SXM datasheet)"
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(0, "0 B"), (999, "999 B"), (4.48e6, "4.48 MB"), (61.1e9, "61.1 GB"), (999.6e9, "1 TB"), (2e15, "2000 TB")],
+)
+def test_a_size_has_three_digits_and_its_unit(count: float, words: str) -> None:
+    assert bytes_in_words(count) == words

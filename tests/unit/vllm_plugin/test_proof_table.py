@@ -160,17 +160,17 @@ def test_a_conversion_of_no_layer_did_not_run() -> None:
 @pytest.mark.parametrize(
     ("why_plain", "more"),
     [
-        ({"model.layers.0.mlp": "too large", "model.layers.2.mlp": "too large"}, 0.201),
-        ({"model.layers.0.mlp": "too large", "model.layers.1.mlp": "kept by the plan"}, 0.101),
+        ({"model.layers.0.mlp": "too large", "model.layers.2.mlp": "too large"}, "201 MB"),
+        ({"model.layers.0.mlp": "too large", "model.layers.1.mlp": "kept by the plan"}, "101 MB"),
     ],
     ids=["found while loading", "one planned"],
 )
 def test_layers_left_against_the_plan_are_shown_with_the_memory_it_does_not_count(
-    why_plain: dict[str, str], more: float
+    why_plain: dict[str, str], more: str
 ) -> None:
     decision = FP8_PLAN.decision("fp8")
     planned = dataclasses.replace(decision, params={**decision.params, "kept_layers": [1]})
-    assert layers_left(planned, [with_fp8(**why_plain)]).endswith(f"; {more:g} GB more than the memory plan counts")
+    assert layers_left(planned, [with_fp8(**why_plain)]).endswith(f"; {more} more than the memory plan counts")
 
 
 def test_layers_that_the_plan_keeps_are_in_its_memory() -> None:
