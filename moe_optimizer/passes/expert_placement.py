@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
@@ -58,6 +59,14 @@ class ExpertPlacement(OptimizationPass):
             return False, "needs the load of the experts: serve with --enable-expert-load, then --expert-load FILE"
         why_not = _why_no_initial(ctx)
         return not why_not, why_not
+
+    def refused(self, ctx: PlanContext, reason: str) -> Decision:
+        """Return the decision without the pass, and warn where the user's own flag goes to vLLM all the same."""
+        decision = super().refused(ctx, reason)
+        if ctx.pinned.get("--enable-eplb", "false") == "false":
+            return decision
+        warning = f"--enable-eplb is given after -- and goes to vLLM, but {reason}"
+        return dataclasses.replace(decision, warnings=(*decision.warnings, warning))
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Place, say what it brings on load that was not used for it, and leave it when it brings nothing.

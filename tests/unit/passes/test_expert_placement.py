@@ -141,6 +141,15 @@ def test_what_cannot_be_done_is_refused_with_its_reason(decision, why):
     assert why in decision().reason
 
 
+@pytest.mark.parametrize("wishes", [{}, ON], ids=["auto", "asked"])
+def test_the_users_own_flag_for_a_model_without_the_interface_is_a_warning(wishes):
+    olmoe = qwen3_30b_a3b(architecture="OlmoeForCausalLM")
+    decision = on_gpus(model=olmoe, wishes=wishes, pinned={"--enable-eplb": ""})
+    assert decision.status is (Status.REFUSED if wishes else Status.OFF)
+    assert decision.warnings == (f"--enable-eplb is given after -- and goes to vLLM, but {decision.reason}",)
+    assert on_gpus(model=olmoe, wishes=wishes).warnings == ()
+
+
 def test_without_a_load_nobody_gets_vllms_load_balancer_unasked():
     assert on_gpus().status is Status.OFF
     assert "--expert-load FILE" in on_gpus().reason
