@@ -80,8 +80,8 @@ def why_no_load_balancer(ctx: PlanContext) -> str:
     if ctx.model.quant_method not in _EPLB_METHODS:
         return f"vLLM's EPLB: experts in {ctx.model.quant_method} were not looked at"
     if ctx.model.architecture not in EPLB_ARCHITECTURES:
-        named = ctx.model.architecture or "a model of no named architecture"
-        return f"vLLM's EPLB moves nothing in {named}: its class is not known to have the interface (MixtureOfExperts)"
+        named = ctx.model.architecture or "its class of this model"
+        return f"vLLM's EPLB: {named} is not known to have the interface that it needs (MixtureOfExperts)"
     return ""
 
 

@@ -23,8 +23,8 @@ def why_model_does_not_fit(ctx: PlanContext) -> str:
         return "the model has no experts"
     looked_at = (ctx.device, model.quant_method) == ("cuda", "fp8") and model.expert_format != "other"
     if model.quant_method is not None and not looked_at:
-        readable = "BF16 or FP8" if ctx.device == "cuda" else "unquantised"
-        return f"needs {readable} expert weights, found {model.quant_method}, {model.weight_bits:g} bits"
+        readable = "unquantised experts" + (", or FP8 ones of the method fp8" if ctx.device == "cuda" else "")
+        return f"needs {readable}, found {model.quant_method}, {model.weight_bits:g} bits"
     if model.expert_matrices != 3:
         return f"needs gated experts (3 matrices), found {model.expert_matrices}"
     if model.expert_activation not in _ACTIVATIONS:

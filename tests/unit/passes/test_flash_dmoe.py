@@ -51,7 +51,7 @@ def test_no_gain_is_claimed_without_a_record():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"quant_method": "fp8", "weight_bits": 8.0}, "needs unquantised expert weights, found fp8, 8 bits"),
+        ({"quant_method": "fp8", "weight_bits": 8.0}, "needs unquantised experts, found fp8, 8 bits"),
         ({"expert_matrices": 2}, "needs gated experts (3 matrices), found 2"),
         ({"expert_activation": "gelu"}, "needs the activation silu, found gelu"),
         ({"expert_has_bias": True}, "needs experts without biases"),
