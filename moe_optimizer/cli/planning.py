@@ -154,7 +154,7 @@ def refuse_unmet_wishes(plan: Plan, profile: Profile, wishes: Mapping[str, WishW
     """What --strict asks of a plan: everything that was wished on is on.
 
     Raises:
-        UnsupportedError: a wish was refused, or is not available in this version.
+        UnsupportedError: a wish was refused.
     """
     from moe_optimizer.passes.registry import all_passes
     from moe_optimizer.plan.decision import Status, Wish
@@ -162,7 +162,7 @@ def refuse_unmet_wishes(plan: Plan, profile: Profile, wishes: Mapping[str, WishW
     unmet: list[tuple[str, str, str]] = []
     for optimization in all_passes():
         decision = plan.decision(optimization.name)
-        if decision.wish is Wish.ON and decision.status in (Status.REFUSED, Status.UNAVAILABLE):
+        if decision.wish is Wish.ON and decision.status is Status.REFUSED:
             unmet.append((optimization.name, decision.wish_origin, decision.reason))
         for setting, _ in optimization.setting_flags.values():
             stated = Wish(getattr(getattr(profile.passes, optimization.name), setting))

@@ -11,13 +11,8 @@ from functools import reduce
 from moe_optimizer.specs.quantity import Quantity, Source
 
 
-def multiply(left: Quantity, right: Quantity | float, *, unit: str, ref: str) -> Quantity:
-    """Return left * right in `unit`; `ref` names the formula, the inputs' references are appended."""
-    return derived(_value(left) * _value(right), unit=unit, ref=ref, inputs=_quantities(left, right))
-
-
 def divide(left: Quantity | float, right: Quantity, *, unit: str, ref: str) -> Quantity:
-    """Return left / right in `unit`.
+    """Return left / right in `unit`; `ref` names the formula, the inputs' references are appended.
 
     Raises:
         ZeroDivisionError: `right` is zero.

@@ -7,11 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.plan_context.context import PlanContext
-
-NOT_AVAILABLE = "not available in this version of moe-optimizer"
 
 
 class OptimizationPass(ABC):
@@ -22,7 +20,7 @@ class OptimizationPass(ABC):
       1. is it wished? off -> `when_off`, status OFF;
       2. `supported`: can this model on this machine with this vLLM do it at all?
          no -> REFUSED when it was asked for by name (mode on), OFF when it was only auto, with the reason;
-      3. `choose`: the decision itself; UNAVAILABLE where this version lacks the part that applies it.
+      3. `choose`: the decision itself.
     A pass reads its context and returns a Decision. It applies nothing, and it does not know other passes
     except through `PlanContext.decided`.
     """
@@ -41,10 +39,6 @@ class OptimizationPass(ABC):
     @abstractmethod
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """Return whether model, machine and vLLM allow it; when not, the reason with what is there and needed."""
-
-    def gain(self, ctx: PlanContext) -> Gain | None:  # noqa: ARG002 - most passes claim nothing
-        """Return the expected gain against stock vLLM, None when nothing is claimed."""
-        return None
 
     @abstractmethod
     def choose(self, ctx: PlanContext) -> Decision:
@@ -82,11 +76,6 @@ class OptimizationPass(ABC):
         if ctx.wish(self.name)[0] is not Wish.ON:
             return off
         return dataclasses.replace(off, status=Status.REFUSED, value="refused")
-
-    def unavailable(self, ctx: PlanContext, lacking: str) -> Decision:
-        """Return the decision for a pass that a later version will apply."""
-        reason = f"{NOT_AVAILABLE}: {lacking}"
-        return self.decision(ctx, Status.UNAVAILABLE, "not available", reason, Applier.NONE, gain=self.gain(ctx))
 
     def decision(
         self, ctx: PlanContext, status: Status, value: str, reason: str, applier: Applier, **fields: Any

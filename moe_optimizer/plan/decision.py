@@ -27,8 +27,6 @@ class Status(Enum):
     """Not wanted, or not worth it here; the reason says which."""
     REFUSED = "refused"
     """Wanted, but this model, machine or vLLM cannot do it."""
-    UNAVAILABLE = "unavailable"
-    """Not available in this version of moe-optimizer."""
 
 
 class Applier(Enum):

@@ -59,8 +59,6 @@ class GroupedGeometry:
     tile_tokens: int
     cluster_blocks: int
     """2: blocks in pairs, each pair on two token tiles of one expert, every weight read once for both."""
-    depth_per_stage: int
-    """Elements of K per stage: 128 bytes of a weight row."""
     num_stages: int
     stage_bytes: int
     shared_bytes: int
@@ -152,7 +150,6 @@ def grouped_geometry(
         mode=mode,
         tile_tokens=tile_tokens,
         cluster_blocks=cluster_blocks,
-        depth_per_stage=SWIZZLE_BYTES // weight_bytes,
         num_stages=num_stages,
         stage_bytes=stage,
         shared_bytes=shared,

@@ -22,8 +22,6 @@ class ChipLimits:
     """32-bit registers per multiprocessor."""
     max_registers_per_thread: int
     max_threads_per_block: int
-    max_transaction_bytes: int
-    """Bytes one mbarrier phase can expect: 2**20 - 1."""
 
     def check_shared(self, kernel: str, parts: dict[str, int]) -> int:
         """Return the sum of `parts`, bytes by purpose; raise GeometryError if it is more than a block may have."""
@@ -59,7 +57,6 @@ HOPPER = ChipLimits(
     registers=65536,
     max_registers_per_thread=255,
     max_threads_per_block=1024,
-    max_transaction_bytes=2**20 - 1,
 )
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_optimizer.costs.estimate import add, derived, divide, multiply
+from moe_optimizer.costs.estimate import add, derived, divide
 from moe_optimizer.specs.quantity import Quantity, Source
 
 MEASURED = Quantity(6.0, "bytes", Source.MEASURED, "record a")
@@ -16,7 +16,7 @@ def test_quotient_of_two_quantities_names_both_references():
 
 
 def test_arithmetic_on_measurements_is_modelled_not_measured():
-    assert multiply(MEASURED, 2.0, unit="bytes", ref="doubled").source is Source.MODELLED
+    assert add((MEASURED, MEASURED), ref="sum").source is Source.MODELLED
 
 
 def test_result_with_an_assumed_input_is_assumed():

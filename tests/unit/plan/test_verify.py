@@ -60,7 +60,7 @@ def test_memory_terms_that_do_not_add_up_are_found(plan, field, value, message):
         ({"reason": ""}, "no reason"),
         ({"status": Status.REFUSED}, "refused, but the wish"),
         ({"status": Status.OFF, "required": True}, "required"),
-        ({"status": Status.UNAVAILABLE, "applier": Applier.PLUGIN}, "applied by"),
+        ({"status": Status.OFF, "applier": Applier.PLUGIN}, "applied by"),
         ({"applier": Applier.NONE}, "no applier"),
         ({"vllm_args": ("--never", "1")}, "not in serve_args"),
         ({"env": {"A": "b"}}, "not in"),
