@@ -48,8 +48,8 @@ class ExpertLoad(OptimizationPass):
             ctx,
             Status.ON,
             "counts per layer and expert",
-            "shows which experts the traffic uses; in layers of Qwen3-30B-A3B's shape that took less than a hundredth of "
-            "a step",
+            "shows which experts the traffic uses; in layers of Qwen3-30B-A3B's shape that took less than a hundredth "
+            "of a step",
             Applier.PLUGIN,
             evidence=(_RECORDS[ctx.device],),
         )
