@@ -21,9 +21,11 @@ from moe_optimizer.log import get_logger
 if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
     from moe_optimizer.plan_context.context import WishWithOrigin
+    from moe_optimizer.plan_request import PlanRequest
     from moe_optimizer.profiles import Profile
     from moe_optimizer.specs.hardware import HardwareSpec
     from moe_optimizer.specs.placement_load import PlacementLoad
+    from moe_optimizer.specs.software import SoftwareSpec
 
 
 LOGGER = get_logger(__name__)
@@ -81,29 +83,41 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
     if settings.disabled:
         share = min(profile.gpu_memory_utilization, _PLAIN_SHARE)
         profile = profile.model_copy(update={"gpu_memory_utilization": share})
+    request = _request(options, settings, profile)
 
-    from moe_optimizer.inspection import ModelInspector, find_vllm, read_kernel_inventory, read_kernel_speeds
-    from moe_optimizer.inspection.tuned_configs import user_folder
-    from moe_optimizer.plan_request import ALLOW_LONG_MODEL_LEN, PlanRequest
+    from moe_optimizer.inspection import read_kernel_speeds
     from moe_optimizer.planner import make_plan
+
+    if measure is not None and not settings.disabled:
+        # What is required may be what cannot be decided before it is measured.
+        first = dataclasses.replace(request, required=request.required - {_MEASURED_PASS})
+        if measure(make_plan(first), settings):
+            software = dataclasses.replace(request.software, kernel_speeds=read_kernel_speeds())
+            request = dataclasses.replace(request, software=software)
+    plan = make_plan(request)
+    if settings.disabled:
+        plan = plan.replace(serve_args=plan.plain_args)
+    if settings["strict"]:
+        refuse_unmet_wishes(plan, profile, settings.wishes)
+    return Planned(settings, profile, plan)
+
+
+def _request(options: PlanOptions, settings: Settings, profile: Profile) -> PlanRequest:
+    """Return what is asked for, with the facts of model, hardware and software.
+
+    Raises:
+        InputError, UnsupportedError: a fact cannot be read.
+    """
+    from moe_optimizer.inspection import ModelInspector
+    from moe_optimizer.plan_request import ALLOW_LONG_MODEL_LEN, PlanRequest
     from moe_optimizer.specs.activation_norms import read_activation_norms_file
     from moe_optimizer.specs.fp8_sensitivity import read_sensitivity_file
-    from moe_optimizer.specs.software import SoftwareSpec
 
-    model = ModelInspector(trust_remote_code=settings["trust_remote_code"]).inspect(settings["model"])
-    dtype, vllm = settings["dtype"], find_vllm()
-    request = PlanRequest(
-        model=model,
+    dtype = settings["dtype"]
+    return PlanRequest(
+        model=ModelInspector(trust_remote_code=settings["trust_remote_code"]).inspect(settings["model"]),
         hardware=read_hardware(settings.values["hardware"], settings["gpus"], options.nodes),
-        software=SoftwareSpec(
-            vllm=vllm,
-            kernels=read_kernel_inventory(),
-            kernel_speeds=read_kernel_speeds(),
-            deep_ep=importlib.util.find_spec("deep_ep") is not None,
-            lmcache=importlib.util.find_spec("lmcache") is not None,
-            transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
-            tuned_configs=str(user_folder(vllm.version if vllm else "", os.environ)),
-        ),
+        software=_software(),
         profile=profile,
         num_gpus=settings["gpus"],
         num_nodes=options.nodes,
@@ -123,18 +137,24 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
         fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity),
         activation_norms=read_activation_norms_file(profile.passes.sparsity_24.activation_norms),
     )
-    if measure is not None and not settings.disabled:
-        # What is required may be what cannot be decided before it is measured.
-        first = dataclasses.replace(request, required=request.required - {_MEASURED_PASS})
-        if measure(make_plan(first), settings):
-            software = dataclasses.replace(request.software, kernel_speeds=read_kernel_speeds())
-            request = dataclasses.replace(request, software=software)
-    plan = make_plan(request)
-    if settings.disabled:
-        plan = plan.replace(serve_args=plan.plain_args)
-    if settings["strict"]:
-        refuse_unmet_wishes(plan, profile, settings.wishes)
-    return Planned(settings, profile, plan)
+
+
+def _software() -> SoftwareSpec:
+    """Return what is installed here."""
+    from moe_optimizer.inspection import find_vllm, read_kernel_inventory, read_kernel_speeds
+    from moe_optimizer.inspection.tuned_configs import user_folder
+    from moe_optimizer.specs.software import SoftwareSpec
+
+    vllm = find_vllm()
+    return SoftwareSpec(
+        vllm=vllm,
+        kernels=read_kernel_inventory(),
+        kernel_speeds=read_kernel_speeds(),
+        deep_ep=importlib.util.find_spec("deep_ep") is not None,
+        lmcache=importlib.util.find_spec("lmcache") is not None,
+        transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+        tuned_configs=str(user_folder(vllm.version if vllm else "", os.environ)),
+    )
 
 
 def _read_expert_load(settings: Settings, profile: Profile) -> PlacementLoad | None:
