@@ -122,11 +122,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
             num_gpus=num_gpus,
             # One server cannot become two, and none of the others may be planned for half of the machine.
             wishes=dict.fromkeys(("disaggregation", "replicas"), (Wish.OFF, "vllm serve, which is one server")),
-            required=frozenset(),
-            engine="vllm",
             batch_size=facts.max_num_seqs,
-            host="127.0.0.1",
-            port=8000,
             max_model_len=facts.max_model_len,
             any_model_len=True,
             vllm_args=tuple(vllm_args),
