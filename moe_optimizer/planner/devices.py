@@ -66,7 +66,9 @@ def _fewer_gpus(request: PlanRequest, there: int) -> str:
     if request.hardware.origin != "named" or asked <= gpu.max_gpus_per_node:
         return warning
     machines = -(-asked // gpu.max_gpus_per_node)
-    return f"{warning} (several machines: moe-optimizer plan --gpus {asked} --nodes {machines})"
+    # Every machine has as many.
+    gpus = machines * -(-asked // machines)
+    return f"{warning} (several machines: moe-optimizer plan --gpus {gpus} --nodes {machines})"
 
 
 def used_gpus(context: PlanContext) -> int:

@@ -51,7 +51,7 @@ def test_more_gpus_than_a_machine_has_name_the_machines_they_need(capsys: pytest
     shown = capsys.readouterr()
     assert "of 8 x NVIDIA H100 80GB HBM3" in shown.out
     assert shown.err.startswith(
-        "warning: --gpus 20: only 8 there; planning for 8 (several machines: moe-optimizer plan --gpus 20 --nodes 3)\n"
+        "warning: --gpus 20: only 8 there; planning for 8 (several machines: moe-optimizer plan --gpus 21 --nodes 3)\n"
     )
 
 
