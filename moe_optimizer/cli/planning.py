@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from moe_optimizer import env
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.options import PlanOptions
+from moe_optimizer.cli.preflight import check_flags
 from moe_optimizer.cli.settings import Setting, Settings, resolve
 from moe_optimizer.env import read_environment
 from moe_optimizer.errors import InputError, UnsupportedError
@@ -84,6 +85,8 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
         share = min(profile.gpu_memory_utilization, _PLAIN_SHARE)
         profile = profile.model_copy(update={"gpu_memory_utilization": share})
     request = _request(options, settings, profile)
+    if request.software.vllm is not None:
+        check_flags(request.software.vllm, request.vllm_args)
 
     from moe_optimizer.inspection import read_kernel_speeds
     from moe_optimizer.planner import make_plan

