@@ -33,6 +33,6 @@ def test_a_flag_that_the_installed_vllm_does_not_have_makes_no_plan(
     monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
     arguments = ("--tensor-paralel-size", "2")
     options = PlanOptions(model=TINY_MOE, hardware="h100_sxm", gpus=2, vllm_args=arguments)
-    with pytest.raises(InputError, match="--tensor-paralel-size: vLLM 0.32.0 has no such flag") as caught:
+    with pytest.raises(InputError, match=r"--tensor-paralel-size: vLLM 0\.32\.0 has no such flag") as caught:
         planning.make(options)
     assert caught.value.hint == "did you mean --tensor-parallel-size?"
