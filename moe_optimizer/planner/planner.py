@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from moe_optimizer.errors import RequiredNotAppliedError, UnsupportedError
 from moe_optimizer.passes.registry import PASS_NAMES, all_passes, check_wishes
 from moe_optimizer.plan.decision import Applier, Decision, Status
-from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import split_arguments, without_flags
 from moe_optimizer.plan.server_group import ServerGroup
@@ -17,7 +16,8 @@ from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_request import PlanRequest, check_for_device, check_request, pinned_arguments
 from moe_optimizer.planner.devices import planned_device, usable_gpus, used_gpus
 from moe_optimizer.planner.first_context import first_context
-from moe_optimizer.planner.memory_fit import layers_left_do_not_fit, memory_under_decisions, require_fit
+from moe_optimizer.planner.memory_fit import memory_under_decisions, require_fit
+from moe_optimizer.planner.plan_warnings import plan_warnings
 from moe_optimizer.planner.server_arguments import (
     own_arguments,
     plain_arguments,
@@ -26,16 +26,6 @@ from moe_optimizer.planner.server_arguments import (
 )
 
 _WITHOUT = "leave the requirement out to serve without it"
-_UNCOUNTED = (
-    "--cpu-offload-gb",
-    "--decode-context-parallel-size",
-    "--enable-lora",
-    "--hf-overrides",
-    "--kv-cache-memory-bytes",
-    "--num-gpu-blocks-override",
-    "--speculative-config",
-)
-"""Arguments of the user's that change what the memory is needed for, and that the memory plan knows nothing of."""
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -82,7 +72,7 @@ def make_plan(request: PlanRequest) -> Plan:
         plain_args=plain_arguments(own_args, context, request.vllm_args),
         serve_env=serve_environment(context),
         group=_server_group(context, serve_args),
-        warnings=(*gpu_warnings, *_warnings(request, context, memory)),
+        warnings=(*gpu_warnings, *plan_warnings(request, context, memory)),
     )
     verify_plan(plan, pass_names=PASS_NAMES, user_args=request.vllm_args)
     return plan
@@ -140,35 +130,3 @@ def _server_group(context: PlanContext, serve_args: tuple[str, ...]) -> ServerGr
     ]
     assert len(groups) <= 1, f"two passes make several servers of one: {groups}"
     return groups[0] if groups else None
-
-
-def _warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan) -> tuple[str, ...]:
-    warnings = [*request.hardware.warnings, *request.model.warnings]
-    if request.hardware.gpu is not None and context.device == "cpu":
-        warnings.append("this machine has a GPU, but the installed vLLM is the CPU build; planning for the CPU")
-    vllm = request.software.vllm
-    if vllm is None:
-        warnings.append("no vLLM is installed: the plan cannot be started here")
-    elif context.device == "cuda" and vllm.device == "cpu":
-        warnings.append(f"the installed vLLM {vllm.version} is the CPU build: this plan cannot be started here")
-    if not request.model.is_moe:
-        warnings.append("the model has no experts: only the passes that do not need any can help")
-    most, length = request.model.max_model_len, context.workload.max_model_len
-    if length is not None and 0 < most < length:
-        warnings.append(f"--max-model-len {length}: the model was made for {most} tokens, beyond them it may fail")
-    uncounted = [flag for flag in _UNCOUNTED if context.pinned.get(flag, "false") != "false"]
-    if uncounted:
-        warnings.append(f"the memory plan does not count what is given after --: {', '.join(uncounted)}")
-    placement = context.decided["expert_placement"]
-    if request.expert_load is not None and placement.status is not Status.ON:
-        path = request.expert_load.placed_by.path
-        warnings.append(f"experts are not placed by the load given ({path}): {placement.reason}")
-    cache = context.decided["kv_cache"].params
-    if cache["max_model_len"] is not None and cache["max_model_len"] < (cache["wanted_model_len"] or 0):
-        warnings.append(
-            f"max-model-len is {cache['max_model_len']} instead of {cache['wanted_model_len']}: "
-            f"the cache holds {memory.kv_tokens} tokens"
-        )
-    warnings += layers_left_do_not_fit(context, memory)
-    warnings += [warning for decision in context.decided.values() for warning in decision.warnings]
-    return tuple(dict.fromkeys(warnings))

@@ -1,0 +1,53 @@
+"""What a plan warns of."""
+
+from __future__ import annotations
+
+from moe_optimizer.plan.decision import Status
+from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_request import PlanRequest
+from moe_optimizer.planner.memory_fit import layers_left_do_not_fit
+
+_UNCOUNTED = (
+    "--cpu-offload-gb",
+    "--decode-context-parallel-size",
+    "--enable-lora",
+    "--hf-overrides",
+    "--kv-cache-memory-bytes",
+    "--num-gpu-blocks-override",
+    "--speculative-config",
+)
+"""Arguments of the user's that change what the memory is needed for, and that the memory plan knows nothing of."""
+
+
+def plan_warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan) -> tuple[str, ...]:
+    """Return what the user should know of the whole plan, each once; the passes' own warnings come last."""
+    warnings = [*request.hardware.warnings, *request.model.warnings]
+    if request.hardware.gpu is not None and context.device == "cpu":
+        warnings.append("this machine has a GPU, but the installed vLLM is the CPU build; planning for the CPU")
+    vllm = request.software.vllm
+    if vllm is None:
+        warnings.append("no vLLM is installed: the plan cannot be started here")
+    elif context.device == "cuda" and vllm.device == "cpu":
+        warnings.append(f"the installed vLLM {vllm.version} is the CPU build: this plan cannot be started here")
+    if not request.model.is_moe:
+        warnings.append("the model has no experts: only the passes that do not need any can help")
+    most, length = request.model.max_model_len, context.workload.max_model_len
+    if length is not None and 0 < most < length:
+        warnings.append(f"--max-model-len {length}: the model was made for {most} tokens, beyond them it may fail")
+    uncounted = [flag for flag in _UNCOUNTED if context.pinned.get(flag, "false") != "false"]
+    if uncounted:
+        warnings.append(f"the memory plan does not count what is given after --: {', '.join(uncounted)}")
+    placement = context.decided["expert_placement"]
+    if request.expert_load is not None and placement.status is not Status.ON:
+        path = request.expert_load.placed_by.path
+        warnings.append(f"experts are not placed by the load given ({path}): {placement.reason}")
+    cache = context.decided["kv_cache"].params
+    if cache["max_model_len"] is not None and cache["max_model_len"] < (cache["wanted_model_len"] or 0):
+        warnings.append(
+            f"max-model-len is {cache['max_model_len']} instead of {cache['wanted_model_len']}: "
+            f"the cache holds {memory.kv_tokens} tokens"
+        )
+    warnings += layers_left_do_not_fit(context, memory)
+    warnings += [warning for decision in context.decided.values() for warning in decision.warnings]
+    return tuple(dict.fromkeys(warnings))
