@@ -53,10 +53,16 @@ def require_fit(context: PlanContext, memory: MemoryPlan) -> None:
     """Raise DoesNotFitError, with how many devices would do, unless `memory` fits."""
     if memory.fits:
         return
-    work = memory.activation_bytes + memory.workspace_bytes
+    sizes = (
+        memory.weight_bytes,
+        memory.activation_bytes + memory.workspace_bytes,
+        memory.budget_bytes,
+        memory.total_bytes,
+    )
+    weights, work, budget, total = map(bytes_in_words, sizes)
     message = (
-        f"{context.model.name} does not fit {_where(context)}: each needs {_gb(memory.weight_bytes)} of weights and "
-        f"{_gb(work)} to work in, and may use {_gb(memory.budget_bytes)} of {_gb(memory.total_bytes)}"
+        f"{context.model.name} does not fit {_where(context)}: each needs {weights} of weights and {work} to work in, "
+        f"and may use {budget} of {total}"
     )
     raise DoesNotFitError(message, hint=_fit_hint(context))
 
@@ -104,7 +110,3 @@ def _advice(context: PlanContext, needed: int) -> str:
     if "--tensor-parallel-size" in context.pinned or asked.tensor_parallel_size is not None:
         return f"; {there} are there: ask for a tensor parallel size of {needed}"
     return f"; {there} are there: use --gpus {wanted}"
-
-
-def _gb(count: float) -> str:
-    return f"{count / 1e9:.1f} GB"
