@@ -110,19 +110,25 @@ class RunFolder:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(descriptor, _MAX_PID_BYTES).decode("ascii", errors="replace").strip()
-            raise InputError(
-                f"run folder {self.path}: in use by process {holder or '(unknown)'}",
-                hint="give this run a folder of its own with --run-dir, or stop that process",
-            ) from None
+            raise self._in_use(descriptor) from None
         except OSError as error:
             raise self._refused(error) from None
+        if not os.fstat(descriptor).st_nlink:
+            # Another launcher's `check` has removed the file since it was opened: a third one would lock a new one.
+            raise self._in_use(descriptor)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
 
     def _missing_folders(self) -> list[Path]:
         """Return what would have to be made of this folder and its parents, the innermost first."""
         return [folder for folder in (self.path, *self.path.parents) if not os.path.lexists(folder)]
+
+    def _in_use(self, descriptor: int) -> InputError:
+        holder = os.read(descriptor, _MAX_PID_BYTES).decode("ascii", errors="replace").strip()
+        return InputError(
+            f"run folder {self.path}: in use by process {holder or '(unknown)'}",
+            hint="give this run a folder of its own with --run-dir, or stop that process",
+        )
 
     def _refused(self, error: OSError) -> InputError:
         return InputError(f"run folder {self.path}: {error.strerror or error}")

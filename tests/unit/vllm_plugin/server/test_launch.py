@@ -17,8 +17,9 @@ import pytest
 from moe_optimizer.errors import ExitCode, InputError, RequiredNotAppliedError, ServerFailedError
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from moe_optimizer.vllm_plugin.server import deployment, evidence, launch, supervisor
+from moe_optimizer.vllm_plugin.server import deployment, evidence, launch, run_folder, supervisor
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo
+from moe_optimizer.vllm_plugin.server.run_folder import RunFolder
 from tests.builders import cpu_machine, request, tiny_moe
 from tests.eventually import eventually
 from tests.free_ports import free_port
@@ -186,6 +187,21 @@ def test_a_run_folder_in_use_is_refused_and_its_run_goes_on(fake: Fake, tmp_path
         assert (tmp_path / "plan.json").read_bytes() == plan
         assert psutil.pid_exists(info.pid)
     with launch.running(fake(), run_dir=tmp_path):
+        pass
+
+
+def test_a_lock_that_another_launcher_has_removed_meanwhile_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    flock = run_folder.fcntl.flock
+
+    def removed_first(descriptor: int, operation: int) -> None:
+        (tmp_path / run_folder.LOCK_FILE).unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", removed_first)
+    with pytest.raises(InputError, match="in use"), folder.locked():
         pass
 
 
