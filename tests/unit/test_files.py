@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.files import write_atomically
+from tests.eventually import eventually
 
 
 def test_writes_the_text_and_makes_the_folder(tmp_path: Path) -> None:
@@ -44,10 +45,7 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
     )
     writer = subprocess.Popen([sys.executable, "-c", code, str(path)])
     try:
-        deadline = time.monotonic() + 20
-        while not path.exists():
-            assert time.monotonic() < deadline, "the writer wrote nothing in 20 s"
-            time.sleep(0.01)
+        eventually(path.exists, "the writer wrote nothing")
         time.sleep(0.2)
     finally:
         writer.send_signal(signal.SIGKILL)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.vllm_plugin.proof import PROOF_DIR, LayerProof, PassProof, Proof, ProofWriter, read_proofs
+from tests.eventually import eventually
 
 
 def proof(rank: int = 0) -> Proof:
@@ -45,10 +45,7 @@ def test_a_touched_proof_is_written_by_itself(tmp_path: Path) -> None:
     writer.start()
     writer.proof.passes["flash_dmoe"].ran = True
     writer.touch()
-    deadline = time.monotonic() + 30
-    while not read_proofs(tmp_path)[0].passes["flash_dmoe"].ran:
-        assert time.monotonic() < deadline, "the writer thread did not write"
-        time.sleep(0.02)
+    eventually(lambda: read_proofs(tmp_path)[0].passes["flash_dmoe"].ran, "the writer thread did not write")
 
 
 def test_a_folder_that_refuses_does_not_raise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 from moe_optimizer.vllm_plugin.server.process import ServerProcess
+from tests.eventually import eventually
 
 SHARES_MEMORY = """
 import time
@@ -21,10 +21,7 @@ def test_killed_it_leaves_no_shared_memory(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     environment = {**os.environ, "MOE_OPTIMIZER_PLAN": str(tmp_path / "plan.json")}
     server = ServerProcess([sys.executable, "-c", SHARES_MEMORY], environment, log)
-    deadline = time.monotonic() + 30
-    while not log.read_text().endswith("\n"):
-        assert time.monotonic() < deadline, "the process did not start"
-        time.sleep(0.02)
+    eventually(lambda: log.read_text().endswith("\n"), "the process did not start")
     segment = Path("/dev/shm", log.read_text().strip())
     assert segment.exists()
     server.kill()
