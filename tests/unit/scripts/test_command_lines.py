@@ -15,6 +15,6 @@ SCRIPTS = Path(__file__).parents[3] / "scripts"
 @pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--halp", 2)])
 def test_help_is_shown_and_an_unknown_option_refused(name: str, argument: str, status: int) -> None:
     command = [sys.executable, str(SCRIPTS / f"{name}.py"), argument]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == status
     assert (done.stderr if status else done.stdout).startswith(f"usage: {name}.py")
