@@ -128,7 +128,7 @@ def _misaligned(tensor: Tensor) -> str:
 
 
 def choose_variant(sizes: MoeSizes) -> Variant:
-    """Return the variant for these sizes by arithmetic; a table of measurements is to take its place."""
+    """Return the variant for these sizes by arithmetic, for callers that know no measured speeds."""
     if sizes.num_tokens <= TOKENS and sizes.num_pairs <= PAIRS:
         return DirectVariant()
     # FP8 x FP8 rounds the activations to 4 significant bits: it has to be asked for.
