@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
     from moe_optimizer.profiles import Profile
     from moe_optimizer.specs.hardware import HardwareSpec
-    from moe_optimizer.vllm_plugin.activation import ServerFacts
+    from moe_optimizer.vllm_plugin.server_facts import ServerFacts
 
 _PREFIX = "MOE_OPTIMIZER_"
 _DISABLE = "MOE_OPTIMIZER_DISABLE"

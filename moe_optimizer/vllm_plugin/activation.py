@@ -19,29 +19,13 @@ from moe_optimizer.specs.kernel_speeds import STOCK
 from moe_optimizer.vllm_plugin.patch import patch_reports
 from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, PatchProof, Proof, ProofWriter, described
 from moe_optimizer.vllm_plugin.role import process_role
+from moe_optimizer.vllm_plugin.server_facts import ServerFacts
 
 logger = get_logger(__name__)
 
 EXPERTS_PASS = "flash_dmoe"
 """The pass whose decision puts our experts class into vLLM's kernel choice."""
 PLAN_FILE = "plan.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerFacts:
-    """What a running vLLM says about itself, for planning inside a plain `vllm serve`."""
-
-    model: str
-    dtype: str
-    """"float32", "bfloat16" or "float16"."""
-    device: str
-    """"cpu" or "cuda"."""
-    tensor_parallel_size: int
-    expert_parallel: bool
-    world_size: int
-    max_model_len: int
-    max_num_seqs: int
-    trust_remote_code: bool
 
 
 class Activation:
@@ -296,3 +280,12 @@ def current() -> Activation | None:
         _current = None
         return activate(forked)
     return _current
+
+
+def current_decision(pass_name: str) -> tuple[Activation, Decision]:
+    """Return this process's activation and its plan's decision about a pass, where the pass is known to be on."""
+    activation = current()
+    assert activation is not None, f"{pass_name}: this process follows no plan"
+    decision = activation.wanted(pass_name)
+    assert decision is not None, f"{pass_name}: the plan does not have it on"
+    return activation, decision

@@ -12,7 +12,6 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.vllm_plugin.activation import (
     EXPERTS_PASS,
     Activation,
-    ServerFacts,
     activate,
     plugin_decisions,
 )
@@ -23,6 +22,7 @@ from moe_optimizer.vllm_plugin.experts.apply_experts import offer_experts
 from moe_optimizer.vllm_plugin.flag_passes import watch_flags
 from moe_optimizer.vllm_plugin.placement.expert_placement import PLACEMENT_PASS, offer_placement
 from moe_optimizer.vllm_plugin.proof import described
+from moe_optimizer.vllm_plugin.server_facts import ServerFacts
 
 logger = get_logger(__name__)
 

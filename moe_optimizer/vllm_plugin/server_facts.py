@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from moe_optimizer.vllm_plugin.activation import ServerFacts
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What a running vLLM says about itself, for planning inside a plain `vllm serve`."""
+
+    model: str
+    dtype: str
+    """"float32", "bfloat16" or "float16"."""
+    device: str
+    """"cpu" or "cuda"."""
+    tensor_parallel_size: int
+    expert_parallel: bool
+    world_size: int
+    max_model_len: int
+    max_num_seqs: int
+    trust_remote_code: bool
 
 
 def server_facts() -> ServerFacts:

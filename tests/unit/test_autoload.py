@@ -13,7 +13,7 @@ import pytest
 from moe_optimizer import autoload
 from moe_optimizer.errors import InputError
 from moe_optimizer.profiles import load_profile
-from moe_optimizer.vllm_plugin.activation import ServerFacts
+from moe_optimizer.vllm_plugin.server_facts import ServerFacts
 from tests.builders import profile_with
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from moe_optimizer.ops import _load
 from moe_optimizer.specs.kernel_speeds import STOCK
-from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation, current
+from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation, current_decision
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
 from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer, LayerFacts, planned_ranges
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
@@ -160,10 +160,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         """Return the layer, checked: in its first forward, which is vLLM's own run to measure memory."""
         if self._layer is not None and self._layer.address == w1.data_ptr():
             return self._layer
-        activation = current()
-        assert activation is not None, "the class was chosen in a process with a plan"
-        decision = activation.wanted(EXPERTS_PASS)
-        assert decision is not None, "the class was chosen for a plan that wants it"
+        activation, decision = current_decision(EXPERTS_PASS)
         weights, form, kind = self.kernel_weights(w1, w2)
         facts = LayerFacts(
             name=self._name or f"MoE layer {next(self.unnamed)}",

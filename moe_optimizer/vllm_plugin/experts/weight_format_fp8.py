@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, current
+from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, current_decision
 from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, PlainWeights, decoder_layer
 from moe_optimizer.vllm_plugin.proof import described
 
@@ -32,10 +32,7 @@ class Fp8Weights(PlainWeights):
         Raises:
             RequiredNotAppliedError: it cannot be converted, and the plan requires that it is.
         """
-        activation = current()
-        decision = None if activation is None else activation.wanted(FP8_PASS)
-        assert activation is not None, "weights are converted in a process that follows a plan"
-        assert decision is not None, "weights are converted to FP8 where the plan has it on"
+        activation, decision = current_decision(FP8_PASS)
         if decoder_layer(layer_name) in decision.params["kept_layers"]:
             return _plain(w13, w2, "kept by the plan")
         try:

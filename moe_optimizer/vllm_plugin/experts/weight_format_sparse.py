@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.specs.activation_norms import hidden_norms_name, input_norms_name
-from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, current
+from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, current_decision
 from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, ExpertsCall, KernelWeights, decoder_layer
 from moe_optimizer.vllm_plugin.proof import described
 
@@ -46,10 +46,7 @@ class SparseWeights:
         Raises:
             RequiredNotAppliedError: it cannot be pruned, and the plan requires that it is.
         """
-        activation = current()
-        decision = None if activation is None else activation.wanted(SPARSITY_PASS)
-        assert activation is not None, "weights are converted in a process that follows a plan"
-        assert decision is not None, "weights are pruned where the plan has it on"
+        activation, decision = current_decision(SPARSITY_PASS)
         try:
             return _pruned(layer_name, w13, w2, decision.params["activation_norms"])
         except Exception as error:  # noqa: BLE001 - vLLM is loading its model; the loaded weights do as well
