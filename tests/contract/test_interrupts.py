@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY_MOE = ROOT / "examples" / "tiny-moe"
 INTERRUPTED = 130
 
+pytestmark = pytest.mark.usefixtures("heeded_signals")
+
 # Sends SIGINT to its own process at one exact moment: when a module or file whose name has `moment` in it is opened.
 INTERRUPTER = """
 import os, signal, sys

@@ -16,6 +16,8 @@ from moe_optimizer.child_process import child_process
 from moe_optimizer.cli.termination import clean_termination
 from tests.eventually import eventually, is_running
 
+pytestmark = pytest.mark.usefixtures("heeded_signals")
+
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
 

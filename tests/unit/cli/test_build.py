@@ -14,6 +14,8 @@ from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.specs.software import KernelInventory
 from tests.eventually import eventually, is_running
 
+pytestmark = pytest.mark.usefixtures("heeded_signals")
+
 
 def script(folder: Path, text: str) -> Path:
     path = folder / "build.sh"

@@ -9,6 +9,8 @@ import pytest
 
 from moe_optimizer.cli.termination import clean_termination
 
+pytestmark = pytest.mark.usefixtures("heeded_signals")
+
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_runs_what_cleans_up_and_is_the_exit_code(number: signal.Signals) -> None:

@@ -137,6 +137,7 @@ def test_a_process_that_dies_leaves_its_last_words(tmp_path: Path) -> None:
     assert "goes on from what was measured" in str(error.value.hint)
 
 
+@pytest.mark.usefixtures("heeded_signals")
 @pytest.mark.parametrize(
     ("number", "raised"), [(2, KeyboardInterrupt), (15, SystemExit), (1, SystemExit)], ids=["INT", "TERM", "HUP"]
 )
