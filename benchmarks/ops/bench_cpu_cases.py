@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.ops import reference
-from moe_optimizer.ops.fused_experts import Inputs, run
+from moe_optimizer.ops.expert_inputs import Inputs
+from moe_optimizer.ops.fused_experts import run
 
 BLOCK = 128
 FP8_MAX = 448.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from moe_optimizer.ops import _load
 from moe_optimizer.ops.cuda_dispatch_calls import direct_call, grouped_call, sizes_of
 from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
+from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs, as_float32
 from moe_optimizer.ops.launch_geometry.direct import PAIRS, TOKENS, DirectGeometry, direct_geometry
 from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry, grouped_geometry
 from moe_optimizer.ops.launch_geometry.hopper import GeometryError
@@ -24,13 +24,8 @@ from moe_optimizer.ops.launch_geometry.routing import routing_geometry
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 from moe_optimizer.ops.launch_geometry.workspace import COUNTERS
 
-if TYPE_CHECKING:
-    from moe_optimizer.ops.fused_experts import Inputs
-
 _CAPABILITY = (9, 0)
 _ALIGNMENT = 16
-_MAX_EXPERTS = 1024
-_MAX_TOP_K = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +90,8 @@ def why_not(problem: CudaProblem) -> str | None:
             f"CUDA kernels need E, k, H and I above 0, got E={sizes.num_experts}, k={sizes.top_k}, "
             f"H={sizes.hidden_size}, I={sizes.intermediate_size}"
         )
-    if problem.w13.shape[0] > _MAX_EXPERTS or problem.top_k > _MAX_TOP_K:
-        return f"at most {_MAX_EXPERTS} experts and top-{_MAX_TOP_K}, got {problem.w13.shape[0]}, top-{problem.top_k}"
+    if problem.w13.shape[0] > MAX_EXPERTS or problem.top_k > MAX_TOP_K:
+        return f"at most {MAX_EXPERTS} experts and top-{MAX_TOP_K}, got {problem.w13.shape[0]}, top-{problem.top_k}"
     if problem.router is not None and problem.router.logits.dtype not in (torch.float32, torch.bfloat16):
         return f"CUDA kernels take float32 or bfloat16 logits, got {problem.router.logits.dtype}"
     capability = torch.cuda.get_device_capability(problem.x.device)
@@ -171,10 +166,10 @@ def run_fused_experts(inputs: Inputs, out: Tensor, router: Router | None = None)
         topk_ids=None if router is not None else inputs.topk_ids.contiguous(),
         router=router,
         expert_map=None if inputs.expert_map is None else inputs.expert_map.contiguous(),
-        w13_scale=_as_float32(inputs.w13_scale),
-        w2_scale=_as_float32(inputs.w2_scale),
-        w13_bias=_as_float32(inputs.w13_bias),
-        w2_bias=_as_float32(inputs.w2_bias),
+        w13_scale=as_float32(inputs.w13_scale),
+        w2_scale=as_float32(inputs.w2_scale),
+        w13_bias=as_float32(inputs.w13_bias),
+        w2_bias=as_float32(inputs.w2_bias),
         activation=inputs.activation,
     )
     reason = why_not(problem)
@@ -188,10 +183,6 @@ def run_fused_experts(inputs: Inputs, out: Tensor, router: Router | None = None)
 
 def _overlaps(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _as_float32(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float().contiguous()
 
 
 def run(problem: CudaProblem, variant: Variant | None = None) -> None:

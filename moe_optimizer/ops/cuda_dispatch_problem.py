@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
+from moe_optimizer.ops.expert_inputs import DTYPE_CODE
+
 ACTIVATION_CODE = {"silu": 0, "swigluoai": 1}
 SCORING_CODE = {"softmax": 0, "sigmoid": 1}
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.ops import _load, cuda_dispatch
-from moe_optimizer.ops.cuda_dispatch_problem import DTYPE_CODE, Router
-from moe_optimizer.ops.fused_experts import Inputs, check_inputs, run, why_reference
+from moe_optimizer.ops.cuda_dispatch_problem import Router
+from moe_optimizer.ops.expert_inputs import DTYPE_CODE, Inputs
+from moe_optimizer.ops.fused_experts import check_inputs, run, why_reference
 from moe_optimizer.ops.registration import register_op
 from moe_optimizer.ops.tensor_check import TensorChecks
 from moe_optimizer.ops.topk_router import LOGITS_DTYPES, SCORINGS, check_router, topk_router

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,15 +10,13 @@ from torch import Tensor
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.log import get_logger
 from moe_optimizer.ops import _load, cuda_dispatch, reference
-from moe_optimizer.ops.cuda_dispatch_problem import DTYPE_CODE
+from moe_optimizer.ops.expert_inputs import DTYPE_CODE, MAX_EXPERTS, MAX_TOP_K, Inputs, as_float32
 from moe_optimizer.ops.registration import register_op
 from moe_optimizer.ops.tensor_check import TensorChecks, overlaps_shifted
 
 ACTIVATIONS = ("silu", "swigluoai")
 """Positions are the codes of csrc/include/moeopt/fused_experts.h."""
 
-MAX_EXPERTS = 1024
-MAX_TOP_K = 32
 SIZE_MULTIPLE = 16
 """H and I that the kernels cover; other sizes run in `reference`."""
 
@@ -27,22 +24,6 @@ _X_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_SCALE, _BLOCK_SCALE, _CHANNEL_SCALE = 0, 1, 2
 
 _log = get_logger(__name__)
-
-
-class Inputs(NamedTuple):
-    """The inputs of the registered ops, in the order of their schema."""
-
-    x: Tensor
-    w13: Tensor
-    w2: Tensor
-    topk_weights: Tensor
-    topk_ids: Tensor
-    expert_map: Tensor | None
-    w13_scale: Tensor | None
-    w2_scale: Tensor | None
-    w13_bias: Tensor | None
-    w2_bias: Tensor | None
-    activation: str
 
 
 def fused_experts(
@@ -203,8 +184,8 @@ def run(inputs: Inputs, out: Tensor, *, isa: str = "") -> None:
     # Small tensors only: the weights are never copied. The names keep them alive during the call.
     topk_weights, topk_ids = inputs.topk_weights.contiguous(), inputs.topk_ids.contiguous()
     expert_map = None if inputs.expert_map is None else inputs.expert_map.contiguous()
-    w13_scale, w2_scale = _as_float32(inputs.w13_scale), _as_float32(inputs.w2_scale)
-    w13_bias, w2_bias = _as_float32(inputs.w13_bias), _as_float32(inputs.w2_bias)
+    w13_scale, w2_scale = as_float32(inputs.w13_scale), as_float32(inputs.w2_scale)
+    w13_bias, w2_bias = as_float32(inputs.w13_bias), as_float32(inputs.w2_bias)
     scale_kind = _NO_SCALE
     if w13_scale is not None:
         scale_kind = _CHANNEL_SCALE if w13_scale.dim() == 2 else _BLOCK_SCALE
@@ -239,10 +220,6 @@ def _in_plain_torch(inputs: Inputs) -> Tensor:
         w13_bias=inputs.w13_bias,
         w2_bias=inputs.w2_bias,
     )
-
-
-def _as_float32(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float().contiguous()
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_optimizer.errors import TensorContractError
 from moe_optimizer.log import get_logger
 from moe_optimizer.ops import _load, reference
-from moe_optimizer.ops.fused_experts import MAX_EXPERTS, MAX_TOP_K
+from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K
 from moe_optimizer.ops.registration import register_op
 from moe_optimizer.ops.sparse_24 import SIZE_MULTIPLE, SparseWeight, expand_24
 from moe_optimizer.ops.tensor_check import TensorChecks, overlaps_shifted

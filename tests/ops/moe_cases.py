@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_optimizer.ops import fused_experts, reference
-from moe_optimizer.ops.fused_experts import Inputs, run
+from moe_optimizer.ops.expert_inputs import Inputs
+from moe_optimizer.ops.fused_experts import run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8_MAX = 448.0
