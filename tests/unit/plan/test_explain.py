@@ -15,11 +15,6 @@ from tests.builders import cpu_machine, gpus, mixtral_8x7b, qwen3_30b_a3b, reque
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
-    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), "aggressive"))
-
-
-@pytest.fixture(scope="module")
 def cpu_plan() -> Plan:
     return make_plan(request(tiny_moe(), cpu_machine()))
 

@@ -7,12 +7,7 @@ import pytest
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, tiny_moe
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), "aggressive"))
+from tests.builders import cpu_machine, request, tiny_moe
 
 
 def test_a_plan_survives_json(plan):

@@ -8,13 +8,6 @@ from moe_optimizer.passes.registry import PASS_NAMES
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.verify import verify_plan
-from moe_optimizer.planner import make_plan
-from tests.builders import gpus, qwen3_30b_a3b, request
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), "aggressive"))
 
 
 def verify(plan: Plan, user_args: tuple[str, ...] = ()) -> None:
