@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from moe_optimizer.errors import InputError
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.plan import Plan
@@ -74,15 +73,6 @@ def test_a_gpu_that_is_left_over_is_said():
     assert "disaggregation leaves 1 of 3 GPUs idle" in on_gpus(3).warnings
 
 
-def test_on_the_cpu_each_server_has_half_of_the_cores_and_of_the_memory():
-    plan = on_cpu()
-    assert plan.group is not None
-    cores = [server.serve_env["VLLM_CPU_OMP_THREADS_BIND"] for server in plan.group.servers]
-    assert cores == ["0-1", "2-3"]
-    alone = make_plan(request(tiny_moe(), cpu_machine(cores=4)))
-    assert plan.memory.total_bytes == alone.memory.total_bytes // 2
-
-
 def test_the_router_has_the_address_and_the_servers_are_for_it_alone():
     plan = on_cpu(host="0.0.0.0", port=9000)
     assert plan.group is not None
@@ -115,20 +105,3 @@ def test_without_gpus_the_cache_goes_through_a_folder_of_the_run():
     for server in plan.group.servers:
         transfer = json.loads(flag_value(server.serve_args, "--kv-transfer-config") or "")
         assert transfer["kv_connector_extra_config"] == {"shared_storage_path": "RUN_DIR/kv"}
-
-
-def test_the_users_own_port_is_the_routers():
-    plan = on_cpu(vllm_args=("--port", "9100"))
-    assert plan.group is not None
-    assert flag_value(plan.group.router_args, "--port") == "9100"
-    assert flag_value(plan.group.servers[0].serve_args, "--port") == "9101"
-
-
-def test_a_port_without_room_for_the_others_is_refused():
-    with pytest.raises(InputError, match="--port: got 65500"):
-        on_cpu(port=65500)
-
-
-def test_a_plan_of_two_servers_survives_its_file():
-    plan = on_cpu()
-    assert Plan.from_json(plan.to_json(), origin="test") == plan

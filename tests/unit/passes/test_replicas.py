@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from moe_optimizer.errors import InputError
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.plan import Plan
@@ -101,15 +100,6 @@ def test_a_count_goes_before_what_would_fit_and_a_gpu_left_over_is_said():
     assert "replicas leave 1 of 5 GPUs idle" in plan.warnings
 
 
-def test_on_the_cpu_each_server_has_its_cores_and_its_part_of_the_memory():
-    plan = on_cpu()
-    assert plan.group is not None
-    cores = [server.serve_env["VLLM_CPU_OMP_THREADS_BIND"] for server in plan.group.servers]
-    assert cores == ["0-1", "2-3"]
-    alone = make_plan(request(tiny_moe(), cpu_machine(cores=4)))
-    assert plan.memory.total_bytes == alone.memory.total_bytes // 2
-
-
 def test_the_router_has_the_address_and_knows_every_server():
     plan = on_cpu(host="0.0.0.0", port=9000, profile=counted(4), wishes={})
     assert plan.group is not None
@@ -134,13 +124,3 @@ def test_a_tier_in_host_memory_is_shared_between_the_servers():
     four = on_gpus(4, wishes=wishes).decision("kv_cache").params["host_tier_gib"]
     one = on_gpus(1, wishes=resolve_wishes(["kv-tiering"], [])).decision("kv_cache").params["host_tier_gib"]
     assert 0 < four <= one
-
-
-def test_a_port_without_room_for_the_others_is_refused():
-    with pytest.raises(InputError, match="--port: got 65534, but several servers"):
-        on_cpu(port=65534)
-
-
-def test_a_plan_of_several_servers_survives_its_file():
-    plan = on_cpu()
-    assert Plan.from_json(plan.to_json(), origin="test") == plan
