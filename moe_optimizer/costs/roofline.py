@@ -62,19 +62,15 @@ def moe_layer_floor_us(
     Raises:
         UnsupportedError: nothing is known about the GPU's rate in the dtype that `expert_bits` computes in.
     """
-    read = divide(
-        moe_layer_weight_bytes(model, tokens, expert_bits=expert_bits) * 1e6,
-        memory_bandwidth(gpu, rates),
-        unit="us",
-        ref=f"expert weights hit by {tokens} tokens at {expert_bits:g} bits / memory bandwidth",
+    return _floor_us(
+        gpu,
+        rates,
+        bits=expert_bits,
+        read_bytes=moe_layer_weight_bytes(model, tokens, expert_bits=expert_bits),
+        read=f"expert weights hit by {tokens} tokens at {expert_bits:g} bits",
+        flop=moe_layer_flop(model, tokens),
+        computed=f"expert operations of {tokens} tokens",
     )
-    compute = divide(
-        moe_layer_flop(model, tokens) * 1e6,
-        peak_flops(gpu, expert_bits, rates),
-        unit="us",
-        ref=f"expert operations of {tokens} tokens / peak rate",
-    )
-    return max(read, compute, key=lambda bound: bound.value)
 
 
 def decode_step_floor_us(
@@ -97,25 +93,33 @@ def decode_step_floor_us(
     `num_gpus`, in each of `data_parallel_size` copies with as many sequences, which share the experts;
     communication is not included (see `comm`).
     """
-    read = decode_step_bytes(
-        model, batch=batch, context=context, num_gpus=num_gpus, data_parallel_size=data_parallel_size,
-        expert_bits=expert_bits, linear_bits=linear_bits, kv_bits=kv_bits,
-    )  # fmt: skip
     gpus = f"{num_gpus} GPUs" if num_gpus > 1 else "1 GPU"
-    bound = divide(
-        read * 1e6,
-        memory_bandwidth(gpu, rates),
-        unit="us",
-        ref=f"bytes of one decode step, {batch} sequences at {context} tokens on {gpus} / memory bandwidth",
-    )
     multiplied_params = model.active_params - (model.embedding_params if model.lm_head_params else 0)
-    compute = divide(
-        2.0 * multiplied_params * batch / num_gpus * 1e6,
-        peak_flops(gpu, max(expert_bits, linear_bits), rates),
-        unit="us",
-        ref=f"operations of {batch} tokens on {gpus} / peak rate",
-    )
-    return max(bound, compute, key=lambda term: term.value)
+    return _floor_us(
+        gpu,
+        rates,
+        bits=max(expert_bits, linear_bits),
+        read_bytes=decode_step_bytes(
+            model, batch=batch, context=context, num_gpus=num_gpus, data_parallel_size=data_parallel_size,
+            expert_bits=expert_bits, linear_bits=linear_bits, kv_bits=kv_bits,
+        ),
+        read=f"bytes of one decode step, {batch} sequences at {context} tokens on {gpus}",
+        flop=2.0 * multiplied_params * batch / num_gpus,
+        computed=f"operations of {batch} tokens on {gpus}",
+    )  # fmt: skip
+
+
+def _floor_us(
+    gpu: GpuSpec, rates: Rates, *, bits: float, read_bytes: float, read: str, flop: float, computed: str
+) -> Quantity:
+    """Return the larger of bytes / memory bandwidth and operations / peak rate at `bits`, in us.
+
+    `read` and `computed` say in the reference what the bytes and operations are.
+    """
+    bandwidth, peak = memory_bandwidth(gpu, rates), peak_flops(gpu, bits, rates)
+    reading = divide(read_bytes * 1e6, bandwidth, unit="us", ref=f"{read} / memory bandwidth")
+    computing = divide(flop * 1e6, peak, unit="us", ref=f"{computed} / peak rate")
+    return max(reading, computing, key=lambda bound: bound.value)
 
 
 def decode_step_bytes(
