@@ -17,6 +17,11 @@ from hypothesis import settings
 # Set before anything loads OpenMP, and inherited by every process that a test starts.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Tests talk to servers on this machine only, which a proxy cannot reach.
+for _name in ("http_proxy", "https_proxy", "all_proxy"):
+    os.environ.pop(_name, None)
+    os.environ.pop(_name.upper(), None)
+
 # A busy machine takes longer for an example than hypothesis' 200 ms.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")

@@ -13,6 +13,7 @@ from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.plan.plan import Plan
 
 _NIXL_MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
+_NOT_FOR_THE_ROUTER = ("OPENAI_API_KEY", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def check_group_can_run(plan: Plan, environ: Mapping[str, str] | None = None) -> None:
@@ -46,6 +47,6 @@ def router_command(router_args: Sequence[str]) -> list[str]:
 def router_environment(plan_path: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the router's environment: this process's, with the plan by which its processes are found."""
     environ = os.environ if environ is None else environ
-    # The router would send this key to every server.
-    kept = {name: value for name, value in environ.items() if name != "OPENAI_API_KEY"}
+    # The router would send this key to every server, and ask a proxy for servers that are on this machine.
+    kept = {name: value for name, value in environ.items() if name.upper() not in _NOT_FOR_THE_ROUTER}
     return {**kept, env.PLAN: str(plan_path)}

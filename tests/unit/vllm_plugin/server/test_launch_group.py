@@ -196,6 +196,13 @@ def test_replicas_need_no_nixl_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     router.check_group_can_run(plan, {})
 
 
-def test_the_router_gets_no_key_to_hand_on(tmp_path: Path) -> None:
-    environment = router.router_environment(tmp_path / "plan.json", {"OPENAI_API_KEY": "k", "PATH": "/bin"})
+def test_the_router_gets_no_key_to_hand_on_and_no_proxy(tmp_path: Path) -> None:
+    environ = {
+        "OPENAI_API_KEY": "k",
+        "http_proxy": "http://p",
+        "HTTP_PROXY": "http://p",
+        "ALL_PROXY": "p",
+        "PATH": "/bin",
+    }
+    environment = router.router_environment(tmp_path / "plan.json", environ)
     assert environment == {"PATH": "/bin", "MOE_OPTIMIZER_PLAN": str(tmp_path / "plan.json")}
