@@ -73,7 +73,9 @@ def _follow(read_end: int, progress: ProgressLines) -> dict[str, Any]:
 
 def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        yield json.loads(line)
+        # Without its end it is what a process that was killed had written of it.
+        if line.endswith("\n"):
+            yield json.loads(line)
 
 
 class _Bar:

@@ -28,5 +28,6 @@ if "pid_file" in request:
     new.rename(request["pid_file"])
     time.sleep(600)
 if "dies" in request:
+    os.write(events, b'{"done": [')
     sys.exit("an illegal memory access was encountered")
 report({"done": request["verdicts"]})

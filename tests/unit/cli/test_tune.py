@@ -131,7 +131,7 @@ def test_a_refusal_of_the_process_is_the_commands(code: int, kind: type[MoeOptim
         )
 
 
-def test_a_process_that_dies_leaves_its_last_words(tmp_path: Path) -> None:
+def test_a_process_that_dies_in_the_middle_of_a_word_leaves_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(MoeOptimizerError, match="illegal memory access") as error:
         run_tuning({"dies": True}, ProgressLines(verbose=False), log=tmp_path / "log")
     assert "goes on from what was measured" in str(error.value.hint)
