@@ -36,7 +36,7 @@ _SHARED_SERVERS = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give a test with real servers an hour: it may be the one that starts two of them, on a machine that is busy."""
     for item in items:
-        if item.get_closest_marker("vllm"):
+        if item.get_closest_marker("vllm") or item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.timeout(3600))
 
 
