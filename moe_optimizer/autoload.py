@@ -107,8 +107,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
 
     # What vLLM was started with is settled: the plan takes it as the user's own arguments.
     vllm_args = ["--tensor-parallel-size", str(facts.tensor_parallel_size)]
-    if facts.expert_parallel:
-        vllm_args.append("--enable-expert-parallel")
+    vllm_args.append("--enable-expert-parallel" if facts.expert_parallel else "--no-enable-expert-parallel")
     section = profile.passes.expert_placement
     num_gpus = facts.world_size if facts.device == "cuda" else None
     return make_plan(

@@ -209,7 +209,7 @@ def check_request(request: PlanRequest, pinned: Mapping[str, str]) -> None:
         raise InputError(f"--host: got {request.host!r}, expected an address")
     if not 0 < request.port < 2**16:
         raise InputError(f"--port: got {request.port}, expected 1 to {2**16 - 1}")
-    if "--enable-expert-parallel" in pinned and not request.model.is_moe:
+    if pinned.get("--enable-expert-parallel", "false") != "false" and not request.model.is_moe:
         raise UnsupportedError(f"--enable-expert-parallel: {request.model.name} has no experts")
     _check_contradictions(request, pinned)
     _check_batch_size_is_used(request)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from moe_optimizer.costs.fp8_blocks import block_of_slice
 from moe_optimizer.costs.weights import splits_over
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
@@ -13,9 +15,10 @@ from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.cpu_cores import BINDING, core_lists
 from moe_optimizer.plan_context.expert_kernel import NOT_DATA_PARALLEL
 from moe_optimizer.plan_context.machines import AcrossMachines, across_machines
-from moe_optimizer.specs.model import ModelSpec
 
 _FEW_GPUS = 8
+_DIVIDES_BLOCKS = (0, 29)
+"""The first vLLM that takes slices of FP8 experts which are no whole number of blocks."""
 _EP_WARNING = (
     "EP over {count} GPUs: on few GPUs it is often slower than slices, or than a whole server on each GPU where the "
     "model fits one, --enable-replicas (published: vllm-project/vllm issue 28887, DeepSeek-R1 on 8 H200; not measured "
@@ -152,7 +155,7 @@ def _check_asked(ctx: PlanContext, size: int, data_parallel: int, limit: int) ->
 
 def _splits(ctx: PlanContext, size: int, data_parallel: int) -> tuple[bool, str]:
     """Return whether the model splits over `size` devices, with EP where a slice of an expert cannot be formed."""
-    splits, why = _slices(ctx.model, size, data_parallel)
+    splits, why = _slices(ctx, size, data_parallel)
     if splits:
         return True, ""
     whole, whole_why = splits_over(ctx.model, size, expert_parallel=True)
@@ -165,17 +168,29 @@ def _splits(ctx: PlanContext, size: int, data_parallel: int) -> tuple[bool, str]
     return possible, f"{why}; {no_experts}"
 
 
-def _slices(model: ModelSpec, size: int, data_parallel: int) -> tuple[bool, str]:
+def _slices(ctx: PlanContext, size: int, data_parallel: int) -> tuple[bool, str]:
     """Return whether every layer can be sliced `size` ways without EP, its experts over the devices of all copies."""
+    model, slices = ctx.model, size * data_parallel
     splits, why = splits_over(model, size, expert_parallel=False, data_parallel_size=data_parallel)
     if not splits:
         return False, why
-    block = model.weight_block[0] if model.weights_are_fp8 and model.weight_block is not None else 1
-    slices = size * data_parallel
-    if slices > 1 and model.is_moe and model.moe_intermediate_size // slices % block:
-        width = f"expert width {model.moe_intermediate_size} / {slices}"
-        return False, f"{width} is not a whole number of FP8 blocks of {block}"
-    return True, ""
+    block = model.weight_block if model.weights_are_fp8 and model.is_moe else None
+    if slices == 1 or block is None or model.moe_intermediate_size // slices % block[0] == 0:
+        return True, ""
+    if _expert_wish(ctx)[0] is Wish.OFF and _divides_blocks(ctx, block, slices):
+        return True, ""
+    width = f"expert width {model.moe_intermediate_size} / {slices}"
+    return False, f"{width} is not a whole number of FP8 blocks of {block[0]}"
+
+
+def _divides_blocks(ctx: PlanContext, block: tuple[int, int], slices: int) -> bool:
+    """Return whether vLLM makes the blocks of an FP8 checkpoint smaller until they divide a slice of an expert."""
+    model, vllm = ctx.model, ctx.software.vllm
+    if vllm is None or model.quant_method != "fp8":
+        return False
+    release = tuple(int(number) for number in re.findall(r"\d+", vllm.version)[:2])
+    width = model.moe_intermediate_size // slices
+    return release >= _DIVIDES_BLOCKS and block_of_slice(block, width, model.expert_hidden_size, slices) != block
 
 
 def _experts_divide(ctx: PlanContext, size: int, data_parallel: int) -> tuple[bool, str]:
@@ -205,7 +220,7 @@ def _expert_parallel(ctx: PlanContext, size: int, data_parallel: int) -> tuple[b
         if ctx.device == "cpu":
             raise UnsupportedError(f"--enable-expert-parallel would end the server: {why_not}")
         return True, f"EP as given after --, although {why_not}", ()
-    sliced, no_slices = _slices(ctx.model, size, data_parallel)
+    sliced, no_slices = _slices(ctx, size, data_parallel)
     if wish is Wish.OFF:
         return False, f"switched off by {origin}", ()
     if wish is Wish.ON:

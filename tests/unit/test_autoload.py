@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 import subprocess
 import sys
@@ -128,6 +129,13 @@ def test_a_running_server_is_planned_for_as_it_is() -> None:
     assert (parallelism["tensor_parallel_size"], parallelism["expert_parallel"]) == (2, True)
     assert plan.workload.max_model_len == 256
     assert plan.workload.batch_size == 4
+
+
+def test_a_running_server_that_slices_its_experts_is_not_planned_with_whole_ones() -> None:
+    facts = dataclasses.replace(FACTS, expert_parallel=False)
+    whole = profile_with(passes={"parallelism": {"expert_parallel": "on"}})
+    plan = autoload.plan_for_server(facts, whole, None)
+    assert plan.decision("parallelism").params["expert_parallel"] is False
 
 
 def test_a_worker_bound_to_one_core_plans_for_the_cores_of_all_workers() -> None:

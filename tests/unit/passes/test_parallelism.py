@@ -119,7 +119,7 @@ def test_copies_are_refused_where_their_slices_of_the_experts_would_be_no_whole_
     asked = {"tensor_parallel_size": 2, "data_parallel_size": 2, "expert_parallel": "off"}
     profile = profile_with(passes={"parallelism": asked})
     with pytest.raises(UnsupportedError, match="768 / 4 is not a whole number of FP8 blocks of 128, and whole experts"):
-        decide(qwen3_30b_a3b_fp8(), gpus("h100_sxm", 4), profile=profile)
+        decide(qwen3_30b_a3b_fp8(), gpus("h100_sxm", 4), software=WHOLE_BLOCKS_ONLY, profile=profile)
 
 
 def test_copies_of_a_dense_model_are_whole():
@@ -130,10 +130,13 @@ def test_copies_of_a_dense_model_are_whole():
 OFF = {"parallelism.expert_parallel": (Wish.OFF, "flag --disable-expert-parallel")}
 
 
+WHOLE_BLOCKS_ONLY = software(version="0.28.1")
+
+
 @pytest.mark.parametrize("off", [{"wishes": OFF}, {"pinned": {"--enable-expert-parallel": "false"}}])
 def test_experts_that_may_not_be_whole_on_a_gpu_are_cut_into_fewer_slices(off):
-    # vLLM does not start with slices of 192: no whole FP8 blocks of 128.
-    decision = decide(qwen3_30b_a3b_fp8(), gpus("h100_sxm", 4), **off)
+    # Before 0.29 vLLM did not start with slices of 192: no whole FP8 blocks of 128.
+    decision = decide(qwen3_30b_a3b_fp8(), gpus("h100_sxm", 4), software=WHOLE_BLOCKS_ONLY, **off)
     assert split(decision) == (2, 1, False)
     assert "--enable-expert-parallel" not in decision.vllm_args
     assert "-expert-parallel" in decision.rejected["EP"]
@@ -143,7 +146,15 @@ def test_experts_that_may_not_be_whole_on_a_gpu_are_cut_into_fewer_slices(off):
 def test_experts_that_may_not_be_whole_refuse_a_size_that_cannot_slice_them():
     pinned = {"--tensor-parallel-size": "4", "--enable-expert-parallel": "false"}
     with pytest.raises(UnsupportedError, match="switched off by --no-enable-expert-parallel after --"):
-        decide(qwen3_30b_a3b_fp8(), gpus("h100_sxm", 4), pinned=pinned)
+        decide(qwen3_30b_a3b_fp8(), gpus("h100_sxm", 4), software=WHOLE_BLOCKS_ONLY, pinned=pinned)
+
+
+@pytest.mark.parametrize(("method", "size"), [("fp8", 4), ("compressed-tensors", 2)])
+def test_experts_that_may_not_be_whole_are_cut_where_vllm_divides_their_blocks(method, size):
+    # 0.29 and later cut slices of 192 with blocks of 64, in the files of one method.
+    stored = dataclasses.replace(qwen3_30b_a3b_fp8(), quant_method=method)
+    decision = decide(stored, gpus("h100_sxm", 4), software=software(version="0.29.0"), wishes=OFF)
+    assert split(decision) == (size, 1, False)
 
 
 def test_gpus_that_switched_off_parallelism_leaves_unused_are_named():

@@ -9,7 +9,7 @@ import pytest
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, gpus, profile_with, qwen3_30b_a3b, request
+from tests.builders import cpu_machine, dense_model, gpus, profile_with, qwen3_30b_a3b, request
 from tests.unit.planner.refusal import refused
 
 
@@ -104,6 +104,10 @@ def test_a_flag_and_an_argument_of_vllm_that_contradict_each_other_are_both_name
 def test_a_load_balancer_without_whole_experts_to_balance_is_refused(machine):
     error = refused(request(qwen3_30b_a3b(), machine, vllm_args=("--enable-eplb",)), UnsupportedError)
     assert str(error).startswith("--enable-eplb after -- would end the server")
+
+
+def test_no_whole_experts_are_taken_of_a_model_without_experts():
+    assert make_plan(request(dense_model(), gpus("h200"), vllm_args=("--no-enable-expert-parallel",)))
 
 
 def test_a_load_balancer_over_whole_experts_is_taken():
