@@ -161,7 +161,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         ("channel", {"strategy": "token"}, {}),
         ("block", {"strategy": "group", "group_size": 128}, {"block_structure": [128, 128]}),
     )
-} | {"modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": []}}  # fmt: skip
+} | {
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": []},
+    "quark": {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}},
+    },
+}  # fmt: skip
 """FP8 checkpoints of the methods that hold it in a form of their own."""
 
 
@@ -174,10 +180,15 @@ def triton_quant_config(scheme: dict[str, Any]) -> Any:
         compressed_tensors_moe_w8a8_fp8 as compressed,
     )
     from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
+    from vllm.model_executor.layers.quantization.quark.quark_moe import QuarkW8A8Fp8MoEMethod
 
     if scheme["quant_method"] == "modelopt":
         method_class = ModelOptFp8Config.from_config(scheme).FusedMoEMethodCls
         method: Any = object.__new__(method_class)
+    elif scheme["quant_method"] == "quark":
+        method = object.__new__(QuarkW8A8Fp8MoEMethod)
+        method.weight_qscheme = method.input_qscheme = scheme["global_quant_config"]["weight"]["qscheme"]
+        method.weight_block_size = None  # of its scheme for blocks, which has no name here
     else:
         linear = CompressedTensorsConfig.from_config(scheme).target_scheme_map["Linear"]
         weights, activations = linear["weights"], linear["input_activations"]
