@@ -34,6 +34,9 @@ struct LayerBuffers {
   const Pair* pairs;
 };
 
+// Most rows of a tile, so that the dot products of all of them with a few tokens fit the L1 cache.
+constexpr int64_t kMaxTaskRows = 256;
+
 struct ExpertKernels {
   // Bytes of one activation row in the kernel's own form; 0 where it reads x in place.
   int64_t (*packed_x_row_bytes)(const FusedExpertsArgs& args);
@@ -44,7 +47,7 @@ struct ExpertKernels {
   // Bytes of scratch memory a thread needs, 64-byte aligned.
   int64_t (*scratch_bytes)(const FusedExpertsArgs& args);
 
-  // begin and end below are multiples of kSizeMultiple.
+  // begin and end below are multiples of kSizeMultiple, at most kMaxTaskRows apart.
   // h[p, begin:end) = activation(x[p] @ gate.T, x[p] @ up.T) for the pairs of `run`.
   void (*gate_up)(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, int64_t begin,
                   int64_t end, char* scratch);

@@ -59,7 +59,7 @@ class Scratch {
 
 // Rows per task: the largest tile that still leaves every thread several tasks to balance with.
 int64_t tile_rows(int64_t rows, int64_t parallel_tiles, int threads) {
-  for (int64_t tile = 256; tile > kSizeMultiple; tile /= 2) {
+  for (int64_t tile = kMaxTaskRows; tile > kSizeMultiple; tile /= 2) {
     if (ceil_div(rows, tile) * parallel_tiles >= 8 * threads) return tile;
   }
   return kSizeMultiple;

@@ -77,6 +77,21 @@ def test_rows_beyond_one_block_of_columns_are_as_exact_as_torch(isa: str, weight
     assert_as_exact_as_torch(case, case.on_isa(isa))
 
 
+# With these sizes a task has 256 rows: two blocks, which the rows that are multiplied together come from.
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 7])
+def test_each_row_of_a_task_has_the_scales_of_its_own_block(isa: str, dtype: torch.dtype, tokens: int) -> None:
+    case = make_case(tokens, 2048, 256, experts=8, top_k=8, dtype=dtype)
+    every_expert = torch.arange(8, dtype=torch.int32).expand(tokens, -1).contiguous()
+    case = quantized(replace(case, topk_ids=every_expert), "block")
+    assert case.w13_scale is not None
+    assert case.w2_scale is not None
+    case.w13_scale[:, 1::2] *= 3
+    case.w2_scale[:, 1::2] *= 5
+    assert_as_exact_as_torch(case, case.on_isa(isa))
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weights", ["same", *SCALES])

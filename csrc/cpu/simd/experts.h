@@ -1,12 +1,14 @@
-// The ExpertKernels of one instruction set and one pair of dtypes, on top of dot_rows.
+// The ExpertKernels of one instruction set and one pair of dtypes.
 //
-//   x [token, H] --+-- dot_rows, 16 gate rows --> gate [n, 16] --+
-//                  +-- dot_rows, 16 up rows   --> up   [n, 16] --+-- SwiGLU --> h [pair, 16 columns]
+//   x [token, H] --+-- rows of gate --> gate [n, rows] --+
+//                  +-- rows of up   --> up   [n, rows] --+-- SwiGLU --> h [pair, as many columns]
 //
-//   h [pair, I] ------ dot_rows, 16 rows of w2 --> y [n, 16] -- + bias, x router weight
-//                                                  sum [token, 16 columns] += (FP32)
+//   h [pair, I] ------ rows of w2 --> y [n, rows] -- + bias, x router weight
+//                                     sum [token, as many columns] += (FP32)
 //
-// n tokens of one expert, kChunkTokens at a time; all of this lies in the L1 and L2 caches of one core.
+// Few tokens of an expert, one register tile of them, take all rows of a task at once (dot_streams.h: memory is the
+// limit). More go through 16 rows after 16 rows, n = kChunkTokens at a time (dot_rows.h: arithmetic is the limit). All
+// of this lies in the L1 and L2 caches of one core.
 // FP8 rows are decoded exactly, so where they are decoded does not change a result.
 //
 // Internal linkage: see number_formats.h.
@@ -15,6 +17,7 @@
 #include "../number_formats.h"
 #include "activation.h"
 #include "dot_rows.h"
+#include "dot_streams.h"
 
 namespace moeopt {
 namespace {
@@ -30,12 +33,13 @@ struct Scratch {
   using Decoded = typename Format::Decoded;
 
   DotScratch<Format> dot;
-  float* first;   // [kChunkTokens, kRows]
-  float* second;  // [kChunkTokens, kRows]
+  float* first;   // [kChunkTokens, kRows], or [Format::kMaxTokens, kMaxTaskRows]
+  float* second;  // the same
 
   static int64_t state_bytes() {
     return kChunkTokens * kWideRows * static_cast<int64_t>(sizeof(typename Decoded::Vec));
   }
+  static_assert(Format::kMaxTokens * kMaxTaskRows <= kChunkTokens * kRows, "few tokens fill no more");
   static int64_t result_bytes() { return kChunkTokens * kRows * static_cast<int64_t>(sizeof(float)); }
   static int64_t decoded_stride(const FusedExpertsArgs& args) {
     const int64_t longest = args.hidden_size > args.intermediate_size ? args.hidden_size : args.intermediate_size;
@@ -59,102 +63,154 @@ struct Scratch {
   }
 };
 
-// One of the two weight tensors, seen as 16-row units.
-template <typename Format>
-struct WeightMatrix {
-  const typename Format::Weight* weight;  // of the expert
-  int64_t row_stride, rows, columns;
-  ScaleKind scale_kind;
-  const float* scale;  // of the expert
-  const float* bias;   // of the expert, or null
-
-  static WeightMatrix w13(const FusedExpertsArgs& args, int64_t expert) {
-    return make(args.w13, args.w13_expert_stride, args.w13_row_stride, 2 * args.intermediate_size, args.hidden_size,
-                args.scale_kind, args.w13_scale, args.w13_bias, expert);
-  }
-  static WeightMatrix w2(const FusedExpertsArgs& args, int64_t expert) {
-    return make(args.w2, args.w2_expert_stride, args.w2_row_stride, args.hidden_size, args.intermediate_size,
-                args.scale_kind, args.w2_scale, args.w2_bias, expert);
-  }
-
-  // Unit of the rows first, first + step, ...: its dot products lack the channel scale and the bias.
-  WeightRows<Format> unit(int64_t first, int64_t step) const {
-    const float* factors = nullptr;
-    if (scale_kind == ScaleKind::kBlock128) {
-      factors = scale + first / kScaleBlock * ((columns + kScaleBlock - 1) / kScaleBlock);
-    }
-    return {weight + first * row_stride, step * row_stride, columns, factors};
-  }
-
-  // What turns the dot products of that unit into its outputs: y * factor[n] + bias[n].
-  void finish(int64_t first, int64_t step, float* factor, float* offset) const {
-    for (int n = 0; n < kRows; ++n) {
-      factor[n] = scale_kind == ScaleKind::kChannel ? scale[first + n * step] * Format::kUnit : 1.0f;
-      offset[n] = bias ? bias[first + n * step] : 0.0f;
-    }
-  }
-
- private:
-  static WeightMatrix make(const void* weight, int64_t expert_stride, int64_t row_stride, int64_t rows,
-                           int64_t columns, ScaleKind kind, const float* scale, const float* bias, int64_t expert) {
-    int64_t factors = 0;
-    if (kind == ScaleKind::kChannel) factors = rows;
-    if (kind == ScaleKind::kBlock128) {
-      factors = ((rows + kScaleBlock - 1) / kScaleBlock) * ((columns + kScaleBlock - 1) / kScaleBlock);
-    }
-    return {static_cast<const typename Format::Weight*>(weight) + expert * expert_stride,
-            row_stride,
-            rows,
-            columns,
-            kind,
-            scale ? scale + expert * factors : nullptr,
-            bias ? bias + expert * rows : nullptr};
-  }
-};
-
 // Tokens of the next chunk of `left` tokens: chunks of about the same size.
 inline int64_t chunk_of(int64_t left) {
   const int64_t chunks = (left + kChunkTokens - 1) / kChunkTokens;
   return (left + chunks - 1) / chunks;
 }
 
+// FP32 dot products of some tokens with some rows: token t, row n at values[t * stride + n].
+struct Sums {
+  const float* values;
+  int64_t stride;
+};
+
+// Where gate and up lie in w13: their row i is gate(i) and up(i), the next ones are `step` further.
+struct GateUpRows {
+  int64_t step, up_first;
+
+  explicit GateUpRows(const FusedExpertsArgs& args) {
+    const bool alternating = args.activation == Activation::kSwigluOai;
+    step = alternating ? 2 : 1;
+    up_first = alternating ? 1 : args.intermediate_size;
+  }
+  int64_t gate(int64_t i) const { return step * i; }
+  int64_t up(int64_t i) const { return up_first + step * i; }
+};
+
+// h[p, i:i+16) of `tokens` pairs from first_pair on, from their dot products with rows i.. of gate and up.
 template <typename Format>
-void gate_up(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, int64_t begin,
-             int64_t end, char* memory) {
+void store_activated(const FusedExpertsArgs& args, const LayerBuffers& buffers, const WeightMatrix<Format>& w13,
+                     int64_t i, int64_t first_pair, int64_t tokens, Sums gate_sums, Sums up_sums) {
   using Simd = typename Format::Simd;
-  constexpr int kVecs = kRows / Simd::kLanes;
-  const Scratch<Format> scratch(args, memory);
-  const WeightMatrix<Format> matrix = WeightMatrix<Format>::w13(args, run.expert);
-  const bool alternating = args.activation == Activation::kSwigluOai;
-  const int64_t step = alternating ? 2 : 1;
+  const GateUpRows at_row(args);
+  float gate_factor[kRows], gate_offset[kRows], up_factor[kRows], up_offset[kRows];
+  w13.finish(at_row.gate(i), at_row.step, gate_factor, gate_offset);
+  w13.finish(at_row.up(i), at_row.step, up_factor, up_offset);
+  for (int64_t t = 0; t < tokens; ++t) {
+    alignas(64) float values[kRows];
+    for (int at = 0; at < kRows; at += Simd::kLanes) {
+      const auto gate = Simd::fmadd(Simd::load(gate_sums.values + t * gate_sums.stride + at),
+                                    Simd::load(gate_factor + at), Simd::load(gate_offset + at));
+      const auto up = Simd::fmadd(Simd::load(up_sums.values + t * up_sums.stride + at), Simd::load(up_factor + at),
+                                  Simd::load(up_offset + at));
+      Simd::store(values + at, activate<Simd>(args.activation, gate, up));
+    }
+    Format::store_activations(values, buffers.h + (first_pair + t - buffers.h_first_pair) * buffers.h_row_bytes, i);
+  }
+}
 
+// sum[token, j:j+16) += weight * y of `tokens` pairs from first_pair on, from their dot products with rows j.. of w2.
+template <typename Format>
+void add_weighted(const LayerBuffers& buffers, const WeightMatrix<Format>& w2, int64_t j, int64_t first_pair,
+                  int64_t tokens, Sums sums) {
+  using Simd = typename Format::Simd;
+  float factor[kRows], offset[kRows];
+  w2.finish(j, 1, factor, offset);
+  for (int64_t t = 0; t < tokens; ++t) {
+    const Pair pair = buffers.pairs[first_pair + t];
+    float* sum = buffers.sum + pair.token * buffers.sum_stride + j;
+    for (int at = 0; at < kRows; at += Simd::kLanes) {
+      const auto y = Simd::fmadd(Simd::load(sums.values + t * sums.stride + at), Simd::load(factor + at),
+                                 Simd::load(offset + at));
+      Simd::store(sum + at, Simd::fmadd(Simd::set1(pair.weight), y, Simd::load(sum + at)));
+    }
+  }
+}
+
+// The activations of `tokens` pairs from first_pair on, and their rows of the intermediate.
+inline void x_rows(const LayerBuffers& buffers, int64_t first_pair, int64_t tokens, const char** rows) {
+  for (int64_t t = 0; t < tokens; ++t) rows[t] = buffers.x + buffers.pairs[first_pair + t].token * buffers.x_row_bytes;
+}
+inline void h_rows(const LayerBuffers& buffers, int64_t first_pair, int64_t tokens, const char** rows) {
+  const char* first = buffers.h + (first_pair - buffers.h_first_pair) * buffers.h_row_bytes;
+  for (int64_t t = 0; t < tokens; ++t) rows[t] = first + t * buffers.h_row_bytes;
+}
+
+template <typename Format>
+void gate_up_few(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, int64_t begin,
+                 int64_t end, const Scratch<Format>& scratch) {
+  const WeightMatrix<Format> w13 = WeightMatrix<Format>::w13(args, run.expert);
+  const GateUpRows at_row(args);
+  const int64_t tokens = run.end - run.begin, rows = end - begin;
+  const char* x[Format::kMaxTokens];
+  x_rows(buffers, run.begin, tokens, x);
+  dot_streams<Format>(x, tokens, w13, at_row.gate(begin), at_row.step, rows, scratch.dot.state, scratch.first, rows);
+  dot_streams<Format>(x, tokens, w13, at_row.up(begin), at_row.step, rows, scratch.dot.state, scratch.second, rows);
   for (int64_t i = begin; i < end; i += kRows) {
-    const int64_t gate_first = step * i, up_first = alternating ? 2 * i + 1 : args.intermediate_size + i;
-    const WeightRows<Format> gate_rows = matrix.unit(gate_first, step), up_rows = matrix.unit(up_first, step);
-    const typename Format::Weight* after = i + kRows < end ? matrix.unit(step * (i + kRows), step).w : nullptr;
-    float gate_factor[kRows], gate_offset[kRows], up_factor[kRows], up_offset[kRows];
-    matrix.finish(gate_first, step, gate_factor, gate_offset);
-    matrix.finish(up_first, step, up_factor, up_offset);
+    const Sums gate{scratch.first + i - begin, rows}, up{scratch.second + i - begin, rows};
+    store_activated<Format>(args, buffers, w13, i, run.begin, tokens, gate, up);
+  }
+}
 
+template <typename Format>
+void gate_up_many(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, int64_t begin,
+                  int64_t end, const Scratch<Format>& scratch) {
+  const WeightMatrix<Format> w13 = WeightMatrix<Format>::w13(args, run.expert);
+  const GateUpRows at_row(args);
+  for (int64_t i = begin; i < end; i += kRows) {
+    const WeightRows<Format> gate = w13.unit(at_row.gate(i), at_row.step), up = w13.unit(at_row.up(i), at_row.step);
+    const typename Format::Weight* after = i + kRows < end ? w13.row(at_row.gate(i + kRows)) : nullptr;
     for (int64_t p = run.begin, tokens; p < run.end; p += tokens) {
       tokens = chunk_of(run.end - p);
       const bool first_chunk = p == run.begin;  // what it fetches ahead is in the cache for the others
       const char* x[kChunkTokens];
-      for (int64_t t = 0; t < tokens; ++t) x[t] = buffers.x + buffers.pairs[p + t].token * buffers.x_row_bytes;
-      dot_rows<Format>(x, tokens, gate_rows, first_chunk ? up_rows.w : nullptr, scratch.dot, scratch.first);
-      dot_rows<Format>(x, tokens, up_rows, first_chunk ? after : nullptr, scratch.dot, scratch.second);
-      for (int64_t t = 0; t < tokens; ++t) {
-        alignas(64) float values[kRows];
-        for (int v = 0; v < kVecs; ++v) {
-          const int at = v * Simd::kLanes;
-          const auto gate = Simd::fmadd(Simd::load(scratch.first + t * kRows + at), Simd::load(gate_factor + at),
-                                        Simd::load(gate_offset + at));
-          const auto up = Simd::fmadd(Simd::load(scratch.second + t * kRows + at), Simd::load(up_factor + at),
-                                      Simd::load(up_offset + at));
-          Simd::store(values + at, activate<Simd>(args.activation, gate, up));
-        }
-        Format::store_activations(values, buffers.h + (p + t - buffers.h_first_pair) * buffers.h_row_bytes, i);
-      }
+      x_rows(buffers, p, tokens, x);
+      dot_rows<Format>(x, tokens, gate, first_chunk ? up.w : nullptr, scratch.dot, scratch.first);
+      dot_rows<Format>(x, tokens, up, first_chunk ? after : nullptr, scratch.dot, scratch.second);
+      store_activated<Format>(args, buffers, w13, i, p, tokens, {scratch.first, kRows}, {scratch.second, kRows});
+    }
+  }
+}
+
+template <typename Format>
+void gate_up(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, int64_t begin,
+             int64_t end, char* memory) {
+  const Scratch<Format> scratch(args, memory);
+  if (run.end - run.begin <= Format::kMaxTokens) {
+    gate_up_few<Format>(args, buffers, run, begin, end, scratch);
+  } else {
+    gate_up_many<Format>(args, buffers, run, begin, end, scratch);
+  }
+}
+
+template <typename Format>
+void down_few(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, int64_t begin,
+              int64_t end, const Scratch<Format>& scratch) {
+  const WeightMatrix<Format> w2 = WeightMatrix<Format>::w2(args, run.expert);
+  const int64_t tokens = run.end - run.begin, rows = end - begin;
+  const char* h[Format::kMaxTokens];
+  h_rows(buffers, run.begin, tokens, h);
+  dot_streams<Format>(h, tokens, w2, begin, 1, rows, scratch.dot.state, scratch.first, rows);
+  for (int64_t j = begin; j < end; j += kRows) {
+    add_weighted<Format>(buffers, w2, j, run.begin, tokens, {scratch.first + j - begin, rows});
+  }
+}
+
+template <typename Format>
+void down_many(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, const ExpertRun* next,
+               int64_t begin, int64_t end, const Scratch<Format>& scratch) {
+  const WeightMatrix<Format> w2 = WeightMatrix<Format>::w2(args, run.expert);
+  const typename Format::Weight* first_of_next = nullptr;
+  if (next) first_of_next = WeightMatrix<Format>::w2(args, next->expert).row(begin);
+  for (int64_t j = begin; j < end; j += kRows) {
+    const typename Format::Weight* after = j + kRows < end ? w2.row(j + kRows) : first_of_next;
+    for (int64_t p = run.begin, tokens; p < run.end; p += tokens) {
+      tokens = chunk_of(run.end - p);
+      const char* h[kChunkTokens];
+      h_rows(buffers, p, tokens, h);
+      dot_rows<Format>(h, tokens, w2.unit(j, 1), p == run.begin ? after : nullptr, scratch.dot, scratch.first);
+      add_weighted<Format>(buffers, w2, j, p, tokens, {scratch.first, kRows});
     }
   }
 }
@@ -162,36 +218,11 @@ void gate_up(const FusedExpertsArgs& args, const LayerBuffers& buffers, const Ex
 template <typename Format>
 void down(const FusedExpertsArgs& args, const LayerBuffers& buffers, const ExpertRun& run, const ExpertRun* next,
           int64_t begin, int64_t end, char* memory) {
-  using Simd = typename Format::Simd;
-  constexpr int kVecs = kRows / Simd::kLanes;
   const Scratch<Format> scratch(args, memory);
-  const WeightMatrix<Format> matrix = WeightMatrix<Format>::w2(args, run.expert);
-  const typename Format::Weight* first_of_next = nullptr;
-  if (next) first_of_next = WeightMatrix<Format>::w2(args, next->expert).unit(begin, 1).w;
-
-  for (int64_t j = begin; j < end; j += kRows) {
-    const WeightRows<Format> rows = matrix.unit(j, 1);
-    const typename Format::Weight* after = first_of_next;
-    if (j + kRows < end) after = matrix.unit(j + kRows, 1).w;
-    float factor[kRows], offset[kRows];
-    matrix.finish(j, 1, factor, offset);
-
-    for (int64_t p = run.begin, tokens; p < run.end; p += tokens) {
-      tokens = chunk_of(run.end - p);
-      const char* h[kChunkTokens];
-      for (int64_t t = 0; t < tokens; ++t) h[t] = buffers.h + (p + t - buffers.h_first_pair) * buffers.h_row_bytes;
-      dot_rows<Format>(h, tokens, rows, p == run.begin ? after : nullptr, scratch.dot, scratch.first);
-      for (int64_t t = 0; t < tokens; ++t) {
-        const Pair pair = buffers.pairs[p + t];
-        float* sum = buffers.sum + pair.token * buffers.sum_stride + j;
-        for (int v = 0; v < kVecs; ++v) {
-          const int at = v * Simd::kLanes;
-          const auto y = Simd::fmadd(Simd::load(scratch.first + t * kRows + at), Simd::load(factor + at),
-                                     Simd::load(offset + at));
-          Simd::store(sum + at, Simd::fmadd(Simd::set1(pair.weight), y, Simd::load(sum + at)));
-        }
-      }
-    }
+  if (run.end - run.begin <= Format::kMaxTokens) {
+    down_few<Format>(args, buffers, run, begin, end, scratch);
+  } else {
+    down_many<Format>(args, buffers, run, next, begin, end, scratch);
   }
 }
 

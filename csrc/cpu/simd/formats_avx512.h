@@ -47,8 +47,8 @@ struct Avx512Format {
   static constexpr int kMaxTokens = 6;
   static constexpr int kTileTokens = 5;  // of a tile among several
   static constexpr int kWideTokens = 0;  // of a tile over eight rows; 0: never
-  // Activations in FP32 fill the L1 cache: long rows were measured faster side by side, others alike.
-  static constexpr bool kFetchesRowByRow = false;
+  // How far ahead of reading it a row is fetched while one tile of tokens passes (dot_streams.h); 0: not at all.
+  static constexpr int64_t row_ahead_bytes(int /*tokens*/) { return 2048; }
   static constexpr int64_t kActivationBytes = 4;
   static constexpr float kUnit = 1.0f;  // weights are multiplied by this with their scale
   static constexpr bool kDecodes = false;
@@ -158,6 +158,8 @@ struct Avx512Float8 : Avx512Format<X> {
   using Weight = Float8E4M3;
   using Decoded = Avx512DecodedFloat8<X>;
   static constexpr bool kDecodes = true;
+  // With one or two tokens decoding takes longer than reading.
+  static constexpr int64_t row_ahead_bytes(int tokens) { return tokens < 3 ? 0 : 2048; }
   static constexpr float kUnit = 256.0f;
   static constexpr int kStep = 32, kParts = 2;
   static __m256i load(const Weight* w) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)); }

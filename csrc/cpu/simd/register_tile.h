@@ -1,0 +1,193 @@
+// The inner loop: a register tile of M tokens over R rows of weights.
+//
+// A dot product keeps its partial sums in the lanes of one register, lanes along K. So the rows are read as
+// they lie in memory, and nothing is ever repacked:
+//
+//               k ->
+//   x rows    |====|====|====|   M tokens --+
+//                                           +--> acc[m][n] += x[m][k..] * w[n][k..]   (one register each)
+//   w rows    |====|====|====|   R rows   --+        | lanes summed in a fixed order
+//                                                    v
+//                                                out[m][n]   (FP32)
+//
+// A Format names the dtypes and holds the instructions; see formats_*.h. Its distances and tile sizes were chosen by
+// measurement. Internal linkage: see number_formats.h.
+#pragma once
+
+#include "weight_matrix.h"
+
+namespace moeopt {
+namespace {
+
+constexpr int kTileRows = 4;
+constexpr int kWideRows = 8;
+constexpr int64_t kLineBytes = 64;
+
+// Hints of __builtin_prefetch. Rows that one tile of tokens reads are not wanted in L2 afterwards.
+constexpr int kIntoL1Only = 0, kIntoL2 = 2, kIntoL1AndL2 = 3;
+
+// What to fetch while multiplying.
+enum class Ahead {
+  kNothing,
+  kRows,        // Format::row_ahead_bytes ahead of where each row is read
+  kStream,      // one or two lines per step from a cursor, into L1
+  kStreamToL2,  // the same, into L2: L1 is taken by decoded rows
+};
+
+// Which rows of a tile have the same factors.
+enum class Scaling { kNone, kShared, kPerRow };
+
+// One block of K of a register tile, and what is needed around it.
+template <typename Format>
+struct Block {
+  const typename Format::Weight* w;  // first row, at k = 0
+  int64_t row_stride;
+  int64_t begin, end;             // of K
+  bool first, last;               // of the blocks of K
+  const float* scale[kTileRows];  // of each row, one factor per 128 of k; kShared: the first is that of all rows
+  const char* ahead;              // kStream: what the step at `begin` fetches
+  int64_t ahead_bytes;            // from step to step
+
+  int64_t steps() const { return (end - begin) / Format::kStep; }
+};
+
+// Loads `value` once. Left alone, the compiler reads an activation again for each row, as the memory operand
+// of the multiplication, and the loads become the limit.
+template <typename Operand>
+inline __attribute__((always_inline)) void keep_in_register(Operand& value) {
+  asm("" : "+v"(value));
+}
+
+// acc[m][n] += x[m] . w[n] over [k_begin, k_end).
+template <typename Format, int M, int R, Ahead kAhead>
+inline __attribute__((always_inline)) void multiply(const char* const* x, const Block<Format>& block, int64_t k_begin,
+                                                    int64_t k_end, typename Format::Vec (&acc)[M][R]) {
+  const typename Format::Weight* w = block.w;
+  const int64_t row_stride = block.row_stride;
+  const int64_t ahead_bytes = block.ahead_bytes;
+  const char* ahead = block.ahead;
+  if constexpr (kAhead == Ahead::kStream || kAhead == Ahead::kStreamToL2) {
+    ahead += (k_begin - block.begin) / Format::kStep * ahead_bytes;
+  }
+  int64_t k = k_begin;
+  for (; k + Format::kStep <= k_end; k += Format::kStep) {
+    if constexpr (kAhead == Ahead::kRows && Format::row_ahead_bytes(M) > 0) {
+#pragma GCC unroll 8
+      for (int n = 0; n < R; ++n) {
+        const char* now = reinterpret_cast<const char*>(w + n * row_stride + k);
+        __builtin_prefetch(now + Format::row_ahead_bytes(M), 0, kIntoL1Only);
+      }
+    }
+    if constexpr (kAhead == Ahead::kStream || kAhead == Ahead::kStreamToL2) {
+      constexpr int kHint = kAhead == Ahead::kStream ? kIntoL1AndL2 : kIntoL2;
+      __builtin_prefetch(ahead, 0, kHint);
+      if (ahead_bytes > kLineBytes) __builtin_prefetch(ahead + ahead_bytes / 2, 0, kHint);
+      ahead += ahead_bytes;
+    }
+#pragma GCC unroll 2
+    for (int part = 0; part < Format::kParts; ++part) {
+      typename Format::Operand a[M];
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        a[m] = Format::activation(x[m], k, part);
+        keep_in_register(a[m]);
+      }
+#pragma GCC unroll 8
+      for (int n = 0; n < R; ++n) {
+        typename Format::Operand b = Format::weight(w + n * row_stride + k, part);
+        keep_in_register(b);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) acc[m][n] = Format::multiply_add(a[m], b, acc[m][n]);
+      }
+    }
+  }
+  if constexpr (Format::kStep > kSizeMultiple) {
+    if (k == k_end) return;
+#pragma GCC unroll 2
+    for (int part = 0; part < Format::kParts; ++part) {
+#pragma GCC unroll 8
+      for (int n = 0; n < R; ++n) {
+        const typename Format::Operand b = Format::weight_tail(w + n * row_stride + k, part, k_end - k);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+          acc[m][n] = Format::multiply_add(Format::activation_tail(x[m], k, part, k_end - k), b, acc[m][n]);
+        }
+      }
+    }
+  }
+}
+
+// M tokens x R rows: out[m * kRows + n], or the partial sums in `state` before the last block. With and without
+// scales in one function the compiler keeps sums in memory: measured 0.75 of the speed.
+template <typename Format, int M, int R, Scaling kScaling, Ahead kAhead>
+void tile(const char* const* x, const Block<Format>& block, typename Format::Vec* state, float* out) {
+  using Vec = typename Format::Vec;
+  Vec total[M][R];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+    for (int n = 0; n < R; ++n) total[m][n] = block.first ? Format::zero() : state[m * R + n];
+  }
+  if constexpr (kScaling != Scaling::kNone) {
+    for (int64_t k = block.begin; k < block.end; k += kScaleBlock) {
+      Vec acc[M][R];
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+        for (int n = 0; n < R; ++n) acc[m][n] = Format::zero();
+      }
+      const int64_t end = k + kScaleBlock < block.end ? k + kScaleBlock : block.end;
+      multiply<Format, M, R, kAhead>(x, block, k, end, acc);
+      Vec factor = Format::broadcast(block.scale[0][k / kScaleBlock] * Format::kUnit);
+#pragma GCC unroll 8
+      for (int n = 0; n < R; ++n) {
+        if (kScaling == Scaling::kPerRow && n > 0) {
+          factor = Format::broadcast(block.scale[n][k / kScaleBlock] * Format::kUnit);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) total[m][n] = Format::scale_add(acc[m][n], factor, total[m][n]);
+      }
+    }
+  } else {
+    multiply<Format, M, R, kAhead>(x, block, block.begin, block.end, total);
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+    if (block.last) {
+#pragma GCC unroll 2
+      for (int n = 0; n < R; n += kTileRows) Format::store_sums(&total[m][n], out + m * kRows + n);
+    } else {
+#pragma GCC unroll 8
+      for (int n = 0; n < R; ++n) state[m * R + n] = total[m][n];
+    }
+  }
+}
+
+template <typename Format, int R, Scaling kScaling, Ahead kAhead>
+inline void tile_of(int64_t tokens, const char* const* x, const Block<Format>& block, typename Format::Vec* state,
+                    float* out) {
+  constexpr int kMost = R == kTileRows ? Format::kMaxTokens : Format::kWideTokens;
+  static_assert(kMost >= 2 && kMost <= 6, "add the case below");
+  static_assert(Format::kTileTokens <= Format::kMaxTokens, "tiles among several are no larger");
+  switch (tokens) {
+    case 1: return tile<Format, 1, R, kScaling, kAhead>(x, block, state, out);
+    case 2: return tile<Format, 2, R, kScaling, kAhead>(x, block, state, out);
+    case 3:
+      if constexpr (kMost >= 3) return tile<Format, 3, R, kScaling, kAhead>(x, block, state, out);
+      break;
+    case 4:
+      if constexpr (kMost >= 4) return tile<Format, 4, R, kScaling, kAhead>(x, block, state, out);
+      break;
+    case 5:
+      if constexpr (kMost >= 5) return tile<Format, 5, R, kScaling, kAhead>(x, block, state, out);
+      break;
+    case 6:
+      if constexpr (kMost >= 6) return tile<Format, 6, R, kScaling, kAhead>(x, block, state, out);
+      break;
+    default: break;
+  }
+  __builtin_unreachable();
+}
+
+}  // namespace
+}  // namespace moeopt
