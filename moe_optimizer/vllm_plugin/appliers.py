@@ -11,7 +11,7 @@ from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation
 APPLIERS = {
     EXPERTS_PASS: "moe_optimizer.vllm_plugin.experts.apply_experts:offer_experts",
     "expert_load": "moe_optimizer.vllm_plugin.expert_load.apply_expert_load:count_expert_load",
-    "expert_placement": "moe_optimizer.vllm_plugin.placement.expert_placement:apply_placement",
+    "expert_placement": "moe_optimizer.vllm_plugin.placement.apply_placement:apply_placement",
     "fp8": "moe_optimizer.vllm_plugin.experts.apply_fp8:convert_weights",
     "sparsity_24": "moe_optimizer.vllm_plugin.experts.convert_experts:prune_experts",
 }

@@ -19,10 +19,11 @@ from moe_optimizer.vllm_plugin.appliers import applier
 from moe_optimizer.vllm_plugin.expert_load.apply_expert_load import show_expert_load
 from moe_optimizer.vllm_plugin.expert_load.capture import LOAD_PASS
 from moe_optimizer.vllm_plugin.experts.apply_experts import offer_experts
-from moe_optimizer.vllm_plugin.flag_passes import watch_flags
-from moe_optimizer.vllm_plugin.placement.expert_placement import PLACEMENT_PASS, offer_placement
+from moe_optimizer.vllm_plugin.placement.apply_placement import offer_placement
+from moe_optimizer.vllm_plugin.placement.expert_placement import PLACEMENT_PASS
 from moe_optimizer.vllm_plugin.proof import described
 from moe_optimizer.vllm_plugin.server_facts import ServerFacts
+from moe_optimizer.vllm_plugin.watch_flags import watch_flags
 
 logger = get_logger(__name__)
 

@@ -16,8 +16,6 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import Argument, split_arguments
 from moe_optimizer.vllm_plugin.activation import Activation
 from moe_optimizer.vllm_plugin.captured_graphs import await_capture, captures_graphs
-from moe_optimizer.vllm_plugin.compat import supported_version
-from moe_optimizer.vllm_plugin.patch import PatchReport, PatchState, apply_when_imported
 from moe_optimizer.vllm_plugin.proof import described
 
 logger = get_logger(__name__)
@@ -60,39 +58,6 @@ def flag_decisions(plan: Plan) -> tuple[Decision, ...]:
     )
 
 
-def watch_flags(activation: Activation) -> None:
-    """Have this process look at its vLLM's configuration once its model is loaded, if it loads one."""
-    assert activation.plan is not None, "flags of a plan that is not made"
-    decisions = flag_decisions(activation.plan)
-    if not decisions:
-        return
-
-    import vllm
-
-    from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
-    from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
-
-    with_graphs = tuple(decision for decision in decisions if captures_graphs(decision))
-
-    def patched(report: PatchReport) -> None:
-        activation.patches_changed()
-        if report.state is PatchState.REFUSED:
-            _refuse(activation, decisions, f"cannot be shown: {report.detail}")
-
-    def patched_steps(report: PatchReport) -> None:
-        activation.patches_changed()
-        if report.state is PatchState.REFUSED:
-            _refuse(activation, with_graphs, f"cannot be shown: {report.detail}")
-
-    supported, why_not = supported_version(str(vllm.__version__))
-    if not supported:
-        _refuse(activation, decisions, f"cannot be shown: {why_not}")
-        return
-    apply_when_imported(WORKER_MODEL_LOADED, on_change=patched)
-    if with_graphs:
-        apply_when_imported(WORKER_EXECUTE_MODEL, on_change=patched_steps)
-
-
 def prove_flags(activation: Activation, worker: Any, cache_specs: Mapping[str, Any]) -> None:
     """Write into the proof which of the plan's flags this worker's vLLM runs with.
 
@@ -113,7 +78,7 @@ def prove_flags(activation: Activation, worker: Any, cache_specs: Mapping[str, A
             reason = f"cannot be shown: {described(error)}"
         if reason:
             logger.warning("%s (%s): %s", decision.pass_name, decision.value, reason)
-            _refuse(activation, (decision,), reason)
+            refuse_flags(activation, (decision,), reason)
         else:
             activation.applied(decision.pass_name, kernel="", isa="")
             if captures_graphs(decision):
@@ -194,6 +159,7 @@ def _wide_elements(cache_specs: Mapping[str, Any]) -> str:
     return f"cache: {len(wide)} of {len(cache_specs)} layers keep wider elements, {wide[0]} first" if wide else ""
 
 
-def _refuse(activation: Activation, decisions: tuple[Decision, ...], reason: str) -> None:
+def refuse_flags(activation: Activation, decisions: tuple[Decision, ...], reason: str) -> None:
+    """Write into the proof that what these flags became cannot be said, or is not what the plan says."""
     for decision in decisions:
         activation.refused(decision.pass_name, reason)

@@ -15,10 +15,10 @@ from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.log import get_logger
 from moe_optimizer.placement import place_experts
 from moe_optimizer.vllm_plugin.activation import Activation, current
+from moe_optimizer.vllm_plugin.placement.expert_placement import PLACEMENT_PASS
 from moe_optimizer.vllm_plugin.proof import described
 from moe_optimizer.vllm_plugin.server_facts import world
 
-PLACEMENT_PASS = "expert_placement"
 _POLICY_NAME = "default"
 """vLLM moves experts beside its forward passes only under a policy of this name, and its flag takes no other."""
 _ARGUMENTS = ("weight", "num_replicas", "num_groups", "num_nodes", "num_ranks", "old_global_expert_indices")

@@ -1,4 +1,4 @@
-"""Carries a placement of experts out: by expert maps before loading, or as the policy of vLLM's EPLB.
+"""Carries a placement of experts out by expert maps, before weights are loaded.
 
 A layer's expert map says which of its experts live in this process and in which slot. vLLM loads weights through the
 map and routes tokens through it, so a layer whose map is changed before loading keeps both together. All ranks must
@@ -15,11 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import RequiredNotAppliedError
-from moe_optimizer.plan.decision import Decision
 from moe_optimizer.vllm_plugin.activation import Activation
-from moe_optimizer.vllm_plugin.pass_patches import install_patches, vllm_fits
-from moe_optimizer.vllm_plugin.patch import apply_when_imported
-from moe_optimizer.vllm_plugin.patches.routed_experts import ROUTED_EXPERTS
 from moe_optimizer.vllm_plugin.proof import described
 
 if TYPE_CHECKING:
@@ -57,23 +53,6 @@ class _PlacedLayer:
         """As vLLM's ExpertMapManager: which slot an expert is loaded into, -1 for none."""
         self.asked.add(global_id)
         return self._original(global_id)
-
-
-def apply_placement(activation: Activation, decision: Decision) -> None:
-    """Install what the decision's mode needs."""
-    if not vllm_fits(activation, PLACEMENT_PASS, changes_graph=False):
-        return
-    if decision.params["mode"] == "eplb":
-        from moe_optimizer.vllm_plugin.placement.eplb_policy import register_policy
-
-        register_policy(activation)
-        return
-    install_patches(activation, PLACEMENT_PASS, ROUTED_EXPERTS)
-
-
-def offer_placement(activation: Activation) -> None:
-    """Patch vLLM's layers for a plan that is made while vLLM builds the first of them; no plan, no change."""
-    apply_when_imported(ROUTED_EXPERTS, on_change=lambda report: activation.patches_changed())  # noqa: ARG005
 
 
 def place_layer(activation: Activation, layer: Any) -> None:
