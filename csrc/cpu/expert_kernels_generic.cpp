@@ -32,8 +32,9 @@ float sigmoid(float value) { return 1.0f / (1.0f + std::exp(-value)); }
 
 float activate(Activation activation, float gate, float up) {
   if (activation == Activation::kSwigluOai) {
-    const float clamped_gate = std::fmin(gate, 7.0f);
-    const float clamped_up = std::fmax(std::fmin(up, 7.0f), -7.0f);
+    // Comparisons, not fmin and fmax, which drop a NaN.
+    const float clamped_gate = gate > 7.0f ? 7.0f : gate;
+    const float clamped_up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
     return clamped_gate * sigmoid(1.702f * clamped_gate) * (clamped_up + 1.0f);
   }
   return gate * sigmoid(gate) * up;

@@ -189,3 +189,16 @@ def test_plain_weights_take_no_scales() -> None:
     case = make_case(2)
     with pytest.raises(TensorContractError, match="w13_scale presence: got a tensor, expected None"):
         fused_experts(case.x, case.w13, case.w2, case.topk_weights, case.topk_ids, w13_scale=torch.ones(8, 96))
+
+
+# A broken weight or token must show, not become a plausible number.
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+@pytest.mark.parametrize("row", [0, 1])  # swigluoai: a row of the gate, and of up
+def test_a_nan_reaches_the_output(isa: str, dtype: torch.dtype, activation: str, row: int) -> None:
+    case = replace(make_case(3, 48, 32, experts=1, top_k=1, dtype=dtype), activation=activation)
+    assert not case.on_isa(isa).isnan().any()
+    w13 = case.w13.clone()
+    w13[0, row, 5] = float("nan")
+    assert replace(case, w13=w13).on_isa(isa).isnan().all()
