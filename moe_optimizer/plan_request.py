@@ -39,8 +39,9 @@ _NOT_PLANNED = {
     "--data-parallel-start-rank": "all replicas are planned on one machine",
     "--data-parallel-external-lb": "one server with all its replicas is planned, not one of several",
     "--data-parallel-hybrid-lb": "all replicas are planned on one machine",
+    "--api-key": "every user of a machine can read its command lines; put the key into VLLM_API_KEY in the environment",
 }
-"""Arguments of `vllm serve` with which another server would run than the one that the plan describes."""
+"""Arguments of `vllm serve` that would start another server than is planned, or put a secret into the plan."""
 
 
 def _is_given(value: str) -> bool:
@@ -98,15 +99,10 @@ _CONTRADICTIONS: tuple[tuple[str, Wish, str, Callable[[str], bool]], ...] = (
     ("sparsity_24", Wish.ON, "--quantization", _is_given),
     ("disaggregation", Wish.ON, "--kv-transfer-config", _is_given),
     ("disaggregation", Wish.ON, "--kv-offloading-size", _is_given),
-    *(
-        (servers, Wish.ON, flag, _is_given)
-        for servers in ("disaggregation", "replicas")
-        for flag in ("--api-key", "--ssl-certfile")
-    ),
+    ("disaggregation", Wish.ON, "--ssl-certfile", _is_given),
+    ("replicas", Wish.ON, "--ssl-certfile", _is_given),
 )
 """A wish by flag, and an argument of `vllm serve` whose value says the opposite."""
-_SECRETS = ("--api-key",)
-"""Arguments whose values no message repeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +248,7 @@ def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> No
         wish, origin = request.wishes.get(key, (None, ""))
         # The kill switch in the environment switches this package off, not the user's own arguments.
         if wish is wanted and origin.startswith("flag ") and flag in pinned and contradicts(pinned[flag]):
-            value = "" if flag in _SECRETS else pinned[flag]
+            value = pinned[flag]
             asked = f"{flag} {value}".rstrip() if value != "false" else f"--no-{flag.removeprefix('--')}"
             raise InputError(
                 f"{origin.removeprefix('flag ')} and {asked:.80} after -- contradict each other",

@@ -12,7 +12,6 @@ from moe_optimizer.plan_context.cpu_cores import BINDING, core_lists
 LOCAL = "127.0.0.1"
 """Where the servers listen: only the router is for others."""
 UNSAFE_FLAGS: Mapping[str, str] = {
-    "--api-key": "vllm-router does not check API keys, so the servers behind it would answer anybody",
     "--ssl-certfile": "vllm-router speaks plain HTTP",
 }
 """Arguments of the user's that servers behind the router cannot have, and why."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -79,6 +80,21 @@ def _claimed(address: tuple[str, int], host: str, port: int) -> socket.socket:
             f"--port: {port} on {host}: another moe-optimizer serve is starting or serving there", hint=_ANOTHER_PORT
         ) from None
     return claim
+
+
+def who_is_answered(host: str, key: str | None) -> str:
+    """Return a sentence on who can use a server that listens at `host`; "" where only this machine's users can.
+
+    Args:
+        host: a name or address, as the server is given it.
+        key: the API key that it asks for. vLLM does so under /v1 and a few other paths (AuthenticationMiddleware in
+            vllm/entrypoints); the rest answers without it.
+    """
+    if key:
+        return "the API key is asked for under /v1; what lies elsewhere, such as /metrics, answers without it"
+    if ipaddress.ip_address(_resolved(host, 0)[1][0]).is_loopback:
+        return ""
+    return f"whoever reaches {host} can use it: VLLM_API_KEY in the environment has vLLM ask for a key"
 
 
 def base_url(host: str, port: int) -> str:

@@ -124,7 +124,7 @@ def _server(plan: Plan, run: RunFolder, role: ServerRole | None = None) -> Part:
         command=server_command(plan, arguments),
         environment=environment,
         folder=folder,
-        client=ServerClient(base_url(host, port).replace("http", scheme, 1), api_key(arguments)),
+        client=ServerClient(base_url(host, port).replace("http", scheme, 1), api_key()),
         takes_user_arguments=True,
     )
 

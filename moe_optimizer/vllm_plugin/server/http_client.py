@@ -7,10 +7,7 @@ import json
 import os
 import ssl
 import urllib.request
-from collections.abc import Sequence
 from typing import Any
-
-from moe_optimizer.plan.serve_args import flag_value
 
 _HEALTH_TIMEOUT_S = 5.0
 """Chosen: a server that answers later is asked again."""
@@ -94,6 +91,6 @@ class ServerClient:
             raise ConnectionError(f"{type(error).__name__}: {error}") from None
 
 
-def api_key(serve_args: Sequence[str]) -> str | None:
-    """Return the key that the server will ask for: from its arguments, else from vLLM's variable."""
-    return flag_value(serve_args, "--api-key") or os.environ.get("VLLM_API_KEY") or None
+def api_key() -> str | None:
+    """Return the key that the server will ask for, from vLLM's variable."""
+    return os.environ.get("VLLM_API_KEY") or None

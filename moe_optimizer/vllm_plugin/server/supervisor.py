@@ -15,8 +15,10 @@ from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.vllm_plugin.proof import process_is_alive
 from moe_optimizer.vllm_plugin.proof_table import render_table
+from moe_optimizer.vllm_plugin.server.address import who_is_answered
 from moe_optimizer.vllm_plugin.server.deployment import Deployment
 from moe_optimizer.vllm_plugin.server.evidence import Evidence
+from moe_optimizer.vllm_plugin.server.http_client import api_key
 from moe_optimizer.vllm_plugin.server.info import RunningServer, ServerInfo
 from moe_optimizer.vllm_plugin.server.log import LogFollower
 from moe_optimizer.vllm_plugin.server.part import Part
@@ -92,6 +94,8 @@ class Supervisor:
         start_up_s = time.monotonic() - self._started_at
         front = self._deployment.front
         self._echo(f"ready after {start_up_s:.0f} s: {front.client.base_url}")
+        if answered := who_is_answered(front.addresses[0][0], api_key()):
+            self._echo(answered)
         self._evidence.collect(self._pause)
         info = ServerInfo(
             base_url=front.client.base_url,

@@ -33,7 +33,6 @@ def on_gpus(count: int, **changes) -> Plan:
         (cpu_machine(cores=4), {"profile": TWO_PROCESSES}, "tensor parallelism of 2"),
         (cpu_machine(cores=4), {"pinned": {"--tensor-parallel-size": "2"}}, "tensor parallelism of 2"),
         (cpu_machine(cores=4), {"pinned": {"--data-parallel-size": "2"}}, "data parallelism of 2"),
-        (gpus("h100_sxm", 2), {"pinned": {"--api-key": "k"}}, "--api-key is given after --: vllm-router does not"),
         (gpus("h100_sxm", 2), {"pinned": {"--kv-transfer-config": "{}"}}, "--kv-transfer-config is given"),
         (gpus("h100_sxm", 2), {"pinned": {"--kv-offloading-size": "8"}}, "vLLM's one connector"),
         (gpus("h100_sxm", 2), {"pinned": {"--ssl-certfile": "c"}}, "plain HTTP"),

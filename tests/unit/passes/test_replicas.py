@@ -44,7 +44,7 @@ def counted(count: int):
         (tiny_moe, gpus("h100_sxm", 2), {"profile": counted(4)}, "needs at least 4 GPUs"),
         (tiny_moe, cpu_machine(cores=1), {}, "needs at least 2 CPU cores"),
         (tiny_moe, cpu_machine(cores=4), {"pinned": {"--tensor-parallel-size": "2"}}, "tensor parallelism of 2"),
-        (tiny_moe, gpus("h100_sxm", 2), {"pinned": {"--api-key": "k"}}, "vllm-router does not"),
+        (tiny_moe, gpus("h100_sxm", 2), {"pinned": {"--ssl-certfile": "c"}}, "plain HTTP"),
         (deepseek_v3, gpus("h200", 8), {}, "no part of 8 GPUs holds the model by itself"),
     ],
 )

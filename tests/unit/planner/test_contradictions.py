@@ -115,11 +115,12 @@ def test_a_load_balancer_over_whole_experts_is_taken():
     assert make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), vllm_args=asked))
 
 
-def test_a_contradiction_does_not_repeat_a_key():
-    wishes = resolve_wishes(["replicas"], [])
-    asked = request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=("--api-key", "sesame"))
-    message = str(refused(asked))
-    assert message == "--enable-replicas and --api-key after -- contradict each other"
+@pytest.mark.parametrize("asked", [("--api-key", "sesame"), ("--api-key=sesame",), ("--api_key", "sesame")])
+def test_a_key_on_the_command_line_is_refused_and_not_repeated(asked):
+    message = str(refused(request(qwen3_30b_a3b(), gpus("h200"), vllm_args=asked)))
+    assert message.startswith("vllm arguments: --api-key: every user of a machine can read its command lines")
+    assert "VLLM_API_KEY" in message
+    assert "sesame" not in message
 
 
 def test_no_fp8_cache_and_the_models_own_type_say_the_same():

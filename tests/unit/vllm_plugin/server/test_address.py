@@ -7,13 +7,30 @@ import socket
 import pytest
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.vllm_plugin.server.address import base_url, reserved, server_address
+from moe_optimizer.vllm_plugin.server.address import base_url, reserved, server_address, who_is_answered
 from tests.free_ports import free_port
 
 
 def test_host_and_port_are_read_from_the_arguments() -> None:
     assert server_address(("--host", "0.0.0.0", "--port=81")) == ("0.0.0.0", 81)
     assert server_address(()) == ("127.0.0.1", 8000)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
+def test_of_a_server_that_others_cannot_reach_nothing_is_said(host: str) -> None:
+    assert who_is_answered(host, None) == ""
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7"])
+def test_of_a_server_without_a_key_that_others_reach_it_is_said(host: str) -> None:
+    assert who_is_answered(host, None).startswith(f"whoever reaches {host} can use it: VLLM_API_KEY")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_what_answers_without_the_key_is_said(host: str) -> None:
+    said = who_is_answered(host, "sesame")
+    assert "/metrics, answers without it" in said
+    assert "sesame" not in said
 
 
 def test_a_port_that_is_no_number_is_refused() -> None:

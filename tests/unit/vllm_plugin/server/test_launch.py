@@ -71,6 +71,21 @@ def test_nothing_is_left_of_a_server_that_misbehaves(
     assert not processes_of(tmp_path)
 
 
+@pytest.mark.parametrize("key", [None, "sesame"])
+def test_what_answers_without_the_key_is_said_where_there_is_one(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    if key is None:
+        monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_API_KEY", key)
+    said: list[str] = []
+    with pytest.raises(ServerFailedError):
+        launch.serve(fake("leave"), run_dir=tmp_path, echo=said.append)
+    assert any("answers without it" in line for line in said) is (key is not None)
+    assert not any("sesame" in line for line in said)
+
+
 def test_a_server_that_dies_while_starting_is_reported_with_its_cause(fake: Fake, tmp_path: Path) -> None:
     with pytest.raises(ServerFailedError) as caught:
         launch.serve(fake("die", "unproven"), run_dir=tmp_path, echo=lambda line: None)
