@@ -248,8 +248,8 @@ def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> No
         wish, origin = request.wishes.get(key, (None, ""))
         # The kill switch in the environment switches this package off, not the user's own arguments.
         if wish is wanted and origin.startswith("flag ") and flag in pinned and contradicts(pinned[flag]):
-            value = pinned[flag]
-            asked = f"{flag} {value}".rstrip() if value != "false" else f"--no-{flag.removeprefix('--')}"
+            no = f"--no-{flag.removeprefix('--')}"
+            asked = no if pinned[flag] == "false" else f"{flag} {pinned[flag]}".rstrip()
             raise InputError(
                 f"{origin.removeprefix('flag ')} and {asked:.80} after -- contradict each other",
                 hint="give one of them",

@@ -35,12 +35,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import RECORDS, checkout, command_line, cpu_slug, host, write_record  # noqa: E402
 from benchmarks.serving.dummy_model import write_dummy_model  # noqa: E402
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
+from benchmarks.serving.plans import plan_here  # noqa: E402
+from moe_optimizer.inspection import find_vllm  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
-from moe_optimizer.planner import PlanRequest, make_plan  # noqa: E402
-from moe_optimizer.profiles import load_profile  # noqa: E402
-from moe_optimizer.specs.software import SoftwareSpec  # noqa: E402
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running  # noqa: E402
 
 SHAPE = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 4}
@@ -98,19 +96,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def plan_of(model: Path, port: int, *, split: bool) -> Plan:
     """Return the balanced profile's plan for `model` on this machine."""
-    return make_plan(
-        PlanRequest(
-            model=ModelInspector().inspect(model),
-            hardware=probe_hardware(),
-            software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
-            profile=load_profile("balanced"),
-            wishes={PASS: (Wish.ON if split else Wish.OFF, "benchmark")},
-            dtype="bfloat16",
-            port=port,
-            max_model_len=MODEL_LEN,
-            batch_size=8,
-            vllm_args=("--load-format", "dummy", "--enforce-eager", "--no-enable-prefix-caching"),
-        )
+    return plan_here(
+        model,
+        "--load-format",
+        "dummy",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        wishes={PASS: (Wish.ON if split else Wish.OFF, "benchmark")},
+        dtype="bfloat16",
+        port=port,
+        max_model_len=MODEL_LEN,
+        batch_size=8,
     )
 
 
@@ -136,6 +132,11 @@ def measure(servers: dict[str, ServerInfo], options: argparse.Namespace) -> dict
         for side in SIDES if round_idx % 2 else SIDES[::-1]:
             counted = seen[side] if round_idx >= 0 else Seen()
             ask_once(servers[side], counted, options, rng)
+    if not all(any(each.first_token) for each in seen.values()):
+        sys.exit(
+            f"--tokens {options.tokens}: the answers ended before a long prompt came\n"
+            f"hint: more tokens, or a --pause under {options.pause:g}"
+        )
     return seen
 
 

@@ -42,12 +42,10 @@ from benchmarks.serving.decode_steps import (  # noqa: E402
     whole_microseconds,
 )
 from benchmarks.serving.dummy_model import write_dummy_model  # noqa: E402
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
+from benchmarks.serving.plans import plan_here  # noqa: E402
+from moe_optimizer.inspection import find_vllm, probe_hardware  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
-from moe_optimizer.planner import PlanRequest, make_plan  # noqa: E402
-from moe_optimizer.profiles import load_profile  # noqa: E402
-from moe_optimizer.specs.software import SoftwareSpec  # noqa: E402
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, required_passes  # noqa: E402
 from moe_optimizer.vllm_plugin.server.supervisor import Supervisor  # noqa: E402
 
@@ -141,27 +139,16 @@ def plan_of(model: Path, *, counting: bool, eager: bool) -> Plan:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return make_plan(
-        PlanRequest(
-            model=ModelInspector().inspect(model),
-            hardware=probe_hardware(),
-            software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
-            profile=load_profile("balanced"),
-            wishes={"expert_load": (Wish.ON if counting else Wish.OFF, "benchmark")},
-            dtype="bfloat16",
-            port=port,
-            max_model_len=512,
-            batch_size=16,
-            vllm_args=(
-                *("--load-format", "dummy"),
-                *(("--enforce-eager",) if eager else ()),
-                *(
-                    ("--gpu-memory-utilization", str(GPU_SHARE), "--kv-cache-memory-bytes", GPU_CACHE)
-                    if on_gpu()
-                    else ()
-                ),
-            ),
-        )
+    return plan_here(
+        model,
+        *("--load-format", "dummy"),
+        *(("--enforce-eager",) if eager else ()),
+        *(("--gpu-memory-utilization", str(GPU_SHARE), "--kv-cache-memory-bytes", GPU_CACHE) if on_gpu() else ()),
+        wishes={"expert_load": (Wish.ON if counting else Wish.OFF, "benchmark")},
+        dtype="bfloat16",
+        port=port,
+        max_model_len=512,
+        batch_size=16,
     )
 
 

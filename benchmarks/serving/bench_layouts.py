@@ -22,20 +22,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import checkout, command_line  # noqa: E402
 from benchmarks.serving.closed_loop import OUTPUT_TOKENS, PROMPT_TOKENS, load_at, table_of  # noqa: E402
+from benchmarks.serving.plans import plan_here, served  # noqa: E402
 from moe_optimizer.inspection import (  # noqa: E402
-    ModelInspector,
-    find_vllm,
-    probe_hardware,
-    read_kernel_inventory,
     read_kernel_speeds,
 )
 from moe_optimizer.plan.decision import Wish  # noqa: E402
-from moe_optimizer.plan.json_codec import encode  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
-from moe_optimizer.plan_request import PlanRequest  # noqa: E402
-from moe_optimizer.planner import make_plan  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
-from moe_optimizer.specs.software import SoftwareSpec  # noqa: E402
 from moe_optimizer.vllm_plugin.server.http_client import ServerClient  # noqa: E402
 from moe_optimizer.vllm_plugin.server.launch import running  # noqa: E402
 
@@ -82,20 +75,15 @@ def main() -> int:
 
 def make(model: str, gpus: int | None, vllm_args: tuple[str, ...], side: str) -> Plan:
     """Return the plan of one side; apart from the layout they are stock vLLM."""
-    return make_plan(
-        PlanRequest(
-            model=ModelInspector().inspect(model),
-            hardware=probe_hardware(),
-            software=SoftwareSpec(
-                vllm=find_vllm(), kernels=read_kernel_inventory(), kernel_speeds=read_kernel_speeds()
-            ),
-            profile=load_profile("conservative"),
-            num_gpus=gpus,
-            wishes={"flash_dmoe": (Wish.OFF, _BY), **SIDES[side]},
-            batch_size=128,
-            max_model_len=1024,
-            vllm_args=vllm_args,
-        )
+    return plan_here(
+        model,
+        *vllm_args,
+        kernel_speeds=read_kernel_speeds(),
+        profile=load_profile("conservative"),
+        num_gpus=gpus,
+        wishes={"flash_dmoe": (Wish.OFF, _BY), **SIDES[side]},
+        batch_size=128,
+        max_model_len=1024,
     )
 
 
@@ -104,12 +92,7 @@ def measure(plan: Plan) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, running(plan, run_dir=Path(folder), ready_timeout_s=500) as info:
         model = ServerClient(info.base_url).models()[0]
         return {
-            "start_up_s": info.start_up_s,
-            "plan_digest": plan.digest,
-            "decisions": [encode(each) for each in plan.decisions if each.pass_name in PASSES],
-            "serve_args": list(plan.serve_args),
-            "versions": dict((info.proofs or info.servers[0].proofs)[0].versions),
-            "table": [list(row.cells) for row in info.rows if row.pass_name in PASSES],
+            **served(plan, info, PASSES),
             "loads": load_at(info.base_url, model, plan.model.vocab_size, REQUESTS),
         }
 

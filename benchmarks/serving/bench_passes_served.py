@@ -22,21 +22,16 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import checkout, command_line  # noqa: E402
 from benchmarks.serving.closed_loop import OUTPUT_TOKENS, PROMPT_TOKENS, load_at, table_of  # noqa: E402
+from benchmarks.serving.plans import plan_here, served  # noqa: E402
 from moe_optimizer.cli.calibrating import measure_if_needed  # noqa: E402
 from moe_optimizer.cli.progress import ProgressLines  # noqa: E402
 from moe_optimizer.inspection import (  # noqa: E402
-    ModelInspector,
-    find_vllm,
-    probe_hardware,
-    read_kernel_inventory,
     read_kernel_speeds,
 )
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.json_codec import encode  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
-from moe_optimizer.planner import PlanRequest, make_plan  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
-from moe_optimizer.specs.software import SoftwareSpec  # noqa: E402
 from moe_optimizer.vllm_plugin.server.http_client import ServerClient  # noqa: E402
 from moe_optimizer.vllm_plugin.server.launch import running  # noqa: E402
 
@@ -95,19 +90,14 @@ def make(model: str, vllm_args: tuple[str, ...], passes: frozenset[str]) -> Plan
     wishes = {name: (Wish.ON if name in passes else Wish.OFF, "this benchmark") for name in PASSES}
     if "flash_dmoe" in passes:
         wishes["flash_dmoe"] = (Wish.AUTO, "this benchmark")
-    return make_plan(
-        PlanRequest(
-            model=ModelInspector().inspect(model),
-            hardware=probe_hardware(),
-            software=SoftwareSpec(
-                vllm=find_vllm(), kernels=read_kernel_inventory(), kernel_speeds=read_kernel_speeds()
-            ),
-            profile=load_profile("conservative"),
-            wishes=wishes,
-            batch_size=64,
-            max_model_len=1024,
-            vllm_args=vllm_args,
-        )
+    return plan_here(
+        model,
+        *vllm_args,
+        kernel_speeds=read_kernel_speeds(),
+        profile=load_profile("conservative"),
+        wishes=wishes,
+        batch_size=64,
+        max_model_len=1024,
     )
 
 
@@ -117,12 +107,7 @@ def measure(plan: Plan, passes: frozenset[str]) -> dict[str, Any]:
         model = ServerClient(info.base_url).models()[0]
         loads = load_at(info.base_url, model, plan.model.vocab_size, ROUNDS)
         return {
-            "start_up_s": info.start_up_s,
-            "plan_digest": plan.digest,
-            "decisions": [encode(each) for each in plan.decisions if each.pass_name in passes],
-            "serve_args": list(plan.serve_args),
-            "versions": dict(info.proofs[0].versions) if info.proofs else {},
-            "table": [list(row.cells) for row in info.rows if row.pass_name in passes],
+            **served(plan, info, passes),
             "proofs": {
                 name: [encode(proof.passes[name]) for proof in info.proofs if name in proof.passes] for name in passes
             },

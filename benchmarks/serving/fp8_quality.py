@@ -27,14 +27,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from perplexity import perplexity  # noqa: E402
 
 from benchmarks.record import checkout, command_line  # noqa: E402
+from benchmarks.serving.plans import plan_here  # noqa: E402
 from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
-from moe_optimizer.planner import PlanRequest, make_plan  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
 from moe_optimizer.profiles.schema import Profile  # noqa: E402
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds  # noqa: E402
-from moe_optimizer.specs.software import KernelInventory, SoftwareSpec, VllmInstallation  # noqa: E402
+from moe_optimizer.specs.software import KernelInventory, VllmInstallation  # noqa: E402
 from moe_optimizer.vllm_plugin.proof import read_proofs  # noqa: E402
 from moe_optimizer.vllm_plugin.proof_verdict import model_holders  # noqa: E402
 from moe_optimizer.vllm_plugin.server.launch import running  # noqa: E402
@@ -96,11 +96,12 @@ def plan_of(side: Side) -> Plan:
         port = probe.getsockname()[1]
     tables = () if side.kernel is None else (_winning(side.kernel, vllm, kernels),)
     wished = {"fp8": side.fp8 is not None, "flash_dmoe": side.kernel is not None}
-    return make_plan(
-        PlanRequest(
-            model=ModelInspector().inspect(TINY_MOE),
-            hardware=probe_hardware(),
-            software=SoftwareSpec(vllm=vllm, kernels=kernels, kernel_speeds=SpeedTables(tables=tables)),
+    return plan_here(
+        TINY_MOE,
+        "--enforce-eager", "--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.1",
+        # Without it vLLM measures what is free, and stops when another server gives some back meanwhile.
+        "--kv-cache-memory-bytes", "512M",
+        kernel_speeds=SpeedTables(tables=tables),
             profile=_profile(side.fp8 or {}),
             wishes={name: (Wish.ON if wish else Wish.OFF, "benchmark") for name, wish in wished.items()},
             required=frozenset(name for name, wish in wished.items() if wish),
@@ -109,12 +110,6 @@ def plan_of(side: Side) -> Plan:
             max_model_len=520,
             batch_size=8,
             num_gpus=1,
-            vllm_args=(
-                "--enforce-eager", "--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.1",
-                # Without it vLLM measures what is free, and stops when another server gives some back meanwhile.
-                "--kv-cache-memory-bytes", "512M",
-            ),
-        )
     )  # fmt: skip
 
 

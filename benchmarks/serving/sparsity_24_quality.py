@@ -27,13 +27,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from perplexity import perplexity  # noqa: E402
 
 from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, system_name, write_record  # noqa: E402
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
+from benchmarks.serving.plans import plan_here  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
-from moe_optimizer.planner import PlanRequest, make_plan  # noqa: E402
-from moe_optimizer.profiles import load_profile  # noqa: E402
 from moe_optimizer.specs.activation_norms import read_activation_norms_file  # noqa: E402
-from moe_optimizer.specs.software import SoftwareSpec  # noqa: E402
 from moe_optimizer.vllm_plugin.proof_verdict import model_holders  # noqa: E402
 from moe_optimizer.vllm_plugin.server.launch import running  # noqa: E402
 
@@ -82,21 +79,16 @@ def plan_of(wish: Wish, norms: str | None = None) -> Plan:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return make_plan(
-        PlanRequest(
-            model=ModelInspector().inspect(TINY_MOE),
-            hardware=probe_hardware(),
-            software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
-            profile=load_profile("balanced"),
-            wishes={"sparsity_24": (wish, "benchmark")},
-            required=frozenset({"sparsity_24"}) if wish is Wish.ON else frozenset(),
-            dtype="bfloat16",
-            port=port,
-            max_model_len=520,
-            batch_size=8,
-            vllm_args=("--enforce-eager",),
-            activation_norms=read_activation_norms_file(norms),
-        )
+    return plan_here(
+        TINY_MOE,
+        "--enforce-eager",
+        wishes={"sparsity_24": (wish, "benchmark")},
+        required=frozenset({"sparsity_24"}) if wish is Wish.ON else frozenset(),
+        dtype="bfloat16",
+        port=port,
+        max_model_len=520,
+        batch_size=8,
+        activation_norms=read_activation_norms_file(norms),
     )
 
 

@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 
 from moe_optimizer.errors import ServerFailedError
-from moe_optimizer.plan.plan import Plan
 from moe_optimizer.vllm_plugin.proof_verdict import kernels_in_use
 from moe_optimizer.vllm_plugin.server.http_client import ServerClient
 from moe_optimizer.vllm_plugin.server.kv_transfer import received_tokens
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo, serve
 from tests.free_ports import four_free_ports
 from tests.run_processes import processes_of
-from tests.vllm.conftest import READY_TIMEOUT_S, ROOT, Answer, Served, ask, tiny_plan
+from tests.vllm.conftest import READY_TIMEOUT_S, Answer, Served, ask, tiny_plan
 
 pytestmark = [
     pytest.mark.vllm,
@@ -196,28 +195,3 @@ def read_until_cut_off(url: str, writing: threading.Event) -> str:
         if lines[-1:] != ["[DONE]"]:
             return f"closed after {lines}"
         assert json.loads(lines[-2])["usage"]["completion_tokens"] == 480, "a part ended as if it were whole"
-
-
-def test_vllm_parses_the_arguments_of_every_server_of_a_golden_plan() -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = make_arg_parser(FlexibleArgumentParser())
-    paths = sorted((ROOT / "tests" / "golden" / "plans").glob("*_disaggregated.json"))
-    assert paths
-    for path in paths:
-        group = Plan.load(path).group
-        assert group is not None
-        for server in group.servers:
-            parser.parse_args(["--model", "any", *server.serve_args])
-
-
-def test_the_router_parses_the_arguments_of_a_golden_plan() -> None:
-    from vllm_router.launch_router import parse_router_args
-
-    group = Plan.load(ROOT / "tests" / "golden" / "plans" / "tiny-moe_cpu_disaggregated.json").group
-    assert group is not None
-    parsed = parse_router_args(list(group.router_args))
-    assert parsed.port == 8000
-    assert [url for url, _ in parsed.prefill_urls] == ["http://127.0.0.1:8001"]
-    assert parsed.decode_urls == ["http://127.0.0.1:8002"]

@@ -17,7 +17,7 @@ from moe_optimizer.vllm_plugin.server.launch import ServerInfo, serve
 from moe_optimizer.vllm_plugin.server.request_turns import prompt_tokens
 from tests.free_ports import four_free_ports
 from tests.run_processes import processes_of
-from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, ROOT, Answer, Served, ask, tiny_plan
+from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, Answer, Served, ask, tiny_plan
 
 pytestmark = [
     pytest.mark.vllm,
@@ -80,23 +80,3 @@ def test_the_death_of_one_server_ends_everything_and_names_it(seen: Seen) -> Non
     assert str(seen.error).startswith(("replica-1 server ended while serving", "replica-1 server hangs"))
     assert seen.error.exit_code == 7
     assert processes_of(seen.run_dir) == []
-
-
-def test_vllm_and_the_router_parse_the_arguments_of_the_golden_plans() -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-    from vllm_router.launch_router import parse_router_args
-
-    from moe_optimizer.plan.plan import Plan
-
-    parser = make_arg_parser(FlexibleArgumentParser())
-    paths = sorted((ROOT / "tests" / "golden" / "plans").glob("*_replicas.json"))
-    assert paths
-    for path in paths:
-        group = Plan.load(path).group
-        assert group is not None
-        for server in group.servers:
-            parser.parse_args(["--model", "any", *server.serve_args])
-        parsed = parse_router_args(list(group.router_args))
-        assert (parsed.port, parsed.policy) == (8000, "round_robin")
-        assert parsed.worker_urls == ["http://127.0.0.1:8001", "http://127.0.0.1:8002"]

@@ -1,0 +1,53 @@
+"""The plan of a side, and what a record says of the server that carried it out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
+from moe_optimizer.plan.json_codec import encode
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan_request import PlanRequest
+from moe_optimizer.planner import make_plan
+from moe_optimizer.profiles import load_profile
+from moe_optimizer.specs.kernel_speeds import SpeedTables
+from moe_optimizer.specs.software import SoftwareSpec
+from moe_optimizer.vllm_plugin.server.launch import ServerInfo
+
+
+def plan_here(model: str | Path, *vllm_args: str, kernel_speeds: SpeedTables | None = None, **request: Any) -> Plan:
+    """Return the plan for a model on this machine.
+
+    Args:
+        model: a folder, or a name.
+        vllm_args: arguments of `vllm serve`.
+        kernel_speeds: measured tables; None: there are none, whatever lies on this machine.
+        request: further fields of PlanRequest; the profile is the balanced one where none is given.
+    """
+    fields: dict[str, Any] = {"profile": load_profile("balanced")}
+    return make_plan(
+        PlanRequest(
+            model=ModelInspector().inspect(model),
+            hardware=probe_hardware(),
+            software=SoftwareSpec(
+                vllm=find_vllm(), kernels=read_kernel_inventory(), kernel_speeds=kernel_speeds or SpeedTables()
+            ),
+            vllm_args=vllm_args,
+            **(fields | request),
+        )
+    )
+
+
+def served(plan: Plan, info: ServerInfo, passes: Collection[str]) -> dict[str, Any]:
+    """Return what a record says of a plan and of the server, or the first of several, that ran by it."""
+    proofs = info.proofs or info.servers[0].proofs
+    return {
+        "start_up_s": info.start_up_s,
+        "plan_digest": plan.digest,
+        "decisions": [encode(each) for each in plan.decisions if each.pass_name in passes],
+        "serve_args": list(plan.serve_args),
+        "versions": dict(proofs[0].versions) if proofs else {},
+        "table": [list(row.cells) for row in info.rows if row.pass_name in passes],
+    }

@@ -1,0 +1,47 @@
+"""vLLM and its router take the arguments of the golden plans of several servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.server_group import ServerGroup
+from tests.vllm.conftest import ROOT
+
+pytestmark = pytest.mark.vllm
+
+
+def golden_groups(kind: str) -> list[ServerGroup]:
+    paths = sorted((ROOT / "tests" / "golden" / "plans").glob(f"*_{kind}.json"))
+    groups = [group for path in paths if (group := Plan.load(path).group)]
+    assert groups
+    assert len(groups) == len(paths)
+    return groups
+
+
+@pytest.mark.parametrize("kind", ["disaggregated", "replicas"])
+def test_vllm_parses_the_arguments_of_every_server(kind: str) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    for group in golden_groups(kind):
+        for server in group.servers:
+            parser.parse_args(["--model", "any", *server.serve_args])
+
+
+def test_the_router_is_told_who_prefills_and_who_decodes() -> None:
+    router = pytest.importorskip("vllm_router.launch_router")
+    for group in golden_groups("disaggregated"):
+        parsed = router.parse_router_args(list(group.router_args))
+        assert parsed.port == 8000
+        assert [url for url, _ in parsed.prefill_urls] == ["http://127.0.0.1:8001"]
+        assert parsed.decode_urls == ["http://127.0.0.1:8002"]
+
+
+def test_the_router_deals_to_whole_servers_in_turns() -> None:
+    router = pytest.importorskip("vllm_router.launch_router")
+    for group in golden_groups("replicas"):
+        parsed = router.parse_router_args(list(group.router_args))
+        assert (parsed.port, parsed.policy) == (8000, "round_robin")
+        assert parsed.worker_urls == ["http://127.0.0.1:8001", "http://127.0.0.1:8002"]
