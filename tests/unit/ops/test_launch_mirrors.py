@@ -98,6 +98,44 @@ def test_a_report_without_its_numbers_is_an_error():
         _compile_cuda().parse_report(REPORT.replace("spill stores", "something else"))
 
 
+SERIALIZED = """
+#include "moeopt/device.cuh"
+__global__ void reads_sums_between_products(float* out, uint64_t a, uint64_t b) {
+  float sums[8] = {};
+  moeopt::wgmma_fence();
+  moeopt::wgmma_bf16(sums, a, b, 0);
+  sums[0] += out[0];
+  moeopt::wgmma_bf16(sums, a, b, 1);
+  moeopt::wgmma_commit();
+  moeopt::wgmma_wait<0>();
+  for (float sum : sums) out[threadIdx.x] += sum;
+}
+"""
+
+
+def test_a_kernel_whose_products_wait_for_one_another_is_refused(tmp_path):
+    compiler, nvcc = shutil.which("g++"), _nvcc()
+    source = tmp_path / "serialized.cu"
+    source.write_text(SERIALIZED, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(CSRC / "compile_cuda.py"), "--nvcc", nvcc, "--archs", "sm_90a",
+         "--host-compiler", compiler or "g++", "--source", str(source), "--object", str(tmp_path / "kernel.o"),
+         "--report", str(tmp_path / "report.json")],
+        capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "serialized.cu: ptxas info" in done.stderr
+    assert "wgmma.mma_async instructions are serialized" in done.stderr
+    assert not (tmp_path / "report.json").exists()
+
+
+def _nvcc() -> str:
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if nvcc is None:
+        pytest.skip("needs nvcc >= 12.4 to compile the CUDA kernels")
+    return nvcc
+
+
 def _reports(tmp_path: Path) -> list[dict]:
     """Per-kernel reports of the last build if it is of these sources, else of a compilation now."""
     compiler = shutil.which("g++")
@@ -112,9 +150,7 @@ def _reports(tmp_path: Path) -> list[dict]:
         info = json.loads(manifest.read_text(encoding="utf-8"))
         if info["source_hash"] == current and info["kernels"]:
             return info["kernels"]
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if nvcc is None:
-        pytest.skip("needs nvcc >= 12.4 to compile the CUDA kernels")
+    nvcc = _nvcc()
     kernels = []
     for source in sorted((CSRC / "launch").glob("*.cu")):
         report = tmp_path / f"{source.stem}.json"
