@@ -23,4 +23,26 @@ MOEOPT_DEVICE int expert_of_pair(const FusedExpertsArgs& moe, int64_t pair) {
   return local_expert(moe, load_shared_across_blocks(static_cast<const int32_t*>(moe.topk_ids) + pair));
 }
 
+// The same of several pairs per thread, number i at pair first + i * step, -1 from num_pairs on; there is at least one.
+// All ids are asked for before one is looked at: one after the other, each would wait for L2.
+template <int kPairs>
+MOEOPT_DEVICE void experts_of_pairs(const FusedExpertsArgs& moe, int first, int step, int num_pairs,
+                                    int (&experts)[kPairs]) {
+  int64_t ids[kPairs];
+  const auto load = [&](const auto* source) {
+    MOEOPT_UNROLL
+    for (int i = 0; i < kPairs; ++i) {
+      const int pair = first + i * step;
+      ids[i] = load_shared_across_blocks(source + (pair < num_pairs ? pair : num_pairs - 1));
+    }
+  };
+  if (moe.ids_are_int64) {
+    load(static_cast<const int64_t*>(moe.topk_ids));
+  } else {
+    load(static_cast<const int32_t*>(moe.topk_ids));
+  }
+  MOEOPT_UNROLL
+  for (int i = 0; i < kPairs; ++i) experts[i] = first + i * step < num_pairs ? local_expert(moe, ids[i]) : -1;
+}
+
 }  // namespace moeopt

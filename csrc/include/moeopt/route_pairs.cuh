@@ -65,11 +65,7 @@ MOEOPT_DEVICE RoutedPairs count_block(const RouteArgs& args, int* counts, uint16
   const int num_experts = static_cast<int>(args.moe.num_local_experts), lane = thread_index() % 32;
   const int num_pairs = static_cast<int>(args.moe.num_tokens * args.moe.top_k);
   RoutedPairs mine;
-  MOEOPT_UNROLL
-  for (int i = 0; i < kRouteRounds; ++i) {
-    const int pair = RoutedPairs::pair(i);
-    mine.expert[i] = pair < num_pairs ? expert_of_pair(args.moe, pair) : -1;
-  }
+  experts_of_pairs(args.moe, RoutedPairs::pair(0), 32, num_pairs, mine.expert);
   for (int i = thread_index(); i < kRouteWarps * num_experts; i += kRouteThreads) warp_counts[i] = 0;
   sync_block();
   uint16_t* of_warp = warp_counts + thread_index() / 32 * num_experts;
@@ -230,15 +226,19 @@ MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1) place_pairs_kernel(cons
   const int num_pairs = static_cast<int>(args.moe.num_tokens * args.moe.top_k);
   wait_for_previous_kernel();
   launch_dependents();
+  int experts[kRouteRounds], offset[kRouteRounds], before[kRouteRounds], rank[kRouteRounds];
+  experts_of_pairs(args.moe, RoutedPairs::pair(0), 32, num_pairs, experts);
+  MOEOPT_UNROLL
+  for (int i = 0; i < kRouteRounds; ++i) {  // without conditions, as in experts_of_pairs; what is skipped is not used
+    const int expert = experts[i] < 0 ? 0 : experts[i], pair = experts[i] < 0 ? 0 : RoutedPairs::pair(i);
+    offset[i] = load_shared_across_blocks(args.expert_offsets + expert);
+    before[i] = load_shared_across_blocks(block_count(args, block_index(), expert));
+    rank[i] = load_shared_across_blocks(args.pair_rank + pair);
+  }
   MOEOPT_UNROLL
   for (int i = 0; i < kRouteRounds; ++i) {
     const int pair = RoutedPairs::pair(i);
-    if (pair >= num_pairs) continue;
-    const int expert = expert_of_pair(args.moe, pair);
-    const int position = expert < 0 ? -1
-                                    : args.expert_offsets[expert] + *block_count(args, block_index(), expert) +
-                                          args.pair_rank[pair];
-    place_pair(args, pair, position);
+    if (pair < num_pairs) place_pair(args, pair, experts[i] < 0 ? -1 : offset[i] + before[i] + rank[i]);
   }
 }
 
