@@ -155,13 +155,17 @@ MOEOPT_DEVICE void add_scaled(float (&sum)[kSums], float (&part)[kSums], float f
   }
 }
 
-// sum *= the scale of each column.
+// sum *= factor times the scale of each column.
 template <int kSums>
-MOEOPT_DEVICE void scale_columns(float (&sum)[kSums], const float* token_scale) {
+MOEOPT_DEVICE void scale_columns(float (&sum)[kSums], const float* token_scale, float factor) {
   float of_tokens[4];
   MOEOPT_UNROLL
   for (int r = 0; r < kSums; ++r) {
-    if (r % 8 == 0) load_token_scales(of_tokens, token_scale, r / 8);
+    if (r % 8 == 0) {
+      load_token_scales(of_tokens, token_scale, r / 8);
+      MOEOPT_UNROLL
+      for (float& scale : of_tokens) scale *= factor;
+    }
     sum[r] *= of_tokens[r % 8 / 4 * 2 + r % 2];
   }
 }
@@ -219,8 +223,8 @@ MOEOPT_DEVICE void multiply_stages_fp8_narrow(Stages& stages, float (&sum0)[kCol
     wgmma_wait<0>();
     add_scaled<kTokenScale>(sum1, part1, factor1, token_scale);
     if (!kTokenScale && last) {
-      scale_columns(sum0, token_scale);
-      scale_columns(sum1, token_scale);
+      scale_columns(sum0, token_scale, 1.0f);
+      scale_columns(sum1, token_scale, 1.0f);
     }
     sync_warp();  // all lanes have read the scales
     stages.release(stage);
@@ -279,13 +283,16 @@ MOEOPT_DEVICE void multiply_stages_fp8_wide(Stages& stages, float (&sum0)[kColum
       if constexpr (kTokenScale) column_factors(ratios, ratio0, stages.scales());
     }
     wgmma_wait<1>();
-    rescale(sum0, ratio0);
+    if (kTokenScale || left > 0) rescale(sum0, ratio0);
   }
   wgmma_wait<0>();
-  rescale(sum1, ratio1);
-  if constexpr (!kTokenScale) {
-    scale_columns(sum0, stages.scales());
-    scale_columns(sum1, stages.scales());
+  if constexpr (kTokenScale) {
+    rescale(sum1, ratio1);
+  } else {
+    touch_all(sum0);
+    touch_all(sum1);
+    scale_columns(sum0, stages.scales(), ratio0);
+    scale_columns(sum1, stages.scales(), ratio1);
   }
   sync_warp();
   stages.release(stages.ring.stage);
