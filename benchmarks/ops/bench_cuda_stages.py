@@ -34,7 +34,7 @@ from moe_optimizer.ops.launch_geometry.workspace import COUNTERS  # noqa: E402
 
 # Positions in the workspace lists, see csrc/launch/arguments.h.
 _DIRECT_H = 0
-_GROUPED_SORTED, _GROUPED_POSITION, _GROUPED_H, _GROUPED_Y = 3, 4, 8, 9
+_GROUPED_SORTED, _GROUPED_POSITION, _GROUPED_H, _GROUPED_Y = 3, 4, 9, 10
 
 
 def main() -> int:

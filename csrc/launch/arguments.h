@@ -85,7 +85,7 @@ constexpr int kGroupedLaunchValues = 9;
 struct GroupedWorkspace {
   int *block_counts, *pair_rank, *expert_offsets, *sorted_token, *pair_position;
   TokenTile* tiles;
-  int *num_tiles, *block_arrivals;
+  int *num_tiles, *tasks_taken, *block_arrivals;
   uint16_t *h, *y;
   void* tokens;  // permuted BF16, or E4M3
   float* token_scale;
@@ -94,7 +94,7 @@ struct GroupedWorkspace {
   int* topk_ids;  // what the router chose
   float* topk_weights;
 };
-constexpr int kGroupedWorkspace = 16;
+constexpr int kGroupedWorkspace = 17;
 
 inline GroupedLaunch grouped_launch(const int64_t* values, int64_t count) {
   expect_count("grouped geometry", count, kGroupedLaunchValues);
@@ -114,21 +114,22 @@ inline GroupedWorkspace grouped_workspace(const int64_t* v, int64_t count) {
   w.pair_position = ints(4);
   w.tiles = static_cast<TokenTile*>(any(5));
   w.num_tiles = ints(6);
-  w.block_arrivals = ints(7);
-  w.h = static_cast<uint16_t*>(any(8));
-  w.y = static_cast<uint16_t*>(any(9));
-  w.tokens = any(10);
-  w.token_scale = static_cast<float*>(any(11));
-  w.h_quantized = static_cast<uint8_t*>(any(12));
-  w.h_scale = static_cast<float*>(any(13));
-  w.topk_ids = ints(14);
-  w.topk_weights = static_cast<float*>(any(15));
+  w.tasks_taken = ints(7);
+  w.block_arrivals = ints(8);
+  w.h = static_cast<uint16_t*>(any(9));
+  w.y = static_cast<uint16_t*>(any(10));
+  w.tokens = any(11);
+  w.token_scale = static_cast<float*>(any(12));
+  w.h_quantized = static_cast<uint8_t*>(any(13));
+  w.h_scale = static_cast<float*>(any(14));
+  w.topk_ids = ints(15);
+  w.topk_weights = static_cast<float*>(any(16));
   return w;
 }
 
 inline RouteArgs route_arguments(const Problem& problem, const GroupedWorkspace& w, const GroupedLaunch& launch) {
   return {problem.moe,  w.block_counts, w.pair_rank,      w.expert_offsets,  w.sorted_token, w.pair_position, w.tiles,
-          w.num_tiles, w.block_arrivals, launch.tile_tokens, launch.route_blocks, launch.cluster_blocks};
+          w.num_tiles, w.tasks_taken, w.block_arrivals, launch.tile_tokens, launch.route_blocks, launch.cluster_blocks};
 }
 
 inline PrepareArgs prepare_arguments(const Problem& problem, const GroupedWorkspace& w, GemmMode mode) {
@@ -153,6 +154,7 @@ inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, 
   args.sorted_token = w.sorted_token;
   args.tiles = w.tiles;
   args.num_tiles = w.num_tiles;
+  args.tasks_taken = w.tasks_taken;
   args.out = w.h;
   args.out_stride = moe.intermediate_size;
   args.out_quantized = w.h_quantized;
@@ -177,6 +179,7 @@ inline GemmArgs down_arguments(const Problem& problem, const GroupedWorkspace& w
   if (launch.mode == GemmMode::kFp8) args.tokens = w.h_quantized;
   args.token_stride = moe.intermediate_size;
   args.token_scale = w.h_scale;
+  args.tasks_taken = w.tasks_taken + 1;
   args.sorted_token = nullptr;
   args.out = w.y;
   args.out_stride = moe.hidden_size;
@@ -200,7 +203,7 @@ inline CombineArgs combine_arguments(const Problem& problem, const GroupedWorksp
           static_cast<int32_t>(moe.top_k)};
 }
 
-// A view of weights that is copied in boxes of 64 rows x 128 bytes: what a tensor map is made from.
+// A view of weights that is copied in boxes of 128 rows x 128 bytes: what a tensor map is made from.
 struct WeightView {
   const unsigned char* base;
   int32_t element_bytes;

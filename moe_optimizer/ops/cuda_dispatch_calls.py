@@ -18,7 +18,7 @@ from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 from moe_optimizer.ops.launch_geometry.workspace import Layout, direct_layout, grouped_layout
 
 _GROUPED_ORDER_BEFORE_COUNTER = (
-    "block_counts", "pair_rank", "expert_offsets", "sorted_token", "pair_position", "tiles", "num_tiles",
+    "block_counts", "pair_rank", "expert_offsets", "sorted_token", "pair_position", "tiles", "num_tiles", "tasks_taken",
 )  # fmt: skip
 _GROUPED_ORDER_AFTER_COUNTER = (
     "h", "y", "tokens", "token_scale", "h_quantized", "h_scale", "topk_ids", "topk_weights",

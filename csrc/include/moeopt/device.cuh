@@ -222,6 +222,19 @@ MOEOPT_DEVICE void mbarrier_arrive_at(uint64_t* barrier, int rank) {
       "r"(rank)
       : "memory");
 }
+// 16 bytes into the same place of block `rank` of the cluster, and the one arrival of the barrier there: who waits for
+// that phase sees them. As bytes of the barrier, because a release at the cluster's scope would wait for L2.
+MOEOPT_DEVICE void send16(void* shared, uint64_t* barrier, int rank, Vec4 v) {
+  asm volatile(
+      "{.reg .b32 there, barrier;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 barrier, %1, %2;\n"
+      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [barrier], 16;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [barrier];}" ::"r"(
+          smem_address(shared)),
+      "r"(smem_address(barrier)), "r"(rank), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+      : "memory");
+}
 // Returns once the phase of the given parity is complete.
 MOEOPT_DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(

@@ -11,8 +11,9 @@
 //   kUp:   rows are 64 gate + the same 64 up of each math warpgroup, so a thread holds gate and up of one element
 //   kDown: rows are 128 consecutive rows of w2 per math warpgroup
 //
-// Token tiles come from the routing kernel's table, so the host never reads a count. Consecutive blocks take the row
-// tiles of one token tile; token tiles of one expert are neighbours, so its weights are in L2 for the second.
+// Token tiles come from the routing kernel's table, so the host never reads a count. Consecutive tasks are the row
+// tiles of one token tile; token tiles of one expert are neighbours, so its weights are in L2 for the second. A block
+// takes the next task when it is near the end of one: tiles differ in width, and blocks in how fast they get memory.
 //
 // In pairs (args.paired; clusters of two blocks): the blocks take two token tiles of one expert and the same weight
 // rows, and each asks for one of the two boxes, for both. A third less is read from L2, which is what bounds BF16.
@@ -66,9 +67,9 @@ MOEOPT_DEVICE int copy_first_weights(const GemmArgs& args, const TensorMap* map,
   const int num_steps = ceil_div(args.depth, Shape::kDepth);
   const int ahead = num_steps < args.num_stages ? num_steps : args.num_stages;
   if (thread_index() == 0) {
-    const int expert = tasks.tile(tasks.first()).expert;
+    const GemmTask task = tasks.at(tasks.first(), 0);  // both tiles of a pair have one expert
     for (int step = 0; step < ahead; ++step) {
-      copy_weights<kMode, kTokens, false>(args, map, map, ring, expert, tasks.row_tile(tasks.first()), step);
+      copy_weights<kMode, kTokens, false>(args, map, map, ring, task.expert, task.row_tile, step);
       ring.advance();
     }
   }
@@ -123,29 +124,55 @@ struct StageScales {
   }
 };
 
+// What the first lane of the weights' warp of a cluster's first block does beside: it deals the tasks, each when the one
+// before it begins, and asks which the one after it will be, so that nobody waits for the answer.
+template <bool kUp>
+struct TaskDealer {
+  GemmTasks<kUp> tasks;
+  TaskQueue queue;
+  int next;
+
+  MOEOPT_DEVICE TaskDealer(const GemmArgs& args, const TaskQueue& queue_)
+      : tasks(args), queue(queue_), next(tasks.second()) {}
+  MOEOPT_DEVICE void deal(int task) {
+    if (tasks.blocks() == 1) {
+      queue.deal(tasks.at(task, 0));
+    } else {
+      for (int rank = 0; rank < 2; ++rank) queue.deal_in_pair(tasks.at(task, rank), rank);
+    }
+    queue.advance();
+  }
+  MOEOPT_DEVICE void deal_next() {
+    deal(next);
+    next = tasks.ask();
+  }
+};
+
 // The first producer warp: weights, and the scales beside them.
 template <GemmMode kMode, int kTokens, bool kUp>
-MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring) {
+MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring,
+                                   TaskQueue queue) {
   using Shape = GemmShape<kMode, kTokens>;
   int ahead = kUp ? 0 : copy_first_weights<kMode, kTokens>(args, map0, ring);
   wait_for_previous_kernel();
   launch_dependents();  // after the wait: see copy_first_weights
-  const GemmTasks<kUp> tasks(args);
   const int num_steps = ceil_div(args.depth, Shape::kDepth), lane = thread_index();
-  for (int task = tasks.first(); task < tasks.count; task += tasks.step()) {
-    const TokenTile tile = tasks.tile(task);
-    const int row_tile = tasks.row_tile(task);
-    StageScales<kMode, kTokens, kUp> scales(args, tile, row_tile);
+  const bool deals = lane == 0 && (!args.paired || cluster_rank() == 0);
+  TaskDealer<kUp> dealer(args, queue);
+  if (deals) dealer.deal(dealer.tasks.first());
+  for (GemmTask task = queue.take(); task.expert >= 0; task = queue.take()) {
+    StageScales<kMode, kTokens, kUp> scales(args, task.tile(), task.row_tile);
     for (int step = 0; step < num_steps; ++step) {
       mbarrier_wait(ring.empty + ring.stage, ring.parity ^ 1u);
       if (ahead > 0) {
         --ahead;
       } else if (lane == 0) {
-        copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, tile.expert, row_tile, step);
+        copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, task.expert, task.row_tile, step);
       }
       scales.store(reinterpret_cast<float*>(ring.data() + Shape::kScaleOffset));
       mbarrier_arrive_at(ring.full + ring.stage, args.paired ? cluster_rank() : 0);
       ring.advance();
+      if (step == 0 && deals) dealer.deal_next();
       if (step < num_steps - 1) scales.load(step + 1);
     }
   }
@@ -177,7 +204,7 @@ MOEOPT_DEVICE void copy_rows(int rounds, const uint32_t (&vectors)[kRounds], con
 
 // The other producer warps: tokens, and their scales. 8 threads take a row of 128 bytes, all of them kRowsAtOnce rows.
 template <GemmMode kMode, int kTokens, bool kUp>
-MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring) {
+MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, TaskQueue queue) {
   using Shape = GemmShape<kMode, kTokens>;
   constexpr bool kFp8 = kMode == GemmMode::kFp8;
   constexpr int kElementBytes = kFp8 ? 1 : 2;
@@ -188,14 +215,12 @@ MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring) {
   const int place = first * 128 + ((chunk ^ (first & 7)) << 4);
   wait_for_previous_kernel();
   launch_dependents();
-  const GemmTasks<kUp> tasks(args);
   const int num_steps = ceil_div(args.depth, Shape::kDepth);
   const int scale_groups = kUp ? 1 : ceil_div(args.depth, 128);
   // A row of tokens starts at a multiple of 16 bytes: 32 bits reach 64 GiB.
   const auto row_vectors = static_cast<uint32_t>(args.token_stride * kElementBytes / 16);
   const auto token_row = [&](int position) { return kUp ? args.sorted_token[position] : position; };
-  for (int task = tasks.first(); task < tasks.count; task += tasks.step()) {
-    const TokenTile tile = tasks.tile(task);
+  for (GemmTask tile = queue.take(); tile.expert >= 0; tile = queue.take()) {
     // A column past the tile's count has the last token or old bytes: it only reaches sums that are never stored. Nearly
     // full tiles copy all rows, since a condition per row costs as much as its copy.
     const int rounds = tile.count > kTokens - 32 ? kRounds : ceil_div(tile.count, kRowsAtOnce);
@@ -309,14 +334,10 @@ MOEOPT_DEVICE void multiply_narrowest(const GemmArgs& args, const TokenTile& til
 }
 
 template <GemmMode kMode, int kTokens, bool kUp>
-MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, const Staging& staging) {
+MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, TaskQueue queue, const Staging& staging) {
   wait_for_previous_kernel();
-  const GemmTasks<kUp> tasks(args);
-  TokenTile next = tasks.tile_if_any(tasks.first());
-  for (int task = tasks.first(); task < tasks.count; task += tasks.step()) {
-    const TokenTile tile = next;
-    next = tasks.tile_if_any(task + tasks.step());  // early: nobody waits for it
-    multiply_narrowest<kMode, kTokens, kTokens, kUp>(args, tile, tasks.row_tile(task), ring, staging);
+  for (GemmTask task = queue.take(); task.expert >= 0; task = queue.take()) {
+    multiply_narrowest<kMode, kTokens, kTokens, kUp>(args, task.tile(), task.row_tile, ring, staging);
   }
 }
 
@@ -327,7 +348,8 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
   using Shape = GemmShape<kMode, kTokens>;
   MOEOPT_SHARED_BASE(shared);
   unsigned char* after_ring = shared + args.num_stages * Shape::kStageBytes;
-  auto* barriers = reinterpret_cast<uint64_t*>(after_ring + 2 * Shape::kStagingBytes);
+  const TaskQueue queue(after_ring + 2 * Shape::kStagingBytes);
+  auto* barriers = reinterpret_cast<uint64_t*>(after_ring + 2 * Shape::kStagingBytes + kTaskQueueBytes);
   if (thread_index() == 0) {
     prefetch_tensor_map(&map0);
     prefetch_tensor_map(&map1);
@@ -335,6 +357,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
       mbarrier_init(barriers + s, kProducerThreads + 1);
       mbarrier_init(barriers + args.num_stages + s, (args.paired ? 2 : 1) * (kGemmThreads - kProducerThreads) / 32);
     }
+    for (int place = 0; place < kTaskPlaces; ++place) mbarrier_init(queue.dealt + place, 1);
     fence_mbarrier_init();
   }
   if (args.paired) {
@@ -346,14 +369,14 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
   if (thread_index() < kProducerThreads) {
     give_registers_back<kProducerRegisters>();
     if (thread_index() < 32) {
-      produce_weights<kMode, kTokens, kUp>(args, &map0, &map1, ring);
+      produce_weights<kMode, kTokens, kUp>(args, &map0, &map1, ring, queue);
     } else {
-      produce_tokens<kMode, kTokens, kUp>(args, ring);
+      produce_tokens<kMode, kTokens, kUp>(args, ring, queue);
     }
   } else {
     take_registers<kMathRegisters>();
     const Staging staging = {after_ring, uniform(thread_index() / 128) - 1, Shape::kStagingBytes, Shape::kStagedTokens};
-    multiply_tiles<kMode, kTokens, kUp>(args, ring, staging);
+    multiply_tiles<kMode, kTokens, kUp>(args, ring, queue, staging);
   }
   if (args.paired) sync_cluster();  // the other block may still arrive at barriers of this one
 }

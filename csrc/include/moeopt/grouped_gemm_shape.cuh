@@ -52,6 +52,7 @@ struct GemmArgs {
   const int* sorted_token;   // kUp: row of the token at a position; kDown: row = position
   const TokenTile* tiles;
   const int* num_tiles;
+  int* tasks_taken;  // by blocks that have ended those they start with; zeroed by the routing
   uint16_t* out;  // BF16 rows by position
   int64_t out_stride;
   uint8_t* out_quantized;  // kFp8, kUp: E4M3 in the place of `out`
@@ -127,8 +128,18 @@ MOEOPT_DEVICE TokenTile load_tile(const TokenTile* tile) {
   return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), 0};
 }
 
-// What a block works through: the row tiles of one token tile after those of another; a pair of blocks takes pairs of
-// token tiles. Little is kept in registers: the math warps have none to spare.
+// One tile: 256 weight rows x the tokens of a tile. The weights' warp deals them to the other warps of its block.
+struct alignas(16) GemmTask {
+  int expert;  // -1: there are no more
+  int begin, count;  // positions of the tokens
+  int row_tile;
+
+  MOEOPT_DEVICE TokenTile tile() const { return {expert, begin, count, 0}; }
+};
+
+// All tasks of a launch: the row tiles of one token tile after those of another; a pair of blocks takes pairs of token
+// tiles. A block has two tasks by its index, and asks for each further one when it begins the last but one: which it
+// gets depends on how fast the others are, what it computes does not.
 template <bool kUp>
 struct GemmTasks {
   const GemmArgs& args;
@@ -138,13 +149,55 @@ struct GemmTasks {
       : args(args_), count(load_shared_across_blocks(args_.num_tiles) / blocks() * row_tiles<kUp>(args_)) {}
   MOEOPT_DEVICE int blocks() const { return args.paired ? 2 : 1; }
   MOEOPT_DEVICE int first() const { return block_index() / blocks(); }
-  MOEOPT_DEVICE int step() const { return grid_blocks() / blocks(); }
-  MOEOPT_DEVICE int row_tile(int task) const { return task % row_tiles<kUp>(args); }
-  MOEOPT_DEVICE TokenTile tile(int task) const {
-    const int at = task / row_tiles<kUp>(args);
-    return load_tile(args.tiles + (args.paired ? 2 * at + cluster_rank() : at));
+  MOEOPT_DEVICE int second() const { return first() + grid_blocks() / blocks(); }
+  MOEOPT_DEVICE int ask() const { return 2 * (grid_blocks() / blocks()) + atomic_add_global(args.tasks_taken, 1); }
+  // For block `rank` of the cluster.
+  MOEOPT_DEVICE GemmTask at(int task, int rank) const {
+    if (task >= count) return {-1, 0, 0, 0};
+    const int rows = row_tiles<kUp>(args), token_tile = task / rows * blocks() + rank;
+    const TokenTile tile = load_tile(args.tiles + token_tile);
+    return {tile.expert, tile.begin, tile.count, task % rows};
   }
-  MOEOPT_DEVICE TokenTile tile_if_any(int task) const { return task < count ? tile(task) : TokenTile{}; }
+};
+
+// A block's tasks on their way to its warps, in shared memory. Nobody says when a place is free: the weights' warp is at
+// most the stages of the ring, and two tasks, ahead of the slowest warp.
+constexpr int kTaskPlaces = 16;
+constexpr int kTaskQueueBytes = kTaskPlaces * (16 + 8);
+
+struct TaskQueue {
+  Vec4* places;
+  uint64_t* dealt;  // a barrier per place
+  int place = 0;
+  uint32_t parity = 0;
+
+  MOEOPT_DEVICE explicit TaskQueue(unsigned char* shared)
+      : places(reinterpret_cast<Vec4*>(shared)), dealt(reinterpret_cast<uint64_t*>(shared + kTaskPlaces * 16)) {}
+  MOEOPT_DEVICE void advance() {
+    if (++place == kTaskPlaces) {
+      place = 0;
+      parity ^= 1u;
+    }
+  }
+  MOEOPT_DEVICE GemmTask take() {
+    mbarrier_wait(dealt + place, parity);
+    const Vec4 v = places[place];
+    advance();
+    return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), static_cast<int>(v.w)};
+  }
+  // One thread, for the warps of its own block. A block without others cannot send as below: an illegal instruction.
+  MOEOPT_DEVICE void deal(const GemmTask& task) {
+    places[place] = vector(task);
+    mbarrier_arrive_at(dealt + place, 0);
+  }
+  // One thread of the pair, for the warps of block `rank`.
+  MOEOPT_DEVICE void deal_in_pair(const GemmTask& task, int rank) {
+    send16(places + place, dealt + place, rank, vector(task));
+  }
+  MOEOPT_DEVICE static Vec4 vector(const GemmTask& task) {
+    return {static_cast<uint32_t>(task.expert), static_cast<uint32_t>(task.begin), static_cast<uint32_t>(task.count),
+            static_cast<uint32_t>(task.row_tile)};
+  }
 };
 
 }  // namespace moeopt

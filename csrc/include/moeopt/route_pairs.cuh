@@ -40,6 +40,7 @@ struct RouteArgs {
   int* pair_position;   // [T k], -1: skipped
   TokenTile* tiles;     // [T k / tile_tokens + E] at most
   int* num_tiles;       // [1]
+  int* tasks_taken;     // [2] of gate+up and of down: becomes zero
   int* block_arrivals;  // [1]; zero between launches
   int32_t tile_tokens;
   int32_t num_blocks;      // that count pairs
@@ -161,6 +162,7 @@ MOEOPT_DEVICE void write_tiles(const RouteArgs& args, int* totals, int* warp_sum
   if (thread_index() == 0) {
     args.expert_offsets[num_experts] = num_active;
     *args.num_tiles = num_tiles;
+    args.tasks_taken[0] = args.tasks_taken[1] = 0;
     *args.block_arrivals = 0;
   }
 }

@@ -21,6 +21,10 @@ BOX_ROWS = 128
 BOXES = 2
 PREPARE_WARPS = 8
 ALIGNMENT_SLACK = 1024
+TASK_PLACES = 16
+"""Places for tasks on their way from the warp that deals them to the others of its block."""
+TASK_QUEUE_BYTES = TASK_PLACES * (16 + 8)
+"""A task, and a barrier that says it is there, per place."""
 EXACT_COLUMNS = 64
 """FP8: up to so many columns partial sums are added in FP32, in wider tiles by the tensor cores."""
 STAGED_TOKENS = 64
@@ -124,7 +128,11 @@ def grouped_geometry(
     expect(stage % 1024 == 0, KERNEL, "bytes per stage", stage, "a multiple of 1024, the swizzle's period")
     # BF16 of 64 rows per token of a part of the tile; in FP8 also 1 / scale of every token.
     staging = 2 * (min(tile_tokens, STAGED_TOKENS) * SWIZZLE_BYTES + (4 * tile_tokens if mode == GemmMode.FP8 else 0))
-    fixed = {"output staging of 2 warpgroups": staging, "alignment": ALIGNMENT_SLACK}
+    fixed = {
+        "output staging of 2 warpgroups": staging,
+        f"{TASK_PLACES} places for tasks": TASK_QUEUE_BYTES,
+        "alignment": ALIGNMENT_SLACK,
+    }
     if num_stages is None:
         num_stages = min(8, (limits.shared_bytes_per_block - sum(fixed.values())) // (stage + 16))
     # Math warps that keep stage s until they have s + 1 need that one filled meanwhile, or both sides wait for ever.
@@ -132,6 +140,8 @@ def grouped_geometry(
     expect(
         num_stages >= release_lag + 1, KERNEL, "ring stages", num_stages, f"at least {release_lag} (release lag) + 1"
     )
+    # A place is written again without asking: the warp that deals may be a ring of stages and two tasks ahead.
+    expect(num_stages + 2 <= TASK_PLACES, KERNEL, "ring stages + 2", num_stages + 2, f"at most {TASK_PLACES} places")
     shared = limits.check_shared(
         KERNEL,
         {f"{num_stages} stages of {stage}": num_stages * stage, f"{2 * num_stages} barriers": 16 * num_stages, **fixed},

@@ -50,6 +50,7 @@ def grouped_layout(
             "pair_position": pairs * 4,
             "tiles": geometry.max_tiles * 16,
             "num_tiles": 4,
+            "tasks_taken": 8,
             "h": pairs * width * 2 * (not fp8),
             "y": pairs * hidden * 2,
             "tokens": tokens * hidden * token_bytes,

@@ -176,6 +176,17 @@ def test_grouped_with_small_rings_ends(emulator: Emulator, stages):
     assert_close(case, emulator.grouped(case.problem, GemmMode.BF16, tile_tokens=16, num_stages=stages))
 
 
+@pytest.mark.parametrize(("paired", "tile"), [(False, 16), (True, 160)])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_more_short_tasks_than_places_for_them_are_all_done_once(emulator: Emulator, paired, tile, seed):
+    # Gate+up: one step of K per task, 3 row tiles of 50 experts on two blocks or one pair.
+    case = make_case(75, 2, 50, 64, 272, seed=seed)
+    out = emulator.grouped(
+        with_poisoned_output(case), GemmMode.BF16, blocks=2, tile_tokens=tile, paired=paired, seed=seed
+    )
+    assert_close(case, out)
+
+
 @pytest.mark.parametrize("tile", [32, 144])
 def test_grouped_fp8_with_the_smallest_ring_ends(emulator: Emulator, tile):
     case = make_case(tile + 3, 1, 2, 272, 144, fp8="block")

@@ -25,7 +25,8 @@ SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, inter
     [
         (direct, ["TOKENS", "PAIRS", "UP_WARPS", "DOWN_WARPS", "WIDE_UP_BLOCKS", "ROWS", "ROUTING_BYTES",
                   "SCRATCH_PER_EXPERT", "UP_SUM_BYTES", "DOWN_SUM_BYTES_PER_TOKEN"]),
-        (grouped, ["THREADS", "PRODUCER_THREADS", "PRODUCER_REGISTERS", "MATH_REGISTERS", "BOX_ROWS"]),
+        (grouped, ["THREADS", "PRODUCER_THREADS", "PRODUCER_REGISTERS", "MATH_REGISTERS", "BOX_ROWS", "TASK_PLACES",
+                   "TASK_QUEUE_BYTES"]),
         (routing, ["THREADS", "PAIRS_PER_BLOCK", "WARPS", "FIXED_SHARED_BYTES"]),
     ],
     ids=["direct", "grouped", "routing"],

@@ -282,6 +282,23 @@ inline void mbarrier_complete(::emulation::Block* owner, uint32_t offset, int64_
   mbarrier_settle(state);
 }
 
+inline void send16(void* shared, uint64_t* barrier, int rank, Vec4 v) {
+  if (smem_address(shared) % 16) ::emulation::fail("16-byte store at a misaligned address");
+  if (::emulation::machine()->cluster_blocks == 1) ::emulation::fail("an illegal instruction without a cluster");
+  ::emulation::Block* owner = &cluster_block(rank);
+  expect_running(*owner);
+  const uint32_t to = shared_offset(shared), offset = shared_offset(barrier);
+  auto& state = mbarrier_state(*owner, offset);
+  if (state.pending == 0) ::emulation::fail("more arrivals at an mbarrier than it was made for");
+  state.bytes += 16;
+  --state.pending;
+  ::emulation::machine()->in_flight.push_back([=] {
+    expect_running(*owner);
+    std::memcpy(owner->shared + to, &v, 16);
+    mbarrier_complete(owner, offset, 16, true);
+  });
+}
+
 // Address bits 4-6 (the chunk of 16 bytes) xor bits 7-9 (the row in a group of 8).
 inline uint32_t swizzle(uint32_t address) { return address ^ ((address >> 3) & 0x70u); }
 

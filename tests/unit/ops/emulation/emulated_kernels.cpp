@@ -185,6 +185,8 @@ int64_t compiled_constant(const char* name) {
       {"grouped.staging_bytes_0_160", GemmShape<GemmMode::kBf16, 160>::kStagingBytes},
       {"grouped.staging_bytes_2_32", GemmShape<GemmMode::kFp8, 32>::kStagingBytes},
       {"grouped.tile_entry_bytes", sizeof(TokenTile)},
+      {"grouped.TASK_PLACES", kTaskPlaces},
+      {"grouped.TASK_QUEUE_BYTES", kTaskQueueBytes},
       {"routing.THREADS", kRouteThreads},
       {"routing.PAIRS_PER_BLOCK", kRoutePairs},
       {"routing.WARPS", kRouteWarps},
