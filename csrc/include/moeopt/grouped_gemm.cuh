@@ -26,9 +26,10 @@
 // K; x has one scale per token, applied to the sums (grouped_gemm_products.cuh).
 //
 // Barriers: full opens with 128 + 1 arrivals (of every producer thread, once its copies have landed, and of thread 0 with
-// the TMA byte count); empty with 8 (one per math warp), in pairs 16. The producers wait for empty stages only. What
-// cp.async wrote is made visible to the tensor cores by the math warps' fence behind their wait. A pair's copies may
-// land before this block expects their bytes: the phase stays open, for want of the arrival that expects them.
+// the TMA byte count); empty with 8 (one per math warp), in pairs 16; dealt, of a task, with 1. Producers wait for tasks
+// and empty stages, math warps for tasks and full ones. What cp.async wrote is made visible to the tensor cores by the
+// math warps' fence behind their wait. A pair's copies may land before this block expects their bytes: the phase stays
+// open, for want of the arrival that expects them.
 //
 // Programmatic dependent launch: kDown fills its ring with weights before it waits for h.
 #pragma once
