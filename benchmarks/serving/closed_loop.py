@@ -19,7 +19,9 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
 
 
 def load_at(url: str, model: str, vocabulary: int, requests: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """Load a server at every number of clients, after a few requests that are not counted.
+    """Load a server at every number of clients, each after a round of requests that is not counted.
+
+    A batch of a size that the server has not met makes it compile kernels: seconds, in the first round only.
 
     Args:
         url: of the server, without /v1.
@@ -31,10 +33,11 @@ def load_at(url: str, model: str, vocabulary: int, requests: Mapping[int, int]) 
         Per number of clients: requests, tpot_ms (times per output token of all requests, sorted), tpot_ms_median, and
         output_tokens_per_s of all clients together.
     """
-    _load(url, model, vocabulary, clients=2, requests=1)
-    return {
-        clients: _load(url, model, vocabulary, clients=clients, requests=each) for clients, each in requests.items()
-    }
+    loads = {}
+    for clients, each in requests.items():
+        _load(url, model, vocabulary, clients=clients, requests=1)
+        loads[clients] = _load(url, model, vocabulary, clients=clients, requests=each)
+    return loads
 
 
 def _load(url: str, model: str, vocabulary: int, *, clients: int, requests: int) -> dict[str, Any]:
