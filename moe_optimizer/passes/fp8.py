@@ -35,8 +35,8 @@ _SCHEMES = {"block": "fp8_per_block", "channel": "fp8_per_channel"}
 """Granularity -> vLLM's name of the online scheme, from 0.26 on."""
 _SCALES = {"block": "one scale per 128x128 block", "channel": "one scale per output channel"}
 _GPU_RECORDS = (
-    "benchmarks/records/2026-11-20_h200_fused_experts.json",
-    "benchmarks/records/2026-11-20_h200_fp8_served.json",
+    "benchmarks/records/2026-11-21_h200_fused_experts.json",
+    "benchmarks/records/2026-11-21_h200_served.json",
 )
 _CPU_RECORDS = (
     "benchmarks/records/2026-11-21_epyc-avx512_bf16_fused_experts.json",
