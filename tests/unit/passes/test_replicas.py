@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from moe_optimizer.passes.registry import resolve_wishes
@@ -117,6 +120,25 @@ def test_the_servers_differ_in_address_only():
     for server in plan.group.servers:
         assert flag_value(server.serve_args, "--seed") == "7"
         assert set(plan.serve_args) - set(server.serve_args) <= {"8000"}
+
+
+def test_on_gpus_the_plan_says_that_slices_were_faster_with_the_figures_of_the_record():
+    decision = on_gpus(2).decision("replicas")
+    (record,) = decision.evidence
+    sides = json.loads((Path(__file__).parents[3] / record).read_text())["sides"]
+    longer = []
+    for clients in ("1", "16", "128"):
+        took, before = (sides[side]["loads"][clients]["tpot_ms_median"] for side in ("replicas", "slices"))
+        longer.append(round(100 * (took / before - 1)))
+    one, some, many = longer
+    words = f"median time per output token {one} % longer for 1 client, {some} % for 16, {many} % for 128"
+    assert words in decision.rejected["auto"]
+
+
+def test_on_the_cpu_the_plan_claims_no_measurement():
+    decision = on_cpu().decision("replicas")
+    assert decision.evidence == ()
+    assert decision.rejected["auto"] == "no record says for which load it pays"
 
 
 def test_a_tier_in_host_memory_is_shared_between_the_servers():
