@@ -22,8 +22,9 @@ _DIVIDES_BLOCKS = (0, 29)
 _RECORD = "benchmarks/records/2026-11-21_h200_layouts.json"
 _EP_MEASURED = (
     "measured over 2 H200 in one run of vLLM 0.26 (Qwen3-30B-A3B with random weights, so nearly even routing): median "
-    "time per output token 10 % longer than with slices for 1 client, 6 % longer for 16, 8 % shorter for 128; 6 % longer "
-    "than with a whole server on each GPU (--enable-replicas) for 1 client, 4 % shorter for 16, 26 % shorter for 128"
+    "time per output token 10 % longer than with slices for 1 client, 6 % longer for 16, 8 % shorter for 128; "
+    "6 % longer than with a whole server on each GPU (--enable-replicas) for 1 client, 4 % shorter for 16, "
+    "26 % shorter for 128"
 )
 _EP_PUBLISHED = (
     "published for DeepSeek over 8 H200: slower (vllm-project/vllm issue 28887), about 5 % more tokens/s "
