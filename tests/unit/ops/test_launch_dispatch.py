@@ -140,5 +140,5 @@ def test_a_list_of_the_wrong_length_is_an_error_before_anything_is_launched():
         _load.kernels().cuda_direct([0] * 3, [0] * 3, [0] * 5, 0)
     with pytest.raises(ValueError, match="direct geometry: got 4 values, expected 5"):
         _load.kernels().cuda_direct([0] * 36, [0] * 3, [0] * 4, 0)
-    with pytest.raises(ValueError, match="grouped workspace: got 2 values, expected 16"):
+    with pytest.raises(ValueError, match="grouped workspace: got 2 values, expected 17"):
         _load.kernels().cuda_grouped([0] * 36, [0] * 2, [0] * 9, 0)
