@@ -166,7 +166,6 @@ inline GemmArgs up_arguments(const Problem& problem, const GroupedWorkspace& w, 
   args.weight_rows = 2 * args.rows;
   args.scale_kind = moe.scale_kind;
   args.activation = moe.activation;
-  args.permute_out = launch.mode == GemmMode::kFp8Weights;
   args.paired = launch.cluster_blocks == 2;
   args.num_stages = launch.num_stages;
   return args;
@@ -188,7 +187,6 @@ inline GemmArgs down_arguments(const Problem& problem, const GroupedWorkspace& w
   args.depth = static_cast<int32_t>(moe.intermediate_size);
   args.rows = static_cast<int32_t>(moe.hidden_size);
   args.weight_rows = args.rows;
-  args.permute_out = false;
   return args;
 }
 

@@ -146,6 +146,17 @@ MOEOPT_DEVICE int64_t load_shared_across_blocks(const int64_t* pointer) {
 // Release before a count, acquire after one. Lighter than __threadfence, which also orders against every other fence.
 MOEOPT_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 MOEOPT_DEVICE int atomic_add_global(int* pointer, int value) { return atomicAdd(pointer, value); }
+// Counts what this thread, or those it was synchronised with, wrote before; and waits for as much, behind which what was
+// written can be read.
+MOEOPT_DEVICE void add_released(int* counter, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+MOEOPT_DEVICE void wait_released(const int* counter, int value) {
+  int seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  } while (seen < value);
+}
 MOEOPT_DEVICE void atomic_max_shared(int* pointer, int value) { atomicMax(pointer, value); }
 MOEOPT_DEVICE uint32_t atomic_or_shared(uint32_t* pointer, uint32_t bits) { return atomicOr(pointer, bits); }
 

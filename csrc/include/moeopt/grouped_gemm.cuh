@@ -31,7 +31,8 @@
 // math warps' fence behind their wait. A pair's copies may land before this block expects their bytes: the phase stays
 // open, for want of the arrival that expects them.
 //
-// Programmatic dependent launch: kDown fills its ring with weights before it waits for h.
+// Programmatic dependent launch: kDown starts where kUp has no tasks left, fills its ring with weights, and waits for h
+// tile by tile: kUp counts the row tiles of each token tile (TokenTile::rows_made).
 #pragma once
 
 #include "moeopt/device.cuh"
@@ -149,19 +150,51 @@ struct TaskDealer {
   }
 };
 
+// What the first lane of the weights' warp of gate+up says to the next launch: that a row tile of h is there. Its math
+// warps are known to have stored a tile when they release a stage of the one behind it, so none of them says anything,
+// or waits for its stores, but at the end. Between the release and the weights' warp lie the stages of the ring.
+struct TileSignals {
+  const GemmArgs& args;
+  TaskQueue queue;
+  int steps_left, num_steps;  // until the oldest tile that nobody was told of is stored
+
+  MOEOPT_DEVICE TileSignals(const GemmArgs& args_, const TaskQueue& queue_, int num_steps_)
+      : args(args_), queue(queue_), steps_left(args_.num_stages + num_steps_), num_steps(num_steps_) {}
+  // After the wait for the stage of one more step.
+  MOEOPT_DEVICE void step() {
+    if (steps_left-- > 0) return;
+    add_released(&args.tiles[queue.take().token_tile].rows_made, 1);
+    steps_left += num_steps;
+  }
+  MOEOPT_DEVICE void end() {
+    mbarrier_wait(queue.ended, 0);
+    for (GemmTask task = queue.take(); task.expert >= 0; task = queue.take()) {
+      add_released(&args.tiles[task.token_tile].rows_made, 1);
+    }
+  }
+};
+
+// Returns once h of the token tile is there. The blocks that make it run: no block of this launch starts before all of
+// that one have.
+MOEOPT_DEVICE void wait_for_rows(const GemmArgs& args, const GemmTask& task) {
+  wait_released(&args.tiles[task.token_tile].rows_made, ceil_div(args.depth, kBoxRows));
+}
+
 // The first producer warp: weights, and the scales beside them.
 template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring,
                                    TaskQueue queue) {
   using Shape = GemmShape<kMode, kTokens>;
   int ahead = kUp ? 0 : copy_first_weights<kMode, kTokens>(args, map0, ring);
-  wait_for_previous_kernel();
-  launch_dependents();  // after the wait: see copy_first_weights
+  if (kUp) wait_for_previous_kernel();
+  launch_dependents();  // kUp: after the wait, see copy_first_weights
   const int num_steps = ceil_div(args.depth, Shape::kDepth), lane = thread_index();
   const bool deals = lane == 0 && (!args.paired || cluster_rank() == 0);
   TaskDealer<kUp> dealer(args, queue);
+  TileSignals signals(args, queue, num_steps);
   if (deals) dealer.deal(dealer.tasks.first());
   for (GemmTask task = queue.take(); task.expert >= 0; task = queue.take()) {
+    if (StageScales<kMode, kTokens, kUp>::kHasRatios) wait_for_rows(args, task);
     StageScales<kMode, kTokens, kUp> scales(args, task.tile(), task.row_tile);
     for (int step = 0; step < num_steps; ++step) {
       mbarrier_wait(ring.empty + ring.stage, ring.parity ^ 1u);
@@ -174,9 +207,12 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
       mbarrier_arrive_at(ring.full + ring.stage, args.paired ? cluster_rank() : 0);
       ring.advance();
       if (step == 0 && deals) dealer.deal_next();
+      if (kUp && lane == 0) signals.step();
       if (step < num_steps - 1) scales.load(step + 1);
     }
   }
+  if (kUp && lane == 0) signals.end();
+  if (!kUp) wait_for_previous_kernel();  // which has made all h, but may not have ended: what follows waits for both
 }
 
 constexpr uint32_t kNoRow = 0xffffffffu;
@@ -214,7 +250,7 @@ MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, TaskQueue
   // Swizzled by hand: the chunk's place is chunk ^ (row % 8), and 12 rows on bit 2 of that is the other one.
   static_assert(kRowsAtOnce % 8 == 4, "places of the rounds");
   const int place = first * 128 + ((chunk ^ (first & 7)) << 4);
-  wait_for_previous_kernel();
+  if (kUp) wait_for_previous_kernel();
   launch_dependents();
   const int num_steps = ceil_div(args.depth, Shape::kDepth);
   const int scale_groups = kUp ? 1 : ceil_div(args.depth, 128);
@@ -224,6 +260,7 @@ MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, TaskQueue
   for (GemmTask tile = queue.take(); tile.expert >= 0; tile = queue.take()) {
     // A column past the tile's count has the last token or old bytes: it only reaches sums that are never stored. Nearly
     // full tiles copy all rows, since a condition per row costs as much as its copy.
+    if (!kUp) wait_for_rows(args, tile);
     const int rounds = tile.count > kTokens - 32 ? kRounds : ceil_div(tile.count, kRowsAtOnce);
     uint32_t vectors[kRounds];  // where the rows of this thread start
     MOEOPT_UNROLL
@@ -272,7 +309,7 @@ template <GemmMode kMode, int kTokens, int kColumns, bool kUp>
 MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, int row_tile, GemmRing& ring,
                                  const Staging& staging) {
   using Shape = GemmShape<kMode, kTokens>;
-  const int warpgroup = staging.warpgroup, lane = thread_index() % 32, warp = thread_index() / 32 % 4;
+  const int warpgroup = staging.warpgroup;
   const int first0 = first_row<kUp>(row_tile, warpgroup, 0);
   const int first1 = first_row<kUp>(row_tile, warpgroup, 1);
   TileStages<kMode, kTokens, kUp> stages(args, ring, warpgroup);
@@ -288,19 +325,9 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   }
   touch_all(sum0);
   touch_all(sum1);
-  const int thread_row = warp * 16 + lane / 4;
-  // Rows of the weight matrix behind operand 0 and 1 of this thread; -1 past the end.
-  int rows0[2], rows1[2];
-  MOEOPT_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const int i0 = first0 + thread_row + 8 * half, i1 = first1 + thread_row + 8 * half;
-    rows0[half] = i0 >= args.rows ? -1 : kUp ? w13_row(args.activation, args.rows, i0, 0) : i0;
-    rows1[half] = i1 >= args.rows ? -1 : kUp ? w13_row(args.activation, args.rows, i1, 1) : i1;
-  }
-  const RowTerms terms0 = row_terms(args, tile.expert, rows0), terms1 = row_terms(args, tile.expert, rows1);
   if (args.bias != nullptr || args.scale_kind == ScaleKind::kChannel) {
-    add_row_terms(sum0, terms0);
-    add_row_terms(sum1, terms1);
+    add_row_terms(sum0, row_terms<kUp>(args, tile.expert, first0, 0));
+    add_row_terms(sum1, row_terms<kUp>(args, tile.expert, first1, 1));
   }
   constexpr int kStaged = Shape::kStagedTokens;
   if constexpr (kUp) {
@@ -312,11 +339,11 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
     if constexpr (kMode == GemmMode::kFp8) {
       store_quantized<kColumns, kStaged>(args, tile, first0, sum0, staging);
     } else {
-      store_tile<kColumns, kStaged>(args, tile, first0, args.permute_out, staging, sum0);
+      store_tile<kColumns, kStaged, kMode == GemmMode::kFp8Weights>(args, tile, first0, staging, sum0);
     }
   } else {
-    store_tile<kColumns, kStaged>(args, tile, first0, false, staging, sum0);
-    store_tile<kColumns, kStaged>(args, tile, first1, false, staging, sum1);
+    store_tile<kColumns, kStaged, false>(args, tile, first0, staging, sum0);
+    store_tile<kColumns, kStaged, false>(args, tile, first1, staging, sum1);
   }
 }
 
@@ -336,9 +363,13 @@ MOEOPT_DEVICE void multiply_narrowest(const GemmArgs& args, const TokenTile& til
 
 template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, TaskQueue queue, const Staging& staging) {
-  wait_for_previous_kernel();
+  if (kUp) wait_for_previous_kernel();
   for (GemmTask task = queue.take(); task.expert >= 0; task = queue.take()) {
     multiply_narrowest<kMode, kTokens, kTokens, kUp>(args, task.tile(), task.row_tile, ring, staging);
+  }
+  if constexpr (kUp) {
+    sync_warp();  // all lanes have stored
+    if (thread_index() % 32 == 0) mbarrier_arrive_at(queue.ended, args.paired ? cluster_rank() : 0);
   }
 }
 
@@ -359,6 +390,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
       mbarrier_init(barriers + args.num_stages + s, (args.paired ? 2 : 1) * (kGemmThreads - kProducerThreads) / 32);
     }
     for (int place = 0; place < kTaskPlaces; ++place) mbarrier_init(queue.dealt + place, 1);
+    mbarrier_init(queue.ended, (kGemmThreads - kProducerThreads) / 32);
     fence_mbarrier_init();
   }
   if (args.paired) {

@@ -27,14 +27,12 @@ struct Staging {
   MOEOPT_DEVICE unsigned char* quantized_chunk(int n, int c) const {
     return buffer(warpgroup) + n * 64 + ((c ^ (n >> 1)) & 3) * 16;
   }
-  // Largest magnitude of token n among the 16 rows of a warp, in the place of the rows.
-  MOEOPT_DEVICE float* largest(int of_warpgroup, int warp, int n) const {
-    return reinterpret_cast<float*>(buffer(of_warpgroup)) + n * 4 + warp;
+  // Largest magnitudes of token n among the 16 rows of each warp, in the place of the rows.
+  MOEOPT_DEVICE float* largest(int of_warpgroup, int n) const {
+    return reinterpret_cast<float*>(buffer(of_warpgroup)) + n * 4;
   }
-  // 1 / scale of token n, behind the rows.
-  MOEOPT_DEVICE float* inverse_scale(int n) const {
-    return reinterpret_cast<float*>(buffer(warpgroup) + tokens * 128) + n;
-  }
+  // 1 / scale of every token, behind the rows, in the order of token_scale_place.
+  MOEOPT_DEVICE float* inverse_scales() const { return reinterpret_cast<float*>(buffer(warpgroup) + tokens * 128); }
 };
 
 // 8 rows of token n, in the order the down GEMM of FP8 weights reads them (prepare_tokens.cuh).
@@ -44,11 +42,17 @@ MOEOPT_DEVICE Vec4 load_permuted(const Staging& staging, int n, int chunk) {
   return chunk % 2 ? Vec4{low.y, low.w, high.y, high.w} : Vec4{low.x, low.z, high.x, high.z};
 }
 
-// Writes BF16 rows of the tile's tokens.
-template <int kColumns, int kStagedTokens>
-MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int first, bool permute,
-                              const Staging& staging, const float (&values)[kColumns / 2]) {
-  const int lane = thread_index() % 32, warp = thread_index() / 32 % 4;
+// Writes BF16 rows of the tile's tokens. All loads of a part are asked for before the first store: a round at a time
+// waits for shared memory once per 16 tokens, which was a quarter of the down launch's time.
+template <int kColumns, int kStagedTokens, bool kPermute>
+MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int first, const Staging& staging,
+                              const float (&values)[kColumns / 2]) {
+  constexpr int kRounds = kStagedTokens / 16;
+  const int thread = thread_index() % 128, lane = thread % 32, warp = thread / 32;
+  const int token = thread / 8, chunk = thread % 8;
+  // Of this thread: every 16th token, 8 rows.
+  const int count = first + chunk * 8 < args.rows ? tile.count - token : 0;
+  uint16_t* out = args.out + (tile.begin + token) * args.out_stride + first + chunk * 8;
   MOEOPT_UNROLL
   for (int part = 0; part < kColumns; part += kStagedTokens) {
     sync_named(1 + staging.warpgroup, 128);  // the buffer's last readers are done
@@ -61,13 +65,17 @@ MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int f
                        pack_bf16x2(v[6], v[7]));
     }
     sync_named(1 + staging.warpgroup, 128);
-    const int staged = kColumns - part < kStagedTokens ? kColumns - part : kStagedTokens;
-    const int chunk = thread_index() % 8;
-    for (int n = thread_index() % 128 / 8; n < staged && part + n < tile.count; n += 16) {
-      if (first + chunk * 8 >= args.rows) break;
-      const Vec4 v = permute ? load_permuted(staging, n, chunk)
-                             : *reinterpret_cast<const Vec4*>(staging.chunk(n, chunk));
-      *reinterpret_cast<Vec4*>(args.out + (tile.begin + part + n) * args.out_stride + first + chunk * 8) = v;
+    Vec4 rows[kRounds];
+    MOEOPT_UNROLL
+    for (int j = 0; j < kRounds; ++j) {
+      if (part + 16 * j >= kColumns) continue;
+      rows[j] = kPermute ? load_permuted(staging, token + 16 * j, chunk)
+                         : *reinterpret_cast<const Vec4*>(staging.chunk(token + 16 * j, chunk));
+    }
+    MOEOPT_UNROLL
+    for (int j = 0; j < kRounds; ++j) {
+      const int n = part + 16 * j;
+      if (n < kColumns && n < count) *reinterpret_cast<Vec4*>(out + n * args.out_stride) = rows[j];
     }
   }
 }
@@ -103,8 +111,14 @@ MOEOPT_DEVICE void find_largest(const float (&values)[kColumns / 2], const Stagi
   MOEOPT_UNROLL
   for (int i = 0; i < kPadded / 8; ++i) {
     const int at = first + i;
-    if (at < kMine) *staging.largest(staging.warpgroup, warp, at / 2 * 8 + lane % 4 * 2 + at % 2) = top[i];
+    if (at < kMine) staging.largest(staging.warpgroup, at / 2 * 8 + lane % 4 * 2 + at % 2)[warp] = top[i];
   }
+}
+
+MOEOPT_DEVICE float largest_of(const float* four) {
+  const Vec4 v = *reinterpret_cast<const Vec4*>(four);
+  return larger_magnitude(larger_magnitude(float_from_bits(v.x), float_from_bits(v.y)),
+                          larger_magnitude(float_from_bits(v.z), float_from_bits(v.w)));
 }
 
 // Writes E4M3 rows of the tile's tokens, and a scale for the 128 rows of both warpgroups.
@@ -112,21 +126,24 @@ template <int kColumns, int kStagedTokens>
 MOEOPT_DEVICE void store_quantized(const GemmArgs& args, const TokenTile& tile, int first,
                                    const float (&values)[kColumns / 2], const Staging& staging) {
   constexpr int kAtOnce = 2 * kStagedTokens;
-  const int lane = thread_index() % 32, warp = thread_index() / 32 % 4, thread = thread_index() % 128;
+  const int thread = thread_index() % 128, lane = thread % 32, warp = thread / 32;
+  const int token = thread / 4, chunk = thread % 4;
+  // Of this thread: every 32nd token, 16 rows.
+  const int count = first + chunk * 16 < args.rows ? tile.count - token : 0;
+  uint8_t* out = args.out_quantized + static_cast<int64_t>(tile.begin + token) * args.rows + first + chunk * 16;
   sync_named(1 + staging.warpgroup, 128);  // the buffer's last readers are done
   find_largest<kColumns>(values, staging);
   sync_named(3, 256);
   for (int n = thread; n < kColumns; n += 128) {
-    float top = 0.0f;
-    MOEOPT_UNROLL
-    for (int i = 0; i < 8; ++i) top = larger_magnitude(top, *staging.largest(i / 4, i % 4, n));
+    const float top = larger_magnitude(largest_of(staging.largest(0, n)), largest_of(staging.largest(1, n)));
     const float scale = quantization_scale(top);
-    *staging.inverse_scale(n) = reciprocal_fast(scale);
+    staging.inverse_scales()[token_scale_place(n)] = reciprocal_fast(scale);
     if (staging.warpgroup == 0 && n < tile.count) {
       args.out_scale[static_cast<int64_t>(tile.begin + n) * ceil_div(args.rows, 128) + first / 128] = scale;
     }
   }
   sync_named(3, 256);  // `largest` lies where the rows go
+  float inverse[4];
   MOEOPT_UNROLL
   for (int part = 0; part < kColumns; part += kAtOnce) {
     if (part > 0) sync_named(1 + staging.warpgroup, 128);
@@ -137,39 +154,48 @@ MOEOPT_DEVICE void store_quantized(const GemmArgs& args, const TokenTile& tile, 
       for (int j = 0; j < 4; ++j) {
         if (n + 8 * j >= kColumns) continue;
         const int r = (n + 8 * j) / 2;
-        const float* inverse = staging.inverse_scale(n + 8 * j + lane % 4 * 2);
-        const float inverse0 = inverse[0], inverse1 = inverse[1];
+        if (j % 2 == 0) load_token_scales(inverse, staging.inverse_scales(), n / 16 + j / 2);
+        const float inverse0 = inverse[j % 2 * 2], inverse1 = inverse[j % 2 * 2 + 1];
         units[j] = pack_e4m3x2(values[r] * inverse0, values[r + 2] * inverse0) |
                    pack_e4m3x2(values[r + 1] * inverse1, values[r + 3] * inverse1) << 16;
       }
       store_transposed(staging.quantized_chunk(n - part + lane, warp), units[0], units[1], units[2], units[3]);
     }
     sync_named(1 + staging.warpgroup, 128);
-    const int chunk = thread % 4;
-    const int staged = kColumns - part < kAtOnce ? kColumns - part : kAtOnce;
-    for (int n = thread / 4; n < staged && part + n < tile.count; n += 32) {
-      if (first + chunk * 16 >= args.rows) break;
-      const Vec4 v = *reinterpret_cast<const Vec4*>(staging.quantized_chunk(n, chunk));
-      *reinterpret_cast<Vec4*>(args.out_quantized + static_cast<int64_t>(tile.begin + part + n) * args.rows + first +
-                               chunk * 16) = {even_bytes(v.x, v.y), even_bytes(v.z, v.w), odd_bytes(v.x, v.y),
-                                              odd_bytes(v.z, v.w)};
+    Vec4 rows[kAtOnce / 32];
+    MOEOPT_UNROLL
+    for (int j = 0; j < kAtOnce / 32; ++j) {
+      if (part + 32 * j >= kColumns) continue;
+      rows[j] = *reinterpret_cast<const Vec4*>(staging.quantized_chunk(token + 32 * j, chunk));
+    }
+    MOEOPT_UNROLL
+    for (int j = 0; j < kAtOnce / 32; ++j) {
+      const int n = part + 32 * j;
+      const Vec4 v = rows[j];
+      if (n < kColumns && n < count) {
+        *reinterpret_cast<Vec4*>(out + static_cast<int64_t>(n) * args.rows) = {
+            even_bytes(v.x, v.y), even_bytes(v.z, v.w), odd_bytes(v.x, v.y), odd_bytes(v.z, v.w)};
+      }
     }
   }
 }
 
-// Scale (per channel) and bias of a thread's two rows.
+// Scale (per channel) and bias of a thread's two rows of operand `which`, which begins at row `first`.
 struct RowTerms {
-  float scale[2], bias[2];
+  float scale[2] = {1.0f, 1.0f}, bias[2] = {0.0f, 0.0f};
 };
-MOEOPT_DEVICE RowTerms row_terms(const GemmArgs& args, int expert, const int (&rows)[2]) {
-  RowTerms terms = {{1.0f, 1.0f}, {0.0f, 0.0f}};
+template <bool kUp>
+MOEOPT_DEVICE RowTerms row_terms(const GemmArgs& args, int expert, int first, int which) {
+  RowTerms terms;
   MOEOPT_UNROLL
   for (int half = 0; half < 2; ++half) {
-    if (rows[half] < 0) continue;
+    const int inside = first + thread_index() % 128 / 32 * 16 + thread_index() % 32 / 4 + 8 * half;
+    if (inside >= args.rows) continue;
+    const int row = kUp ? w13_row(args.activation, args.rows, inside, which) : inside;
     if (args.scale_kind == ScaleKind::kChannel) {
-      terms.scale[half] = channel_scale(args.weight_scale, expert, args.weight_rows, rows[half]);
+      terms.scale[half] = channel_scale(args.weight_scale, expert, args.weight_rows, row);
     }
-    if (args.bias != nullptr) terms.bias[half] = channel_scale(args.bias, expert, args.weight_rows, rows[half]);
+    if (args.bias != nullptr) terms.bias[half] = channel_scale(args.bias, expert, args.weight_rows, row);
   }
   return terms;
 }

@@ -63,9 +63,6 @@ struct TileStages {
   }
 };
 
-// Where the scale of column n lies: the four that a thread has in 16 columns, 2t, 2t + 1, 2t + 8, 2t + 9, side by side.
-MOEOPT_DEVICE int token_scale_place(int n) { return (n & ~15) | ((n & 6) << 1) | ((n & 8) >> 2) | (n & 1); }
-
 template <int kRegisters>
 MOEOPT_DEVICE void touch_all(float (&values)[kRegisters]) {
   MOEOPT_UNROLL
@@ -132,15 +129,6 @@ MOEOPT_DEVICE void multiply_fp8(const unsigned char* rows, const unsigned char* 
     wgmma_e4m3(sum, advance_descriptor(a, 32 * k), advance_descriptor(b, 32 * k), add || k > 0);
   }
   wgmma_commit();
-}
-
-// The scales of this thread's columns of the 16 columns from 16 q on.
-MOEOPT_DEVICE void load_token_scales(float (&scales)[4], const float* token_scale, int q) {
-  const Vec4 v = *reinterpret_cast<const Vec4*>(token_scale + 16 * q + thread_index() % 4 * 4);
-  scales[0] = float_from_bits(v.x);
-  scales[1] = float_from_bits(v.y);
-  scales[2] = float_from_bits(v.z);
-  scales[3] = float_from_bits(v.w);
 }
 
 // sum += factor * part; kTokenScale: times the scale of each column, too. `factor`: of the warp's 16 rows.

@@ -45,12 +45,23 @@ constexpr int kRatioOffset = 192;
 constexpr int kProducerRegisters = 72;
 constexpr int kMathRegisters = 216;
 
+// Where the scale of column n lies: the four that a thread has in 16 columns, 2t, 2t + 1, 2t + 8, 2t + 9, side by side.
+MOEOPT_DEVICE int token_scale_place(int n) { return (n & ~15) | ((n & 6) << 1) | ((n & 8) >> 2) | (n & 1); }
+// The scales of this thread's columns of the 16 columns from 16 q on.
+MOEOPT_DEVICE void load_token_scales(float (&scales)[4], const float* token_scale, int q) {
+  const Vec4 v = *reinterpret_cast<const Vec4*>(token_scale + 16 * q + thread_index() % 4 * 4);
+  scales[0] = float_from_bits(v.x);
+  scales[1] = float_from_bits(v.y);
+  scales[2] = float_from_bits(v.z);
+  scales[3] = float_from_bits(v.w);
+}
+
 struct GemmArgs {
   const void* tokens;  // BF16, permuted BF16 or E4M3 rows
   int64_t token_stride;  // elements
   const float* token_scale;  // kFp8; kUp: [rows], kDown: [rows][ceil(K / 128)]
   const int* sorted_token;   // kUp: row of the token at a position; kDown: row = position
-  const TokenTile* tiles;
+  TokenTile* tiles;
   const int* num_tiles;
   int* tasks_taken;  // by blocks that have ended those they start with; zeroed by the routing
   uint16_t* out;  // BF16 rows by position
@@ -64,7 +75,6 @@ struct GemmArgs {
   int32_t weight_rows;  // kUp: 2 I; kDown: H
   ScaleKind scale_kind;
   Activation activation;
-  bool permute_out;  // h for FP8 weights
   bool paired;       // clusters of two blocks, see grouped_gemm.cuh
   int32_t num_stages;
 };
@@ -122,19 +132,23 @@ MOEOPT_DEVICE int operand_offset(int warpgroup, int a) {
   return (kUp ? 2 * a + warpgroup : 2 * warpgroup + a) * kOperandBytes;
 }
 
-// From L2: the routing may belong to a launch that overlaps this one.
-MOEOPT_DEVICE TokenTile load_tile(const TokenTile* tile) {
-  const Vec4 v = load_shared_across_blocks16(tile);
-  return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), 0};
-}
 
 // One tile: 256 weight rows x the tokens of a tile. The weights' warp deals them to the other warps of its block.
-struct alignas(16) GemmTask {
+struct GemmTask {
   int expert;  // -1: there are no more
   int begin, count;  // positions of the tokens
-  int row_tile;
+  int row_tile, token_tile;
 
   MOEOPT_DEVICE TokenTile tile() const { return {expert, begin, count, 0}; }
+  // In 16 bytes. An expert and a row tile have 16 bits each.
+  MOEOPT_DEVICE Vec4 packed() const {
+    return {expert < 0 ? ~0u : static_cast<uint32_t>(row_tile) << 16 | static_cast<uint32_t>(expert),
+            static_cast<uint32_t>(begin), static_cast<uint32_t>(count), static_cast<uint32_t>(token_tile)};
+  }
+  MOEOPT_DEVICE static GemmTask unpacked(const Vec4& v) {
+    return {v.x == ~0u ? -1 : static_cast<int>(v.x & 0xffffu), static_cast<int>(v.y), static_cast<int>(v.z),
+            static_cast<int>(v.x >> 16), static_cast<int>(v.w)};
+  }
 };
 
 // All tasks of a launch: the row tiles of one token tile after those of another; a pair of blocks takes pairs of token
@@ -153,26 +167,29 @@ struct GemmTasks {
   MOEOPT_DEVICE int ask() const { return 2 * (grid_blocks() / blocks()) + atomic_add_global(args.tasks_taken, 1); }
   // For block `rank` of the cluster.
   MOEOPT_DEVICE GemmTask at(int task, int rank) const {
-    if (task >= count) return {-1, 0, 0, 0};
+    if (task >= count) return {-1, 0, 0, 0, 0};
     const int rows = row_tiles<kUp>(args), token_tile = task / rows * blocks() + rank;
-    const TokenTile tile = load_tile(args.tiles + token_tile);
-    return {tile.expert, tile.begin, tile.count, task % rows};
+    // From L2: the routing may belong to a launch that overlaps this one.
+    const Vec4 v = load_shared_across_blocks16(args.tiles + token_tile);
+    return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), task % rows, token_tile};
   }
 };
 
 // A block's tasks on their way to its warps, in shared memory. Nobody says when a place is free: the weights' warp is at
 // most the stages of the ring, and two tasks, ahead of the slowest warp.
 constexpr int kTaskPlaces = 16;
-constexpr int kTaskQueueBytes = kTaskPlaces * (16 + 8);
+constexpr int kTaskQueueBytes = kTaskPlaces * (16 + 8) + 8;
 
 struct TaskQueue {
   Vec4* places;
   uint64_t* dealt;  // a barrier per place
+  uint64_t* ended;  // math warps that have none left
   int place = 0;
   uint32_t parity = 0;
 
   MOEOPT_DEVICE explicit TaskQueue(unsigned char* shared)
-      : places(reinterpret_cast<Vec4*>(shared)), dealt(reinterpret_cast<uint64_t*>(shared + kTaskPlaces * 16)) {}
+      : places(reinterpret_cast<Vec4*>(shared)), dealt(reinterpret_cast<uint64_t*>(shared + kTaskPlaces * 16)),
+        ended(dealt + kTaskPlaces) {}
   MOEOPT_DEVICE void advance() {
     if (++place == kTaskPlaces) {
       place = 0;
@@ -181,22 +198,18 @@ struct TaskQueue {
   }
   MOEOPT_DEVICE GemmTask take() {
     mbarrier_wait(dealt + place, parity);
-    const Vec4 v = places[place];
+    const GemmTask task = GemmTask::unpacked(places[place]);
     advance();
-    return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), static_cast<int>(v.w)};
+    return task;
   }
   // One thread, for the warps of its own block. A block without others cannot send as below: an illegal instruction.
   MOEOPT_DEVICE void deal(const GemmTask& task) {
-    places[place] = vector(task);
+    places[place] = task.packed();
     mbarrier_arrive_at(dealt + place, 0);
   }
   // One thread of the pair, for the warps of block `rank`.
   MOEOPT_DEVICE void deal_in_pair(const GemmTask& task, int rank) {
-    send16(places + place, dealt + place, rank, vector(task));
-  }
-  MOEOPT_DEVICE static Vec4 vector(const GemmTask& task) {
-    return {static_cast<uint32_t>(task.expert), static_cast<uint32_t>(task.begin), static_cast<uint32_t>(task.count),
-            static_cast<uint32_t>(task.row_tile)};
+    send16(places + place, dealt + place, rank, task.packed());
   }
 };
 

@@ -26,9 +26,9 @@ constexpr int kEvenFromTokens = 128;  // tiles at least so wide share evenly
 constexpr int kRouteRounds = kRoutePairs / kRouteThreads;  // pairs per thread
 
 // Tokens of one expert that one tile of a grouped GEMM takes: positions [begin, begin + count); none in a pair of tiles
-// for a single token.
+// for a single token. `rows_made`: row tiles of the gate+up launch whose h is there; 0 after the routing.
 struct alignas(16) TokenTile {
-  int expert, begin, count, unused;
+  int expert, begin, count, rows_made;
 };
 
 struct RouteArgs {

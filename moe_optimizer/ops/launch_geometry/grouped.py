@@ -23,8 +23,8 @@ PREPARE_WARPS = 8
 ALIGNMENT_SLACK = 1024
 TASK_PLACES = 16
 """Places for tasks on their way from the warp that deals them to the others of its block."""
-TASK_QUEUE_BYTES = TASK_PLACES * (16 + 8)
-"""A task, and a barrier that says it is there, per place."""
+TASK_QUEUE_BYTES = TASK_PLACES * (16 + 8) + 8
+"""A task, and a barrier that says it is there, per place; a barrier that says the math warps have none left."""
 EXACT_COLUMNS = 64
 """FP8: up to so many columns partial sums are added in FP32, in wider tiles by the tensor cores."""
 STAGED_TOKENS = 64
@@ -140,8 +140,16 @@ def grouped_geometry(
     expect(
         num_stages >= release_lag + 1, KERNEL, "ring stages", num_stages, f"at least {release_lag} (release lag) + 1"
     )
-    # A place is written again without asking: the warp that deals may be a ring of stages and two tasks ahead.
-    expect(num_stages + 2 <= TASK_PLACES, KERNEL, "ring stages + 2", num_stages + 2, f"at most {TASK_PLACES} places")
+    # A place is written again without asking: the warp that deals may be two tasks and a ring of stages ahead of the
+    # last that reads it, in a pair a ring of either block.
+    ahead = cluster_blocks * num_stages + 2
+    expect(
+        ahead <= TASK_PLACES,
+        KERNEL,
+        "tasks dealt ahead",
+        f"{ahead} ({cluster_blocks} x {num_stages} ring stages + 2)",
+        f"at most {TASK_PLACES} places",
+    )
     shared = limits.check_shared(
         KERNEL,
         {f"{num_stages} stages of {stage}": num_stages * stage, f"{2 * num_stages} barriers": 16 * num_stages, **fixed},

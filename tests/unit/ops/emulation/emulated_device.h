@@ -36,9 +36,9 @@ inline ::emulation::Block& block() { return *fiber().block; }
 
 inline int thread_index() { return fiber().thread; }
 inline int block_index() { return block().index; }
-inline int block_index_y() { return ::emulation::machine()->block_y; }
-inline int block_threads() { return ::emulation::machine()->threads; }
-inline int grid_blocks() { return ::emulation::machine()->grid; }
+inline int block_index_y() { return block().grid->block_y; }
+inline int block_threads() { return block().grid->threads; }
+inline int grid_blocks() { return block().grid->blocks; }
 
 constexpr uint32_t kSharedOrigin = 1024;
 inline uint32_t smem_address(const void* pointer) {
@@ -130,6 +130,10 @@ inline int atomic_add_global(int* pointer, int value) {
   *pointer += value;
   return old;
 }
+inline void add_released(int* counter, int value) { atomic_add_global(counter, value); }
+inline void wait_released(const int* counter, int value) {
+  while (*counter < value) ::emulation::yield("what another block makes");
+}
 inline void atomic_max_shared(int* pointer, int value) { *pointer = value > *pointer ? value : *pointer; }
 inline uint32_t atomic_or_shared(uint32_t* pointer, uint32_t bits) {
   const uint32_t old = *pointer;
@@ -153,15 +157,13 @@ inline void sync_block() { meet(block().named[0], block_threads(), "sync_block")
 inline void sync_warp() { meet(block().warps[thread_index() / 32], 32, "sync_warp"); }
 inline void sync_named(int barrier, int threads) { meet(block().named[barrier], threads, "a named barrier"); }
 
-inline int cluster_rank() { return block().index % ::emulation::machine()->cluster_blocks; }
+inline int cluster_rank() { return block().index % block().grid->cluster_blocks; }
 inline ::emulation::Block& cluster_block(int rank) {
-  auto& m = *::emulation::machine();
-  if (rank >= m.cluster_blocks) ::emulation::fail("no such block in the cluster");
-  return *m.blocks[block().index / m.cluster_blocks * m.cluster_blocks + rank];
+  if (rank >= block().grid->cluster_blocks) ::emulation::fail("no such block in the cluster");
+  return *::emulation::machine()->blocks[block().cluster + static_cast<size_t>(rank)];
 }
 inline void sync_cluster() {
-  auto& m = *::emulation::machine();
-  meet(m.clusters[block().index / m.cluster_blocks], m.threads * m.cluster_blocks, "sync_cluster");
+  meet(cluster_block(0).all_of_cluster, block_threads() * block().grid->cluster_blocks, "sync_cluster");
 }
 
 inline uint32_t* exchange_of(int lane) {
@@ -284,7 +286,7 @@ inline void mbarrier_complete(::emulation::Block* owner, uint32_t offset, int64_
 
 inline void send16(void* shared, uint64_t* barrier, int rank, Vec4 v) {
   if (smem_address(shared) % 16) ::emulation::fail("16-byte store at a misaligned address");
-  if (::emulation::machine()->cluster_blocks == 1) ::emulation::fail("an illegal instruction without a cluster");
+  if (block().grid->cluster_blocks == 1) ::emulation::fail("an illegal instruction without a cluster");
   ::emulation::Block* owner = &cluster_block(rank);
   expect_running(*owner);
   const uint32_t to = shared_offset(shared), offset = shared_offset(barrier);

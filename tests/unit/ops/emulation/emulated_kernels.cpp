@@ -49,33 +49,39 @@ TensorMap tensor_map(const WeightView& view) {
   return map;
 }
 
-template <GemmMode kMode, int kTokens, bool kUp>
-std::string run_gemm(const Problem& problem, const GemmArgs& args, const GroupedLaunch& launch, uint64_t seed) {
-  const TensorMap map0 = tensor_map(weight_view(problem.moe, kUp ? 0 : 2));
-  const TensorMap map1 = tensor_map(weight_view(problem.moe, kUp ? 1 : 2));
-  return emulation::launch(launch.grid, kGemmThreads, static_cast<size_t>(launch.shared_bytes), seed,
-                           [&] { grouped_gemm_kernel<kMode, kTokens, kUp>(map0, map1, args); }, 0,
-                           launch.cluster_blocks);
+// Both GEMMs at once: the down launch waits for h itself.
+template <GemmMode kMode, int kTokens>
+std::string run_gemms(const Problem& problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch,
+                      uint64_t seed) {
+  const TensorMap gate = tensor_map(weight_view(problem.moe, 0)), up = tensor_map(weight_view(problem.moe, 1));
+  const TensorMap down = tensor_map(weight_view(problem.moe, 2));
+  const GemmArgs up_args = up_arguments(problem, workspace, launch);
+  const GemmArgs down_args = down_arguments(problem, workspace, launch);
+  emulation::Grid grid{launch.grid, kGemmThreads, static_cast<size_t>(launch.shared_bytes),
+                       [&] { grouped_gemm_kernel<kMode, kTokens, true>(gate, up, up_args); }, 0, launch.cluster_blocks};
+  std::vector<emulation::Grid> grids{grid, grid};
+  grids[1].kernel = [&] { grouped_gemm_kernel<kMode, kTokens, false>(down, down, down_args); };
+  return emulation::launch_together(grids, seed);
 }
 
-template <bool kUp>
-std::string run_gemm_for(const Problem& problem, const GemmArgs& args, const GroupedLaunch& launch, uint64_t seed) {
+std::string run_gemms_for(const Problem& problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch,
+                          uint64_t seed) {
   const auto choose = [&](auto mode_constant) -> std::string {
     constexpr GemmMode kMode = decltype(mode_constant)::value;
     if constexpr (kMode != GemmMode::kFp8) {
-      if (launch.tile_tokens == 16) return run_gemm<kMode, 16, kUp>(problem, args, launch, seed);
+      if (launch.tile_tokens == 16) return run_gemms<kMode, 16>(problem, workspace, launch, seed);
     }
-    if (launch.tile_tokens == 32) return run_gemm<kMode, 32, kUp>(problem, args, launch, seed);
-    if (launch.tile_tokens == 64) return run_gemm<kMode, 64, kUp>(problem, args, launch, seed);
+    if (launch.tile_tokens == 32) return run_gemms<kMode, 32>(problem, workspace, launch, seed);
+    if (launch.tile_tokens == 64) return run_gemms<kMode, 64>(problem, workspace, launch, seed);
     if constexpr (kMode != GemmMode::kFp8Weights) {
-      if (launch.tile_tokens == 96) return run_gemm<kMode, 96, kUp>(problem, args, launch, seed);
+      if (launch.tile_tokens == 96) return run_gemms<kMode, 96>(problem, workspace, launch, seed);
     }
     if constexpr (kMode == GemmMode::kFp8) {
-      if (launch.tile_tokens == 144) return run_gemm<kMode, 144, kUp>(problem, args, launch, seed);
+      if (launch.tile_tokens == 144) return run_gemms<kMode, 144>(problem, workspace, launch, seed);
     }
     if constexpr (kMode == GemmMode::kBf16) {
-      if (launch.tile_tokens == 128) return run_gemm<kMode, 128, kUp>(problem, args, launch, seed);
-      if (launch.tile_tokens == 160) return run_gemm<kMode, 160, kUp>(problem, args, launch, seed);
+      if (launch.tile_tokens == 128) return run_gemms<kMode, 128>(problem, workspace, launch, seed);
+      if (launch.tile_tokens == 160) return run_gemms<kMode, 160>(problem, workspace, launch, seed);
     }
     return "no such tile";
   };
@@ -138,10 +144,7 @@ int emulate_grouped(const int64_t* values, int64_t num_values, const int64_t* wo
   }
   if (failure.empty()) failure = run_routing(problem, workspace, launch, seed);
   if (routing_only || !failure.empty()) return report(failure, error, capacity);
-  failure = run_gemm_for<true>(problem, up_arguments(problem, workspace, launch), launch, seed);
-  if (failure.empty()) {
-    failure = run_gemm_for<false>(problem, down_arguments(problem, workspace, launch), launch, seed);
-  }
+  failure = run_gemms_for(problem, workspace, launch, seed);
   const CombineArgs combine = combine_arguments(problem, workspace);
   const int column_blocks = static_cast<int>((moe.hidden_size + 8 * kCombineThreads - 1) / (8 * kCombineThreads));
   for (int y = 0; y < column_blocks && failure.empty(); ++y) {

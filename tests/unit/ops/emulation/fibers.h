@@ -1,7 +1,8 @@
 // A grid of GPU threads as fibers of one CPU thread: every thread of every block is a fiber that runs until it has to
 // wait. A seeded random choice says who runs next and when an asynchronous copy lands, so that code which relies on an
 // order nobody promised fails for some seed. Where the launch asks for clusters of two, blocks 2i and 2i + 1 are one.
-// When nobody can go on, the run ends with a list of who waits for what.
+// When nobody can go on, the run ends with a list of who waits for what. Grids that may overlap run together: the second
+// does not wait for the first, as where programmatic dependent launch lets it start.
 #pragma once
 
 #include <sys/mman.h>
@@ -48,14 +49,24 @@ struct AsyncCopy {
   bool valid;
 };
 
+struct Grid {
+  int blocks, threads;
+  size_t shared_bytes;
+  std::function<void()> kernel;
+  int block_y = 0, cluster_blocks = 1;
+};
+
 struct Block {
-  int index = 0;
+  int index = 0;  // in its grid
+  const Grid* grid = nullptr;
+  size_t cluster = 0;  // where the first block of its cluster lies in the machine
   std::vector<unsigned char> storage;
   unsigned char* shared = nullptr;
   std::map<int, Barrier> named;
   std::vector<Barrier> warps;
   std::vector<uint32_t> exchange;  // [warp][lane][8]
   std::map<uint32_t, MBarrier> mbarriers;
+  Barrier all_of_cluster;  // the first block's
 };
 
 struct Fiber {
@@ -73,14 +84,11 @@ struct Fiber {
 constexpr size_t kStackBytes = 96 * 1024;
 
 struct Machine {
-  int grid = 0, grid_y = 1, threads = 0, block_y = 0, cluster_blocks = 1;
   uint64_t random_state = 1;
   uint64_t progress = 0;
   std::vector<std::unique_ptr<Block>> blocks;
-  std::map<int, Barrier> clusters;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::function<void()>> in_flight;  // copies of the copy engine
-  std::function<void()> kernel;
   Fiber* current = nullptr;
   ucontext_t scheduler;
   std::string failure;
@@ -118,7 +126,7 @@ inline void fail(const std::string& message) {
 
 inline void fiber_main() {
   Machine& m = *machine();
-  m.kernel();
+  m.current->block->grid->kernel();
   if (!m.current->open_copies.empty() || !m.current->wgmma_groups.empty()) fail("ends with asynchronous work pending");
   m.current->done = true;
   made_progress();
@@ -149,28 +157,19 @@ inline std::string waiting_list(const Machine& m) {
   return text;
 }
 
-// Runs `kernel` on grid x threads; returns an empty string, or what went wrong. All blocks are resident.
-inline std::string launch(int grid, int threads, size_t shared_bytes, uint64_t seed, std::function<void()> kernel,
-                          int block_y = 0, int cluster_blocks = 1) {
-  if (grid % cluster_blocks) return "the grid is not a multiple of the cluster";
-  Machine m;
-  machine() = &m;
-  m.cluster_blocks = cluster_blocks;
-  m.grid = grid;
-  m.threads = threads;
-  m.block_y = block_y;
-  m.random_state = seed * 0x9e3779b97f4a7c15ull + 0x1234567;
-  m.kernel = std::move(kernel);
-  for (int b = 0; b < grid; ++b) {
+inline void add_blocks(Machine& m, const Grid& grid) {
+  for (int b = 0; b < grid.blocks; ++b) {
     auto block = std::make_unique<Block>();
     block->index = b;
-    block->storage.resize(shared_bytes + 1024);
+    block->grid = &grid;
+    block->cluster = m.blocks.size() - static_cast<size_t>(b % grid.cluster_blocks);
+    block->storage.resize(grid.shared_bytes + 1024);
     for (auto& byte : block->storage) byte = 0xff;  // NaN in every format: unwritten memory must not be used
     const auto address = reinterpret_cast<uintptr_t>(block->storage.data());
     block->shared = block->storage.data() + (1024 - address % 1024) % 1024;
-    block->warps.resize(threads / 32);
-    block->exchange.resize(static_cast<size_t>(threads) * 8);
-    for (int t = 0; t < threads; ++t) {
+    block->warps.resize(grid.threads / 32);
+    block->exchange.resize(static_cast<size_t>(grid.threads) * 8);
+    for (int t = 0; t < grid.threads; ++t) {
       auto fiber = std::make_unique<Fiber>();
       fiber->block = block.get();
       fiber->thread = t;
@@ -184,6 +183,17 @@ inline std::string launch(int grid, int threads, size_t shared_bytes, uint64_t s
       m.fibers.push_back(std::move(fiber));
     }
     m.blocks.push_back(std::move(block));
+  }
+}
+
+// Runs the grids; returns an empty string, or what went wrong. All blocks are resident.
+inline std::string launch_together(const std::vector<Grid>& grids, uint64_t seed) {
+  Machine m;
+  machine() = &m;
+  m.random_state = seed * 0x9e3779b97f4a7c15ull + 0x1234567;
+  for (const Grid& grid : grids) {
+    if (grid.blocks % grid.cluster_blocks) return "the grid is not a multiple of the cluster";
+    add_blocks(m, grid);
   }
   std::vector<Fiber*> ready;
   for (auto& fiber : m.fibers) ready.push_back(fiber.get());
@@ -212,6 +222,11 @@ inline std::string launch(int grid, int threads, size_t shared_bytes, uint64_t s
   for (auto& fiber : m.fibers) munmap(fiber->stack, kStackBytes);
   machine() = nullptr;
   return m.failure;
+}
+
+inline std::string launch(int blocks, int threads, size_t shared_bytes, uint64_t seed, std::function<void()> kernel,
+                          int block_y = 0) {
+  return launch_together({{blocks, threads, shared_bytes, std::move(kernel), block_y}}, seed);
 }
 
 }  // namespace emulation
