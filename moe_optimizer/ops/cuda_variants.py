@@ -11,8 +11,8 @@ from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 
 _GROUPED = re.compile(r"grouped-(?P<mode>[a-z0-9_]+?)(?:-n(?P<tile>\d+)(?P<paired>x2)?)?(?:/(?P<stages>\d+))?")
 _DIRECT = DirectVariant()
-_FROM_TOKENS = {GemmMode.BF16: 8, GemmMode.FP8_WEIGHTS: 8, GemmMode.FP8: 64}
-"""Fewest tokens at which grouping them by expert was seen to pay."""
+_FROM_TOKENS = 4
+"""Fewest tokens at which grouping them by expert comes near the direct kernels."""
 _PAIRED_FROM_TOKENS_PER_EXPERT = 64
 """Fewest at which an expert fills two tiles of a useful width."""
 
@@ -27,7 +27,7 @@ def candidate_variants(sizes: MoeSizes) -> tuple[Variant, ...]:
         chosen.append(_DIRECT)
     modes = (GemmMode.BF16,) if sizes.weight_bytes == 2 else (GemmMode.FP8_WEIGHTS, GemmMode.FP8)
     for mode in modes:
-        if sizes.num_tokens >= _FROM_TOKENS[mode]:
+        if sizes.num_tokens >= _FROM_TOKENS:
             tiles = TILE_TOKENS[mode]
             at = tiles.index(choose_tile_tokens(sizes, mode))
             chosen += [GroupedVariant(mode, tile) for tile in tiles[max(0, at - 1) : at + 2]]

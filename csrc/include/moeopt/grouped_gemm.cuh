@@ -45,7 +45,7 @@ namespace moeopt {
 // The weights of one stage, by one thread; in a pair half of them, for both blocks.
 template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void copy_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1,
-                                const GemmRing& ring, int expert, int row_tile, int step) {
+                                const GemmRing& ring, int expert, int row_tile, int step, uint64_t policy) {
   using Shape = GemmShape<kMode, kTokens>;
   uint64_t* full = ring.full + ring.stage;
   mbarrier_arrive_expect_bytes(full, Shape::kWeightBytes);
@@ -54,15 +54,15 @@ MOEOPT_DEVICE void copy_weights(const GemmArgs& args, const TensorMap* map0, con
     const int box = cluster_rank();
     tensor_copy_to_both(ring.data() + box * kBoxBytes, box ? map1 : map0, x, box_row<kUp>(row_tile, box), expert, full);
   } else {
-    tensor_copy(ring.data(), map0, x, box_row<kUp>(row_tile, 0), expert, full);
-    tensor_copy(ring.data() + kBoxBytes, map1, x, box_row<kUp>(row_tile, 1), expert, full);
+    tensor_copy(ring.data(), map0, x, box_row<kUp>(row_tile, 0), expert, full, policy);
+    tensor_copy(ring.data() + kBoxBytes, map1, x, box_row<kUp>(row_tile, 1), expert, full, policy);
   }
 }
 
 // Fills the empty ring with the first task's weights, which no earlier launch writes; returns how many stages. The
 // routing is complete: the launch between it and this one waited for it before it let this one start.
 template <GemmMode kMode, int kTokens>
-MOEOPT_DEVICE int copy_first_weights(const GemmArgs& args, const TensorMap* map, GemmRing ring) {
+MOEOPT_DEVICE int copy_first_weights(const GemmArgs& args, const TensorMap* map, GemmRing ring, uint64_t policy) {
   using Shape = GemmShape<kMode, kTokens>;
   const GemmTasks<false> tasks(args);
   if (tasks.first() >= tasks.count) return 0;
@@ -71,7 +71,7 @@ MOEOPT_DEVICE int copy_first_weights(const GemmArgs& args, const TensorMap* map,
   if (thread_index() == 0) {
     const GemmTask task = tasks.at(tasks.first(), 0);  // both tiles of a pair have one expert
     for (int step = 0; step < ahead; ++step) {
-      copy_weights<kMode, kTokens, false>(args, map, map, ring, task.expert, task.row_tile, step);
+      copy_weights<kMode, kTokens, false>(args, map, map, ring, task.expert, task.row_tile, step, policy);
       ring.advance();
     }
   }
@@ -185,7 +185,8 @@ template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring,
                                    TaskQueue queue) {
   using Shape = GemmShape<kMode, kTokens>;
-  int ahead = kUp ? 0 : copy_first_weights<kMode, kTokens>(args, map0, ring);
+  const uint64_t policy = cache_policy(args.weights_once);
+  int ahead = kUp ? 0 : copy_first_weights<kMode, kTokens>(args, map0, ring, policy);
   if (kUp) wait_for_previous_kernel();
   launch_dependents();  // kUp: after the wait, see copy_first_weights
   const int num_steps = ceil_div(args.depth, Shape::kDepth), lane = thread_index();
@@ -201,7 +202,7 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
       if (ahead > 0) {
         --ahead;
       } else if (lane == 0) {
-        copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, task.expert, task.row_tile, step);
+        copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, task.expert, task.row_tile, step, policy);
       }
       scales.store(reinterpret_cast<float*>(ring.data() + Shape::kScaleOffset));
       mbarrier_arrive_at(ring.full + ring.stage, args.paired ? cluster_rank() : 0);

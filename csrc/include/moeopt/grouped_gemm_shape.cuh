@@ -75,6 +75,7 @@ struct GemmArgs {
   int32_t weight_rows;  // kUp: 2 I; kDown: H
   ScaleKind scale_kind;
   Activation activation;
+  bool weights_once;  // most experts have one tile
   bool paired;       // clusters of two blocks, see grouped_gemm.cuh
   int32_t num_stages;
 };
