@@ -127,6 +127,16 @@ def test_the_budget_bounds_the_search_and_every_size_has_its_share(tmp_path):
     assert min(counts) >= 4
 
 
+def test_what_the_budget_does_not_reach_is_not_compared_and_not_written(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(FakeBench({8: 1.2}, ends_at=DEADLY), tmp_path, tokens=(8,))
+    bench = FakeBench({8: 1.2})
+    state = run(bench, tmp_path, tokens=(8,), budget_s=0.0)
+    assert state.measured["8"][key_of(BETTER)] is not None
+    assert (bench.clock, state.verdicts) == (0.0, {})
+    assert not (tmp_path / NAME).exists()
+
+
 def test_a_size_that_a_later_run_compared_is_not_reached_over(tmp_path):
     run(FakeBench({64: 1.2}), tmp_path, tokens=(64,))
     assert nearest(read_rows(tmp_path / NAME), 8) == BETTER  # alone, 64 reaches down to 1
