@@ -21,6 +21,7 @@ from moe_optimizer.inspection.tuned_configs import (
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange, kernel_for
 from moe_optimizer.specs.quantity import Quantity, Source
 from moe_optimizer.specs.triton_shape import TritonShape
 
@@ -79,7 +80,7 @@ class TunedConfigs(OptimizationPass):
         except InputError as error:
             broken = f"tuned_configs: not used, because vLLM would end on it: {error} (in {folder})"
             return self._none_found(ctx, params, keep_out=True, warnings=(broken,))
-        gain, warnings = _measured_gain(config, ctx.workload.batch_size)
+        gain, warnings = _measured_gain(ctx, config)
         return self.decision(
             ctx,
             Status.ON,
@@ -130,20 +131,27 @@ class TunedConfigs(OptimizationPass):
         return self.decision(ctx, status, value, reason, Applier.FLAGS, env=env, warnings=warnings, **fields)
 
 
-def _measured_gain(config: Path, batch_size: int) -> tuple[Gain | None, tuple[str, ...]]:
-    """Return what the tuning of this file measured where it won, at the size nearest to a decode step's, and what is to
-    be said where that cannot be read.
+def _measured_gain(ctx: PlanContext, config: Path) -> tuple[Gain | None, tuple[str, ...]]:
+    """Return what the tuning of this file measured where it won and vLLM's kernel computes, at the size nearest to a
+    decode step's; and what is to be said where that cannot be read.
     """
     try:
-        sizes = read_tuned_sizes(config)
+        sizes = [size for size in read_tuned_sizes(config) if _left_to_vllm(ctx, size.tokens)]
     except InputError as error:
         return None, (f"tuned_configs: its gain is not known: {error}",)
     if not sizes:
         return None, ()
-    near = min(sizes, key=lambda size: abs(math.log(size.tokens / batch_size)))
+    near = min(sizes, key=lambda size: abs(math.log(size.tokens / ctx.workload.batch_size)))
     ref = f"moe-optimizer tune, vLLM {near.vllm_version}: {state_path(config).name}"
     ratio = Quantity(near.ratio, "ratio", Source.MEASURED, ref)
     return Gain(metric=f"time of a MoE layer at {near.tokens} tokens", ratio=ratio), ()
+
+
+def _left_to_vllm(ctx: PlanContext, tokens: int) -> bool:
+    """Return whether flash_dmoe has vLLM's own kernel compute so many tokens."""
+    dispatch = ctx.decided["flash_dmoe"].params.get("dispatch", {})
+    tables = (tuple(TokenRange(up_to=row["up_to"], use=row["use"]) for row in rows) for rows in dispatch.values())
+    return all(kernel_for(ranges, tokens) == STOCK for ranges in tables)
 
 
 def _shape(ctx: PlanContext) -> TritonShape:

@@ -7,6 +7,7 @@ import pytest
 
 from moe_optimizer.inspection.tuned_configs import state_path
 from moe_optimizer.passes.registry import PASS_NAMES
+from moe_optimizer.passes.tuned_configs import TunedConfigs
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.specs.quantity import Source
 from tests.builders import (
@@ -167,6 +168,27 @@ def test_the_gain_is_what_the_tuning_measured_at_the_size_nearest_to_the_batch(v
     assert gain.metric == "time of a MoE layer at 32 tokens"
     assert (gain.ratio.value, gain.ratio.source) == (1.09, Source.MEASURED)
     assert gain.ratio.ref == f"moe-optimizer tune, vLLM 0.26.0: {NAME.removesuffix('.json')}.tuning.json"
+
+
+def test_where_our_kernels_compute_a_tuning_gains_nothing(vllm, folder):
+    tuned(folder, [(32, 1.2, True), (64, 1.1, True), (4096, 1.05, True)])
+    spec = dataclasses.replace(software(location=str(vllm)), tuned_configs=str(folder))
+    ctx = decided_by(
+        context(qwen3_30b_a3b(), gpus("h100_sxm"), software=spec), *PASS_NAMES[: PASS_NAMES.index("tuned_configs")]
+    )
+
+    def gain(*ranges: tuple[int, str]):
+        dispatch = {"bf16": [{"up_to": up_to, "use": use} for up_to, use in ranges]}
+        ours = dataclasses.replace(ctx.decided["flash_dmoe"], params={"dispatch": dispatch})
+        return TunedConfigs().decide(dataclasses.replace(ctx, decided={**ctx.decided, "flash_dmoe": ours})).gain
+
+    large = gain((256, "direct"))
+    assert large is not None
+    assert large.metric == "time of a MoE layer at 4096 tokens"
+    between = gain((32, "direct"), (64, "stock"), (256, "direct"))
+    assert between is not None
+    assert between.metric == "time of a MoE layer at 64 tokens"
+    assert gain((8192, "grouped")) is None
 
 
 def test_of_a_file_that_no_tuning_made_no_gain_is_claimed(vllm, folder):

@@ -161,8 +161,8 @@ def test_a_configuration_of_the_users_own_is_not_replaced(tmp_path):
 def test_what_it_measured_for_the_sizes_that_won_is_read_back(tmp_path):
     run(FakeBench({8: 1.2, 64: 1.01, 512: 1.1}), tmp_path)
     assert read_tuned_sizes(tmp_path / NAME) == (
-        TunedSize(tokens=8, ratio=pytest.approx(1.2), vllm_version="0.26.0"),
-        TunedSize(tokens=512, ratio=pytest.approx(1.1), vllm_version="0.26.0"),
+        TunedSize(tokens=8, ratio=10 / (10 / 1.2), vllm_version="0.26.0"),
+        TunedSize(tokens=512, ratio=10 / (10 / 1.1), vllm_version="0.26.0"),
     )
 
 
