@@ -36,9 +36,8 @@ def main() -> int:
     from bench_cuda_timing import device_facts
     from record import checkout, command_line
 
-    from moe_optimizer.inspection.tuned_configs import nearest, read_rows
+    from moe_optimizer.inspection.tuned_configs import nearest, read_rows, state_path
     from moe_optimizer.vllm_plugin.tuning.bench import TritonBench
-    from moe_optimizer.vllm_plugin.tuning.state import state_path
     from moe_optimizer.vllm_plugin.tuning.tune import TuneRequest
 
     tuning = json.loads(state_path(options.config).read_text(encoding="utf-8"))

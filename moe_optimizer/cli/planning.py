@@ -145,7 +145,7 @@ def _request(options: PlanOptions, settings: Settings, profile: Profile) -> Plan
 def _software() -> SoftwareSpec:
     """Return what is installed here."""
     from moe_optimizer.inspection import find_vllm, read_kernel_inventory, read_kernel_speeds
-    from moe_optimizer.inspection.tuned_configs import user_folder
+    from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE, user_folder
     from moe_optimizer.specs.software import SoftwareSpec
 
     vllm = find_vllm()
@@ -157,6 +157,7 @@ def _software() -> SoftwareSpec:
         lmcache=importlib.util.find_spec("lmcache") is not None,
         transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
         tuned_configs=str(user_folder(vllm.version if vllm else "", os.environ)),
+        tuned_configs_by_variable=bool(os.environ.get(FOLDER_VARIABLE)),
     )
 
 

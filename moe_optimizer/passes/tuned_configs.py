@@ -6,14 +6,23 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moe_optimizer.costs.fp8_blocks import block_of_slice, whole_blocks
 from moe_optimizer.costs.weights import FP8_BLOCK
 from moe_optimizer.errors import InputError
-from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE, SHIPPED, read_rows
+from moe_optimizer.inspection.tuned_configs import (
+    FOLDER_VARIABLE,
+    SHIPPED,
+    read_rows,
+    read_tuned_sizes,
+    state_path,
+)
 from moe_optimizer.passes.base import OptimizationPass
-from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange, kernel_for
+from moe_optimizer.specs.quantity import Quantity, Source
 from moe_optimizer.specs.triton_shape import TritonShape
 
 _REFINED = "fp8"
@@ -52,53 +61,97 @@ class TunedConfigs(OptimizationPass):
             return False, f"vLLM {ctx.software.vllm.version} does not keep its configurations in vllm/{SHIPPED}"
         return True, ""
 
+    def when_off(self, ctx: PlanContext, reason: str) -> Decision:
+        """Return that nothing is used; switched off, not what vLLM's own variable names either."""
+        return self._none_used(ctx, Status.OFF, "off", reason, keep_out=ctx.wish(self.name)[0] is Wish.OFF)
+
     def choose(self, ctx: PlanContext) -> Decision:
         """Return which file is used, or which one is missing."""
         shape = _shape(ctx)
-        assert ctx.software.vllm is not None, "supported() has checked it"
-        version = ctx.software.vllm.version
         named = ctx.section(self.name).folder
         folder = named or ctx.software.tuned_configs
+        config = None if folder is None else Path(folder) / shape.file_name
         # What `moe-optimizer tune` needs to know.
         params = {"file": shape.file_name, "shape": dataclasses.asdict(shape), "dtype": ctx.dtype}
-        warnings: tuple[str, ...] = ()
-        if folder is not None and (Path(folder) / shape.file_name).exists():
-            try:
-                rows = read_rows(Path(folder) / shape.file_name)
-            except InputError as error:
-                warnings = (f"tuned_configs: not used, because vLLM would end on it: {error} (in {folder})",)
-            else:
-                return self.decision(
-                    ctx,
-                    Status.ON,
-                    f"tuned, {len(rows)} rows",
-                    f"{shape.file_name} is in {folder}",
-                    Applier.FILES,
-                    env={FOLDER_VARIABLE: str(Path(folder).absolute())},
-                    params=params,
-                )
-        if (Path(ctx.software.vllm.location) / SHIPPED / shape.file_name).is_file():
-            reason = f"vLLM {version} ships a configuration for these experts and this GPU"
-            return self.decision(
-                ctx,
-                Status.OFF,
-                "shipped",
-                reason,
-                Applier.NONE,
-                evidence=(shape.file_name,),
-                params=params,
-                warnings=warnings,
-            )
+        if config is None or not config.exists():
+            return self._none_found(ctx, params, keep_out=named is not None)
+        try:
+            rows = read_rows(config)
+        except InputError as error:
+            broken = f"tuned_configs: not used, because vLLM would end on it: {error} (in {folder})"
+            return self._none_found(ctx, params, keep_out=True, warnings=(broken,))
+        gain, warnings = _measured_gain(ctx, config)
         return self.decision(
             ctx,
-            Status.REFUSED if ctx.wish(self.name)[0] is Wish.ON else Status.OFF,
-            "missing",
-            f"{shape.file_name} is {f'neither in {named} nor' if named else 'not'} among the configurations of vLLM "
-            f"{version}, which takes a default; `moe-optimizer tune` with the same options on this GPU makes one",
-            Applier.NONE,
+            Status.ON,
+            f"tuned, {len(rows)} rows",
+            f"{shape.file_name} is in {folder}",
+            Applier.FILES,
+            gain=gain,
+            env={FOLDER_VARIABLE: str(config.parent.absolute())},
             params=params,
             warnings=warnings,
         )
+
+    def _none_found(
+        self, ctx: PlanContext, params: dict[str, Any], *, keep_out: bool, warnings: tuple[str, ...] = ()
+    ) -> Decision:
+        """Return whether vLLM ships the file, where the user's folder has none that can be used."""
+        assert ctx.software.vllm is not None, "supported() has checked it"
+        version, named, file = ctx.software.vllm.version, ctx.section(self.name).folder, params["file"]
+        fields = {"keep_out": keep_out, "warnings": warnings, "params": params}
+        if (Path(ctx.software.vllm.location) / SHIPPED / file).is_file():
+            reason = f"vLLM {version} ships a configuration for these experts and this GPU"
+            return self._none_used(ctx, Status.OFF, "shipped", reason, evidence=(file,), **fields)
+        return self._none_used(
+            ctx,
+            Status.REFUSED if ctx.wish(self.name)[0] is Wish.ON else Status.OFF,
+            "missing",
+            f"{file} is {f'neither in {named} nor' if named else 'not'} among the configurations of vLLM "
+            f"{version}, which takes a default; `moe-optimizer tune` with the same options on this GPU makes one",
+            **fields,
+        )
+
+    def _none_used(
+        self,
+        ctx: PlanContext,
+        status: Status,
+        value: str,
+        reason: str,
+        *,
+        keep_out: bool,
+        warnings: tuple[str, ...] = (),
+        **fields: Any,
+    ) -> Decision:
+        """Return the decision without a file of the user's; `keep_out`: vLLM may not read its variable's folder."""
+        if not (keep_out and ctx.software.tuned_configs_by_variable):
+            return self.decision(ctx, status, value, reason, Applier.NONE, warnings=warnings, **fields)
+        warnings += (f"tuned_configs: {FOLDER_VARIABLE} is set, and vLLM does not get it",)
+        env = {FOLDER_VARIABLE: ""}
+        return self.decision(ctx, status, value, reason, Applier.FLAGS, env=env, warnings=warnings, **fields)
+
+
+def _measured_gain(ctx: PlanContext, config: Path) -> tuple[Gain | None, tuple[str, ...]]:
+    """Return what the tuning of this file measured where it won and vLLM's kernel computes, at the size nearest to a
+    decode step's; and what is to be said where that cannot be read.
+    """
+    try:
+        sizes = [size for size in read_tuned_sizes(config) if _left_to_vllm(ctx, size.tokens)]
+    except InputError as error:
+        return None, (f"tuned_configs: its gain is not known: {error}",)
+    if not sizes:
+        return None, ()
+    near = min(sizes, key=lambda size: abs(math.log(size.tokens / ctx.workload.batch_size)))
+    ref = f"moe-optimizer tune, vLLM {near.vllm_version}: {state_path(config).name}"
+    ratio = Quantity(near.ratio, "ratio", Source.MEASURED, ref)
+    return Gain(metric=f"time of a MoE layer at {near.tokens} tokens", ratio=ratio), ()
+
+
+def _left_to_vllm(ctx: PlanContext, tokens: int) -> bool:
+    """Return whether flash_dmoe has vLLM's own kernel compute so many tokens."""
+    dispatch = ctx.decided["flash_dmoe"].params.get("dispatch", {})
+    tables = (tuple(TokenRange(up_to=row["up_to"], use=row["use"]) for row in rows) for rows in dispatch.values())
+    return all(kernel_for(ranges, tokens) == STOCK for ranges in tables)
 
 
 def _shape(ctx: PlanContext) -> TritonShape:

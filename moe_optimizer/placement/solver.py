@@ -225,8 +225,13 @@ def _usable(old_LS: Ids, num_experts: int, shape: _Shape) -> NDArray[np.bool_]:
 
 
 def _rename(new_LS: Ids, old_LS: Ids, num_experts: int, shape: _Shape) -> Ids:
-    """Rename nodes, ranks within a node, and slots within a rank to be near the old placement."""
+    """Rename nodes, ranks within a node, and slots within a rank to be near the old placement.
+
+    Names are found greedily, and from one old place of each expert. Where the names that were there save more moves,
+    they stay.
+    """
     layers, nodes = len(new_LS), shape.num_nodes if shape.num_groups > 1 else 1
+    unnamed_LS = new_LS
     if nodes > 1:
         by_node = (layers, nodes, -1)
         new_items, old_items = new_LS, old_LS
@@ -238,7 +243,11 @@ def _rename(new_LS: Ids, old_LS: Ids, num_experts: int, shape: _Shape) -> Ids:
     new_BRP, old_BRP = new_LS.reshape(by_rank), old_LS.reshape(by_rank)
     new_BRP = renamed(new_BRP, names_near(new_BRP, old_BRP, num_experts))
     slots = (layers * shape.num_ranks, -1)
-    return align_slots(new_BRP.reshape(slots), old_BRP.reshape(slots)).reshape(old_LS.shape)
+    near_LS, unnamed_LS = (
+        align_slots(each.reshape(slots), old_LS.reshape(slots)).reshape(old_LS.shape) for each in (new_BRP, unnamed_LS)
+    )
+    fewer = np.count_nonzero(unnamed_LS != old_LS, axis=1) < np.count_nonzero(near_LS != old_LS, axis=1)
+    return np.where(fewer[:, None], unnamed_LS, near_LS)
 
 
 def _groups_of_nodes(placement_LS: Ids, num_experts: int, shape: _Shape) -> Ids:

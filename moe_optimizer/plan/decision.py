@@ -33,7 +33,7 @@ class Applier(Enum):
     """Which part carries the decision out."""
 
     FLAGS = "flags"
-    """Arguments of `vllm serve` (in `Decision.vllm_args`)."""
+    """Arguments of `vllm serve` (in `Decision.vllm_args`), or its variables (`Decision.env`)."""
     PLUGIN = "plugin"
     """The plugin inside vLLM's processes; must appear in their proof files."""
     FILES = "files"

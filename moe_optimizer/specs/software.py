@@ -57,4 +57,7 @@ class SoftwareSpec:
     """Likewise `import transformer_engine`."""
     tuned_configs: str | None = None
     """Folder of the user's own Triton configurations, whether there is one or not; None: nothing is looked for."""
+    tuned_configs_by_variable: bool = False
+    """Whether vLLM's own variable names that folder: then vLLM looks there whatever the plan says, unless its server
+    is given another value."""
     kernel_speeds: SpeedTables = field(default_factory=SpeedTables)

@@ -71,7 +71,7 @@ class ExpertLoadWriter:
             atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the thread, after the write that it is at."""
+        """End the thread, after a last write."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
@@ -116,15 +116,17 @@ class ExpertLoadWriter:
         while True:
             stepped = self._wake.wait(None if self._seen else _UNSEEN_INTERVAL_S)
             self._wake.clear()
-            if self._stop.is_set():
-                return
+            # Looked at before the write: that of a process that ends has its last steps too.
+            stopping = self._stop.is_set()
             try:
                 self.write()
-            except (OSError, InputError) as error:
+            except (OSError, InputError, RuntimeError) as error:  # RuntimeError: torch's, of a device that is gone
                 # The counts stay in memory: the next write has them too.
                 if not self._failed:
                     self._failed = True
                     logger.warning("expert load under %s cannot be written: %s", self._path, error)
+            if stopping:
+                return
             if stepped:
                 self._stop.wait(_INTERVAL_S)
 

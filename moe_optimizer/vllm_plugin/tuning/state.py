@@ -13,7 +13,6 @@ from moe_optimizer.files import write_atomically
 from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.inspection.tuned_configs import Row
 
-STATE_ENDING = ".tuning.json"
 _MAX_BYTES = 32 << 20
 
 
@@ -56,11 +55,6 @@ class TuneState:
     def store(self, path: Path) -> None:
         """Write it atomically."""
         write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-
-
-def state_path(config: Path) -> Path:
-    """Return where the state of the configuration file `config` lies."""
-    return config.with_name(config.name.removesuffix(".json") + STATE_ENDING)
 
 
 def load_state(path: Path, identity: dict[str, Any]) -> TuneState:

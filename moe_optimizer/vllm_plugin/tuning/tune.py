@@ -24,11 +24,11 @@ from typing import Any, Protocol
 from moe_optimizer.errors import InputError, MoeOptimizerError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.inspection.json_file import read_json_object
-from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE, Row
+from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE, Row, state_path
 from moe_optimizer.specs.triton_shape import Experts, TritonShape
 from moe_optimizer.vllm_plugin.tuning.rows import Win, file_rows, reach
 from moe_optimizer.vllm_plugin.tuning.search import fits, key_of, row_of, search, seeds
-from moe_optimizer.vllm_plugin.tuning.state import TuneState, Verdict, load_state, state_path
+from moe_optimizer.vllm_plugin.tuning.state import TuneState, Verdict, load_state
 
 MARGIN = 1.03
 """Chosen: a row replaces stock when it is faster by this much; less is within what clocks and placement change."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE
 from moe_optimizer.plan.decision import Decision
 from moe_optimizer.vllm_plugin.proof_verdict import Observed
 
@@ -20,10 +21,11 @@ def observed_use(decision: Decision, logs: Iterable[Path]) -> Observed:
         decision: of the tuned_configs pass, status ON.
         logs: one for each server, after it became ready: the profile run before that looks the file up.
     """
-    name = decision.params["file"]
+    # The whole path: vLLM may ship a file of this name too, and takes that one where our folder does not reach it.
+    path = str(Path(decision.env[FOLDER_VARIABLE]) / decision.params["file"])
     for log in logs:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        if not any(_SAID in line and name in line for line in lines):
-            why = "vLLM did not look for it: another MoE kernel than Triton's computes the experts"
+        if not any(_SAID in line and path in line for line in lines):
+            why = "vLLM did not take it: another MoE kernel than Triton's computes the experts"
             return Observed(ran="no", why_not=why)
     return Observed(ran="yes, read by vLLM")

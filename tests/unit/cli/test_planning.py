@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,17 @@ def test_memory_of_a_switched_off_server_is_planned_with_vllms_own_share(monkeyp
     assert on.memory.budget_bytes == pytest.approx(0.95 * on.memory.total_bytes, rel=1e-6)
     assert off.memory.budget_bytes == pytest.approx(0.90 * off.memory.total_bytes, rel=1e-6)
     assert "--gpu-memory-utilization" not in off.serve_args
+
+
+def test_switched_off_tuned_configurations_of_the_users_own_environment_do_not_reach_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tmp_path))
+    options = PlanOptions(model=TINY_MOE, hardware="h100_sxm", gpus=1)
+    assert "VLLM_TUNED_CONFIG_FOLDER" not in planning.make(options).plan.serve_env
+    off = planning.make(dataclasses.replace(options, switches={"tuned-configs": False})).plan
+    assert off.serve_env["VLLM_TUNED_CONFIG_FOLDER"] == ""
+    assert "tuned_configs: VLLM_TUNED_CONFIG_FOLDER is set, and vLLM does not get it" in off.warnings
 
 
 def test_a_flag_that_the_installed_vllm_does_not_have_makes_no_plan(

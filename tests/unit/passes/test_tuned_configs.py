@@ -5,8 +5,11 @@ import json
 
 import pytest
 
+from moe_optimizer.inspection.tuned_configs import state_path
 from moe_optimizer.passes.registry import PASS_NAMES
-from moe_optimizer.plan.decision import Decision, Status
+from moe_optimizer.passes.tuned_configs import TunedConfigs
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.specs.quantity import Source
 from tests.builders import (
     context,
     cpu_machine,
@@ -30,8 +33,10 @@ def vllm(tmp_path):
     return tmp_path
 
 
-def decide(model, hardware, location, folder=None, **changes) -> Decision:
-    spec = dataclasses.replace(software(location=str(location)), tuned_configs=folder)
+def decide(model, hardware, location, folder=None, *, by_variable=False, **changes) -> Decision:
+    spec = dataclasses.replace(
+        software(location=str(location)), tuned_configs=folder, tuned_configs_by_variable=by_variable
+    )
     ctx = context(model, hardware, software=spec, **changes)
     return decided_by(ctx, *PASS_NAMES[: PASS_NAMES.index("tuned_configs") + 1]).decided["tuned_configs"]
 
@@ -109,6 +114,94 @@ def test_a_broken_file_is_said_and_not_given_to_vllm(vllm, folder, content):
     decision = decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, folder=str(folder))
     assert (decision.status, decision.env) == (Status.OFF, {})
     assert NAME in decision.warnings[0]
+
+
+NO_FOLDER = {"VLLM_TUNED_CONFIG_FOLDER": ""}
+OFF = {"tuned_configs": (Wish.OFF, "flag --disable-tuned-configs")}
+
+
+def test_a_broken_file_in_the_folder_that_vllms_variable_names_is_kept_from_vllm(vllm, folder):
+    (folder / NAME).write_text("[]", encoding="utf-8")
+    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, folder=str(folder), by_variable=True)
+    assert (decision.status, decision.applier, decision.env) == (Status.OFF, Applier.FLAGS, NO_FOLDER)
+
+
+def test_switched_off_the_folder_that_vllms_variable_names_is_not_read(vllm, folder):
+    (folder / NAME).write_text(json.dumps({"1": ROW}), encoding="utf-8")
+    given = decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, folder=str(folder), by_variable=True, wishes=OFF)
+    assert (given.status, given.env) == (Status.OFF, NO_FOLDER)
+    assert given.warnings == ("tuned_configs: VLLM_TUNED_CONFIG_FOLDER is set, and vLLM does not get it",)
+    cached = decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, folder=str(folder), wishes=OFF)
+    assert (cached.status, cached.env, cached.warnings) == (Status.OFF, {}, ())
+
+
+def test_vllm_looks_where_the_profile_says_and_nowhere_else(vllm, folder, tmp_path):
+    (folder / NAME).write_text(json.dumps({"1": ROW}), encoding="utf-8")
+    profile = profile_with(passes={"tuned_configs": {"folder": str(tmp_path / "elsewhere")}})
+    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, str(folder), by_variable=True, profile=profile)
+    assert (decision.value, decision.env) == ("missing", NO_FOLDER)
+
+
+def test_the_users_variable_stays_where_no_name_is_known(vllm, folder):
+    decision = decide(gpt_oss_120b(), gpus("h100_sxm"), vllm, folder=str(folder), by_variable=True)
+    assert (decision.status, decision.env, decision.warnings) == (Status.OFF, {}, ())
+
+
+def tuned(folder, verdicts) -> None:
+    """A configuration with what a tuning leaves beside it: (tokens, ratio, whether it won)."""
+    (folder / NAME).write_text(json.dumps({"1": ROW}), encoding="utf-8")
+    state = {
+        "identity": {"vllm": "0.26.0"},
+        "verdicts": {
+            str(tokens): {"tokens": tokens, "ratio": ratio, "low": tokens, "high": tokens if won else tokens - 1}
+            for tokens, ratio, won in verdicts
+        },
+    }
+    state_path(folder / NAME).write_text(json.dumps(state), encoding="utf-8")
+
+
+def test_the_gain_is_what_the_tuning_measured_at_the_size_nearest_to_the_batch(vllm, folder):
+    tuned(folder, [(8, 1.2, True), (32, 1.09, True), (64, 1.01, False), (4096, 1.5, True)])
+    profile = profile_with(workload={"batch_size": 64, "input_tokens": 1024, "output_tokens": 512})
+    gain = decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, folder=str(folder), profile=profile).gain
+    assert gain is not None
+    assert gain.metric == "time of a MoE layer at 32 tokens"
+    assert (gain.ratio.value, gain.ratio.source) == (1.09, Source.MEASURED)
+    assert gain.ratio.ref == f"moe-optimizer tune, vLLM 0.26.0: {NAME.removesuffix('.json')}.tuning.json"
+
+
+def test_where_our_kernels_compute_a_tuning_gains_nothing(vllm, folder):
+    tuned(folder, [(32, 1.2, True), (64, 1.1, True), (4096, 1.05, True)])
+    spec = dataclasses.replace(software(location=str(vllm)), tuned_configs=str(folder))
+    ctx = decided_by(
+        context(qwen3_30b_a3b(), gpus("h100_sxm"), software=spec), *PASS_NAMES[: PASS_NAMES.index("tuned_configs")]
+    )
+
+    def gain(*ranges: tuple[int, str]):
+        dispatch = {"bf16": [{"up_to": up_to, "use": use} for up_to, use in ranges]}
+        ours = dataclasses.replace(ctx.decided["flash_dmoe"], params={"dispatch": dispatch})
+        return TunedConfigs().decide(dataclasses.replace(ctx, decided={**ctx.decided, "flash_dmoe": ours})).gain
+
+    large = gain((256, "direct"))
+    assert large is not None
+    assert large.metric == "time of a MoE layer at 4096 tokens"
+    between = gain((32, "direct"), (64, "stock"), (256, "direct"))
+    assert between is not None
+    assert between.metric == "time of a MoE layer at 64 tokens"
+    assert gain((8192, "grouped")) is None
+
+
+def test_of_a_file_that_no_tuning_made_no_gain_is_claimed(vllm, folder):
+    (folder / NAME).write_text(json.dumps({"1": ROW}), encoding="utf-8")
+    assert decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, folder=str(folder)).gain is None
+
+
+def test_a_tuning_that_cannot_be_read_is_said_and_no_gain_is_claimed(vllm, folder):
+    tuned(folder, [])
+    state_path(folder / NAME).write_text("[]", encoding="utf-8")
+    decision = decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, folder=str(folder))
+    assert (decision.status, decision.gain) == (Status.ON, None)
+    assert decision.warnings[0].startswith("tuned_configs: its gain is not known: E=128")
 
 
 def test_a_configuration_that_is_asked_for_by_name_and_missing_is_refused(vllm):

@@ -190,6 +190,17 @@ def test_swapped_ranks_and_slots_are_recognised():
     assert (placement == previous).all()
 
 
+def test_names_near_the_old_placement_never_cost_more_moves_than_the_names_that_were_there():
+    # Busy experts have many replicas, so that an expert's old place is one of several.
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        load = zipf(rng, 1, 32)
+        changed = load * rng.lognormal(0, 0.5, load.shape)
+        previous, anew = place_experts(load, 16, 352), place_experts(changed, 16, 352)
+        near = place_experts(changed, 16, 352, previous=previous)
+        assert moves(previous, near, 16) <= moves(previous, anew, 16), seed
+
+
 def test_a_previous_placement_that_misses_an_expert_is_not_kept():
     load = np.ones((2, 4))
     previous = np.array([[0, 0, 2, 3], [-1, 1, 2, 3]])
@@ -198,14 +209,14 @@ def test_a_previous_placement_that_misses_an_expert_is_not_kept():
 
 
 def test_ranks_of_a_group_share_a_node_where_groups_do_not_divide():
-    # Three groups on two nodes: the global placement scatters them, and gathering the ranks saves traffic.
-    rng = np.random.default_rng(6)
-    load = rng.lognormal(0, 1, (8, 12))
-    ours = node_traffic(load, place_experts(load, 12, 12, num_nodes=2, num_groups=3), 2, 3).sum()
-    theirs = node_traffic(load, default_placement(load, 12, 12, num_nodes=2, num_groups=3), 2, 3).sum()
-    assert ours <= theirs
-    # At best two groups stay whole and one is on both nodes: never three times two.
-    assert ours < 2 * load.sum()
+    # Six groups on four nodes: the global placement scatters them, and gathering the ranks saves traffic.
+    load = np.random.default_rng(6).lognormal(0, 1, (8, 48))
+    ours, theirs = (
+        node_traffic(load, place(load, 16, 48, num_nodes=4, num_groups=6), 4, 6).sum() / load.sum()
+        for place in (place_experts, default_placement)
+    )
+    # Tokens of a group go to so many of the four nodes, on average.
+    assert ours < 3.5 < theirs
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,26 @@ def test_the_thread_ends_when_it_is_asked_to(moment: str, tmp_path: Path) -> Non
     assert not thread.is_alive()
 
 
+def test_steps_since_the_last_write_are_written_when_the_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_load_writer, "_INTERVAL_S", 600.0)
+    counter = LayerwiseCounter((0,), EXPERTS)
+    writer = ExpertLoadWriter(
+        counter, model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",
+        path=part_path(tmp_path, 0), on_seen=lambda: None,
+    )  # fmt: skip
+    counter.count_rows(3)
+    for step in (1, 2):
+        counter.capture(0, IDS)
+        writer.stepped()
+        if step == 1:
+            eventually((tmp_path / LOAD_FILE).exists)
+    writer.stop()
+    load = read_run_load(tmp_path)
+    assert (load.steps, load.layers[0].total) == (2, 2 * IDS.numel())
+
+
 def test_counts_of_an_earlier_server_in_the_folder_are_removed(tmp_path: Path) -> None:
     for path in (part_path(tmp_path, 5), tmp_path / LOAD_FILE):
         path.parent.mkdir(exist_ok=True)

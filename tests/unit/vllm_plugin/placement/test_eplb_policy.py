@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_optimizer.placement import rank_loads
+from moe_optimizer.placement import place_experts, rank_loads
 from tests.unit.placement.deepseek import default_policy
 
 torch = pytest.importorskip("torch")
@@ -60,6 +60,21 @@ def test_it_answers_as_vllm_asks(policy, noted, dtype):
     assert torch.equal(first, second), "nothing moves when the load stays"
     assert (noted["ran"], noted["refused"]) == (["expert_placement"] * 2, [])
     assert noted["proof"].world_size == 1, "the process says that it holds a part of the model"
+
+
+def test_the_answer_is_our_solvers_for_what_vllm_says(policy, vllm_policies):
+    # Each of ranks, nodes, groups and the placement before makes it another one; vLLM's own is none of them.
+    rng = np.random.default_rng(3)
+    load = torch.from_numpy(rng.lognormal(0, 1, (4, 64)))
+    before = torch.from_numpy(place_experts(load.numpy() * rng.lognormal(0, 0.1, load.shape), 8, 72, 2, 4))
+    wanted = place_experts(load.numpy(), 8, 72, 2, 4, before.numpy())
+    others = (
+        place_experts(load.numpy(), 8, 72, 1, 1, before.numpy()),
+        place_experts(load.numpy(), 8, 72, 2, 4),
+        vllm_policies.EPLB_POLICIES["default"].rebalance_experts(load, 72, 4, 2, 8, before).numpy(),
+    )
+    assert not any((wanted == other).all() for other in others)
+    assert (policy.rebalance_experts(load, 72, 4, 2, 8, before).numpy() == wanted).all()
 
 
 def test_only_what_a_load_moved_counts_as_a_rearrangement(policy, noted):

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.inspection.tuned_configs import nearest, read_rows
+from moe_optimizer.inspection.tuned_configs import TunedSize, nearest, read_rows, read_tuned_sizes, state_path
 from moe_optimizer.vllm_plugin.tuning.search import key_of
-from moe_optimizer.vllm_plugin.tuning.state import load_state, state_path
+from moe_optimizer.vllm_plugin.tuning.state import load_state
 from moe_optimizer.vllm_plugin.tuning.tune import MARGIN, TuneRequest, tune
 
 STOCK = {
@@ -127,6 +127,16 @@ def test_the_budget_bounds_the_search_and_every_size_has_its_share(tmp_path):
     assert min(counts) >= 4
 
 
+def test_what_the_budget_does_not_reach_is_not_compared_and_not_written(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(FakeBench({8: 1.2}, ends_at=DEADLY), tmp_path, tokens=(8,))
+    bench = FakeBench({8: 1.2})
+    state = run(bench, tmp_path, tokens=(8,), budget_s=0.0)
+    assert state.measured["8"][key_of(BETTER)] is not None
+    assert (bench.clock, state.verdicts) == (0.0, {})
+    assert not (tmp_path / NAME).exists()
+
+
 def test_a_size_that_a_later_run_compared_is_not_reached_over(tmp_path):
     run(FakeBench({64: 1.2}), tmp_path, tokens=(64,))
     assert nearest(read_rows(tmp_path / NAME), 8) == BETTER  # alone, 64 reaches down to 1
@@ -146,6 +156,33 @@ def test_a_configuration_of_the_users_own_is_not_replaced(tmp_path):
     (tmp_path / NAME).write_text("{}", encoding="utf-8")
     with pytest.raises(InputError, match="was not made by a tuning"):
         run(FakeBench({8: 1.2}), tmp_path)
+
+
+def test_what_it_measured_for_the_sizes_that_won_is_read_back(tmp_path):
+    run(FakeBench({8: 1.2, 64: 1.01, 512: 1.1}), tmp_path)
+    assert read_tuned_sizes(tmp_path / NAME) == (
+        TunedSize(tokens=8, ratio=10 / (10 / 1.2), vllm_version="0.26.0"),
+        TunedSize(tokens=512, ratio=10 / (10 / 1.1), vllm_version="0.26.0"),
+    )
+
+
+def test_a_configuration_that_no_tuning_made_has_nothing_measured(tmp_path):
+    assert read_tuned_sizes(tmp_path / NAME) == ()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"verdicts": {}},
+        {"identity": {"vllm": "0.26.0"}, "verdicts": {"8": {"tokens": 8}}},
+        {"identity": {"vllm": "0.26.0"}, "verdicts": {"8": {"tokens": 8, "ratio": float("nan"), "low": 1, "high": 8}}},
+        {"identity": {"vllm": "0.26.0"}, "verdicts": []},
+    ],
+)
+def test_measurements_that_cannot_be_read_are_an_error(tmp_path, state):
+    state_path(tmp_path / NAME).write_text(json.dumps(state), encoding="utf-8")
+    with pytest.raises(InputError, match=r"H200\.tuning\.json: not a tuning: "):
+        read_tuned_sizes(tmp_path / NAME)
 
 
 def test_a_broken_state_is_the_users_to_delete(tmp_path):
