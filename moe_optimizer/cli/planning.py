@@ -181,13 +181,13 @@ def refuse_unmet_wishes(plan: Plan, profile: Profile, wishes: Mapping[str, WishW
         UnsupportedError: a wish was refused.
     """
     from moe_optimizer.passes.registry import all_passes
-    from moe_optimizer.plan.decision import Status, Wish
+    from moe_optimizer.plan.decision import Wish
 
     unmet: list[tuple[str, str, str]] = []
     for optimization in all_passes():
         decision = plan.decision(optimization.name)
-        if decision.wish is Wish.ON and decision.status is Status.REFUSED:
-            unmet.append((optimization.name, decision.wish_origin, decision.reason))
+        if why_not := optimization.unmet(decision):
+            unmet.append((optimization.name, decision.wish_origin, why_not))
         for setting, _ in optimization.setting_flags.values():
             stated = Wish(getattr(getattr(profile.passes, optimization.name), setting))
             wish, origin = wishes.get(f"{optimization.name}.{setting}", (stated, f"profile {profile.name}"))

@@ -52,6 +52,10 @@ class OptimizationPass(ABC):
         """Return why a setting of `setting_flags` is not carried out under this pass's decision, "" when it is."""
         raise KeyError(f"{self.name} has no setting {setting}")
 
+    def unmet(self, decision: Decision) -> str:
+        """Return why what was asked for by the pass's name is not carried out under its decision, "" when it is."""
+        return decision.reason if decision.wish is Wish.ON and decision.status is Status.REFUSED else ""
+
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return the decision for a pass that is not used; override where off needs flags too."""
         return self.decision(ctx, Status.OFF, "off", reason, Applier.NONE)

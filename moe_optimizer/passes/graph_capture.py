@@ -38,7 +38,7 @@ class GraphCapture(OptimizationPass):
         without = _argument_against_graphs(ctx.pinned)
         if without:
             return False, f"{without} is given after --"
-        if ctx.device == "cpu" and not ctx.profile.passes.graph_capture.eager:
+        if ctx.device == "cpu" and not _eager(ctx):
             return False, "CUDA graphs need a GPU; vLLM's own compilation for the CPU stays as it is"
         return True, ""
 
@@ -49,8 +49,7 @@ class GraphCapture(OptimizationPass):
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the largest batch to capture."""
-        section = ctx.profile.passes.graph_capture
-        if section.eager:
+        if _eager(ctx):
             reason = f"{ctx.profile_origin} asks for plain execution: no compilation, no graphs, quick start"
             return self._decide(ctx, Status.ON, "eager", reason, eager=True, arguments=("--enforce-eager",))
         step = ctx.decided["scheduler"].params
@@ -60,8 +59,9 @@ class GraphCapture(OptimizationPass):
         if flag:
             return self._graphs(ctx, size, f"{flag} is given after --", batch)
         default = min(2 * step["max_num_seqs"], _VLLM_CAP)
-        if section.max_capture_size is not None:
-            size, reason = section.max_capture_size, f"{ctx.profile_origin} asks for it"
+        asked = ctx.profile.passes.graph_capture.max_capture_size
+        if asked is not None:
+            size, reason = asked, f"{ctx.profile_origin} asks for it"
             return self._graphs(ctx, size, reason, batch, arguments=(_FLAG, str(size)))
         if batch <= default:
             return self._graphs(ctx, default, f"vLLM's own capture sizes cover a batch of {batch}", batch)
@@ -108,6 +108,11 @@ class GraphCapture(OptimizationPass):
             params={"cuda_graphs": ctx.device == "cuda" and not eager, "max_capture_size": max_capture_size},
             warnings=warnings,
         )
+
+
+def _eager(ctx: PlanContext) -> bool:
+    """Whether the profile asks for plain execution, and no flag for graphs."""
+    return ctx.profile.passes.graph_capture.eager and not ctx.is_asked_by_flag(GraphCapture.name)
 
 
 def _captured(size: int, tokens: int) -> int:

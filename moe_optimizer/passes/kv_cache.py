@@ -69,19 +69,29 @@ class KvCache(OptimizationPass):
         assert setting == "tiering", setting
         return "" if decision.params["host_tier_gib"] is not None else decision.rejected["tiering"]
 
+    def unmet(self, decision: Decision) -> str:
+        """With a tier the pass is on also where FP8, which was asked for too, cannot be."""
+        return decision.rejected.get("FP8") or super().unmet(decision)
+
     def _sized(self, ctx: PlanContext, status: Status, dtype: str, reason: str) -> Decision:
         bits = cache_bits(ctx, dtype)
         wanted, length = _lengths(ctx, bits)
         cache_gib = _host_cache_gib(ctx, bits, length) if ctx.device == "cpu" else None
         tier = decide_tier(ctx, bits)
+        rejected = {} if tier.gib is not None else {"tiering": tier.reason}
+        warnings = tier.warnings
         fp8 = status is Status.ON and dtype in FP8_WORDS
         value = f"{dtype if dtype != 'auto' else ctx.dtype} cache"
         arguments = ("--kv-cache-dtype", dtype) if status is Status.ON else ()
         if tier.gib is not None:
             value, reason = f"{value}, {tier.gib} GiB in host memory", f"{reason}; {tier.reason}"
             arguments += tier.vllm_args
+            if status is Status.REFUSED and not ctx.is_required(self.name):
+                # The tier is carried out all the same, and must be seen working.
+                status, rejected = Status.ON, {"FP8": why_not_fp8(ctx)}
+                warnings += (f"kv_cache ({ctx.wish(self.name)[1]}): no FP8: {rejected['FP8']}",)
             # The user's own size counts even where the pass is switched off, and leaves it off.
-            if status is Status.OFF and ctx.wish(self.name)[0] is not Wish.OFF:
+            elif status is Status.OFF and ctx.wish(self.name)[0] is not Wish.OFF:
                 status = Status.ON
         return self.decision(
             ctx,
@@ -90,7 +100,7 @@ class KvCache(OptimizationPass):
             reason,
             Applier.FLAGS if arguments else Applier.NONE,
             evidence=_held_at_once(ctx, bits),
-            rejected={} if tier.gib is not None else {"tiering": tier.reason},
+            rejected=rejected,
             gain=_fp8_gain(ctx) if fp8 else None,
             vllm_args=arguments,
             params={
@@ -101,7 +111,7 @@ class KvCache(OptimizationPass):
                 "host_cache_gib": cache_gib,
                 "host_tier_gib": tier.gib,
             },
-            warnings=tier.warnings,
+            warnings=warnings,
         )
 
 

@@ -29,9 +29,8 @@ def fp8_asked(ctx: PlanContext) -> bool:
     """Return whether a profile or a flag asks for FP8; the user's own type goes before both."""
     if _FLAG in ctx.pinned:
         return False
-    # A flag asks by name; in a profile `on` still follows the section's dtype.
-    wish, origin = ctx.wish("kv_cache")
-    return ctx.profile.passes.kv_cache.dtype == "fp8" or (wish is Wish.ON and origin != ctx.profile_origin)
+    # In a profile `on` still follows the section's dtype.
+    return ctx.profile.passes.kv_cache.dtype == "fp8" or ctx.is_asked_by_flag("kv_cache")
 
 
 def why_not_fp8(ctx: PlanContext) -> str:

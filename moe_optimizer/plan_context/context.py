@@ -100,6 +100,10 @@ class PlanContext:
             return self.wishes[pass_name]
         return Wish(self.section(pass_name).mode), self.profile_origin
 
+    def is_asked_by_flag(self, pass_name: str) -> bool:
+        """Whether a flag asks for the pass by name, which goes before what the profile's section says of it."""
+        return self.wishes.get(pass_name, (Wish.AUTO, ""))[0] is Wish.ON
+
     def setting(self, pass_name: str, setting: str) -> WishWithOrigin:
         """Return what is asked of an auto/on/off setting: by flag if there is one, else by the profile."""
         key = f"{pass_name}.{setting}"

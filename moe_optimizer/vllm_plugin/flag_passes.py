@@ -7,13 +7,13 @@ configuration inside the worker tells.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import Argument, split_arguments
+from moe_optimizer.plan.serve_args import Argument, read_integer, split_arguments
 from moe_optimizer.vllm_plugin.activation import Activation
 from moe_optimizer.vllm_plugin.captured_graphs import await_capture, captures_graphs
 from moe_optimizer.vllm_plugin.proof import described
@@ -28,25 +28,36 @@ _SHOWN_OTHERWISE = ("--max-cudagraph-capture-size", "--quantization", "--quantiz
 _EXPERT_WEIGHT = re.compile(r"\bw(13|2)_weight$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
-_SHOWN_BY: Mapping[str, Callable[[Any], Any]] = {
-    "--tensor-parallel-size": lambda config: config.parallel_config.tensor_parallel_size,
-    "--data-parallel-size": lambda config: config.parallel_config.data_parallel_size,
-    "--pipeline-parallel-size": lambda config: config.parallel_config.pipeline_parallel_size,
-    "--distributed-executor-backend": lambda config: config.parallel_config.distributed_executor_backend,
-    "--enable-expert-parallel": lambda config: config.parallel_config.enable_expert_parallel,
-    "--enable-dbo": lambda config: config.parallel_config.enable_dbo,
-    "--all2all-backend": lambda config: config.parallel_config.all2all_backend,
-    "--max-num-seqs": lambda config: config.scheduler_config.max_num_seqs,
-    "--max-num-batched-tokens": lambda config: config.scheduler_config.max_num_batched_tokens,
-    "--performance-mode": lambda config: config.performance_mode,
-    "--enforce-eager": lambda config: config.model_config.enforce_eager,
-    # fp8 is a short word for this type; the width of the elements is looked at apart.
-    "--kv-cache-dtype": lambda config: config.cache_config.cache_dtype.removesuffix("_e4m3"),
-    "--kv-offloading-size": lambda config: config.cache_config.kv_offloading_size,
-    "--kv-offloading-backend": lambda config: config.cache_config.kv_offloading_backend,
+_SHOWN_BY: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
+    "parallelism": {
+        "--tensor-parallel-size": lambda config: config.parallel_config.tensor_parallel_size,
+        "--data-parallel-size": lambda config: config.parallel_config.data_parallel_size,
+        "--pipeline-parallel-size": lambda config: config.parallel_config.pipeline_parallel_size,
+        "--distributed-executor-backend": lambda config: config.parallel_config.distributed_executor_backend,
+        "--enable-expert-parallel": lambda config: config.parallel_config.enable_expert_parallel,
+    },
+    "dual_batch_overlap": {
+        "--enable-dbo": lambda config: config.parallel_config.enable_dbo,
+        "--all2all-backend": lambda config: config.parallel_config.all2all_backend,
+    },
+    "scheduler": {
+        "--max-num-seqs": lambda config: config.scheduler_config.max_num_seqs,
+        "--max-num-batched-tokens": lambda config: config.scheduler_config.max_num_batched_tokens,
+        "--performance-mode": lambda config: config.performance_mode,
+    },
+    "graph_capture": {
+        "--enforce-eager": lambda config: config.model_config.enforce_eager,
+    },
+    "kv_cache": {
+        "--kv-cache-dtype": lambda config: config.cache_config.cache_dtype,
+        "--kv-offloading-size": lambda config: config.cache_config.kv_offloading_size,
+        "--kv-offloading-backend": lambda config: config.cache_config.kv_offloading_backend,
+    },
 }
-"""Flag -> what has become of it in vLLM's configuration. The size of graphs is compared apart: vLLM cuts it, and what
-is captured is known only later (`captured_graphs`)."""
+"""Pass -> flag -> what has become of it in vLLM's configuration. The size of graphs is compared apart: vLLM cuts it,
+and what is captured is known only later (`captured_graphs`)."""
+_SAME_TYPE = {"fp8": "fp8_e4m3"}
+"""A short word for a cache's type -> its name; the width of the elements is looked at apart."""
 
 
 def flag_decisions(plan: Plan) -> tuple[Decision, ...]:
@@ -70,7 +81,7 @@ def prove_flags(activation: Activation, worker: Any, cache_specs: Mapping[str, A
         return
     for decision in flag_decisions(activation.plan):
         try:
-            found = differences(decision, worker.vllm_config, cache_specs)
+            found = differences(decision, activation.plan.serve_args, worker.vllm_config, cache_specs)
             if decision.pass_name == "fp8":
                 found += unconverted(decision, worker.model_runner.get_model().named_parameters())
             reason = "; ".join(found)
@@ -89,20 +100,25 @@ def prove_flags(activation: Activation, worker: Any, cache_specs: Mapping[str, A
         activation.proof.passes[decision.pass_name].requested = decision.value
 
 
-def differences(decision: Decision, config: Any, cache_specs: Mapping[str, Any]) -> tuple[str, ...]:
+def differences(
+    decision: Decision, serve_args: Sequence[str], config: Any, cache_specs: Mapping[str, Any]
+) -> tuple[str, ...]:
     """Return in which points vLLM runs otherwise than a decision says.
 
     Args:
         decision: one of `flag_decisions`.
+        serve_args: the plan's: what the user gives in place of a decision's arguments is only there.
         config: vLLM's VllmConfig as a worker has it.
         cache_specs: as for `prove_flags`.
 
     Raises:
         AttributeError: this vLLM's configuration has not what is looked for.
     """
-    found = [
-        _difference(each, config) for each in split_arguments(decision.vllm_args) if each.flag not in _SHOWN_OTHERWISE
-    ]
+    shown = _SHOWN_BY.get(decision.pass_name, {})
+    own = [each for each in split_arguments(serve_args) if each.flag in shown]
+    planned = [each for each in split_arguments(decision.vllm_args) if each.flag not in _SHOWN_OTHERWISE]
+    given = {each.flag: each for each in (*planned, *own)}
+    found = [_difference(each, shown[each.flag](config), config) for each in given.values()]
     if decision.params.get("max_capture_size"):
         found.append(_graphs_missing(decision.params["max_capture_size"], config))
     if decision.params.get("kv_bits") == 8:
@@ -140,13 +156,28 @@ def unconverted(decision: Decision, parameters: Iterable[tuple[str, Any]]) -> tu
     return tuple(found)
 
 
-def _difference(argument: Argument, config: Any) -> str:
-    got = _SHOWN_BY[argument.flag](config)
+def _difference(argument: Argument, got: Any, config: Any) -> str:
     # A bare flag switches something on.
-    wanted = argument.value or "True"
-    if str(got) == wanted or (isinstance(got, float) and got == float(wanted)):
+    wanted = "False" if argument.tokens[0].startswith("--no-") else argument.value or "True"
+    if _same(got, wanted, argument.flag) or _is_one_of_several_engines(argument, got, config):
         return ""
     return f"{argument.flag}: vLLM runs with {got}, planned {wanted}"
+
+
+def _same(got: Any, wanted: str, flag: str) -> bool:
+    """Whether a value in vLLM's configuration is that of an argument, which may leave the choice to vLLM."""
+    if isinstance(got, float):
+        return got == float(wanted)
+    if isinstance(got, int) and not isinstance(got, bool):
+        return got == read_integer(wanted, flag=flag)
+    return wanted == "auto" or _SAME_TYPE.get(str(got), str(got)) == _SAME_TYPE.get(wanted, wanted)
+
+
+def _is_one_of_several_engines(argument: Argument, got: Any, config: Any) -> bool:
+    """Whether this is a copy of a model without experts: vLLM makes an engine of each, which knows of no other. How
+    many there are shows in the proofs of all (`proof_verdict`).
+    """
+    return argument.flag == "--data-parallel-size" and got == 1 and not config.model_config.is_moe
 
 
 def _graphs_missing(size: int, config: Any) -> str:

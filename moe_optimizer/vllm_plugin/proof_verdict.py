@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -34,10 +35,25 @@ def model_holders(proofs: Iterable[Proof]) -> tuple[Proof, ...]:
     return tuple(sorted((proof for proof in proofs if proof.world_size), key=lambda proof: proof.model_rank))
 
 
-def all_holders_reported(proofs: Iterable[Proof]) -> bool:
-    """Whether every process that holds a part of the model has written a proof."""
+def all_holders_reported(proofs: Iterable[Proof], *, copies: int = 1) -> bool:
+    """Whether every process that holds a part of the model has written a proof.
+
+    Args:
+        proofs: those of one server.
+        copies: engines that know nothing of each other, each with all ranks.
+    """
     holders = model_holders(proofs)
-    return bool(holders) and {proof.model_rank for proof in holders} == set(range(holders[0].world_size))
+    reported = Counter(proof.model_rank for proof in holders)
+    if not holders or reported.keys() != set(range(holders[0].world_size)):
+        return False
+    return min(reported.values()) >= copies
+
+
+def _engines(plan: Plan) -> int:
+    """Return how many engines of the server know nothing of each other: vLLM makes one of every data parallel copy of a
+    model without experts.
+    """
+    return 1 if plan.model.is_moe else plan.decision("parallelism").params["data_parallel_size"]
 
 
 def not_running(
@@ -89,25 +105,27 @@ def why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str)
         followed = foreign.plan_digest or "none"
         return f"{foreign.role} {foreign.rank} followed plan {followed}, expected {plan.digest}"
     entries = [proof.passes.get(name) for proof in model_holders(proofs)]
-    if all_holders_reported(proofs) and all(entry and entry.ran and not entry.why_not for entry in entries):
+    if all_holders_reported(proofs, copies=_engines(plan)) and all(
+        entry and entry.ran and not entry.why_not for entry in entries
+    ):
         return ""
     # Processes without a part of the model can know why too, for example that this vLLM is too old.
     everyone = [proof.passes.get(name) for proof in proofs]
     stated = dict.fromkeys(entry.why_not for entry in everyone if entry and entry.why_not)
     if stated:
         return "; ".join(stated)
-    return _what_is_missing(plan.decision(name), proofs) if proofs else absent
+    return _what_is_missing(plan.decision(name), proofs, _engines(plan)) if proofs else absent
 
 
-def _what_is_missing(decision: Decision, proofs: Sequence[Proof]) -> str:
+def _what_is_missing(decision: Decision, proofs: Sequence[Proof], copies: int) -> str:
     """Return what proofs of a pass lack in which no process says why it did not run."""
     holders = model_holders(proofs)
     by_flags = decision.applier is Applier.FLAGS
     if not holders and not by_flags:
         return "vLLM did not ask for a kernel of this kind for any layer of this model"
-    if holders and not all_holders_reported(proofs):
-        reported = len({proof.model_rank for proof in holders})
-        return f"{reported} of {holders[0].world_size} workers reported"
+    if holders and not all_holders_reported(proofs, copies=copies):
+        reported = Counter(proof.model_rank for proof in holders).values()
+        return f"{sum(min(copies, each) for each in reported)} of {copies * holders[0].world_size} workers reported"
     entries = [proof.passes.get(decision.pass_name) for proof in holders]
     if by_flags:
         applied = any(entry and entry.applied for entry in entries)

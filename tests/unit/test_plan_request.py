@@ -15,7 +15,8 @@ from tests.builders import gpus, qwen3_30b_a3b, request
 
 
 @pytest.mark.parametrize(
-    "words", ["--nnodes 2", "-r 1", "-dpl 1", "--data-parallel-external-lb", "-dph", "--data-parallel-rank 1"]
+    "words",
+    ["--nnodes 2", "-r 1", "-dpl 1", "--data-parallel-external-lb", "-dph", "--data-parallel-rank 1", "-dpr 1"],
 )
 def test_a_part_of_a_server_on_several_machines_is_not_the_server_that_was_planned(words):
     with pytest.raises(InputError, match="vllm arguments: --"):

@@ -8,8 +8,11 @@ import pytest
 from moe_optimizer import env
 from moe_optimizer.cli import planning
 from moe_optimizer.cli.options import PlanOptions, ServeOptions
-from moe_optimizer.errors import InputError
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.software import VllmInstallation
+from tests.builders import deepseek_v3, gpus, request
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 
@@ -48,3 +51,10 @@ def test_a_flag_that_the_installed_vllm_does_not_have_makes_no_plan(
     with pytest.raises(InputError, match=r"--tensor-paralel-size: vLLM 0\.32\.0 has no such flag") as caught:
         planning.make(options)
     assert caught.value.hint == "did you mean --tensor-parallel-size?"
+
+
+def test_strict_refuses_a_cache_whose_type_is_not_as_asked_for_though_its_tier_is() -> None:
+    wishes = resolve_wishes(["kv-cache", "kv-tiering"], [])
+    asked = request(deepseek_v3(), gpus("h200", 8), wishes=wishes)
+    with pytest.raises(UnsupportedError, match=r"^--strict: kv_cache \(flag --enable-kv-cache\): mla attention keeps"):
+        planning.refuse_unmet_wishes(make_plan(asked), asked.profile, wishes)

@@ -52,13 +52,14 @@ PROBED = dataclasses.replace(EIGHT, origin="probed")
     ("fields", "why"),
     [
         ({"passes": {"parallelism": {"expert_parallel": "on"}}}, "needs data parallel"),
+        ({"passes": {"parallelism": {"expert_parallel": "off", "data_parallel_size": 2}}}, "with expert parallel"),
         ({"hardware": gpus("h100_sxm", 1), "passes": {}}, "needs at least 2 GPUs"),
         ({"model": tiny(), "hardware": cpu_machine(), "passes": {}}, "on CUDA only"),
         ({"model": dense_model()}, "no experts"),
         ({"hardware": PROBED}, "deep_ep), which is not installed here"),
         ({"pinned": {"--all2all-backend": "naive"}}, "--all2all-backend naive is given after --"),
     ],
-    ids=["EP alone", "one GPU", "CPU", "dense", "no DeepEP", "another all-to-all"],
+    ids=["EP alone", "DP alone", "one GPU", "CPU", "dense", "no DeepEP", "another all-to-all"],
 )
 def test_where_it_cannot_be_it_is_refused_with_the_reason(fields, why):
     decision = decide(**fields)

@@ -51,6 +51,15 @@ def test_eager_is_a_setting_and_counts_no_graphs_in_memory(hardware):
     assert decision.params == {"cuda_graphs": False, "max_capture_size": 0}
 
 
+@pytest.mark.parametrize("origin", ["flag --enable-graph-capture", "flag --require graph-capture"])
+def test_graphs_asked_for_by_flag_go_before_a_profile_that_is_eager(origin):
+    eager = profile_with(passes={"graph_capture": {"eager": True}})
+    wishes = {"graph_capture": (Wish.ON, origin)}
+    decision = decide(64, profile=eager, wishes=wishes)
+    assert (decision.vllm_args, decision.value) == ((), "graphs up to 128")
+    assert decide(hardware=cpu_machine(), profile=eager, wishes=wishes).status is Status.REFUSED
+
+
 @pytest.mark.parametrize(
     "words",
     [

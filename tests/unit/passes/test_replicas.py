@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -142,7 +143,8 @@ def test_on_the_cpu_the_plan_claims_no_measurement():
 
 
 def test_a_tier_in_host_memory_is_shared_between_the_servers():
+    machine = dataclasses.replace(gpus("h100_sxm", 4), cpu=cpu_machine(gib=64).cpu)
     wishes = resolve_wishes(["replicas", "kv-tiering"], [])
-    four = on_gpus(4, wishes=wishes).decision("kv_cache").params["host_tier_gib"]
-    one = on_gpus(1, wishes=resolve_wishes(["kv-tiering"], [])).decision("kv_cache").params["host_tier_gib"]
-    assert 0 < four <= one
+    # Half of the host's memory is for all of them.
+    plan = make_plan(request(qwen3_30b_a3b(), machine, wishes=wishes))
+    assert plan.decision("kv_cache").params["host_tier_gib"] == 64 // 2 // 4

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,18 @@ def test_a_step_reads_nine_sixteenths_of_the_expert_bytes():
     gain = decided().gain
     assert gain is not None
     assert gain.ratio.value == pytest.approx(16 / 9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("norms", "side"), [(None, "2:4 by magnitude"), (NORMS, "2:4 by magnitude x norm")], ids=["magnitude", "norms"]
+)
+def test_the_plan_warns_of_the_cost_that_the_record_has_for_this_way_of_pruning(norms, side):
+    decision = decided(activation_norms=norms)
+    record = json.loads((Path(__file__).parents[3] / decision.evidence[0]).read_text())
+    perplexity = {name: result["perplexity"] for name, result in record["results"].items()}
+    more = round(100 * (perplexity[side] / perplexity["all weights"] - 1))
+    (warning,) = decision.warnings
+    assert f"{more} % more perplexity on the bundled model" in warning
 
 
 def test_auto_does_not_prune():

@@ -81,6 +81,14 @@ def test_a_gain_shows_its_source(plan):
     assert "expected gain: 2.00x in tokens the cache holds per byte (modelled:" in text
 
 
+def test_where_no_gain_is_claimed_of_a_pass_that_is_on_the_explanation_says_so(plan):
+    claimed = render_plan(plan, explain=True).count("expected gain: ")
+    none = render_plan(plan, explain=True).count("expected gain: none is claimed")
+    on = [decision for decision in plan.decisions if decision.status is Status.ON]
+    assert claimed == len(on)
+    assert none == sum(decision.gain is None for decision in on) > 0
+
+
 def test_the_gain_of_a_pass_that_is_off_is_not_claimed(plan):
     without = tuple(
         dataclasses.replace(each, status=Status.OFF) if each.pass_name == "kv_cache" else each

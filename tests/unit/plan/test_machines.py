@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.machines import render_lws, render_ray
 from moe_optimizer.plan.plan import Plan
@@ -77,6 +78,35 @@ def test_files_that_the_servers_read_are_named_with_their_folder():
     assert "# tuned_configs lies at /tuned on every machine." in render_ray(made).splitlines()
     assert "# tuned_configs lies in the image at /tuned." in render_lws(made).splitlines()
     assert "tuned_configs lies" not in render_ray(plan("replicas")) + render_lws(plan("replicas"))
+
+
+@pytest.mark.parametrize("kind", ["replicas", "pipeline"])
+def test_the_plan_travels_to_every_machine_whose_servers_read_it(kind):
+    made = plan(kind, wishes=resolve_wishes(["expert-load"], []))
+    assert made.decision("expert_load").applier is Applier.PLUGIN
+    text = render_ray(made)
+    assert (
+        text.count("export MOE_OPTIMIZER_PLAN=RUN_DIR/plan.json")
+        == made.decision("parallelism").params["pipeline_parallel_size"]
+    )
+    assert "RUN_DIR/plan.json on every machine" in " ".join(text.replace("#", "").split())
+    config, _, workers = yaml.safe_load_all(render_lws(made))
+    assert Plan.from_json(config["data"]["plan.json"], origin="ConfigMap").digest == made.digest
+    group = workers["spec"]["leaderWorkerTemplate"]
+    for template in (group[key] for key in ("leaderTemplate", "workerTemplate") if key in group):
+        (container,) = template["spec"]["containers"]
+        (volume,) = [each for each in template["spec"]["volumes"] if each["name"] == "plan"]
+        assert volume["configMap"]["name"] == config["metadata"]["name"]
+        (mount,) = [each for each in container["volumeMounts"] if each["name"] == "plan"]
+        (read,) = [each["value"] for each in container["env"] if each["name"] == "MOE_OPTIMIZER_PLAN"]
+        # The proofs go beside the plan, so it must lie where a server can write.
+        folder = read.removesuffix("/plan.json")
+        assert container["args"][0].startswith(f"mkdir -p {folder} && cp {mount['mountPath']}/plan.json {folder}/\n")
+
+
+def test_without_a_part_in_the_plugin_no_plan_travels():
+    made = plan("replicas", wishes=resolve_wishes([], ["expert-load"]))
+    assert "MOE_OPTIMIZER_PLAN" not in render_ray(made) + render_lws(made)
 
 
 def test_replicas_need_no_ray():

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.errors import InputError
+from moe_optimizer.errors import InputError, RequiredNotAppliedError
+from moe_optimizer.passes.kv_cache import KvCache
 from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.serve_args import flag_value
@@ -16,14 +17,17 @@ from tests.builders import (
     context,
     cpu_machine,
     decided_by,
+    deepseek_v3,
     gpt_oss_120b,
     gpus,
     profile_with,
     qwen3_30b_a3b,
+    request,
     shaped_model,
     software,
     tiny_moe,
 )
+from tests.unit.planner.refusal import refused
 
 ASKED: dict[str, Any] = {"wishes": resolve_wishes(["kv-tiering"], [])}
 
@@ -87,6 +91,33 @@ def test_an_fp8_cache_and_a_tier_go_together():
     decision = decide(hardware=host(1000), profile=profile, wishes={})
     assert flag_value(decision.vllm_args, "--kv-cache-dtype") == "fp8"
     assert flag_value(decision.vllm_args, "--kv-offloading-size") is not None
+
+
+LATENT = host(2000, "h200", 8)
+
+
+def test_a_tier_beside_an_fp8_cache_that_cannot_be_is_carried_out_as_the_pass():
+    asked = resolve_wishes(["kv-cache", "kv-tiering"], [])
+    decision = decide(deepseek_v3(), LATENT, wishes=asked)
+    assert (decision.status, decision.applier) == (Status.ON, Applier.FLAGS)
+    assert flag_value(decision.vllm_args, "--kv-cache-dtype") is None
+    assert flag_value(decision.vllm_args, "--kv-offloading-size") is not None
+    assert "mla attention keeps its own cache type" in decision.rejected["FP8"]
+    assert "--enable-kv-cache" in decision.warnings[0]
+    assert KvCache().unmet(decision) == decision.rejected["FP8"]
+
+
+def test_a_tier_that_is_required_is_looked_for_also_beside_an_fp8_cache_that_cannot_be():
+    wishes = resolve_wishes(["kv-cache"], [], ["kv-tiering"])
+    assert decide(deepseek_v3(), LATENT, wishes=wishes, required=frozenset({"kv_cache.tiering"})).required
+
+
+def test_a_required_fp8_cache_that_cannot_be_is_refused_also_beside_a_tier():
+    wishes = resolve_wishes(["kv-tiering"], [], ["kv-cache"])
+    error = refused(
+        request(deepseek_v3(), LATENT, wishes=wishes, required=frozenset({"kv_cache"})), RequiredNotAppliedError
+    )
+    assert "mla attention keeps its own cache type" in str(error)
 
 
 HYBRID = dataclasses.replace(shaped_model(), attention=dataclasses.replace(shaped_model().attention, kind="hybrid"))

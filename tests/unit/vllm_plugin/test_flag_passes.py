@@ -15,7 +15,7 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.activation import Activation
 from moe_optimizer.vllm_plugin.flag_passes import FLAG_PASSES, differences, flag_decisions, prove_flags, unconverted
-from tests.builders import cpu_machine, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import cpu_machine, dense_model, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
 
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "plans").glob("*.json"))
 BF16 = {"layer.0": SimpleNamespace(dtype=torch.bfloat16)}
@@ -29,7 +29,7 @@ def vllm_config(**changed: Any) -> Any:
         "enable_dbo": True, "all2all_backend": "deepep_low_latency", "max_num_seqs": 256, "max_num_batched_tokens": 256,
         "performance_mode": "balanced", "enforce_eager": False, "cache_dtype": "fp8", "kv_offloading_size": None,
         "kv_offloading_backend": "native", "max_cudagraph_capture_size": 512, "kv_transfer_config": None,
-        "distributed_executor_backend": "mp",
+        "distributed_executor_backend": "mp", "is_moe": True,
     }  # fmt: skip
     # All sections hold all fields: which one a field belongs to is vLLM's to know, and the real server's test.
     section = SimpleNamespace(**(fields | changed))
@@ -49,7 +49,7 @@ def plan() -> Plan:
 
 
 def found(plan: Plan, name: str, specs: dict[str, Any] = FP8, **changed: Any) -> tuple[str, ...]:
-    return differences(plan.decision(name), vllm_config(**changed), specs)
+    return differences(plan.decision(name), plan.serve_args, vllm_config(**changed), specs)
 
 
 def test_a_plan_has_every_pass_that_flags_carry_out(plan: Plan) -> None:
@@ -82,6 +82,53 @@ def test_what_vllm_changed_is_named_with_both_values(
     assert any(text.startswith(difference) for text in found(plan, name, **changed))
 
 
+OWN = {
+    "parallelism": ("--tensor-parallel-size", "2", "--data-parallel-size", "2", "--enable-expert-parallel"),
+    "dual_batch_overlap": ("--enable-dbo", "--all2all-backend", "deepep_low_latency"),
+    "scheduler": ("--max-num-seqs", "256", "--max-num-batched-tokens", "256"),
+    "kv_cache": ("--kv-cache-dtype", "fp8_e4m3"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "difference"),
+    [
+        ("parallelism", {"enable_expert_parallel": False}, "--enable-expert-parallel: vLLM runs with False"),
+        ("dual_batch_overlap", {"enable_dbo": False}, "--enable-dbo: vLLM runs with False"),
+        ("scheduler", {"max_num_seqs": 8}, "--max-num-seqs: vLLM runs with 8, planned 256"),
+        ("kv_cache", {"cache_dtype": "auto"}, "--kv-cache-dtype: vLLM runs with auto, planned fp8_e4m3"),
+    ],
+)
+def test_arguments_that_the_user_gives_in_place_of_the_plans_are_looked_at_too(
+    name: str, changed: dict[str, Any], difference: str
+) -> None:
+    passes = {
+        "parallelism": {"data_parallel_size": 2, "expert_parallel": "on"},
+        "dual_batch_overlap": {"mode": "on"},
+    }
+    own = tuple(word for words in OWN.values() for word in words)
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 4), profile_with(passes=passes), vllm_args=own))
+    assert plan.decision(name).vllm_args == ()
+    assert found(plan, name) == ()
+    assert any(text.startswith(difference) for text in found(plan, name, **changed))
+
+
+@pytest.mark.parametrize("given", [{"passes": {"parallelism": {"data_parallel_size": 2}}}, {}], ids=["plan", "user"])
+def test_copies_of_a_model_without_experts_are_engines_of_their_own(given: dict[str, Any]) -> None:
+    own = () if given else ("--data-parallel-size", "2")
+    plan = make_plan(request(dense_model(), gpus("h200", 2), profile_with(**given), vllm_args=own))
+    alone: dict[str, Any] = {"tensor_parallel_size": 1, "data_parallel_size": 1}
+    assert found(plan, "parallelism", **alone, is_moe=False) == ()
+    assert found(plan, "parallelism", **alone) != ()
+
+
+@pytest.mark.parametrize("words", [("--max-num-batched-tokens", "2K"), ("--max-num-batched-tokens=2048",)])
+def test_a_number_is_read_as_vllm_reads_it(words: tuple[str, ...]) -> None:
+    plan = make_plan(request(tiny_moe(), cpu_machine(), vllm_args=words))
+    assert found(plan, "scheduler", max_num_batched_tokens=2048) == ()
+    assert found(plan, "scheduler", max_num_batched_tokens=1024) != ()
+
+
 def test_the_long_name_of_the_cache_type_is_the_same_type(plan: Plan) -> None:
     assert found(plan, "kv_cache", cache_dtype="fp8_e4m3") == ()
 
@@ -92,10 +139,10 @@ def test_a_cache_that_is_called_fp8_but_keeps_wide_elements_is_named(plan: Plan)
 
 def test_a_tier_without_a_connector_is_named() -> None:
     wishes = resolve_wishes(["kv-tiering"], [])
-    decision = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), wishes=wishes)).decision("kv_cache")
-    size = float(decision.params["host_tier_gib"])
-    assert differences(decision, vllm_config(kv_offloading_size=size, kv_transfer_config=object()), BF16) == ()
-    (text,) = differences(decision, vllm_config(kv_offloading_size=size), BF16)
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), wishes=wishes))
+    size = float(plan.decision("kv_cache").params["host_tier_gib"])
+    assert found(plan, "kv_cache", BF16, kv_offloading_size=size, kv_transfer_config=object()) == ()
+    (text,) = found(plan, "kv_cache", BF16, kv_offloading_size=size)
     assert "no KV connector" in text
 
 
@@ -145,15 +192,16 @@ def test_layers_that_the_profile_keeps_may_stay_wide() -> None:
 
 def test_eager_is_a_flag_like_others() -> None:
     profile = profile_with(passes={"graph_capture": {"eager": True}})
-    decision = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), profile)).decision("graph_capture")
-    assert differences(decision, vllm_config(enforce_eager=True), BF16) == ()
-    assert differences(decision, vllm_config(), BF16) == ("--enforce-eager: vLLM runs with False, planned True",)
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), profile))
+    assert found(plan, "graph_capture", enforce_eager=True) == ()
+    assert found(plan, "graph_capture") == ("--enforce-eager: vLLM runs with False, planned True",)
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_every_flag_of_a_golden_plan_can_be_shown(path: Path) -> None:
-    for decision in flag_decisions(Plan.load(path)):
-        differences(decision, vllm_config(), BF16)
+    plan = Plan.load(path)
+    for decision in flag_decisions(plan):
+        found(plan, decision.pass_name)
 
 
 @pytest.fixture

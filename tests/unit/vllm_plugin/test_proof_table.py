@@ -12,7 +12,7 @@ from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, Proof
 from moe_optimizer.vllm_plugin.proof_table import Row, proof_rows, render_table
 from moe_optimizer.vllm_plugin.proof_verdict import NO_WORKER, kernels_in_use, layers_left, not_running
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, dense_model, gpus, profile_with, request, tiny_moe
 
 PASS = "flash_dmoe"
 PLAN = make_plan(request(tiny_moe(), cpu_machine()))
@@ -52,6 +52,15 @@ def frontend(why_not: str = "") -> Proof:
 
 def test_it_runs_when_every_worker_ran_it(plan: Plan) -> None:
     assert not_running(plan, [frontend(), worker(0), worker(1)], [PASS]) == {}
+
+
+def test_every_copy_of_a_model_without_experts_is_an_engine_whose_workers_must_report() -> None:
+    profile = profile_with(passes={"parallelism": {"data_parallel_size": 2}})
+    plan = make_plan(request(dense_model(), gpus("h200", 2), profile))
+    entry = PassProof(requested="DP=2", applied=True, ran=True)
+    copy = dataclasses.replace(worker(0, 1), plan_digest=plan.digest, passes={"parallelism": entry})
+    assert not_running(plan, [copy], ["parallelism"]) == {"parallelism": "1 of 2 workers reported"}
+    assert not_running(plan, [copy, dataclasses.replace(copy, pid=2)], ["parallelism"]) == {}
 
 
 @pytest.mark.parametrize(

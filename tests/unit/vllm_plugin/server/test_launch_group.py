@@ -19,6 +19,7 @@ from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.server import deployment, evidence, launch, router, supervisor
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo
+from moe_optimizer.vllm_plugin.server.run_folder import RunFolder
 from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, tiny_moe
 from tests.free_ports import four_free_ports
 from tests.run_processes import processes_of
@@ -188,6 +189,30 @@ def test_what_a_group_needs_is_checked_before_the_start(monkeypatch: pytest.Monk
     with pytest.raises(UnsupportedError, match="several servers need vllm-router"):
         router.check_group_can_run(replicas, {})
     router.check_group_can_run(make_plan(request(tiny_moe(), cpu_machine())), {"VLLM_API_KEY": "k"})
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"), [(None, ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"]), ("GPU-a,GPU-b,GPU-c,GPU-d", None)]
+)
+@pytest.mark.parametrize("flag", ["disaggregation", "replicas"])
+def test_each_server_sees_its_own_share_of_the_gpus_that_the_launcher_sees(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str, visible: str | None, seen: list[str] | None
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    own = ("--tensor-parallel-size", "2")
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 4), wishes=resolve_wishes([flag], []), vllm_args=own))
+    servers = deployment.Deployment(plan, RunFolder(tmp_path)).servers
+    shown = [server.environment["CUDA_VISIBLE_DEVICES"] for server in servers]
+    assert shown == (seen or ["GPU-a,GPU-b", "GPU-c,GPU-d"])
+
+
+def test_each_server_has_the_variables_of_its_role(tmp_path: Path) -> None:
+    plan = make_plan(request(tiny_moe(), cpu_machine(cores=2), wishes=resolve_wishes(["replicas"], [])))
+    servers = deployment.Deployment(plan, RunFolder(tmp_path)).servers
+    bound = [server.environment["VLLM_CPU_OMP_THREADS_BIND"] for server in servers]
+    assert bound == ["0", "1"]
 
 
 def test_replicas_need_no_nixl_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
