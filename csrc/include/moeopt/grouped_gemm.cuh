@@ -45,7 +45,7 @@ namespace moeopt {
 // The weights of one stage, by one thread; in a pair half of them, for both blocks.
 template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void copy_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1,
-                                const GemmRing& ring, int expert, int row_tile, int step, uint64_t policy) {
+                                const GemmRing& ring, int expert, int row_tile, int step) {
   using Shape = GemmShape<kMode, kTokens>;
   uint64_t* full = ring.full + ring.stage;
   mbarrier_arrive_expect_bytes(full, Shape::kWeightBytes);
@@ -53,16 +53,19 @@ MOEOPT_DEVICE void copy_weights(const GemmArgs& args, const TensorMap* map0, con
   if (args.paired) {
     const int box = cluster_rank();
     tensor_copy_to_both(ring.data() + box * kBoxBytes, box ? map1 : map0, x, box_row<kUp>(row_tile, box), expert, full);
+  } else if (args.weights_once) {
+    tensor_copy_once(ring.data(), map0, x, box_row<kUp>(row_tile, 0), expert, full);
+    tensor_copy_once(ring.data() + kBoxBytes, map1, x, box_row<kUp>(row_tile, 1), expert, full);
   } else {
-    tensor_copy(ring.data(), map0, x, box_row<kUp>(row_tile, 0), expert, full, policy);
-    tensor_copy(ring.data() + kBoxBytes, map1, x, box_row<kUp>(row_tile, 1), expert, full, policy);
+    tensor_copy(ring.data(), map0, x, box_row<kUp>(row_tile, 0), expert, full);
+    tensor_copy(ring.data() + kBoxBytes, map1, x, box_row<kUp>(row_tile, 1), expert, full);
   }
 }
 
 // Fills the empty ring with the first task's weights, which no earlier launch writes; returns how many stages. The
 // routing is complete: the launch between it and this one waited for it before it let this one start.
 template <GemmMode kMode, int kTokens>
-MOEOPT_DEVICE int copy_first_weights(const GemmArgs& args, const TensorMap* map, GemmRing ring, uint64_t policy) {
+MOEOPT_DEVICE int copy_first_weights(const GemmArgs& args, const TensorMap* map, GemmRing ring) {
   using Shape = GemmShape<kMode, kTokens>;
   const GemmTasks<false> tasks(args);
   if (tasks.first() >= tasks.count) return 0;
@@ -71,7 +74,7 @@ MOEOPT_DEVICE int copy_first_weights(const GemmArgs& args, const TensorMap* map,
   if (thread_index() == 0) {
     const GemmTask task = tasks.at(tasks.first(), 0);  // both tiles of a pair have one expert
     for (int step = 0; step < ahead; ++step) {
-      copy_weights<kMode, kTokens, false>(args, map, map, ring, task.expert, task.row_tile, step, policy);
+      copy_weights<kMode, kTokens, false>(args, map, map, ring, task.expert, task.row_tile, step);
       ring.advance();
     }
   }
@@ -185,8 +188,7 @@ template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring,
                                    TaskQueue queue) {
   using Shape = GemmShape<kMode, kTokens>;
-  const uint64_t policy = cache_policy(args.weights_once);
-  int ahead = kUp ? 0 : copy_first_weights<kMode, kTokens>(args, map0, ring, policy);
+  int ahead = kUp ? 0 : copy_first_weights<kMode, kTokens>(args, map0, ring);
   if (kUp) wait_for_previous_kernel();
   launch_dependents();  // kUp: after the wait, see copy_first_weights
   const int num_steps = ceil_div(args.depth, Shape::kDepth), lane = thread_index();
@@ -202,7 +204,7 @@ MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, 
       if (ahead > 0) {
         --ahead;
       } else if (lane == 0) {
-        copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, task.expert, task.row_tile, step, policy);
+        copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, task.expert, task.row_tile, step);
       }
       scales.store(reinterpret_cast<float*>(ring.data() + Shape::kScaleOffset));
       mbarrier_arrive_at(ring.full + ring.stage, args.paired ? cluster_rank() : 0);

@@ -337,9 +337,11 @@ inline void tensor_copy_into(::emulation::Block* owner, void* shared, const Tens
     mbarrier_complete(owner, offset, static_cast<int64_t>(total) * m.element_bytes, own);
   });
 }
-inline uint64_t cache_policy(bool) { return 0; }
-inline void tensor_copy(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier, uint64_t) {
+inline void tensor_copy(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
   tensor_copy_into(&block(), shared, map, x, y, z, barrier);
+}
+inline void tensor_copy_once(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
+  tensor_copy(shared, map, x, y, z, barrier);
 }
 inline void tensor_copy_to_both(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
   for (int rank = 0; rank < 2; ++rank) tensor_copy_into(&cluster_block(rank), shared, map, x, y, z, barrier);
