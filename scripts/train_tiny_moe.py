@@ -3,6 +3,8 @@
     python scripts/train_tiny_moe.py                  train, measure, write the folder
     python scripts/train_tiny_moe.py --minutes 2      as many steps as fit
     python scripts/train_tiny_moe.py --evaluate       compute the numbers again and compare them with the card
+    python scripts/train_tiny_moe.py --hidden-size 1024 --expert-width 512 --output DIR
+                                                      a larger one, for measurements: no card, no limit of size
 
 Needs torch, transformers, tokenizers and safetensors. Uses a GPU when there is one. Exit code 1: the numbers computed
 by --evaluate are not those of metrics.json.
@@ -45,7 +47,13 @@ def main() -> int:
     length.add_argument("--steps", type=int, default=DEFAULT_STEPS, help=f"default {DEFAULT_STEPS}")
     length.add_argument("--minutes", type=float, help="train as many steps as fit into this time")
     length.add_argument("--evaluate", action="store_true", help="measure the folder, train nothing")
+    parser.add_argument("--hidden-size", type=int, metavar="N", help="other than the bundled model's; needs --output")
+    parser.add_argument("--expert-width", type=int, metavar="N", help="other than the bundled model's; needs --output")
     arguments = parser.parse_args()
+    sizes = {"hidden_size": arguments.hidden_size, "expert_width": arguments.expert_width}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    if sizes and arguments.output.resolve() == MODEL_FOLDER:
+        parser.error("--hidden-size and --expert-width need --output: the bundled model keeps its sizes")
     # Read when torch and tokenizers start, so set before the first import of either.
     os.environ["OMP_NUM_THREADS"] = str(THREADS)
     os.environ["RAYON_NUM_THREADS"] = "1"
@@ -57,10 +65,10 @@ def main() -> int:
     torch.use_deterministic_algorithms(True)
     if arguments.evaluate:
         return evaluate_folder(arguments.output)
-    return train_folder(arguments.output, seed=arguments.seed, steps=arguments.steps, minutes=arguments.minutes)
+    return train_folder(arguments.output, sizes, seed=arguments.seed, steps=arguments.steps, minutes=arguments.minutes)
 
 
-def train_folder(output: Path, *, seed: int, steps: int, minutes: float | None) -> int:
+def train_folder(output: Path, sizes: dict[str, int], *, seed: int, steps: int, minutes: float | None) -> int:
     """Train into a temporary folder and move its files to `output` at the end: an aborted run changes nothing."""
     import torch
     from tiny_moe import card, checkpoint, corpus, tokenizer, training
@@ -79,7 +87,7 @@ def train_folder(output: Path, *, seed: int, steps: int, minutes: float | None) 
         stream += [*encoding.ids, end_of_text]
     print(f"{len(train_files)} files, {len(chats)} chats, {len(stream):,} tokens", file=sys.stderr)
 
-    shape = Shape(vocab_size=vocabulary.get_vocab_size())
+    shape = Shape(vocab_size=vocabulary.get_vocab_size(), **sizes)
     result = training.train(torch.tensor(stream), shape, seed=seed, steps=steps, minutes=minutes)
 
     output.mkdir(parents=True, exist_ok=True)
@@ -106,13 +114,14 @@ def train_folder(output: Path, *, seed: int, steps: int, minutes: float | None) 
             },
         }
         (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
-        card.write_card(folder)
-        size = sum(path.stat().st_size for path in folder.iterdir())
-        assert size <= MAX_FOLDER_BYTES, f"model folder has {size} bytes, limit {MAX_FOLDER_BYTES}"
+        if not sizes:
+            card.write_card(folder)
+            size = sum(path.stat().st_size for path in folder.iterdir())
+            assert size <= MAX_FOLDER_BYTES, f"model folder has {size} bytes, limit {MAX_FOLDER_BYTES}"
         for path in sorted(folder.iterdir()):
             path.chmod(0o644)
             path.replace(output / path.name)
-    print((output / "README.md").read_text(encoding="utf-8"))
+    print((output / ("metrics.json" if sizes else "README.md")).read_text(encoding="utf-8"))
     return 0
 
 

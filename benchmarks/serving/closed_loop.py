@@ -16,12 +16,17 @@ from collections.abc import Mapping
 from typing import Any
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
+SETTLED = 0.05
+"""Rounds that are not counted go on until tokens per second rise by less than this share,"""
+MOST_UNCOUNTED = 5
+"""or there were so many."""
 
 
 def load_at(url: str, model: str, vocabulary: int, requests: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """Load a server at every number of clients, each after a round of requests that is not counted.
+    """Load a server at every number of clients, each after rounds of a request per client that are not counted.
 
-    A batch of a size that the server has not met makes it compile kernels: seconds, in the first round only.
+    A batch of a size that the server has not met makes it compile kernels, seconds at a time; with FP8 weights it meets
+    new ones for several rounds. No prompt comes twice: its prefix would be cached.
 
     Args:
         url: of the server, without /v1.
@@ -30,26 +35,33 @@ def load_at(url: str, model: str, vocabulary: int, requests: Mapping[int, int]) 
         requests: number of clients -> requests of each.
 
     Returns:
-        Per number of clients: requests, tpot_ms (times per output token of all requests, sorted), tpot_ms_median, and
-        output_tokens_per_s of all clients together.
+        Per number of clients: requests, tpot_ms (times per output token of all requests, sorted), tpot_ms_median,
+        ttft_ms_median (time to the first token), output_tokens_per_s of all clients together, and
+        uncounted_tokens_per_s, those of the rounds before.
     """
     loads = {}
     for clients, each in requests.items():
-        _load(url, model, vocabulary, clients=clients, requests=1)
-        loads[clients] = _load(url, model, vocabulary, clients=clients, requests=each)
+        rates: list[float] = []
+        while len(rates) < 2 or (rates[-1] > rates[-2] * (1 + SETTLED) and len(rates) < MOST_UNCOUNTED):
+            found = _load(url, model, vocabulary, clients=clients, requests=1, round_number=len(rates))
+            rates.append(found["output_tokens_per_s"])
+        counted = _load(url, model, vocabulary, clients=clients, requests=each, round_number=len(rates))
+        loads[clients] = {**counted, "uncounted_tokens_per_s": [round(rate, 1) for rate in rates]}
     return loads
 
 
-def _load(url: str, model: str, vocabulary: int, *, clients: int, requests: int) -> dict[str, Any]:
+def _load(url: str, model: str, vocabulary: int, *, clients: int, requests: int, round_number: int) -> dict[str, Any]:
     times: list[float] = []
+    firsts: list[float] = []
     lock = threading.Lock()
 
     def client(seed: int) -> None:
-        generator = random.Random(seed)
+        generator = random.Random(f"{seed} {round_number}")
         for _ in range(requests):
             prompt = [generator.randrange(100, vocabulary - 100) for _ in range(PROMPT_TOKENS)]
-            per_token = _stream_one(url, model, prompt)
+            first, per_token = _stream_one(url, model, prompt)
             with lock:
+                firsts.append(first)
                 times.append(per_token)
 
     threads = [threading.Thread(target=client, args=(clients * 1000 + index,)) for index in range(clients)]
@@ -63,13 +75,14 @@ def _load(url: str, model: str, vocabulary: int, *, clients: int, requests: int)
     return {
         "requests": len(times),
         "tpot_ms_median": statistics.median(times),
+        "ttft_ms_median": statistics.median(firsts),
         "tpot_ms": [round(each, 4) for each in sorted(times)],
         "output_tokens_per_s": len(times) * OUTPUT_TOKENS / wall,
     }
 
 
-def _stream_one(url: str, model: str, prompt: list[int]) -> float:
-    """Return the milliseconds per output token of one streamed completion."""
+def _stream_one(url: str, model: str, prompt: list[int]) -> tuple[float, float]:
+    """Return the milliseconds to the first token of one streamed completion, and per output token behind it."""
     body = {
         "model": model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0,
         "stream": True,
@@ -78,12 +91,13 @@ def _stream_one(url: str, model: str, prompt: list[int]) -> float:
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     first = last = 0.0
+    started = time.monotonic()
     with urllib.request.urlopen(request, timeout=300) as response:
         for line in response:
             if line.startswith(b"data: {"):
                 last = time.monotonic()
                 first = first or last
-    return 1000 * (last - first) / (OUTPUT_TOKENS - 1)
+    return 1000 * (first - started), 1000 * (last - first) / (OUTPUT_TOKENS - 1)
 
 
 def table_of(sides: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:

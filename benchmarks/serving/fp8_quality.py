@@ -1,9 +1,11 @@
-"""What FP8 costs on a GPU: perplexity of the bundled model with each way of computing in FP8, and in BF16.
+"""What FP8 costs on a GPU: perplexity of a small trained model with each way of computing in FP8, and in BF16.
 
 All sides are served at the same time on one GPU, which changes no result. A side with a kernel of ours has a made-up
 table of speeds by which that kernel wins at every number of tokens; the record has how often each kernel ran.
 
     python benchmarks/serving/fp8_quality.py --out FILE
+
+The bundled model's sums are one block of 128 long. --model DIR: another that scripts/train_tiny_moe.py trained.
 """
 
 from __future__ import annotations
@@ -62,6 +64,8 @@ SIDES = {
     "FP8 experts, ours, BF16 tokens": Side({"linears": "off"}, "grouped-fp8_weights-n32"),
     # Tokens in FP8 too, with one scale for each of them.
     "FP8 experts, ours, FP8 tokens": Side({"linears": "off"}, "grouped-fp8-n64"),
+    # The tensor cores add along all of K.
+    "the same in wide tiles": Side({"linears": "off"}, "grouped-fp8-n144"),
     "FP8 experts and linears, vLLM": Side({}),
     "the same, our quantizer": Side({"quantizer": "builtin"}),
 }
@@ -72,32 +76,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", help="for the record, where the checkout came without its .git; +dirty when it is")
+    parser.add_argument("--model", type=Path, default=TINY_MOE, help="default: examples/tiny-moe")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(SIDES)) as pool:
         started = {
-            name: pool.submit(served, plan_of(side), Path(folder) / str(number))
+            name: pool.submit(served, options.model, plan_of(options.model, side), Path(folder) / str(number))
             for number, (name, side) in enumerate(SIDES.items())
         }
         results = {name: each.result() for name, each in started.items()}
     for name, result in results.items():
         change = result["perplexity"] / results["BF16"]["perplexity"] - 1
         print(f"{name:32}{result['perplexity']:>10.4f}{change:>+9.3%}  {result['calls_by_kernel'] or ''}")
-    options.out.write_text(json.dumps(make_record(results, options.commit), indent=1) + "\n")
+    options.out.write_text(json.dumps(make_record(results, options.model, options.commit), indent=1) + "\n")
     return 0
 
 
-def plan_of(side: Side) -> Plan:
-    """Return the balanced profile's plan for the bundled model on this GPU, with only what the side needs."""
+def plan_of(model: Path, side: Side) -> Plan:
+    """Return the balanced profile's plan for the model on this GPU, with only what the side needs."""
     vllm, kernels = find_vllm(), read_kernel_inventory()
     if vllm is None or vllm.device != "cuda":
         sys.exit("needs a vLLM for CUDA")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    tables = () if side.kernel is None else (_winning(side.kernel, vllm, kernels),)
+    tables = () if side.kernel is None else (_winning(side.kernel, model, vllm, kernels),)
     wished = {"fp8": side.fp8 is not None, "flash_dmoe": side.kernel is not None}
     return plan_here(
-        TINY_MOE,
+        model,
         "--enforce-eager", "--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.1",
         # Without it vLLM measures what is free, and stops when another server gives some back meanwhile.
         "--kv-cache-memory-bytes", "512M",
@@ -119,9 +124,9 @@ def _profile(fp8: dict[str, Any]) -> Profile:
     return Profile.model_validate(data)
 
 
-def _winning(kernel: str, vllm: VllmInstallation, kernels: KernelInventory) -> KernelSpeeds:
-    """Return a table for the bundled model's layers in which one kernel wins everywhere."""
-    gpu, model = probe_hardware().gpu, ModelInspector().inspect(TINY_MOE)
+def _winning(kernel: str, folder: Path, vllm: VllmInstallation, kernels: KernelInventory) -> KernelSpeeds:
+    """Return a table for the model's layers in which one kernel wins everywhere."""
+    gpu, model = probe_hardware().gpu, ModelInspector().inspect(folder)
     assert gpu is not None, "vLLM for CUDA, and no GPU"
     rows = (TokenSpeeds(tokens=tokens, stock_us=100.0, ours_us={kernel: 10.0}) for tokens in (1, MAX_TOKENS))
     return KernelSpeeds(
@@ -142,9 +147,9 @@ def _winning(kernel: str, vllm: VllmInstallation, kernels: KernelInventory) -> K
     )
 
 
-def served(plan: Plan, run_dir: Path) -> dict[str, Any]:
+def served(model: Path, plan: Plan, run_dir: Path) -> dict[str, Any]:
     """Serve a plan and return the perplexity, and how often each expert kernel ran where ours are on."""
-    text = (TINY_MOE / "heldout.txt").read_text(encoding="utf-8")
+    text = (model / "heldout.txt").read_text(encoding="utf-8")
     with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
         value = perplexity(info.base_url, info.model, text)
     # Written a last time when the server ended: with what the requests ran.
@@ -162,19 +167,23 @@ def served(plan: Plan, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def make_record(results: dict[str, dict[str, Any]], commit: str | None) -> dict[str, Any]:
+def make_record(results: dict[str, dict[str, Any]], model: Path, commit: str | None) -> dict[str, Any]:
     """Return the results with what they were measured on."""
     gpu = probe_hardware().gpu
     return {
-        "what": "perplexity of the bundled model in FP8 and in BF16, served by vLLM on one GPU",
+        "what": "perplexity of a small trained model in FP8 and in BF16, served by vLLM on one GPU",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "command": command_line(),
         **checkout(commit),
         "gpu": gpu.name if gpu else None,
         "driver": probe_hardware().driver_version,
         "workload": {
-            "model": "examples/tiny-moe",
-            "perplexity": "examples/tiny-moe/heldout.txt, windows of 511 tokens, each token predicted once",
+            "model": "examples/tiny-moe" if model == TINY_MOE else "trained by scripts/train_tiny_moe.py",
+            "metrics": {
+                name: json.loads((model / "metrics.json").read_text())[name]
+                for name in ("model", "training", "heldout")
+            },
+            "perplexity": "heldout.txt of the model, windows of 511 tokens, each token predicted once",
         },
         "results": results,
     }
