@@ -96,8 +96,9 @@ def in_plain_words(table: KernelSpeeds, ranges: Sequence[TokenRange]) -> str:
     parts, start = [], 1
     for each in ranges:
         span = f"{start}" if start == each.up_to else f"{start}-{each.up_to}"
+        # Those it was measured at, in the range or beside it: it may end before the next measured number.
         gains = [row.stock_us / row.ours_us[each.use] for row in table.rows
-                 if each.use != STOCK and start <= row.tokens <= each.up_to]  # fmt: skip
+                 if each.use in row.ours_us and start - 1 <= row.tokens <= each.up_to + 1]  # fmt: skip
         parts.append(f"{span}: {_kernel(each.use, gains)}")
         start = each.up_to + 1
     parts.append(f"above {start - 1}: vLLM's")

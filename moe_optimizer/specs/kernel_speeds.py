@@ -125,7 +125,8 @@ def token_ranges(rows: Sequence[TokenSpeeds], *, margin: float = MARGIN) -> tupl
     """Return which kernel to use for how many tokens. Above the last range: vLLM's.
 
     Between two measured numbers of tokens a variant is used only if it was measured at both and is faster than
-    vLLM's at both: at the upper one, up to which it is used, by `margin`; of several the one that gains most there.
+    vLLM's at both: at the upper one, up to which it is used, by `margin`; of several the one that gains most there. At
+    the measured number itself, which may be the step that a server is told to fill, the fastest of all counts.
     """
     chosen: list[TokenRange] = []
     lower: TokenSpeeds | None = None
@@ -133,7 +134,9 @@ def token_ranges(rows: Sequence[TokenSpeeds], *, margin: float = MARGIN) -> tupl
         # Below the first measured number there is nothing to compare with: one token is all it stands for.
         if lower is None and row.tokens > 1:
             chosen.append(TokenRange(up_to=row.tokens - 1, use=STOCK))
-        chosen.append(TokenRange(up_to=row.tokens, use=_winner(lower, row, margin)))
+        if lower is not None and lower.tokens + 1 < row.tokens:
+            chosen.append(TokenRange(up_to=row.tokens - 1, use=_winner(row, margin, also_at=lower)))
+        chosen.append(TokenRange(up_to=row.tokens, use=_winner(row, margin)))
         lower = row
     merged: list[TokenRange] = []
     for each in chosen:
@@ -145,13 +148,12 @@ def token_ranges(rows: Sequence[TokenSpeeds], *, margin: float = MARGIN) -> tupl
     return tuple(merged)
 
 
-def _winner(lower: TokenSpeeds | None, upper: TokenSpeeds, margin: float) -> str:
-    neighbours = lower is None or lower.tokens + 1 == upper.tokens
+def _winner(row: TokenSpeeds, margin: float, *, also_at: TokenSpeeds | None = None) -> str:
     faster = [
         (time, name)
-        for name, time in upper.ours_us.items()
-        if time <= (1 - margin) * upper.stock_us
-        and (neighbours or (lower is not None and lower.ours_us.get(name, float("inf")) <= lower.stock_us))
+        for name, time in row.ours_us.items()
+        if time <= (1 - margin) * row.stock_us
+        and (also_at is None or also_at.ours_us.get(name, float("inf")) <= also_at.stock_us)
     ]
     return min(faster)[1] if faster else STOCK
 

@@ -51,12 +51,12 @@ def test_a_gain_within_the_margin_is_none():
 
 
 def test_a_variant_that_was_slower_at_the_lower_end_is_not_used_in_between():
-    assert uses(row(64, tile=101.0), row(128, tile=50.0)) == []
+    assert uses(row(64, tile=101.0), row(128, tile=50.0)) == [(127, STOCK), (128, "tile")]
     assert uses(row(64, tile=100.0), row(128, tile=50.0)) == [(64, STOCK), (128, "tile")]
 
 
 def test_a_variant_that_was_not_measured_at_the_lower_end_is_not_used_in_between():
-    assert uses(row(8, direct=80.0), row(16, tile=50.0)) == [(7, STOCK), (8, "direct")]
+    assert uses(row(8, direct=80.0), row(16, tile=50.0)) == [(7, STOCK), (8, "direct"), (15, STOCK), (16, "tile")]
 
 
 def test_of_neighbouring_numbers_only_the_upper_one_counts():
