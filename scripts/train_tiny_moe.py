@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiny_moe.corpus import SourceFile
+    from tiny_moe.network import Shape
     from tiny_moe.training import TrainingResult
 
 MODEL_FOLDER = Path(__file__).resolve().parent.parent / "examples" / "tiny-moe"
@@ -205,11 +206,22 @@ def _model_facts(result: TrainingResult) -> dict[str, Any]:
     return {"total_params": total, "active_params": total - idle} | {name: getattr(shape, name) for name in names}
 
 
+def _sizes(shape: Shape) -> str:
+    """Return the options that say how the network differs from the bundled one."""
+    from tiny_moe.network import Shape
+
+    usual = Shape(vocab_size=shape.vocab_size)
+    options = {"hidden-size": (shape.hidden_size, usual.hidden_size)}
+    options["expert-width"] = (shape.expert_width, usual.expert_width)
+    return "".join(f" --{name} {size}" for name, (size, bundled) in options.items() if size != bundled)
+
+
 def _training_facts(result: TrainingResult, seed: int) -> dict[str, Any]:
     from tiny_moe import checkpoint, training
 
     return {
-        "command": f"python scripts/train_tiny_moe.py --seed {seed} --steps {result.steps}",
+        "command": f"python scripts/train_tiny_moe.py --seed {seed} --steps {result.steps}"
+        + _sizes(result.network.shape),
         "seed": seed,
         "steps": result.steps,
         "tokens_per_step": training.TOKENS_PER_STEP,
