@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_optimizer.plan.decision import Applier
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import flag_value, split_arguments
+from moe_optimizer.plan.serve_args import drain_timeout_s, flag_value, split_arguments
 
 RAY_PORT = 6379
 """Ray's own default."""
@@ -24,6 +24,8 @@ _COMMENT = """\
 # Put in your own: the image (vLLM with moe-optimizer and, for a server on several machines, Ray), and the claim that
 # holds the model's folder.
 """
+_STOP_MARGIN_S = 20
+"""Chosen: on top of the time in which a server finishes its requests."""
 _HEAD = f"$(LWS_LEADER_ADDRESS):{RAY_PORT}"
 # A worker may start long before the leader, which still pulls its image. Would it end then, the whole group would be
 # made anew, the leader with it.
@@ -152,7 +154,10 @@ def _pod(plan: Plan, role: str, ray: str) -> dict[str, Any]:
     if _needs_plan(plan):
         container["volumeMounts"].append({"name": "plan", "mountPath": _PLAN_MOUNT, "readOnly": True})
         volumes.append({"name": "plan", "configMap": {"name": f"{_name(plan)}-plan"}})
-    return {"metadata": {"labels": {"role": role}}, "spec": {"containers": [container], "volumes": volumes}}
+    # Kubernetes' own 30 s would end the pod while the last requests are answered.
+    grace_s = int(drain_timeout_s(plan.serve_args)) + _STOP_MARGIN_S
+    spec = {"terminationGracePeriodSeconds": grace_s, "containers": [container], "volumes": volumes}
+    return {"metadata": {"labels": {"role": role}}, "spec": spec}
 
 
 def _environment(plan: Plan, folder: str) -> dict[str, str]:

@@ -127,3 +127,17 @@ def _canonical(word: str) -> str:
     name = name.replace("_", "-")
     name = _SHORT.get(name, name)
     return ("--" + name.removeprefix("--no-") if name.startswith("--no-") else name) + dot + path
+
+
+def drain_timeout_s(arguments: Sequence[str]) -> float:
+    """Return how long a server may take to finish its requests, in seconds; 0, as in vLLM, where no flag says.
+
+    Raises:
+        InputError: the user's --shutdown-timeout is not a number.
+    """
+    text = flag_value(arguments, "--shutdown-timeout")
+    if text is None:
+        return 0.0
+    if not text.isdecimal():
+        raise InputError(f"--shutdown-timeout: got {text!r:.80}, expected a whole number of seconds")
+    return float(text)

@@ -11,7 +11,6 @@ from pathlib import Path
 from moe_optimizer import env
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.vllm_plugin.activation import plugin_decisions
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
@@ -30,20 +29,6 @@ def server_command(plan: Plan, serve_args: Sequence[str]) -> list[str]:
     else:
         start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", plan.model.path]
     return [*start, *serve_args]
-
-
-def drain_timeout_s(plan: Plan) -> float:
-    """Return how long the server may take to finish its requests, in seconds; 0, as in vLLM, where no flag says.
-
-    Raises:
-        InputError: the user's --shutdown-timeout is not a number.
-    """
-    text = flag_value(plan.serve_args, "--shutdown-timeout")
-    if text is None:
-        return 0.0
-    if not text.isdecimal():
-        raise InputError(f"--shutdown-timeout: got {text!r:.80}, expected a whole number of seconds")
-    return float(text)
 
 
 def server_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import flag_value
+from moe_optimizer.plan.serve_args import drain_timeout_s, flag_value
 from moe_optimizer.plan.server_group import RUN_DIR, ServerRole
 from moe_optimizer.vllm_plugin.server.address import base_url, reserved, server_address
 from moe_optimizer.vllm_plugin.server.command import (
     check_plugin_visible,
-    drain_timeout_s,
     server_command,
     server_environment,
 )
@@ -70,7 +69,7 @@ class Deployment:
             pass
         check_plugin_visible(self._plan)
         check_group_can_run(self._plan)
-        drain_timeout_s(self._plan)
+        drain_timeout_s(self._plan.serve_args)
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -99,7 +98,7 @@ class Deployment:
 
         The router first: it ends when its requests are answered, for which it needs the servers.
         """
-        grace_s = drain_timeout_s(self._plan) + _STOP_MARGIN_S
+        grace_s = drain_timeout_s(self._plan.serve_args) + _STOP_MARGIN_S
         if self.router is not None:
             self.router.stop(grace_s=grace_s, hurry=hurry)
         for server in self.servers:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.plan.serve_args import flag_value, read_integer, split_arguments, without_flags
+from moe_optimizer.plan.serve_args import drain_timeout_s, flag_value, read_integer, split_arguments, without_flags
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,13 @@ def test_numbers_are_read_as_vllm_reads_them(text, number):
 def test_what_is_no_number_names_the_flag(text):
     with pytest.raises(InputError, match="--max-model-len: got"):
         read_integer(text, flag="--max-model-len")
+
+
+def test_the_drain_is_what_the_flag_says_and_vllms_own_0_without_it():
+    assert drain_timeout_s(["--shutdown-timeout", "45"]) == 45
+    assert drain_timeout_s(["--port", "1"]) == 0
+
+
+def test_a_shutdown_timeout_that_is_no_number_is_refused():
+    with pytest.raises(InputError, match=r"--shutdown-timeout: got 'soon'"):
+        drain_timeout_s(["--shutdown-timeout", "soon"])
