@@ -14,7 +14,7 @@ from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.machines import render_lws, render_ray
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import flag_value
+from moe_optimizer.plan.serve_args import drain_timeout_s, flag_value
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.model import ModelSpec
 from tests.builders import deepseek_v3, gpus, qwen3_30b_a3b, request
