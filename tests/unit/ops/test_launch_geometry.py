@@ -127,6 +127,14 @@ def test_a_ring_that_could_deadlock_is_refused(mode):
         grouped_geometry(sizes, mode, num_multiprocessors=132, tile_tokens=32, num_stages=1)
 
 
+@pytest.mark.parametrize(("paired", "stages", "ahead"), [(False, 15, "17"), (True, 8, "18")])
+def test_more_tasks_dealt_ahead_than_places_are_refused(paired, stages, ahead):
+    with pytest.raises(GeometryError, match=rf"tasks dealt ahead: got {ahead} \("):
+        grouped_geometry(
+            QWEN3, GemmMode.BF16, num_multiprocessors=132, tile_tokens=160, num_stages=stages, paired=paired
+        )
+
+
 def test_a_tile_whose_sums_exceed_the_registers_is_refused():
     assert 128 not in TILE_TOKENS[GemmMode.FP8_WEIGHTS]
     with pytest.raises(GeometryError, match="token tile in FP8_WEIGHTS: got 128"):

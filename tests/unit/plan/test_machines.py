@@ -130,9 +130,7 @@ def test_the_set_has_a_group_for_each_server(kind, replicas, size):
     templates = [group[key] for key in ("leaderTemplate", "workerTemplate") if key in group]
     assert len(templates) == size
     for template in templates:
-        assert template["spec"]["terminationGracePeriodSeconds"] > float(
-            flag_value(made.serve_args, "--shutdown-timeout")
-        )
+        assert template["spec"]["terminationGracePeriodSeconds"] > drain_timeout_s(made.serve_args)
         (container,) = template["spec"]["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
         mounted = {mount["name"] for mount in container["volumeMounts"]}
