@@ -1,7 +1,7 @@
 """Whether a worker's vLLM runs with what the flags of the plan say.
 
 vLLM may change or drop a flag that its parser takes, with no more than a line in its log: then nothing but its
-configuration inside the worker tells.
+configuration inside the worker tells. An FP8 checkpoint needs no flag, and what vLLM makes of it is looked at here too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from moe_optimizer.plan.serve_args import Argument, read_integer, split_argument
 from moe_optimizer.vllm_plugin.activation import Activation
 from moe_optimizer.vllm_plugin.captured_graphs import await_capture, captures_graphs
 from moe_optimizer.vllm_plugin.proof import described
+from moe_optimizer.vllm_plugin.stored_fp8 import stored_fp8
 
 logger = get_logger(__name__)
 
@@ -61,12 +62,22 @@ _SAME_TYPE = {"fp8": "fp8_e4m3"}
 
 
 def flag_decisions(plan: Plan) -> tuple[Decision, ...]:
-    """Return the decisions that flags carry out and workers show."""
+    """Return the decisions that workers show without the plugin carrying them out: by flags, or an FP8 checkpoint."""
     return tuple(
         decision
         for decision in plan.decisions
-        if decision.pass_name in FLAG_PASSES and decision.status is Status.ON and decision.applier is Applier.FLAGS
+        if decision.status is Status.ON and (is_shown_flag(decision) or is_stored_fp8(decision))
     )
+
+
+def is_shown_flag(decision: Decision) -> bool:
+    """Return whether flags carry a decision out and workers show what became of them."""
+    return decision.applier is Applier.FLAGS and decision.pass_name in FLAG_PASSES
+
+
+def is_stored_fp8(decision: Decision) -> bool:
+    """Return whether a decision is to serve an FP8 checkpoint as it is, which nobody has to carry out."""
+    return decision.applier is Applier.NONE and decision.pass_name == "fp8" and decision.status is Status.ON
 
 
 def prove_flags(activation: Activation, worker: Any, cache_specs: Mapping[str, Any]) -> None:
@@ -80,11 +91,16 @@ def prove_flags(activation: Activation, worker: Any, cache_specs: Mapping[str, A
     if activation.plan is None or activation.plans_itself:
         return
     for decision in flag_decisions(activation.plan):
+        held = ""
         try:
-            found = differences(decision, activation.plan.serve_args, worker.vllm_config, cache_specs)
-            if decision.pass_name == "fp8":
-                found += unconverted(decision, worker.model_runner.get_model().named_parameters())
-            reason = "; ".join(found)
+            if is_stored_fp8(decision):
+                stored = stored_fp8(worker.model_runner.get_model(), activation.plan.model.expert_format)
+                reason, held = stored.why_not, stored.found
+            else:
+                found = differences(decision, activation.plan.serve_args, worker.vllm_config, cache_specs)
+                if decision.pass_name == "fp8":
+                    found += unconverted(decision, worker.model_runner.get_model().named_parameters())
+                reason = "; ".join(found)
         except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
             reason = f"cannot be shown: {described(error)}"
         if reason:
@@ -97,7 +113,8 @@ def prove_flags(activation: Activation, worker: Any, cache_specs: Mapping[str, A
             # Under data parallelism requests are one rank's: the others show what was configured, until theirs come.
             if not captures_graphs(decision) or worker.vllm_config.parallel_config.data_parallel_size > 1:
                 activation.ran(decision.pass_name)
-        activation.proof.passes[decision.pass_name].requested = decision.value
+        entry = activation.proof.passes[decision.pass_name]
+        entry.requested, entry.found = decision.value, held or entry.found
 
 
 def differences(

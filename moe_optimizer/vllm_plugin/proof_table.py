@@ -107,7 +107,7 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
     return Row(
         pass_name=decision.pass_name,
         requested=requested,
-        applied=_share([bool(entry and entry.applied) for entry in entries]) if by_us else applied,
+        applied=applied if decision.applier is Applier.FLAGS else _share([bool(e and e.applied) for e in entries]),
         ran=ran if ran == "no" else ", ".join((ran, *found)),
         why_not=why_not_running(plan, decision.pass_name, proofs, absent) or layers_left(decision, proofs),
     )

@@ -11,7 +11,7 @@ from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.specs.quantity import bytes_in_words
 from moe_optimizer.vllm_plugin.experts.weight_format import FORMAT_PARAM, decoder_layer
-from moe_optimizer.vllm_plugin.flag_passes import FLAG_PASSES
+from moe_optimizer.vllm_plugin.flag_passes import is_shown_flag, is_stored_fp8
 from moe_optimizer.vllm_plugin.proof import PassProof, Proof
 
 NO_WORKER = "no worker process reported: the plugin was not loaded (is VLLM_PLUGINS set?)"
@@ -66,8 +66,9 @@ def not_running(
 ) -> dict[str, str]:
     """Return those of the passes `names` that did not run in every process that holds the model, with the reason.
 
-    A pass that flags carry out must be shown by every worker too, as far as workers look at its flags; one that files
-    carry out counts as running when the plan has it on and nobody saw otherwise.
+    A pass that flags carry out must be shown by every worker too, as far as workers look at its flags, and so must an
+    FP8 checkpoint that is served as it is; one that files carry out counts as running when the plan has it on and
+    nobody saw otherwise.
     """
     missing = {}
     for name in names:
@@ -85,9 +86,7 @@ def not_running(
 
 def shown_by_workers(decision: Decision) -> bool:
     """Return whether the workers write into their proofs what becomes of a decision."""
-    if decision.applier is Applier.FLAGS:
-        return decision.pass_name in FLAG_PASSES
-    return decision.applier is Applier.PLUGIN
+    return decision.applier is Applier.PLUGIN or is_shown_flag(decision) or is_stored_fp8(decision)
 
 
 def why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str) -> str:
@@ -120,14 +119,15 @@ def why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str)
 def _what_is_missing(decision: Decision, proofs: Sequence[Proof], copies: int) -> str:
     """Return what proofs of a pass lack in which no process says why it did not run."""
     holders = model_holders(proofs)
-    by_flags = decision.applier is Applier.FLAGS
-    if not holders and not by_flags:
+    if not holders and decision.applier is Applier.PLUGIN:
         return "vLLM did not ask for a kernel of this kind for any layer of this model"
     if holders and not all_holders_reported(proofs, copies=copies):
         reported = Counter(proof.model_rank for proof in holders).values()
         return f"{sum(min(copies, each) for each in reported)} of {copies * holders[0].world_size} workers reported"
     entries = [proof.passes.get(decision.pass_name) for proof in holders]
-    if by_flags:
+    if is_stored_fp8(decision):
+        return "no worker shows how it holds the weights"
+    if decision.applier is Applier.FLAGS:
         applied = any(entry and entry.applied for entry in entries)
         return "no request has run with it yet" if applied else "no worker shows what became of its flags"
     left = layers_left(decision, proofs)

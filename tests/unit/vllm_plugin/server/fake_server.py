@@ -2,6 +2,7 @@
 
 Usage: fake_server.py PORT BEHAVIOUR...
   refuse      write a proof that says why the pass is not applied
+  wide        write a proof that says that what vLLM carries out is not so
   unproven    write no proof
   die         print an error and end with status 3 before listening
   usage       end as argparse does with arguments it does not take
@@ -59,13 +60,13 @@ def main() -> None:
         print(text, flush=True)
         sys.exit(status)
     if "unproven" not in behaviour:
-        write_proof(child.pid, refused="refuse" in behaviour)
+        write_proof(child.pid, refused="refuse" in behaviour, wide="wide" in behaviour)
     if "silent" in behaviour:
         time.sleep(600)
     serve(port, behaviour)
 
 
-def write_proof(pid: int, *, refused: bool) -> None:
+def write_proof(pid: int, *, refused: bool, wide: bool) -> None:
     from moe_optimizer.plan.plan import Plan
     from moe_optimizer.vllm_plugin.flag_passes import flag_decisions
     from moe_optimizer.vllm_plugin.proof import LayerProof, PassProof, Proof, ProofWriter
@@ -82,7 +83,10 @@ def write_proof(pid: int, *, refused: bool) -> None:
     proof = Proof(role="worker", rank=0, pid=pid, plan_digest=plan.digest, versions={}, world_size=1, model_rank=0)
     proof.passes["flash_dmoe"] = entry
     for decision in flag_decisions(plan):
-        proof.passes[decision.pass_name] = PassProof(requested=decision.value, applied=True, ran=True)
+        why_not = "not in FP8: bfloat16" if wide else ""
+        proof.passes[decision.pass_name] = PassProof(
+            requested=decision.value, applied=not wide, ran=not wide, why_not=why_not
+        )
     ProofWriter(path.parent, proof).write()
 
 

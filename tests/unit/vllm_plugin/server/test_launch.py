@@ -15,12 +15,13 @@ import psutil
 import pytest
 
 from moe_optimizer.errors import ExitCode, InputError, RequiredNotAppliedError, ServerFailedError
+from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.server import deployment, evidence, launch, run_folder, supervisor
 from moe_optimizer.vllm_plugin.server.launch import ServerInfo
 from moe_optimizer.vllm_plugin.server.run_folder import RunFolder
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import cpu_machine, qwen3_30b_a3b_fp8, request, tiny_moe
 from tests.eventually import eventually
 from tests.free_ports import free_port
 from tests.run_processes import processes_of
@@ -129,6 +130,19 @@ def test_a_required_pass_that_does_not_run_ends_the_server(
         launch.serve(fake(behaviour), run_dir=tmp_path, require=PASS, echo=lambda line: None)
     assert caught.value.exit_code is ExitCode.NOT_APPLIED
     assert not processes_of(tmp_path)
+
+
+def test_a_required_fp8_checkpoint_that_a_worker_holds_otherwise_ends_the_server(fake: Fake, tmp_path: Path) -> None:
+    port, machine = free_port(), cpu_machine(gib=256, isa=("amx_tile",))
+    plan = make_plan(request(qwen3_30b_a3b_fp8(), machine, wishes=resolve_wishes(["fp8"], []), port=port))
+    fake(port=port)
+    with launch.running(plan, run_dir=tmp_path / "held") as info:
+        (row,) = [row for row in info.rows if row.pass_name == "fp8"]
+        assert (row.applied, row.ran, row.why_not) == ("yes", "yes", "")
+    fake("wide", port=port)
+    with pytest.raises(RequiredNotAppliedError, match="fp8: not in FP8: bfloat16") as caught:
+        launch.serve(plan, run_dir=tmp_path / "wide", require=frozenset({"fp8"}), echo=lambda line: None)
+    assert caught.value.exit_code is ExitCode.NOT_APPLIED
 
 
 def test_a_pass_that_is_not_required_may_be_missing(fake: Fake, tmp_path: Path) -> None:
