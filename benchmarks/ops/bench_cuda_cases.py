@@ -96,7 +96,9 @@ def make_tokens(shape: Shape, tokens: int, routing: str, seed: int) -> Tokens:
     """Random activations; experts uniform, or Zipf 1.0 over a random order of the experts."""
     g = torch.Generator(device="cuda").manual_seed(seed)
     x = torch.randn(tokens, shape.hidden, device="cuda", generator=g).bfloat16()
-    noise = -torch.log(-torch.log(torch.rand(tokens, shape.routed_experts, device="cuda", generator=g).clamp(1e-9, 1 - 1e-7)))
+    noise = -torch.log(
+        -torch.log(torch.rand(tokens, shape.routed_experts, device="cuda", generator=g).clamp(1e-9, 1 - 1e-7))
+    )
     if routing == "zipf":
         order = torch.randperm(shape.routed_experts, device="cuda", generator=g)
         noise = noise - torch.log1p(order.float())
