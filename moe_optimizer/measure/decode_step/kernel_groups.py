@@ -15,7 +15,7 @@ _GROUPS = (
     (ATTENTION, r"flash|fmha|attention|attn|mla|paged"),
     ("RoPE", r"rotary|rope"),
     ("norms", r"rms_?norm|layer_?norm|rsqrt"),
-    ("sampling", r"argmax|sampl|softmax|logit|gumbel|top_?k|top_?p|reduce_kernel"),
+    ("sampling", r"argmax|sampl|softmax|logit|gumbel|top_?k|top_?p|native::reduce"),
     (MATRICES, r"gemm|gemv|nvjet|cutlass|cublas|split_?k|xmma|matmul|_mm_"),
     ("copies", r"memcpy|memset|copy|concat|index|gather|scatter|fill|arange|slot_mapping|elementwise"),
     ("compiled", r"triton_"),
