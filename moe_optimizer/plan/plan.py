@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer.errors import InputError
+from moe_optimizer.files import read_text
 from moe_optimizer.plan.decision import Decision
 from moe_optimizer.plan.json_codec import decode, encode
 from moe_optimizer.plan.memory_plan import MemoryPlan
@@ -20,6 +21,8 @@ from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.workload import WorkloadSpec
 
 SCHEMA_VERSION = 1
+_MAX_FILE_BYTES = 64 << 20
+"""Chosen: thousands of times a plan without placement tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +104,7 @@ class Plan:
         Raises:
             InputError: it cannot be read, or `from_json` refuses it.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: cannot read the plan: {error}") from None
-        return Plan.from_json(text, origin=str(path))
+        return Plan.from_json(read_text(path, max_bytes=_MAX_FILE_BYTES), origin=str(path))
 
     def replace(self, **changes: Any) -> Plan:
         """Return a copy with some fields changed."""

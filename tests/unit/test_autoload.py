@@ -80,7 +80,7 @@ def test_a_run_folder_alone_applies_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_missing_plan_stops_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOE_OPTIMIZER_PLAN", str(tmp_path / "plan.json"))
-    with pytest.raises(InputError, match=r"plan\.json: cannot read the plan"):
+    with pytest.raises(InputError, match=r"plan\.json: cannot be read"):
         autoload.register()
 
 
