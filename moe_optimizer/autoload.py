@@ -97,12 +97,12 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
         read_kernel_inventory,
         read_kernel_speeds,
     )
+    from moe_optimizer.inspection.activation_norms import read_activation_norms_file
+    from moe_optimizer.inspection.expert_load import read_placement_load
+    from moe_optimizer.inspection.fp8_sensitivity import read_sensitivity_file
     from moe_optimizer.plan.decision import Wish
     from moe_optimizer.plan_request import PlanRequest
     from moe_optimizer.planner import make_plan
-    from moe_optimizer.specs.activation_norms import read_activation_norms_file
-    from moe_optimizer.specs.fp8_sensitivity import read_sensitivity_file
-    from moe_optimizer.specs.placement_load import read_placement_load
     from moe_optimizer.specs.software import SoftwareSpec
 
     # What vLLM was started with is settled: the plan takes it as the user's own arguments.

@@ -71,8 +71,8 @@ def read_text(path: Path, *, max_bytes: int, name: str | None = None) -> str:
 
 
 def _refused(path: Path, name: str | None, problem: str) -> InputError:
-    hint = None if name is None else f"looked at {path}"
-    return InputError(f"{path if name is None else name}: {problem}", hint=hint)
+    name = str(path) if name is None else name
+    return InputError(f"{name}: {problem}", hint=None if str(path) in name else f"looked at {path}")
 
 
 def write_atomically(path: Path, text: str) -> None:

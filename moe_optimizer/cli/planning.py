@@ -112,9 +112,9 @@ def _request(options: PlanOptions, settings: Settings, profile: Profile) -> Plan
         InputError, UnsupportedError: a fact cannot be read.
     """
     from moe_optimizer.inspection import ModelInspector
+    from moe_optimizer.inspection.activation_norms import read_activation_norms_file
+    from moe_optimizer.inspection.fp8_sensitivity import read_sensitivity_file
     from moe_optimizer.plan_request import ALLOW_LONG_MODEL_LEN, PlanRequest
-    from moe_optimizer.specs.activation_norms import read_activation_norms_file
-    from moe_optimizer.specs.fp8_sensitivity import read_sensitivity_file
 
     dtype = settings["dtype"]
     return PlanRequest(
@@ -163,7 +163,7 @@ def _software() -> SoftwareSpec:
 
 def _read_expert_load(settings: Settings, profile: Profile) -> PlacementLoad | None:
     """Read the loads that flags name, else those of the profile."""
-    from moe_optimizer.specs.placement_load import read_placement_load
+    from moe_optimizer.inspection.expert_load import read_placement_load
 
     stated, key = profile.passes.expert_placement, f"profile {profile.name}: passes.expert_placement"
     load, check = settings.values["expert_load"], settings.values["expert_load_check"]
