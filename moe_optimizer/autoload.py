@@ -51,9 +51,9 @@ def register() -> None:
 
 def _apply_plan_file(path: Path) -> None:
     from moe_optimizer.plan.plan import Plan
-    from moe_optimizer.vllm_plugin.apply import apply_plan
+    from moe_optimizer.vllm_plugin.install import install_plan
 
-    apply_plan(Plan.load(path), run_dir=Path(os.path.realpath(path)).parent)
+    install_plan(Plan.load(path), run_dir=Path(os.path.realpath(path)).parent)
 
 
 def _plan_later(environment: Environment, profile_name: str) -> None:
@@ -61,7 +61,7 @@ def _plan_later(environment: Environment, profile_name: str) -> None:
     from moe_optimizer.env import PROFILE
     from moe_optimizer.errors import InputError
     from moe_optimizer.profiles import load_profile
-    from moe_optimizer.vllm_plugin.apply import apply_later
+    from moe_optimizer.vllm_plugin.install import install_later
 
     try:
         profile = load_profile(profile_name)
@@ -71,7 +71,7 @@ def _plan_later(environment: Environment, profile_name: str) -> None:
     def make_plan(facts: ServerFacts) -> Plan:
         return plan_for_server(facts, profile, environment.hardware)
 
-    apply_later(make_plan, run_dir=_shared_run_dir(environment))
+    install_later(make_plan, run_dir=_shared_run_dir(environment))
 
 
 def _shared_run_dir(environment: Environment) -> Path:
@@ -98,7 +98,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
         read_kernel_speeds,
     )
     from moe_optimizer.plan.decision import Wish
-    from moe_optimizer.plan_request import PlanRequest
+    from moe_optimizer.plan_context.request import PlanRequest
     from moe_optimizer.planner import make_plan
     from moe_optimizer.specs.activation_norms import read_activation_norms_file
     from moe_optimizer.specs.fp8_sensitivity import read_sensitivity_file

@@ -91,6 +91,11 @@ def printable(text: str) -> str:
     )
 
 
+def described(error: BaseException) -> str:
+    """Return an exception as one printable line for a `why_not`."""
+    return printable(f"{type(error).__name__}: {error}").replace("\n", " ")[:300]
+
+
 # Cc: control, Cf: format (bidirectional overrides), Cs: lone surrogates (undecodable file names),
 # Zl and Zp: line and paragraph separators, which some terminals break lines at.
 _ESCAPED_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})

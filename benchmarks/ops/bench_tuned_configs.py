@@ -37,8 +37,8 @@ def main() -> int:
     from record import checkout, command_line
 
     from moe_optimizer.inspection.tuned_configs import nearest, read_rows, state_path
-    from moe_optimizer.vllm_plugin.tuning.bench import TritonBench
-    from moe_optimizer.vllm_plugin.tuning.tune import TuneRequest
+    from moe_optimizer.measure.triton_tuning.bench import TritonBench
+    from moe_optimizer.measure.triton_tuning.tune import TuneRequest
 
     tuning = json.loads(state_path(options.config).read_text(encoding="utf-8"))
     identity = tuning["identity"]

@@ -37,9 +37,9 @@ from benchmarks.record import RECORDS, checkout, command_line, cpu_slug, host, w
 from benchmarks.serving.dummy_model import write_dummy_model  # noqa: E402
 from benchmarks.serving.plans import plan_here  # noqa: E402
 from moe_optimizer.inspection import find_vllm  # noqa: E402
+from moe_optimizer.launcher.launch import ServerInfo, running  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
-from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running  # noqa: E402
 
 SHAPE = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 4}
 """Of the model; the rest is the bundled one's, whose steps are so short that the time of a token gets lost between the

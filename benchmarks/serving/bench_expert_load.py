@@ -43,10 +43,10 @@ from benchmarks.serving.decode_steps import (  # noqa: E402
 from benchmarks.serving.dummy_model import write_dummy_model  # noqa: E402
 from benchmarks.serving.plans import plan_here  # noqa: E402
 from moe_optimizer.inspection import find_vllm, probe_hardware  # noqa: E402
+from moe_optimizer.launcher.launch import ServerInfo, required_passes  # noqa: E402
+from moe_optimizer.launcher.supervisor import Supervisor  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
-from moe_optimizer.vllm_plugin.server.launch import ServerInfo, required_passes  # noqa: E402
-from moe_optimizer.vllm_plugin.server.supervisor import Supervisor  # noqa: E402
 
 SHAPE = {
     "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,

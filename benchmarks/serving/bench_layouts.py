@@ -26,11 +26,11 @@ from benchmarks.serving.plans import plan_here, served  # noqa: E402
 from moe_optimizer.inspection import (  # noqa: E402
     read_kernel_speeds,
 )
+from moe_optimizer.launcher.http_client import ServerClient  # noqa: E402
+from moe_optimizer.launcher.launch import running  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
-from moe_optimizer.vllm_plugin.server.http_client import ServerClient  # noqa: E402
-from moe_optimizer.vllm_plugin.server.launch import running  # noqa: E402
 
 PASSES = ("parallelism", "replicas")
 _BY = "this benchmark"

@@ -23,17 +23,17 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.record import checkout, command_line  # noqa: E402
 from benchmarks.serving.closed_loop import OUTPUT_TOKENS, PROMPT_TOKENS, load_at, table_of  # noqa: E402
 from benchmarks.serving.plans import plan_here, served  # noqa: E402
-from moe_optimizer.cli.calibrating import measure_if_needed  # noqa: E402
 from moe_optimizer.cli.progress import ProgressLines  # noqa: E402
+from moe_optimizer.cli.speed_questions import measure_if_needed  # noqa: E402
 from moe_optimizer.inspection import (  # noqa: E402
     read_kernel_speeds,
 )
+from moe_optimizer.launcher.http_client import ServerClient  # noqa: E402
+from moe_optimizer.launcher.launch import running  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.json_codec import encode  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
-from moe_optimizer.vllm_plugin.server.http_client import ServerClient  # noqa: E402
-from moe_optimizer.vllm_plugin.server.launch import running  # noqa: E402
 
 PASSES = ("flash_dmoe", "fp8", "expert_load", "kv_cache")
 """Those that a side can name; what it does not name is off."""

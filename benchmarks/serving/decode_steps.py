@@ -10,7 +10,7 @@ import time
 import urllib.request
 from typing import Any
 
-from moe_optimizer.vllm_plugin.server.launch import ServerInfo
+from moe_optimizer.launcher.launch import ServerInfo
 
 QUANTILES = (0.1, 0.25, 0.5)
 SEED = 20261120

@@ -31,15 +31,15 @@ from perplexity import perplexity  # noqa: E402
 from benchmarks.record import checkout, command_line  # noqa: E402
 from benchmarks.serving.plans import plan_here  # noqa: E402
 from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
+from moe_optimizer.launcher.launch import running  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
 from moe_optimizer.profiles.schema import Profile  # noqa: E402
+from moe_optimizer.proof.record import read_proofs  # noqa: E402
+from moe_optimizer.proof.verdict import model_holders  # noqa: E402
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds  # noqa: E402
 from moe_optimizer.specs.software import KernelInventory, VllmInstallation  # noqa: E402
-from moe_optimizer.vllm_plugin.proof import read_proofs  # noqa: E402
-from moe_optimizer.vllm_plugin.proof_verdict import model_holders  # noqa: E402
-from moe_optimizer.vllm_plugin.server.launch import running  # noqa: E402
 
 TINY_MOE = ROOT / "examples" / "tiny-moe"
 READY_TIMEOUT_S = 400.0

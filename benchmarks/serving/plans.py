@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
+from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan_request import PlanRequest
+from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.planner import make_plan
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.software import SoftwareSpec
-from moe_optimizer.vllm_plugin.server.launch import ServerInfo
 
 
 def plan_here(model: str | Path, *vllm_args: str, kernel_speeds: SpeedTables | None = None, **request: Any) -> Plan:

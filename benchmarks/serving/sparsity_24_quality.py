@@ -28,11 +28,11 @@ from perplexity import perplexity  # noqa: E402
 
 from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, system_name, write_record  # noqa: E402
 from benchmarks.serving.plans import plan_here  # noqa: E402
+from moe_optimizer.launcher.launch import running  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
+from moe_optimizer.proof.verdict import model_holders  # noqa: E402
 from moe_optimizer.specs.activation_norms import read_activation_norms_file  # noqa: E402
-from moe_optimizer.vllm_plugin.proof_verdict import model_holders  # noqa: E402
-from moe_optimizer.vllm_plugin.server.launch import running  # noqa: E402
 
 TINY_MOE = ROOT / "examples" / "tiny-moe"
 MAX_CALIBRATION_TOKENS = 16384
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_norms(folder: Path) -> str:
     """Measure the norms on the training text in another process and return the file."""
     output = folder / "norms.safetensors"
-    module = [sys.executable, "-m", "moe_optimizer.vllm_plugin.experts.sparsity_norms"]
+    module = [sys.executable, "-m", "moe_optimizer.measure.activation_norms"]
     files = [str(TINY_MOE), str(TINY_MOE / "corpus.txt"), "--output", str(output)]
     subprocess.run([*module, *files, "--max-tokens", str(MAX_CALIBRATION_TOKENS)], check=True, timeout=600)
     return str(output)

@@ -53,7 +53,7 @@ def command(options: PlanCommandOptions) -> int:
         if options.render is not None:
             _check_can_be_rendered(planned.plan, options.render)
     if options.render is not None:
-        from moe_optimizer.plan.machines import render_lws, render_ray
+        from moe_optimizer.plan.multi_node import render_lws, render_ray
 
         messages.write_data({"ray": render_ray, "lws": render_lws}[options.render](planned.plan))
         messages.write_warnings(planned.plan.warnings)

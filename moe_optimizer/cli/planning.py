@@ -22,7 +22,7 @@ from moe_optimizer.log import get_logger
 if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
     from moe_optimizer.plan_context.context import WishWithOrigin
-    from moe_optimizer.plan_request import PlanRequest
+    from moe_optimizer.plan_context.request import PlanRequest
     from moe_optimizer.profiles import Profile
     from moe_optimizer.specs.hardware import HardwareSpec
     from moe_optimizer.specs.placement_load import PlacementLoad
@@ -112,7 +112,8 @@ def _request(options: PlanOptions, settings: Settings, profile: Profile) -> Plan
         InputError, UnsupportedError: a fact cannot be read.
     """
     from moe_optimizer.inspection import ModelInspector
-    from moe_optimizer.plan_request import ALLOW_LONG_MODEL_LEN, PlanRequest
+    from moe_optimizer.plan_context.request import PlanRequest
+    from moe_optimizer.planner.request_checks import ALLOW_LONG_MODEL_LEN
     from moe_optimizer.specs.activation_norms import read_activation_norms_file
     from moe_optimizer.specs.fp8_sensitivity import read_sensitivity_file
 

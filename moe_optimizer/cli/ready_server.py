@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from moe_optimizer.launcher.launch import ServerInfo
     from moe_optimizer.plan.plan import Plan
-    from moe_optimizer.vllm_plugin.server.launch import ServerInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from moe_optimizer.errors import ExitCode, InputError
 
 if TYPE_CHECKING:
     from moe_optimizer.cli.settings import Settings
+    from moe_optimizer.launcher.launch import ServerInfo
     from moe_optimizer.plan.plan import Plan
-    from moe_optimizer.vllm_plugin.server.launch import ServerInfo
 
 TAKES_VLLM_ARGS = ("serve", "plan", "tune")
 """Commands that accept arguments of `vllm serve` after `--`."""
@@ -58,8 +58,8 @@ def _show(options: ServeOptions) -> int:
 
 def _measure(options: ServeOptions, progress: ProgressLines, plan: Plan, settings: Settings) -> bool:
     """Measure what the plan needs to know of this machine, once nothing can refuse the start any more."""
-    from moe_optimizer.cli.calibrating import measure_if_needed
-    from moe_optimizer.vllm_plugin.server import launch
+    from moe_optimizer.cli.speed_questions import measure_if_needed
+    from moe_optimizer.launcher import launch
 
     check_can_serve_here(plan, settings)
     launch.check(plan, run_dir=_run_dir(plan, options))
@@ -67,12 +67,11 @@ def _measure(options: ServeOptions, progress: ProgressLines, plan: Plan, setting
 
 
 def _launch(plan: Plan, options: ServeOptions, progress: ProgressLines, *, strict: bool) -> int:
-    from moe_optimizer.vllm_plugin.activation import plugin_decisions
-    from moe_optimizer.vllm_plugin.flag_passes import flag_decisions
-    from moe_optimizer.vllm_plugin.server import launch
+    from moe_optimizer.launcher import launch
+    from moe_optimizer.proof.shown import flag_decisions
 
     watcher = _Watcher(plan, progress, as_json=options.json)
-    shown = (*plugin_decisions(plan), *flag_decisions(plan)) if strict else ()
+    shown = (*plan.plugin_decisions, *flag_decisions(plan)) if strict else ()
     code = launch.serve(
         plan,
         run_dir=_run_dir(plan, options),

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from moe_optimizer import env
 from moe_optimizer.cli.check import Check, SeamState
 from moe_optimizer.errors import InputError
+from moe_optimizer.launcher.command import ENTRY_POINT, ENTRY_POINT_GROUP
 from moe_optimizer.vllm_plugin.compat import MIN_VERSION, supported_version
-from moe_optimizer.vllm_plugin.server.command import ENTRY_POINT, ENTRY_POINT_GROUP
 
 if TYPE_CHECKING:
     from moe_optimizer.specs.software import KernelInventory, VllmInstallation

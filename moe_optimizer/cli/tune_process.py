@@ -17,7 +17,7 @@ from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.cli.termination import clean_termination
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
 
-_MODULE = "moe_optimizer.vllm_plugin.tuning.tune"
+_MODULE = "moe_optimizer.measure.triton_tuning.tune"
 _GRACE_S = 10.0
 
 

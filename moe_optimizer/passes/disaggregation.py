@@ -8,7 +8,8 @@ from typing import Any
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.server_group import RUN_DIR, ServerGroup, ServerRole
-from moe_optimizer.plan_context.behind_router import (
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.routed_servers import (
     LOCAL,
     UNSAFE_FLAGS,
     gpus_of,
@@ -20,7 +21,6 @@ from moe_optimizer.plan_context.behind_router import (
     undividable_cpu,
     unsafe_flag,
 )
-from moe_optimizer.plan_context.context import PlanContext
 
 _ROLES = (("prefill", "kv_producer"), ("decode", "kv_consumer"))
 """In the order in which a request passes through them, with what vLLM calls their part."""
@@ -29,8 +29,8 @@ _SIDE_CHANNEL_OFFSET = 100
 _NIXL = "NixlConnector"
 _SHARED_FOLDER = "SharedFolderConnector"
 _MODULES = {
-    _NIXL: "moe_optimizer.vllm_plugin.server.prompt_checked_nixl",
-    _SHARED_FOLDER: "moe_optimizer.vllm_plugin.server.shared_folder_connector",
+    _NIXL: "moe_optimizer.vllm_plugin.kv_connectors.prompt_checked_nixl",
+    _SHARED_FOLDER: "moe_optimizer.vllm_plugin.kv_connectors.shared_folder_connector",
 }
 """Where vLLM finds the connectors: both are subclasses of its own."""
 _UNSAFE_FLAGS = {

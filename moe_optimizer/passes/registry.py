@@ -12,7 +12,7 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Wish
-from moe_optimizer.plan_context.context import WishWithOrigin
+from moe_optimizer.plan_context.request import WishWithOrigin
 
 # In planning order: a pass may look only at the decisions of those before it.
 _PASSES = (
@@ -32,7 +32,7 @@ _PASSES = (
 )
 PASS_NAMES = tuple(name for name, _ in _PASSES)
 
-_CONTRADICTIONS = {
+_CONTRADICTING_PASSES = {
     ("disaggregation", "replicas"): "each divides the devices between servers of its own",
     ("fp8", "sparsity_24"): "the experts are either pruned or quantised",
     ("kv_cache.tiering", "disaggregation"): "both need vLLM's one KV connector",
@@ -127,7 +127,7 @@ def resolve_wishes(
         owner = key.partition(".")[0]
         if owner in off and owner != key:
             raise InputError(f"{flag} and {off[owner]} contradict each other: the one is a part of the other")
-    for (first, second), why in _CONTRADICTIONS.items():
+    for (first, second), why in _CONTRADICTING_PASSES.items():
         if first in on and second in on:
             raise InputError(f"{on[first]} and {on[second]} contradict each other: {why}", hint="give one of them")
     wishes = {key: (Wish.ON, f"flag {flag}") for key, flag in on.items()} | {

@@ -7,7 +7,8 @@ import dataclasses
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.server_group import ServerGroup, ServerRole
-from moe_optimizer.plan_context.behind_router import (
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.routed_servers import (
     UNSAFE_FLAGS,
     gpus_of,
     local_server_args,
@@ -18,7 +19,6 @@ from moe_optimizer.plan_context.behind_router import (
     undividable_cpu,
     unsafe_flag,
 )
-from moe_optimizer.plan_context.context import PlanContext
 
 _RECORD = "benchmarks/records/2026-11-21_h200_layouts.json"
 _CPU_SERVERS = 2

@@ -7,9 +7,9 @@ from pathlib import Path
 from moe_optimizer.costs.roofline import experts_read_ratio
 from moe_optimizer.errors import InputError
 from moe_optimizer.passes.base import OptimizationPass
-from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.decision import FORMAT_PARAM, Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_context.expert_kernel import FORMAT_PARAM, converted_format, why_not_for_converted_weights
+from moe_optimizer.plan_context.expert_kernel import converted_format, why_not_for_converted_weights
 
 FORMAT = "sparse_24"
 """Name of the plugin's weight format."""

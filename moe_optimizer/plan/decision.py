@@ -9,6 +9,9 @@ from typing import Any
 
 from moe_optimizer.specs.quantity import Quantity
 
+FORMAT_PARAM = "weight_format"
+"""Key in `Decision.params` of a pass that has the plugin convert the experts; its value names a weight format."""
+
 
 class Wish(Enum):
     """What the profile or a flag asks of a pass."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
-from moe_optimizer.plan.machines import render_ray
+from moe_optimizer.plan.multi_node import render_ray
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import split_arguments
 from moe_optimizer.specs.quantity import Quantity, bytes_in_words

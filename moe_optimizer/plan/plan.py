@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.plan.decision import Decision
+from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.json_codec import decode, encode
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.server_group import ServerGroup
@@ -20,6 +20,8 @@ from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.workload import WorkloadSpec
 
 SCHEMA_VERSION = 1
+PLAN_FILE = "plan.json"
+"""The plan's file in a run folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,11 @@ class Plan:
             if decision.pass_name == pass_name:
                 return decision
         raise KeyError(f"{pass_name}: not in the plan, which has {[d.pass_name for d in self.decisions]}")
+
+    @property
+    def plugin_decisions(self) -> tuple[Decision, ...]:
+        """The decisions that the plugin carries out inside vLLM's processes."""
+        return tuple(d for d in self.decisions if d.status is Status.ON and d.applier is Applier.PLUGIN)
 
     @property
     def digest(self) -> str:

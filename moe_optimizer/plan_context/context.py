@@ -13,6 +13,7 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Decision, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.serve_args import read_integer
+from moe_optimizer.plan_context.request import WishWithOrigin
 from moe_optimizer.specs.activation_norms import ActivationNormsFile
 from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
 from moe_optimizer.specs.hardware import CpuSpec, GpuSpec, HardwareSpec
@@ -23,9 +24,6 @@ from moe_optimizer.specs.workload import WorkloadSpec
 
 if TYPE_CHECKING:
     from moe_optimizer.profiles.schema import Profile
-
-WishWithOrigin = tuple[Wish, str]
-"""A wish and who made it, for example (Wish.ON, "flag --enable-fp8")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

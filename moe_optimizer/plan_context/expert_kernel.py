@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from moe_optimizer.plan.decision import Decision, Status, Wish
+from moe_optimizer.plan.decision import FORMAT_PARAM, Decision, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
 
 OP = "fused_experts"
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-FORMAT_PARAM = "weight_format"
-"""Key in `Decision.params` of a pass that has the plugin convert the experts; the plugin's weight formats name it."""
 NOT_DATA_PARALLEL = "does not run under data parallelism"
 """What the plugin's experts class says of itself on the CPU build."""
 _ACTIVATIONS = ("silu", "swiglu")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_optimizer.plan_request import PlanRequest
+from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.planner.planner import make_plan
 
 __all__ = ["PlanRequest", "make_plan"]

@@ -6,7 +6,7 @@ from typing import Literal
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_request import PlanRequest
+from moe_optimizer.plan_context.request import PlanRequest
 
 
 def planned_device(request: PlanRequest) -> Literal["cuda", "cpu"]:

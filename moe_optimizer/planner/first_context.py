@@ -10,7 +10,7 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.passes.registry import required_key, switches
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_request import PlanRequest
+from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.specs.workload import WorkloadSpec
 
 _DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_request import PlanRequest
+from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.planner.memory_fit import layers_left_do_not_fit
 
 _UNCOUNTED = (

@@ -13,11 +13,12 @@ from moe_optimizer.plan.serve_args import split_arguments, without_flags
 from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.plan.verify import verify_plan
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_request import PlanRequest, check_for_device, check_request, pinned_arguments
+from moe_optimizer.plan_context.request import PlanRequest, pinned_arguments
 from moe_optimizer.planner.devices import planned_device, usable_gpus, used_gpus
 from moe_optimizer.planner.first_context import first_context
 from moe_optimizer.planner.memory_fit import memory_under_decisions, require_fit
 from moe_optimizer.planner.plan_warnings import plan_warnings
+from moe_optimizer.planner.request_checks import check_for_device, check_request
 from moe_optimizer.planner.server_arguments import (
     own_arguments,
     plain_arguments,

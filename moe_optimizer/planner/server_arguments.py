@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_optimizer.plan.decision import Decision
 from moe_optimizer.plan.serve_args import split_arguments, without_flags
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_request import PlanRequest
+from moe_optimizer.plan_context.request import PlanRequest
 
 DRAIN_TIMEOUT_S = 30
 """Chosen: how long vLLM may finish the requests at hand after a stop was asked for. vLLM's own default aborts them;

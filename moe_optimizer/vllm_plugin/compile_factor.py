@@ -10,7 +10,7 @@ and compiles again; a version that loads it must find another key.
 from __future__ import annotations
 
 from moe_optimizer import __version__
-from moe_optimizer.vllm_plugin.activation import current
+from moe_optimizer.vllm_plugin.session import current_session
 
 FACTOR = "MOE_OPTIMIZER_EXPERTS"
 """Key of the factor in vLLM's table of variables. No such environment variable is read."""
@@ -31,8 +31,8 @@ def add_compile_factor() -> str:
 
 
 def _factor() -> str | None:
-    activation = current()
-    if activation is None:
+    session = current_session()
+    if session is None:
         return None
-    applied = sorted(name for name, entry in activation.proof.passes.items() if entry.applied)
+    applied = sorted(name for name, entry in session.proof.passes.items() if entry.applied)
     return f"moe-optimizer {__version__}: {', '.join(applied)}" if applied else None

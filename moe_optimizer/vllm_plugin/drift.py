@@ -10,14 +10,14 @@ from enum import Enum
 from pathlib import Path
 
 from moe_optimizer.vllm_plugin import compat
+from moe_optimizer.vllm_plugin.experts.fp8_oracle import FP8_ORACLE
+from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADING
+from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
+from moe_optimizer.vllm_plugin.experts.unquantized_oracle import UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.patch import Patch, probe
-from moe_optimizer.vllm_plugin.patches.fp8_oracle import FP8_ORACLE
-from moe_optimizer.vllm_plugin.patches.layerwise_loading import LAYERWISE_LOADING
-from moe_optimizer.vllm_plugin.patches.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
-from moe_optimizer.vllm_plugin.patches.routed_experts import ROUTED_EXPERTS
-from moe_optimizer.vllm_plugin.patches.unquantized_oracle import UNQUANTIZED_ORACLE
-from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
-from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
+from moe_optimizer.vllm_plugin.placement.routed_experts import ROUTED_EXPERTS
+from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
+from moe_optimizer.vllm_plugin.worker.model_loaded import WORKER_MODEL_LOADED
 
 _PERMANENT = "stays: a public interface"
 
@@ -219,13 +219,13 @@ _SEAMS = (
         why="our CUDA kernels write there instead of into vLLM's workspace",
     ),
     _Known(
-        name="FP8 activations",
+        name="FP8 sessions",
         look=_defined(
             "vllm.model_executor.layers.fused_moe.utils",
             "moe_kernel_quantize_input",
             arguments=("A", "A_scale", "quant_dtype", "per_act_token_quant", "block_shape"),
         ),
-        why="quantises the activations for vLLM's FP8 experts where our class hands them a forward",
+        why="quantises the sessions for vLLM's FP8 experts where our class hands them a forward",
     ),
     _Known(
         name="compile cache factors",

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_request import PlanRequest
+from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.profiles.schema import Profile
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from moe_optimizer.errors import ServerFailedError
+from moe_optimizer.launcher.http_client import ServerClient
+from moe_optimizer.launcher.kv_transfer import received_tokens
+from moe_optimizer.launcher.launch import ServerInfo, serve
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.vllm_plugin.server.http_client import ServerClient
-from moe_optimizer.vllm_plugin.server.kv_transfer import received_tokens
-from moe_optimizer.vllm_plugin.server.launch import ServerInfo, serve
 from tests.free_ports import four_free_ports
 from tests.gpu.plans import gpu_plan
 from tests.run_processes import processes_of

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from moe_optimizer.launcher.launch import running
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.vllm_plugin.proof import PassProof, read_proofs
-from moe_optimizer.vllm_plugin.proof_verdict import model_holders
-from moe_optimizer.vllm_plugin.server.launch import running
+from moe_optimizer.proof.record import PassProof, read_proofs
+from moe_optimizer.proof.verdict import model_holders
 from tests.builders import placement_load, profile_with, tiny_moe
 from tests.gpu.plans import EXPERTS, always_ours, gpu_plan
 from tests.vllm.answers import assert_same_up_to_a_tie

@@ -45,7 +45,7 @@ def workspace() -> None:
 def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dispatch: dict[str, Any]) -> Any:
     """A plan that has our kernels on with this dispatch is this process's own."""
     from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
-    from moe_optimizer.vllm_plugin import activation as activations
+    from moe_optimizer.vllm_plugin import session as sessions
 
     @dataclasses.dataclass
     class Plan:
@@ -56,9 +56,9 @@ def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dispatch: dict[str
         pass_name="flash_dmoe", wish=Wish.ON, wish_origin="test", status=Status.ON, value="", reason="",
         applier=Applier.PLUGIN, params={"kernel": "cuda", "dispatch": dispatch}, required=True,
     )  # fmt: skip
-    monkeypatch.setattr(activations, "_current", None)
+    monkeypatch.setattr(sessions, "_current", None)
     plan: Any = Plan((decision,))
-    return activations.activate(activations.Activation(run_dir=run_dir, plan=plan))
+    return sessions.start_session(sessions.PluginSession(run_dir=run_dir, plan=plan))
 
 
 @dataclasses.dataclass
@@ -165,7 +165,7 @@ def _moe_config(shape: tuple[int, int, int, int], num_global: int) -> Any:
 def test_every_number_of_tokens_is_right_and_goes_where_the_plan_says(shape, fp8, apart, tmp_path, monkeypatch):
     experts, hidden, width, top_k = shape
     planned = ranges(experts, hidden, width, top_k, 1 if fp8 else 2)
-    activation = activated(tmp_path, monkeypatch, {"fp8_block" if fp8 else "bf16": planned})
+    session = activated(tmp_path, monkeypatch, {"fp8_block" if fp8 else "bf16": planned})
     layer = make_layer(shape, fp8=fp8, apart=apart)
     expected: dict[str, int] = {}
     for tokens in TOKENS:
@@ -173,11 +173,11 @@ def test_every_number_of_tokens_is_right_and_goes_where_the_plan_says(shape, fp8
         expected[use] = expected.get(use, 0) + 1
         inputs = layer.inputs(tokens)
         layer.assert_right(layer.forward(*inputs), *inputs, rounded=use == "stock" or rounds_activations(use))
-    (entry,) = activation.proof.passes["flash_dmoe"].layers
+    (entry,) = session.proof.passes["flash_dmoe"].layers
     assert entry.calls_by_kernel == expected
     assert entry.self_check_error is not None
     assert entry.self_check_error <= 1
-    assert activation.proof.passes["flash_dmoe"].why_not == ""
+    assert session.proof.passes["flash_dmoe"].why_not == ""
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])

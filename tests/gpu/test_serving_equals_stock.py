@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from moe_optimizer.launcher.launch import running
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.vllm_plugin.proof import PassProof, read_proofs
-from moe_optimizer.vllm_plugin.server.launch import running
+from moe_optimizer.proof.record import PassProof, read_proofs
 from tests.gpu.plans import always_ours, gpu_plan
 from tests.vllm.answers import assert_same_up_to_a_tie
 from tests.vllm.conftest import READY_TIMEOUT_S, Answer, ask

@@ -14,9 +14,9 @@ from moe_optimizer.plan.serve_args import split_arguments, without_flags
 from moe_optimizer.planner import make_plan
 from moe_optimizer.profiles import profile_names
 from moe_optimizer.specs.hardware import HardwareSpec
-from moe_optimizer.vllm_plugin import activation as activations
 from moe_optimizer.vllm_plugin import patch as patches
-from moe_optimizer.vllm_plugin.apply import apply_plan
+from moe_optimizer.vllm_plugin import session as sessions
+from moe_optimizer.vllm_plugin.install import install_plan
 from tests.builders import cpu_machine, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
 
 EVERYTHING = {
@@ -68,9 +68,9 @@ def test_everything_is_really_on_before_it_is_switched_off() -> None:
 
 
 def test_a_plan_with_every_pass_off_patches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "_current", None)
+    monkeypatch.setattr(sessions, "_current", None)
     monkeypatch.setattr(patches, "_reports", {})
     stock = plan(MACHINES["CPU"], off=tuple(switch.flag for switch in switches()))
-    applied = apply_plan(stock, run_dir=tmp_path)
+    applied = install_plan(stock, run_dir=tmp_path)
     assert patches.patch_reports() == ()
     assert applied.proof.passes == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from moe_optimizer.vllm_plugin.proof_verdict import model_holders
+from moe_optimizer.proof.verdict import model_holders
 from tests.vllm.conftest import Answer, Served
 
 

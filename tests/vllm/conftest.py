@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
+from moe_optimizer.launcher.http_client import ServerClient
+from moe_optimizer.launcher.launch import ServerInfo, running
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import PlanRequest, make_plan
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.specs.placement_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
-from moe_optimizer.vllm_plugin.server.http_client import ServerClient
-from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
 from tests.free_ports import free_port
 from tests.vllm.counted import Counted, count_one_request
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_optimizer.plan.decision import Applier, Status
-from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.vllm.conftest import tiny_plan
 from tests.vllm.expert_layers import PASS
 
@@ -18,10 +18,12 @@ RANGES = [{"up_to": 2, "use": "direct"}, {"up_to": 4, "use": "stock"}, {"up_to":
 """The dispatch of the tests' plans."""
 
 
-def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dispatch: Any, *, required: bool = False) -> Activation:
-    from moe_optimizer.vllm_plugin import activation as activations
+def activated(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, dispatch: Any, *, required: bool = False
+) -> PluginSession:
+    from moe_optimizer.vllm_plugin import session as sessions
 
-    monkeypatch.setattr(activations, "_current", None)
+    monkeypatch.setattr(sessions, "_current", None)
     plan = tiny_plan()
     decisions = tuple(
         dataclasses.replace(
@@ -35,7 +37,7 @@ def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dispatch: Any, *, 
         else each
         for each in plan.decisions
     )
-    return activations.activate(Activation(run_dir=run_dir, plan=plan.replace(decisions=decisions)))
+    return sessions.start_session(PluginSession(run_dir=run_dir, plan=plan.replace(decisions=decisions)))
 
 
 def stock_class() -> Any:

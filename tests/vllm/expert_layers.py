@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.vllm.conftest import tiny_plan
 
 PASS = "flash_dmoe"
 EXPERTS, HIDDEN, WIDTH, TOP_K = 16, 128, 128, 4
 
 
-def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Activation:
+def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> PluginSession:
     """Make a plan this process's own without patching vLLM: the tests build the class themselves."""
-    from moe_optimizer.vllm_plugin import activation as activations
+    from moe_optimizer.vllm_plugin import session as sessions
 
-    monkeypatch.setattr(activations, "_current", None)
-    return activations.activate(Activation(run_dir=run_dir, plan=tiny_plan(**changes)))
+    monkeypatch.setattr(sessions, "_current", None)
+    return sessions.start_session(PluginSession(run_dir=run_dir, plan=tiny_plan(**changes)))
 
 
 def moe_config(**changes: Any) -> Any:

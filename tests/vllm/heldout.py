@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from moe_optimizer.vllm_plugin.server.launch import ServerInfo
+from moe_optimizer.launcher.launch import ServerInfo
 from tests.vllm.conftest import ROOT, TINY_MOE
 
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.vllm_plugin.captured_graphs import largest_graph
+from moe_optimizer.vllm_plugin.worker.captured_graphs import largest_graph
 
 pytestmark = pytest.mark.vllm
 

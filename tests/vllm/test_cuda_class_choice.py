@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.vllm.cuda_class import RANGES, activated, offered, stock_class
 from tests.vllm.expert_layers import PASS, moe_config
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-def activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Activation:
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginSession:
     return activated(tmp_path, monkeypatch, {"bf16": RANGES})
 
 
@@ -25,7 +25,7 @@ def test_without_a_table_for_its_weights_a_layer_is_left_to_vllm(
 ) -> None:
     from moe_optimizer.vllm_plugin.experts import cuda as experts_cuda
 
-    activation = activated(tmp_path, monkeypatch, {"fp8_block": RANGES})
+    session = activated(tmp_path, monkeypatch, {"fp8_block": RANGES})
     monkeypatch.setattr(experts_cuda._load, "kernels", lambda: type("Built", (), {"cuda_grouped": None}))
     monkeypatch.setattr(experts_cuda.MoeOptimizerCudaExperts, "_supports_current_device", staticmethod(lambda: True))
     cls = offered("cuda", "MoeOptimizerCudaExperts")
@@ -34,7 +34,7 @@ def test_without_a_table_for_its_weights_a_layer_is_left_to_vllm(
         False,
         "the plan has no kernel of ours for bf16 weights",
     )
-    assert activation.proof.passes[PASS].why_not == "the plan has no kernel of ours for bf16 weights"
+    assert session.proof.passes[PASS].why_not == "the plan has no kernel of ours for bf16 weights"
 
 
 def without(stock: Any, question: str) -> Any:
@@ -64,7 +64,7 @@ def without(stock: Any, question: str) -> Any:
     ids=["bias", "two kernels of vLLM's", "no kernel of vLLM's", "not built", "float16"],
 )
 def test_what_the_cuda_class_does_not_do_is_left_to_vllm_with_the_reason(
-    activation: Activation, monkeypatch: pytest.MonkeyPatch, changes: Any, stock: Any, built: Any, reason: str
+    session: PluginSession, monkeypatch: pytest.MonkeyPatch, changes: Any, stock: Any, built: Any, reason: str
 ) -> None:
     from moe_optimizer.vllm_plugin.experts import cuda as experts_cuda
 
@@ -76,7 +76,7 @@ def test_what_the_cuda_class_does_not_do_is_left_to_vllm_with_the_reason(
     supported, why_not = cls.is_supported_config(cls, config, None, None, cls.activation_format())
     assert not supported
     assert why_not.startswith(reason)
-    assert activation.proof.passes[PASS].why_not == why_not
+    assert session.proof.passes[PASS].why_not == why_not
 
 
 @pytest.mark.parametrize(("capability", "supported"), [(90, True), (80, False), (100, False)])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.vllm.cuda_class import RANGES, activated, offered
 from tests.vllm.expert_layers import EXPERTS, HIDDEN, PASS, TOP_K, WIDTH, moe_config
 
@@ -50,7 +50,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
 
 
 @pytest.fixture
-def activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Activation:
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginSession:
     return activated(tmp_path, monkeypatch, {"bf16": RANGES, "fp8_block": RANGES})
 
 
@@ -63,7 +63,7 @@ def modular_kernel(experts_class: Any, quant_config: Any, **changes: Any) -> Any
 
 
 @pytest.fixture
-def kernel(kernels: Kernels, activation: Activation) -> Any:
+def kernel(kernels: Kernels, session: PluginSession) -> Any:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
     return modular_kernel(offered("cuda", "MoeOptimizerCudaExperts"), FusedMoEQuantConfig.make())
@@ -115,7 +115,7 @@ def test_a_routing_weight_that_vllm_multiplied_the_input_with_is_not_applied_aga
 
 
 def test_every_number_of_tokens_goes_where_the_plan_says_and_is_right(
-    kernel: Any, kernels: Kernels, weights: Any, activation: Activation
+    kernel: Any, kernels: Kernels, weights: Any, session: PluginSession
 ) -> None:
     expected = ["", *2 * ["direct"], *2 * ["stock"], *4 * ["grouped-bf16-n16"], *3 * ["stock"]]
     for tokens in range(1, 12):
@@ -124,29 +124,29 @@ def test_every_number_of_tokens_goes_where_the_plan_says_and_is_right(
         torch.testing.assert_close(got, want)
         if tokens > 1:  # the first forward also runs the check
             assert kernels.runs == [(use, tokens) for use in (expected[tokens],) if use != "stock"]
-    (layer,) = activation.proof.passes[PASS].layers
+    (layer,) = session.proof.passes[PASS].layers
     assert layer.calls_by_kernel == {"direct": 2, "stock": 5, "grouped-bf16-n16": 4}
     assert (layer.calls, layer.tokens) == (6, 1 + 2 + 5 + 6 + 7 + 8)
-    assert activation.proof.passes[PASS].ran
+    assert session.proof.passes[PASS].ran
 
 
 def test_each_planned_kernel_is_tried_on_the_layer_before_its_first_forward(
-    kernel: Any, kernels: Kernels, weights: Any, activation: Activation
+    kernel: Any, kernels: Kernels, weights: Any, session: PluginSession
 ) -> None:
     forward(kernel, weights, 3)
     assert kernels.runs == [("direct", 2), ("grouped-bf16-n16", 8)]
-    (layer,) = activation.proof.passes[PASS].layers
+    (layer,) = session.proof.passes[PASS].layers
     assert layer.self_check_error is not None
     assert layer.self_check_error <= 1
 
 
 def test_a_wrong_kernel_leaves_the_layer_to_vllm_with_the_reason(
-    kernel: Any, kernels: Kernels, weights: Any, activation: Activation
+    kernel: Any, kernels: Kernels, weights: Any, session: PluginSession
 ) -> None:
     kernels.wrong = "grouped-bf16-n16"
     for tokens in (1, 3, 6):
         torch.testing.assert_close(*forward(kernel, weights, tokens))
-    proof = activation.proof.passes[PASS]
+    proof = session.proof.passes[PASS]
     assert "self-check failed: grouped-bf16-n16: error" in proof.why_not
     assert proof.layers == ()
     assert not proof.ran
@@ -167,12 +167,12 @@ def test_a_wrong_kernel_of_a_required_pass_ends_the_start(
 
 
 def test_a_first_forward_inside_a_graph_capture_is_left_to_vllm(
-    kernel: Any, kernels: Kernels, weights: Any, activation: Activation, monkeypatch: pytest.MonkeyPatch
+    kernel: Any, kernels: Kernels, weights: Any, session: PluginSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     torch.testing.assert_close(*forward(kernel, weights, 1))
     assert kernels.runs == []
-    assert "before a CUDA graph was captured" in activation.proof.passes[PASS].why_not
+    assert "before a CUDA graph was captured" in session.proof.passes[PASS].why_not
 
 
 def test_with_an_expert_map_only_local_experts_are_computed(kernel: Any, weights: Any) -> None:
@@ -223,7 +223,7 @@ def test_fp8_weights_are_read_with_their_scales_and_vllms_kernel_gets_quantised_
     from moe_optimizer.vllm_plugin.experts import fp8_cuda as fp8_experts_cuda
 
     kind = "fp8_block" if form == "block" else "fp8_channel"
-    activation = activated(tmp_path, monkeypatch, {kind: RANGES})
+    session = activated(tmp_path, monkeypatch, {kind: RANGES})
     asked: list[tuple[Any, ...]] = []
 
     def quantize(x: Any, *rest: Any) -> tuple[Any, Any]:
@@ -253,5 +253,5 @@ def test_fp8_weights_are_read_with_their_scales_and_vllms_kernel_gets_quantised_
     kernel.fused_experts.stock.quant_config = fp8_w8a8_moe_quant_config(*plain)
     torch.testing.assert_close(*forward(kernel, fp8, 3, scales=plain))
     assert asked == [(None, config.quant_dtype, config.per_act_token_quant, config.block_shape)]
-    (layer,) = activation.proof.passes[PASS].layers
+    (layer,) = session.proof.passes[PASS].layers
     assert (layer.weight_format, layer.weight_dtype) == ("fp8", "float8_e4m3fn")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
-from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
-from moe_optimizer.vllm_plugin.proof_verdict import model_holders
+from moe_optimizer.proof.verdict import model_holders
+from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
+from moe_optimizer.vllm_plugin.worker.model_loaded import WORKER_MODEL_LOADED
 from tests.vllm.conftest import TINY_MOE, Served
 from tests.vllm.counted import MAX_TOKENS, PROMPT, ROUTED_TOKENS, Counted
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError
-from moe_optimizer.vllm_plugin.proof import read_proofs
-from moe_optimizer.vllm_plugin.proof_verdict import kernels_in_use
-from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running, serve
+from moe_optimizer.launcher.launch import ServerInfo, running, serve
+from moe_optimizer.proof.record import read_proofs
+from moe_optimizer.proof.verdict import kernels_in_use
 from tests.eventually import eventually
 from tests.run_processes import processes_of
 from tests.vllm.conftest import READY_TIMEOUT_S, Served, ask, plain_server, tiny_plan

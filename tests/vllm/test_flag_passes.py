@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from moe_optimizer.launcher.launch import ServerInfo, running
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.vllm_plugin.proof_verdict import not_running
-from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
+from moe_optimizer.proof.verdict import not_running
 from tests.builders import profile_with
 from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, Answer, ask, plan_here
 

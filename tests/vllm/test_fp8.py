@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from moe_optimizer.launcher.launch import ServerInfo, running
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.vllm_plugin.proof import PassProof
-from moe_optimizer.vllm_plugin.proof_verdict import model_holders
-from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
+from moe_optimizer.proof.record import PassProof
+from moe_optimizer.proof.verdict import model_holders
 from tests.builders import profile_with
 from tests.vllm.conftest import READY_TIMEOUT_S, Answer, Served, ask, plan_here
 from tests.vllm.heldout import heldout_perplexity, reference_perplexity

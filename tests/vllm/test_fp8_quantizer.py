@@ -13,13 +13,13 @@ import pytest
 
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.planner import make_plan
-from moe_optimizer.vllm_plugin import activation as activations
-from moe_optimizer.vllm_plugin import apply
+from moe_optimizer.vllm_plugin import install
 from moe_optimizer.vllm_plugin import patch as patches
-from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin import session as sessions
+from moe_optimizer.vllm_plugin.experts import online_fp8_quantizer
+from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
 from moe_optimizer.vllm_plugin.patch import PatchState
-from moe_optimizer.vllm_plugin.patches import online_fp8_quantizer
-from moe_optimizer.vllm_plugin.patches.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
+from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.builders import gpus, profile_with, qwen3_30b_a3b, request
 
 pytestmark = pytest.mark.vllm
@@ -33,16 +33,16 @@ def deep_gemm() -> Any:
 
 
 @pytest.fixture
-def activate(deep_gemm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Activation]]:
+def activate(deep_gemm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., PluginSession]]:
     """Applies a plan for a GPU in this process, and undoes it afterwards."""
-    monkeypatch.setattr(activations, "_current", None)
+    monkeypatch.setattr(sessions, "_current", None)
     monkeypatch.setattr(patches, "_reports", {})
     online_fp8_quantizer._say_once.cache_clear()
 
-    def start(quantizer: str) -> Activation:
+    def start(quantizer: str) -> PluginSession:
         profile = profile_with("balanced", {"fp8": {"quantizer": quantizer}, "expert_load": {"mode": "off"}})
         plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm"), profile, wishes={"fp8": (Wish.ON, "test")}))
-        return apply.apply_plan(plan, run_dir=tmp_path)
+        return install.install_plan(plan, run_dir=tmp_path)
 
     yield start
     patches.undo(ONLINE_FP8_QUANTIZER.target)
@@ -54,13 +54,13 @@ def weight() -> Any:
     return (torch.randn(300, 200, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
 
 
-def test_the_builtin_quantiser_has_the_scales_of_vllms(deep_gemm: Any, activate: Callable[..., Activation]) -> None:
+def test_the_builtin_quantiser_has_the_scales_of_vllms(deep_gemm: Any, activate: Callable[..., PluginSession]) -> None:
     import torch
 
     expected, expected_scale = deep_gemm.per_block_cast_to_fp8(weight())
-    activation = activate("builtin")
+    session = activate("builtin")
     converted, scale = deep_gemm.per_block_cast_to_fp8(weight())
-    entry = activation.proof.passes["fp8"]
+    entry = session.proof.passes["fp8"]
     assert (entry.applied, entry.ran, entry.why_not) == (True, True, "")
     assert entry.kernel == "FP8 quantizer builtin"
     assert (converted.shape, converted.dtype, scale.shape) == (expected.shape, expected.dtype, expected_scale.shape)
@@ -69,7 +69,7 @@ def test_the_builtin_quantiser_has_the_scales_of_vllms(deep_gemm: Any, activate:
 
 
 def test_vllms_conversion_calls_it_though_it_was_imported_before(
-    deep_gemm: Any, activate: Callable[..., Activation]
+    deep_gemm: Any, activate: Callable[..., PluginSession]
 ) -> None:
     from vllm.model_executor.layers.quantization.online import fp8
 
@@ -78,30 +78,30 @@ def test_vllms_conversion_calls_it_though_it_was_imported_before(
 
 
 def test_the_transformer_engine_says_once_why_it_is_not_used(
-    deep_gemm: Any, activate: Callable[..., Activation], caplog: pytest.LogCaptureFixture
+    deep_gemm: Any, activate: Callable[..., PluginSession], caplog: pytest.LogCaptureFixture
 ) -> None:
-    activation = activate("builtin")
-    assert activation.plan is not None
-    decision = activation.wanted("fp8")
+    session = activate("builtin")
+    assert session.plan is not None
+    decision = session.wanted("fp8")
     assert decision is not None
     decision.params["quantizer"] = "transformer_engine"  # pyright: ignore[reportIndexIssue] - as planned on another machine
     for _ in range(3):
         deep_gemm.per_block_cast_to_fp8(weight())
-    assert activation.proof.passes["fp8"].kernel == "FP8 quantizer builtin"
+    assert session.proof.passes["fp8"].kernel == "FP8 quantizer builtin"
     assert caplog.text.count("Transformer Engine: it converts tensors on CUDA devices, found cpu") == 1
 
 
-def test_other_scales_are_vllms_own(deep_gemm: Any, activate: Callable[..., Activation]) -> None:
-    activation = activate("builtin")
+def test_other_scales_are_vllms_own(deep_gemm: Any, activate: Callable[..., PluginSession]) -> None:
+    session = activate("builtin")
     deep_gemm.per_block_cast_to_fp8(weight(), use_ue8m0=True)
     deep_gemm.per_block_cast_to_fp8(weight(), block_size=[64, 64])
-    assert not activation.proof.passes["fp8"].ran
+    assert not session.proof.passes["fp8"].ran
 
 
 def test_a_failure_of_ours_leaves_it_to_vllm(
-    deep_gemm: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
+    deep_gemm: Any, activate: Callable[..., PluginSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    activation = activate("builtin")
+    session = activate("builtin")
 
     def raising(*_args: Any, **_kwargs: Any) -> Any:
         raise RuntimeError("injected")
@@ -109,17 +109,17 @@ def test_a_failure_of_ours_leaves_it_to_vllm(
     monkeypatch.setattr("moe_optimizer.ops.fp8_quant.quantize_fp8", raising)
     converted, _ = deep_gemm.per_block_cast_to_fp8(weight())
     assert converted.shape == (300, 200)
-    assert "fallback: RuntimeError: injected" in activation.proof.passes["fp8"].why_not
+    assert "fallback: RuntimeError: injected" in session.proof.passes["fp8"].why_not
 
 
-def test_auto_leaves_vllms_function_alone(deep_gemm: Any, activate: Callable[..., Activation]) -> None:
+def test_auto_leaves_vllms_function_alone(deep_gemm: Any, activate: Callable[..., PluginSession]) -> None:
     own = deep_gemm.per_block_cast_to_fp8
-    activation = activate("auto")
+    session = activate("auto")
     assert deep_gemm.per_block_cast_to_fp8 is own
-    assert "fp8" not in activation.proof.passes
+    assert "fp8" not in session.proof.passes
 
 
-def test_undone_it_is_vllms_again(deep_gemm: Any, activate: Callable[..., Activation]) -> None:
+def test_undone_it_is_vllms_again(deep_gemm: Any, activate: Callable[..., PluginSession]) -> None:
     own = deep_gemm.per_block_cast_to_fp8
     activate("builtin")
     assert {report.patch.target: report.state for report in patches.patch_reports()}[

@@ -16,7 +16,7 @@ from tests.builders import cpu_machine, profile_with, request, tiny_moe
 from tests.vllm.conftest import TINY_MOE
 
 pytestmark = pytest.mark.vllm
-MODULE = "moe_optimizer.vllm_plugin.experts.fp8_sensitivity"
+MODULE = "moe_optimizer.measure.fp8_sensitivity"
 
 
 @pytest.fixture(scope="module")

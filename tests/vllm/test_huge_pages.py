@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.ops.test_huge_pages import huge_bytes
 from tests.vllm.expert_layers import PASS, activated, make_cpu_experts, make_layer
 
@@ -14,21 +14,21 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-def activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Activation:
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginSession:
     return activated(tmp_path, monkeypatch)
 
 
-def test_a_loaded_layer_is_on_huge_pages_or_the_proof_says_why_not(activation: Activation) -> None:
+def test_a_loaded_layer_is_on_huge_pages_or_the_proof_says_why_not(session: PluginSession) -> None:
     layer = make_layer(2048)  # 32 MiB and 16 MiB
     make_cpu_experts().process_weights_after_loading(layer)
-    (entry,) = activation.proof.passes[PASS].layers
+    (entry,) = session.proof.passes[PASS].layers
     if entry.why_small_pages:
         pytest.skip(f"this machine: {entry.why_small_pages}")
     for weight in (layer.w13_weight, layer.w2_weight):
         assert huge_bytes(weight.data_ptr() + (4 << 20)) >= 8 << 20
 
 
-def test_weights_too_small_for_a_huge_page_are_said_to_be(activation: Activation) -> None:
+def test_weights_too_small_for_a_huge_page_are_said_to_be(session: PluginSession) -> None:
     make_cpu_experts().process_weights_after_loading(make_layer(16))
-    (entry,) = activation.proof.passes[PASS].layers
+    (entry,) = session.proof.passes[PASS].layers
     assert entry.why_small_pages == "the tensor is smaller than a huge page"

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from moe_optimizer.errors import RequiredNotAppliedError
-from moe_optimizer.vllm_plugin import activation as activations
-from moe_optimizer.vllm_plugin import apply, pass_patches
+from moe_optimizer.vllm_plugin import install
 from moe_optimizer.vllm_plugin import patch as patches
-from moe_optimizer.vllm_plugin.activation import Activation
-from moe_optimizer.vllm_plugin.experts import kernel
+from moe_optimizer.vllm_plugin import session as sessions
+from moe_optimizer.vllm_plugin.experts import kernel, kernel_choice
+from moe_optimizer.vllm_plugin.experts.unquantized_oracle import UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.patch import PatchState
-from moe_optimizer.vllm_plugin.patches import kernel_choice
-from moe_optimizer.vllm_plugin.patches.unquantized_oracle import UNQUANTIZED_ORACLE
+from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.vllm.conftest import tiny_plan
 from tests.vllm.expert_layers import PASS, moe_config
 
@@ -32,18 +31,18 @@ def oracle() -> Any:
 
 
 @pytest.fixture
-def activate(oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Activation]]:
+def activate(oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., PluginSession]]:
     """Applies a plan in this process, as in a fresh worker, and undoes it afterwards."""
     import vllm.envs as envs
 
-    monkeypatch.setattr(activations, "_current", None)
+    monkeypatch.setattr(sessions, "_current", None)
     monkeypatch.setattr(patches, "_reports", {})
     monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
     forget_self_tests = kernel.self_test.cache_clear
     forget_self_tests()
 
-    def start(**changes: Any) -> Activation:
-        return apply.apply_plan(tiny_plan(**changes), run_dir=tmp_path)
+    def start(**changes: Any) -> PluginSession:
+        return install.install_plan(tiny_plan(**changes), run_dir=tmp_path)
 
     yield start
     patches.undo(UNQUANTIZED_ORACLE.target)
@@ -54,25 +53,25 @@ def chosen(oracle: Any, **changes: Any) -> str:
     return oracle.select_unquantized_moe_backend(moe_config(**changes))[1].__name__
 
 
-def why_not(activation: Activation) -> str:
-    return activation.proof.passes[PASS].why_not
+def why_not(session: PluginSession) -> str:
+    return session.proof.passes[PASS].why_not
 
 
-def test_our_class_is_chosen(oracle: Any, activate: Callable[..., Activation]) -> None:
-    activation = activate()
+def test_our_class_is_chosen(oracle: Any, activate: Callable[..., PluginSession]) -> None:
+    session = activate()
     assert chosen(oracle) == "MoeOptimizerCpuExperts"
-    assert activation.proof.passes[PASS].applied
-    assert why_not(activation) == ""
+    assert session.proof.passes[PASS].applied
+    assert why_not(session) == ""
 
 
 # Under plain vLLM the patch is there before there is a plan.
-def test_a_plan_without_the_pass_leaves_stock(oracle: Any, activate: Callable[..., Activation]) -> None:
-    activation = activate()
-    activation.plan = tiny_plan(disabled=["flash-dmoe"])
+def test_a_plan_without_the_pass_leaves_stock(oracle: Any, activate: Callable[..., PluginSession]) -> None:
+    session = activate()
+    session.plan = tiny_plan(disabled=["flash-dmoe"])
     assert chosen(oracle) == "CPUUnquantizedExperts"
 
 
-def test_undone_it_is_stock_again(oracle: Any, activate: Callable[..., Activation]) -> None:
+def test_undone_it_is_stock_again(oracle: Any, activate: Callable[..., PluginSession]) -> None:
     stock = oracle.backend_to_kernel_cls
     activate()
     assert oracle.backend_to_kernel_cls is not stock
@@ -81,7 +80,7 @@ def test_undone_it_is_stock_again(oracle: Any, activate: Callable[..., Activatio
     assert chosen(oracle) == "CPUUnquantizedExperts"
 
 
-def test_the_installed_source_is_the_known_one(activate: Callable[..., Activation]) -> None:
+def test_the_installed_source_is_the_known_one(activate: Callable[..., PluginSession]) -> None:
     activate()
     states = {report.patch.target: report.state for report in patches.patch_reports()}
     assert states[UNQUANTIZED_ORACLE.target] is PatchState.APPLIED
@@ -107,42 +106,42 @@ def unsupported() -> dict[str, tuple[dict[str, Any], str]]:
 
 
 def test_lora_is_left_to_stock_because_vllm_would_not_ask(
-    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, activate: Callable[..., PluginSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_choice, "uses_lora", lambda: True)
-    activation = activate()
+    session = activate()
     assert chosen(oracle) == "CPUUnquantizedExperts"
-    assert why_not(activation) == "kernel does not support LoRA"
+    assert why_not(session) == "kernel does not support LoRA"
 
 
 @pytest.mark.parametrize("layer", ["GELU", "data parallel", "EPLB", "clamped", "FP64"])
 def test_what_the_kernel_does_not_do_is_left_to_stock_with_the_reason(
-    oracle: Any, activate: Callable[..., Activation], layer: str
+    oracle: Any, activate: Callable[..., PluginSession], layer: str
 ) -> None:
-    activation = activate()
+    session = activate()
     changes, reason = unsupported()[layer]
     assert chosen(oracle, **changes) != "MoeOptimizerCpuExperts"
-    assert reason in why_not(activation)
+    assert reason in why_not(session)
 
 
 def test_sizes_that_no_kernel_covers_are_refused_with_the_reason(
-    oracle: Any, activate: Callable[..., Activation]
+    oracle: Any, activate: Callable[..., PluginSession]
 ) -> None:
-    activation = activate()
+    session = activate()
     # Stock pads this width and takes it.
     assert chosen(oracle, intermediate_size=40) == "CPUUnquantizedExperts"
-    assert "multiples of 16" in why_not(activation)
+    assert "multiples of 16" in why_not(session)
 
 
 def test_a_vllm_that_routes_inside_its_own_kernel_is_left_alone(
-    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, activate: Callable[..., PluginSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moe_optimizer.vllm_plugin.experts import cpu
 
     monkeypatch.setattr(cpu, "_CPU_ROUTER", f"{cpu._CPU_ROUTER}_of_a_later_version")
-    activation = activate()
+    session = activate()
     assert chosen(oracle) == "CPUUnquantizedExperts"
-    assert why_not(activation) == "vLLM's CPU build routes tokens inside its own kernel before 0.30"
+    assert why_not(session) == "vLLM's CPU build routes tokens inside its own kernel before 0.30"
 
 
 def raising(*args: Any, **kwargs: Any) -> Any:
@@ -155,29 +154,29 @@ POINTS = [
     (kernel, "self_test"),
     (kernel, "why_not_covered"),
     (kernel, "isa"),
-    (Activation, "resolve_plan"),
-    (Activation, "applied"),
+    (PluginSession, "resolve_plan"),
+    (PluginSession, "applied"),
 ]
 
 
 @pytest.mark.parametrize(("owner", "name"), POINTS, ids=lambda value: value if isinstance(value, str) else "")
 def test_an_exception_at_any_point_of_the_choice_leaves_stock(
-    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+    oracle: Any, activate: Callable[..., PluginSession], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
-    activation = activate()
+    session = activate()
     monkeypatch.setattr(owner, name, raising)
     assert chosen(oracle) == "CPUUnquantizedExperts"
-    assert why_not(activation) == "fallback: RuntimeError: injected"
+    assert why_not(session) == "fallback: RuntimeError: injected"
 
 
 @pytest.mark.parametrize("name", ["add_compile_factor", "supported_version", "apply_when_imported"])
 def test_an_exception_while_applying_leaves_stock(
-    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch, name: str
+    oracle: Any, activate: Callable[..., PluginSession], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(pass_patches, name, raising)
-    activation = activate()
+    monkeypatch.setattr(install, name, raising)
+    session = activate()
     assert chosen(oracle) == "CPUUnquantizedExperts"
-    assert why_not(activation) == "fallback: RuntimeError: injected"
+    assert why_not(session) == "fallback: RuntimeError: injected"
 
 
 def replace_op(monkeypatch: pytest.MonkeyPatch, replacement: Callable[..., Any]) -> None:
@@ -186,7 +185,7 @@ def replace_op(monkeypatch: pytest.MonkeyPatch, replacement: Callable[..., Any])
 
 
 def test_a_kernel_that_computes_something_else_is_refused(
-    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, activate: Callable[..., PluginSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moe_optimizer.ops.fused_experts import fused_experts as right
 
@@ -194,13 +193,13 @@ def test_a_kernel_that_computes_something_else_is_refused(
         return right(x, w13.flip(0), w2, weights, ids, **kwargs)
 
     replace_op(monkeypatch, swapped_experts)
-    activation = activate()
+    session = activate()
     assert chosen(oracle) == "CPUUnquantizedExperts"
-    assert "self-test failed: wrong result" in why_not(activation)
+    assert "self-test failed: wrong result" in why_not(session)
 
 
 def test_a_kernel_that_ignores_the_expert_map_is_refused(
-    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, activate: Callable[..., PluginSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moe_optimizer.ops.fused_experts import fused_experts as right
 
@@ -208,9 +207,9 @@ def test_a_kernel_that_ignores_the_expert_map_is_refused(
         return right(x, w13, w2, weights, ids.clamp(max=1), **kwargs)
 
     replace_op(monkeypatch, no_map)
-    activation = activate()
+    session = activate()
     assert chosen(oracle) == "CPUUnquantizedExperts"
-    assert "self-test failed" in why_not(activation)
+    assert "self-test failed" in why_not(session)
 
 
 def test_the_self_test_accepts_the_kernel_in_every_dtype() -> None:
@@ -222,7 +221,7 @@ def test_the_self_test_accepts_the_kernel_in_every_dtype() -> None:
 
 
 def test_a_required_pass_raises_before_any_weight_is_loaded(
-    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, activate: Callable[..., PluginSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     activate(required=(PASS,))
     monkeypatch.setattr(kernel, "isa", raising)
@@ -231,16 +230,16 @@ def test_a_required_pass_raises_before_any_weight_is_loaded(
 
 
 def test_an_old_vllm_is_left_alone(
-    oracle: Any, activate: Callable[..., Activation], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, activate: Callable[..., PluginSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm.__version__", "0.25.1")
-    activation = activate()
+    session = activate()
     assert chosen(oracle) == "CPUUnquantizedExperts"
-    assert why_not(activation) == "needs vLLM >= 0.26, found 0.25.1"
+    assert why_not(session) == "needs vLLM >= 0.26, found 0.25.1"
 
 
 def test_compiled_graphs_with_and_without_our_kernel_have_different_keys(
-    oracle: Any, activate: Callable[..., Activation]
+    oracle: Any, activate: Callable[..., PluginSession]
 ) -> None:
     import vllm.envs as envs
 

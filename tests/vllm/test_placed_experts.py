@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from moe_optimizer.vllm_plugin.proof_verdict import model_holders
+from moe_optimizer.proof.verdict import model_holders
 from tests.builders import placement_load, tiny_moe
 from tests.vllm.conftest import Served, tiny_plan
 

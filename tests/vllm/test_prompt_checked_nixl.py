@@ -28,7 +28,7 @@ class Transfers:
 
 def connector() -> Any:
     """Return a connector without what it would take from vLLM's configuration."""
-    from moe_optimizer.vllm_plugin.server.prompt_checked_nixl import NixlConnector
+    from moe_optimizer.vllm_plugin.kv_connectors.prompt_checked_nixl import NixlConnector
 
     made = object.__new__(NixlConnector)
     made.connector_scheduler, made._readers = Transfers(), {}
@@ -101,6 +101,6 @@ def test_vllm_finds_it_under_the_name_of_its_own() -> None:
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    module = "moe_optimizer.vllm_plugin.server.prompt_checked_nixl"
+    module = "moe_optimizer.vllm_plugin.kv_connectors.prompt_checked_nixl"
     config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_producer", kv_connector_module_path=module)
     assert KVConnectorFactory.get_connector_class(config).__module__ == module

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_optimizer.errors import RequiredNotAppliedError
-from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.vllm.expert_layers import PASS, activated, make_cpu_experts, make_layer
 
 pytestmark = pytest.mark.vllm
@@ -18,7 +18,7 @@ TOKENS = 6
 
 
 @pytest.fixture
-def activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Activation:
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginSession:
     return activated(tmp_path, monkeypatch)
 
 
@@ -55,7 +55,7 @@ def forward(experts: Any, layer: Any, *, weighted_input: bool = False) -> tuple[
         w2=layer.w2_weight,
         topk_weights=weights,
         topk_ids=ids.int(),
-        activation=experts.moe_config.activation,
+        session=experts.moe_config.session,
         global_num_experts=16,
         expert_map=layer.expert_map,
         a1q_scale=None,
@@ -68,7 +68,7 @@ def forward(experts: Any, layer: Any, *, weighted_input: bool = False) -> tuple[
     return got, want
 
 
-def test_routing_weights_that_vllm_multiplied_the_input_with_are_not_applied_again(activation: Activation) -> None:
+def test_routing_weights_that_vllm_multiplied_the_input_with_are_not_applied_again(session: PluginSession) -> None:
     import torch
 
     layer, experts = make_layer(), make_cpu_experts()
@@ -77,7 +77,7 @@ def test_routing_weights_that_vllm_multiplied_the_input_with_are_not_applied_aga
     torch.testing.assert_close(got, want)
 
 
-def test_biases_are_added(activation: Activation) -> None:
+def test_biases_are_added(session: PluginSession) -> None:
     import torch
 
     layer = make_layer()
@@ -89,21 +89,21 @@ def test_biases_are_added(activation: Activation) -> None:
     torch.testing.assert_close(got, want)
 
 
-def test_a_right_layer_is_ours_and_its_error_is_in_the_proof(activation: Activation) -> None:
+def test_a_right_layer_is_ours_and_its_error_is_in_the_proof(session: PluginSession) -> None:
     import torch
 
     layer, experts = make_layer(), make_cpu_experts()
     experts.process_weights_after_loading(layer)
     got, want = forward(experts, layer)
     torch.testing.assert_close(got, want)
-    (entry,) = activation.proof.passes[PASS].layers
+    (entry,) = session.proof.passes[PASS].layers
     assert (entry.calls, entry.tokens) == (1, TOKENS)
     assert entry.self_check_error is not None
     assert entry.self_check_error <= 1
 
 
 def test_a_wrong_layer_is_computed_by_vllm_and_the_reason_is_in_the_proof(
-    activation: Activation, wrong_on_weights: None
+    session: PluginSession, wrong_on_weights: None
 ) -> None:
     import torch
 
@@ -111,7 +111,7 @@ def test_a_wrong_layer_is_computed_by_vllm_and_the_reason_is_in_the_proof(
     experts.process_weights_after_loading(layer)
     got, want = forward(experts, layer)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
-    proof = activation.proof.passes[PASS]
+    proof = session.proof.passes[PASS]
     assert proof.layers == ()
     assert not proof.ran
     assert "model.layers.0.mlp.experts: self-check failed: fused_experts: error" in proof.why_not
@@ -126,7 +126,7 @@ def test_a_wrong_layer_of_a_required_pass_stops_the_start(
 
 
 def test_with_an_expert_map_there_is_nothing_to_hand_it_to(
-    activation: Activation, wrong_on_weights: None, monkeypatch: pytest.MonkeyPatch
+    session: PluginSession, wrong_on_weights: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
@@ -136,7 +136,7 @@ def test_with_an_expert_map_there_is_nothing_to_hand_it_to(
         make_cpu_experts().process_weights_after_loading(layer)
 
 
-def test_the_check_costs_little_beside_loading(activation: Activation) -> None:
+def test_the_check_costs_little_beside_loading(session: PluginSession) -> None:
     """A layer of 64 experts reads the weights of four of them."""
     calls: list[int] = []
     from moe_optimizer.vllm_plugin.experts.weight_format import PlainWeights

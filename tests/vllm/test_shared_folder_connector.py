@@ -15,7 +15,7 @@ BLOCK = 4
 @pytest.fixture
 def connector(tmp_path: Path) -> Any:
     """Makes a connector of one kind, with what its base class would take from vLLM's configuration."""
-    from moe_optimizer.vllm_plugin.server.shared_folder_connector import SharedFolderConnector
+    from moe_optimizer.vllm_plugin.kv_connectors.shared_folder_connector import SharedFolderConnector
 
     def make(*, writes: bool) -> Any:
         made = object.__new__(SharedFolderConnector)

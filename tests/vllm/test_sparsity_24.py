@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from moe_optimizer.launcher.launch import ServerInfo, running
 from moe_optimizer.plan.decision import Wish
-from moe_optimizer.vllm_plugin.proof import PassProof
-from moe_optimizer.vllm_plugin.proof_verdict import model_holders
-from moe_optimizer.vllm_plugin.server.launch import ServerInfo, running
+from moe_optimizer.proof.record import PassProof
+from moe_optimizer.proof.verdict import model_holders
 from tests.vllm.conftest import READY_TIMEOUT_S, Served, ask, plan_here
 from tests.vllm.heldout import heldout_perplexity, reference_perplexity
 

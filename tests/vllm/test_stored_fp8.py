@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optimizer.vllm_plugin.stored_fp8 import stored_fp8
+from moe_optimizer.vllm_plugin.worker.fp8_checkpoint import stored_fp8
 from tests.vllm.expert_layers import EXPERTS, HIDDEN, TOP_K, WIDTH, moe_config
 
 pytestmark = pytest.mark.vllm

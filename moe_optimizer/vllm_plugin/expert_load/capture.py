@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from moe_optimizer.errors import RequiredNotAppliedError
-from moe_optimizer.vllm_plugin.activation import Activation
-from moe_optimizer.vllm_plugin.proof import described
+from moe_optimizer.errors import RequiredNotAppliedError, described
+from moe_optimizer.vllm_plugin.session import PluginSession
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +26,8 @@ _counting: Counting | None = None
 class Counting:
     """The counter of this process's model and the writer of its counts. A failure ends the counting, not the step."""
 
-    def __init__(self, activation: Activation, counter: ExpertCounter, writer: ExpertLoadWriter) -> None:
-        self._activation = activation
+    def __init__(self, session: PluginSession, counter: ExpertCounter, writer: ExpertLoadWriter) -> None:
+        self._session = session
         self._counter = counter
         self._writer = writer
         self._rows = 0
@@ -60,7 +59,7 @@ class Counting:
             _counting = None
             # Even a required pass: a server that has started is not ended for lack of statistics.
             with contextlib.suppress(RequiredNotAppliedError):
-                self._activation.refused(LOAD_PASS, f"fallback: {described(error)}")
+                self._session.refused(LOAD_PASS, f"fallback: {described(error)}")
 
 
 def current_counting() -> Counting | None:
@@ -68,7 +67,7 @@ def current_counting() -> Counting | None:
     return _counting
 
 
-def start_counting(activation: Activation, worker: Any) -> None:
+def start_counting(session: PluginSession, worker: Any) -> None:
     """Put a counter into the routers of a worker's model. Called before its first forward, which may be compiled.
 
     Raises:
@@ -77,18 +76,18 @@ def start_counting(activation: Activation, worker: Any) -> None:
     """
     global _counting  # noqa: PLW0603 - one model per process
     _counting = None
-    if activation.wanted(LOAD_PASS) is None or activation.proof.passes[LOAD_PASS].why_not:
+    if session.wanted(LOAD_PASS) is None or session.proof.passes[LOAD_PASS].why_not:
         return
     try:
         reason = _why_not(worker.vllm_config)
         if not reason:
-            _counting, reason = _bound(activation, worker)
+            _counting, reason = _bound(session, worker)
     except RequiredNotAppliedError:
         raise
     except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
         reason = f"fallback: {described(error)}"
     if reason:
-        activation.refused(LOAD_PASS, reason)
+        session.refused(LOAD_PASS, reason)
 
 
 def _why_not(vllm_config: Any) -> str:
@@ -106,7 +105,7 @@ def _why_not(vllm_config: Any) -> str:
     return ""
 
 
-def _bound(activation: Activation, worker: Any) -> tuple[Counting | None, str]:
+def _bound(session: PluginSession, worker: Any) -> tuple[Counting | None, str]:
     """Return what counts the worker's model, or None and why nothing does."""
     from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter, part_path
     from moe_optimizer.vllm_plugin.server_facts import world
@@ -122,21 +121,21 @@ def _bound(activation: Activation, worker: Any) -> tuple[Counting | None, str]:
     if reason:
         return None, reason
     rank, size = world()
-    activation.proof.model_rank, activation.proof.world_size = rank, size
-    assert activation.plan is not None
+    session.proof.model_rank, session.proof.world_size = rank, size
+    assert session.plan is not None
     writer = ExpertLoadWriter(
         counter,
-        model=activation.plan.model.name,
+        model=session.plan.model.name,
         layers=tuple(layers.items()),
         since=datetime.now(UTC).isoformat(timespec="seconds"),
         # The ranks of a tensor parallel group route the same tokens: the first one's counts are everybody's.
-        path=part_path(activation.run_dir, rank) if rank % worker.parallel_config.tensor_parallel_size == 0 else None,
-        on_seen=lambda: activation.ran(LOAD_PASS),
+        path=part_path(session.run_dir, rank) if rank % worker.parallel_config.tensor_parallel_size == 0 else None,
+        on_seen=lambda: session.ran(LOAD_PASS),
     )
-    activation.applied(LOAD_PASS, kernel="", isa="")
+    session.applied(LOAD_PASS, kernel="", isa="")
     if on_cpu:
         writer.start()
-    return Counting(activation, counter, writer), ""
+    return Counting(session, counter, writer), ""
 
 
 def _counter_for(worker: Any, layer_ids: tuple[int, ...], num_experts: int) -> ExpertCounter:

@@ -17,17 +17,16 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
-from moe_optimizer.errors import RequiredNotAppliedError
-from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation, current
+from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
 from moe_optimizer.vllm_plugin.experts.weight_format import planned_format
-from moe_optimizer.vllm_plugin.proof import described
+from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session
 
 # SwiGLU variants that vLLM parametrises on the layer: silently ignoring one would change the model.
 _SWIGLU_PARAMETERS = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
 
 QuantKeys = tuple[Any, Any]
-"""How vLLM describes the quantisation of weights and activations; (None, None) is unquantised."""
+"""How vLLM describes the quantisation of weights and sessions; (None, None) is unquantised."""
 
 
 class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
@@ -38,7 +37,7 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
     """
 
     dtypes: ClassVar[tuple[torch.dtype, ...]]
-    """Of the activations."""
+    """Of the sessions."""
     stock_classes: ClassVar[tuple[type[mk.FusedMoEExperts], ...]] = ()
     """vLLM's own classes for the same backend, in its order; set when the class is offered."""
 
@@ -49,12 +48,12 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
 
     @classmethod
     @abstractmethod
-    def why_not(cls, moe_config: Any, keys: QuantKeys, activation: Activation) -> str:
+    def why_not(cls, moe_config: Any, keys: QuantKeys, session: PluginSession) -> str:
         """Return why a layer that passed vLLM's own questions is still not ours, or ""."""
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """The kernels read the activations as the layer gives them."""
+        """The kernels read the sessions as the layer gives them."""
         return True
 
     @staticmethod
@@ -76,12 +75,12 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
             RequiredNotAppliedError: no, and the plan requires the kernel.
         """
         assert issubclass(cls, MoeOptimizerExperts), cls
-        activation = current()
-        if activation is None:
+        session = current_session()
+        if session is None:
             return False, "moe-optimizer is not active in this process"
         pass_names: tuple[str, ...] = (EXPERTS_PASS,)
         try:
-            wanted = planned_format(activation)
+            wanted = planned_format(session)
             pass_names = wanted.passes
             supported, reason = mk.FusedMoEExperts.is_supported_config(
                 cls, moe_config, weight_key, activation_key, activation_format
@@ -89,7 +88,7 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
             if supported:
                 reason = (
                     _unsupported_reason(cls, moe_config)
-                    or cls.why_not(moe_config, (weight_key, activation_key), activation)
+                    or cls.why_not(moe_config, (weight_key, activation_key), session)
                     or wanted.why_not(moe_config)
                 )
             elif not reason:
@@ -97,14 +96,14 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
             if not reason:
                 name, isa = cls.kernel_name()
                 for pass_name in pass_names:
-                    activation.applied(pass_name, kernel=name, isa=isa)
+                    session.applied(pass_name, kernel=name, isa=isa)
                 return True, None
         except RequiredNotAppliedError:
             raise
         except Exception as error:  # noqa: BLE001 - vLLM is choosing a kernel; stock must stay reachable
             reason = f"fallback: {described(error)}"
         for pass_name in pass_names:
-            activation.refused(pass_name, reason)
+            session.refused(pass_name, reason)
         return False, reason
 
     @staticmethod
@@ -190,7 +189,7 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
 
 def _unsupported_reason(cls: type[MoeOptimizerExperts], moe_config: Any) -> str:
     if moe_config.in_dtype not in cls.dtypes:
-        return f"kernel does not support {moe_config.in_dtype} activations"
+        return f"kernel does not support {moe_config.in_dtype} sessions"
     for name in _SWIGLU_PARAMETERS:
         if getattr(moe_config, name, None) is not None:
             return f"kernel does not support {name}={getattr(moe_config, name)}"

@@ -11,15 +11,14 @@ from vllm.platforms import current_platform
 
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.ops import use_huge_pages
-from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation, current
+from moe_optimizer.proof.record import LayerProof
 from moe_optimizer.vllm_plugin.experts import kernel
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
 from moe_optimizer.vllm_plugin.experts.op import dtype_name, run_experts
 from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, CheckResult, LayerUnderCheck, check_layer
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
 from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, planned_format, weight_format
-from moe_optimizer.vllm_plugin.placement.expert_placement import passes_of_placed
-from moe_optimizer.vllm_plugin.proof import LayerProof
+from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session
 
 _CHECKED_TOKENS = 4
 _CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
@@ -40,7 +39,7 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
         return f"{kernel.NAME} (cpu)", kernel.isa()
 
     @classmethod
-    def why_not(cls, moe_config: Any, keys: QuantKeys, activation: Activation) -> str:  # noqa: ARG003
+    def why_not(cls, moe_config: Any, keys: QuantKeys, session: PluginSession) -> str:  # noqa: ARG003
         """Return why the kernel cannot compute this layer here, or "": the last question tries it."""
         if importlib.util.find_spec(_CPU_ROUTER) is None:
             return "vLLM's CPU build routes tokens inside its own kernel before 0.30"
@@ -72,17 +71,17 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
         Raises:
             RequiredNotAppliedError: it is, and the plan requires the kernel or vLLM's own cannot compute the layer.
         """
-        activation = current()
+        session = current_session()
         loaded = (layer.w13_weight, layer.w2_weight)
-        if activation is None or not all(isinstance(weight, torch.Tensor) for weight in loaded):
+        if session is None or not all(isinstance(weight, torch.Tensor) for weight in loaded):
             return
         name = str(getattr(layer, "layer_name", ""))
         expert_map = getattr(layer, "expert_map", None)
-        weights = planned_format(activation).convert(name, *loaded)
+        weights = planned_format(session).convert(name, *loaded)
         result = self._checked(name, weights, expert_map, loaded)
         if result.reason:
             for pass_name in _passes_of(weights):
-                activation.refused(pass_name, f"{name}: self-check failed: {result.reason}")
+                session.refused(pass_name, f"{name}: self-check failed: {result.reason}")
             self._hand_to_stock(layer, name, expert_map)
             return
         self.weights = weights
@@ -105,7 +104,7 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             why_plain=weights.why_plain,
             self_check_error=result.error,
         )
-        activation.add_layer((*_passes_of(weights), *passes_of_placed(layer)), layer.w13_weight.data_ptr(), entry)
+        session.add_layer((*_passes_of(weights), *session.other_passes(layer)), layer.w13_weight.data_ptr(), entry)
 
     def _checked(
         self,

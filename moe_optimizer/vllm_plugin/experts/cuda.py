@@ -18,7 +18,6 @@ from vllm.platforms import current_platform
 
 from moe_optimizer.ops import _load
 from moe_optimizer.specs.kernel_speeds import STOCK
-from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation, current_decision
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
 from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer, LayerFacts, planned_ranges
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
@@ -29,6 +28,7 @@ from moe_optimizer.vllm_plugin.experts.weight_format import (
     WeightFormat,
     weight_format,
 )
+from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_decision
 
 _CAPABILITY = 90
 _WEIGHTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -59,7 +59,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         return "fused_experts (cuda)", "sm_90a"
 
     @classmethod
-    def why_not(cls, moe_config: Any, keys: QuantKeys, activation: Activation) -> str:
+    def why_not(cls, moe_config: Any, keys: QuantKeys, session: PluginSession) -> str:
         """Return why this layer is left to vLLM altogether, or ""."""
         available, reason = _load.kernels_available()
         if not available:
@@ -74,7 +74,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         supported, reason = stock.is_supported_config(stock, moe_config, *keys, cls.activation_format())
         if not supported:
             return f"vLLM's own kernel, needed beside ours, does not support it: {reason}"
-        decision = activation.wanted(EXPERTS_PASS)
+        decision = session.wanted(EXPERTS_PASS)
         assert decision is not None, "the class is offered when the plan wants it"
         kind = cls.weight_kind(moe_config, keys)
         return "" if planned_ranges(decision.params, kind) else f"the plan has no kernel of ours for {kind} weights"
@@ -145,7 +145,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         return None
 
     def stock_input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the activations and their scale as vLLM's own experts expect them."""
+        """Return the sessions and their scale as vLLM's own experts expect them."""
         return x, None
 
     def kernel_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[KernelWeights, WeightFormat, str]:
@@ -160,7 +160,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         """Return the layer, checked: in its first forward, which is vLLM's own run to measure memory."""
         if self._layer is not None and self._layer.address == w1.data_ptr():
             return self._layer
-        activation, decision = current_decision(EXPERTS_PASS)
+        session, decision = current_decision(EXPERTS_PASS)
         weights, form, kind = self.kernel_weights(w1, w2)
         facts = LayerFacts(
             name=self._name or f"MoE layer {next(self.unnamed)}",
@@ -169,7 +169,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
             expert_map=expert_map,
         )
         self._layer = CudaLayer(weights, form, facts, planned_ranges(decision.params, kind))
-        self._layer.check(activation)
+        self._layer.check(session)
         return self._layer
 
 

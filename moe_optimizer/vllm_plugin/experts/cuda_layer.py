@@ -14,12 +14,12 @@ import torch
 from moe_optimizer.ops import cuda_dispatch
 from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
 from moe_optimizer.ops.cuda_variants import rounds_activations, variant_named
+from moe_optimizer.proof.record import LayerProof
 from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange, kernel_for
-from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation
 from moe_optimizer.vllm_plugin.experts.op import dtype_name
 from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, LayerUnderCheck, check_layer
 from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, WeightFormat
-from moe_optimizer.vllm_plugin.proof import LayerProof
+from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 
 _CHECKED_TOKENS = 32
 """Chosen: most tokens of one self-check call; more would run the same tiles again."""
@@ -63,13 +63,13 @@ class CudaLayer:
         self._facts = facts
         self._ranges = tuple(ranges)
         self._error: float | None = None
-        self._activation: Activation | None = None
+        self._session: PluginSession | None = None
 
     def use_for(self, tokens: int) -> str:
         """Return the name of the kernel for this many tokens."""
         return kernel_for(self._ranges, tokens)
 
-    def check(self, activation: Activation) -> None:
+    def check(self, session: PluginSession) -> None:
         """Run each planned kernel once on the layer's own weights; a wrong one leaves the layer to vLLM.
 
         Not while a graph is captured: it reads results on the host.
@@ -77,11 +77,11 @@ class CudaLayer:
         Raises:
             RequiredNotAppliedError: a kernel is wrong, and the plan requires ours.
         """
-        self._activation = activation
+        self._session = session
         if not self._ranges:
             return
         if torch.cuda.is_current_stream_capturing():
-            self._refuse(activation, "it was not tried before a CUDA graph was captured")
+            self._refuse(session, "it was not tried before a CUDA graph was captured")
             return
         cuda_dispatch.prepare_device(self._weights.w13.device)
         kernels = {
@@ -95,11 +95,11 @@ class CudaLayer:
         }
         result = check_layer(self._under_check(), kernels)
         if result.reason:
-            self._refuse(activation, f"self-check failed: {result.reason}")
+            self._refuse(session, f"self-check failed: {result.reason}")
             return
         self._error = result.error
         pass_names, entry = self.proof_entry()
-        activation.add_layer(pass_names, self.address, entry)
+        session.add_layer(pass_names, self.address, entry)
 
     def proof_entry(self) -> tuple[tuple[str, ...], LayerProof]:
         """Return the passes that the layer counts for, and its facts for the proof."""
@@ -118,7 +118,7 @@ class CudaLayer:
         return (EXPERTS_PASS,), entry
 
     def covers(self, x: torch.Tensor) -> bool:
-        """Return whether the kernels can read these activations in place: they copy 16 bytes at a time."""
+        """Return whether the kernels can read these sessions in place: they copy 16 bytes at a time."""
         return x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0
 
     def run(self, name: str, call: ExpertsCall) -> None:
@@ -138,12 +138,12 @@ class CudaLayer:
 
     def note_run(self, name: str, x: torch.Tensor) -> None:
         """Count one forward of these tokens in the proof, by our kernel of this name or by vLLM's."""
-        if self._activation is None:
+        if self._session is None:
             return
         if name == STOCK:
-            self._activation.left_to_stock(self.address)
+            self._session.left_to_stock(self.address)
         else:
-            self._activation.called(self.address, x.shape[0], self.proof_entry, kernel=name)
+            self._session.called(self.address, x.shape[0], self.proof_entry, kernel=name)
 
     def _under_check(self) -> LayerUnderCheck:
         facts = self._facts
@@ -160,6 +160,6 @@ class CudaLayer:
             w2_bias=facts.w2_bias,
         )
 
-    def _refuse(self, activation: Activation, reason: str) -> None:
+    def _refuse(self, session: PluginSession, reason: str) -> None:
         self._ranges = ()
-        activation.refused(EXPERTS_PASS, f"{self._facts.name}: {reason}")
+        session.refused(EXPERTS_PASS, f"{self._facts.name}: {reason}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from moe_optimizer.vllm_plugin.proof import described
+from moe_optimizer.errors import described
 
 if TYPE_CHECKING:
     import torch

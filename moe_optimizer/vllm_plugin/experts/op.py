@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, current
+from moe_optimizer.proof.record import LayerProof
 from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, weight_format
-from moe_optimizer.vllm_plugin.proof import LayerProof
+from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_session
 
 _SCHEMA = (
     "run_experts(Tensor(a!) out, Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
@@ -58,9 +58,9 @@ def _run_experts(  # noqa: PLR0917 - the op's schema
         w2_bias=w2_bias,
     )
     weight_format(format_name).compute(weights, call)
-    activation = current()
-    if activation is not None:
-        activation.called(
+    session = current_session()
+    if session is not None:
+        session.called(
             w13.data_ptr(),
             x.shape[0],
             lambda: ((EXPERTS_PASS,), _unnamed_layer(weights, has_map=expert_map is not None)),

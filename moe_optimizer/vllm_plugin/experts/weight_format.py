@@ -7,20 +7,17 @@ loading, and is then all that is left of it.
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, Activation, plugin_decisions
+from moe_optimizer.plan.decision import FORMAT_PARAM
+from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 
 if TYPE_CHECKING:
     import torch
 
-FORMAT_PARAM = "weight_format"
-"""Key in the params of the decision that wants another format than plain; its value is a name in `WEIGHT_FORMATS`."""
 PLAIN = "plain"
-_DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 WEIGHT_FORMATS = {
     PLAIN: "moe_optimizer.vllm_plugin.experts.weight_format:PlainWeights",
@@ -136,12 +133,6 @@ class PlainWeights:
         )
 
 
-def decoder_layer(name: str) -> int | None:
-    """Return the index of the decoder layer in a module's name, None where it has none."""
-    found = _DECODER_LAYER.search(name)
-    return int(found[1]) if found else None
-
-
 _created: dict[str, WeightFormat] = {}
 
 
@@ -157,13 +148,13 @@ def weight_format(name: str) -> WeightFormat:
     return _created[name]
 
 
-def planned_format(activation: Activation) -> WeightFormat:
+def planned_format(session: PluginSession) -> WeightFormat:
     """Return the format that the plan wants the experts' weights in."""
-    names = [] if activation.plan is None else _format_names(activation)
+    names = [] if session.plan is None else _format_names(session)
     return weight_format(names[0] if names else PLAIN)
 
 
-def _format_names(activation: Activation) -> Sequence[str]:
-    assert activation.plan is not None
-    decisions = plugin_decisions(activation.plan)
+def _format_names(session: PluginSession) -> Sequence[str]:
+    assert session.plan is not None
+    decisions = session.plan.plugin_decisions
     return [decision.params[FORMAT_PARAM] for decision in decisions if FORMAT_PARAM in decision.params]

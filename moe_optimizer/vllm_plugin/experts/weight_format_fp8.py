@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, current_decision
-from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, PlainWeights, decoder_layer
-from moe_optimizer.vllm_plugin.proof import described
+from moe_optimizer.errors import described
+from moe_optimizer.specs.layer_name import decoder_layer
+from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, PlainWeights
+from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_decision
 
 if TYPE_CHECKING:
     import torch
@@ -32,13 +33,13 @@ class Fp8Weights(PlainWeights):
         Raises:
             RequiredNotAppliedError: it cannot be converted, and the plan requires that it is.
         """
-        activation, decision = current_decision(FP8_PASS)
+        session, decision = current_decision(FP8_PASS)
         if decoder_layer(layer_name) in decision.params["kept_layers"]:
             return _plain(w13, w2, "kept by the plan")
         try:
             return _converted(w13, w2, decision.params)
         except Exception as error:  # noqa: BLE001 - vLLM is loading its model; the loaded weights do as well
-            activation.refused(FP8_PASS, f"{layer_name}: fallback: {described(error)}")
+            session.refused(FP8_PASS, f"{layer_name}: fallback: {described(error)}")
             return _plain(w13, w2, "could not be converted")
 
     def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:

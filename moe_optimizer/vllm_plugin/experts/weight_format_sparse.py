@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moe_optimizer.errors import described
 from moe_optimizer.specs.activation_norms import hidden_norms_name, input_norms_name
-from moe_optimizer.vllm_plugin.activation import EXPERTS_PASS, current_decision
-from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, ExpertsCall, KernelWeights, decoder_layer
-from moe_optimizer.vllm_plugin.proof import described
+from moe_optimizer.specs.layer_name import decoder_layer
+from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, ExpertsCall, KernelWeights
+from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_decision
 
 if TYPE_CHECKING:
     import torch
@@ -46,11 +47,11 @@ class SparseWeights:
         Raises:
             RequiredNotAppliedError: it cannot be pruned, and the plan requires that it is.
         """
-        activation, decision = current_decision(SPARSITY_PASS)
+        session, decision = current_decision(SPARSITY_PASS)
         try:
             return _pruned(layer_name, w13, w2, decision.params["activation_norms"])
         except Exception as error:  # noqa: BLE001 - vLLM is loading its model; the loaded weights do as well
-            activation.refused(SPARSITY_PASS, f"{layer_name}: fallback: {described(error)}")
+            session.refused(SPARSITY_PASS, f"{layer_name}: fallback: {described(error)}")
             return KernelWeights(format=PLAIN, w13=w13, w2=w2, why_plain="could not be pruned")
 
     def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +90,7 @@ def _pruned(layer_name: str, w13: torch.Tensor, w2: torch.Tensor, norms_path: st
 
 
 def _norms(path: str, layer_name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norms of a layer's input [H] and of its experts' activations [E, I]."""
+    """Return the norms of a layer's input [H] and of its experts' sessions [E, I]."""
     from safetensors import safe_open
 
     layer = decoder_layer(layer_name)

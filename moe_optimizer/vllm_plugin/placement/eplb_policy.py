@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.log import get_logger
 from moe_optimizer.placement import place_experts
-from moe_optimizer.vllm_plugin.activation import Activation, current
 from moe_optimizer.vllm_plugin.placement.expert_placement import PLACEMENT_PASS
-from moe_optimizer.vllm_plugin.proof import described
 from moe_optimizer.vllm_plugin.server_facts import world
+from moe_optimizer.vllm_plugin.session import PluginSession, current_session
 
 _POLICY_NAME = "default"
 """vLLM moves experts beside its forward passes only under a policy of this name, and its flag takes no other."""
@@ -26,12 +25,12 @@ _ARGUMENTS = ("weight", "num_replicas", "num_groups", "num_nodes", "num_ranks", 
 logger = get_logger(__name__)
 
 
-def register_policy(activation: Activation) -> None:
+def register_policy(session: PluginSession) -> None:
     """Put our policy in the place of vLLM's default one, in processes that hold a part of the model.
 
     A table or an interface other than the one this was written for is left alone, with the reason in the proof.
     """
-    if activation.proof.role == "frontend":
+    if session.proof.role == "frontend":
         return
     from vllm.config import get_current_vllm_config_or_none
     from vllm.distributed.eplb import policy
@@ -39,17 +38,17 @@ def register_policy(activation: Activation) -> None:
     config = get_current_vllm_config_or_none()
     if config is not None and not config.parallel_config.enable_eplb:
         # A plain `vllm serve`, whose plan is made while it builds the model: too late for flags.
-        activation.refused(PLACEMENT_PASS, "needs --enable-eplb, which vLLM was started without")
+        session.refused(PLACEMENT_PASS, "needs --enable-eplb, which vLLM was started without")
         return
     table = policy.EPLB_POLICIES
     if getattr(table.get(_POLICY_NAME), "made_by_moe_optimizer", False):
         return
     reason = _why_not(policy, table)
     if reason:
-        activation.refused(PLACEMENT_PASS, reason)
+        session.refused(PLACEMENT_PASS, reason)
         return
     table[_POLICY_NAME] = make_policy(policy.AbstractEplbPolicy, table[_POLICY_NAME])
-    activation.applied(PLACEMENT_PASS, kernel="", isa="")
+    session.applied(PLACEMENT_PASS, kernel="", isa="")
 
 
 def _why_not(policy: Any, table: Any) -> str:
@@ -83,19 +82,19 @@ def make_policy(interface: type, stock: type) -> type:
             old_global_expert_indices: torch.Tensor | None = None,
         ) -> torch.Tensor:
             """Return the expert of each slot, int64 [layers, replicas], from the tokens of each [layers, experts]."""
-            activation = current()
+            session = current_session()
             try:
                 placement = _rebalance(
                     weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices
                 )
-                if activation is not None:
-                    _note(activation, weight, old_global_expert_indices, placement)
+                if session is not None:
+                    _note(session, weight, old_global_expert_indices, placement)
             except Exception as error:  # noqa: BLE001 - vLLM is serving, and its own policy can still answer
                 # Every rank computes the same from the same numbers, so all of them come here.
                 logger.warning("expert placement: vLLM's own policy is used: %s", described(error))
-                if activation is not None:
+                if session is not None:
                     with contextlib.suppress(RequiredNotAppliedError):
-                        activation.refused(PLACEMENT_PASS, f"fallback: {described(error)}")
+                        session.refused(PLACEMENT_PASS, f"fallback: {described(error)}")
                 return stock.rebalance_experts(  # type: ignore[attr-defined]
                     weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices
                 )
@@ -104,17 +103,17 @@ def make_policy(interface: type, stock: type) -> type:
     return MoeOptimizerEplbPolicy
 
 
-def _note(activation: Activation, load: torch.Tensor, old: torch.Tensor | None, placement: torch.Tensor) -> None:
+def _note(session: PluginSession, load: torch.Tensor, old: torch.Tensor | None, placement: torch.Tensor) -> None:
     """Say in the proof that vLLM asked, and what a placement by a real load changed.
 
     vLLM asks for the first time while it measures its memory, before it has served anything: that shows that the
     policy is in place, and moves nothing.
     """
     # A process that computes the layers with vLLM's own kernels has not said yet that it holds a part of the model.
-    activation.proof.model_rank, activation.proof.world_size = world()
-    activation.ran(PLACEMENT_PASS)
+    session.proof.model_rank, session.proof.world_size = world()
+    session.ran(PLACEMENT_PASS)
     if old is not None and old.shape == placement.shape and bool(load.any()):
-        activation.rearranged(PLACEMENT_PASS, int((old.cpu() != placement).sum()))
+        session.rearranged(PLACEMENT_PASS, int((old.cpu() != placement).sum()))
 
 
 def _rebalance(

@@ -9,21 +9,19 @@ ask each other even where nothing is planned, because a rank that failed to plan
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moe_optimizer.errors import RequiredNotAppliedError
-from moe_optimizer.vllm_plugin.activation import Activation
-from moe_optimizer.vllm_plugin.proof import described
+from moe_optimizer.errors import RequiredNotAppliedError, described
+from moe_optimizer.specs.layer_name import decoder_layer
+from moe_optimizer.vllm_plugin.session import PluginSession
 
 if TYPE_CHECKING:
     import torch
 
 PLACEMENT_PASS = "expert_placement"
 """The pass whose decision says where experts live."""
-_LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 _PLACED = "placed_by_moe_optimizer"
 """Attribute of a vLLM layer with a map of ours."""
@@ -55,7 +53,7 @@ class _PlacedLayer:
         return self._original(global_id)
 
 
-def place_layer(activation: Activation, layer: Any) -> None:
+def place_layer(session: PluginSession, layer: Any) -> None:
     """Give a vLLM RoutedExperts its expert map, if the plan has one and every rank can.
 
     Raises:
@@ -65,7 +63,7 @@ def place_layer(activation: Activation, layer: Any) -> None:
     if layer.expert_map_manager.expert_map is None:
         # No expert parallelism in this layer.
         return
-    planned = _planned(activation, layer)
+    planned = _planned(session, layer)
     expert_map, reason = (None, "") if planned is None else _possible_map(layer, planned)
     try:
         agreed = all_ranks_can(expert_map is not None)
@@ -75,7 +73,7 @@ def place_layer(activation: Activation, layer: Any) -> None:
         return
     if not agreed:
         why = reason or "another rank cannot take its experts"
-        activation.refused(PLACEMENT_PASS, f"{layer.layer_name}: {why}")
+        session.refused(PLACEMENT_PASS, f"{layer.layer_name}: {why}")
         return
     assert expert_map is not None
     manager = layer.expert_map_manager
@@ -83,20 +81,21 @@ def place_layer(activation: Activation, layer: Any) -> None:
     layer.update_expert_map_info()
     placed = _PlacedLayer(expert_map, manager.map_global_to_local, _load_format())
     setattr(layer, _PLACED, placed)
+    session.ask_of_layers(passes_of_placed)
     manager.map_global_to_local = placed.map_global_to_local
-    _confirm_when_loaded(activation, layer)
-    activation.applied(PLACEMENT_PASS, kernel="", isa="")
-    activation.proof.passes[PLACEMENT_PASS].digest = planned.digest
+    _confirm_when_loaded(session, layer)
+    session.applied(PLACEMENT_PASS, kernel="", isa="")
+    session.proof.passes[PLACEMENT_PASS].digest = planned.digest
 
 
-def _planned(activation: Activation, layer: Any) -> _Planned | None:
+def _planned(session: PluginSession, layer: Any) -> _Planned | None:
     """Return what the plan says of a layer; None when it places nothing, or has not this layer (a draft model's)."""
-    decision = activation.wanted(PLACEMENT_PASS)
-    index = _LAYER_INDEX.search(layer.layer_name)
+    decision = session.wanted(PLACEMENT_PASS)
+    index = decoder_layer(layer.layer_name)
     if decision is None or decision.params["mode"] != "initial" or index is None:
         return None
     params = decision.params
-    experts = params["experts"].get(index[1])
+    experts = params["experts"].get(str(index))
     if experts is None:
         return None
     return _Planned(
@@ -107,7 +106,7 @@ def _planned(activation: Activation, layer: Any) -> _Planned | None:
     )
 
 
-def _confirm_when_loaded(activation: Activation, layer: Any) -> None:
+def _confirm_when_loaded(session: PluginSession, layer: Any) -> None:
     """Check the layer once vLLM has loaded it. Where its kernel does not count calls for us, that is all the proof."""
     method = layer.quant_method
     original = method.process_weights_after_loading
@@ -116,9 +115,9 @@ def _confirm_when_loaded(activation: Activation, layer: Any) -> None:
     def process_weights_after_loading(loaded: Any) -> None:
         original(loaded)
         passes_of_placed(loaded)
-        counted = {known.name for known in activation.proof.passes[PLACEMENT_PASS].layers}
+        counted = {known.name for known in session.proof.passes[PLACEMENT_PASS].layers}
         if loaded.layer_name not in counted:
-            activation.ran(PLACEMENT_PASS)
+            session.ran(PLACEMENT_PASS)
 
     method.process_weights_after_loading = process_weights_after_loading
 

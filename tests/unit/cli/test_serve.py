@@ -15,12 +15,12 @@ from moe_optimizer.cli.main import main
 from moe_optimizer.cli.options import ServeOptions
 from moe_optimizer.errors import ExitCode, InputError, ServerFailedError
 from moe_optimizer.inspection import load_hardware
+from moe_optimizer.launcher import launch
+from moe_optimizer.launcher.launch import ServerInfo
+from moe_optimizer.launcher.server_info import RunningServer
+from moe_optimizer.measure.kernel_speeds import calibration
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.specs.software import VllmInstallation
-from moe_optimizer.vllm_plugin.server import launch
-from moe_optimizer.vllm_plugin.server.info import RunningServer
-from moe_optimizer.vllm_plugin.server.launch import ServerInfo
-from moe_optimizer.vllm_plugin.speeds import calibration
 from tests.free_ports import free_port
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")

@@ -12,7 +12,7 @@ from moe_optimizer.errors import InputError, RequiredNotAppliedError
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.builders import cpu_machine, profile_with, request, tiny_moe
 
 NEEDS = "needs expert parallelism; without it every process has a slice of every expert"
@@ -22,22 +22,22 @@ def plan_of(**passes: dict[str, Any]) -> Callable[[Any], Plan]:
     return lambda _facts: make_plan(request(tiny_moe(), cpu_machine(), profile_with(passes=passes)))
 
 
-def resolved(tmp_path: Path, planner: Callable[[Any], Plan]) -> Activation:
-    activation = Activation(run_dir=tmp_path, make_plan=planner)
-    activation.resolve_plan(lambda: None)  # pyright: ignore[reportArgumentType] - these planners ask for no facts
-    return activation
+def resolved(tmp_path: Path, planner: Callable[[Any], Plan]) -> PluginSession:
+    session = PluginSession(run_dir=tmp_path, make_plan=planner)
+    session.resolve_plan(lambda: None)  # pyright: ignore[reportArgumentType] - these planners ask for no facts
+    return session
 
 
 def test_a_refused_wish_is_in_the_proof_and_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    activation = resolved(tmp_path, plan_of(expert_placement={"mode": "on"}))
-    entry = activation.proof.passes["expert_placement"]
+    session = resolved(tmp_path, plan_of(expert_placement={"mode": "on"}))
+    entry = session.proof.passes["expert_placement"]
     assert (entry.requested, entry.applied, entry.why_not) == (Wish.ON.value, False, f"refused: {NEEDS}")
     assert f"expert_placement (profile balanced) is refused: {NEEDS}" in caplog.text
 
 
 def test_what_was_only_auto_is_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    activation = resolved(tmp_path, plan_of(expert_placement={"mode": "auto"}))
-    assert "expert_placement" not in activation.proof.passes
+    session = resolved(tmp_path, plan_of(expert_placement={"mode": "auto"}))
+    assert "expert_placement" not in session.proof.passes
     assert "expert_placement" not in caplog.text
 
 
@@ -50,9 +50,9 @@ def test_a_plan_that_cannot_be_made_is_said(tmp_path: Path, caplog: pytest.LogCa
     def failing(_facts: Any) -> Plan:
         raise InputError("s.json: not JSON")
 
-    activation = resolved(tmp_path, failing)
-    assert activation.plan is None
-    assert "planning failed: InputError: s.json: not JSON" in activation.proof.passes["flash_dmoe"].why_not
+    session = resolved(tmp_path, failing)
+    assert session.plan is None
+    assert "planning failed: InputError: s.json: not JSON" in session.proof.passes["flash_dmoe"].why_not
     assert "planning failed: InputError: s.json: not JSON" in caplog.text
 
 

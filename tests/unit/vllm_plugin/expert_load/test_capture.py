@@ -16,13 +16,14 @@ from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.expert_load import LOAD_FILE, ExpertLoad, read_expert_load, read_run_load
-from moe_optimizer.vllm_plugin.activation import Activation
 from moe_optimizer.vllm_plugin.expert_load import capture as expert_load
 from moe_optimizer.vllm_plugin.expert_load import writer as expert_load_writer
 from moe_optimizer.vllm_plugin.expert_load.capture import LOAD_PASS, current_counting, start_counting
 from moe_optimizer.vllm_plugin.expert_load.writer import part_path
-from moe_optimizer.vllm_plugin.patches.worker_execute_model import WORKER_EXECUTE_MODEL
-from moe_optimizer.vllm_plugin.patches.worker_model_loaded import WORKER_MODEL_LOADED
+from moe_optimizer.vllm_plugin.session import PluginSession
+from moe_optimizer.vllm_plugin.worker import model_loaded
+from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
+from moe_optimizer.vllm_plugin.worker.model_loaded import WORKER_MODEL_LOADED
 from tests.builders import cpu_machine, request, tiny_moe
 from tests.eventually import eventually
 
@@ -101,8 +102,8 @@ def _own_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def activation(tmp_path: Path) -> Activation:
-    return Activation(run_dir=tmp_path, plan=plan())
+def session(tmp_path: Path) -> PluginSession:
+    return PluginSession(run_dir=tmp_path, plan=plan())
 
 
 def step(num_tokens: int) -> Any:
@@ -115,9 +116,9 @@ def written(run_dir: Path, steps: int) -> ExpertLoad | None:
     return load if load is not None and load.steps == steps else None
 
 
-def test_tokens_of_a_step_are_counted_and_written(activation: Activation, tmp_path: Path) -> None:
+def test_tokens_of_a_step_are_counted_and_written(session: PluginSession, tmp_path: Path) -> None:
     layers = Layer(1), Layer(4)
-    start_counting(activation, worker_of(*layers))
+    start_counting(session, worker_of(*layers))
     counting = current_counting()
     assert counting is not None
     with counting.step(step(2)):
@@ -130,17 +131,17 @@ def test_tokens_of_a_step_are_counted_and_written(activation: Activation, tmp_pa
     ]
     assert (load.model, load.num_experts) == ("tiny-moe", EXPERTS)
     assert read_run_load(tmp_path) == load
-    entry = activation.proof.passes[LOAD_PASS]
+    entry = session.proof.passes[LOAD_PASS]
     assert (entry.applied, eventually(lambda: entry.ran), entry.why_not) == (True, True, "")
 
 
 def test_what_runs_before_the_first_step_is_not_counted_but_proves_that_it_would_be(
-    activation: Activation, tmp_path: Path
+    session: PluginSession, tmp_path: Path
 ) -> None:
     layer = Layer(0)
-    start_counting(activation, worker_of(layer))
+    start_counting(session, worker_of(layer))
     layer.router.route(IDS)
-    eventually(lambda: activation.proof.passes[LOAD_PASS].ran)
+    eventually(lambda: session.proof.passes[LOAD_PASS].ran)
     assert not (tmp_path / LOAD_FILE).exists()
     counting = current_counting()
     assert counting is not None
@@ -151,9 +152,9 @@ def test_what_runs_before_the_first_step_is_not_counted_but_proves_that_it_would
     assert eventually(lambda: written(tmp_path, steps=1)).layers[0].tokens == (1, 2, 2, 1)
 
 
-def test_steps_of_as_many_tokens_and_of_others_are_all_counted(activation: Activation, tmp_path: Path) -> None:
+def test_steps_of_as_many_tokens_and_of_others_are_all_counted(session: PluginSession, tmp_path: Path) -> None:
     layer = Layer(0)
-    start_counting(activation, worker_of(layer))
+    start_counting(session, worker_of(layer))
     counting = current_counting()
     assert counting is not None
     for num_tokens in (3, 3, 1, 0, 3):
@@ -166,20 +167,20 @@ def test_steps_of_as_many_tokens_and_of_others_are_all_counted(activation: Activ
 
 @pytest.mark.parametrize(("rank", "writes"), [(0, True), (1, False), (2, True), (3, False)])
 def test_one_rank_of_a_tensor_parallel_group_writes(
-    rank: int, writes: bool, activation: Activation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    rank: int, writes: bool, session: PluginSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("moe_optimizer.vllm_plugin.server_facts.world", lambda: (rank, 4))
     layer = Layer(0)
-    start_counting(activation, worker_of(layer, tensor_parallel_size=2))
+    start_counting(session, worker_of(layer, tensor_parallel_size=2))
     counting = current_counting()
     assert counting is not None
     with counting.step(step(3)):
         layer.router.route(IDS)
-    eventually(lambda: activation.proof.passes[LOAD_PASS].ran)
+    eventually(lambda: session.proof.passes[LOAD_PASS].ran)
     if writes:
         assert eventually(lambda: written(tmp_path, steps=1)).layers[0].total == 6
     assert part_path(tmp_path, rank).exists() == writes
-    assert (activation.proof.model_rank, activation.proof.world_size) == (rank, 4)
+    assert (session.proof.model_rank, session.proof.world_size) == (rank, 4)
 
 
 @pytest.mark.parametrize(
@@ -195,50 +196,50 @@ def test_one_rank_of_a_tensor_parallel_group_writes(
     ],
 )
 def test_a_model_that_cannot_be_counted_is_left_alone_with_the_reason(
-    worker: Any, said: str, activation: Activation
+    worker: Any, said: str, session: PluginSession
 ) -> None:
-    start_counting(activation, worker)
+    start_counting(session, worker)
     assert current_counting() is None
-    assert said in activation.proof.passes[LOAD_PASS].why_not
-    assert not activation.proof.passes[LOAD_PASS].applied
+    assert said in session.proof.passes[LOAD_PASS].why_not
+    assert not session.proof.passes[LOAD_PASS].applied
 
 
-def test_vllms_own_capture_keeps_its_place(activation: Activation) -> None:
+def test_vllms_own_capture_keeps_its_place(session: PluginSession) -> None:
     worker = worker_of(Layer(0))
     worker.vllm_config.aux_output_config = SimpleNamespace(enable_return_routed_experts=True)
-    start_counting(activation, worker)
+    start_counting(session, worker)
     assert current_counting() is None
-    assert "--enable-return-routed-experts" in activation.proof.passes[LOAD_PASS].why_not
+    assert "--enable-return-routed-experts" in session.proof.passes[LOAD_PASS].why_not
 
 
 def test_what_vllm_says_of_a_kernel_that_routes_itself_is_the_reason(
-    activation: Activation, monkeypatch: pytest.MonkeyPatch
+    session: PluginSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def bind(model: Any, capturer: Any) -> None:
         raise ValueError("not supported with monolithic MoE kernel X")
 
     monkeypatch.setattr(expert_load, "_vllms_own_binding", lambda: bind)
-    start_counting(activation, worker_of(Layer(0)))
-    assert activation.proof.passes[LOAD_PASS].why_not == "not supported with monolithic MoE kernel X"
+    start_counting(session, worker_of(Layer(0)))
+    assert session.proof.passes[LOAD_PASS].why_not == "not supported with monolithic MoE kernel X"
 
 
 def test_a_required_pass_that_cannot_be_applied_stops_the_start(tmp_path: Path) -> None:
-    activation = Activation(run_dir=tmp_path, plan=plan(required=True))
+    session = PluginSession(run_dir=tmp_path, plan=plan(required=True))
     with pytest.raises(RequiredNotAppliedError, match="data parallelism"):
-        start_counting(activation, worker_of(Layer(0), data_parallel_size=2))
+        start_counting(session, worker_of(Layer(0), data_parallel_size=2))
 
 
 def test_a_plan_that_has_it_off_changes_nothing(tmp_path: Path) -> None:
     layer = Layer(0)
-    activation = Activation(run_dir=tmp_path, plan=plan(on=False))
-    start_counting(activation, worker_of(layer))
+    session = PluginSession(run_dir=tmp_path, plan=plan(on=False))
+    start_counting(session, worker_of(layer))
     assert current_counting() is None
     assert layer.router.capture_fn is None
-    assert LOAD_PASS not in activation.proof.passes
+    assert LOAD_PASS not in session.proof.passes
 
 
-def test_a_failure_while_serving_ends_the_counting_and_not_the_step(activation: Activation) -> None:
-    start_counting(activation, worker_of(Layer(0)))
+def test_a_failure_while_serving_ends_the_counting_and_not_the_step(session: PluginSession) -> None:
+    start_counting(session, worker_of(Layer(0)))
     counting = current_counting()
     assert counting is not None
     forwards = []
@@ -246,7 +247,7 @@ def test_a_failure_while_serving_ends_the_counting_and_not_the_step(activation: 
         forwards.append(1)
     assert forwards == [1]
     assert current_counting() is None
-    assert "AttributeError" in activation.proof.passes[LOAD_PASS].why_not
+    assert "AttributeError" in session.proof.passes[LOAD_PASS].why_not
 
 
 class Executor:
@@ -256,7 +257,7 @@ class Executor:
         return ("ran", scheduler_output.total_num_scheduled_tokens)
 
 
-def test_the_patched_step_counts_and_returns_what_vllm_returned(activation: Activation, tmp_path: Path) -> None:
+def test_the_patched_step_counts_and_returns_what_vllm_returned(session: PluginSession, tmp_path: Path) -> None:
     layer = Layer(0)
 
     def execute_model(self: Any, scheduler_output: Any) -> Any:
@@ -265,29 +266,28 @@ def test_the_patched_step_counts_and_returns_what_vllm_returned(activation: Acti
 
     patched = WORKER_EXECUTE_MODEL.replacement(execute_model)
     assert patched(None, step(3)) == ("ran", 3)
-    start_counting(activation, worker_of(layer))
+    start_counting(session, worker_of(layer))
     assert patched(None, step(3)) == ("ran", 3)
     assert eventually(lambda: written(tmp_path, steps=1)).layers[0].tokens == (1, 2, 2, 1)
 
 
-def test_an_error_of_vllm_in_a_step_is_vllms(activation: Activation) -> None:
+def test_an_error_of_vllm_in_a_step_is_vllms(session: PluginSession) -> None:
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         raise RuntimeError("vLLM's own")
 
-    start_counting(activation, worker_of(Layer(0)))
+    start_counting(session, worker_of(Layer(0)))
     with pytest.raises(RuntimeError, match="vLLM's own"):
         WORKER_EXECUTE_MODEL.replacement(execute_model)(None, step(1))
-    assert activation.proof.passes[LOAD_PASS].why_not == ""
+    assert session.proof.passes[LOAD_PASS].why_not == ""
 
 
 def test_the_model_is_counted_when_vllm_asks_for_its_cache(
-    activation: Activation, monkeypatch: pytest.MonkeyPatch
+    session: PluginSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moe_optimizer.vllm_plugin.patches import worker_model_loaded
 
     patched = WORKER_MODEL_LOADED.replacement(lambda worker: "the cache")
     assert patched(worker_of(Layer(0))) == "the cache"
     assert current_counting() is None
-    monkeypatch.setattr(worker_model_loaded, "current", lambda: activation)
+    monkeypatch.setattr(model_loaded, "current_session", lambda: session)
     assert patched(worker_of(Layer(0))) == "the cache"
     assert current_counting() is not None

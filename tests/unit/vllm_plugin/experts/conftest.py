@@ -10,21 +10,21 @@ import pytest
 
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.planner import make_plan
-from moe_optimizer.vllm_plugin import activation as activations
-from moe_optimizer.vllm_plugin.activation import Activation
+from moe_optimizer.vllm_plugin import session as sessions
+from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.builders import cpu_machine, request, tiny_moe
 
 
 @pytest.fixture
-def activate_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Activation]:
+def activate_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PluginSession]:
     """Makes a plan this process's own in which one pass is switched on, or is as by default."""
 
-    def activate(name: str, *, on: bool, required: bool, **fields: Any) -> Activation:
+    def activate(name: str, *, on: bool, required: bool, **fields: Any) -> PluginSession:
         wishes = {name: (Wish.ON, "test")} if on else {}
         needed = frozenset({name}) if required else frozenset[str]()
         plan = make_plan(request(tiny_moe(), cpu_machine(), wishes=wishes, required=needed, **fields))
-        activation = Activation(run_dir=tmp_path, plan=plan)
-        monkeypatch.setattr(activations, "_current", activation)
-        return activation
+        session = PluginSession(run_dir=tmp_path, plan=plan)
+        monkeypatch.setattr(sessions, "_current", session)
+        return session
 
     return activate

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from moe_optimizer.vllm_plugin.patches import layerwise_loading
+from moe_optimizer.vllm_plugin.experts import layerwise_loading
 
 
 class Method:

@@ -10,20 +10,20 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from moe_optimizer.errors import RequiredNotAppliedError  # noqa: E402
-from moe_optimizer.vllm_plugin.activation import Activation  # noqa: E402
 from moe_optimizer.vllm_plugin.experts.weight_format import planned_format, weight_format  # noqa: E402
 from moe_optimizer.vllm_plugin.experts.weight_format_fp8 import Fp8Weights  # noqa: E402
+from moe_optimizer.vllm_plugin.session import PluginSession  # noqa: E402
 from tests.builders import profile_with  # noqa: E402
 from tests.unit.vllm_plugin.experts.converted_layers import NAME, assert_computes_with, layer  # noqa: E402
 
-Activate = Callable[..., Activation]
+Activate = Callable[..., PluginSession]
 
 
 @pytest.fixture
 def activate(activate_pass: Activate) -> Activate:
     """Makes a plan with FP8 on, and with these settings of it, this process's own."""
 
-    def start(settings: dict[str, Any] | None = None, *, on: bool = True, required: bool = False) -> Activation:
+    def start(settings: dict[str, Any] | None = None, *, on: bool = True, required: bool = False) -> PluginSession:
         profile = profile_with("balanced", {"fp8": settings or {}})
         return activate_pass("fp8", on=on, required=required, profile=profile)
 
@@ -94,14 +94,14 @@ def test_layers_that_the_plan_keeps_stay(activate: Activate, name: str, kept: bo
 
 
 def test_a_layer_over_the_budget_stays_and_says_by_how_much(activate: Activate) -> None:
-    activation = activate({"max_layer_error": 0.001})
+    session = activate({"max_layer_error": 0.001})
     w13, w2 = layer()
     left = Fp8Weights().convert(NAME, w13, w2)
     assert (left.format, left.w13 is w13, left.w2 is w2) == ("plain", True, True)
     assert left.why_plain.endswith(", allowed are 0.001")
     assert left.output_error is not None
     assert left.output_error > 0.001
-    assert activation.proof.passes["fp8"].why_not == ""  # as planned
+    assert session.proof.passes["fp8"].why_not == ""  # as planned
 
 
 def test_without_a_budget_nothing_is_measured(activate: Activate) -> None:
@@ -111,11 +111,11 @@ def test_without_a_budget_nothing_is_measured(activate: Activate) -> None:
 
 
 def test_weights_that_are_not_finite_stay_and_count_as_refused(activate: Activate) -> None:
-    activation = activate()
+    session = activate()
     w13, w2 = layer()
     w2[3, 0, 0] = float("inf")
     assert Fp8Weights().convert(NAME, w13, w2).format == "plain"
-    assert "expert 3 has values that are infinite" in activation.proof.passes["fp8"].why_not
+    assert "expert 3 has values that are infinite" in session.proof.passes["fp8"].why_not
 
 
 def test_required_a_layer_that_cannot_be_converted_is_an_error(activate: Activate) -> None:
@@ -127,11 +127,11 @@ def test_required_a_layer_that_cannot_be_converted_is_an_error(activate: Activat
 
 
 def test_a_failure_of_ours_leaves_the_layer_as_it_is(activate: Activate, monkeypatch: pytest.MonkeyPatch) -> None:
-    activation = activate()
+    session = activate()
 
     def raising(*_args: Any, **_kwargs: Any) -> Any:
         raise RuntimeError("injected")
 
     monkeypatch.setattr("moe_optimizer.ops.fp8_error.experts_output_error", raising)
     assert Fp8Weights().convert(NAME, *layer()).format == "plain"
-    assert "fallback: RuntimeError: injected" in activation.proof.passes["fp8"].why_not
+    assert "fallback: RuntimeError: injected" in session.proof.passes["fp8"].why_not

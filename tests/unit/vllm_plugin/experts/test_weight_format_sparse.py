@@ -15,13 +15,13 @@ pytest.importorskip("safetensors")
 from safetensors.torch import save_file  # noqa: E402
 
 from moe_optimizer.errors import RequiredNotAppliedError  # noqa: E402
+from moe_optimizer.measure.activation_norms import ActivationNorms  # noqa: E402
 from moe_optimizer.ops import kernels_available  # noqa: E402
 from moe_optimizer.ops.sparse_24 import SparseWeight, expand_24, prune_24  # noqa: E402
 from moe_optimizer.specs.activation_norms import read_activation_norms_file  # noqa: E402
-from moe_optimizer.vllm_plugin.activation import Activation  # noqa: E402
-from moe_optimizer.vllm_plugin.experts.sparsity_norms import ActivationNorms  # noqa: E402
 from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights, planned_format, weight_format  # noqa: E402
 from moe_optimizer.vllm_plugin.experts.weight_format_sparse import SparseWeights  # noqa: E402
+from moe_optimizer.vllm_plugin.session import PluginSession  # noqa: E402
 from tests.unit.vllm_plugin.experts.converted_layers import (  # noqa: E402
     NAME,
     assert_computes_with,
@@ -29,14 +29,14 @@ from tests.unit.vllm_plugin.experts.converted_layers import (  # noqa: E402
     layer_call,
 )
 
-Activate = Callable[..., Activation]
+Activate = Callable[..., PluginSession]
 
 
 @pytest.fixture
 def activate(activate_pass: Activate) -> Activate:
     """Makes a plan with pruning on, by the norms in a file, this process's own."""
 
-    def start(norms: str | None = None, *, on: bool = True, required: bool = False) -> Activation:
+    def start(norms: str | None = None, *, on: bool = True, required: bool = False) -> PluginSession:
         found = read_activation_norms_file(norms)
         return activate_pass("sparsity_24", on=on, required=required, activation_norms=found)
 
@@ -83,13 +83,13 @@ def test_the_kernel_computes_with_the_pruned_weights(activate: Activate) -> None
 
 
 def test_a_layer_that_cannot_be_pruned_stays_and_is_refused(activate: Activate) -> None:
-    activation = activate()
+    session = activate()
     w13, w2 = layer()
     w13[0, 0, 0] = float("inf")
     converted = SparseWeights().convert(NAME, w13, w2)
     assert (converted.format, converted.why_plain) == ("plain", "could not be pruned")
     assert converted.w13 is w13
-    assert "expert 0 has a value that is not finite" in activation.proof.passes["sparsity_24"].why_not
+    assert "expert 0 has a value that is not finite" in session.proof.passes["sparsity_24"].why_not
 
 
 def test_where_it_is_required_that_is_an_error(activate: Activate) -> None:

@@ -34,7 +34,7 @@ def noted(monkeypatch):
         rearranged=lambda name, moved: said["moved"].append(moved),
         refused=lambda name, reason: said["refused"].append((name, reason)),
     )
-    monkeypatch.setattr("moe_optimizer.vllm_plugin.placement.eplb_policy.current", lambda: active)
+    monkeypatch.setattr("moe_optimizer.vllm_plugin.placement.eplb_policy.current_session", lambda: active)
     return said
 
 

@@ -44,7 +44,7 @@ class FakeLayer:
         return {slot: expert for slot, expert in slots.items() if slot >= 0}
 
 
-class FakeActivation:
+class FakeSession:
     def __init__(self, params: dict[str, Any] = PARAMS) -> None:
         self.params = params
         self.said: list[str] = []
@@ -56,6 +56,9 @@ class FakeActivation:
 
     def applied(self, name: str, *, kernel: str, isa: str) -> None:
         self.said.append("applied")
+
+    def ask_of_layers(self, passes_of: Any) -> None:
+        pass
 
     def ran(self, name: str) -> None:
         self.said.append("ran")
@@ -74,10 +77,10 @@ def alone(monkeypatch):
 
 @pytest.mark.parametrize(("rank", "mine"), [(0, [1, 3]), (1, [0, 2])])
 def test_weights_are_loaded_into_the_slots_that_the_map_names(rank, mine):
-    layer, activation = FakeLayer(rank), FakeActivation()
-    place_layer(activation, layer)  # type: ignore[arg-type]
-    assert activation.said == ["applied"]
-    assert activation.proof.passes["expert_placement"].digest == "d1"
+    layer, session = FakeLayer(rank), FakeSession()
+    place_layer(session, layer)  # type: ignore[arg-type]
+    assert session.said == ["applied"]
+    assert session.proof.passes["expert_placement"].digest == "d1"
     loaded = layer.load(range(4))
     assert loaded == dict(enumerate(mine)), "in ascending order: some of vLLM's loaders rely on it"
     assert {int(slot): expert for expert, slot in enumerate(layer.expert_map) if slot >= 0} == loaded
@@ -87,7 +90,7 @@ def test_weights_are_loaded_into_the_slots_that_the_map_names(rank, mine):
 def test_every_expert_lives_on_exactly_one_rank():
     layers = [FakeLayer(0), FakeLayer(1)]
     for layer in layers:
-        place_layer(FakeActivation(), layer)  # type: ignore[arg-type]
+        place_layer(FakeSession(), layer)  # type: ignore[arg-type]
     held = [layer.expert_map >= 0 for layer in layers]
     assert torch.equal(held[0], ~held[1])
 
@@ -96,21 +99,21 @@ def test_every_expert_lives_on_exactly_one_rank():
 def test_no_rank_is_placed_unless_all_can(monkeypatch, this_rank_can):
     monkeypatch.setattr(expert_placement, "_why_not", lambda layer, params: "" if this_rank_can else "not here")
     monkeypatch.setattr(expert_placement, "all_ranks_can", lambda this_one: False)
-    layer, activation = FakeLayer(0), FakeActivation()
-    place_layer(activation, layer)  # type: ignore[arg-type]
+    layer, session = FakeLayer(0), FakeSession()
+    place_layer(session, layer)  # type: ignore[arg-type]
     assert layer.expert_map.tolist() == [0, 1, -1, -1]
     assert passes_of_placed(layer) == ()
     why = "another rank cannot take its experts" if this_rank_can else "not here"
-    assert activation.said == [f"model.layers.3.mlp.experts: {why}"]
+    assert session.said == [f"model.layers.3.mlp.experts: {why}"]
 
 
 def test_an_exception_is_a_no_that_the_other_ranks_hear(monkeypatch):
     answers = []
     monkeypatch.setattr(expert_placement, "all_ranks_can", lambda this_one: answers.append(this_one) or False)
-    activation = FakeActivation(PARAMS | {"experts": {"3": "0 1 2 2"}})
-    place_layer(activation, FakeLayer(0))  # type: ignore[arg-type]
+    session = FakeSession(PARAMS | {"experts": {"3": "0 1 2 2"}})
+    place_layer(session, FakeLayer(0))  # type: ignore[arg-type]
     assert answers == [False]
-    assert activation.said[0].startswith("model.layers.3.mlp.experts: fallback: AssertionError")
+    assert session.said[0].startswith("model.layers.3.mlp.experts: fallback: AssertionError")
 
 
 def test_ranks_that_cannot_agree_leave_the_layer_alone(monkeypatch):
@@ -118,10 +121,10 @@ def test_ranks_that_cannot_agree_leave_the_layer_alone(monkeypatch):
         raise RuntimeError("no group")
 
     monkeypatch.setattr(expert_placement, "all_ranks_can", broken)
-    layer, activation = FakeLayer(0), FakeActivation()
-    place_layer(activation, layer)  # type: ignore[arg-type]
+    layer, session = FakeLayer(0), FakeSession()
+    place_layer(session, layer)  # type: ignore[arg-type]
     assert layer.expert_map.tolist() == [0, 1, -1, -1]
-    assert activation.said == ["model.layers.3.mlp.experts: fallback: RuntimeError: no group"]
+    assert session.said == ["model.layers.3.mlp.experts: fallback: RuntimeError: no group"]
 
 
 @pytest.mark.parametrize(
@@ -136,56 +139,56 @@ def test_layers_that_are_not_in_the_plan_stay_as_they_are(monkeypatch, params, n
     # The other ranks may have a plan with the layer: they must hear a no, not wait.
     answers = []
     monkeypatch.setattr(expert_placement, "all_ranks_can", lambda this_one: answers.append(this_one) or False)
-    layer, activation = FakeLayer(1, name), FakeActivation(params)
-    place_layer(activation, layer)  # type: ignore[arg-type]
+    layer, session = FakeLayer(1, name), FakeSession(params)
+    place_layer(session, layer)  # type: ignore[arg-type]
     assert layer.expert_map.tolist() == [-1, -1, 0, 1]
-    assert (activation.said, answers) == ([], [False])
+    assert (session.said, answers) == ([], [False])
 
 
 def test_without_expert_parallelism_nobody_is_asked(monkeypatch):
     monkeypatch.setattr(expert_placement, "all_ranks_can", lambda this_one: pytest.fail("asked"))
     layer = FakeLayer(0)
     layer.expert_map_manager.expert_map = None
-    place_layer(FakeActivation(), layer)  # type: ignore[arg-type]
+    place_layer(FakeSession(), layer)  # type: ignore[arg-type]
 
 
 def test_weights_that_were_loaded_without_the_map_stop_the_server():
     layer = FakeLayer(0)
-    place_layer(FakeActivation(), layer)  # type: ignore[arg-type]
+    place_layer(FakeSession(), layer)  # type: ignore[arg-type]
     layer.load([0, 1])
     with pytest.raises(RequiredNotAppliedError, match="1 of 2 experts without asking the expert map"):
         passes_of_placed(layer)
 
 
 def test_what_was_loaded_is_checked_when_vllm_is_done_with_the_layer():
-    layer, activation = FakeLayer(0), FakeActivation()
-    place_layer(activation, layer)  # type: ignore[arg-type]
+    layer, session = FakeLayer(0), FakeSession()
+    place_layer(session, layer)  # type: ignore[arg-type]
     with pytest.raises(RequiredNotAppliedError, match="2 of 2 experts"):
         layer.quant_method.process_weights_after_loading(layer)
     layer.load(range(4))
     layer.quant_method.process_weights_after_loading(layer)
-    assert activation.said == ["applied", "ran"]
+    assert session.said == ["applied", "ran"]
 
 
 def test_a_layer_whose_calls_are_counted_has_not_run_before_its_first_call():
-    layer, activation = FakeLayer(0), FakeActivation()
-    place_layer(activation, layer)  # type: ignore[arg-type]
+    layer, session = FakeLayer(0), FakeSession()
+    place_layer(session, layer)  # type: ignore[arg-type]
     layer.load(range(4))
-    activation.proof.passes["expert_placement"].layers = (SimpleNamespace(name=layer.layer_name),)
+    session.proof.passes["expert_placement"].layers = (SimpleNamespace(name=layer.layer_name),)
     layer.quant_method.process_weights_after_loading(layer)
-    assert activation.said == ["applied"]
+    assert session.said == ["applied"]
 
 
 def test_made_up_weights_need_no_loading(monkeypatch):
     monkeypatch.setattr(expert_placement, "_load_format", lambda: "dummy")
     layer = FakeLayer(0)
-    place_layer(FakeActivation(), layer)  # type: ignore[arg-type]
+    place_layer(FakeSession(), layer)  # type: ignore[arg-type]
     assert passes_of_placed(layer) == ("expert_placement",)
 
 
 def test_a_map_that_was_replaced_after_loading_stops_the_server():
     layer = FakeLayer(0)
-    place_layer(FakeActivation(), layer)  # type: ignore[arg-type]
+    place_layer(FakeSession(), layer)  # type: ignore[arg-type]
     layer.load(range(4))
     layer.expert_map = torch.tensor([0, 1, -1, -1])
     with pytest.raises(RequiredNotAppliedError, match="its expert map was replaced"):

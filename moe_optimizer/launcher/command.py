@@ -1,0 +1,78 @@
+"""The command and environment of the server process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from moe_optimizer import env
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.plan.plan import Plan
+
+ENTRY_POINT_GROUP = "vllm.general_plugins"
+ENTRY_POINT = "moe_optimizer"
+_UNSAFE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+
+
+def server_command(plan: Plan, serve_args: Sequence[str]) -> list[str]:
+    """Return the argument list that starts a server with `serve_args`; no shell is involved.
+
+    `vllm serve MODEL` where the distribution is called vllm. The CPU build's distribution is not, and its command
+    line dies looking up its own version; there the server module behind it is started, which takes the same flags.
+    """
+    if _has_distribution("vllm"):
+        start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", plan.model.path]
+    else:
+        start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", plan.model.path]
+    return [*start, *serve_args]
+
+
+def server_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the server's environment: this process's, the plan's variables, and where the plan is.
+
+    Raises:
+        InputError: a variable is set that would let anyone who reaches vLLM's internal sockets run code.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get(_UNSAFE, "0") not in ("", "0"):
+        raise InputError(
+            f"environment: {_UNSAFE}: got {environ[_UNSAFE]!r:.80}, expected it unset: it lets pickled code in",
+            hint=f"unset {_UNSAFE}",
+        )
+    # The launcher's own settings are in the plan by now; a profile left in would be a second, contradicting wish.
+    dropped = {env.PROFILE, env.RUN_DIR, env.HARDWARE}
+    kept = {name: value for name, value in environ.items() if name not in dropped}
+    return {"VLLM_NO_USAGE_STATS": "1", **kept, **plan.serve_env, env.PLAN: str(plan_path)}
+
+
+def check_plugin_visible(plan: Plan) -> None:
+    """Refuse to start a server that would not find the plugin although the plan needs it.
+
+    Raises:
+        UnsupportedError: no installed distribution offers the entry point, or VLLM_PLUGINS leaves it out.
+    """
+    if not plan.plugin_decisions or env.read_environment().disabled:
+        return
+    names = ", ".join(decision.pass_name for decision in plan.plugin_decisions)
+    if not any(entry.name == ENTRY_POINT for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)):
+        raise UnsupportedError(
+            f"vLLM would not find the plugin that applies {names}: no entry point in {ENTRY_POINT_GROUP}",
+            hint="install this package beside vLLM: pip install -e . (or make setup)",
+        )
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if chosen is not None and ENTRY_POINT not in chosen.split(","):
+        raise UnsupportedError(
+            f"VLLM_PLUGINS: got {chosen!r:.80}, expected it to name {ENTRY_POINT}, which applies {names}",
+            hint=f"unset VLLM_PLUGINS or add {ENTRY_POINT} to it",
+        )
+
+
+def _has_distribution(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

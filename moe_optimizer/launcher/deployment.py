@@ -1,0 +1,158 @@
+"""The processes of one run: a server, or a group of servers and the router before them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from moe_optimizer.launcher.address import base_url, reserved, server_address
+from moe_optimizer.launcher.command import (
+    check_plugin_visible,
+    server_command,
+    server_environment,
+)
+from moe_optimizer.launcher.http_client import ServerClient, api_key
+from moe_optimizer.launcher.router import check_group_can_run, router_command, router_environment
+from moe_optimizer.launcher.run_folder import RunFolder
+from moe_optimizer.launcher.service import Service
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import drain_timeout_s, flag_value
+from moe_optimizer.plan.server_group import RUN_DIR, ServerRole
+
+KV_FOLDER = "kv"
+"""Below the run folder: what a connector over a shared folder hands from one server to the other."""
+_STOP_MARGIN_S = 20.0
+"""Chosen: on top of the drain; stopping engine and workers takes 5 s on the CPU build."""
+
+
+class Deployment:
+    """All processes that a plan asks for.
+
+    One server has the run folder for itself. Servers of a group have a folder each below it, and the router, which
+    listens where the plan says, has the run folder.
+    """
+
+    def __init__(self, plan: Plan, folder: RunFolder) -> None:
+        self._plan = plan
+        self.folder = folder
+        self.router: Service | None = None
+        if plan.group is None:
+            self.servers = (_server(plan, folder),)
+        else:
+            self.servers = tuple(_server(plan, folder, role) for role in plan.group.servers)
+            self.router = _router(plan, folder)
+
+    @property
+    def front(self) -> Service:
+        """The service that takes requests."""
+        return self.router or self.servers[0]
+
+    @property
+    def services(self) -> tuple[Service, ...]:
+        """Everything that is started, the servers first."""
+        return self.servers if self.router is None else (*self.servers, self.router)
+
+    @property
+    def _addresses(self) -> list[tuple[str, int]]:
+        return [address for service in self.services for address in service.addresses]
+
+    def check(self) -> None:
+        """Refuse what is known to fail before anything is started or written.
+
+        Raises:
+            InputError, UnsupportedError: an address is taken, or something that is needed is missing.
+        """
+        with reserved(self._addresses):
+            pass
+        check_plugin_visible(self._plan)
+        check_group_can_run(self._plan)
+        drain_timeout_s(self._plan.serve_args)
+
+    @contextlib.contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Have addresses and run folder for this run alone while the block lasts, with the plan in the folder.
+
+        Raises:
+            InputError: one of them is in use, or the folder cannot be written.
+        """
+        with reserved(self._addresses), self.folder.locked():
+            for service in self.services:
+                service.folder.prepare(self._plan)
+            if not self._hands_over:
+                yield
+                return
+            with self.folder.scratch(KV_FOLDER):
+                yield
+
+    @property
+    def _hands_over(self) -> bool:
+        """Whether a server writes into the run folder what another reads."""
+        servers = () if self._plan.group is None else self._plan.group.servers
+        return any(RUN_DIR in word for server in servers for word in server.serve_args)
+
+    def stop(self, hurry: Callable[[], bool]) -> None:
+        """Stop everything that was started and wait until it is gone.
+
+        The router first: it ends when its requests are answered, for which it needs the servers.
+        """
+        grace_s = drain_timeout_s(self._plan.serve_args) + _STOP_MARGIN_S
+        if self.router is not None:
+            self.router.stop(grace_s=grace_s, hurry=hurry)
+        for server in self.servers:
+            server.ask_to_stop()
+        deadline = time.monotonic() + grace_s
+        for server in self.servers:
+            server.stop(grace_s=max(0.0, deadline - time.monotonic()), hurry=hurry)
+
+
+def _server(plan: Plan, run: RunFolder, role: ServerRole | None = None) -> Service:
+    """Return the server for one role of a group; without a role, the plan's only server."""
+    folder = run if role is None else RunFolder(run.path / role.name)
+    arguments = plan.serve_args if role is None else _with_run_dir(role.serve_args, run)
+    environment = server_environment(plan, folder.plan_path)
+    if role is not None:
+        environment |= {**role.serve_env, **_visible_gpus(role.gpus, os.environ)}
+    host, port = server_address(arguments)
+    scheme = "https" if flag_value(arguments, "--ssl-certfile") else "http"
+    return Service(
+        title="server" if role is None else f"{role.name} server",
+        addresses=((host, port),),
+        command=server_command(plan, arguments),
+        environment=environment,
+        folder=folder,
+        client=ServerClient(base_url(host, port).replace("http", scheme, 1), api_key()),
+        takes_user_arguments=True,
+    )
+
+
+def _router(plan: Plan, run: RunFolder) -> Service:
+    assert plan.group is not None, "a router without a group"
+    arguments = plan.group.router_args
+    host, port = server_address(arguments)
+    metrics_port = flag_value(arguments, "--prometheus-port")
+    assert metrics_port is not None, f"the router would take its default port for metrics: {arguments}"
+    return Service(
+        title="router",
+        addresses=((host, port), ("127.0.0.1", int(metrics_port))),
+        command=router_command(arguments),
+        environment=router_environment(run.plan_path),
+        folder=run,
+        client=ServerClient(base_url(host, port)),
+        takes_user_arguments=False,
+    )
+
+
+def _with_run_dir(arguments: tuple[str, ...], run: RunFolder) -> tuple[str, ...]:
+    """Put the run folder where the plan has the placeholder, which stands only inside JSON."""
+    return tuple(word.replace(RUN_DIR, json.dumps(str(run.path))[1:-1]) for word in arguments)
+
+
+def _visible_gpus(gpus: tuple[int, ...], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that shows a server only its own of the GPUs that this process may use."""
+    if not gpus:
+        return {}
+    visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[gpu] if gpu < len(visible) else str(gpu) for gpu in gpus)}

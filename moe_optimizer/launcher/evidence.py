@@ -1,0 +1,153 @@
+"""What the servers of a run have shown of the plan."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from moe_optimizer import env
+from moe_optimizer.errors import InputError, RequiredNotAppliedError
+from moe_optimizer.launcher.deployment import Deployment
+from moe_optimizer.launcher.kv_transfer import TRANSFER_PASS, observed_transfer
+from moe_optimizer.launcher.replica_traffic import REPLICAS_PASS, observed_turns
+from moe_optimizer.launcher.service import Service
+from moe_optimizer.launcher.tuned_config_use import TUNED_PASS, observed_use
+from moe_optimizer.plan.decision import Status
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.proof.record import Proof, read_proofs
+from moe_optimizer.proof.shown import flag_decisions
+from moe_optimizer.proof.table import Row, joined_rows, proof_rows
+from moe_optimizer.proof.verdict import (
+    NO_WORKER,
+    Observed,
+    all_holders_reported,
+    kernels_in_use,
+    not_running,
+)
+
+T = TypeVar("T")
+_POLL_S = 0.2
+_PROOF_WAIT_S = 20.0
+"""Chosen: proofs are written within a second of the first forward, and one request is all that can be missing."""
+_WARM_UP_AFTER_S = 3.0
+_WARM_UP_TIMEOUT_S = 120.0
+"""Chosen: for one token, the first of a server that may compile something for it."""
+
+
+class Evidence:
+    """The proofs of every server, and what the launcher saw of passes that no single process can prove."""
+
+    def __init__(self, plan: Plan, deployment: Deployment) -> None:
+        self._plan = plan
+        self._deployment = deployment
+        self._names = [decision.pass_name for decision in (*plan.plugin_decisions, *flag_decisions(plan))]
+        self._proofs: dict[str, tuple[Proof, ...]] = {}
+        self._observed: dict[str, Observed] = {}
+
+    def collect(self, pause: Callable[[float], None]) -> None:
+        """Wait until every worker has written a complete proof, or for a while; see whether a group works as one.
+
+        Args:
+            pause: sleeps for some seconds, and raises when there is nothing more to wait for.
+        """
+        # First: what the servers are asked here would be in their own caches afterwards.
+        if self._plan.decision(TRANSFER_PASS).status is Status.ON:
+            self._observed[TRANSFER_PASS] = _while_pausing(pause, lambda: observed_transfer(self._deployment))
+        if self._plan.decision(REPLICAS_PASS).status is Status.ON:
+            self._observed[REPLICAS_PASS] = _while_pausing(pause, lambda: observed_turns(self._deployment))
+        for server in self._deployment.servers:
+            self._proofs[server.title] = self._wait_for_proofs(server, pause)
+        tuned = self._plan.decision(TUNED_PASS)
+        if tuned.status is Status.ON:
+            self._observed[TUNED_PASS] = observed_use(tuned, [s.folder.log_path for s in self._deployment.servers])
+
+    @property
+    def proofs(self) -> tuple[Proof, ...]:
+        """The proofs of all servers."""
+        return tuple(proof for proofs in self._proofs.values() for proof in proofs)
+
+    def proofs_of(self, server: Service) -> tuple[Proof, ...]:
+        """Return the proofs of one server."""
+        return self._proofs[server.title]
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return requested / applied / ran / why not of each pass, over all servers."""
+        tables = {
+            title: proof_rows(self._plan, proofs, absent=why_absent(), observed=self._observed)
+            for title, proofs in self._proofs.items()
+        }
+        return joined_rows(tables)
+
+    def kernels(self) -> tuple[str, ...]:
+        """Return each kernel that ran, once."""
+        return kernels_in_use(self.proofs)
+
+    def require(self, names: Iterable[str]) -> None:
+        """Check that the passes `names` run on every server.
+
+        Raises:
+            RequiredNotAppliedError: one does not.
+        """
+        missing: dict[str, None] = {}
+        for title, proofs in self._proofs.items():
+            absent = not_running(self._plan, proofs, sorted(names), absent=why_absent(), observed=self._observed)
+            prefix = f"{title}: " if len(self._proofs) > 1 else ""
+            missing |= dict.fromkeys(f"{prefix}{name}: {reason}" for name, reason in absent.items())
+        if missing:
+            raise RequiredNotAppliedError(
+                f"required, but not running: {'; '.join(missing)}", hint=self._deployment.servers[0].log_hint
+            )
+
+    def require_not_refused(self, names: frozenset[str]) -> None:
+        """Look for the reason in the proofs of servers that have ended: a worker ends rather than run without a pass.
+
+        Raises:
+            RequiredNotAppliedError: one of the passes `names` was refused.
+        """
+        with contextlib.suppress(InputError):
+            self._proofs = {service.title: read_proofs(service.folder.path) for service in self._deployment.servers}
+            if any(_refused(self.proofs, name) for name in names):
+                self.require(names)
+
+    def _wait_for_proofs(self, server: Service, pause: Callable[[float], None]) -> tuple[Proof, ...]:
+        if not self._names or env.read_environment().disabled:
+            return read_proofs(server.folder.path)
+        begin, warmed_up = time.monotonic(), False
+        while True:
+            waited = time.monotonic() - begin
+            proofs = read_proofs(server.folder.path)
+            missing = not_running(self._plan, proofs, self._names)
+            if not missing or waited > _PROOF_WAIT_S:
+                return proofs
+            if all_holders_reported(proofs) and all(_refused(proofs, name) for name in missing):
+                return proofs
+            if waited > _WARM_UP_AFTER_S and not warmed_up:
+                # vLLM's own warm-up runs the model on most builds; where it does not, one token does.
+                with contextlib.suppress(OSError):
+                    _while_pausing(
+                        pause, lambda: server.client.complete("a", max_tokens=1, timeout_s=_WARM_UP_TIMEOUT_S)
+                    )
+                begin, warmed_up = time.monotonic(), True
+            pause(_POLL_S)
+
+
+def _while_pausing(pause: Callable[[float], None], ask: Callable[[], T]) -> T:
+    """Return what `ask` returns, once it does; `pause` may raise before that: a stop does not wait for an answer."""
+    executor = concurrent.futures.ThreadPoolExecutor(1)
+    asked = executor.submit(ask)
+    executor.shutdown(wait=False)
+    while not concurrent.futures.wait([asked], timeout=_POLL_S).done:
+        pause(0.0)
+    return asked.result()
+
+
+def why_absent() -> str:
+    """Return why a server may have written no proof at all."""
+    return f"switched off by {env.DISABLE}" if env.read_environment().disabled else NO_WORKER
+
+
+def _refused(proofs: Iterable[Proof], name: str) -> bool:
+    return any(name in proof.passes and proof.passes[name].why_not for proof in proofs)

@@ -1,0 +1,139 @@
+"""The folder of one run: its plan, logs and proofs, and the lock that keeps a second run out."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.files import write_atomically
+from moe_optimizer.plan.plan import PLAN_FILE, Plan
+from moe_optimizer.proof.record import PROOF_DIR
+from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR
+
+LOCK_FILE = "launcher.lock"
+LOG_FILE = "server.log"
+_MAX_PID_BYTES = 20
+
+
+class RunFolder:
+    """Files of one server, or of a group of servers with a folder below for each."""
+
+    def __init__(self, path: Path) -> None:
+        # Not Path.resolve, which raises RuntimeError on a loop of links; writing there names the loop.
+        self.path = Path(os.path.realpath(path))
+
+    @property
+    def plan_path(self) -> Path:
+        """What MOE_OPTIMIZER_PLAN names in the server's processes."""
+        return self.path / PLAN_FILE
+
+    @property
+    def log_path(self) -> Path:
+        """Where the server's output goes."""
+        return self.path / LOG_FILE
+
+    def prepare(self, plan: Plan) -> None:
+        """Write the plan and remove the proofs and counts of an earlier server, which would be taken for this one's.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        try:
+            write_atomically(self.plan_path, plan.to_json())
+            for folder in (PROOF_DIR, PARTS_DIR):
+                for old in (self.path / folder).glob("*.json"):
+                    old.unlink()
+            (self.path / LOAD_FILE).unlink(missing_ok=True)
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def check(self) -> None:
+        """Refuse a folder that `locked` would refuse, and leave nothing behind.
+
+        Raises:
+            InputError: another launcher holds it, or it cannot be written.
+        """
+        missing = self._missing_folders()
+        with self.locked():
+            if missing:
+                (self.path / LOCK_FILE).unlink()
+        _remove_empty(missing)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep every other launcher out of the folder while the block lasts.
+
+        Processes are told apart by their plan's path, and proofs by their folder: two runs in one folder would stop
+        each other's servers and count each other's proofs. The lock ends with this process, however it ends.
+
+        Raises:
+            InputError: another launcher holds it, or the folder cannot be written.
+        """
+        missing = self._missing_folders()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            _remove_empty(missing)
+            raise self._refused(error) from None
+        try:
+            self._lock(descriptor)
+            yield
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def scratch(self, name: str) -> Iterator[None]:
+        """Have an empty folder `name` below this one while the block lasts, readable by this user only.
+
+        Raises:
+            InputError: it cannot be created.
+        """
+        folder = self.path / name
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise self._refused(error) from None
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._in_use(descriptor) from None
+        except OSError as error:
+            raise self._refused(error) from None
+        if not os.fstat(descriptor).st_nlink:
+            # Another launcher's `check` has removed the file since it was opened: a third one would lock a new one.
+            raise self._in_use(descriptor)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+
+    def _missing_folders(self) -> list[Path]:
+        """Return what would have to be made of this folder and its parents, the innermost first."""
+        return [folder for folder in (self.path, *self.path.parents) if not os.path.lexists(folder)]
+
+    def _in_use(self, descriptor: int) -> InputError:
+        holder = os.read(descriptor, _MAX_PID_BYTES).decode("ascii", errors="replace").strip()
+        return InputError(
+            f"run folder {self.path}: in use by process {holder or '(unknown)'}",
+            hint="give this run a folder of its own with --run-dir, or stop that process",
+        )
+
+    def _refused(self, error: OSError) -> InputError:
+        return InputError(f"run folder {self.path}: {error.strerror or error}")
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()

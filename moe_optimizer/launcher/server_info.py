@@ -1,0 +1,42 @@
+"""What a run says about itself once it is ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_optimizer.proof.record import Proof
+from moe_optimizer.proof.table import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningServer:
+    """One vLLM server of a run."""
+
+    name: str
+    """"server", or "prefill server" and "decode server" in a group."""
+    base_url: str
+    pid: int
+    """Its API server."""
+    log_path: Path
+    proofs: tuple[Proof, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    """A run that is ready: its server, or the router of a group, and what was proven."""
+
+    base_url: str
+    pid: int
+    """What listens at `base_url`."""
+    model: str
+    """The name to use in requests."""
+    run_dir: Path
+    log_path: Path
+    servers: tuple[RunningServer, ...]
+    """The only server, or the servers behind the router."""
+    rows: tuple[Row, ...]
+    """requested / applied / ran / why not, one row for each pass, over all servers."""
+    proofs: tuple[Proof, ...]
+    """Of all servers."""
+    start_up_s: float

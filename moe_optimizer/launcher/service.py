@@ -1,0 +1,87 @@
+"""One process of a run that is started, watched and stopped: a vLLM server, or the router before two of them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
+from moe_optimizer.launcher.http_client import ServerClient
+from moe_optimizer.launcher.process import ServerProcess
+from moe_optimizer.launcher.run_folder import RunFolder
+from moe_optimizer.launcher.server_log import refusal, root_cause
+
+_START_GRACE_S = 15.0
+"""Chosen: a server that is still loading has no requests to finish."""
+_LOG_LINES = 20
+
+
+@dataclass(slots=True, kw_only=True)
+class Service:
+    """One process of a run and everything it starts."""
+
+    title: str
+    """What messages call it: "server", "prefill server", "router"."""
+    addresses: tuple[tuple[str, int], ...]
+    """Where it listens: host and port."""
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    folder: RunFolder
+    """Its plan, log and proofs."""
+    client: ServerClient
+    takes_user_arguments: bool
+    """Whether some of its arguments are the user's, so that refusing them is no failure of ours."""
+    ready: bool = False
+    """It has answered its health check."""
+    _process: ServerProcess | None = field(default=None, init=False)
+
+    def start(self) -> None:
+        """Start the process."""
+        self._process = ServerProcess(self.command, self.environment, self.folder.log_path)
+
+    @property
+    def pid(self) -> int:
+        """Process id of its first process."""
+        assert self._process is not None, f"{self.title} was not started"
+        return self._process.pid
+
+    def becomes_ready(self) -> bool:
+        """Whether it answers its health check, now or before."""
+        self.ready = self.ready or self.client.healthy()
+        return self.ready
+
+    def failure(self) -> MoeOptimizerError | None:
+        """Return why it ended, None while it runs."""
+        status = None if self._process is None else self._process.poll()
+        if status is None:
+            return None
+        refused = refusal(self.folder.log_path, status)
+        if refused and self.takes_user_arguments and not self.ready:
+            return InputError(f"vLLM refuses its arguments: {refused}", hint=self.log_hint)
+        when = "while serving" if self.ready else "during start-up"
+        # vLLM ends with status 0 when its engine is killed, so the status says little.
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        cause = root_cause(self.folder.log_path)
+        return self.failed(f"ended {when} ({how}){f': {cause}' if cause else ''}")
+
+    def failed(self, what: str) -> ServerFailedError:
+        """Return the error for a service that `what`, with the last lines of its log."""
+        lines = [] if self._process is None else self._process.last_lines(_LOG_LINES)
+        shown = "\n".join([f"last lines of {self.folder.log_path.name}:", *(f"  {line}" for line in lines)])
+        return ServerFailedError(f"{self.title} {what}\n{shown}", hint=self.log_hint)
+
+    def ask_to_stop(self) -> None:
+        """Tell it to finish its requests and end, without waiting for that."""
+        if self._process is not None:
+            self._process.ask_to_stop()
+
+    def stop(self, *, grace_s: float, hurry: Callable[[], bool]) -> None:
+        """Stop it and everything it started; `grace_s`: how long one that serves may finish its requests."""
+        if self._process is not None:
+            self._process.stop(grace_s=grace_s if self.ready else min(grace_s, _START_GRACE_S), hurry=hurry)
+
+    @property
+    def log_hint(self) -> str:
+        """Where to read more."""
+        return f"the whole log is {self.folder.log_path}"

@@ -1,0 +1,195 @@
+"""Starts the processes of a run, waits until they are ready, watches them, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from moe_optimizer.errors import ServerFailedError
+from moe_optimizer.launcher.address import who_is_answered
+from moe_optimizer.launcher.deployment import Deployment
+from moe_optimizer.launcher.evidence import Evidence
+from moe_optimizer.launcher.http_client import api_key
+from moe_optimizer.launcher.run_folder import RunFolder
+from moe_optimizer.launcher.server_info import RunningServer, ServerInfo
+from moe_optimizer.launcher.server_log import LogFollower
+from moe_optimizer.launcher.service import Service
+from moe_optimizer.launcher.stop_signals import StopRequestedError, StopSignals
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.proof.record import process_is_alive
+from moe_optimizer.proof.table import render_table
+
+_POLL_S = 0.2
+_HEALTH_INTERVAL_S = 0.5
+_LIVENESS_INTERVAL_S = 1.0
+_NOTICE_S = 15.0
+"""Chosen: vLLM notices a dead worker in about 5 s and ends by itself; after this it is taken to hang."""
+
+
+class Supervisor:
+    """One run from start to stop. When one of its processes ends, all of them end."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        run_dir: Path,
+        required: frozenset[str],
+        echo: Callable[[str], None],
+    ) -> None:
+        self._plan = plan
+        self._required = required
+        self._echo = echo
+        self._signals: StopSignals | None = None
+        self._deployment = Deployment(plan, RunFolder(run_dir))
+        self._evidence = Evidence(plan, self._deployment)
+        self._followers = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def started(self, signals: StopSignals | None, *, verbose: bool) -> Iterator[None]:
+        """Start the servers; whatever happens in the block, stop everything at the end."""
+        self._signals = signals
+        self._verbose = verbose
+        self._deployment.check()
+        with self._deployment.prepared(), self._followers:
+            self._raise_if_stopped()
+            self._started_at = time.monotonic()
+            try:
+                for server in self._deployment.servers:
+                    self._start(server)
+                yield
+            finally:
+                # Ctrl-C also ends the reader of a pipe: what cannot be said any more must not keep the servers alive.
+                try:
+                    if signals is not None and signals.count:
+                        self._echo("stopping; a second Ctrl-C does not wait for running requests")
+                finally:
+                    self._deployment.stop(hurry=self._in_a_hurry)
+
+    def _start(self, service: Service) -> None:
+        name = "vLLM" if service.title == "server" else f"the {service.title}"
+        self._echo(f"starting {name}; its log: {service.folder.log_path}")
+        if self._verbose:
+            self._echo(f"command: {shlex.join(service.command)}")
+        service.start()
+        if self._verbose:
+            self._followers.enter_context(LogFollower(service.folder.log_path, sys.stderr))
+
+    def wait_until_ready(self, timeout_s: float) -> ServerInfo:
+        """Wait until everything answers and the proofs are in; print the table.
+
+        Raises: see `launch.serve`.
+        """
+        deadline = self._started_at + timeout_s
+        for server in self._deployment.servers:
+            self._wait_for(server, deadline, timeout_s)
+        if self._deployment.router is not None:
+            self._start(self._deployment.router)
+            self._wait_for(self._deployment.router, deadline, timeout_s)
+        start_up_s = time.monotonic() - self._started_at
+        front = self._deployment.front
+        self._echo(f"ready after {start_up_s:.0f} s: {front.client.base_url}")
+        if answered := who_is_answered(front.addresses[0][0], api_key()):
+            self._echo(answered)
+        self._evidence.collect(self._pause)
+        info = ServerInfo(
+            base_url=front.client.base_url,
+            pid=front.pid,
+            model=self._model(),
+            run_dir=self._deployment.folder.path,
+            log_path=front.folder.log_path,
+            servers=tuple(self._described(server) for server in self._deployment.servers),
+            rows=self._evidence.rows(),
+            proofs=self._evidence.proofs,
+            start_up_s=start_up_s,
+        )
+        self._show(info)
+        self._evidence.require(self._required)
+        return info
+
+    def _wait_for(self, service: Service, deadline: float, timeout_s: float) -> None:
+        while not service.becomes_ready():
+            if time.monotonic() > deadline:
+                raise service.failed(f"not ready after {timeout_s:.0f} s")
+            self._pause(_HEALTH_INTERVAL_S)
+
+    def _model(self) -> str:
+        """Return the name to use in requests."""
+        server = self._deployment.servers[0]
+        try:
+            return server.client.models()[0]
+        except OSError as error:
+            self._await_end(server, f"does not answer: {error}")
+
+    def _described(self, server: Service) -> RunningServer:
+        return RunningServer(
+            name=server.title,
+            base_url=server.client.base_url,
+            pid=server.pid,
+            log_path=server.folder.log_path,
+            proofs=self._evidence.proofs_of(server),
+        )
+
+    def _show(self, info: ServerInfo) -> None:
+        self._echo("")
+        for line in render_table(info.rows, width=_width()).splitlines():
+            self._echo(line)
+        for kernel in self._evidence.kernels():
+            self._echo(f"kernel: {kernel}")
+        self._echo("")
+
+    def watch(self) -> None:
+        """Return never: raise when a stop is requested or anything fails."""
+        watched = [
+            (server, proof)
+            for server in self._deployment.servers
+            for proof in self._evidence.proofs_of(server)
+            if proof.role in ("engine", "worker")
+        ]
+        while True:
+            self._pause(_LIVENESS_INTERVAL_S)
+            for server, proof in watched:
+                if not process_is_alive(proof):
+                    self._await_end(server, f"hangs: its {proof.role} process {proof.pid} died")
+
+    def _await_end(self, server: Service, otherwise: str) -> NoReturn:
+        """Give vLLM the time to notice that one of its processes died: it ends by itself then, which says more."""
+        self._pause(_NOTICE_S)
+        raise server.failed(otherwise)
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep in small steps, looking for a stop request and for a service that has ended."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self._raise_if_stopped()
+            self._raise_if_ended()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(_POLL_S, left))
+
+    def _raise_if_stopped(self) -> None:
+        if self._signals is not None and self._signals.count:
+            raise StopRequestedError
+
+    def _raise_if_ended(self) -> None:
+        for service in self._deployment.services:
+            failure = service.failure()
+            if failure is None:
+                continue
+            if isinstance(failure, ServerFailedError) and not service.ready:
+                # A worker that must not run without a pass ends its server: that is exit code 6, not 7.
+                self._evidence.require_not_refused(self._required)
+            raise failure
+
+    def _in_a_hurry(self) -> bool:
+        return self._signals is not None and self._signals.count > 1
+
+
+def _width() -> int:
+    return max(60, shutil.get_terminal_size((80, 24)).columns)

@@ -1,0 +1,1 @@
+"""Everything that measures beside a server."""

@@ -1,0 +1,123 @@
+"""Measures how much FP8 changes each layer's experts on a text.
+
+    python -m moe_optimizer.measure.fp8_sensitivity MODEL TEXT --output FILE
+
+`fp8.sensitivity` of a profile names the file that it writes. Runs the model in this process, on vLLM's CPU build with
+our kernel, and computes every layer of every step twice: with the loaded weights, whose output goes on, and with FP8.
+The model, FP8 copies of its experts and one sequence must fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from moe_optimizer.errors import MoeOptimizerError
+from moe_optimizer.files import write_atomically
+from moe_optimizer.measure.observed_text import add_arguments, check_arguments, observe_text
+from moe_optimizer.specs.fp8_sensitivity import Fp8Sensitivity
+
+if TYPE_CHECKING:
+    import torch
+
+    from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights
+
+
+@dataclass(slots=True)
+class _LayerSums:
+    weights: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    difference: float = 0.0
+    size: float = 0.0
+
+
+class LayerErrors:
+    """Compares each layer with its FP8 copy, call by call.
+
+    Args:
+        granularity: of the scales.
+    """
+
+    def __init__(self, granularity: Literal["block", "channel"]) -> None:
+        self._granularity: Literal["block", "channel"] = granularity
+        self._layers: dict[int, _LayerSums] = {}
+
+    def add(self, weights: KernelWeights, call: ExpertsCall) -> None:
+        """Compute a call, whose exact output is in `call.out`, with FP8 weights, and add the difference."""
+        import torch
+
+        from moe_optimizer.ops.fp8_quant import quantize_fp8
+        from moe_optimizer.ops.fused_experts import fused_experts
+
+        address = weights.w13.data_ptr()
+        if address not in self._layers:
+            converted = [quantize_fp8(weight, granularity=self._granularity) for weight in (weights.w13, weights.w2)]
+            self._layers[address] = _LayerSums((converted[0], converted[1]))
+        sums = self._layers[address]
+        (w13, w13_scale), (w2, w2_scale) = sums.weights
+        changed = replace(call, out=torch.empty_like(call.out))
+        fused_experts(
+            changed.x.contiguous(),
+            w13,
+            w2,
+            changed.topk_weights,
+            changed.topk_ids,
+            expert_map=changed.expert_map,
+            w13_scale=w13_scale,
+            w2_scale=w2_scale,
+            out=changed.out,
+        )
+        sums.difference += float((changed.out.double() - call.out.double()).square().sum())
+        sums.size += float(call.out.double().square().sum())
+
+    def by_address(self) -> dict[int, float]:
+        """Return the relative error of each layer, by the address of its w13."""
+        return {
+            address: math.sqrt(sums.difference / sums.size) if sums.size else 0.0
+            for address, sums in self._layers.items()
+        }
+
+
+def measure(
+    model: str, text: str, *, name: str, granularity: Literal["block", "channel"], max_tokens: int
+) -> Fp8Sensitivity:
+    """Run `text` through the model and return the error of each layer; `name` is the model's in the result.
+
+    Raises:
+        UnsupportedError: our CPU kernel does not compute this model's experts here.
+    """
+    errors = LayerErrors(granularity)
+    observed = observe_text(model, text, max_tokens=max_tokens, observe=errors.add)
+    found = {observed.layer_index(address): error for address, error in errors.by_address().items()}
+    return Fp8Sensitivity(
+        model=name,
+        granularity=granularity,
+        tokens=observed.tokens,
+        errors=dict(sorted(found.items())),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the errors, write the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add_arguments(parser)
+    parser.add_argument("--granularity", choices=("block", "channel"), default="block")
+    options = parser.parse_args(arguments)
+    try:
+        name, text = check_arguments(options)
+        found = measure(options.model, text, name=name, granularity=options.granularity, max_tokens=options.max_tokens)
+        write_atomically(options.output, found.to_json())
+    except (OSError, MoeOptimizerError) as error:
+        print(f"fp8_sensitivity: {error}", file=sys.stderr)
+        return int(getattr(error, "exit_code", 2))
+    for layer, error in found.errors.items():
+        print(f"layer {layer:>3}  {error:.4f}")
+    print(f"{found.tokens} tokens; written to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

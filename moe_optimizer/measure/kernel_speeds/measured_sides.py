@@ -1,0 +1,80 @@
+"""The kernels that a measurement compares on one layer: vLLM's own, and each of ours that covers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_optimizer.measure.kernel_speeds.measured_layer import MeasuredLayer
+from moe_optimizer.ops import use_huge_pages
+from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange
+
+MakeCall = Callable[[int, int], Callable[[], torch.Tensor]]
+"""(tokens, seed) -> a call of the layer."""
+_ANY_NUMBER = 1 << 30
+
+
+def sides_for(layer: MeasuredLayer, tokens: int) -> dict[str, MakeCall]:
+    """Return every kernel to be compared at this many tokens, by its name in the tables."""
+    return _cuda_sides(layer, tokens) if layer.device == "cuda" else _cpu_sides(layer)
+
+
+def _cuda_sides(layer: MeasuredLayer, tokens: int) -> dict[str, MakeCall]:
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    from moe_optimizer.ops.cuda_variants import candidate_variants
+    from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
+
+    shape = layer.shape
+    sizes = MoeSizes(
+        num_tokens=tokens,
+        top_k=shape.top_k,
+        num_experts=shape.num_experts,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        weight_bytes=layer.w13.element_size(),
+    )
+    sides = {STOCK: layer.runner(TritonExperts(layer.moe_config, layer.quant_config))}
+    for variant in candidate_variants(sizes):
+        sides[str(variant)] = layer.runner(_ours_on_cuda(layer, str(variant), TritonExperts))
+    return sides
+
+
+def _ours_on_cuda(layer: MeasuredLayer, variant: str, stock: type) -> Any:
+    """Return our experts class with one kernel for any number of tokens, outside any plan."""
+    from moe_optimizer.vllm_plugin.experts.cuda import MoeOptimizerCudaExperts
+    from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer, LayerFacts
+    from moe_optimizer.vllm_plugin.experts.fp8_cuda import MoeOptimizerFp8CudaExperts
+
+    fp8 = layer.w13.dtype == torch.float8_e4m3fn
+    base = MoeOptimizerFp8CudaExperts if fp8 else MoeOptimizerCudaExperts
+    offered = type("Measured", (base,), {"stock_classes": (stock,)})
+    experts = offered(layer.moe_config, layer.quant_config)
+    weights, form, _ = experts.kernel_weights(layer.w13, layer.w2)
+    facts = LayerFacts(name="measured", dtype=layer.dtype, top_k=layer.shape.top_k, expert_map=layer.expert_map)
+    experts.use_layer(CudaLayer(weights, form, facts, (TokenRange(up_to=_ANY_NUMBER, use=variant),)))
+    return experts
+
+
+def _cpu_sides(layer: MeasuredLayer) -> dict[str, MakeCall]:
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    from moe_optimizer.vllm_plugin.experts import kernel
+    from moe_optimizer.vllm_plugin.experts.cpu import MoeOptimizerCpuExperts
+
+    config = layer.moe_config
+    classes = unquantized.backend_to_kernel_cls(unquantized.UnquantizedMoeBackend.CPU)
+    form = MoeOptimizerCpuExperts.activation_format()
+    stock = next(cls for cls in classes if cls.is_supported_config(cls, config, None, None, form)[0])
+    theirs: Any = stock(config, layer.quant_config)
+    module = torch.nn.Module()
+    for name, weight in (("w13_weight", layer.w13), ("w2_weight", layer.w2)):
+        module.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+    theirs.process_weights_after_loading(module)
+    theirs.packed = (module.w13_weight, module.w2_weight)
+    for weight in (layer.w13, layer.w2):
+        use_huge_pages(weight)  # as our class does once a layer is loaded
+    ours = MoeOptimizerCpuExperts(config, layer.quant_config)
+    return {STOCK: layer.runner(theirs), kernel.NAME: layer.runner(ours)}

@@ -1,0 +1,179 @@
+"""Our expert kernels in place of vLLM's."""
+
+from __future__ import annotations
+
+from moe_optimizer.passes.base import OptimizationPass
+from moe_optimizer.passes.flash_dmoe import kernel_choice as speeds
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.json_codec import encode
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
+from moe_optimizer.plan_context.expert_kernel import (
+    DTYPES,
+    NOT_DATA_PARALLEL,
+    OP,
+    converted_format,
+    why_model_does_not_fit,
+    why_not_built,
+)
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, never_slower
+
+MEASURE_PARAM = "measure"
+"""Key in `Decision.params`: the questions about speed that no table answers; `serve` measures them before it starts."""
+_CALIBRATE_HINT = "`moe-optimizer serve` measures it once before the start (--calibrate)"
+_CUDA_DTYPES = ("bfloat16",)
+_PINNED_ON_GPUS = {
+    "--moe-backend": ("auto", "triton"),
+    "--enable-lora": ("false",),
+    "--enable-eplb": ("false",),
+}
+"""Arguments of vLLM with which another of its kernels than Triton computes the experts -> values that keep it."""
+
+
+class FlashDmoe(OptimizationPass):
+    """The routed experts' two matrix products, activation and combine by kernels of ours.
+
+    Applied by the plugin: its experts class goes before vLLM's in the kernel choice of each MoE layer, and a layer it
+    does not support falls through to vLLM's own. On GPUs it is used for the numbers of tokens at which it was measured
+    to be faster, on the CPU for all of them or none: there the weights lie for the one or for the other.
+    """
+
+    name = "flash_dmoe"
+    flag = "flash-dmoe"
+    title = "our expert kernel instead of vLLM's"
+    limits = (
+        "gated SiLU experts without biases, at most 1024 experts and top-32, no data parallelism; on GPUs Hopper, BF16 "
+        "activations, BF16 or FP8 weights"
+    )
+
+    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+        """Check the model's experts, then vLLM, then which kernels are built."""
+        for check in (why_model_does_not_fit, _vllm_fits, why_not_built):
+            reason = check(ctx)
+            if reason:
+                return False, reason
+        return True, ""
+
+    def is_required(self, ctx: PlanContext) -> bool:
+        """Return whether it is asked for, or expert parallelism on the CPU cannot do without it."""
+        return _needed_for_experts_apart(ctx) or super().is_required(ctx)
+
+    def choose(self, ctx: PlanContext) -> Decision:
+        """Return the decision by the tables of measured speeds."""
+        return self._on_gpus(ctx) if ctx.device == "cuda" else self._on_the_cpu(ctx)
+
+    def _on_gpus(self, ctx: PlanContext) -> Decision:
+        tables = speeds.found_tables(ctx)
+        if not tables:
+            return self._unmeasured(ctx)
+        dispatch = speeds.all_ranges(tables)
+        sources = tuple(dict.fromkeys(table.source for table in tables.values()))
+        if not dispatch:
+            reason = "vLLM's own kernel is as fast or faster at every number of tokens that was measured"
+            return self._left_to_vllm(ctx, reason, evidence=sources)
+        weights, ranges = next(iter(dispatch.items()))
+        table = tables[weights]
+        return self.decision(
+            ctx,
+            Status.ON,
+            f"our CUDA kernels up to {ranges[-1].up_to} tokens, {weights} weights",
+            f"measured on {table.device} with vLLM {table.vllm}: {speeds.in_plain_words(table, ranges)}",
+            Applier.PLUGIN,
+            evidence=sources,
+            gain=speeds.measured_gain(table, ranges, ctx.workload.batch_size),
+            rejected={f"above {ranges[-1].up_to} tokens": _why_not_above(table, ranges[-1].up_to)},
+            params={"kernel": "cuda", "dispatch": {kind: encode(each) for kind, each in dispatch.items()}},
+        )
+
+    def _on_the_cpu(self, ctx: PlanContext) -> Decision:
+        tables = tuple(speeds.found_tables(ctx).values())
+        needs = _needed_for(ctx)
+        wish, origin = ctx.wish(self.name)
+        faster = all(never_slower(table.rows, OP) for table in tables)
+        sources = tuple(table.source for table in tables)
+        if tables and not faster and not needs and wish is not Wish.ON:
+            reason = f"vLLM's own kernel is faster on this processor: {_ratios(tables[0])}"
+            return self._left_to_vllm(ctx, reason, evidence=sources)
+        reason = "replaces vLLM's expert kernel in every MoE layer"
+        for need in needs:
+            reason += f"; needed for {need}"
+        warnings: tuple[str, ...] = ()
+        if not tables:
+            reason += f"; no speed-up is claimed: {ctx.software.kernel_speeds.why_none(speeds.questions(ctx)[0])}"
+        else:
+            reason += f"; measured here, vLLM's time over ours: {_ratios(tables[0])}"
+            if not faster and not needs:
+                warnings = (f"flash_dmoe ({origin}): vLLM's own kernel is faster here at some numbers of tokens",)
+        return self.decision(
+            ctx,
+            Status.ON,
+            f"cpu kernel, {converted_format(ctx) or DTYPES[ctx.dtype]} weights",
+            reason,
+            Applier.PLUGIN,
+            evidence=(f"{OP} is built for cpu (csrc {ctx.software.kernels.source_hash[:12]})", *sources),
+            # Where it is needed, a measurement could change nothing.
+            params={"kernel": "cpu", **({} if tables or needs else _to_measure(ctx))},
+            warnings=warnings,
+        )
+
+    def _unmeasured(self, ctx: PlanContext) -> Decision:
+        asked = speeds.questions(ctx)
+        if not asked:
+            return self.refused(ctx, f"needs BF16 or FP8 expert weights, found {_quantisation(ctx)}")
+        reason = f"{ctx.software.kernel_speeds.why_none(asked[0])}; {_CALIBRATE_HINT}"
+        return self._left_to_vllm(ctx, reason, params=_to_measure(ctx))
+
+    def _left_to_vllm(self, ctx: PlanContext, reason: str, **fields: object) -> Decision:
+        wish, _ = ctx.wish(self.name)
+        status, value = (Status.REFUSED, "refused") if wish is Wish.ON else (Status.OFF, "vLLM's kernel")
+        return self.decision(ctx, status, value, reason, Applier.NONE, **fields)
+
+
+def _why_not_above(table: KernelSpeeds, tokens: int) -> str:
+    if tokens == table.rows[-1].tokens:
+        return "nothing was measured there, so vLLM's own kernel computes it"
+    return "vLLM's own kernel is as fast or faster there"
+
+
+def _to_measure(ctx: PlanContext) -> dict[str, object]:
+    return {MEASURE_PARAM: [encode(question) for question in speeds.questions(ctx)]}
+
+
+def _ratios(table: KernelSpeeds) -> str:
+    shown = [f"{row.stock_us / row.ours_us[OP]:.2f} at {row.tokens}" for row in table.rows if OP in row.ours_us]
+    return f"{', '.join(shown)} tokens"
+
+
+def _needed_for(ctx: PlanContext) -> tuple[str, ...]:
+    """Return what our kernel is on the CPU the only one for."""
+    needs = ("EP, because vLLM's own CPU kernel ignores the expert map",) if _needed_for_experts_apart(ctx) else ()
+    converted = converted_format(ctx)
+    return (*needs, f"{converted} experts, which no other CPU kernel reads") if converted else needs
+
+
+def _needed_for_experts_apart(ctx: PlanContext) -> bool:
+    return ctx.device == "cpu" and ctx.expert_parallel
+
+
+def _quantisation(ctx: PlanContext) -> str:
+    given = ctx.pinned.get("--quantization")
+    return f"--quantization {given} after --" if given is not None else str(ctx.model.quant_method)
+
+
+def _vllm_fits(ctx: PlanContext) -> str:
+    if ctx.device == "cpu":
+        if "--quantization" in ctx.pinned:
+            return f"needs unquantised expert weights, found {_quantisation(ctx)}"
+        return NOT_DATA_PARALLEL if ctx.data_parallel_size > 1 else ""
+    if not speeds.stored_weights(ctx):
+        return f"needs BF16 or FP8 expert weights, found {_quantisation(ctx)}"
+    if ctx.dtype not in _CUDA_DTYPES:
+        return f"needs bfloat16 on GPUs, found {ctx.dtype}"
+    if ctx.data_parallel_size > 1:
+        return "was not compared with vLLM's under data parallelism"
+    if "--enable-eplb" not in ctx.pinned and load_balancer_runs(ctx):
+        return "vLLM's EPLB moves weights under the kernel (expert_placement)"
+    for flag, fitting in _PINNED_ON_GPUS.items():
+        if flag in ctx.pinned and ctx.pinned[flag] not in fitting:
+            return f"needs vLLM's Triton experts beside it, found {f'{flag} {ctx.pinned[flag]}'.strip()} after --"
+    return ""

@@ -1,0 +1,297 @@
+"""8-bit floating point weights: which tensors, in which scheme, converted by whom."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from moe_optimizer.costs.fp8_blocks import padded_experts, ragged_linear
+from moe_optimizer.costs.roofline import experts_read_ratio
+from moe_optimizer.costs.weights import DTYPE_BYTES
+from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.passes.base import OptimizationPass
+from moe_optimizer.passes.fp8.exclusions import (
+    ignored_modules,
+    kept_layers,
+    kept_parts,
+    max_error_while_loading,
+    measured_on,
+    stored_bits,
+)
+from moe_optimizer.plan.decision import FORMAT_PARAM, Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.decode_step import held_at_once, least_step_us
+from moe_optimizer.plan_context.expert_kernel import why_not_for_converted_weights
+from moe_optimizer.specs.quantity import Quantity, bytes_in_words
+
+if TYPE_CHECKING:
+    from moe_optimizer.profiles.schema import Fp8Section
+
+FORMAT = "fp8"
+"""Name of the plugin's weight format."""
+_QUANTIZATION_FLAGS = ("--quantization", "--quantization-config")
+_SCHEMES = {"block": "fp8_per_block", "channel": "fp8_per_channel"}
+"""Granularity -> vLLM's name of the online scheme, from 0.26 on."""
+_SCALES = {"block": "one scale per 128x128 block", "channel": "one scale per output channel"}
+_GPU_RECORDS = (
+    "benchmarks/records/2026-11-21_h200_fused_experts.json",
+    "benchmarks/records/2026-11-21_h200_served.json",
+)
+_CPU_RECORDS = (
+    "benchmarks/records/2026-11-21_epyc-avx512_bf16_fused_experts.json",
+    "benchmarks/records/2026-11-21_epyc-avx512_fused_experts.json",
+)
+_LEAST_GAIN = 1.1
+"""Chosen: what `auto` takes a changed output for."""
+_UNJUDGED = "the output changes, and no quality gate has judged it"
+
+
+class Fp8(OptimizationPass):
+    """FP8 weights: half the bytes of BF16 for the experts, which is what decoding waits for.
+
+    An existing FP8 checkpoint is served as it is. Otherwise weights are converted while loading: on GPUs by vLLM's
+    own online quantisation, experts and linears; on the CPU build the experts, by the plugin. Router, embeddings,
+    head and norms stay. `auto` converts wherever that can be done and a decode step gains a tenth by the roofline: a
+    profile that must keep the checkpoint's numbers has the pass off.
+    """
+
+    name = "fp8"
+    flag = "fp8"
+    title = "FP8 weights"
+    limits = (
+        "GPUs need FP8 matrix units (compute capability 8.9 and up); on the CPU build only experts, and only those "
+        "that our kernel computes"
+    )
+
+    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+        """Check the checkpoint's own quantisation, the user's arguments, then the device."""
+        model = ctx.model
+        if ctx.model.weights_are_fp8:
+            return True, ""
+        if model.quant_method is not None:
+            return False, f"the checkpoint is quantised already: {model.quant_method}, {model.weight_bits:g} bits"
+        given = next((flag for flag in _QUANTIZATION_FLAGS if flag in ctx.pinned), None)
+        if given is not None:
+            return False, f"{given} {ctx.pinned[given]} is given after -- and decides"
+        if ctx.device == "cpu":
+            reason = _pruned_instead(ctx) or why_not_for_converted_weights(ctx)
+            return not reason, reason
+        if not ctx.gpu.supports("fp8"):
+            major, minor = ctx.gpu.compute_capability
+            return False, f"needs FP8 matrix units (sm_89 or later), found sm_{major}{minor}"
+        if ctx.dtype == "float32":
+            return False, "vLLM converts bfloat16 and float16 weights only, found float32"
+        return True, ""
+
+    def when_off(self, ctx: PlanContext, reason: str) -> Decision:
+        """Return that nothing is converted; of an FP8 checkpoint, that it is FP8 all the same."""
+        if ctx.model.weights_are_fp8:
+            reason = f"{reason}; the checkpoint is FP8 already and stays so"
+        return self.decision(ctx, Status.OFF, "off", reason, Applier.NONE)
+
+    def gain(self, ctx: PlanContext) -> Gain | None:
+        """Return how much less one decode step must at least take, or on the CPU read; None on an unknown GPU."""
+        if ctx.model.weights_are_fp8:
+            return None
+        expert_bits, linear_bits = _stored_bits(ctx, kept_layers(ctx, experts=_parts(ctx)[0]))
+        whole = 8 * DTYPE_BYTES[ctx.dtype]
+        if ctx.device == "cpu":
+            to_bits = whole if expert_bits is None else expert_bits
+            ratio = experts_read_ratio(ctx.model, batch=ctx.workload.batch_size, from_bits=whole, to_bits=to_bits)
+            return Gain(metric="expert weight bytes per decode step", ratio=ratio)
+        kv_bits = cache_bits(ctx, cache_dtype(ctx))
+        memory = ctx.split_terms() | {"expert_bits": expert_bits, "linear_bits": linear_bits, "kv_bits": kv_bits}
+        requests = min(ctx.workload.batch_size, max(1, held_at_once(ctx, **memory)))
+        try:
+            before = least_step_us(ctx, requests, kv_bits=kv_bits, expert_bits=None, linear_bits=None)
+            after = least_step_us(ctx, requests, kv_bits=kv_bits, expert_bits=expert_bits, linear_bits=linear_bits)
+        except UnsupportedError:
+            return None
+        ref = f"{before.ref}; in 16 bits / in FP8"
+        ratio = Quantity(before.value / after.value, "ratio", before.source | after.source, ref)
+        return Gain(metric="least time of one decode step", ratio=ratio)
+
+    def choose(self, ctx: PlanContext) -> Decision:
+        """Keep an FP8 checkpoint as it is, else have the wished parts converted."""
+        if ctx.model.weights_are_fp8:
+            reason = "the checkpoint is FP8 already and is served as it is"
+            return self.decision(ctx, Status.ON, "as in the checkpoint", reason, Applier.NONE)
+        experts, linears = _parts(ctx)
+        if not experts and not linears:
+            return self._refused_parts(ctx)
+        layers = kept_layers(ctx, experts=experts)
+        if set(range(ctx.model.num_layers) if linears else ctx.model.moe_layers) <= set(layers):
+            return self.refused(ctx, "every layer stays as it is: keep_bf16_layers and max_layer_error leave none")
+        gain = self.gain(ctx)
+        if ctx.wish(self.name)[0] is Wish.AUTO and gain is not None and gain.ratio.value < _LEAST_GAIN:
+            faster = f"a decode step would be at best {gain.ratio.value:.2f}x faster"
+            return self.when_off(ctx, f"{faster}, too little for a changed output (auto wants {_LEAST_GAIN:g}x)")
+        if ctx.device == "cpu":
+            return self._by_the_plugin(ctx, layers)
+        return self._by_vllm(ctx, layers, experts=experts, linears=linears)
+
+    def _refused_parts(self, ctx: PlanContext) -> Decision:
+        """Return the decision where neither part is converted."""
+        ragged = "" if ctx.device == "cpu" else _ragged_linear(ctx)
+        if ragged and ctx.profile.passes.fp8.linears != "off":
+            return self.refused(ctx, f"linears: {ragged}")
+        what = "the experts are" if ctx.device == "cpu" else "experts and linears are both"
+        return self.refused(ctx, f"{what} off in {ctx.profile_origin}")
+
+    def _by_the_plugin(self, ctx: PlanContext, layers: tuple[int, ...]) -> Decision:
+        section = ctx.profile.passes.fp8
+        linears = f"vLLM's CPU build cannot convert them; they stay {ctx.dtype}"
+        warnings = (f"fp8.linears ({ctx.profile_origin}): {linears}",) if section.linears == "on" else ()
+        return self.decision(
+            ctx,
+            Status.ON,
+            "experts in FP8",
+            f"experts with {_SCALES[section.granularity]}, converted layer by layer while loading"
+            f"{_found_while_loading(ctx, layers)}; {_UNJUDGED}",
+            Applier.PLUGIN,
+            evidence=(*_CPU_RECORDS, "quantizer: builtin", *measured_on(ctx)),
+            rejected={"attention and dense linears": linears, **kept_parts(ctx)},
+            gain=self.gain(ctx),
+            params={
+                FORMAT_PARAM: FORMAT,
+                "granularity": section.granularity,
+                "quantizer": "builtin",
+                "kept_layers": list(layers),
+                "max_layer_error": max_error_while_loading(ctx),
+                "expert_bits": 8,
+                "linear_bits": None,
+                "stored_expert_bits": _stored_bits(ctx, layers)[0],
+                "stored_linear_bits": None,
+            },
+            warnings=(*warnings, *_quantizer_on_the_cpu(section)),
+        )
+
+    def _by_vllm(self, ctx: PlanContext, layers: tuple[int, ...], *, experts: bool, linears: bool) -> Decision:
+        section = ctx.profile.passes.fp8
+        scheme = _SCHEMES[section.granularity]
+        config: dict[str, Any] = {}
+        if linears:
+            config["linear"] = scheme
+        if experts:
+            config["moe"] = scheme
+        config["ignore"] = ignored_modules(section, layers)
+        parts = " and ".join(word for word, wanted in (("experts", experts), ("linears", linears)) if wanted)
+        quantizer, why_not = _quantizer_on_gpus(ctx)
+        padding = _expert_padding(ctx) if experts else 1.0
+        expert_bits, linear_bits = _stored_bits(ctx, layers)
+        padded = (f"fp8: vLLM fills the experts up to whole blocks: {padding:.2f}x",) if padding > 1 else ()
+        rejected = {} if linears else {"attention and dense linears": _why_part_off(ctx, "linears")}
+        if not experts and ctx.model.is_moe:
+            rejected["experts"] = _why_part_off(ctx, "experts")
+        return self.decision(
+            ctx,
+            Status.ON,
+            f"{parts} in FP8",
+            f"{parts} with {_SCALES[section.granularity]}, converted by vLLM while loading; {_UNJUDGED}",
+            # vLLM converts; with another quantiser than its own, the plugin has to put it there.
+            Applier.FLAGS if quantizer == "vllm" else Applier.PLUGIN,
+            evidence=(
+                *(_GPU_RECORDS if experts else ()),
+                *_unconverted_does_not_fit(ctx),
+                f"quantizer: {quantizer}",
+                *measured_on(ctx),
+            ),
+            rejected={**rejected, **kept_parts(ctx)},
+            gain=self.gain(ctx),
+            vllm_args=("--quantization", "online", "--quantization-config", json.dumps(config, separators=(",", ":"))),
+            params={
+                "granularity": section.granularity,
+                "quantizer": quantizer,
+                "kept_layers": list(layers),
+                "expert_bits": 8 if experts else None,
+                "linear_bits": 8 if linears else None,
+                "stored_expert_bits": expert_bits,
+                "stored_linear_bits": linear_bits,
+            },
+            warnings=(*why_not, *padded),
+        )
+
+
+def _pruned_instead(ctx: PlanContext) -> str:
+    """Return why the experts are left to sparsity_24, which decides after this pass, or "": it was asked for, and FP8
+    only by auto, or by the profile where pruning is by flag.
+    """
+    wish, origin = ctx.wish("sparsity_24")
+    goes_before = ctx.wish("fp8")[0] is Wish.AUTO or ("sparsity_24" in ctx.wishes and "fp8" not in ctx.wishes)
+    if wish is not Wish.ON or not goes_before:
+        return ""
+    return f"sparsity_24 is asked for by {origin}, and the experts are either pruned or quantised"
+
+
+def _parts(ctx: PlanContext) -> tuple[bool, bool]:
+    """Return whether experts and whether linears are converted."""
+    section = ctx.profile.passes.fp8
+    linears = section.linears != "off" and ctx.device == "cuda" and not _ragged_linear(ctx)
+    return section.experts != "off" and ctx.model.is_moe, linears
+
+
+def _stored_bits(ctx: PlanContext, layers: tuple[int, ...]) -> tuple[float | None, float | None]:
+    experts, linears = _parts(ctx)
+    padding = 1.0 if ctx.device == "cpu" else _expert_padding(ctx)
+    return stored_bits(ctx, layers, experts=experts, linears=linears, padding=padding)
+
+
+def _found_while_loading(ctx: PlanContext, layers: tuple[int, ...]) -> str:
+    """Return that the plugin may leave more layers than planned, with the weights if it leaves all; "": it may not."""
+    most = max_error_while_loading(ctx)
+    if most is None:
+        return ""
+    planned = ctx.memory(**ctx.split_terms(), expert_bits=_stored_bits(ctx, layers)[0]).weight_bytes
+    unconverted = ctx.memory(**ctx.split_terms(), expert_bits=None).weight_bytes
+    return (
+        f"; a layer that it changes by more than {most:g} stays {ctx.dtype}, which the memory plan does not count "
+        f"(all: {bytes_in_words(unconverted)} of weights instead of {bytes_in_words(planned)})"
+    )
+
+
+def _ragged_linear(ctx: PlanContext) -> str:
+    if ctx.profile.passes.fp8.granularity == "channel":
+        return ""
+    return ragged_linear(ctx.model, ctx.tensor_parallel_size)
+
+
+def _expert_padding(ctx: PlanContext) -> float:
+    """Return by what factor vLLM's conversion of the experts enlarges them."""
+    if ctx.profile.passes.fp8.granularity == "channel":
+        return 1.0
+    slices = ctx.tensor_parallel_size * ctx.data_parallel_size
+    return padded_experts(ctx.model, slices, expert_parallel=ctx.expert_parallel)
+
+
+def _why_part_off(ctx: PlanContext, part: str) -> str:
+    ragged = _ragged_linear(ctx) if part == "linears" else ""
+    if ragged and ctx.profile.passes.fp8.linears != "off":
+        return f"{ragged}; they stay {ctx.dtype}, granularity channel converts them"
+    return f"fp8.{part} is off in {ctx.profile_origin}; they stay {ctx.dtype}"
+
+
+def _quantizer_on_the_cpu(section: Fp8Section) -> tuple[str, ...]:
+    if section.quantizer != "transformer_engine":
+        return ()
+    return ("fp8.quantizer transformer_engine: it converts on CUDA devices only; builtin is used",)
+
+
+def _unconverted_does_not_fit(ctx: PlanContext) -> tuple[str, ...]:
+    """Return that the weights do not fit the GPUs without being converted, () where they do, and on the CPU."""
+    if ctx.device == "cpu" or ctx.memory(**ctx.split_terms()).fits:
+        return ()
+    return (f"in {ctx.dtype} the model does not fit these GPUs",)
+
+
+def _quantizer_on_gpus(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:
+    """Return which quantiser is used, and a warning where it is not the one asked for."""
+    section = ctx.profile.passes.fp8
+    asked = section.quantizer
+    if asked == "auto":
+        return "vllm", ()
+    if section.granularity == "channel":
+        return "vllm", (f"fp8.quantizer {asked}: per channel vLLM converts with its own",)
+    if asked == "transformer_engine" and not ctx.software.transformer_engine:
+        return "builtin", ("fp8.quantizer transformer_engine: it is not installed; builtin is used",)
+    return asked, ()

@@ -1,0 +1,210 @@
+"""Refuses requests for a plan that contradict themselves, or that no machine could satisfy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.passes.registry import required_key
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.serve_args import read_integer
+from moe_optimizer.plan_context.request import PlanRequest
+
+ALLOW_LONG_MODEL_LEN = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+"""vLLM's own switch for lengths beyond the model's."""
+_FP8_ISA = "amx_tile"
+"""What vLLM's CPU kernels for FP8 weights ask of a processor (0.32)."""
+_NOT_PLANNED = {
+    "--model": "the model is given by --model before --",
+    "--config": "a file would change what was planned; give its entries as flags after --",
+    "--uds": "the server is watched and proven over --host and --port",
+    "--headless": "a server without an address can be neither watched nor proven",
+    "--grpc": "the server is watched and proven over HTTP",
+    "--nnodes": "moe-optimizer plan --nodes N plans for several machines, and prints what starts them",
+    "--node-rank": "moe-optimizer plan --nodes N plans for several machines, and prints what starts them",
+    "--data-parallel-rank": "one server with all its replicas is planned, not one of several",
+    "--data-parallel-size-local": "all replicas are planned on one machine",
+    "--data-parallel-start-rank": "all replicas are planned on one machine",
+    "--data-parallel-external-lb": "one server with all its replicas is planned, not one of several",
+    "--data-parallel-hybrid-lb": "all replicas are planned on one machine",
+    "--api-key": "every user of a machine can read its command lines; put the key into VLLM_API_KEY in the environment",
+}
+"""Arguments of `vllm serve` that would start another server than is planned, or put a secret into the plan."""
+
+
+def _is_given(value: str) -> bool:
+    return value != "false"
+
+
+def _is_negated(value: str) -> bool:
+    return value == "false"
+
+
+def _is_fp8(value: str) -> bool:
+    return "fp8" in value
+
+
+def _is_another_cache(value: str) -> bool:
+    return "fp8" not in value
+
+
+def _is_without_deep_ep(value: str) -> bool:
+    return not value.startswith("deepep")
+
+
+def _is_zero(value: str) -> bool:
+    return value == "0"
+
+
+def _is_another_backend(value: str) -> bool:
+    return value not in ("auto", "triton")
+
+
+_CONTRADICTING_ARGUMENTS: tuple[tuple[str, Wish, str, Callable[[str], bool]], ...] = (
+    ("graph_capture", Wish.ON, "--enforce-eager", _is_given),
+    ("graph_capture", Wish.ON, "--optimization-level", _is_zero),
+    ("graph_capture", Wish.ON, "--max-cudagraph-capture-size", _is_zero),
+    ("kv_cache", Wish.OFF, "--kv-cache-dtype", _is_fp8),
+    ("kv_cache", Wish.ON, "--kv-cache-dtype", _is_another_cache),
+    ("kv_cache.tiering", Wish.OFF, "--kv-offloading-size", _is_given),
+    ("kv_cache.tiering", Wish.ON, "--enable-prefix-caching", _is_negated),
+    ("kv_cache.tiering", Wish.ON, "--kv-transfer-config", _is_given),
+    ("parallelism", Wish.OFF, "--tensor-parallel-size", _is_given),
+    ("parallelism", Wish.OFF, "--data-parallel-size", _is_given),
+    ("parallelism.expert_parallel", Wish.OFF, "--enable-expert-parallel", _is_given),
+    ("parallelism.expert_parallel", Wish.ON, "--enable-expert-parallel", _is_negated),
+    ("dual_batch_overlap", Wish.OFF, "--enable-dbo", _is_given),
+    ("dual_batch_overlap", Wish.ON, "--enable-dbo", _is_negated),
+    ("dual_batch_overlap", Wish.ON, "--all2all-backend", _is_without_deep_ep),
+    ("expert_placement", Wish.OFF, "--enable-eplb", _is_given),
+    ("expert_placement", Wish.ON, "--enable-eplb", _is_negated),
+    ("expert_load", Wish.ON, "--enable-return-routed-experts", _is_given),
+    ("expert_load", Wish.ON, "--enable-dbo", _is_given),
+    ("flash_dmoe", Wish.ON, "--moe-backend", _is_another_backend),
+    ("fp8", Wish.OFF, "--quantization", _is_fp8),
+    ("fp8", Wish.ON, "--quantization", _is_given),
+    ("fp8", Wish.ON, "--quantization-config", _is_given),
+    ("sparsity_24", Wish.ON, "--quantization", _is_given),
+    ("disaggregation", Wish.ON, "--kv-transfer-config", _is_given),
+    ("disaggregation", Wish.ON, "--kv-offloading-size", _is_given),
+    ("disaggregation", Wish.ON, "--ssl-certfile", _is_given),
+    ("replicas", Wish.ON, "--ssl-certfile", _is_given),
+)
+"""A wish by flag, and an argument of `vllm serve` whose value says the opposite."""
+
+
+def check_request(request: PlanRequest, pinned: Mapping[str, str]) -> None:
+    """Refuse what no machine could make a plan of.
+
+    Args:
+        request: what is asked for.
+        pinned: its `pinned_arguments`.
+
+    Raises:
+        InputError: a value is wrong, or two of them contradict each other.
+        UnsupportedError: this version or the model cannot do what is asked.
+    """
+    if request.engine != "vllm":
+        raise UnsupportedError(f"engine {request.engine!r} is not available in this version, expected 'vllm'")
+    if request.model.needs_remote_code and not (request.trust_remote_code or "--trust-remote-code" in pinned):
+        raise UnsupportedError(
+            f"{request.model.name}: its configuration wants to run code of its own (auto_map)",
+            hint="read that code, then add --trust-remote-code",
+        )
+    if request.model.servable is False:
+        raise UnsupportedError(f"{request.model.name}: {request.model.servable_reason}")
+    _check_one_planned_server(pinned)
+    for flag, value in (("--gpus", request.num_gpus), ("--batch-size", request.batch_size)):
+        if value is not None and value < 1:
+            raise InputError(f"{flag}: got {value}, expected at least 1")
+    if request.max_model_len is not None and request.max_model_len < 1:
+        raise InputError(f"--max-model-len: got {request.max_model_len}, expected at least 1")
+    _check_model_len(request, pinned)
+    if not request.host.strip():
+        raise InputError(f"--host: got {request.host!r}, expected an address")
+    if not 0 < request.port < 2**16:
+        raise InputError(f"--port: got {request.port}, expected 1 to {2**16 - 1}")
+    if pinned.get("--enable-expert-parallel", "false") != "false" and not request.model.is_moe:
+        raise UnsupportedError(f"--enable-expert-parallel: {request.model.name} has no experts")
+    _check_contradictions(request, pinned)
+    _check_batch_size_is_used(request)
+
+
+def _check_one_planned_server(pinned: Mapping[str, str]) -> None:
+    for flag, reason in _NOT_PLANNED.items():
+        if flag in pinned:
+            raise InputError(f"vllm arguments: {flag}: {reason}")
+    for flag, kind in (("--pipeline-parallel-size", "pipeline"), ("--prefill-context-parallel-size", "context")):
+        if pinned.get(flag, "1") != "1":
+            raise UnsupportedError(f"{flag}: {kind} parallelism is not available in this version")
+
+
+def _check_model_len(request: PlanRequest, pinned: Mapping[str, str]) -> None:
+    """Refuse a length with which vLLM would end at once; its overrides may change the model's own."""
+    most = request.model.max_model_len
+    if not most or request.any_model_len or "--hf-overrides" in pinned or "--rope-scaling" in pinned:
+        return
+    asked = request.max_model_len
+    if pinned.get("--max-model-len", "auto") not in ("auto", "-1"):
+        asked = read_integer(pinned["--max-model-len"], flag="--max-model-len")
+    if asked is not None and asked > most:
+        raise InputError(
+            f"--max-model-len: got {asked}, expected at most the {most} tokens of {request.model.name}",
+            hint=f"{ALLOW_LONG_MODEL_LEN}=1 in the environment lets vLLM go beyond what the model was made for",
+        )
+
+
+def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> None:
+    for name in request.required:
+        wish, origin = request.wishes.get(required_key(name), (Wish.AUTO, ""))
+        if wish is Wish.OFF:
+            raise InputError(f"{name} is required, and {origin} switches it off", hint="give one of them")
+    for name, section in request.profile.passes:
+        wish, origin = request.wishes.get(name, (Wish(section.mode), f"profile {request.profile.name}"))
+        if section.required and wish is Wish.OFF:
+            raise InputError(f"profile {request.profile.name} requires {name}, and {origin} switches it off")
+    for key, wanted, flag, contradicts in _CONTRADICTING_ARGUMENTS:
+        wish, origin = request.wishes.get(key, (None, ""))
+        # The kill switch in the environment switches this package off, not the user's own arguments.
+        if wish is wanted and origin.startswith("flag ") and flag in pinned and contradicts(pinned[flag]):
+            no = f"--no-{flag.removeprefix('--')}"
+            asked = no if pinned[flag] == "false" else f"{flag} {pinned[flag]}".rstrip()
+            raise InputError(
+                f"{origin.removeprefix('flag ')} and {asked:.80} after -- contradict each other",
+                hint="give one of them",
+            )
+
+
+def _check_batch_size_is_used(request: PlanRequest) -> None:
+    profile = (Wish(request.profile.passes.scheduler.mode), f"profile {request.profile.name}")
+    wish, origin = request.wishes.get("scheduler", profile)
+    # The kill switch in the environment switches this package off, and with it what the batch size is for.
+    if request.batch_size is not None and wish is Wish.OFF and origin.startswith(("flag ", "profile ")):
+        raise InputError(
+            f"--batch-size {request.batch_size} and {origin.removeprefix('flag ')} contradict each other: the "
+            "scheduler pass is what gives vLLM the batch size",
+            hint="give one of them, or --enable-scheduler",
+        )
+
+
+def check_for_device(request: PlanRequest, pinned: Mapping[str, str], device: str) -> None:
+    """Refuse a checkpoint and arguments with which vLLM's build for this device would end.
+
+    Raises:
+        UnsupportedError: with what it is.
+    """
+    if device != "cpu":
+        return
+    if "fp8" in pinned.get("--quantization", ""):
+        raise UnsupportedError(
+            f"--quantization {pinned['--quantization']}: vLLM's CPU build has no FP8 kernels, the server would end",
+            hint="leave it out; --enable-fp8 is this package's own way",
+        )
+    model, isa = request.model, request.hardware.cpu.isa if request.hardware.cpu else ()
+    if model.weights_are_fp8 and (model.weight_block is None or _FP8_ISA not in isa):
+        found = "scales of another kind" if model.weight_block is None else f"a processor without {_FP8_ISA}"
+        raise UnsupportedError(
+            f"{model.name}: vLLM's CPU build reads FP8 checkpoints with scales per block on processors with "
+            f"{_FP8_ISA} only, found {found}; the server would end",
+            hint="serve the checkpoint in BF16; --enable-fp8 converts its experts",
+        )

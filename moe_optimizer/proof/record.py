@@ -1,0 +1,213 @@
+"""The Proof: one file per vLLM process that says what was applied there and what really ran.
+
+The launcher, tests and benchmarks read these files; nothing else counts as evidence that a pass is active.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.files import write_atomically
+from moe_optimizer.log import get_logger
+from moe_optimizer.plan.json_codec import decode, encode
+
+SCHEMA_VERSION = 1
+PROOF_DIR = "proof"
+"""Folder of the proof files, beside plan.json."""
+_FLUSH_INTERVAL_S = 1.0
+"""Chosen: a reader sees counts at most this old, and a forward pass never waits for the disk."""
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerProof:
+    """One MoE layer in one process."""
+
+    name: str
+    num_local_experts: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: str
+    expert_map: bool
+    """Whether only a part of the experts lives here (expert parallelism)."""
+    calls: int = 0
+    """Times the kernel ran for this layer, as seen from Python: replays of a CUDA graph are not counted."""
+    tokens: int = 0
+    """Tokens in those calls together, padding included."""
+    weight_format: str = "plain"
+    """How the weights lie in memory: "plain" (as vLLM loads them, in `dtype`) or the format they were converted to."""
+    weight_dtype: str = ""
+    """Of the stored weights; "" where it is `dtype`."""
+    loaded_bytes: int = 0
+    """Bytes of the experts' weights as vLLM loaded them; 0: not known."""
+    weight_bytes: int = 0
+    """Bytes that are kept of them, scales included."""
+    why_small_pages: str = ""
+    """Why the weights are not on huge pages, which the CPU kernels read faster; "" where they are, or on a GPU."""
+    output_error: float | None = None
+    """By what share the planned format changes the layer's output on calibration tokens; None: not measured."""
+    why_plain: str = ""
+    """Why the layer is not in the planned format."""
+    self_check_error: float | None = None
+    """Largest error of the kernels on the layer's own weights, as a share of what was allowed; None: not checked."""
+    calls_by_kernel: dict[str, int] = field(default_factory=dict)
+    """Calls seen by Python per kernel, vLLM's own included ("stock"); empty where there is one kernel."""
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the experts here: w13 [E, 2I, H] and w2 [E, H, I]."""
+        return 3 * self.num_local_experts * self.intermediate_size * self.hidden_size
+
+
+@dataclass(slots=True, kw_only=True)
+class PassProof:
+    """One pass of the plan in one process."""
+
+    requested: str
+    """The decision's value."""
+    applied: bool = False
+    ran: bool = False
+    """The kernel computed at least one forward of every layer that it was given here."""
+    why_not: str = ""
+    """Why it is not applied, or not for some layers; "" when there is nothing to say."""
+    found: str = ""
+    """What ran, where the worker found that out, for example "up to 512"; "" where `ran` says all."""
+    kernel: str = ""
+    """For example "fused_experts (cpu)"."""
+    isa: str = ""
+    """The instruction set that the kernel chose."""
+    digest: str = ""
+    """Of what was applied, where the decision's params have one."""
+    rearrangements: int = 0
+    """Times that experts were placed anew by the load of the serving model (vLLM's EPLB)."""
+    moved_experts: int = 0
+    """Slots that those gave to another expert, all layers together."""
+    layers: tuple[LayerProof, ...] = ()
+
+    @property
+    def calls(self) -> int:
+        """Kernel calls of all layers together."""
+        return sum(layer.calls for layer in self.layers)
+
+
+@dataclass(slots=True, kw_only=True)
+class PatchProof:
+    """One patch of vLLM in one process."""
+
+    target: str
+    state: str
+    detail: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Proof:
+    """Everything one process says about itself."""
+
+    role: str
+    """"frontend", "engine", "worker" or "helper"."""
+    rank: int
+    pid: int
+    plan_digest: str
+    """"" until a process that plans by itself has planned."""
+    versions: Mapping[str, str]
+    """Distribution or module -> version, as loaded in this process."""
+    world_size: int = 0
+    """Processes that hold a part of the model; 0 where none of it is held."""
+    model_rank: int = -1
+    """This process's rank among them; -1 where nothing is held."""
+    passes: dict[str, PassProof] = field(default_factory=dict)
+    patches: tuple[PatchProof, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+
+class ProofWriter:
+    """Keeps this process's proof file up to date.
+
+    Hot paths change the objects in `proof` and call `touch`; a daemon thread writes at most once a second.
+    A disk that refuses is logged once: evidence may be missing then, but vLLM keeps serving.
+    """
+
+    def __init__(self, run_dir: Path, proof: Proof) -> None:
+        self.proof = proof
+        self.path = run_dir / PROOF_DIR / f"{proof.role}-{proof.rank}-{proof.pid}.json"
+        self._dirty = threading.Event()
+        self._lock = threading.Lock()
+        self._failed = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Write the file, and keep writing it from a daemon thread when touched."""
+        self.write()
+        self._thread = threading.Thread(target=self._keep_writing, name="moe-optimizer-proof", daemon=True)
+        self._thread.start()
+        atexit.register(self.write)
+
+    def touch(self) -> None:
+        """Say that the proof changed."""
+        self._dirty.set()
+
+    def write(self) -> None:
+        """Write the file now."""
+        self._dirty.clear()
+        with self._lock:
+            try:
+                write_atomically(self.path, json.dumps(encode(self.proof), indent=1, sort_keys=True))
+            except (OSError, RuntimeError) as error:
+                # RuntimeError: a pass was added to the proof while it was being encoded; the next write has it.
+                if isinstance(error, OSError) and not self._failed:
+                    self._failed = True
+                    logger.warning("proof file %s cannot be written: %s", self.path, error)
+                self._dirty.set()
+
+    def _keep_writing(self) -> None:
+        pause = threading.Event()
+        while True:
+            self._dirty.wait()
+            self.write()
+            pause.wait(_FLUSH_INTERVAL_S)
+
+
+def read_proofs(run_dir: Path) -> tuple[Proof, ...]:
+    """Return the proofs under `run_dir`, by role, rank and pid. No folder yet: none.
+
+    Raises:
+        InputError: a file is not a proof of this schema.
+    """
+    folder = run_dir / PROOF_DIR
+    if not folder.is_dir():
+        return ()
+    proofs = []
+    for path in folder.glob("*.json"):
+        with contextlib.suppress(FileNotFoundError):
+            proofs.append(_read_proof(path))
+    return tuple(sorted(proofs, key=lambda proof: (proof.role, proof.rank, proof.pid)))
+
+
+def _read_proof(path: Path) -> Proof:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not a proof: {error}") from None
+    if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
+        raise InputError(f"{path}: not a proof of schema_version {SCHEMA_VERSION}")
+    return decode(Proof, data, origin=str(path))
+
+
+def process_is_alive(proof: Proof) -> bool:
+    """Whether the process that wrote the proof still runs on this machine; one that nobody has waited for does not."""
+    import psutil
+
+    try:
+        return psutil.Process(proof.pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True

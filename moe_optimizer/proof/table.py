@@ -1,0 +1,153 @@
+"""Plan beside Proof, a row for each pass: what was requested, what is applied, what ran, and why not."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_optimizer.errors import printable
+from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.proof.record import Proof
+from moe_optimizer.proof.verdict import (
+    NO_WORKER,
+    NOTHING_OBSERVED,
+    Observed,
+    layers_left,
+    model_holders,
+    shown_by_workers,
+    why_not_running,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One pass of the plan in the table."""
+
+    pass_name: str
+    requested: str
+    """What the plan says: the decision's value, or its status where it is not on."""
+    applied: str
+    """"yes", "no", "by flags", "2 of 4 workers" or "-"."""
+    ran: str
+    """As `applied`, with the number of layers or what else the workers found; "-" for what vLLM carries out itself and
+    does not prove."""
+    why_not: str
+
+    @property
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """The row as text, in the order of the headings."""
+        return self.pass_name, self.requested, self.applied, self.ran, self.why_not
+
+
+_NARROWEST = 10
+"""Chosen: columns of words stay readable down to here."""
+HEADINGS = ("pass", "requested", "applied", "ran", "why not")
+
+
+def proof_rows(
+    plan: Plan,
+    proofs: Sequence[Proof],
+    *,
+    absent: str = NO_WORKER,
+    observed: Mapping[str, Observed] = NOTHING_OBSERVED,
+) -> tuple[Row, ...]:
+    """Return one row for each decision of the plan, in its order.
+
+    Args:
+        plan: what was requested.
+        proofs: those of one server.
+        absent: why there is no proof at all.
+        observed: pass name -> what the launcher saw of it.
+    """
+    return tuple(_row(plan, decision, proofs, absent, observed) for decision in plan.decisions)
+
+
+def joined_rows(tables: Mapping[str, Sequence[Row]]) -> tuple[Row, ...]:
+    """Return the rows of several servers as one table; where they differ, a cell says what holds on which.
+
+    Args:
+        tables: server -> its rows; the same passes in the same order.
+    """
+    return tuple(_joined(dict(zip(tables, rows, strict=True))) for rows in zip(*tables.values(), strict=True))
+
+
+def _joined(rows: Mapping[str, Row]) -> Row:
+    def cell(values: Mapping[str, str]) -> str:
+        if len(set(values.values())) == 1:
+            return next(iter(values.values()))
+        return "; ".join(f"{server}: {value}" for server, value in values.items() if value)
+
+    first = next(iter(rows.values()))
+    return Row(
+        pass_name=first.pass_name,
+        requested=first.requested,
+        applied=cell({server: row.applied for server, row in rows.items()}),
+        ran=cell({server: row.ran for server, row in rows.items()}),
+        why_not=cell({server: row.why_not for server, row in rows.items()}),
+    )
+
+
+def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, observed: Mapping[str, Observed]) -> Row:
+    requested = decision.value if decision.status is Status.ON else decision.status.value
+    if decision.status is not Status.ON:
+        return Row(pass_name=decision.pass_name, requested=requested, applied="-", ran="-", why_not=decision.reason)
+    by_us = decision.applier is Applier.PLUGIN
+    applied = "yes" if decision.applier is Applier.NONE else f"by {decision.applier.value}"
+    if not shown_by_workers(decision) or not (proofs or by_us):
+        seen = observed.get(decision.pass_name, Observed(ran="-"))
+        return Row(
+            pass_name=decision.pass_name, requested=requested, applied=applied, ran=seen.ran, why_not=seen.why_not
+        )
+    entries = [proof.passes.get(decision.pass_name) for proof in model_holders(proofs)]
+    ran = _share([bool(entry and entry.ran) for entry in entries])
+    layers = max((len(entry.layers) for entry in entries if entry), default=0)
+    found = [f"{layers} layers"] if layers else sorted({entry.found for entry in entries if entry and entry.found})
+    return Row(
+        pass_name=decision.pass_name,
+        requested=requested,
+        applied=applied if decision.applier is Applier.FLAGS else _share([bool(e and e.applied) for e in entries]),
+        ran=ran if ran == "no" else ", ".join((ran, *found)),
+        why_not=why_not_running(plan, decision.pass_name, proofs, absent) or layers_left(decision, proofs),
+    )
+
+
+def _share(answers: Sequence[bool]) -> str:
+    if not answers or not any(answers):
+        return "no"
+    if all(answers):
+        return "yes" if len(answers) == 1 else f"yes, {len(answers)} workers"
+    return f"{sum(answers)} of {len(answers)} workers"
+
+
+def render_table(rows: Sequence[Row], *, width: int = 80) -> str:
+    """Return the table as text of at most `width` columns. Passes that are off are named in one line below it:
+    nothing was requested of them, and the plan has their reasons.
+    """
+    shown = [row for row in rows if row.requested != Status.OFF.value]
+    cells = [tuple(printable(cell) for cell in row.cells) for row in shown]
+    limits = (18, 24, 16, 16)
+    sizes = [min(limit, max(len(line[i]) for line in [HEADINGS, *cells])) for i, limit in enumerate(limits)]
+    least = 16 if any(cell[-1] for cell in cells) else len(HEADINGS[-1])
+    # A pass's name stays whole; the widest of the others gives way.
+    while sum(sizes) + 2 * len(sizes) + least > width and max(sizes[1:]) > _NARROWEST:
+        sizes[sizes.index(max(sizes[1:]), 1)] -= 1
+    sizes.append(max(least, width - sum(sizes) - 2 * len(sizes)))
+    lines = []
+    for line in [HEADINGS, tuple("-" * min(size, 24) for size in sizes), *cells]:
+        lines.extend(_wrapped(line, sizes))
+    off = [row.pass_name for row in rows if row.requested == Status.OFF.value]
+    if off:
+        lines += ["", *textwrap.wrap(f"off: {', '.join(off)}", width, subsequent_indent="     ")]
+    return "\n".join(lines)
+
+
+def _wrapped(cells: Sequence[str], sizes: Sequence[int]) -> list[str]:
+    columns = [textwrap.wrap(cell, size) or [""] for cell, size in zip(cells, sizes, strict=True)]
+    height = max(len(column) for column in columns)
+    padded = [column + [""] * (height - len(column)) for column in columns]
+    return [
+        "  ".join(part.ljust(size) for part, size in zip(parts, sizes, strict=True)).rstrip()
+        for parts in zip(*padded, strict=True)
+    ]

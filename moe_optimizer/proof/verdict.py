@@ -1,0 +1,172 @@
+"""Judges a pass by the proofs: did it run in every process that holds the model, and if not, why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from moe_optimizer.plan.decision import FORMAT_PARAM, Applier, Decision, Status
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.proof.record import PassProof, Proof
+from moe_optimizer.proof.shown import is_stored_fp8, shown_by_workers
+from moe_optimizer.specs.layer_name import decoder_layer
+from moe_optimizer.specs.quantity import bytes_in_words
+
+NO_WORKER = "no worker process reported: the plugin was not loaded (is VLLM_PLUGINS set?)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What the launcher itself saw of a pass that several servers carry out together."""
+
+    ran: str
+    """"yes" and what was seen, or "no"."""
+    why_not: str = ""
+    """Why it did not work; "" when it did."""
+
+
+NOTHING_OBSERVED: Mapping[str, Observed] = MappingProxyType({})
+
+
+def model_holders(proofs: Iterable[Proof]) -> tuple[Proof, ...]:
+    """Return the proofs of the processes that hold a part of the model, by rank."""
+    return tuple(sorted((proof for proof in proofs if proof.world_size), key=lambda proof: proof.model_rank))
+
+
+def all_holders_reported(proofs: Iterable[Proof], *, copies: int = 1) -> bool:
+    """Whether every process that holds a part of the model has written a proof.
+
+    Args:
+        proofs: those of one server.
+        copies: engines that know nothing of each other, each with all ranks.
+    """
+    holders = model_holders(proofs)
+    reported = Counter(proof.model_rank for proof in holders)
+    if not holders or reported.keys() != set(range(holders[0].world_size)):
+        return False
+    return min(reported.values()) >= copies
+
+
+def _engines(plan: Plan) -> int:
+    """Return how many engines of the server know nothing of each other: vLLM makes one of every data parallel copy of a
+    model without experts.
+    """
+    return 1 if plan.model.is_moe else plan.decision("parallelism").params["data_parallel_size"]
+
+
+def not_running(
+    plan: Plan,
+    proofs: Sequence[Proof],
+    names: Iterable[str],
+    *,
+    absent: str = NO_WORKER,
+    observed: Mapping[str, Observed] = NOTHING_OBSERVED,
+) -> dict[str, str]:
+    """Return those of the passes `names` that did not run in every process that holds the model, with the reason.
+
+    A pass that flags carry out must be shown by every worker too, as far as workers look at its flags, and so must an
+    FP8 checkpoint that is served as it is; one that files carry out counts as running when the plan has it on and
+    nobody saw otherwise.
+    """
+    missing = {}
+    for name in names:
+        decision = plan.decision(name)
+        if decision.status is not Status.ON:
+            missing[name] = f"the plan has it {decision.status.value}: {decision.reason}"
+        elif shown_by_workers(decision):
+            reason = why_not_running(plan, name, proofs, absent)
+            if reason:
+                missing[name] = reason
+        elif name in observed and observed[name].why_not:
+            missing[name] = observed[name].why_not
+    return missing
+
+
+def why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str) -> str:
+    """Return why a pass that workers show did not run in each of them; "" when it did.
+
+    Args:
+        plan: what was requested.
+        name: the pass.
+        proofs: those of one server.
+        absent: why there is no proof at all.
+    """
+    foreign = next((proof for proof in proofs if proof.plan_digest != plan.digest), None)
+    if foreign is not None:
+        # What ran under another plan proves nothing about this one.
+        followed = foreign.plan_digest or "none"
+        return f"{foreign.role} {foreign.rank} followed plan {followed}, expected {plan.digest}"
+    entries = [proof.passes.get(name) for proof in model_holders(proofs)]
+    if all_holders_reported(proofs, copies=_engines(plan)) and all(
+        entry and entry.ran and not entry.why_not for entry in entries
+    ):
+        return ""
+    # Processes without a part of the model can know why too, for example that this vLLM is too old.
+    everyone = [proof.passes.get(name) for proof in proofs]
+    stated = dict.fromkeys(entry.why_not for entry in everyone if entry and entry.why_not)
+    if stated:
+        return "; ".join(stated)
+    return _what_is_missing(plan.decision(name), proofs, _engines(plan)) if proofs else absent
+
+
+def _what_is_missing(decision: Decision, proofs: Sequence[Proof], copies: int) -> str:
+    """Return what proofs of a pass lack in which no process says why it did not run."""
+    holders = model_holders(proofs)
+    if not holders and decision.applier is Applier.PLUGIN:
+        return "vLLM did not ask for a kernel of this kind for any layer of this model"
+    if holders and not all_holders_reported(proofs, copies=copies):
+        reported = Counter(proof.model_rank for proof in holders).values()
+        return f"{sum(min(copies, each) for each in reported)} of {copies * holders[0].world_size} workers reported"
+    entries = [proof.passes.get(decision.pass_name) for proof in holders]
+    if is_stored_fp8(decision):
+        return "no worker shows how it holds the weights"
+    if decision.applier is Applier.FLAGS:
+        applied = any(entry and entry.applied for entry in entries)
+        return "no request has run with it yet" if applied else "no worker shows what became of its flags"
+    left = layers_left(decision, proofs)
+    if left and not any(entry and entry.layers for entry in entries):
+        return f"no layer is converted: {left}"
+    return "no forward pass reached the kernel yet"
+
+
+def layers_left(decision: Decision, proofs: Iterable[Proof]) -> str:
+    """Return which layers a pass that converts weights left as they are loaded, and why; "" when it left none."""
+    if FORMAT_PARAM not in decision.params:
+        return ""
+    entries = (entry for proof in model_holders(proofs) for entry in proof.passes.values())
+    left = {layer.name: layer.why_plain for entry in entries for layer in entry.layers if layer.why_plain}
+    if not left:
+        return ""
+    name, why = min(left.items())
+    more = f"; {len(left) - 1} more too" if len(left) > 1 else ""
+    unplanned = max(_unplanned_bytes(decision, proof) for proof in model_holders(proofs))
+    memory = f"; {bytes_in_words(unplanned)} more than the memory plan counts" if unplanned else ""
+    return f"{name} stays as loaded: {why}{more}{memory}"
+
+
+def _unplanned_bytes(decision: Decision, proof: Proof) -> int:
+    """Return by how much the weights of one worker are larger than planned, because of layers that were to be converted
+    and stayed as they were loaded.
+    """
+    params = decision.params
+    kept, planned_bits = params.get("kept_layers", ()), params.get("expert_bits") or params["stored_expert_bits"]
+    layers = {layer.name: layer for entry in proof.passes.values() for layer in entry.layers if layer.why_plain}
+    unplanned = [layer for layer in layers.values() if decoder_layer(layer.name) not in kept]
+    return round(sum(layer.weight_bytes - layer.num_weights * planned_bits / 8 for layer in unplanned))
+
+
+def kernels_in_use(proofs: Iterable[Proof]) -> tuple[str, ...]:
+    """Return each kernel that ran with its instruction set and dtypes: "fused_experts (cpu), avx512, float32"."""
+    lines = {}
+    for proof in model_holders(proofs):
+        for entry in proof.passes.values():
+            if entry.ran and entry.kernel:
+                lines[_kernel_line(entry)] = None
+    return tuple(lines)
+
+
+def _kernel_line(entry: PassProof) -> str:
+    dtypes = sorted({layer.dtype for layer in entry.layers})
+    return ", ".join(part for part in (entry.kernel, entry.isa, *dtypes) if part)

@@ -1,0 +1,99 @@
+"""Has vLLM finish each layer of unquantised experts as soon as its weights are loaded, as it does for its own
+online quantisation.
+
+vLLM allocates all layers first and converts weights after the last of them is loaded. Experts that are converted to
+fewer bytes would then need the memory of the whole model as the checkpoint stores it. On the meta device nothing is
+allocated; vLLM's layerwise loading allocates a layer once all its weights have been seen, fills it, and calls
+`process_weights_after_loading`, in which our experts class converts it and lets the loaded tensors go.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from moe_optimizer.errors import described
+from moe_optimizer.log import get_logger
+from moe_optimizer.vllm_plugin.experts.freed_memory import return_freed_memory
+from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, planned_format
+from moe_optimizer.vllm_plugin.patch import Patch
+from moe_optimizer.vllm_plugin.session import current_session
+
+logger = get_logger(__name__)
+
+# Loaders that hand every tensor to the parameters' own loaders, which is what layerwise loading counts, or that fill
+# such layers one by one themselves (dummy).
+_LOAD_FORMATS = frozenset({"auto", "dummy", "hf", "safetensors"})
+
+
+def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_weights(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        begin = _layerwise_loading_of(self)
+        if begin is None:
+            original(self, layer, *args, **kwargs)
+            return
+        import torch
+
+        with torch.device("meta"):
+            original(self, layer, *args, **kwargs)
+        begin(layer)
+        self.uses_meta_device = True  # asks vLLM for the end of its layerwise loading
+        _once(self)
+
+    return create_weights
+
+
+def _layerwise_loading_of(method: Any) -> Callable[[Any], None] | None:
+    """Return vLLM's function that begins the loading of one layer, for a layer that is converted while loading."""
+    try:
+        if not _converts(method):
+            return None
+        from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+    except Exception as error:  # noqa: BLE001 - vLLM is building its model; without this it takes more memory
+        logger.warning("experts are converted after loading, not while: %s", described(error))
+        return None
+    return initialize_online_processing
+
+
+def _converts(method: Any) -> bool:
+    """Whether this layer's experts are ours and will be converted."""
+    from vllm.config import get_current_vllm_config
+
+    from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts
+
+    session = current_session()
+    chosen = getattr(method, "experts_cls", None)
+    return (
+        session is not None
+        and isinstance(chosen, type)
+        and issubclass(chosen, MoeOptimizerExperts)
+        and planned_format(session).name != PLAIN
+        and get_current_vllm_config().load_config.load_format in _LOAD_FORMATS
+    )
+
+
+def _once(method: Any) -> None:
+    """Make `process_weights_after_loading` run once: vLLM calls it again after the last layer."""
+    process = method.process_weights_after_loading
+
+    @functools.wraps(process)
+    def process_weights_after_loading(layer: Any) -> None:
+        if method.moe_kernel is None:
+            process(layer)
+            return_freed_memory()
+
+    method.process_weights_after_loading = process_weights_after_loading
+
+
+LAYERWISE_LOADING = Patch(
+    target="vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.create_weights",
+    why="only vLLM's own quantisation methods can ask for a layer to be finished while the next ones are loaded",
+    remove_when="vLLM lets an experts class ask for it",
+    fingerprints={
+        "0.26 to 0.30": "363681c6c4a86f28",
+        "0.31 to 0.33": "d10d1e2015f93204",
+    },
+    replacement=_replacement,
+)

@@ -1,0 +1,1 @@
+"""KV connectors that vLLM loads by their module path."""

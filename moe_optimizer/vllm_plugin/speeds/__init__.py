@@ -1,1 +1,0 @@
-"""Measures our expert kernels beside vLLM's own, before a server starts."""

@@ -1,1 +1,0 @@
-"""Tunes vLLM's Triton MoE kernel."""

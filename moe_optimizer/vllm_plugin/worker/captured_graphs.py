@@ -1,0 +1,80 @@
+"""Which CUDA graphs a worker's vLLM has really captured, looked at when it is given its first requests.
+
+After a model is loaded vLLM may give up graphs, for example for an attention kernel that cannot be captured, with no
+more than a line in its log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_optimizer.errors import described
+from moe_optimizer.log import get_logger
+from moe_optimizer.plan.decision import Decision
+from moe_optimizer.vllm_plugin.session import PluginSession
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    session: PluginSession
+    decision: Decision
+
+
+_awaited: _Awaited | None = None
+
+
+def captures_graphs(decision: Decision) -> bool:
+    """Return whether a decision has vLLM capture graphs, whose sizes a worker can show."""
+    return bool(decision.params.get("max_capture_size"))
+
+
+def await_capture(session: PluginSession, decision: Decision) -> None:
+    """Have the next step of this process look at what was captured: that is done before any request is taken."""
+    global _awaited  # noqa: PLW0603 - one model per process
+    _awaited = _Awaited(session, decision)
+
+
+def prove_captured(wrapper: Any) -> None:
+    """Write into the proof up to which size this worker's vLLM has captured graphs. Called before every step of served
+    requests; from the second on it does nothing.
+
+    Args:
+        wrapper: vLLM's WorkerWrapperBase.
+    """
+    global _awaited  # noqa: PLW0603
+    if _awaited is None:
+        return
+    session, decision = _awaited.session, _awaited.decision
+    _awaited = None
+    planned = decision.params["max_capture_size"]
+    try:
+        largest = largest_graph(wrapper.worker)
+        mode = wrapper.worker.vllm_config.compilation_config.cudagraph_mode
+        lowered = f"CUDA graphs: vLLM captured up to {largest} ({mode}), planned {planned}" if largest < planned else ""
+    except Exception as error:  # noqa: BLE001 - vLLM is serving
+        largest, lowered = 0, f"cannot be shown: {described(error)}"
+    if lowered:
+        logger.warning("%s: %s", decision.pass_name, lowered)
+        entry = session.proof.passes[decision.pass_name]
+        entry.applied = entry.ran = False
+        session.refused(decision.pass_name, lowered)
+        return
+    session.proof.passes[decision.pass_name].found = f"up to {largest}"
+    session.ran(decision.pass_name)
+
+
+def largest_graph(worker: Any) -> int:
+    """Return the most tokens of a step that this worker's vLLM runs from a CUDA graph; 0 where it captured none.
+
+    Raises:
+        AttributeError: this vLLM keeps its graphs in another place.
+    """
+    runner = worker.model_runner
+    if hasattr(runner, "cudagraph_dispatcher"):
+        described_graphs = runner.cudagraph_dispatcher.cudagraph_keys
+    else:  # the runner that vLLM calls V2
+        described_graphs = runner.cudagraph_manager._capture_descs
+    return max((graph.num_tokens for graphs in described_graphs.values() for graph in graphs), default=0)

@@ -1,0 +1,35 @@
+"""Tells us of every served step: how many of its tokens are real, and that vLLM has captured its graphs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from moe_optimizer.vllm_plugin.expert_load.capture import current_counting
+from moe_optimizer.vllm_plugin.patch import Patch
+from moe_optimizer.vllm_plugin.worker.captured_graphs import prove_captured
+
+
+def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        prove_captured(self)
+        counting = current_counting()
+        if counting is None:
+            return original(self, scheduler_output)
+        with counting.step(scheduler_output):
+            return original(self, scheduler_output)
+
+    return execute_model
+
+
+WORKER_EXECUTE_MODEL = Patch(
+    target="vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model",
+    why="a router sees the padding of CUDA graphs, warm-up and profiling as tokens; only the scheduler knows how many "
+    "of them are real, and this is where its answer reaches a worker; and the first call is the first sign that the "
+    "graphs are captured",
+    remove_when="vLLM gives the number of real tokens to its routed experts callback, and tells which graphs it has",
+    fingerprints={"0.26 to 0.33": "6707bb946f6f4074"},
+    replacement=_replacement,
+)

@@ -1,0 +1,38 @@
+"""Tells us that a worker's model is loaded, before the first forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from moe_optimizer.vllm_plugin.expert_load.capture import start_counting
+from moe_optimizer.vllm_plugin.patch import Patch
+from moe_optimizer.vllm_plugin.server_facts import world
+from moe_optimizer.vllm_plugin.session import current_session
+from moe_optimizer.vllm_plugin.worker.planned_flags import prove_flags
+
+
+def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_kv_cache_spec(self: Any) -> Any:
+        session = current_session()
+        if session is None:
+            return original(self)
+        start_counting(session, self)
+        cache_specs = original(self)
+        session.proof.model_rank, session.proof.world_size = world()
+        prove_flags(session, self, cache_specs)
+        return cache_specs
+
+    return get_kv_cache_spec
+
+
+WORKER_MODEL_LOADED = Patch(
+    target="vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec",
+    why="vLLM says nothing when a model is loaded; it asks each worker for its cache right after that, and before it "
+    "runs or compiles the model for the first time",
+    remove_when="vLLM lets a plugin set a callback for routed experts, or tells it that a model is loaded",
+    fingerprints={"0.26 to 0.33": "dfcb1de336f69cef"},
+    replacement=_replacement,
+)

@@ -1,0 +1,191 @@
+"""Whether a worker's vLLM runs with what the flags of the plan say.
+
+vLLM may change or drop a flag that its parser takes, with no more than a line in its log: then nothing but its
+configuration inside the worker tells. An FP8 checkpoint needs no flag, and what vLLM makes of it is looked at here too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from moe_optimizer.errors import described
+from moe_optimizer.log import get_logger
+from moe_optimizer.plan.decision import Decision
+from moe_optimizer.plan.serve_args import Argument, read_integer, split_arguments
+from moe_optimizer.proof.shown import flag_decisions, is_stored_fp8
+from moe_optimizer.vllm_plugin.session import PluginSession
+from moe_optimizer.vllm_plugin.worker.captured_graphs import await_capture, captures_graphs
+from moe_optimizer.vllm_plugin.worker.fp8_checkpoint import stored_fp8
+
+logger = get_logger(__name__)
+
+_SHOWN_OTHERWISE = ("--max-cudagraph-capture-size", "--quantization", "--quantization-config")
+"""Flags that are not compared with vLLM's configuration: it cuts the size, and the weights themselves show FP8."""
+_EXPERT_WEIGHT = re.compile(r"\bw(13|2)_weight$")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+_SHOWN_BY: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
+    "parallelism": {
+        "--tensor-parallel-size": lambda config: config.parallel_config.tensor_parallel_size,
+        "--data-parallel-size": lambda config: config.parallel_config.data_parallel_size,
+        "--pipeline-parallel-size": lambda config: config.parallel_config.pipeline_parallel_size,
+        "--distributed-executor-backend": lambda config: config.parallel_config.distributed_executor_backend,
+        "--enable-expert-parallel": lambda config: config.parallel_config.enable_expert_parallel,
+    },
+    "dual_batch_overlap": {
+        "--enable-dbo": lambda config: config.parallel_config.enable_dbo,
+        "--all2all-backend": lambda config: config.parallel_config.all2all_backend,
+    },
+    "scheduler": {
+        "--max-num-seqs": lambda config: config.scheduler_config.max_num_seqs,
+        "--max-num-batched-tokens": lambda config: config.scheduler_config.max_num_batched_tokens,
+        "--performance-mode": lambda config: config.performance_mode,
+    },
+    "graph_capture": {
+        "--enforce-eager": lambda config: config.model_config.enforce_eager,
+    },
+    "kv_cache": {
+        "--kv-cache-dtype": lambda config: config.cache_config.cache_dtype,
+        "--kv-offloading-size": lambda config: config.cache_config.kv_offloading_size,
+        "--kv-offloading-backend": lambda config: config.cache_config.kv_offloading_backend,
+    },
+}
+"""Pass -> flag -> what has become of it in vLLM's configuration. The size of graphs is compared apart: vLLM cuts it,
+and what is captured is known only later (`captured_graphs`)."""
+_SAME_TYPE = {"fp8": "fp8_e4m3"}
+"""A short word for a cache's type -> its name; the width of the elements is looked at apart."""
+
+
+def prove_flags(session: PluginSession, worker: Any, cache_specs: Mapping[str, Any]) -> None:
+    """Write into the proof which of the plan's flags this worker's vLLM runs with.
+
+    Args:
+        session: this process's. A plan that was made in a running vLLM gave it no flags, and its proof says so.
+        worker: vLLM's.
+        cache_specs: layer -> what vLLM will allocate as its cache.
+    """
+    if session.plan is None or session.plans_itself:
+        return
+    for decision in flag_decisions(session.plan):
+        held = ""
+        try:
+            if is_stored_fp8(decision):
+                stored = stored_fp8(worker.model_runner.get_model(), session.plan.model.expert_format)
+                reason, held = stored.why_not, stored.found
+            else:
+                found = differences(decision, session.plan.serve_args, worker.vllm_config, cache_specs)
+                if decision.pass_name == "fp8":
+                    found += unconverted(decision, worker.model_runner.get_model().named_parameters())
+                reason = "; ".join(found)
+        except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
+            reason = f"cannot be shown: {described(error)}"
+        if reason:
+            logger.warning("%s (%s): %s", decision.pass_name, decision.value, reason)
+            refuse_flags(session, (decision,), reason)
+        else:
+            session.applied(decision.pass_name, kernel="", isa="")
+            if captures_graphs(decision):
+                await_capture(session, decision)
+            # Under data parallelism requests are one rank's: the others show what was configured, until theirs come.
+            if not captures_graphs(decision) or worker.vllm_config.parallel_config.data_parallel_size > 1:
+                session.ran(decision.pass_name)
+        entry = session.proof.passes[decision.pass_name]
+        entry.requested, entry.found = decision.value, held or entry.found
+
+
+def differences(
+    decision: Decision, serve_args: Sequence[str], config: Any, cache_specs: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return in which points vLLM runs otherwise than a decision says.
+
+    Args:
+        decision: one of `flag_decisions`.
+        serve_args: the plan's: what the user gives in place of a decision's arguments is only there.
+        config: vLLM's VllmConfig as a worker has it.
+        cache_specs: as for `prove_flags`.
+
+    Raises:
+        AttributeError: this vLLM's configuration has not what is looked for.
+    """
+    shown = _SHOWN_BY.get(decision.pass_name, {})
+    own = [each for each in split_arguments(serve_args) if each.flag in shown]
+    planned = [each for each in split_arguments(decision.vllm_args) if each.flag not in _SHOWN_OTHERWISE]
+    given = {each.flag: each for each in (*planned, *own)}
+    found = [_difference(each, shown[each.flag](config), config) for each in given.values()]
+    if decision.params.get("max_capture_size"):
+        found.append(_graphs_missing(decision.params["max_capture_size"], config))
+    if decision.params.get("kv_bits") == 8:
+        found.append(_wide_elements(cache_specs))
+    if decision.params.get("host_tier_gib") is not None and config.kv_transfer_config is None:
+        found.append("vLLM has no KV connector, which the tier in host memory needs")
+    return tuple(filter(None, found))
+
+
+def unconverted(decision: Decision, parameters: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
+    """Return which weights of a loaded model are wider than the plan's FP8, or nothing.
+
+    Args:
+        decision: that of fp8, carried out by vLLM.
+        parameters: of the loaded model, by name; torch tensors.
+    """
+    kept = set(decision.params["kept_layers"])
+    experts: list[tuple[str, int]] = []
+    linears: list[int] = []
+    for name, weight in parameters:
+        layer = _LAYER.search(name)
+        if layer is not None and int(layer[1]) in kept:
+            continue
+        if _EXPERT_WEIGHT.search(name):
+            experts.append((name, weight.element_size()))
+        elif weight.dim() > 1:  # biases and norms stay
+            linears.append(weight.element_size())
+    found = []
+    wide = [name for name, size in experts if size > 1]
+    if decision.params["expert_bits"] is not None and (wide or not experts):
+        first = f", {wide[0]} first" if wide else ""
+        found.append(f"experts: {len(wide)} of {len(experts)} weights are not in FP8{first}")
+    if decision.params["linear_bits"] is not None and 1 not in linears:
+        found.append(f"linears: none of {len(linears)} matrices is in FP8")
+    return tuple(found)
+
+
+def _difference(argument: Argument, got: Any, config: Any) -> str:
+    # A bare flag switches something on.
+    wanted = "False" if argument.tokens[0].startswith("--no-") else argument.value or "True"
+    if _same(got, wanted, argument.flag) or _is_one_of_several_engines(argument, got, config):
+        return ""
+    return f"{argument.flag}: vLLM runs with {got}, planned {wanted}"
+
+
+def _same(got: Any, wanted: str, flag: str) -> bool:
+    """Whether a value in vLLM's configuration is that of an argument, which may leave the choice to vLLM."""
+    if isinstance(got, float):
+        return got == float(wanted)
+    if isinstance(got, int) and not isinstance(got, bool):
+        return got == read_integer(wanted, flag=flag)
+    return wanted == "auto" or _SAME_TYPE.get(str(got), str(got)) == _SAME_TYPE.get(wanted, wanted)
+
+
+def _is_one_of_several_engines(argument: Argument, got: Any, config: Any) -> bool:
+    """Whether this is a copy of a model without experts: vLLM makes an engine of each, which knows of no other. How
+    many there are shows in the proofs of all (`proof_verdict`).
+    """
+    return argument.flag == "--data-parallel-size" and got == 1 and not config.model_config.is_moe
+
+
+def _graphs_missing(size: int, config: Any) -> str:
+    largest = config.compilation_config.max_cudagraph_capture_size or 0
+    return "" if largest >= size else f"CUDA graphs: vLLM captures up to {largest}, planned {size}"
+
+
+def _wide_elements(cache_specs: Mapping[str, Any]) -> str:
+    wide = sorted(name for name, spec in cache_specs.items() if spec.dtype.itemsize > 1)
+    return f"cache: {len(wide)} of {len(cache_specs)} layers keep wider elements, {wide[0]} first" if wide else ""
+
+
+def refuse_flags(session: PluginSession, decisions: tuple[Decision, ...], reason: str) -> None:
+    """Write into the proof that what these flags became cannot be said, or is not what the plan says."""
+    for decision in decisions:
+        session.refused(decision.pass_name, reason)

@@ -1,0 +1,133 @@
+"""Stands in for vLLM in launcher tests: serves /health, starts children, writes proofs, and misbehaves on request.
+
+Usage: fake_server.py PORT BEHAVIOUR...
+  refuse      write a proof that says why the pass is not applied
+  wide        write a proof that says that what vLLM carries out is not so
+  unproven    write no proof
+  die         print an error and end with status 3 before listening
+  usage       end as argparse does with arguments it does not take
+  config      end as vLLM does with a configuration it does not take
+  weights     end with a ValueError, but while loading weights
+  silent      never listen
+  leave       end with status 0 as soon as it has named its model
+  vanish      end with status 0 as soon as it was healthy once
+  break       end with status 0 in the middle of naming its model
+  mute        log that it was asked for a completion, and give none
+  stubborn    ignore SIGTERM
+  escape      start a child that leaves the session
+  alone       receive no prompt's cache from another server
+  countless   publish no counts
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+REFUSALS = {
+    "usage": ("api_server.py: error: argument --dtype: invalid choice: 'cheese'", 2),
+    "config": (
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "  Value error, max_model_len (9) is greater than 8 [type=value_error, input_value=ArgsKwargs()]",
+        1,
+    ),
+    "weights": ("Loading safetensors checkpoint shards:   0% Completed | 0/1\nValueError: a weight of 3 bits", 1),
+}
+METRICS = """\
+vllm:cache_config_info{block_size="16",engine="0"} 1.0
+vllm:external_prefix_cache_hits_total{engine="0"} %d.0
+"""
+CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+
+def main() -> None:
+    port, behaviour = int(sys.argv[1]), set(sys.argv[2:])
+    # At once: an exception from a signal handler can come where Python drops it.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in behaviour else lambda *_: os._exit(0))
+    child = subprocess.Popen([sys.executable, "-c", CHILD], start_new_session="escape" in behaviour)
+    print(f"fake server, child {child.pid}", flush=True)
+    if "die" in behaviour:
+        print("RuntimeError: the model is made of cheese", flush=True)
+        sys.exit(3)
+    for refusal in REFUSALS.keys() & behaviour:
+        text, status = REFUSALS[refusal]
+        print(text, flush=True)
+        sys.exit(status)
+    if "unproven" not in behaviour:
+        write_proof(child.pid, refused="refuse" in behaviour, wide="wide" in behaviour)
+    if "silent" in behaviour:
+        time.sleep(600)
+    serve(port, behaviour)
+
+
+def write_proof(pid: int, *, refused: bool, wide: bool) -> None:
+    from moe_optimizer.plan.plan import Plan
+    from moe_optimizer.proof.record import LayerProof, PassProof, Proof, ProofWriter
+    from moe_optimizer.proof.shown import flag_decisions
+
+    layer = LayerProof(
+        name="0", num_local_experts=8, hidden_size=4, intermediate_size=2, dtype="float32", expert_map=False, calls=1
+    )
+    entry = PassProof(
+        requested="x", applied=not refused, ran=not refused, why_not="fallback: cheese" if refused else ""
+    )
+    entry.layers = () if refused else (layer,)
+    path = Path(os.environ["MOE_OPTIMIZER_PLAN"])
+    plan = Plan.load(path)
+    proof = Proof(role="worker", rank=0, pid=pid, plan_digest=plan.digest, versions={}, world_size=1, model_rank=0)
+    proof.passes["flash_dmoe"] = entry
+    for decision in flag_decisions(plan):
+        why_not = "not in FP8: bfloat16" if wide else ""
+        proof.passes[decision.pass_name] = PassProof(
+            requested=decision.value, applied=not wide, ran=not wide, why_not=why_not
+        )
+    ProofWriter(path.parent, proof).write()
+
+
+def serve(port: int, behaviour: set[str]) -> None:
+    last = {"leave": "/v1/models", "vanish": "/health", "break": "/v1/models"}
+    last_paths = {path for name, path in last.items() if name in behaviour}
+
+    class Handler(BaseHTTPRequestHandler):
+        received = 0
+
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self.answer("" if "countless" in behaviour else METRICS % Handler.received)
+                return
+            cut_off = 9 if "break" in behaviour else 0
+            self.answer(json.dumps({"data": [{"id": "fake", "max_model_len": 64}]}), cut_off)
+            if self.path in last_paths:
+                os._exit(0)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            if "mute" in behaviour:
+                print("asked", flush=True)
+                time.sleep(600)
+            if "alone" not in behaviour:
+                Handler.received += 16
+            self.answer(json.dumps({"choices": [{"text": "hello"}]}))
+
+        def answer(self, text: str, cut_off: int = 0) -> None:
+            body = text.encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[: len(body) - cut_off])
+            self.wfile.flush()
+
+        def log_request(self, code: object = "-", size: object = "-") -> None:
+            pass
+
+    HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The server's command line and environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.launcher import command as server_command
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import drain_timeout_s, flag_value
+from moe_optimizer.planner import make_plan
+from tests.builders import cpu_machine, request, tiny_moe
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return make_plan(request(tiny_moe(), cpu_machine()))
+
+
+def test_the_command_line_of_the_cpu_build_is_avoided(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_command, "_has_distribution", lambda name: False)
+    command = server_command.server_command(plan, plan.serve_args)
+    assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", plan.model.path]
+
+
+def test_vllm_serve_is_used_where_it_works(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_command, "_has_distribution", lambda name: True)
+    command = server_command.server_command(plan, plan.serve_args)
+    assert command[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", plan.model.path]
+
+
+def test_requests_are_finished_before_a_stop_unless_the_user_says_otherwise(plan: Plan) -> None:
+    assert drain_timeout_s(plan.serve_args) == 30
+    own = make_plan(request(tiny_moe(), cpu_machine(), vllm_args=("--shutdown-timeout", "0")))
+    assert server_command.server_command(own, own.serve_args)[-2:] == ["--shutdown-timeout", "0"]
+    assert drain_timeout_s(own.serve_args) == 0
+
+
+def test_nothing_is_started_that_the_plan_does_not_show(plan: Plan) -> None:
+    command = server_command.server_command(plan, plan.serve_args)
+    assert tuple(command[-len(plan.serve_args) :]) == plan.serve_args
+    assert flag_value(plan.serve_args, "--shutdown-timeout") == "30"
+
+
+def test_the_server_gets_the_plan_and_no_second_wish(plan: Plan) -> None:
+    environ = {
+        "PATH": "/bin",
+        "HF_HUB_OFFLINE": "1",
+        "MOE_OPTIMIZER_PROFILE": "aggressive",
+        "MOE_OPTIMIZER_RUN_DIR": "/runs",
+        "MOE_OPTIMIZER_HARDWARE": "l4",
+        "MOE_OPTIMIZER_DISABLE": "1",
+    }
+    got = server_command.server_environment(plan, Path("/r/plan.json"), environ)
+    assert got["MOE_OPTIMIZER_PLAN"] == "/r/plan.json"
+    assert got["MOE_OPTIMIZER_DISABLE"] == "1"
+    assert got["HF_HUB_OFFLINE"] == "1"
+    assert not {"MOE_OPTIMIZER_PROFILE", "MOE_OPTIMIZER_RUN_DIR", "MOE_OPTIMIZER_HARDWARE"} & got.keys()
+    assert got.items() >= plan.serve_env.items()
+
+
+def test_pickle_over_the_internal_sockets_is_refused(plan: Plan) -> None:
+    with pytest.raises(InputError, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):
+        server_command.server_environment(plan, Path("p"), {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})
+
+
+def test_a_plugin_that_vllm_would_not_find_is_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_command.importlib.metadata, "entry_points", lambda group: [])
+    with pytest.raises(UnsupportedError, match="would not find the plugin"):
+        server_command.check_plugin_visible(plan)
+
+
+def test_a_plugin_that_vllm_plugins_leaves_out_is_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        name = "moe_optimizer"
+
+    monkeypatch.setattr(server_command.importlib.metadata, "entry_points", lambda group: [Entry()])
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with pytest.raises(UnsupportedError, match=r"VLLM_PLUGINS: got 'other'"):
+        server_command.check_plugin_visible(plan)
+    monkeypatch.setenv("VLLM_PLUGINS", "other,moe_optimizer")
+    server_command.check_plugin_visible(plan)

@@ -1,0 +1,362 @@
+"""The launcher against a stand-in for vLLM: readiness, proofs, failures, and that nothing is ever left running."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moe_optimizer.errors import ExitCode, InputError, RequiredNotAppliedError, ServerFailedError
+from moe_optimizer.launcher import deployment, evidence, launch, run_folder, supervisor
+from moe_optimizer.launcher.launch import ServerInfo
+from moe_optimizer.launcher.run_folder import RunFolder
+from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.planner import make_plan
+from tests.builders import cpu_machine, qwen3_30b_a3b_fp8, request, tiny_moe
+from tests.eventually import eventually
+from tests.free_ports import free_port
+from tests.run_processes import processes_of
+
+FAKE = Path(__file__).with_name("fake_server.py")
+ROOT = Path(__file__).parents[3]
+PASS = frozenset({"flash_dmoe"})
+
+Fake = Callable[..., Plan]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Makes a plan whose server is the stand-in with some behaviours."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(deployment, "check_plugin_visible", lambda plan: None)
+    monkeypatch.setattr(evidence, "_PROOF_WAIT_S", 1.0)
+    monkeypatch.setattr(supervisor, "_NOTICE_S", 1.0)
+
+    def make(*behaviour: str, port: int | None = None) -> Plan:
+        port = port or free_port()
+        command = [sys.executable, str(FAKE), str(port), *behaviour]
+        monkeypatch.setattr(deployment, "server_command", lambda plan, arguments: command)
+        return make_plan(request(tiny_moe(), cpu_machine(), port=port))
+
+    return make
+
+
+def test_a_ready_server_is_described_and_stopped(fake: Fake, tmp_path: Path) -> None:
+    with launch.running(fake(), run_dir=tmp_path) as info:
+        assert processes_of(tmp_path)
+        (row,) = [row for row in info.rows if row.pass_name == "flash_dmoe"]
+        assert (row.applied, row.why_not) == ("yes", "")
+        assert row.ran.startswith("yes, 1 layer")
+        assert info.model == "fake"
+        assert Plan.load(tmp_path / "plan.json").digest
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.parametrize("behaviour", [("escape",), ("stubborn",)])
+def test_nothing_is_left_of_a_server_that_misbehaves(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(deployment, "drain_timeout_s", lambda plan: 0.0)
+    monkeypatch.setattr(deployment, "_STOP_MARGIN_S", 0.5)
+    with launch.running(fake(*behaviour), run_dir=tmp_path):
+        assert len(processes_of(tmp_path)) == 2
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.parametrize("key", [None, "sesame"])
+def test_what_answers_without_the_key_is_said_where_there_is_one(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    if key is None:
+        monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_API_KEY", key)
+    said: list[str] = []
+    with pytest.raises(ServerFailedError):
+        launch.serve(fake("leave"), run_dir=tmp_path, echo=said.append)
+    assert any("answers without it" in line for line in said) is (key is not None)
+    assert not any("sesame" in line for line in said)
+
+
+def test_a_server_that_dies_while_starting_is_reported_with_its_cause(fake: Fake, tmp_path: Path) -> None:
+    with pytest.raises(ServerFailedError) as caught:
+        launch.serve(fake("die", "unproven"), run_dir=tmp_path, echo=lambda line: None)
+    first = str(caught.value).splitlines()[0]
+    assert first == "server ended during start-up (exit status 3): RuntimeError: the model is made of cheese"
+    assert "fake server, child" in str(caught.value)
+    assert caught.value.exit_code is ExitCode.SERVER_FAILED
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.parametrize("moment", ["leave", "vanish", "break"])
+def test_a_server_that_ends_by_itself_failed_even_with_status_0(fake: Fake, tmp_path: Path, moment: str) -> None:
+    with pytest.raises(ServerFailedError, match=r"ended while serving \(exit status 0\)"):
+        launch.serve(fake(moment), run_dir=tmp_path, echo=lambda line: None)
+    assert not processes_of(tmp_path)
+
+
+def test_a_dead_worker_under_a_server_that_hangs_is_noticed(fake: Fake, tmp_path: Path) -> None:
+    def kill_worker(info: ServerInfo) -> None:
+        # The stand-in does not wait for its child, which stays a zombie: its pid exists, but it is dead.
+        psutil.Process(info.proofs[0].pid).kill()
+
+    with pytest.raises(ServerFailedError, match=r"server hangs: its worker process \d+ died"):
+        launch.serve(fake(), run_dir=tmp_path, on_ready=kill_worker, echo=lambda line: None)
+    assert not processes_of(tmp_path)
+
+
+def test_a_server_that_never_answers_is_given_up(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ServerFailedError, match="not ready after 1 s"):
+        launch.serve(fake("silent"), run_dir=tmp_path, ready_timeout_s=1.0, echo=lambda line: None)
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"), [("refuse", "fallback: cheese"), ("unproven", "the plugin was not loaded")]
+)
+def test_a_required_pass_that_does_not_run_ends_the_server(
+    fake: Fake, tmp_path: Path, behaviour: str, reason: str
+) -> None:
+    with pytest.raises(RequiredNotAppliedError, match=reason) as caught:
+        launch.serve(fake(behaviour), run_dir=tmp_path, require=PASS, echo=lambda line: None)
+    assert caught.value.exit_code is ExitCode.NOT_APPLIED
+    assert not processes_of(tmp_path)
+
+
+def test_a_required_fp8_checkpoint_that_a_worker_holds_otherwise_ends_the_server(fake: Fake, tmp_path: Path) -> None:
+    port, machine = free_port(), cpu_machine(gib=256, isa=("amx_tile",))
+    plan = make_plan(request(qwen3_30b_a3b_fp8(), machine, wishes=resolve_wishes(["fp8"], []), port=port))
+    fake(port=port)
+    with launch.running(plan, run_dir=tmp_path / "held") as info:
+        (row,) = [row for row in info.rows if row.pass_name == "fp8"]
+        assert (row.applied, row.ran, row.why_not) == ("yes", "yes", "")
+    fake("wide", port=port)
+    with pytest.raises(RequiredNotAppliedError, match="fp8: not in FP8: bfloat16") as caught:
+        launch.serve(plan, run_dir=tmp_path / "wide", require=frozenset({"fp8"}), echo=lambda line: None)
+    assert caught.value.exit_code is ExitCode.NOT_APPLIED
+
+
+def test_a_pass_that_is_not_required_may_be_missing(fake: Fake, tmp_path: Path) -> None:
+    with launch.running(fake("refuse"), run_dir=tmp_path) as info:
+        (row,) = [row for row in info.rows if row.pass_name == "flash_dmoe"]
+        assert (row.applied, row.why_not) == ("no", "fallback: cheese")
+
+
+def test_proofs_of_an_earlier_run_do_not_count(fake: Fake, tmp_path: Path) -> None:
+    with launch.running(fake(), run_dir=tmp_path):
+        pass
+    with pytest.raises(RequiredNotAppliedError), launch.running(fake("unproven"), run_dir=tmp_path, require=PASS):
+        pass
+
+
+def test_a_taken_port_starts_nothing(fake: Fake, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=str(port)):
+            launch.serve(fake(port=port), run_dir=tmp_path, echo=lambda line: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Until the first server listens, the kernel would let the second one have the port too.
+def test_a_port_on_which_another_run_is_starting_is_refused(fake: Fake, tmp_path: Path) -> None:
+    port = free_port()
+    taken = f"{port} on 127.0.0.1: another moe-optimizer serve is starting"
+    refused = []
+
+    def start_another(line: str) -> None:
+        if line.startswith("starting"):
+            with pytest.raises(InputError, match=taken), launch.running(fake(port=port), run_dir=tmp_path / "second"):
+                pass
+            refused.append(line)
+
+    with pytest.raises(ServerFailedError, match="not ready"):
+        launch.serve(fake("silent", port=port), run_dir=tmp_path / "first", ready_timeout_s=0.0, echo=start_another)
+    assert refused
+    assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ("usage", "vLLM refuses its arguments: argument --dtype: invalid choice: 'cheese'"),
+        ("config", "vLLM refuses its arguments: max_model_len (9) is greater than 8"),
+    ],
+)
+def test_arguments_that_vllm_refuses_are_the_users_mistake(
+    fake: Fake, tmp_path: Path, behaviour: str, reason: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        launch.serve(fake(behaviour, "unproven"), run_dir=tmp_path, echo=lambda line: None)
+    assert str(caught.value) == reason
+    assert caught.value.exit_code is ExitCode.BAD_INPUT
+    assert not processes_of(tmp_path)
+
+
+def test_what_goes_wrong_with_the_weights_is_not_the_users_mistake(fake: Fake, tmp_path: Path) -> None:
+    with pytest.raises(ServerFailedError, match="ValueError: a weight of 3 bits"):
+        launch.serve(fake("weights", "unproven"), run_dir=tmp_path, echo=lambda line: None)
+
+
+def test_a_run_folder_in_use_is_refused_and_its_run_goes_on(fake: Fake, tmp_path: Path) -> None:
+    with launch.running(fake(), run_dir=tmp_path) as info:
+        plan = (tmp_path / "plan.json").read_bytes()
+        with pytest.raises(InputError, match=rf"run folder {tmp_path}: in use by process {os.getpid()}"):
+            launch.serve(fake(), run_dir=tmp_path, echo=lambda line: None)
+        assert (tmp_path / "plan.json").read_bytes() == plan
+        assert psutil.pid_exists(info.pid)
+    with launch.running(fake(), run_dir=tmp_path):
+        pass
+
+
+def test_a_lock_that_another_launcher_has_removed_meanwhile_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    flock = run_folder.fcntl.flock
+
+    def removed_first(descriptor: int, operation: int) -> None:
+        (tmp_path / run_folder.LOCK_FILE).unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", removed_first)
+    with pytest.raises(InputError, match="in use"), folder.locked():
+        pass
+
+
+def test_a_run_folder_that_cannot_be_written_is_an_input_error(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("file", "loop"):
+        with pytest.raises(InputError, match="run folder"):
+            launch.serve(fake(), run_dir=tmp_path / name, echo=lambda line: None)
+
+
+def test_a_run_folder_that_cannot_be_made_leaves_no_parents_behind(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name in ("new/" + "x" * 300, "new/er/" + "x" * 300, "there/" + "x" * 300):
+        with pytest.raises(InputError, match=r"run folder .*: File name too long"):
+            launch.serve(fake(), run_dir=tmp_path / name, echo=lambda line: None)
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "there"]
+
+
+def test_a_stop_request_whose_message_cannot_be_written_still_stops_everything(fake: Fake, tmp_path: Path) -> None:
+    def close(line: str) -> None:
+        if line.startswith("stopping"):
+            raise BrokenPipeError
+
+    def stop(_: ServerInfo) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(BrokenPipeError):
+        launch.serve(fake(), run_dir=tmp_path, echo=close, on_ready=stop)
+    assert not processes_of(tmp_path)
+
+
+def test_a_refused_environment_leaves_no_run_folder(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    with pytest.raises(InputError, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):
+        launch.serve(fake(), run_dir=tmp_path / "run", echo=lambda line: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.launcher import deployment, launch
+deployment.check_plugin_visible = lambda plan: None
+deployment.server_command = lambda plan, arguments: [sys.executable, *sys.argv[3:]]
+sys.exit(launch.serve(Plan.load(Path(sys.argv[1])), run_dir=Path(sys.argv[2])))
+"""
+
+
+@pytest.fixture
+def launcher(fake: Fake, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the launcher in a process of its own."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*behaviour: str) -> subprocess.Popen[str]:
+        port = free_port()
+        plan = fake(port=port)
+        source = tmp_path / "planned.json"
+        source.write_text(plan.to_json())
+        arguments = [str(source), str(tmp_path / "run"), str(FAKE), str(port), *behaviour]
+        started.append(
+            subprocess.Popen([sys.executable, "-c", LAUNCHER, *arguments], stderr=subprocess.PIPE, text=True)
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+    for left in processes_of(tmp_path / "run"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_starting_stops_everything(
+    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
+) -> None:
+    process = launcher("silent")
+    eventually(lambda: len(processes_of(tmp_path / "run")) == 2, "the server did not start")
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 0
+    assert not processes_of(tmp_path / "run")
+
+
+def test_a_signal_while_a_request_of_the_launchers_own_is_not_answered_stops_everything(
+    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = launcher("unproven", "mute")
+    log = tmp_path / "run" / "server.log"
+    eventually(lambda: log.is_file() and "asked\n" in log.read_text(), "the server was not asked for a token")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0
+    assert not processes_of(tmp_path / "run")
+
+
+def test_a_signal_while_serving_stops_everything(
+    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = launcher()
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("ready"):
+            break
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert not processes_of(tmp_path / "run")
+
+
+def test_the_server_is_asked_to_stop_when_the_launcher_is_killed(
+    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = launcher("silent")
+    eventually(lambda: len(processes_of(tmp_path / "run")) == 2, "the server did not start")
+    process.kill()
+    process.wait(timeout=60)
+
+    def is_the_server(member: psutil.Process) -> bool:
+        try:
+            return str(FAKE) in member.cmdline()
+        except psutil.NoSuchProcess:
+            return False
+
+    # What the server started is left: it ignores every signal that it is asked with.
+    eventually(lambda: not any(map(is_the_server, processes_of(tmp_path / "run"))), "it outlived its launcher")

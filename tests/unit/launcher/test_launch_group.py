@@ -1,0 +1,233 @@
+"""The launcher with two servers and a router, all stand-ins: real processes that speak real HTTP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moe_optimizer.errors import ExitCode, InputError, RequiredNotAppliedError, ServerFailedError, UnsupportedError
+from moe_optimizer.launcher import deployment, evidence, launch, router, supervisor
+from moe_optimizer.launcher.launch import ServerInfo
+from moe_optimizer.launcher.run_folder import RunFolder
+from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import flag_value
+from moe_optimizer.planner import make_plan
+from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, tiny_moe
+from tests.free_ports import four_free_ports
+from tests.run_processes import processes_of
+
+HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
+Group = Callable[..., Plan]
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    """Makes a plan of two stand-ins with some behaviours."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(deployment, "check_plugin_visible", lambda plan: None)
+    monkeypatch.setattr(deployment, "check_group_can_run", lambda plan: None)
+    monkeypatch.setattr(evidence, "_PROOF_WAIT_S", 1.0)
+    monkeypatch.setattr(supervisor, "_NOTICE_S", 1.0)
+
+    def make(*, prefill: tuple[str, ...] = (), decode: tuple[str, ...] = (), port: int | None = None) -> Plan:
+        plan = make_plan(
+            request(
+                tiny_moe(),
+                cpu_machine(cores=2),
+                port=port or four_free_ports(),
+                wishes=resolve_wishes(["disaggregation"], ["expert-load"]),
+            )
+        )
+        assert plan.group is not None
+        behaviour = {
+            flag_value(server.serve_args, "--port"): {"prefill": prefill, "decode": decode}[server.name]
+            for server in plan.group.servers
+        }
+
+        def server_command(_: Plan, arguments: tuple[str, ...]) -> list[str]:
+            own = flag_value(arguments, "--port")
+            return [sys.executable, str(HERE / "fake_server.py"), str(own), *behaviour[own]]
+
+        monkeypatch.setattr(deployment, "server_command", server_command)
+        monkeypatch.setattr(
+            deployment, "router_command", lambda arguments: [sys.executable, str(HERE / "fake_router.py"), *arguments]
+        )
+        return plan
+
+    return make
+
+
+def test_both_servers_and_the_router_are_started_proven_and_stopped(group: Group, tmp_path: Path) -> None:
+    plan = group()
+    with launch.running(plan, run_dir=tmp_path, require=frozenset({"disaggregation", "flash_dmoe"})) as info:
+        assert [server.name for server in info.servers] == ["prefill server", "decode server"]
+        assert len({info.pid, *(server.pid for server in info.servers)}) == 3
+        assert info.base_url.endswith(flag_value(plan.serve_args, "--port") or "none")
+        rows = {row.pass_name: row for row in info.rows}
+        assert rows["disaggregation"].ran == "yes, 16 tokens received"
+        assert rows["flash_dmoe"].applied == "yes"
+        assert rows["flash_dmoe"].ran.startswith("yes, 1 layer")
+        assert [len(server.proofs) for server in info.servers] == [1, 1]
+        assert (tmp_path / "kv").is_dir()
+    assert processes_of(tmp_path) == []
+    assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize("name", ["prefill server", "decode server", "router"])
+def test_when_one_part_dies_everything_ends_and_it_is_named(group: Group, tmp_path: Path, name: str) -> None:
+    def kill(info: ServerInfo) -> None:
+        pids = {server.name: server.pid for server in info.servers} | {"router": info.pid}
+        os.kill(pids[name], signal.SIGKILL)
+
+    with pytest.raises(ServerFailedError, match=rf"^{name} ended while serving \(signal SIGKILL\)") as caught:
+        launch.serve(group(), run_dir=tmp_path, on_ready=kill, echo=lambda line: None)
+    assert caught.value.exit_code is ExitCode.SERVER_FAILED
+    assert processes_of(tmp_path) == []
+
+
+def test_a_worker_that_dies_under_a_server_that_hangs_ends_everything(group: Group, tmp_path: Path) -> None:
+    def kill(info: ServerInfo) -> None:
+        psutil.Process(info.servers[1].proofs[0].pid).kill()
+
+    with pytest.raises(ServerFailedError, match=r"^decode server hangs: its worker process \d+ died"):
+        launch.serve(group(), run_dir=tmp_path, on_ready=kill, echo=lambda line: None)
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_one_server_that_dies_while_starting_ends_the_other(group: Group, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ServerFailedError, match=f"^{name} server ended during start-up .* made of cheese"):
+        launch.serve(group(**{name: ("die", "unproven")}), run_dir=tmp_path, echo=lambda line: None)
+    assert processes_of(tmp_path) == []
+
+
+def test_a_router_that_does_not_take_our_arguments_is_a_failure_not_bad_input(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = group()
+    refuses = "import sys; print('router: error: unrecognized arguments: --x'); sys.exit(2)"
+    monkeypatch.setattr(deployment, "router_command", lambda arguments: [sys.executable, "-c", refuses])
+    with pytest.raises(ServerFailedError, match=r"^router ended during start-up \(exit status 2\)"):
+        launch.serve(plan, run_dir=tmp_path, echo=lambda line: None)
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "why"), [("alone", "computed a prompt itself"), ("countless", "cannot be shown: the decode server")]
+)
+def test_a_cache_that_does_not_travel_or_is_not_counted_is_said(
+    group: Group, tmp_path: Path, behaviour: str, why: str
+) -> None:
+    with launch.running(group(decode=(behaviour,)), run_dir=tmp_path) as info:
+        (row,) = [row for row in info.rows if row.pass_name == "disaggregation"]
+    assert row.ran == "no"
+    assert why in row.why_not
+
+
+def test_a_required_group_whose_cache_does_not_travel_ends_with_exit_code_6(group: Group, tmp_path: Path) -> None:
+    with pytest.raises(RequiredNotAppliedError, match="disaggregation: the decode server computed") as caught:
+        launch.serve(
+            group(decode=("alone",)), run_dir=tmp_path, require=frozenset({"disaggregation"}), echo=lambda line: None
+        )
+    assert caught.value.exit_code is ExitCode.NOT_APPLIED
+    assert processes_of(tmp_path) == []
+
+
+def test_a_pass_that_runs_on_one_server_only_is_told_by_server(group: Group, tmp_path: Path) -> None:
+    with launch.running(group(prefill=("refuse",)), run_dir=tmp_path) as info:
+        (row,) = [row for row in info.rows if row.pass_name == "flash_dmoe"]
+    assert row.applied == "prefill server: no; decode server: yes"
+    assert row.why_not == "prefill server: fallback: cheese"
+
+
+def test_a_required_pass_must_run_on_both(group: Group, tmp_path: Path) -> None:
+    with pytest.raises(RequiredNotAppliedError, match="decode server: flash_dmoe: fallback: cheese"):
+        launch.serve(
+            group(decode=("refuse",)), run_dir=tmp_path, require=frozenset({"flash_dmoe"}), echo=lambda line: None
+        )
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_a_port_of_any_part_that_is_taken_starts_nothing(group: Group, tmp_path: Path, offset: int) -> None:
+    port = four_free_ports()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port + offset))
+        taken.listen()
+        with pytest.raises(InputError, match=str(port + offset)):
+            launch.serve(group(port=port), run_dir=tmp_path, echo=lambda line: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_of_servers_that_ignore_the_stop(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "drain_timeout_s", lambda plan: 0.0)
+    monkeypatch.setattr(deployment, "_STOP_MARGIN_S", 1.0)
+    with launch.running(group(prefill=("stubborn", "escape"), decode=("stubborn",)), run_dir=tmp_path):
+        assert len(processes_of(tmp_path)) == 5
+    assert processes_of(tmp_path) == []
+
+
+def test_what_a_group_needs_is_checked_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(request(tiny_moe(), cpu_machine(cores=2), wishes=resolve_wishes(["disaggregation"], [])))
+    with pytest.raises(UnsupportedError, match="VLLM_API_KEY"):
+        router.check_group_can_run(plan, {"VLLM_API_KEY": "k"})
+    monkeypatch.setattr(router.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="several servers need vllm-router"):
+        router.check_group_can_run(plan, {})
+    replicas = make_plan(request(tiny_moe(), cpu_machine(cores=2), wishes=resolve_wishes(["replicas"], [])))
+    with pytest.raises(UnsupportedError, match="several servers need vllm-router"):
+        router.check_group_can_run(replicas, {})
+    router.check_group_can_run(make_plan(request(tiny_moe(), cpu_machine())), {"VLLM_API_KEY": "k"})
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"), [(None, ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"]), ("GPU-a,GPU-b,GPU-c,GPU-d", None)]
+)
+@pytest.mark.parametrize("flag", ["disaggregation", "replicas"])
+def test_each_server_sees_its_own_share_of_the_gpus_that_the_launcher_sees(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str, visible: str | None, seen: list[str] | None
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    own = ("--tensor-parallel-size", "2")
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 4), wishes=resolve_wishes([flag], []), vllm_args=own))
+    servers = deployment.Deployment(plan, RunFolder(tmp_path)).servers
+    shown = [server.environment["CUDA_VISIBLE_DEVICES"] for server in servers]
+    assert shown == (seen or ["GPU-a,GPU-b", "GPU-c,GPU-d"])
+
+
+def test_each_server_has_the_variables_of_its_role(tmp_path: Path) -> None:
+    plan = make_plan(request(tiny_moe(), cpu_machine(cores=2), wishes=resolve_wishes(["replicas"], [])))
+    servers = deployment.Deployment(plan, RunFolder(tmp_path)).servers
+    bound = [server.environment["VLLM_CPU_OMP_THREADS_BIND"] for server in servers]
+    assert bound == ["0", "1"]
+
+
+def test_replicas_need_no_nixl_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), wishes=resolve_wishes(["replicas"], [])))
+    monkeypatch.setattr(router.importlib.util, "find_spec", lambda name: name if name == "vllm_router" else None)
+    router.check_group_can_run(plan, {})
+
+
+def test_the_router_gets_no_key_to_hand_on_and_no_proxy(tmp_path: Path) -> None:
+    environ = {
+        "OPENAI_API_KEY": "k",
+        "http_proxy": "http://p",
+        "HTTP_PROXY": "http://p",
+        "ALL_PROXY": "p",
+        "PATH": "/bin",
+    }
+    environment = router.router_environment(tmp_path / "plan.json", environ)
+    assert environment == {"PATH": "/bin", "MOE_OPTIMIZER_PLAN": str(tmp_path / "plan.json")}

@@ -1,0 +1,202 @@
+"""What a worker says of an FP8 checkpoint that is served as it is: whether its weights are held in FP8.
+
+The modules stand in for vLLM's: a CPU build without AMX loads no such model. `tests/vllm/test_stored_fp8.py` has
+vLLM's own layers, as far as they can be built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.planner import make_plan
+from moe_optimizer.proof.record import Proof
+from moe_optimizer.proof.table import Row, proof_rows
+from moe_optimizer.proof.verdict import not_running
+from moe_optimizer.specs.model import ExpertFormat
+from moe_optimizer.vllm_plugin.session import PluginSession
+from moe_optimizer.vllm_plugin.worker.fp8_checkpoint import StoredFp8, stored_fp8
+from moe_optimizer.vllm_plugin.worker.planned_flags import prove_flags
+from tests.builders import gpus, profile_with, qwen3_30b_a3b, qwen3_30b_a3b_fp8, request
+
+FP8, WIDE, INT32 = torch.float8_e4m3fn, torch.bfloat16, torch.int32
+
+
+class Method:
+    """Stands in for a quantisation method, which says what the weights of its kernel are."""
+
+    def __init__(self, weights: Any = None) -> None:
+        self.moe_quant_config = SimpleNamespace(weight_quant_dtype=weights)
+
+
+class UnquantizedFusedMoEMethod(Method):
+    """Called as vLLM's method of layers that the checkpoint leaves in 16 bits."""
+
+
+def module(method: Any = None, **weights: torch.dtype) -> torch.nn.Module:
+    """Stands in for a layer of vLLM's with these weights."""
+    layer: Any = torch.nn.Module()
+    for name, dtype in weights.items():
+        layer.register_parameter(name, torch.nn.Parameter(torch.empty(2, 2, dtype=dtype), requires_grad=False))
+    layer.quant_method = method
+    return layer
+
+
+def experts(dtype: torch.dtype, method: Any = None) -> torch.nn.Module:
+    return module(method or Method(), w13_weight=dtype, w2_weight=dtype)
+
+
+def model(*layers: torch.nn.Module, linear: torch.dtype = WIDE) -> torch.nn.Module:
+    """Stands in for a loaded model: a linear, and these experts."""
+    whole = torch.nn.Module()
+    whole.add_module("qkv_proj", module(weight=linear))
+    whole.add_module("layers", torch.nn.ModuleList(layers))
+    return whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
+def test_experts_of_an_fp8_type_are_held_in_fp8(dtype: torch.dtype) -> None:
+    assert stored_fp8(model(experts(dtype)), "fp8") == StoredFp8(found=str(dtype).removeprefix("torch."))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
+@pytest.mark.parametrize("weights", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, "mxfp8"])
+def test_repacked_experts_are_in_fp8_where_their_kernel_is_configured_for_it(dtype: torch.dtype, weights: Any) -> None:
+    found = stored_fp8(model(experts(dtype, Method(weights))), "fp8")
+    assert found == StoredFp8(found=f"FP8 in {str(dtype).removeprefix('torch.')}")
+
+
+def test_a_method_that_wraps_another_does_not_hide_what_that_says() -> None:
+    wrapped = SimpleNamespace(old_quant_method=Method(FP8))
+    assert stored_fp8(model(experts(INT32, wrapped)), "fp8").why_not == ""
+
+
+@pytest.mark.parametrize(
+    ("layer", "why_not"),
+    [
+        (experts(WIDE), "experts: 2 of 4 weights are not in FP8, layers.1.w13_weight first: bfloat16"),
+        (module(Method(), w13_weight=FP8, w2_weight=torch.float16),
+         "experts: 1 of 4 weights are not in FP8, layers.1.w2_weight first: float16"),
+        (experts(torch.float8_e5m2),
+         "experts: 2 of 4 weights are not in FP8, layers.1.w13_weight first: float8_e5m2"),
+        (experts(INT32, Method("int4")),
+         "experts: 2 of 4 weights are not in FP8, layers.1.w13_weight first: int32 for a kernel of int4 weights"),
+        # A layer that is held otherwise weighs more than one that cannot be told.
+        (module(Method(), w13_weight=INT32, w2_weight=WIDE),
+         "experts: 1 of 4 weights are not in FP8, layers.1.w2_weight first: bfloat16"),
+    ],
+    ids=["dequantised", "half", "another-fp8", "packed-int4", "one-untold"],
+)  # fmt: skip
+def test_what_is_held_in_place_of_fp8_is_named(layer: torch.nn.Module, why_not: str) -> None:
+    assert stored_fp8(model(experts(FP8), layer), "fp8") == StoredFp8(why_not=why_not)
+
+
+@pytest.mark.parametrize("method", [Method(), SimpleNamespace()], ids=["says-nothing", "of-another-kind"])
+def test_integers_of_which_nobody_says_what_they_hold_are_not_called_fp8(method: Any) -> None:
+    why_not = stored_fp8(model(experts(FP8), experts(INT32, method)), "fp8").why_not
+    assert why_not.startswith("cannot be shown: layers.1.w13_weight is int32, and its quantisation method")
+
+
+def test_a_model_whose_experts_are_not_found_shows_nothing() -> None:
+    assert stored_fp8(model(linear=FP8), "fp8").why_not.startswith("cannot be shown: the loaded model has no weights")
+
+
+@pytest.mark.parametrize(
+    ("layer", "why_not"),
+    [
+        (experts(WIDE, UnquantizedFusedMoEMethod()), ""),
+        (experts(torch.uint8, Method("nvfp4")), ""),
+        (experts(WIDE), "experts: 2 of 4 weights are not in FP8, layers.1.w13_weight first: bfloat16"),
+    ],
+    ids=["left-by-the-checkpoint", "of-another-format", "dequantised"],
+)
+def test_of_experts_that_are_not_all_alike_those_in_fp8_must_be_held_so(layer: torch.nn.Module, why_not: str) -> None:
+    assert stored_fp8(model(experts(FP8), layer), "other").why_not == why_not
+
+
+@pytest.mark.parametrize("expert_format", ["none", "dtype", "other"])
+@pytest.mark.parametrize(
+    ("linear", "expected"),
+    [
+        (FP8, StoredFp8(found="linears float8_e4m3fn")),
+        (WIDE, StoredFp8(why_not="linears: no matrix is in FP8, found 1 bfloat16")),
+        (INT32, StoredFp8(why_not="cannot be shown: qkv_proj.weight is int32, which may hold FP8 or something else")),
+    ],
+    ids=["fp8", "wide", "packed"],
+)
+def test_where_no_experts_are_in_fp8_the_linears_show_it(
+    expert_format: ExpertFormat, linear: torch.dtype, expected: StoredFp8
+) -> None:
+    layer = experts(WIDE, UnquantizedFusedMoEMethod())
+    assert stored_fp8(model(layer, linear=linear), expert_format) == expected
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(request(qwen3_30b_a3b_fp8(), gpus("h200", 2), profile_with(passes={"fp8": {"mode": "on"}})))
+
+
+def proof_of(plan: Plan, run_dir: Path, rank: int, held: torch.nn.Module | None) -> Proof:
+    """The proof that a worker with this model writes; None: its vLLM has not the model where we look."""
+    session = PluginSession(run_dir=run_dir, plan=plan)
+    runner = SimpleNamespace() if held is None else SimpleNamespace(get_model=lambda: held)
+    prove_flags(session, SimpleNamespace(vllm_config=SimpleNamespace(), model_runner=runner), {})
+    return dataclasses.replace(session.proof, role="worker", rank=rank, model_rank=rank, world_size=2)
+
+
+def fp8_row(plan: Plan, proofs: list[Proof]) -> Row:
+    return next(row for row in proof_rows(plan, proofs) if row.pass_name == "fp8")
+
+
+IN_FP8, DEQUANTISED = model(experts(FP8)), model(experts(WIDE))
+
+
+def test_every_worker_that_holds_fp8_says_so(plan: Plan, tmp_path: Path) -> None:
+    proofs = [proof_of(plan, tmp_path, rank, IN_FP8) for rank in (0, 1)]
+    row = fp8_row(plan, proofs)
+    assert (row.requested, row.applied, row.ran, row.why_not) == (
+        "as in the checkpoint", "yes, 2 workers", "yes, 2 workers, float8_e4m3fn", "",
+    )  # fmt: skip
+    assert not_running(plan, proofs, ["fp8"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("held", "why_not"),
+    [
+        (DEQUANTISED, "experts: 2 of 2 weights are not in FP8, layers.0.w13_weight first: bfloat16"),
+        (model(experts(INT32)), "cannot be shown: layers.0.w13_weight is int32"),
+        (None, "cannot be shown: AttributeError"),
+    ],
+    ids=["dequantised", "untold", "another-vllm"],
+)
+def test_one_worker_that_holds_something_else_fails_the_requirement(
+    plan: Plan, tmp_path: Path, held: torch.nn.Module | None, why_not: str
+) -> None:
+    proofs = [proof_of(plan, tmp_path, 0, IN_FP8), proof_of(plan, tmp_path, 1, held)]
+    assert not_running(plan, proofs, ["fp8"])["fp8"].startswith(why_not)
+    row = fp8_row(plan, proofs)
+    assert (row.applied, row.ran) == ("1 of 2 workers", "1 of 2 workers, float8_e4m3fn")
+    assert row.why_not.startswith(why_not)
+
+
+def test_a_requirement_is_not_met_by_workers_that_were_not_heard_of(plan: Plan, tmp_path: Path) -> None:
+    proof = proof_of(plan, tmp_path, 0, IN_FP8)
+    assert not_running(plan, [proof], ["fp8"]) == {"fp8": "1 of 2 workers reported"}
+    unseen: Mapping[str, Any] = {}
+    silent = [dataclasses.replace(proof, passes=unseen, model_rank=rank) for rank in (0, 1)]
+    assert not_running(plan, silent, ["fp8"]) == {"fp8": "no worker shows how it holds the weights"}
+    assert "no worker process reported" in not_running(plan, [], ["fp8"])["fp8"]
+
+
+def test_a_checkpoint_that_is_left_alone_with_the_pass_off_is_not_looked_at(tmp_path: Path) -> None:
+    passes = {"fp8": {"mode": "off"}}
+    for checkpoint in (qwen3_30b_a3b_fp8(), qwen3_30b_a3b()):
+        plan = make_plan(request(checkpoint, gpus("h200"), profile_with(passes=passes)))
+        assert "fp8" not in proof_of(plan, tmp_path, 0, DEQUANTISED).passes
