@@ -1,4 +1,4 @@
-"""What pruning the experts costs: perplexity of the bundled model, served without and with sparsity_24.
+"""Measures what pruning the experts costs: perplexity of the bundled model, served without and with sparsity_24.
 
 One server after another on vLLM's CPU build, BF16: with all weights, pruned by magnitude alone, and pruned by magnitude
 x norm of the input. The norms are measured on the model's training text, the perplexity on its held-out text. Beside it
