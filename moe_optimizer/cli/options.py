@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moe_optimizer.cli.option_values import completes, seconds, seconds_or_none, whole_number
+from moe_optimizer.cli.option_values import completes, seconds, seconds_or_none, switch_name, whole_number
 from moe_optimizer.errors import InputError
 
 SWITCHES: Mapping[str, str] = {
@@ -197,6 +197,7 @@ class PlanOptions(ModelOptions):
         list[str],
         typer.Option(
             "--require",
+            parser=switch_name,
             metavar="X",
             help="Optimization that must run in every worker, or exit 6. May be repeated.",
             autocompletion=completes(SWITCHES),

@@ -45,11 +45,10 @@ def command(options: ServeOptions) -> int:
 def _show(options: ServeOptions) -> int:
     """Print what a server would be started with."""
     from moe_optimizer.cli import planning
-    from moe_optimizer.cli.show_config import show_config
+    from moe_optimizer.cli.show_config import shows_config
 
     with messages.held_messages(verbose=options.verbose):
-        if options.show_config:
-            show_config(*planning.read_settings(options), as_json=options.json)
+        if shows_config(options):
             return ExitCode.OK
         planned = planning.make(options)
     planning.show_plan(planned.plan, as_json=options.json)
