@@ -105,12 +105,9 @@ class _Watcher:
         self.ready = True
         self._progress.release()
         if self._as_json:
-            import json
-
             from moe_optimizer.cli.ready_server import ready_server
-            from moe_optimizer.plan.json_codec import encode
 
-            messages.write_data(json.dumps(encode(ready_server(self._plan, info)), indent=2))
+            messages.write_result(ready_server(self._plan, info), as_json=True, render=str)
             sys.stdout.flush()
 
 
