@@ -75,8 +75,8 @@ def _refused(path: Path, name: str | None, problem: str) -> InputError:
     return InputError(f"{name}: {problem}", hint=None if str(path) in name else f"looked at {path}")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` through a temporary file in the same folder and a rename, mode 0600.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write `content`, text as UTF-8, to `path` through a temporary file in the same folder and a rename, mode 0600.
 
     A process killed at any point leaves the old file or the new one, never a part.
 
@@ -86,8 +86,8 @@ def write_atomically(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             os.fsync(stream.fileno())
         Path(temporary).replace(path)
