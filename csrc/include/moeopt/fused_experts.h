@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "moeopt/fields.h"
+
 namespace moeopt {
 
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8E4M3 = 3 };
@@ -16,6 +18,9 @@ enum class Activation : int32_t {
 };
 
 enum class ScaleKind : int32_t { kNone = 0, kBlock128 = 1, kChannel = 2 };
+
+// What the grouped CUDA kernels multiply: weights x tokens.
+enum class GemmMode { kBf16 = 0, kFp8Weights = 1, kFp8 = 2 };  // BF16 x BF16; E4M3 x BF16; E4M3 x E4M3
 
 // Instruction sets the kernels are built for, weakest first.
 enum class Isa : int32_t { kGeneric = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
@@ -57,6 +62,11 @@ struct FusedExpertsArgs {
   const int32_t* expert_map;  // contiguous [num_global_experts] -> local id or negative; or null
 
   Activation activation;
+
+  MOEOPT_FIELDS(num_tokens, hidden_size, intermediate_size, num_local_experts, num_global_experts, top_k, x, x_stride,
+                out, out_stride, x_dtype, w13, w2, w13_expert_stride, w13_row_stride, w2_expert_stride, w2_row_stride,
+                weight_dtype, scale_kind, w13_scale, w2_scale, w13_bias, w2_bias, topk_weights, topk_ids,
+                ids_are_int64, expert_map, activation)
 };
 
 // Best instruction set of this machine that was compiled in.

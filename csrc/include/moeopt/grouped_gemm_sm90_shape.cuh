@@ -1,6 +1,9 @@
-// Tile shapes, arguments and the ring of the grouped GEMM (grouped_gemm.cuh). The same numbers are computed and checked
-// in moe_optimizer/ops/launch_geometry/grouped.py.
+// Tile shapes, arguments, stage ring and tile scheduler of the grouped GEMM (grouped_gemm_sm90.cuh).
+// moe_optimizer/ops/launch_geometry/grouped.py computes and checks the same numbers.
 #pragma once
+
+#include <type_traits>
+#include <utility>
 
 #include "moeopt/device.cuh"
 #include "moeopt/fused_experts.h"
@@ -9,14 +12,20 @@
 
 namespace moeopt {
 
-enum class GemmMode { kBf16, kFp8Weights, kFp8 };
-
 constexpr int kGemmThreads = 384;
 constexpr int kProducerThreads = 128;
 constexpr int kBoxRows = 128;
 constexpr int kBoxBytes = kBoxRows * 128;
 constexpr int kOperandBytes = 64 * 128;  // rows of one instruction
-constexpr int kExactColumns = 64;  // FP8 x FP8: up to so many columns partial sums are added in FP32
+constexpr int kExactColumns = 64;  // FP8 x FP8: up to this many columns, partial sums are added in FP32
+
+// Widths of a token tile that are compiled, up to where the sums fit the registers.
+template <GemmMode kMode>
+using CompiledTiles = std::conditional_t<
+    kMode == GemmMode::kBf16, std::integer_sequence<int, 16, 32, 64, 96, 128, 160>,
+    std::conditional_t<kMode == GemmMode::kFp8Weights, std::integer_sequence<int, 16, 32, 64>,
+                       std::integer_sequence<int, 32, 64, 96, 144>>>;
+
 template <GemmMode kMode, int kTokens>
 struct GemmShape {
   static constexpr int kBoxes = 2;
@@ -24,12 +33,12 @@ struct GemmShape {
   static constexpr int kDepth = kMode == GemmMode::kBf16 ? 64 : 128;  // K per stage: 128 bytes of weights
   static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2 : 1;  // of 128 bytes per token
   static constexpr int kTokenBytes = kTokenTiles * kTokens * 128;
-  // kFp8: scales of the tokens; both: of the weights; wide kFp8: ratios for the tokens. The next stage's alignment kept.
+  // Scales of the weights; kFp8: of the tokens too; wide kFp8: and ratios. Rounded up to keep the next stage aligned.
   static constexpr int kScaleBytes =
       kMode == GemmMode::kBf16 ? 0 : kMode == GemmMode::kFp8 && kTokens > kExactColumns ? 2048 : 1024;
   static constexpr int kScaleOffset = kWeightBytes + kTokenBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes + kScaleBytes;
-  static constexpr int kStagedTokens = kTokens < 64 ? kTokens : 64;  // at a time, on their way out
+  static constexpr int kStagedTokens = kTokens < 64 ? kTokens : 64;  // of the staging buffer
   // Per math warpgroup: 64 BF16 per token; in FP8 also 1 / scale of all tokens.
   static constexpr int kStagingBytes = kStagedTokens * 128 + (kMode == GemmMode::kFp8 ? kTokens * 4 : 0);
 };
@@ -40,14 +49,14 @@ constexpr int kFactors = 16;
 constexpr int kFactorOffset = 160;  // floats, behind the tokens' scales
 constexpr int kRatioOffset = 192;
 
-// 168 per thread at launch (65536 / 384, rounded down to 8); moved from the producers to the math warpgroups:
-// 128 x 72 + 256 x 216 = 64512 = 384 x 168.
+// Registers per thread. At launch 168 (65536 / 384, rounded down to 8); setmaxnreg moves them from the producers to the
+// math warpgroups: 128 x 72 + 256 x 216 = 64512 = 384 x 168.
 constexpr int kProducerRegisters = 72;
 constexpr int kMathRegisters = 216;
 
-// Where the scale of column n lies: the four that a thread has in 16 columns, 2t, 2t + 1, 2t + 8, 2t + 9, side by side.
+// Index of the scale of column n. A thread has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16; their scales are adjacent.
 MOEOPT_DEVICE int token_scale_place(int n) { return (n & ~15) | ((n & 6) << 1) | ((n & 8) >> 2) | (n & 1); }
-// The scales of this thread's columns of the 16 columns from 16 q on.
+// Loads the scales of this thread's columns among the 16 columns from 16 q on.
 MOEOPT_DEVICE void load_token_scales(float (&scales)[4], const float* token_scale, int q) {
   const Vec4 v = *reinterpret_cast<const Vec4*>(token_scale + 16 * q + thread_index() % 4 * 4);
   scales[0] = float_from_bits(v.x);
@@ -63,10 +72,10 @@ struct GemmArgs {
   const int* sorted_token;   // kUp: row of the token at a position; kDown: row = position
   TokenTile* tiles;
   const int* num_tiles;
-  int* tasks_taken;  // by blocks that have ended those they start with; zeroed by the routing
+  int* tile_counter;  // work tiles taken beyond the first two of every block; the routing sets it to zero
   uint16_t* out;  // BF16 rows by position
   int64_t out_stride;
-  uint8_t* out_quantized;  // kFp8, kUp: E4M3 in the place of `out`
+  uint8_t* out_quantized;  // kFp8, kUp: E4M3 instead of `out`
   float* out_scale;        // [rows by position][ceil(I / 128)]
   const float* weight_scale;
   const float* bias;
@@ -75,8 +84,8 @@ struct GemmArgs {
   int32_t weight_rows;  // kUp: 2 I; kDown: H
   ScaleKind scale_kind;
   Activation activation;
-  bool weights_once;  // most experts have one tile
-  bool paired;       // clusters of two blocks, see grouped_gemm.cuh
+  bool weights_evict_first;  // most experts have one token tile
+  bool paired;       // clusters of two blocks, see grouped_gemm_sm90.cuh
   int32_t num_stages;
 };
 
@@ -98,8 +107,8 @@ struct GemmRing {
   }
 };
 
-// The next narrower width that is compiled for tiles of kTokens; 0: none. Wide tiles have steps of 16 near the top,
-// where the tiles of an evenly split expert lie; the last is half.
+// The next narrower width that is compiled for tiles of kTokens; 0: none. Wide tiles have steps of 16 near the top, where
+// the tiles of an evenly split expert lie. The last width is half.
 template <int kTokens>
 constexpr int kHalfColumns = (kTokens / 2 + 15) / 16 * 16;
 template <int kTokens, int kColumns>
@@ -107,7 +116,7 @@ constexpr int kNarrowerColumns = kTokens < 64 || kColumns == kHalfColumns<kToken
                                  : kTokens >= 128 && kColumns > kTokens - 32 ? kColumns - 16
                                                                              : kHalfColumns<kTokens>;
 
-// Rows of the output (kUp: of I) that one math warpgroup makes of one tile.
+// Rows of the output (kUp: of I) that one math warpgroup computes per work tile.
 template <bool kUp>
 constexpr int kRowsPerWarpgroup = kUp ? 64 : 128;
 
@@ -121,96 +130,95 @@ MOEOPT_DEVICE int first_row(int row_tile, int warpgroup, int a) {
   return (2 * row_tile + warpgroup) * kRowsPerWarpgroup<kUp> + (kUp ? 0 : a * 64);
 }
 
-// First row of a box of a stage. kUp: gate rows of both math warpgroups, then up rows; else the rows of one, then of the
-// other.
+// First row of a box of a stage. kUp: gate rows of both math warpgroups, then up rows; kDown: the rows of one warpgroup,
+// then of the other.
 template <bool kUp>
 MOEOPT_DEVICE int box_row(int row_tile, int box) {
   return kUp ? row_tile * kBoxRows : (2 * row_tile + box) * kBoxRows;
 }
-// Where a math warpgroup's operand `a` lies in a stage.
+// Byte offset of a math warpgroup's operand `a` in a stage.
 template <bool kUp>
 MOEOPT_DEVICE int operand_offset(int warpgroup, int a) {
   return (kUp ? 2 * a + warpgroup : 2 * warpgroup + a) * kOperandBytes;
 }
 
-
-// One tile: 256 weight rows x the tokens of a tile. The weights' warp deals them to the other warps of its block.
-struct GemmTask {
-  int expert;  // -1: there are no more
+// 256 weight rows x one token tile.
+struct WorkTile {
+  int expert;  // -1: no work is left
   int begin, count;  // positions of the tokens
   int row_tile, token_tile;
 
   MOEOPT_DEVICE TokenTile tile() const { return {expert, begin, count, 0}; }
-  // In 16 bytes. An expert and a row tile have 16 bits each.
+  // As 16 bytes: expert and row tile take 16 bits each.
   MOEOPT_DEVICE Vec4 packed() const {
     return {expert < 0 ? ~0u : static_cast<uint32_t>(row_tile) << 16 | static_cast<uint32_t>(expert),
             static_cast<uint32_t>(begin), static_cast<uint32_t>(count), static_cast<uint32_t>(token_tile)};
   }
-  MOEOPT_DEVICE static GemmTask unpacked(const Vec4& v) {
+  MOEOPT_DEVICE static WorkTile unpacked(const Vec4& v) {
     return {v.x == ~0u ? -1 : static_cast<int>(v.x & 0xffffu), static_cast<int>(v.y), static_cast<int>(v.z),
             static_cast<int>(v.x >> 16), static_cast<int>(v.w)};
   }
 };
 
-// All tasks of a launch: the row tiles of one token tile after those of another; a pair of blocks takes pairs of token
-// tiles. A block has two tasks by its index, and asks for each further one when it begins the last but one: which it
-// gets depends on how fast the others are, what it computes does not.
+// Persistent scheduler. Work tiles are numbered row tile by row tile within a token tile; a cluster takes pairs of token
+// tiles. Every block (or cluster) has two work tiles by its index and takes further ones from a counter, each when it
+// begins the last but one. Speed decides which block computes a tile, but not what is computed.
 template <bool kUp>
-struct GemmTasks {
+struct TileScheduler {
   const GemmArgs& args;
   int count;
 
-  MOEOPT_DEVICE explicit GemmTasks(const GemmArgs& args_)
-      : args(args_), count(load_shared_across_blocks(args_.num_tiles) / blocks() * row_tiles<kUp>(args_)) {}
+  MOEOPT_DEVICE explicit TileScheduler(const GemmArgs& args_)
+      : args(args_), count(ld_global_cg(args_.num_tiles) / blocks() * row_tiles<kUp>(args_)) {}
   MOEOPT_DEVICE int blocks() const { return args.paired ? 2 : 1; }
   MOEOPT_DEVICE int first() const { return block_index() / blocks(); }
   MOEOPT_DEVICE int second() const { return first() + grid_blocks() / blocks(); }
-  MOEOPT_DEVICE int ask() const { return 2 * (grid_blocks() / blocks()) + atomic_add_global(args.tasks_taken, 1); }
-  // For block `rank` of the cluster.
-  MOEOPT_DEVICE GemmTask at(int task, int rank) const {
-    if (task >= count) return {-1, 0, 0, 0, 0};
-    const int rows = row_tiles<kUp>(args), token_tile = task / rows * blocks() + rank;
-    // From L2: the routing may belong to a launch that overlaps this one.
-    const Vec4 v = load_shared_across_blocks16(args.tiles + token_tile);
-    return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), task % rows, token_tile};
+  MOEOPT_DEVICE int take() const { return 2 * (grid_blocks() / blocks()) + atom_add_global(args.tile_counter, 1); }
+  // Work tile `index`, for block `rank` of the cluster.
+  MOEOPT_DEVICE WorkTile at(int index, int rank) const {
+    if (index >= count) return {-1, 0, 0, 0, 0};
+    const int rows = row_tiles<kUp>(args), token_tile = index / rows * blocks() + rank;
+    // From L2: the routing may run in a launch that overlaps this one.
+    const Vec4 v = ld_global_cg_v4(args.tiles + token_tile);
+    return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), index % rows, token_tile};
   }
 };
 
-// A block's tasks on their way to its warps, in shared memory. Nobody says when a place is free: the weights' warp is at
-// most the stages of the ring, and two tasks, ahead of the slowest warp.
-constexpr int kTaskPlaces = 16;
-constexpr int kTaskQueueBytes = kTaskPlaces * (16 + 8) + 8;
+// Passes work tiles from the weights warp to the other warps of a block, in shared memory. No barrier says that a slot is
+// free again: the weights warp is at most the stages of the ring, plus two work tiles, ahead of the slowest warp.
+constexpr int kQueueSlots = 16;
+constexpr int kQueueBytes = kQueueSlots * (16 + 8) + 8;
 
-struct TaskQueue {
-  Vec4* places;
-  uint64_t* dealt;  // a barrier per place
-  uint64_t* ended;  // math warps that have none left
-  int place = 0;
+struct WorkQueue {
+  Vec4* slots;
+  uint64_t* full;  // a barrier per slot
+  uint64_t* math_done;  // barrier: the math warps have no work left
+  int slot = 0;
   uint32_t parity = 0;
 
-  MOEOPT_DEVICE explicit TaskQueue(unsigned char* shared)
-      : places(reinterpret_cast<Vec4*>(shared)), dealt(reinterpret_cast<uint64_t*>(shared + kTaskPlaces * 16)),
-        ended(dealt + kTaskPlaces) {}
+  MOEOPT_DEVICE explicit WorkQueue(unsigned char* shared)
+      : slots(reinterpret_cast<Vec4*>(shared)), full(reinterpret_cast<uint64_t*>(shared + kQueueSlots * 16)),
+        math_done(full + kQueueSlots) {}
   MOEOPT_DEVICE void advance() {
-    if (++place == kTaskPlaces) {
-      place = 0;
+    if (++slot == kQueueSlots) {
+      slot = 0;
       parity ^= 1u;
     }
   }
-  MOEOPT_DEVICE GemmTask take() {
-    mbarrier_wait(dealt + place, parity);
-    const GemmTask task = GemmTask::unpacked(places[place]);
+  MOEOPT_DEVICE WorkTile pop() {
+    mbarrier_wait_parity(full + slot, parity);
+    const WorkTile work = WorkTile::unpacked(slots[slot]);
     advance();
-    return task;
+    return work;
   }
-  // One thread, for the warps of its own block. A block without others cannot send as below: an illegal instruction.
-  MOEOPT_DEVICE void deal(const GemmTask& task) {
-    places[place] = task.packed();
-    mbarrier_arrive_at(dealt + place, 0);
+  // By one thread, for its own block. Without a cluster, st.async is an illegal instruction.
+  MOEOPT_DEVICE void push(const WorkTile& work) {
+    slots[slot] = work.packed();
+    mbarrier_arrive_cluster(full + slot, 0);
   }
-  // One thread of the pair, for the warps of block `rank`.
-  MOEOPT_DEVICE void deal_in_pair(const GemmTask& task, int rank) {
-    send16(places + place, dealt + place, rank, task.packed());
+  // By one thread of the cluster, for block `rank`.
+  MOEOPT_DEVICE void push_cluster(const WorkTile& work, int rank) {
+    st_async_v4(slots + slot, full + slot, rank, work.packed());
   }
 };
 
