@@ -40,7 +40,8 @@ template <typename Struct>
 Struct from_python(const char* what, const pybind11::dict& given) {
   static const std::vector<pybind11::handle> names = interned_names(Struct::kFieldNames);
   const auto fail = [&](const char* problem, pybind11::handle name) {
-    throw pybind11::type_error(std::string(what) + ": " + problem + " field '" + std::string(pybind11::str(name)) + "'");
+    throw pybind11::type_error(std::string(what) + ": " + problem + " field '" + std::string(pybind11::str(name)) +
+                               "'");
   };
   Struct result{};
   size_t next = 0;

@@ -53,8 +53,19 @@ void with_tile(std::integer_sequence<int, kTokens...>, const GroupedLaunch& laun
 }
 
 inline RouteArgs route_arguments(const Problem& problem, const GroupedWorkspace& w, const GroupedLaunch& launch) {
-  return {problem.moe,  w.block_counts, w.pair_rank,      w.expert_offsets,  w.sorted_token, w.pair_position, w.tiles,
-          w.num_tiles, w.tile_counters, w.block_arrivals, launch.tile_tokens, launch.route_blocks, launch.cluster_blocks};
+  return {problem.moe,
+          w.block_counts,
+          w.pair_rank,
+          w.expert_offsets,
+          w.sorted_token,
+          w.pair_position,
+          w.tiles,
+          w.num_tiles,
+          w.tile_counters,
+          w.block_arrivals,
+          launch.tile_tokens,
+          launch.route_blocks,
+          launch.cluster_blocks};
 }
 
 inline PrepareArgs prepare_arguments(const Problem& problem, const GroupedWorkspace& w, GemmMode mode) {

@@ -14,7 +14,7 @@ void run_direct(Problem problem, const DirectWorkspace& workspace, const DirectL
   const bool fp8 = problem.moe.weight_dtype == DType::kFloat8E4M3;
   const DirectArgs args = {problem.moe, workspace.h};
   LaunchShape shape{dim3(static_cast<unsigned>(launch.up_grid)), kDirectUpWarps * 32, launch.up_shared_bytes, stream};
-  const auto up = fp8               ? direct_up_kernel<1, kDirectNarrow>
+  const auto up = fp8              ? direct_up_kernel<1, kDirectNarrow>
                   : launch.up_wide ? direct_up_kernel<2, kDirectWide>
                                    : direct_up_kernel<2, kDirectNarrow>;
   launch_kernel("direct_up", up, shape, args);

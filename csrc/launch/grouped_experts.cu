@@ -8,7 +8,9 @@
 namespace moeopt {
 namespace {
 
-unsigned blocks_for(int64_t work, int64_t per_block) { return static_cast<unsigned>((work + per_block - 1) / per_block); }
+unsigned blocks_for(int64_t work, int64_t per_block) {
+  return static_cast<unsigned>((work + per_block - 1) / per_block);
+}
 
 void launch_routing(const Problem& problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch,
                     cudaStream_t stream) {
@@ -23,9 +25,9 @@ void launch_routing(const Problem& problem, const GroupedWorkspace& workspace, c
 }
 
 void launch_combine(const Problem& problem, const GroupedWorkspace& workspace, cudaStream_t stream) {
-  const LaunchShape shape{dim3(static_cast<unsigned>(problem.moe.num_tokens),
-                               blocks_for(problem.moe.hidden_size, 8 * kCombineThreads)),
-                          kCombineThreads, 0, stream};
+  const LaunchShape shape{
+      dim3(static_cast<unsigned>(problem.moe.num_tokens), blocks_for(problem.moe.hidden_size, 8 * kCombineThreads)),
+      kCombineThreads, 0, stream};
   launch_kernel("combine", combine_kernel<>, shape, combine_arguments(problem, workspace));
 }
 

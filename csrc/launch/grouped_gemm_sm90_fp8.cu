@@ -4,7 +4,7 @@
 namespace moeopt {
 
 void launch_gemms_fp8(const Problem& problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch,
-                       cudaStream_t stream) {
+                      cudaStream_t stream) {
   launch_gemms<GemmMode::kFp8>(problem, workspace, launch, stream);
 }
 

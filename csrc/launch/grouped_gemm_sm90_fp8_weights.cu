@@ -4,7 +4,7 @@
 namespace moeopt {
 
 void launch_gemms_fp8_weights(const Problem& problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch,
-                       cudaStream_t stream) {
+                              cudaStream_t stream) {
   launch_gemms<GemmMode::kFp8Weights>(problem, workspace, launch, stream);
 }
 

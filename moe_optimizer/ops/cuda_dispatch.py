@@ -1,7 +1,7 @@
 """Runs the CUDA kernels on CUDA tensors: picks the variant, lays out its workspace, makes the call.
 
-`fused_experts` and `flash_dmoe` call `run_fused_experts`, which picks a variant. `run` takes the variant that the caller
-asks for: the plugin's comes from the plan.
+`fused_experts` and `flash_dmoe` call `run_fused_experts`, which picks a variant. `run` takes the one that its caller
+asks for; the plugin's comes from the plan.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ def fused_experts(
     machine multiplies bfloat16 natively; the experts' outputs are summed in float32 in ascending order of
     expert and rounded once. The result is the same bit for bit for any number of threads and any other
     tokens in the batch.
-    Kernel: on the CPU that of the best instruction set; on CUDA the fastest that was measured for this layer
-    (`moe-optimizer calibrate`), else one by sizes. `cuda_dispatch.run` takes the kernel that the caller names.
+    Kernel: on the CPU that of the best instruction set; on CUDA the fastest in the speed table of this layer,
+    else one by sizes. `cuda_dispatch.run` takes the kernel that the caller names.
     Limits: without a kernel (`why_reference`), and for sizes that none covers, it runs in plain torch, with a warning
     once. For inference: no gradient flows back. On the CPU a process that has called it and then forks must not call
     it in the child, where the OpenMP threads are gone and the call waits for ever, as torch's own operations do there.

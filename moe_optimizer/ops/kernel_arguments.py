@@ -1,7 +1,7 @@
 """What the compiled module takes: C++ structs, each as a dictionary with exactly the struct's fields.
 
-Addresses, sizes, strides and codes: nothing of torch crosses into the module. The tests hand the same dictionaries to the
-CUDA kernels' emulation on the CPU.
+Addresses, sizes, strides and codes: nothing of torch crosses into the module. The tests hand the same dictionaries
+to the CUDA kernels' emulation on the CPU.
 """
 
 from __future__ import annotations

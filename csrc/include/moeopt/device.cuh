@@ -1,8 +1,8 @@
 // The hardware operations that the kernels use, one function per operation, named after its PTX instruction.
 //
 // Kernels contain no intrinsics and no inline PTX of their own. With MOEOPT_EMULATE, `emulated_device.h`
-// (tests/unit/ops/emulation) implements the same functions on a CPU, one fiber per GPU thread; every other header here is
-// plain C++. The two implementations are compared by the GPU tests.
+// (tests/unit/ops/emulation) implements the same functions on a CPU, one fiber per GPU thread; every other header here
+// is plain C++. The two implementations are compared by the GPU tests.
 //
 // Glossary of the CUDA kernels:
 //   pair            one (token, slot of its top-k) with the local expert it was routed to; T k of them
@@ -34,13 +34,15 @@
 // Every kernel is a template, if necessary over a dummy (MOEOPT_PLAIN_KERNEL): a __global__ function cannot be inline,
 // and several files include the headers.
 #define MOEOPT_KERNEL __global__
-#define MOEOPT_PLAIN_KERNEL template <int kOnly = 0> __global__
+#define MOEOPT_PLAIN_KERNEL \
+  template <int kOnly = 0>  \
+  __global__
 #define MOEOPT_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 #define MOEOPT_DEVICE __device__ __forceinline__
 #define MOEOPT_GRID_CONSTANT __grid_constant__
 #define MOEOPT_UNROLL _Pragma("unroll")
 // Base of dynamic shared memory, rounded up to the 1024 bytes that a 128-byte swizzled tile needs.
-#define MOEOPT_SHARED_BASE(name)               \
+#define MOEOPT_SHARED_BASE(name)                       \
   extern __shared__ unsigned char moeopt_shared_raw[]; \
   unsigned char* const name = moeopt_shared_raw + ((1024u - (smem_address(moeopt_shared_raw) & 1023u)) & 1023u)
 
@@ -52,11 +54,11 @@ struct alignas(16) Vec4 {
   uint32_t x, y, z, w;
 };
 
-MOEOPT_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }   // %tid.x
-MOEOPT_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }     // %ctaid.x
-MOEOPT_DEVICE int block_index_y() { return static_cast<int>(blockIdx.y); }   // %ctaid.y
-MOEOPT_DEVICE int block_threads() { return static_cast<int>(blockDim.x); }   // %ntid.x
-MOEOPT_DEVICE int grid_blocks() { return static_cast<int>(gridDim.x); }      // %nctaid.x
+MOEOPT_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }  // %tid.x
+MOEOPT_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }    // %ctaid.x
+MOEOPT_DEVICE int block_index_y() { return static_cast<int>(blockIdx.y); }  // %ctaid.y
+MOEOPT_DEVICE int block_threads() { return static_cast<int>(blockDim.x); }  // %ntid.x
+MOEOPT_DEVICE int grid_blocks() { return static_cast<int>(gridDim.x); }     // %nctaid.x
 
 // cvta.to.shared
 MOEOPT_DEVICE uint32_t smem_address(const void* pointer) {
@@ -160,7 +162,7 @@ MOEOPT_DEVICE int64_t ld_global_cg(const int64_t* pointer) {
 // is slower.
 MOEOPT_DEVICE void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 MOEOPT_DEVICE int atom_add_global(int* pointer, int value) { return atomicAdd(pointer, value); }  // atom.global.add
-// red.release.gpu.add: whoever acquires the counter sees what this thread, and those it synchronised with, wrote before.
+// red.release.gpu.add: who acquires the counter sees earlier writes of this thread and of those it synchronised with.
 MOEOPT_DEVICE void red_add_release(int* counter, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
@@ -195,10 +197,11 @@ MOEOPT_DEVICE void barrier_cluster_sync() {
 }
 // shfl.sync.idx. The compiler knows that all lanes get the same value, and can keep it in a uniform register.
 MOEOPT_DEVICE int shfl_idx(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
-MOEOPT_DEVICE float shfl_bfly(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }  // shfl.sync.bfly
+// shfl.sync.bfly
+MOEOPT_DEVICE float shfl_bfly(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 MOEOPT_DEVICE uint32_t redux_max(uint32_t value) { return __reduce_max_sync(0xffffffffu, value); }  // redux.sync.max
 MOEOPT_DEVICE uint32_t redux_min(uint32_t value) { return __reduce_min_sync(0xffffffffu, value); }  // redux.sync.min
-MOEOPT_DEVICE uint32_t match_any(int value) { return __match_any_sync(0xffffffffu, value); }  // match.any.sync
+MOEOPT_DEVICE uint32_t match_any(int value) { return __match_any_sync(0xffffffffu, value); }        // match.any.sync
 // Sum over this lane and those before it, by shfl.sync.up.
 MOEOPT_DEVICE int warp_inclusive_sum(int value) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -238,10 +241,10 @@ MOEOPT_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.rel
 MOEOPT_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // mbarrier.arrive.expect_tx
 MOEOPT_DEVICE void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("{.reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;}" ::"r"(
-                   smem_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "{.reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;}" ::"r"(smem_address(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 // mapa and mbarrier.arrive at the same barrier of block `rank` of the cluster; a block without a cluster is rank 0. The
 // default release, not .cluster: that would wait until every store of this thread has reached L2.
@@ -253,7 +256,7 @@ MOEOPT_DEVICE void mbarrier_arrive_cluster(uint64_t* barrier, int rank) {
       : "memory");
 }
 // mapa, mbarrier.arrive.expect_tx and st.async: 16 bytes to the same place of block `rank` of the cluster, and the one
-// arrival of the barrier there. Whoever waits for that phase sees the bytes. A release at cluster scope would wait for L2.
+// arrival of the barrier there. Whoever waits for that phase sees them. A release at cluster scope would wait for L2.
 MOEOPT_DEVICE void st_async_v4(void* shared, uint64_t* barrier, int rank, Vec4 v) {
   asm volatile(
       "{.reg .b32 there, barrier;\n"
@@ -283,8 +286,8 @@ MOEOPT_DEVICE void mbarrier_wait_parity(uint64_t* barrier, uint32_t parity) {
 // cp.async.bulk.tensor.3d: one box. Elements outside the tensor arrive as zeros and count as bytes.
 MOEOPT_DEVICE void tma_load_3d(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-          smem_address(shared)),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+          "r"(smem_address(shared)),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(smem_address(barrier))
       : "memory");
 }

@@ -10,8 +10,8 @@
 //                         w2 ──► registers, then wait for h (programmatic dependent launch) ──► mma
 //                         per slot: sums[warp][token] += routing weight x partial;  sum of 16 warps ──► out
 //
-// Blocks of the second kernel are independent: no counters, no partial outputs in global memory. A slot holds a token at
-// most once, so no two lanes add to the same sum. The order of additions is fixed, so every run gives the same bits.
+// Blocks of the second kernel are independent: no counters, no partial outputs in global memory. A slot holds a token
+// at most once, so no two lanes add to the same sum. The order of additions is fixed, so every run gives the same bits.
 //
 // A lane reads 16 bytes of a row (lane t of a quad: bytes 16t of every 64), which permutes K. Tokens are read the same
 // way, so both operands have the same permutation.
@@ -37,13 +37,13 @@ constexpr int kDirectDownSumBytesPerToken = kDirectDownWarps * kDirectRows * 4;
 // After the routing tables: first scratch of the routing, later the sums of the warps.
 constexpr int kDirectScratchOffset = (static_cast<int>(sizeof(DirectRouting)) + 15) / 16 * 16;
 
-// Gate rows of a tile, and as many up rows. 8: gates are rows 0 to 7 of one product, ups rows 8 to 15; small tiles divide
-// evenly. FP8 takes 16 in two products: its tokens are twice the bytes of its weights, and a tile reads them once.
+// Gate rows of a tile, and as many up rows. 8: gates are rows 0 to 7 of one product, ups rows 8 to 15; small tiles
+// divide evenly. FP8 takes 16 in two products: a tile reads its tokens once, which are twice the bytes of its weights.
 template <int kWeightBytes>
 constexpr int kDirectUpRows = kWeightBytes == 2 ? 8 : 16;
 
-// Pieces of 64 bytes (4 lanes x 16) of a weight row per step of the first kernel. Wide steps take more registers, so fewer
-// blocks fit: for few tiles, which divide better among fewer blocks.
+// Pieces of 64 bytes (4 lanes x 16) of a weight row per step of the first kernel. Wide steps take more registers, so
+// fewer blocks fit: for few tiles, which divide better among fewer blocks.
 constexpr int kDirectNarrow = 2;
 constexpr int kDirectWide = 4;
 
@@ -166,7 +166,8 @@ MOEOPT_DEVICE void load_up(const FusedExpertsArgs& moe, const DirectTile<kWeight
     MOEOPT_UNROLL
     for (int r = 0; r < DirectUpStep<kWeightBytes, kPieces>::kProducts; ++r) {
       const unsigned char* row = tile.gate + a * tile.up_offset + r * tile.eight_rows;
-      load_step(weights.rows[a][r], column, row_bytes, inside, [&](int byte) { return ld_global_nc_no_allocate_v4(row + byte); });
+      load_step(weights.rows[a][r], column, row_bytes, inside,
+                [&](int byte) { return ld_global_nc_no_allocate_v4(row + byte); });
     }
   }
 }
@@ -201,8 +202,8 @@ MOEOPT_DEVICE int fragment_row(int j) { return j / 16 + 8 * ((j & 3) >> 1); }
 MOEOPT_DEVICE int fragment_column(int j) { return 2 * ((j >> 2) & 3) + (j & 1); }
 
 MOEOPT_DEVICE void store_fragment(float* to, const float (&sums)[4]) {
-  *reinterpret_cast<Vec4*>(to + thread_index() % 32 * 4) = Vec4{bits_from_float(sums[0]), bits_from_float(sums[1]),
-                                                                bits_from_float(sums[2]), bits_from_float(sums[3])};
+  *reinterpret_cast<Vec4*>(to + thread_index() % 32 * 4) =
+      Vec4{bits_from_float(sums[0]), bits_from_float(sums[1]), bits_from_float(sums[2]), bits_from_float(sums[3])};
 }
 
 // Stores h of one tile, one element per thread. Gate and up are in two products, or in two register pairs of one.
@@ -372,8 +373,9 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
         const int row = group + 8 * (r / 2), to = slot_pair(routing, done, quad_lane * 2 + r % 2);
         if (to >= 0) {
           float value = partial[r];
-          if (moe.scale_kind == ScaleKind::kChannel) value *= channel_scale(moe.w2_scale, expert, hidden, first_row + row);
-          if (moe.w2_bias != nullptr && adds_bias) value += channel_scale(moe.w2_bias, expert, hidden, first_row + row);
+          const int at = first_row + row;
+          if (moe.scale_kind == ScaleKind::kChannel) value *= channel_scale(moe.w2_scale, expert, hidden, at);
+          if (moe.w2_bias != nullptr && adds_bias) value += channel_scale(moe.w2_bias, expert, hidden, at);
           sums[to / top_k * kDirectRows + row] += routing.weight[to] * value;
         }
         partial[r] = 0.0f;

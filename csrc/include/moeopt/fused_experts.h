@@ -31,11 +31,11 @@ constexpr int64_t kSizeMultiple = 16;  // H and I; the vector loops rely on it
 constexpr int64_t kScaleBlock = 128;
 
 struct FusedExpertsArgs {
-  int64_t num_tokens;         // T
-  int64_t hidden_size;        // H
-  int64_t intermediate_size;  // I
-  int64_t num_local_experts;  // E, the experts in w13 and w2
-  int64_t num_global_experts; // entries of expert_map; unused without a map
+  int64_t num_tokens;          // T
+  int64_t hidden_size;         // H
+  int64_t intermediate_size;   // I
+  int64_t num_local_experts;   // E, the experts in w13 and w2
+  int64_t num_global_experts;  // entries of expert_map; unused without a map
   int64_t top_k;
 
   const void* x;       // [T, H], last dimension contiguous
@@ -44,8 +44,8 @@ struct FusedExpertsArgs {
   int64_t out_stride;  // elements between tokens
   DType x_dtype;
 
-  const void* w13;  // [E, 2I, H], last dimension contiguous
-  const void* w2;   // [E, H, I], last dimension contiguous
+  const void* w13;                            // [E, 2I, H], last dimension contiguous
+  const void* w2;                             // [E, H, I], last dimension contiguous
   int64_t w13_expert_stride, w13_row_stride;  // elements
   int64_t w2_expert_stride, w2_row_stride;    // elements
   DType weight_dtype;
@@ -65,8 +65,8 @@ struct FusedExpertsArgs {
 
   MOEOPT_FIELDS(num_tokens, hidden_size, intermediate_size, num_local_experts, num_global_experts, top_k, x, x_stride,
                 out, out_stride, x_dtype, w13, w2, w13_expert_stride, w13_row_stride, w2_expert_stride, w2_row_stride,
-                weight_dtype, scale_kind, w13_scale, w2_scale, w13_bias, w2_bias, topk_weights, topk_ids,
-                ids_are_int64, expert_map, activation)
+                weight_dtype, scale_kind, w13_scale, w2_scale, w13_bias, w2_bias, topk_weights, topk_ids, ids_are_int64,
+                expert_map, activation)
 };
 
 // Best instruction set of this machine that was compiled in.

@@ -1,4 +1,4 @@
-// Grouped GEMM of the experts for middle and large batches: persistent, warp-specialised, weights as the 64-row operand.
+// Grouped GEMM of the experts: persistent, warp-specialised, weights as the 64-row operand.
 //
 //   tile = 256 weight rows x 16 .. 160 tokens of one expert; K in steps of 128 bytes of a weight row
 //
@@ -12,11 +12,11 @@
 //   kDown: rows are 128 consecutive rows of w2 per math warpgroup
 //
 // Token tiles come from the routing kernel's table, so the host never reads a count. Consecutive work tiles are the row
-// tiles of one token tile; the token tiles of one expert are neighbours, so the second reads its weights from L2. A block
-// takes its next work tile near the end of the current one, because tiles differ in width and blocks in memory speed.
+// tiles of one token tile; the token tiles of one expert are neighbours, so the second reads its weights from L2. A
+// block takes its next work tile near the end of the current one, because tiles and memory speed differ.
 //
-// Paired (args.paired; clusters of two blocks): the two blocks work on two token tiles of one expert and the same weight
-// rows. Each loads one of the two boxes and multicasts it to both, so L2 serves a third fewer bytes; L2 bounds BF16.
+// Paired (args.paired; clusters of two blocks): the two blocks work on two token tiles of one expert and the same
+// weight rows. Each loads one of the two boxes and multicasts it to both: L2, the limit of BF16, serves a third less.
 //
 //   block 0  box 0 ──TMA, multicast──┬──► A of block 0 ──► its tokens               empty[stage] of both blocks opens
 //   block 1  box 1 ──TMA, multicast──┴──► A of block 1 ──► its tokens               after the math warps of both
@@ -35,8 +35,8 @@
 // makes what cp.async wrote visible to wgmma. In a pair, bytes may land before this block expects them: the phase stays
 // open because the arrival that expects them is still missing.
 //
-// Programmatic dependent launch: kDown starts when kUp has no work left for a block. It fills its ring with weights, then
-// waits for h tile by tile: kUp counts the finished row tiles of every token tile (TokenTile::row_tiles_done).
+// Programmatic dependent launch: kDown starts when kUp has no work left for a block. It fills its ring with weights,
+// then waits for h tile by tile: kUp counts the finished row tiles of every token tile (TokenTile::row_tiles_done).
 #pragma once
 
 #include "moeopt/device.cuh"
@@ -56,7 +56,8 @@ MOEOPT_DEVICE void copy_weights(const GemmArgs& args, const TensorMap* map0, con
   const int x = step * Shape::kDepth;
   if (args.paired) {
     const int box = cluster_ctarank();
-    tma_load_3d_multicast(ring.data() + box * kBoxBytes, box ? map1 : map0, x, box_row<kUp>(row_tile, box), expert, full);
+    tma_load_3d_multicast(ring.data() + box * kBoxBytes, box ? map1 : map0, x, box_row<kUp>(row_tile, box), expert,
+                          full);
   } else if (args.weights_evict_first) {
     tma_load_3d_evict_first(ring.data(), map0, x, box_row<kUp>(row_tile, 0), expert, full);
     tma_load_3d_evict_first(ring.data() + kBoxBytes, map1, x, box_row<kUp>(row_tile, 1), expert, full);
@@ -99,7 +100,9 @@ struct StageScales {
   float factor = 1.0f, now[kPerLane], before[kPerLane];
 
   MOEOPT_DEVICE StageScales(const GemmArgs& args, const TokenTile& tile, int row_tile)
-      : groups(ceil_div(args.depth, 128)), columns(kHasRatios && (kHalfColumns<kTokens> > kExactColumns || tile.count > kHalfColumns<kTokens>) ? tile.count : 0) {
+      : groups(ceil_div(args.depth, 128)),
+        columns(kHasRatios && (kHalfColumns<kTokens> > kExactColumns || tile.count > kHalfColumns<kTokens>) ? tile.count
+                                                                                                            : 0) {
     const int lane = thread_index();
     if (kHasFactors && args.scale_kind == ScaleKind::kBlock128 && lane < kFactors) {
       const int operand = lane / 4 % 2, first = first_row<kUp>(row_tile, lane / 8, operand);
@@ -133,8 +136,8 @@ struct StageScales {
   }
 };
 
-// Run by the first lane of the weights warp (in the first block of a cluster): pushes each work tile when the one before
-// it begins, and takes the number of the one after it, so that nobody waits for the atomic.
+// Run by the first lane of the weights warp (in the first block of a cluster): pushes each work tile when the one
+// before it begins, and takes the number of the one after it, so that nobody waits for the atomic.
 template <bool kUp>
 struct QueueFiller {
   TileScheduler<kUp> scheduler;
@@ -241,7 +244,7 @@ MOEOPT_DEVICE void copy_rows(int rounds, const uint32_t (&vectors)[kRounds], con
       const int row = (thread_index() - 32) / 8 + j * kRowsAtOnce;
       if ((j + 1) * kRowsAtOnce > kTokens && row >= kTokens) break;
       cp_async_16((j % 2 ? to_other : to) + (half * kTokens + j * kRowsAtOnce) * 128,
-                   source + static_cast<uint64_t>(vectors[j]) * 16, inside);
+                  source + static_cast<uint64_t>(vectors[j]) * 16, inside);
     }
   }
 }
@@ -265,8 +268,8 @@ MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, WorkQueue
   const auto row_vectors = static_cast<uint32_t>(args.token_stride * kElementBytes / 16);
   const auto token_row = [&](int position) { return kUp ? args.sorted_token[position] : position; };
   for (WorkTile tile = queue.pop(); tile.expert >= 0; tile = queue.pop()) {
-    // Columns past the tile's count hold the last token or old bytes, which only reach sums that are never stored. Nearly
-    // full tiles copy all rows, because a condition per row costs as much as its copy.
+    // Columns past the tile's count hold the last token or old bytes, which only reach sums that are never stored.
+    // Nearly full tiles copy all rows, because a condition per row costs as much as its copy.
     if (!kUp) wait_for_rows(args, tile);
     const int rounds = tile.count > kTokens - 32 ? kRounds : ceil_div(tile.count, kRowsAtOnce);
     uint32_t vectors[kRounds];  // where the rows of this thread start
@@ -415,7 +418,8 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
     }
   } else {
     setmaxnreg_inc<kMathRegisters>();
-    const Staging staging = {after_ring, shfl_idx(thread_index() / 128, 0) - 1, Shape::kStagingBytes, Shape::kStagedTokens};
+    const Staging staging = {after_ring, shfl_idx(thread_index() / 128, 0) - 1, Shape::kStagingBytes,
+                             Shape::kStagedTokens};
     multiply_tiles<kMode, kTokens, kUp>(args, ring, queue, staging);
   }
   if (args.paired) barrier_cluster_sync();  // the other block may still arrive at barriers of this one

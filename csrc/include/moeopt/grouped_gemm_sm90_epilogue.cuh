@@ -42,8 +42,8 @@ MOEOPT_DEVICE Vec4 load_permuted(const Staging& staging, int n, int chunk) {
   return chunk % 2 ? Vec4{low.y, low.w, high.y, high.w} : Vec4{low.x, low.z, high.x, high.z};
 }
 
-// Writes BF16 rows of the tile's tokens. All loads of a part are issued before the first store: one round at a time would
-// wait for shared memory once per 16 tokens, a quarter of the down launch's time.
+// Writes BF16 rows of the tile's tokens. All loads of a part are issued before the first store: one round at a time
+// would wait for shared memory once per 16 tokens, a quarter of the down launch's time.
 template <int kColumns, int kStagedTokens, bool kPermute>
 MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int first, const Staging& staging,
                               const float (&values)[kColumns / 2]) {
@@ -61,8 +61,8 @@ MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int f
       if (part + n >= kColumns) continue;
       const float* v = values + (part + n) / 2;
       stmatrix_x4_trans(staging.chunk(n + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2),
-                       cvt_bf16x2_f32(v[0], v[1]), cvt_bf16x2_f32(v[2], v[3]), cvt_bf16x2_f32(v[4], v[5]),
-                       cvt_bf16x2_f32(v[6], v[7]));
+                        cvt_bf16x2_f32(v[0], v[1]), cvt_bf16x2_f32(v[2], v[3]), cvt_bf16x2_f32(v[4], v[5]),
+                        cvt_bf16x2_f32(v[6], v[7]));
     }
     bar_sync(1 + staging.warpgroup, 128);
     Vec4 rows[kRounds];
@@ -121,7 +121,7 @@ constexpr uint32_t kEvenBytes = 0x6420, kOddBytes = 0x7531;
 MOEOPT_DEVICE float largest_of(const float* four) {
   const Vec4 v = *reinterpret_cast<const Vec4*>(four);
   return max_abs_f32(max_abs_f32(float_from_bits(v.x), float_from_bits(v.y)),
-                          max_abs_f32(float_from_bits(v.z), float_from_bits(v.w)));
+                     max_abs_f32(float_from_bits(v.z), float_from_bits(v.w)));
 }
 
 // Writes E4M3 rows of the tile's tokens, and a scale for the 128 rows of both warpgroups.

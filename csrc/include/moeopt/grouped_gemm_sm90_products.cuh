@@ -9,9 +9,9 @@
 //              up   sums = sums f' / f + w x, at the end sums *= f s                     f': of the 128 before
 //              down sums = sums (f' s') / (f s) + w h, at the end sums *= f s
 //
-// The tensor cores keep about 14 bits of an FP8 sum, FP32 sums keep 24; with 4-bit operands the difference does not show
-// (docs/kernels.md has the measured errors). Wide tiles have no registers for partial sums of both operands. Rescaling
-// lets one operand be multiplied while the other is scaled: a quarter of the time where arithmetic is the limit.
+// The tensor cores keep about 14 bits of an FP8 sum, FP32 sums keep 24; with 4-bit operands the difference does not
+// show (docs/kernels.md has the measured errors). Wide tiles have no registers for partial sums of both operands.
+// Rescaling lets one operand be multiplied while the other is scaled, which saves up to a quarter of the time.
 #pragma once
 
 #include "moeopt/device.cuh"
@@ -100,8 +100,8 @@ MOEOPT_DEVICE void load_fp8_rows(const unsigned char* rows, int k, uint32_t (&re
 // one is converted while the other is multiplied.
 template <int kColumns>
 MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* rows0, const unsigned char* rows1,
-                                        const unsigned char* token_rows, int second_half,
-                                        float (&part0)[kColumns / 2], float (&part1)[kColumns / 2]) {
+                                        const unsigned char* token_rows, int second_half, float (&part0)[kColumns / 2],
+                                        float (&part1)[kColumns / 2]) {
   const uint64_t b = matrix_descriptor(token_rows);
   uint32_t a0[2][4], a1[2][4];
   MOEOPT_UNROLL
@@ -231,8 +231,8 @@ MOEOPT_DEVICE void column_factors(float (&factors)[kFactors], float factor, cons
   }
 }
 
-// All stages, FP8 x FP8, added by the tensor cores: one operand is rescaled while the other is multiplied. No product is
-// in flight from one round to the next; otherwise ptxas serialises all products.
+// All stages, FP8 x FP8, added by the tensor cores: one operand is rescaled while the other is multiplied. No product
+// is in flight from one round to the next; otherwise ptxas serialises all products.
 template <int kColumns, bool kTokenScale, typename Stages>
 MOEOPT_DEVICE void multiply_stages_fp8_wide(Stages& stages, float (&sum0)[kColumns / 2], float (&sum1)[kColumns / 2]) {
   // Ratio of this step's scales to the next step's: of the weights, and of this thread's columns.

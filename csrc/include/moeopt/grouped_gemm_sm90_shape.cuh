@@ -17,25 +17,26 @@ constexpr int kProducerThreads = 128;
 constexpr int kBoxRows = 128;
 constexpr int kBoxBytes = kBoxRows * 128;
 constexpr int kOperandBytes = 64 * 128;  // rows of one instruction
-constexpr int kExactColumns = 64;  // FP8 x FP8: up to this many columns, partial sums are added in FP32
+constexpr int kExactColumns = 64;        // FP8 x FP8: up to this many columns, partial sums are added in FP32
 
 // Widths of a token tile that are compiled, up to where the sums fit the registers.
 template <GemmMode kMode>
-using CompiledTiles = std::conditional_t<
-    kMode == GemmMode::kBf16, std::integer_sequence<int, 16, 32, 64, 96, 128, 160>,
-    std::conditional_t<kMode == GemmMode::kFp8Weights, std::integer_sequence<int, 16, 32, 64>,
-                       std::integer_sequence<int, 32, 64, 96, 144>>>;
+using CompiledTiles =
+    std::conditional_t<kMode == GemmMode::kBf16, std::integer_sequence<int, 16, 32, 64, 96, 128, 160>,
+                       std::conditional_t<kMode == GemmMode::kFp8Weights, std::integer_sequence<int, 16, 32, 64>,
+                                          std::integer_sequence<int, 32, 64, 96, 144>>>;
 
 template <GemmMode kMode, int kTokens>
 struct GemmShape {
   static constexpr int kBoxes = 2;
   static constexpr int kWeightBytes = kBoxes * kBoxBytes;
-  static constexpr int kDepth = kMode == GemmMode::kBf16 ? 64 : 128;  // K per stage: 128 bytes of weights
+  static constexpr int kDepth = kMode == GemmMode::kBf16 ? 64 : 128;          // K per stage: 128 bytes of weights
   static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2 : 1;  // of 128 bytes per token
   static constexpr int kTokenBytes = kTokenTiles * kTokens * 128;
   // Scales of the weights; kFp8: of the tokens too; wide kFp8: and ratios. Rounded up to keep the next stage aligned.
-  static constexpr int kScaleBytes =
-      kMode == GemmMode::kBf16 ? 0 : kMode == GemmMode::kFp8 && kTokens > kExactColumns ? 2048 : 1024;
+  static constexpr int kScaleBytes = kMode == GemmMode::kBf16                             ? 0
+                                     : kMode == GemmMode::kFp8 && kTokens > kExactColumns ? 2048
+                                                                                          : 1024;
   static constexpr int kScaleOffset = kWeightBytes + kTokenBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes + kScaleBytes;
   static constexpr int kStagedTokens = kTokens < 64 ? kTokens : 64;  // of the staging buffer
@@ -54,7 +55,8 @@ constexpr int kRatioOffset = 192;
 constexpr int kProducerRegisters = 72;
 constexpr int kMathRegisters = 216;
 
-// Index of the scale of column n. A thread has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16; their scales are adjacent.
+// Index of the scale of column n. A thread has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16; their scales are
+// adjacent.
 MOEOPT_DEVICE int token_scale_place(int n) { return (n & ~15) | ((n & 6) << 1) | ((n & 8) >> 2) | (n & 1); }
 // Loads the scales of this thread's columns among the 16 columns from 16 q on.
 MOEOPT_DEVICE void load_token_scales(float (&scales)[4], const float* token_scale, int q) {
@@ -66,14 +68,14 @@ MOEOPT_DEVICE void load_token_scales(float (&scales)[4], const float* token_scal
 }
 
 struct GemmArgs {
-  const void* tokens;  // BF16, permuted BF16 or E4M3 rows
-  int64_t token_stride;  // elements
+  const void* tokens;        // BF16, permuted BF16 or E4M3 rows
+  int64_t token_stride;      // elements
   const float* token_scale;  // kFp8; kUp: [rows], kDown: [rows][ceil(K / 128)]
   const int* sorted_token;   // kUp: row of the token at a position; kDown: row = position
   TokenTile* tiles;
   const int* num_tiles;
   int* tile_counter;  // work tiles taken beyond the first two of every block; the routing sets it to zero
-  uint16_t* out;  // BF16 rows by position
+  uint16_t* out;      // BF16 rows by position
   int64_t out_stride;
   uint8_t* out_quantized;  // kFp8, kUp: E4M3 instead of `out`
   float* out_scale;        // [rows by position][ceil(I / 128)]
@@ -85,7 +87,7 @@ struct GemmArgs {
   ScaleKind scale_kind;
   Activation activation;
   bool weights_evict_first;  // most experts have one token tile
-  bool paired;       // clusters of two blocks, see grouped_gemm_sm90.cuh
+  bool paired;               // clusters of two blocks, see grouped_gemm_sm90.cuh
   int32_t num_stages;
 };
 
@@ -107,14 +109,14 @@ struct GemmRing {
   }
 };
 
-// The next narrower width that is compiled for tiles of kTokens; 0: none. Wide tiles have steps of 16 near the top, where
-// the tiles of an evenly split expert lie. The last width is half.
+// The next narrower width that is compiled for tiles of kTokens; 0: none. Wide tiles have steps of 16 near the top,
+// where the tiles of an evenly split expert lie. The last width is half.
 template <int kTokens>
 constexpr int kHalfColumns = (kTokens / 2 + 15) / 16 * 16;
 template <int kTokens, int kColumns>
-constexpr int kNarrowerColumns = kTokens < 64 || kColumns == kHalfColumns<kTokens>     ? 0
-                                 : kTokens >= 128 && kColumns > kTokens - 32 ? kColumns - 16
-                                                                             : kHalfColumns<kTokens>;
+constexpr int kNarrowerColumns = kTokens < 64 || kColumns == kHalfColumns<kTokens> ? 0
+                                 : kTokens >= 128 && kColumns > kTokens - 32       ? kColumns - 16
+                                                                                   : kHalfColumns<kTokens>;
 
 // Rows of the output (kUp: of I) that one math warpgroup computes per work tile.
 template <bool kUp>
@@ -130,8 +132,8 @@ MOEOPT_DEVICE int first_row(int row_tile, int warpgroup, int a) {
   return (2 * row_tile + warpgroup) * kRowsPerWarpgroup<kUp> + (kUp ? 0 : a * 64);
 }
 
-// First row of a box of a stage. kUp: gate rows of both math warpgroups, then up rows; kDown: the rows of one warpgroup,
-// then of the other.
+// First row of a box of a stage. kUp: gate rows of both math warpgroups, then up rows; kDown: the rows of one
+// warpgroup, then of the other.
 template <bool kUp>
 MOEOPT_DEVICE int box_row(int row_tile, int box) {
   return kUp ? row_tile * kBoxRows : (2 * row_tile + box) * kBoxRows;
@@ -144,7 +146,7 @@ MOEOPT_DEVICE int operand_offset(int warpgroup, int a) {
 
 // 256 weight rows x one token tile.
 struct WorkTile {
-  int expert;  // -1: no work is left
+  int expert;        // -1: no work is left
   int begin, count;  // positions of the tokens
   int row_tile, token_tile;
 
@@ -160,9 +162,9 @@ struct WorkTile {
   }
 };
 
-// Persistent scheduler. Work tiles are numbered row tile by row tile within a token tile; a cluster takes pairs of token
-// tiles. Every block (or cluster) has two work tiles by its index and takes further ones from a counter, each when it
-// begins the last but one. Speed decides which block computes a tile, but not what is computed.
+// Persistent scheduler. Work tiles are numbered row tile by row tile within a token tile; a cluster takes pairs of
+// token tiles. Every block (or cluster) has two work tiles by its index and takes further ones from a counter, each
+// when it begins the last but one. Speed decides which block computes a tile, but not what is computed.
 template <bool kUp>
 struct TileScheduler {
   const GemmArgs& args;
@@ -184,14 +186,14 @@ struct TileScheduler {
   }
 };
 
-// Passes work tiles from the weights warp to the other warps of a block, in shared memory. No barrier says that a slot is
-// free again: the weights warp is at most the stages of the ring, plus two work tiles, ahead of the slowest warp.
+// Passes work tiles from the weights warp to the other warps of a block, in shared memory. No barrier says that a slot
+// is free again: the weights warp is at most the stages of the ring, plus two work tiles, ahead of the slowest warp.
 constexpr int kQueueSlots = 16;
 constexpr int kQueueBytes = kQueueSlots * (16 + 8) + 8;
 
 struct WorkQueue {
   Vec4* slots;
-  uint64_t* full;  // a barrier per slot
+  uint64_t* full;       // a barrier per slot
   uint64_t* math_done;  // barrier: the math warps have no work left
   int slot = 0;
   uint32_t parity = 0;

@@ -57,9 +57,9 @@ MOEOPT_DEVICE Quantized8 quantize8(const Vec4& v, float scale) {
 struct PrepareArgs {
   const uint16_t* in;  // [rows][row_stride] BF16
   int64_t in_stride;
-  uint16_t* permuted;   // [rows][depth], or null
-  uint8_t* quantized;   // [rows][depth], or null
-  float* scale;         // [rows]
+  uint16_t* permuted;  // [rows][depth], or null
+  uint8_t* quantized;  // [rows][depth], or null
+  float* scale;        // [rows]
   int64_t rows;
   int32_t depth;  // multiple of 16
 };

@@ -22,11 +22,11 @@ namespace moeopt {
 constexpr int kRouteThreads = kPrepareThreads;
 constexpr int kRoutePairs = 1024;  // per block
 constexpr int kRouteWarps = kRouteThreads / 32;
-constexpr int kEvenFromTokens = 128;  // tiles at least this wide share an expert's tokens evenly
+constexpr int kEvenFromTokens = 128;                       // tiles at least this wide share an expert's tokens evenly
 constexpr int kRouteRounds = kRoutePairs / kRouteThreads;  // pairs per thread
 
-// Positions [begin, begin + count) of one expert; count is 0 for the second of a pair of tiles that share a single token.
-// `row_tiles_done`: row tiles of the up launch whose h is stored; the routing sets it to 0.
+// Positions [begin, begin + count) of one expert; count is 0 for the second of a pair of tiles that share a single
+// token. `row_tiles_done`: row tiles of the up launch whose h is stored; the routing sets it to 0.
 struct alignas(16) TokenTile {
   int expert, begin, count, row_tiles_done;
 };
@@ -36,7 +36,7 @@ struct RouteArgs {
   int* block_counts;    // [blocks][E]; becomes the prefix over blocks
   int* pair_rank;       // [T k] rank within block and expert
   int* expert_offsets;  // [E + 1]
-  int* sorted_token;     // [T k]
+  int* sorted_token;    // [T k]
   int* pair_position;   // [T k], -1: skipped
   TokenTile* tiles;     // [T k / tile_tokens + E] at most
   int* num_tiles;       // [1]

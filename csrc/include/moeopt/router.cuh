@@ -124,9 +124,8 @@ MOEOPT_DEVICE void route_token(const RouterArgs& router, int num_experts, int to
 }
 
 // One warp per token; ids and weights go to global memory. Dynamic shared memory: 8 bytes per expert and warp.
-MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(128, 1)
-    route_tokens_kernel(RouterArgs router, int num_tokens, int num_experts, int top_k, int* topk_ids,
-                        float* topk_weights) {
+MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(128, 1) route_tokens_kernel(RouterArgs router, int num_tokens, int num_experts,
+                                                                   int top_k, int* topk_ids, float* topk_weights) {
   MOEOPT_SHARED_BASE(shared);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();

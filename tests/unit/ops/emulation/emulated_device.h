@@ -308,7 +308,7 @@ inline uint32_t swizzle(uint32_t address) { return address ^ ((address >> 3) & 0
 
 // The box at (x, y, z), dimension 0 fastest, rows of 128 bytes one after the other, into one block of the cluster.
 inline void tma_load_into(::emulation::Block* owner, void* shared, const TensorMap* map, int x, int y, int z,
-                             uint64_t* barrier) {
+                          uint64_t* barrier) {
   if (smem_address(shared) % 1024) ::emulation::fail("tensor copy: box is not 1024-byte aligned");
   if (map->box[0] * map->element_bytes != 128) ::emulation::fail("tensor copy: box rows are not 128 bytes");
   const bool own = owner == &block();

@@ -2,8 +2,8 @@
 // csrc/bindings/module.cpp: `cuda_direct`, `cuda_grouped`. A seed takes the place of the stream.
 //
 // A deadlock, a misaligned access or a barrier used wrongly is a RuntimeError.
-#include <cmath>
 #include <pybind11/stl.h>
+#include <cmath>
 
 #include <map>
 
@@ -30,13 +30,13 @@ void run_direct(const DirectArgs& args, const DirectLaunch& launch, uint64_t see
     direct_up_kernel<kWeightBytes, kDirectNarrow>(args);
   }));
   check(emulation::launch(launch.down_grid, kDirectDownWarps * 32, static_cast<size_t>(launch.down_shared_bytes), seed,
-                           [&] {
-                             if (launch.down_grid == args.moe.hidden_size / kDirectRows) {
-                               direct_down_kernel<kWeightBytes, true>(args);
-                             } else {
-                               direct_down_kernel<kWeightBytes, false>(args);
-                             }
-                           }));
+                          [&] {
+                            if (launch.down_grid == args.moe.hidden_size / kDirectRows) {
+                              direct_down_kernel<kWeightBytes, true>(args);
+                            } else {
+                              direct_down_kernel<kWeightBytes, false>(args);
+                            }
+                          }));
 }
 
 TensorMap tensor_map(const WeightView& view) {
@@ -127,7 +127,8 @@ void emulate_grouped(const py::dict& experts, const py::object& router, const py
 
 void emulate_router(const py::dict& experts, const py::object& router, uintptr_t ids, uintptr_t weights,
                     uint64_t seed) {
-  run_router(problem_from_python(experts, router), reinterpret_cast<int*>(ids), reinterpret_cast<float*>(weights), seed);
+  run_router(problem_from_python(experts, router), reinterpret_cast<int*>(ids), reinterpret_cast<float*>(weights),
+             seed);
 }
 
 template <int... kTokens>
