@@ -1,6 +1,6 @@
-"""From a problem and a launch geometry to the three integer lists that a compiled call takes.
+"""From a problem and a launch geometry to the structs that a compiled call takes.
 
-Works for tensors on any device: the tests hand the lists to the kernels' emulation on the CPU.
+Works for tensors on any device: the tests hand the structs to the kernels' emulation on the CPU.
 """
 
 from __future__ import annotations
@@ -10,32 +10,36 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
+from moe_optimizer.ops.kernel_arguments import CudaProblem, Fields, experts_fields
 from moe_optimizer.ops.launch_geometry.direct import DirectGeometry
 from moe_optimizer.ops.launch_geometry.grouped import GroupedGeometry
 from moe_optimizer.ops.launch_geometry.routing import RoutingGeometry
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 from moe_optimizer.ops.launch_geometry.workspace import Layout, direct_layout, grouped_layout
 
-_GROUPED_ORDER_BEFORE_COUNTER = (
-    "block_counts", "pair_rank", "expert_offsets", "sorted_token", "pair_position", "tiles", "num_tiles", "tasks_taken",
-)  # fmt: skip
-_GROUPED_ORDER_AFTER_COUNTER = (
-    "h", "y", "tokens", "token_scale", "h_quantized", "h_scale", "topk_ids", "topk_weights",
-)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """Arguments of one compiled call."""
+    """Arguments of one compiled call: structs of csrc/launch/problem.h."""
 
-    values: list[int]
-    workspace: list[int]
-    geometry: list[int]
+    experts: Fields
+    router: Fields | None
+    workspace: Fields
+    launch: Fields
     buffer: Tensor
     """Keeps the workspace alive; its contents before the call do not matter."""
     counters: Tensor | None = None
     """Keeps the counters alive."""
+
+    @property
+    def structs(self) -> tuple[Fields, Fields | None, Fields, Fields]:
+        """The arguments in the order of the compiled function."""
+        return self.experts, self.router, self.workspace, self.launch
+
+    def part(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        """Return the first `count` elements of a part of the workspace."""
+        start = int(self.workspace[name]) - self.buffer.data_ptr()
+        return self.buffer[start : start + count * dtype.itemsize].view(dtype)
 
 
 def sizes_of(problem: CudaProblem) -> MoeSizes:
@@ -53,16 +57,8 @@ def sizes_of(problem: CudaProblem) -> MoeSizes:
 def direct_call(problem: CudaProblem, geometry: DirectGeometry) -> KernelCall:
     """Return the call of the direct kernels."""
     layout = direct_layout(sizes_of(problem), has_router=problem.router is not None)
-    buffer = _buffer(layout, problem)
-    workspace = [_part(buffer, layout, name) for name in ("h", "topk_ids", "topk_weights")]
-    launch = [
-        geometry.up_grid,
-        geometry.up_shared_bytes,
-        geometry.down_grid,
-        geometry.down_shared_bytes,
-        int(geometry.up_wide),
-    ]
-    return KernelCall(problem.values(), workspace, launch, buffer)
+    launch: Fields = {name: getattr(geometry, name) for name in geometry.__slots__}
+    return _call(problem, layout, launch)
 
 
 def grouped_call(
@@ -70,28 +66,25 @@ def grouped_call(
 ) -> KernelCall:
     """Return the call of the grouped path; `counters`: int32, zero, see launch_geometry/workspace.py."""
     layout = grouped_layout(sizes_of(problem), geometry, routing, has_router=problem.router is not None)
-    buffer = _buffer(layout, problem)
-    workspace = [_part(buffer, layout, name) for name in _GROUPED_ORDER_BEFORE_COUNTER]
-    workspace.append(counters.data_ptr())
-    workspace += [_part(buffer, layout, name) for name in _GROUPED_ORDER_AFTER_COUNTER]
-    launch = [
-        int(geometry.mode),
-        geometry.tile_tokens,
-        geometry.num_stages,
-        geometry.shared_bytes,
-        geometry.grid,
-        routing.blocks,
-        routing.shared_bytes,
-        geometry.prepare_blocks,
-        geometry.cluster_blocks,
-    ]
-    return KernelCall(problem.values(), workspace, launch, buffer, counters)
+    launch: Fields = {
+        "mode": int(geometry.mode),
+        "tile_tokens": geometry.tile_tokens,
+        "num_stages": geometry.num_stages,
+        "shared_bytes": geometry.shared_bytes,
+        "grid": geometry.grid,
+        "route_blocks": routing.blocks,
+        "route_shared_bytes": routing.shared_bytes,
+        "prepare_blocks": geometry.prepare_blocks,
+        "cluster_blocks": geometry.cluster_blocks,
+    }
+    return _call(problem, layout, launch, counters)
 
 
-def _buffer(layout: Layout, problem: CudaProblem) -> Tensor:
-    return torch.empty(layout.total_bytes, dtype=torch.uint8, device=problem.x.device)
-
-
-def _part(buffer: Tensor, layout: Layout, name: str) -> int:
-    offset = layout.offsets[name]
-    return 0 if offset is None else buffer.data_ptr() + offset
+def _call(problem: CudaProblem, layout: Layout, launch: Fields, counters: Tensor | None = None) -> KernelCall:
+    buffer = torch.empty(layout.total_bytes, dtype=torch.uint8, device=problem.x.device)
+    start = buffer.data_ptr()
+    workspace: Fields = {name: 0 if at is None else start + at for name, at in layout.offsets.items()}
+    if counters is not None:
+        workspace["block_arrivals"] = counters.data_ptr()
+    router = None if problem.router is None else problem.router.fields()
+    return KernelCall(experts_fields(problem, problem.out), router, workspace, launch, buffer, counters)

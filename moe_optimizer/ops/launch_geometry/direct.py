@@ -34,7 +34,7 @@ ALIGNMENT_SLACK = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectGeometry:
-    """Both launches, in the order of `DirectLaunch` in csrc/launch/arguments.h."""
+    """Both launches: the fields of `DirectLaunch` in csrc/launch/problem.h."""
 
     up_grid: int
     up_shared_bytes: int

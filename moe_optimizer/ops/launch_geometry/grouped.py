@@ -21,9 +21,9 @@ BOX_ROWS = 128
 BOXES = 2
 PREPARE_WARPS = 8
 ALIGNMENT_SLACK = 1024
-TASK_PLACES = 16
+QUEUE_SLOTS = 16
 """Places for tasks on their way from the warp that deals them to the others of its block."""
-TASK_QUEUE_BYTES = TASK_PLACES * (16 + 8) + 8
+QUEUE_BYTES = QUEUE_SLOTS * (16 + 8) + 8
 """A task, and a barrier that says it is there, per place; a barrier that says the math warps have none left."""
 EXACT_COLUMNS = 64
 """FP8: up to so many columns partial sums are added in FP32, in wider tiles by the tensor cores."""
@@ -130,7 +130,7 @@ def grouped_geometry(
     staging = 2 * (min(tile_tokens, STAGED_TOKENS) * SWIZZLE_BYTES + (4 * tile_tokens if mode == GemmMode.FP8 else 0))
     fixed = {
         "output staging of 2 warpgroups": staging,
-        f"{TASK_PLACES} places for tasks": TASK_QUEUE_BYTES,
+        f"{QUEUE_SLOTS} places for tasks": QUEUE_BYTES,
         "alignment": ALIGNMENT_SLACK,
     }
     if num_stages is None:
@@ -144,11 +144,11 @@ def grouped_geometry(
     # last that reads it, in a pair a ring of either block.
     ahead = cluster_blocks * num_stages + 2
     expect(
-        ahead <= TASK_PLACES,
+        ahead <= QUEUE_SLOTS,
         KERNEL,
         "tasks dealt ahead",
         f"{ahead} ({cluster_blocks} x {num_stages} ring stages + 2)",
-        f"at most {TASK_PLACES} places",
+        f"at most {QUEUE_SLOTS} places",
     )
     shared = limits.check_shared(
         KERNEL,

@@ -28,7 +28,7 @@ class Layout:
 
 
 def direct_layout(sizes: MoeSizes, *, has_router: bool = False) -> Layout:
-    """Return the workspace of the direct kernels, in the order of `DirectWorkspace` in csrc/launch/arguments.h."""
+    """Return the workspace of the direct kernels, the fields of `DirectWorkspace` in csrc/launch/problem.h."""
     pairs = sizes.num_pairs
     routed = pairs * 4 * has_router
     return _pack({"h": pairs * sizes.intermediate_size * 2, "topk_ids": routed, "topk_weights": routed})
@@ -37,7 +37,9 @@ def direct_layout(sizes: MoeSizes, *, has_router: bool = False) -> Layout:
 def grouped_layout(
     sizes: MoeSizes, geometry: GroupedGeometry, routing: RoutingGeometry, *, has_router: bool = False
 ) -> Layout:
-    """Return the workspace of the grouped path, in the order of `GroupedWorkspace` in csrc/launch/arguments.h."""
+    """Return the workspace of the grouped path, the fields of `GroupedWorkspace` in csrc/launch/problem.h
+    but the counters.
+    """
     pairs, tokens, hidden, width = sizes.num_pairs, sizes.num_tokens, sizes.hidden_size, sizes.intermediate_size
     fp8 = geometry.mode == GemmMode.FP8
     token_bytes = {GemmMode.BF16: 0, GemmMode.FP8_WEIGHTS: 2, GemmMode.FP8: 1}[geometry.mode]
@@ -50,7 +52,7 @@ def grouped_layout(
             "pair_position": pairs * 4,
             "tiles": geometry.max_tiles * 16,
             "num_tiles": 4,
-            "tasks_taken": 8,
+            "tile_counters": 8,
             "h": pairs * width * 2 * (not fp8),
             "y": pairs * hidden * 2,
             "tokens": tokens * hidden * token_bytes,

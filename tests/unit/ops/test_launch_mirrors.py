@@ -25,8 +25,8 @@ SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, inter
     [
         (direct, ["TOKENS", "PAIRS", "UP_WARPS", "DOWN_WARPS", "WIDE_UP_BLOCKS", "ROWS", "ROUTING_BYTES",
                   "SCRATCH_PER_EXPERT", "UP_SUM_BYTES", "DOWN_SUM_BYTES_PER_TOKEN"]),
-        (grouped, ["THREADS", "PRODUCER_THREADS", "PRODUCER_REGISTERS", "MATH_REGISTERS", "BOX_ROWS", "TASK_PLACES",
-                   "TASK_QUEUE_BYTES"]),
+        (grouped, ["THREADS", "PRODUCER_THREADS", "PRODUCER_REGISTERS", "MATH_REGISTERS", "BOX_ROWS", "QUEUE_SLOTS",
+                   "QUEUE_BYTES"]),
         (routing, ["THREADS", "PAIRS_PER_BLOCK", "WARPS", "FIXED_SHARED_BYTES"]),
     ],
     ids=["direct", "grouped", "routing"],
@@ -56,6 +56,10 @@ def test_stage_bytes_are_the_compiled_ones(emulator: Emulator, mode, tile):
     )  # fmt: skip
     geometry = grouped.grouped_geometry(sizes, mode, num_multiprocessors=1, tile_tokens=tile)
     assert geometry.stage_bytes == emulator.constant(f"grouped.stage_bytes_{int(mode)}_{tile}")
+
+
+def test_token_tiles_are_the_compiled_ones(emulator: Emulator):
+    assert [list(grouped.TILE_TOKENS[mode]) for mode in GemmMode] == emulator.module.tiles
 
 
 def test_tiles_and_blocks_of_the_direct_kernels_are_the_compiled_ones(emulator: Emulator):
@@ -107,8 +111,8 @@ __global__ void reads_sums_between_products(float* out, uint64_t a, uint64_t b) 
   moeopt::wgmma_bf16(sums, a, b, 0);
   sums[0] += out[0];
   moeopt::wgmma_bf16(sums, a, b, 1);
-  moeopt::wgmma_commit();
-  moeopt::wgmma_wait<0>();
+  moeopt::wgmma_commit_group();
+  moeopt::wgmma_wait_group<0>();
   for (float sum : sums) out[threadIdx.x] += sum;
 }
 """
