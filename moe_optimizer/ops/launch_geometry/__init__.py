@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from moe_optimizer.ops.launch_geometry.direct import DirectGeometry, direct_geometry
 from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry, grouped_geometry
-from moe_optimizer.ops.launch_geometry.hopper import HOPPER, ChipLimits, GeometryError
+from moe_optimizer.ops.launch_geometry.hopper import GeometryError
 from moe_optimizer.ops.launch_geometry.routing import RoutingGeometry, routing_geometry
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 
 __all__ = [
-    "HOPPER",
-    "ChipLimits",
     "DirectGeometry",
     "GemmMode",
     "GeometryError",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_optimizer.ops.launch_geometry.hopper import HOPPER, ChipLimits, expect
+from moe_optimizer.ops.launch_geometry.hopper import check_shared, expect
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes, ceil_div
 
 KERNEL = "route_pairs"
@@ -25,17 +25,16 @@ class RoutingGeometry:
     """One sort."""
 
     blocks: int
+    """1: a single block counts and places in one launch. More: a second launch places, after the counts of all."""
     shared_bytes: int
-    launches: int
-    """1: a single block counts and places; 2: place after the counts of all blocks."""
 
 
-def routing_geometry(sizes: MoeSizes, *, limits: ChipLimits = HOPPER) -> RoutingGeometry:
+def routing_geometry(sizes: MoeSizes) -> RoutingGeometry:
     """Return the launch for `sizes`; raise GeometryError where 32-bit pair numbers do not reach."""
     pairs = sizes.num_pairs
     expect(pairs <= MAX_PAIRS, KERNEL, f"T x k = {sizes.num_tokens} x {sizes.top_k}", pairs, f"at most {MAX_PAIRS}")
     blocks = max(1, ceil_div(pairs, PAIRS_PER_BLOCK))
-    shared = limits.check_shared(
+    shared = check_shared(
         KERNEL,
         {
             f"counts of {sizes.num_experts} experts": sizes.num_experts * 4,
@@ -44,4 +43,4 @@ def routing_geometry(sizes: MoeSizes, *, limits: ChipLimits = HOPPER) -> Routing
             "alignment": ALIGNMENT_SLACK,
         },
     )
-    return RoutingGeometry(blocks=blocks, shared_bytes=shared, launches=1 if blocks == 1 else 2)
+    return RoutingGeometry(blocks=blocks, shared_bytes=shared)

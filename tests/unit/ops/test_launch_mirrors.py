@@ -25,8 +25,7 @@ SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, inter
     [
         (direct, ["TOKENS", "PAIRS", "UP_WARPS", "DOWN_WARPS", "WIDE_UP_BLOCKS", "ROWS", "ROUTING_BYTES",
                   "SCRATCH_PER_EXPERT", "UP_SUM_BYTES", "DOWN_SUM_BYTES_PER_TOKEN"]),
-        (grouped, ["THREADS", "PRODUCER_THREADS", "PRODUCER_REGISTERS", "MATH_REGISTERS", "BOX_ROWS", "QUEUE_SLOTS",
-                   "QUEUE_BYTES"]),
+        (grouped, ["THREADS", "PRODUCER_THREADS", "BOX_ROWS", "QUEUE_SLOTS", "QUEUE_BYTES"]),
         (routing, ["THREADS", "PAIRS_PER_BLOCK", "WARPS", "FIXED_SHARED_BYTES"]),
     ],
     ids=["direct", "grouped", "routing"],
@@ -190,4 +189,5 @@ def test_no_cuda_kernel_spills_and_every_one_fits_the_register_file(tmp_path):
             weight_bytes, pieces = (int(n) for n in entry["name"].partition("<")[2].rstrip(">").split(", "))
             blocks = direct.UP_BLOCKS[weight_bytes] if pieces == 2 else direct.WIDE_UP_BLOCKS
             count = direct.UP_WARPS * 32 * blocks
-        grouped.HOPPER.check_registers(entry["name"], count, entry["registers"])
+        # Registers are handed out to warps in units of 256, 8 per thread.
+        assert count * -(-entry["registers"] // 8) * 8 <= 65536, entry
