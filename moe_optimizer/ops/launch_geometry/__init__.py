@@ -10,7 +10,6 @@ from __future__ import annotations
 from moe_optimizer.ops.launch_geometry.direct import DirectGeometry, direct_geometry
 from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry, grouped_geometry
 from moe_optimizer.ops.launch_geometry.hopper import GeometryError
-from moe_optimizer.ops.launch_geometry.routing import RoutingGeometry, routing_geometry
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 
 __all__ = [
@@ -19,8 +18,6 @@ __all__ = [
     "GeometryError",
     "GroupedGeometry",
     "MoeSizes",
-    "RoutingGeometry",
     "direct_geometry",
     "grouped_geometry",
-    "routing_geometry",
 ]

@@ -1,6 +1,6 @@
-"""Launch of the grouped GEMMs: tile, ring stages, barrier arrivals, grid.
+"""Launches of the grouped path: blocks that route, token tile, ring stages, grid.
 
-Mirrors csrc/include/moeopt/grouped_gemm.cuh.
+Mirrors csrc/include/moeopt/route_pairs.cuh and grouped_gemm_sm90_shape.cuh.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from moe_optimizer.ops.launch_geometry.sizes import MoeSizes, ceil_div
 KERNEL = "grouped_gemm"
 THREADS = 384
 PRODUCER_THREADS = 128
+ROUTE_WARPS = 8
+PAIRS_PER_BLOCK = 1024
+ROUTE_FIXED_BYTES = (1 + ROUTE_WARPS) * 4
+"""The last-block flag and the warps' sums."""
 BOX_ROWS = 128
 BOXES = 2
 PREPARE_WARPS = 8
 ALIGNMENT_SLACK = 1024
+MAX_PAIRS = 2**31 - 1
 QUEUE_SLOTS = 16
 """Slots for work tiles on their way from the weights warp to the other warps of a block."""
 QUEUE_BYTES = QUEUE_SLOTS * (16 + 8) + 8
@@ -31,7 +36,7 @@ SWIZZLE_BYTES = 128
 
 
 class GemmMode(IntEnum):
-    """What the tensor cores multiply; codes of csrc/include/moeopt/grouped_gemm.cuh."""
+    """What the tensor cores multiply; codes of csrc/include/moeopt/fused_experts.h."""
 
     BF16 = 0
     FP8_WEIGHTS = 1
@@ -54,20 +59,33 @@ PAIRED_TILES = {GemmMode.BF16: (160,), GemmMode.FP8_WEIGHTS: (), GemmMode.FP8: (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedGeometry:
-    """Both GEMM launches (they share one shape), as the launcher takes it."""
+    """The fields of `GroupedLaunch` in csrc/launch/problem.h."""
 
     mode: GemmMode
     tile_tokens: int
     cluster_blocks: int
     """2: blocks in pairs, each pair on two token tiles of one expert, every weight read once for both."""
     num_stages: int
-    stage_bytes: int
     shared_bytes: int
     grid: int
+    route_blocks: int
+    """1: a single block counts and places in one launch. More: a second launch places, after the counts of all."""
+    route_shared_bytes: int
     prepare_blocks: int
     """Blocks that prepare the tokens, beside those that count pairs: a warp per token (FP8) or per 128 elements."""
-    max_tiles: int
-    """Token tiles the table must have room for: all full tiles, and per expert a started one (a started pair)."""
+
+    def max_tiles(self, sizes: MoeSizes) -> int:
+        """Return the token tiles that can arise: all full tiles, and per expert a started one (a started pair)."""
+        started = min(sizes.num_experts, sizes.num_pairs)
+        return self.cluster_blocks * (sizes.num_pairs // (self.tile_tokens * self.cluster_blocks) + started)
+
+
+def stage_bytes(mode: GemmMode, tile_tokens: int) -> int:
+    """Return the shared memory of one ring stage: weights, tokens, scales."""
+    token_bytes = tile_tokens * SWIZZLE_BYTES * (2 if mode == GemmMode.FP8_WEIGHTS else 1)
+    # At most 176 floats, in wide FP8 tiles 144 more; in KiB, so that every swizzled tile starts on one.
+    scale_bytes = 0 if mode == GemmMode.BF16 else 2048 if mode == GemmMode.FP8 and tile_tokens > EXACT_COLUMNS else 1024
+    return BOXES * BOX_ROWS * SWIZZLE_BYTES + token_bytes + scale_bytes
 
 
 def grouped_geometry(
@@ -79,7 +97,7 @@ def grouped_geometry(
     num_stages: int | None = None,
     paired: bool = False,
 ) -> GroupedGeometry:
-    """Return the launch for `sizes`, one persistent block per multiprocessor.
+    """Return the launches for `sizes`; the GEMMs have one persistent block per multiprocessor.
 
     Args:
         sizes: the call.
@@ -105,11 +123,18 @@ def grouped_geometry(
     cluster_blocks = 2 if paired else 1
     expect(num_multiprocessors >= cluster_blocks, KERNEL, "multiprocessors", num_multiprocessors, "2 for a pair")
 
-    box = BOX_ROWS * SWIZZLE_BYTES
-    token_bytes = tile_tokens * SWIZZLE_BYTES * (2 if mode == GemmMode.FP8_WEIGHTS else 1)
-    # At most 176 floats, in wide FP8 tiles 144 more; in KiB, so that every swizzled tile starts on one.
-    scale_bytes = 0 if mode == GemmMode.BF16 else 2048 if mode == GemmMode.FP8 and tile_tokens > EXACT_COLUMNS else 1024
-    stage = BOXES * box + token_bytes + scale_bytes
+    pairs = sizes.num_pairs
+    expect(pairs <= MAX_PAIRS, KERNEL, f"T x k = {sizes.num_tokens} x {sizes.top_k}", pairs, f"at most {MAX_PAIRS}")
+    route_shared = check_shared(
+        KERNEL,
+        {
+            f"counts of {sizes.num_experts} experts": sizes.num_experts * 4,
+            f"the same for each of {ROUTE_WARPS} warps": ROUTE_WARPS * sizes.num_experts * 2,
+            "flag and sums": ROUTE_FIXED_BYTES,
+            "alignment": ALIGNMENT_SLACK,
+        },
+    )
+    stage = stage_bytes(mode, tile_tokens)
     # BF16 of 64 rows per token of a part of the tile; in FP8 also 1 / scale of every token.
     staging = 2 * (min(tile_tokens, STAGED_TOKENS) * SWIZZLE_BYTES + (4 * tile_tokens if mode == GemmMode.FP8 else 0))
     fixed = {
@@ -143,12 +168,11 @@ def grouped_geometry(
         tile_tokens=tile_tokens,
         cluster_blocks=cluster_blocks,
         num_stages=num_stages,
-        stage_bytes=stage,
         shared_bytes=shared,
         grid=num_multiprocessors // cluster_blocks * cluster_blocks,
+        route_blocks=max(1, ceil_div(pairs, PAIRS_PER_BLOCK)),
+        route_shared_bytes=route_shared,
         prepare_blocks=min(_prepare_tasks(sizes, mode), 16 * num_multiprocessors),
-        max_tiles=cluster_blocks
-        * (sizes.num_pairs // (tile_tokens * cluster_blocks) + min(sizes.num_experts, sizes.num_pairs)),
     )
 
 

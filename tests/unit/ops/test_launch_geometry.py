@@ -8,22 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_optimizer.ops.cuda_dispatch_calls import direct_parts, grouped_parts
 from moe_optimizer.ops.launch_geometry import (
     GeometryError,
     GroupedGeometry,
     MoeSizes,
     direct_geometry,
     grouped_geometry,
-    routing_geometry,
 )
 from moe_optimizer.ops.launch_geometry.direct import UP_BLOCKS, UP_ROWS, WIDE_UP_BLOCKS
-from moe_optimizer.ops.launch_geometry.grouped import PAIRED_TILES, TILE_TOKENS, GemmMode, choose_tile_tokens
-from moe_optimizer.ops.launch_geometry.hopper import SHARED_BYTES
-from moe_optimizer.ops.launch_geometry.workspace import (
-    ALIGNMENT,
-    direct_layout,
-    grouped_layout,
+from moe_optimizer.ops.launch_geometry.grouped import (
+    PAIRED_TILES,
+    TILE_TOKENS,
+    GemmMode,
+    choose_tile_tokens,
+    stage_bytes,
 )
+from moe_optimizer.ops.launch_geometry.hopper import SHARED_BYTES
 
 QWEN3 = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=2)
 MIXTRAL = MoeSizes(num_tokens=4, top_k=2, num_experts=8, hidden_size=4096, intermediate_size=14336, weight_bytes=2)
@@ -93,7 +94,7 @@ def test_every_compiled_tile_fits_the_chip(mode, sizes):
     for tile in TILE_TOKENS[mode]:
         geometry = grouped_geometry(sizes, mode, num_multiprocessors=132, tile_tokens=tile)
         assert geometry.shared_bytes <= SHARED_BYTES
-        assert geometry.stage_bytes % 1024 == 0  # the swizzle's period
+        assert stage_bytes(mode, tile) % 1024 == 0  # the swizzle's period
 
 
 @pytest.mark.parametrize("mode", [GemmMode.BF16, GemmMode.FP8])
@@ -148,9 +149,9 @@ def test_the_tile_table_has_room_for_any_routing(tokens, top_k, experts):
     # The most tiles: as many experts as possible with one pair each, the rest of the pairs in full tiles.
     started = min(experts, sizes.num_pairs)
     worst = started + (sizes.num_pairs - started) // geometry.tile_tokens
-    assert geometry.max_tiles >= worst
+    assert geometry.max_tiles(sizes) >= worst
     paired = grouped_geometry(sizes, GemmMode.BF16, num_multiprocessors=132, tile_tokens=128, paired=True)
-    assert paired.max_tiles >= 2 * (started + (sizes.num_pairs - started) // 256)
+    assert paired.max_tiles(sizes) >= 2 * (started + (sizes.num_pairs - started) // 256)
 
 
 def test_the_tile_grows_with_the_tokens_per_expert():
@@ -162,34 +163,24 @@ def test_the_tile_grows_with_the_tokens_per_expert():
 
 
 def test_a_block_routes_1024_pairs():
-    assert routing_geometry(replace(QWEN3, num_tokens=128)).blocks == 1
-    assert routing_geometry(replace(QWEN3, num_tokens=4096)).blocks == 32
+    assert _grouped(replace(QWEN3, num_tokens=128), GemmMode.BF16).route_blocks == 1
+    assert _grouped(replace(QWEN3, num_tokens=4096), GemmMode.BF16).route_blocks == 32
 
 
 def _grouped(sizes: MoeSizes, mode: GemmMode) -> GroupedGeometry:
     return grouped_geometry(sizes, mode, num_multiprocessors=132)
 
 
-@pytest.mark.parametrize("mode", list(GemmMode))
-def test_workspace_parts_are_aligned_and_do_not_overlap(mode):
-    sizes = replace(DEEPSEEK, num_tokens=300, weight_bytes=2 if mode == GemmMode.BF16 else 1)
-    layout = grouped_layout(sizes, _grouped(sizes, mode), routing_geometry(sizes), has_router=True)
-    starts = [offset for offset in layout.offsets.values() if offset is not None]
-    assert starts == sorted(set(starts))
-    assert all(start % ALIGNMENT == 0 for start in starts)
-    assert layout.total_bytes > starts[-1]
-
-
 def test_only_fp8_activations_take_room_for_quantised_tokens():
-    bf16 = grouped_layout(QWEN3, _grouped(QWEN3, GemmMode.BF16), routing_geometry(QWEN3))
-    assert bf16.offsets["h_quantized"] is None
-    assert bf16.offsets["h"] is not None
+    bf16 = grouped_parts(QWEN3, _grouped(QWEN3, GemmMode.BF16))
+    assert bf16["h_quantized"] == 0
+    assert bf16["h"] > 0
     fp8_sizes = replace(QWEN3, weight_bytes=1)
-    fp8 = grouped_layout(fp8_sizes, _grouped(fp8_sizes, GemmMode.FP8), routing_geometry(fp8_sizes))
-    assert fp8.offsets["h_quantized"] is not None
-    assert fp8.offsets["h"] is None
+    fp8 = grouped_parts(fp8_sizes, _grouped(fp8_sizes, GemmMode.FP8))
+    assert fp8["h_quantized"] > 0
+    assert fp8["h"] == 0
 
 
 def test_only_logits_take_room_for_ids_and_weights():
-    assert direct_layout(QWEN3).offsets == {"h": 0, "topk_ids": None, "topk_weights": None}
-    assert None not in direct_layout(QWEN3, has_router=True).offsets.values()
+    assert direct_parts(QWEN3) == {"h": 8 * 768 * 2, "topk_ids": 0, "topk_weights": 0}
+    assert all(direct_parts(QWEN3, has_router=True).values())

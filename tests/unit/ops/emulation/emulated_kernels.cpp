@@ -167,10 +167,9 @@ std::map<std::string, int64_t> compiled_constants() {
       {"grouped.tile_entry_bytes", sizeof(TokenTile)},
       {"grouped.QUEUE_SLOTS", kQueueSlots},
       {"grouped.QUEUE_BYTES", kQueueBytes},
-      {"routing.THREADS", kRouteThreads},
-      {"routing.PAIRS_PER_BLOCK", kRoutePairs},
-      {"routing.WARPS", kRouteWarps},
-      {"routing.FIXED_SHARED_BYTES", sizeof(RouteShared)},
+      {"grouped.PAIRS_PER_BLOCK", kRoutePairs},
+      {"grouped.ROUTE_WARPS", kRouteWarps},
+      {"grouped.ROUTE_FIXED_BYTES", sizeof(RouteShared)},
   };
 }
 
