@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.ops import reference
-from moe_optimizer.ops.cuda_dispatch_calls import KernelCall, direct_call, grouped_call, sizes_of
+from moe_optimizer.ops.cuda_dispatch_calls import COUNTERS, KernelCall, direct_call, grouped_call, sizes_of
 from moe_optimizer.ops.kernel_arguments import CudaProblem, experts_fields
 from moe_optimizer.ops.launch_geometry.direct import direct_geometry
 from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry, grouped_geometry
-from moe_optimizer.ops.launch_geometry.routing import routing_geometry
-from moe_optimizer.ops.launch_geometry.workspace import COUNTERS
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATION = ROOT / "tests/unit/ops/emulation"
@@ -179,7 +177,7 @@ class Emulator:
         self, problem: CudaProblem, geometry: GroupedGeometry, *, seed: int, routing_only: bool = False
     ) -> KernelCall:
         counters = torch.zeros(COUNTERS, dtype=torch.int32)
-        call = grouped_call(problem, geometry, routing_geometry(sizes_of(problem)), counters)
+        call = grouped_call(problem, geometry, counters)
         self.module.cuda_grouped(*_poisoned(call).structs, seed, routing_only)
         assert not counters.any(), counters.nonzero()
         return call

@@ -22,15 +22,13 @@ from bench_cuda_machine import why_not_here  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from moe_optimizer.ops import reference  # noqa: E402
-from moe_optimizer.ops.cuda_dispatch_calls import KernelCall, direct_call, grouped_call, sizes_of  # noqa: E402
+from moe_optimizer.ops.cuda_dispatch_calls import COUNTERS, KernelCall, direct_call, grouped_call, sizes_of  # noqa: E402
 from moe_optimizer.ops.kernel_arguments import CudaProblem  # noqa: E402
 from moe_optimizer.ops.launch_geometry import (  # noqa: E402
     GemmMode,
     direct_geometry,
     grouped_geometry,
-    routing_geometry,
 )
-from moe_optimizer.ops.launch_geometry.workspace import COUNTERS  # noqa: E402
 
 
 def main() -> int:
@@ -65,7 +63,7 @@ def make_call(problem: CudaProblem, variant: str, tile: int) -> KernelCall:
         return direct_call(problem, direct_geometry(sizes, num_multiprocessors=multiprocessors))
     mode = GemmMode[variant.upper()]
     geometry = grouped_geometry(sizes, mode, num_multiprocessors=multiprocessors, tile_tokens=tile)
-    return grouped_call(problem, geometry, routing_geometry(sizes), counters)
+    return grouped_call(problem, geometry, counters)
 
 
 def launch(call: KernelCall, variant: str) -> None:

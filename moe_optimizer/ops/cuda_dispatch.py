@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.ops import _load
-from moe_optimizer.ops.cuda_dispatch_calls import direct_call, grouped_call, sizes_of
-from moe_optimizer.ops.cuda_variants import DirectVariant, GroupedVariant, Variant, choose_variant
+from moe_optimizer.ops.cuda_dispatch_calls import COUNTERS, direct_call, grouped_call, sizes_of
+from moe_optimizer.ops.cuda_variants import DirectVariant, Variant, choose_variant
 from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
 from moe_optimizer.ops.launch_geometry.direct import DirectGeometry, direct_geometry
 from moe_optimizer.ops.launch_geometry.grouped import GroupedGeometry, grouped_geometry
 from moe_optimizer.ops.launch_geometry.hopper import GeometryError
-from moe_optimizer.ops.launch_geometry.routing import routing_geometry
-from moe_optimizer.ops.launch_geometry.workspace import COUNTERS
 from moe_optimizer.ops.measured_variant import measured_variant
 
 _CAPABILITY = (9, 0)
@@ -57,10 +55,7 @@ def why_not(problem: CudaProblem, variant: Variant) -> str | None:
         if misaligned:
             return f"CUDA kernels copy 16 bytes at a time: {name} {misaligned}"
     try:
-        if isinstance(variant, DirectVariant):
-            direct_launch(problem, num_multiprocessors=1)
-        else:
-            grouped_launch(problem, variant, num_multiprocessors=1)
+        geometry_of(problem, variant, num_multiprocessors=2)
     except GeometryError as error:
         return str(error)
     return None
@@ -76,15 +71,13 @@ def _misaligned(tensor: Tensor) -> str:
     return ""
 
 
-def direct_launch(problem: CudaProblem, num_multiprocessors: int) -> DirectGeometry:
-    """Return the launches of the direct kernels; raises GeometryError where they do not cover the problem."""
-    return direct_geometry(sizes_of(problem), num_multiprocessors=num_multiprocessors)
-
-
-def grouped_launch(problem: CudaProblem, variant: GroupedVariant, num_multiprocessors: int) -> GroupedGeometry:
-    """Return the launch of the grouped GEMMs; raises GeometryError where they do not cover the problem."""
+def geometry_of(problem: CudaProblem, variant: Variant, num_multiprocessors: int) -> DirectGeometry | GroupedGeometry:
+    """Return the launches of the variant; raises GeometryError where it does not cover the problem."""
+    sizes = sizes_of(problem)
+    if isinstance(variant, DirectVariant):
+        return direct_geometry(sizes, num_multiprocessors=num_multiprocessors)
     return grouped_geometry(
-        sizes_of(problem),
+        sizes,
         variant.mode,
         num_multiprocessors=num_multiprocessors,
         tile_tokens=variant.tile_tokens,
@@ -134,17 +127,15 @@ def run(problem: CudaProblem, variant: Variant) -> None:
     """
     if problem.x.shape[0] == 0:
         return
-    sizes = sizes_of(problem)
     device = problem.x.device
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    geometry = geometry_of(problem, variant, torch.cuda.get_device_properties(device).multi_processor_count)
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
-        if isinstance(variant, DirectVariant):
-            call = direct_call(problem, direct_launch(problem, multiprocessors))
+        if isinstance(geometry, DirectGeometry):
+            call = direct_call(problem, geometry)
             _load.kernels().cuda_direct(*call.structs, stream)
         else:
-            geometry = grouped_launch(problem, variant, multiprocessors)
-            call = grouped_call(problem, geometry, routing_geometry(sizes), _counters_for(device, stream))
+            call = grouped_call(problem, geometry, _counters_for(device, stream))
             _load.kernels().cuda_grouped(*call.structs, stream)
 
 

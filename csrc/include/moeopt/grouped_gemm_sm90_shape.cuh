@@ -54,6 +54,9 @@ constexpr int kRatioOffset = 192;
 // math warpgroups: 128 x 72 + 256 x 216 = 64512 = 384 x 168.
 constexpr int kProducerRegisters = 72;
 constexpr int kMathRegisters = 216;
+static_assert(kProducerThreads * kProducerRegisters + (kGemmThreads - kProducerThreads) * kMathRegisters <=
+                  65536 / kGemmThreads / 8 * 8 * kGemmThreads,
+              "more registers than the block has at launch");
 
 // Index of the scale of column n. A thread has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16; their scales are
 // adjacent.

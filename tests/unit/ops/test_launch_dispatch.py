@@ -9,10 +9,17 @@ import torch
 
 from moe_optimizer.ops import cuda_dispatch
 from moe_optimizer.ops.cuda_dispatch import CounterBank
-from moe_optimizer.ops.cuda_dispatch_calls import direct_call, sizes_of
+from moe_optimizer.ops.cuda_dispatch_calls import (
+    ALIGNMENT,
+    COUNTERS,
+    direct_call,
+    grouped_call,
+    grouped_parts,
+    sizes_of,
+)
 from moe_optimizer.ops.cuda_variants import DirectVariant, GroupedVariant, choose_variant
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
-from moe_optimizer.ops.launch_geometry import GemmMode, MoeSizes, direct_geometry
+from moe_optimizer.ops.launch_geometry import GemmMode, MoeSizes, direct_geometry, grouped_geometry
 from tests.kernel_emulator import Emulator, make_case
 from tests.ops.moe_cases import make_case as ops_case
 
@@ -126,6 +133,25 @@ def test_a_stream_keeps_its_counters_and_no_two_share():
     assert first.data_ptr() not in seen
     assert len(seen) >= CounterBank.SETS
     assert not bank.get(10**6).any()
+
+
+@pytest.mark.parametrize("router", [None, Router(logits=torch.zeros(5, 4), top_k=2)], ids=["ids", "logits"])
+@pytest.mark.parametrize("mode", list(GemmMode))
+def test_workspace_parts_are_aligned_and_do_not_overlap(mode, router):
+    problem = replace(make_case(5, 2, 4, 64, 32, fp8=None if mode == GemmMode.BF16 else "block").problem, router=router)
+    sizes = sizes_of(problem)
+    geometry = grouped_geometry(sizes, mode, num_multiprocessors=2)
+    call = grouped_call(problem, geometry, torch.zeros(COUNTERS, dtype=torch.int32))
+    parts = grouped_parts(sizes, geometry, has_router=router is not None)
+    end = call.buffer.data_ptr()
+    for name, size in parts.items():
+        if size == 0:
+            assert call.workspace[name] == 0
+            continue
+        assert call.workspace[name] >= end
+        assert (call.workspace[name] - call.buffer.data_ptr()) % ALIGNMENT == 0
+        end = call.workspace[name] + size
+    assert end <= call.buffer.data_ptr() + call.buffer.numel()
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown"])

@@ -155,8 +155,6 @@ std::map<std::string, int64_t> compiled_constants() {
       {"direct.DOWN_SUM_BYTES_PER_TOKEN", kDirectDownSumBytesPerToken},
       {"grouped.THREADS", kGemmThreads},
       {"grouped.PRODUCER_THREADS", kProducerThreads},
-      {"grouped.PRODUCER_REGISTERS", kProducerRegisters},
-      {"grouped.MATH_REGISTERS", kMathRegisters},
       {"grouped.BOX_ROWS", kBoxRows},
       {"grouped.stage_bytes_0_16", GemmShape<GemmMode::kBf16, 16>::kStageBytes},
       {"grouped.stage_bytes_0_128", GemmShape<GemmMode::kBf16, 128>::kStageBytes},
@@ -169,10 +167,9 @@ std::map<std::string, int64_t> compiled_constants() {
       {"grouped.tile_entry_bytes", sizeof(TokenTile)},
       {"grouped.QUEUE_SLOTS", kQueueSlots},
       {"grouped.QUEUE_BYTES", kQueueBytes},
-      {"routing.THREADS", kRouteThreads},
-      {"routing.PAIRS_PER_BLOCK", kRoutePairs},
-      {"routing.WARPS", kRouteWarps},
-      {"routing.FIXED_SHARED_BYTES", sizeof(RouteShared)},
+      {"grouped.PAIRS_PER_BLOCK", kRoutePairs},
+      {"grouped.ROUTE_WARPS", kRouteWarps},
+      {"grouped.ROUTE_FIXED_BYTES", sizeof(RouteShared)},
   };
 }
 
