@@ -3,8 +3,8 @@
     python benchmarks/serving/bench_decode_step.py --model DIR --out FILE [--batches 1,8,64,256] [--context 512]
         [--profile balanced] [-- further vllm serve arguments]
 
-One GPU. Both sides get the arguments after `--`; ours follows the plan of the profile, with the tables that this machine
-has. A model without weights is decoded with --load-format dummy, which leaves routing near uniform.
+One GPU. Both sides get the arguments after `--`; ours follows the plan of the profile, with the tables of this machine.
+A model without weights is decoded with --load-format dummy, which leaves routing near uniform.
 """
 
 from __future__ import annotations
