@@ -10,10 +10,9 @@ from enum import Enum
 from pathlib import Path
 
 from moe_optimizer.vllm_plugin import compat
-from moe_optimizer.vllm_plugin.experts.fp8_oracle import FP8_ORACLE
+from moe_optimizer.vllm_plugin.experts.kernel_choice import FP8_ORACLE, UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADING
 from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
-from moe_optimizer.vllm_plugin.experts.unquantized_oracle import UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.patch import Patch, probe
 from moe_optimizer.vllm_plugin.placement.routed_experts import ROUTED_EXPERTS
 from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL

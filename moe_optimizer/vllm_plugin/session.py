@@ -209,8 +209,8 @@ class PluginSession:
                 entry.ran = all(each.calls for each in entry.layers)
         self.writer.touch()
 
-    def left_to_stock(self, address: int) -> None:
-        """Note one forward of a layer of ours by vLLM's own kernel, as the plan says for that many tokens."""
+    def called_stock(self, address: int) -> None:
+        """Note one run of vLLM's own kernel for a layer of ours, as the plan says for that many tokens."""
         known = self._layers.get(address)
         if known is not None:
             counts = known.proof.calls_by_kernel
