@@ -14,7 +14,7 @@ from moe_optimizer.vllm_plugin.experts.kernel_choice import FP8_ORACLE, UNQUANTI
 from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADING
 from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
 from moe_optimizer.vllm_plugin.patch import Patch, probe
-from moe_optimizer.vllm_plugin.placement.routed_experts import ROUTED_EXPERTS
+from moe_optimizer.vllm_plugin.placement.expert_placement import ROUTED_EXPERTS
 from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
 from moe_optimizer.vllm_plugin.worker.model_loaded import WORKER_MODEL_LOADED
 

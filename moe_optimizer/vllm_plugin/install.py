@@ -24,8 +24,7 @@ from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QU
 from moe_optimizer.vllm_plugin.experts.weight_format_fp8 import FP8_PASS
 from moe_optimizer.vllm_plugin.experts.weight_format_sparse import SPARSITY_PASS
 from moe_optimizer.vllm_plugin.patch import Patch, PatchReport, PatchState, apply_when_imported
-from moe_optimizer.vllm_plugin.placement.expert_placement import PLACEMENT_PASS
-from moe_optimizer.vllm_plugin.placement.routed_experts import ROUTED_EXPERTS
+from moe_optimizer.vllm_plugin.placement.expert_placement import PLACEMENT_PASS, ROUTED_EXPERTS
 from moe_optimizer.vllm_plugin.server_facts import ServerFacts
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, start_session
 from moe_optimizer.vllm_plugin.worker.captured_graphs import captures_graphs

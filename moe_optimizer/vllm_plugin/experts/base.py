@@ -4,8 +4,7 @@ A class accepts only layers that its kernels were shown to compute. A refusal ca
 the next class in vLLM's order.
 """
 
-# The signatures are vLLM's.
-# ruff: noqa: N803, PLW0211
+# ruff: noqa: PLW0211 - vLLM's own shape of is_supported_config
 
 from __future__ import annotations
 
@@ -125,9 +124,10 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
         # By the op's contract a token's result does not depend on the other tokens of the batch.
         return True
 
-    def workspace_shapes(self, M: int, _n: int, K: int, *_sizes: Any) -> tuple[tuple[int, ...], ...]:
+    def workspace_shapes(self, *sizes: Any, **_named: Any) -> Any:
         """No workspace: the kernel keeps its own scratch. Output: one row of the model width per token."""
-        return (0,), (0,), (M, K)
+        tokens, _, hidden, *_ = sizes
+        return (0,), (0,), (tokens, hidden)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         """Return what does nothing: the kernel weights and sums the experts of a token."""

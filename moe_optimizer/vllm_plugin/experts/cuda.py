@@ -89,11 +89,11 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         # Another number of tokens may be computed by another kernel.
         return False
 
-    def workspace_shapes(self, *sizes: Any) -> tuple[tuple[int, ...], ...]:
+    def workspace_shapes(self, *sizes: Any, **named: Any) -> Any:
         """As vLLM's own experts, whichever kernel runs: vLLM sizes its workspace once, from the largest forward, and a
         smaller one may be theirs.
         """
-        return self.stock.workspace_shapes(*sizes)
+        return self.stock.workspace_shapes(*sizes, **named)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         """Return what writes the layer's output."""
@@ -172,12 +172,14 @@ class _Output(mk.TopKWeightAndReduce):
         self._stock = stock
         self.pending: Callable[[torch.Tensor], None] | None = None
 
-    def apply(self, output: torch.Tensor | None, fused_expert_output: torch.Tensor, **named: Any) -> torch.Tensor:
+    def apply(
+        self, output: torch.Tensor | None, fused_expert_output: torch.Tensor, *arguments: Any, **named: Any
+    ) -> torch.Tensor:
         """Run the pending kernel into the layer's output, or finish what vLLM's own experts computed."""
         run, self.pending = self.pending, None
         if run is None:
             theirs = self._stock.finalize_weight_and_reduce_impl()
-            return theirs.apply(output=output, fused_expert_output=fused_expert_output, **named)
+            return theirs.apply(output, fused_expert_output, *arguments, **named)
         target = fused_expert_output if output is None else output
         run(target)
         return target
