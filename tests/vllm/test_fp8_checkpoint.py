@@ -100,4 +100,4 @@ def test_weights_that_an_emulation_of_vllms_made_bf16_are_named() -> None:
     method: Any = object.__new__(ModelOptMxFp8FusedMoE)
     layer.quant_method = method
     method._dequant_mxfp8_weights_to_bf16(layer)
-    assert fp8_in_memory(layer, "other").why_not == ("experts: 2 of 2 weights are not in FP8, w13_weight first: bfloat16")
+    assert fp8_in_memory(layer, "other").why_not.endswith("w13_weight first: bfloat16")

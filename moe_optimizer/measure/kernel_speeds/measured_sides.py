@@ -1,4 +1,4 @@
-"""The kernels that a measurement compares on one layer: vLLM's own, and each of ours that covers it."""
+"""Lists the kernels that are compared on one layer: vLLM's own, and each of ours that covers it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MakeCall = Callable[[int, int], Callable[[], torch.Tensor]]
 
 
 def sides_for(layer: MeasuredLayer, tokens: int) -> dict[str, MakeCall]:
-    """Return every kernel to be compared at this many tokens, by its name in the tables."""
+    """Return every kernel that is compared at this many tokens, by its name in the tables."""
     return _cuda_sides(layer, tokens) if layer.device == "cuda" else _cpu_sides(layer)
 
 
