@@ -10,25 +10,8 @@ Tensors: L layers, E experts, T rows of a step, K experts of a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
-
-
-class ExpertCounter(Protocol):
-    """Counts of all layers of one process."""
-
-    def count_rows(self, num_rows: int) -> None:
-        """Let the next forward count its first `num_rows` rows."""
-        ...
-
-    def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        """Count the logical expert ids [T, K] that a layer's router chose; vLLM calls it in every forward."""
-        ...
-
-    def table(self) -> torch.Tensor:
-        """Return a copy of the table on the host: int64 [L, E + 2], see `expert_columns`."""
-        ...
 
 
 def expert_columns(topk_ids: torch.Tensor, limit: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -58,12 +41,12 @@ class LayerwiseCounter:
         self._limit.fill_(num_rows)
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        """Add a layer's ids to its counts."""
+        """Count the logical expert ids [T, K] that a layer's router chose; vLLM calls it in every forward."""
         columns = expert_columns(topk_ids, self._limit, self._num_experts).reshape(-1)
         self._counts[layer_id].scatter_add_(0, columns, torch.ones_like(columns))
 
     def table(self) -> torch.Tensor:
-        """Return a copy of the table."""
+        """Return a copy of the table on the host: int64 [L, E + 2], see `expert_columns`."""
         return torch.stack(list(self._counts.values()))
 
 
@@ -133,3 +116,7 @@ class StepwiseCounter:
             reader.wait_stream(self._stream)
             with torch.cuda.stream(reader):
                 return self._counts.cpu()
+
+
+ExpertCounter = LayerwiseCounter | StepwiseCounter
+"""Counts the tokens of all layers of one process."""

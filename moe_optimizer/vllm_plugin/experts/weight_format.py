@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.plan.decision import FORMAT_PARAM
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 
 WEIGHT_FORMATS = {
-    PLAIN: "moe_optimizer.vllm_plugin.experts.weight_format:PlainWeights",
+    PLAIN: "moe_optimizer.vllm_plugin.experts.weight_format:WeightFormat",
     "fp8": "moe_optimizer.vllm_plugin.experts.weight_format_fp8:Fp8Weights",
     "sparse_24": "moe_optimizer.vllm_plugin.experts.weight_format_sparse:SparseWeights",
 }
@@ -71,50 +71,30 @@ class ExpertsCall:
     w2_bias: torch.Tensor | None
 
 
-class WeightFormat(Protocol):
-    """A format of the experts' weights. Created once per layer kind, holds no state of a layer."""
+class WeightFormat:
+    """The plain format, with the weights as vLLM loads them; others override what differs.
 
-    name: str
-    passes: tuple[str, ...]
-    """Passes that are applied when a layer is in this format."""
-
-    def why_not(self, moe_config: Any) -> str:
-        """Return why layers of this vLLM FusedMoEConfig cannot be in this format, or ""; asked before loading."""
-        ...
-
-    def convert(self, layer_name: str, w13: torch.Tensor, w2: torch.Tensor) -> KernelWeights:
-        """Return a layer's weights ([E, 2I, H], [E, H, I] as loaded) in this format; the inputs stay as they are."""
-        ...
-
-    def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return w13 [2I, H] and w2 [H, I] of one local expert as float32."""
-        ...
-
-    def compute(self, weights: KernelWeights, call: ExpertsCall) -> None:
-        """Write the weighted sum of the experts of every token into `call.out`."""
-        ...
-
-
-class PlainWeights:
-    """The weights as vLLM loads them."""
+    Created once per layer kind, holds no state of a layer.
+    """
 
     name: str = PLAIN
     passes: tuple[str, ...] = (EXPERTS_PASS,)
+    """Passes that are applied when a layer is in this format."""
 
-    def why_not(self, moe_config: Any) -> str:  # noqa: ARG002 - the experts class has checked the sizes
-        """Every layer can be plain."""
+    def why_not(self, moe_config: Any) -> str:  # noqa: ARG002 - every layer can be plain
+        """Return why layers of this vLLM FusedMoEConfig cannot be in this format, or ""; asked before loading."""
         return ""
 
     def convert(self, layer_name: str, w13: torch.Tensor, w2: torch.Tensor) -> KernelWeights:  # noqa: ARG002
-        """Return the tensors themselves."""
+        """Return a layer's weights ([E, 2I, H], [E, H, I] as loaded) in this format; the inputs stay as they are."""
         return KernelWeights(format=PLAIN, w13=w13, w2=w2)
 
     def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the expert's two matrices in float32."""
+        """Return w13 [2I, H] and w2 [H, I] of one local expert as float32."""
         return weights.w13[expert].float(), weights.w2[expert].float()
 
     def compute(self, weights: KernelWeights, call: ExpertsCall) -> None:
-        """Run `ops.fused_experts`."""
+        """Write the weighted sum of the experts of every token into `call.out`."""
         from moe_optimizer.ops.fused_experts import fused_experts
 
         fused_experts(

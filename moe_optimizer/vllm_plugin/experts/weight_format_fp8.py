@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import described
 from moe_optimizer.specs.layer_name import decoder_layer
-from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, PlainWeights
+from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, WeightFormat
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_decision
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ FP8_PASS = "fp8"
 FORMAT = "fp8"
 
 
-class Fp8Weights(PlainWeights):
+class Fp8Weights(WeightFormat):
     """E4M3 weights with FP32 scales; `ops.fused_experts` reads them in place.
 
     A layer stays plain where the plan keeps it, and where its output would change by more than the plan's budget. One

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer  # noqa: E402
 from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, CheckResult, check_layer  # noqa: E402
-from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, PlainWeights  # noqa: E402
+from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, WeightFormat  # noqa: E402
 
 HIDDEN, WIDTH, EXPERTS = 64, 32, 8
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -167,13 +167,13 @@ def test_the_first_wrong_kernel_of_several_is_named() -> None:
 
 def test_only_a_few_experts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[int] = set()
-    dense_expert = PlainWeights.dense_expert
+    dense_expert = WeightFormat.dense_expert
 
-    def recording(self: PlainWeights, weights: KernelWeights, expert: int) -> Any:
+    def recording(self: WeightFormat, weights: KernelWeights, expert: int) -> Any:
         seen.add(expert)
         return dense_expert(self, weights, expert)
 
-    monkeypatch.setattr(PlainWeights, "dense_expert", recording)
+    monkeypatch.setattr(WeightFormat, "dense_expert", recording)
     assert checked(layer()).reason == ""
     assert len(seen) == 4
 
