@@ -32,6 +32,7 @@ SWITCHES: Mapping[str, str] = {
 
 ENGINES = ("vllm", "embedded")
 RENDERINGS = ("ray", "lws")
+GRANULARITIES = ("block", "channel")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -271,6 +272,34 @@ class TuneOptions(PlanOptions):
     folder: Annotated[
         str | None, _option("--folder", "DIR", "Where to write.  [default: where serve looks: the user's cache]")
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureSpeedsOptions(PlanOptions):
+    """`moe-optimizer measure speeds`."""
+
+    budget: Annotated[float | None, _option("--budget", "SECONDS", "Time to spend.  [default: 60]", seconds)] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureTextOptions(ModelOptions):
+    """`moe-optimizer measure activation-norms`."""
+
+    text: Annotated[str | None, _option("--text", "FILE", "UTF-8 text that is like the traffic to come.")] = None
+    output: Annotated[str | None, _option("--output", "FILE", "File to write.")] = None
+    max_tokens: Annotated[
+        int | None,
+        _option("--max-tokens", "N", "Tokens of the text to run.  [default: 4096]", whole_number(1, 16_777_216)),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SensitivityOptions(MeasureTextOptions):
+    """`moe-optimizer measure fp8-sensitivity`."""
+
+    granularity: Annotated[
+        str, _choice("--granularity", "block|channel", "Scales of FP8.  [default: block]", GRANULARITIES)
+    ] = "block"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,17 @@ from importlib import metadata
 
 from moe_optimizer.cli.check import Check
 
-REQUIRED = ("typer", "rich", "pydantic", "PyYAML", "nvidia-ml-py", "huggingface_hub", "psutil", "numpy")
+REQUIRED = (
+    "typer",
+    "rich",
+    "pydantic",
+    "PyYAML",
+    "nvidia-ml-py",
+    "huggingface_hub",
+    "psutil",
+    "numpy",
+    "prometheus-client",
+)
 _OF_VLLM = ("torch", "transformers", "safetensors")
 OPTIONAL = {
     "vllm-router": (("vllm_router",), "disaggregation and replicas need it"),
