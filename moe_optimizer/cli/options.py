@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -30,6 +30,8 @@ SWITCHES: Mapping[str, str] = {
 }
 """X of --enable-X and --disable-X -> what it does. Written out, because asking the passes would slow --help down."""
 
+DECLARATION = "declaration"
+"""Key of a field's metadata: the typer option or argument that fills the field."""
 ENGINES = ("vllm", "embedded")
 RENDERINGS = ("ray", "lws")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
@@ -51,34 +53,48 @@ def _hardware() -> Iterable[str]:
     return hardware_names()
 
 
-def _option(flag: str, metavar: str, text: str, parser: Callable[[str], Any] | None = None) -> Any:
-    """Return the declaration of an option that takes a value."""
-    return typer.Option(flag, metavar=metavar, help=text, parser=parser, show_default=False)
+def _flag(name: str, text: str) -> Any:
+    """Declare an option without a value."""
+    return field(default=False, metadata={DECLARATION: typer.Option(name, help=text)})
 
 
-def _choice(flag: str, metavar: str, text: str, values: Iterable[str] | Callable[[], Iterable[str]]) -> Any:
-    """Return the declaration of an option whose values the shell can complete."""
-    return typer.Option(flag, metavar=metavar, help=text, autocompletion=completes(values), show_default=False)
+def _argument(metavar: str, text: str) -> Any:
+    """Declare an argument that may be left out."""
+    return field(default=None, metadata={DECLARATION: typer.Argument(metavar=metavar, help=text, show_default=False)})
+
+
+def _option(
+    name: str,
+    metavar: str,
+    text: str,
+    parser: Callable[[str], Any] | None = None,
+    *,
+    values: Iterable[str] | Callable[[], Iterable[str]] = (),
+    default: Any = None,
+) -> Any:
+    """Declare an option with a value; the shell completes it from `values`."""
+    declared = typer.Option(
+        name, metavar=metavar, help=text, parser=parser, autocompletion=completes(values), show_default=False
+    )
+    if isinstance(default, list):
+        return field(default_factory=lambda: [*default], metadata={DECLARATION: declared})
+    return field(default=default, metadata={DECLARATION: declared})
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
     """What every command takes."""
 
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print every message, and the traceback of an internal error.")
-    ] = False
+    json: bool = _flag("--json", "Print the result as JSON on stdout.")
+    verbose: bool = _flag("--verbose", "Print every message, and the traceback of an internal error.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MayNameModelOptions(CommonOptions):
     """A command that a model may be named to, by argument or flag."""
 
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
-    ] = None
-    model: Annotated[str | None, _option("--model", "MODEL", "Hugging Face id, or folder with config.json.")] = None
+    model_argument: str | None = _argument("MODEL", "The same as --model.")
+    model: str | None = _option("--model", "MODEL", "Hugging Face id, or folder with config.json.")
 
     @property
     def named_model(self) -> str | None:
@@ -99,9 +115,7 @@ class MayNameModelOptions(CommonOptions):
 class ModelOptions(MayNameModelOptions):
     """A command about one model."""
 
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let vLLM run Python code that comes with the model.")
-    ] = False
+    trust_remote_code: bool = _flag("--trust-remote-code", "Let vLLM run Python code that comes with the model.")
 
     @property
     def model_name(self) -> str:
@@ -120,70 +134,48 @@ class ModelOptions(MayNameModelOptions):
 class PlanOptions(ModelOptions):
     """Everything a plan depends on; None where the command line does not say."""
 
-    gpus: Annotated[int | None, _option("--gpus", "N", "GPUs to use.", whole_number(1, 65_536))] = None
-    profile: Annotated[
-        str | None,
-        _choice(
-            "--profile",
-            "NAME|FILE",
-            "conservative, balanced, aggressive, single_h100, or a YAML file.  [default: balanced]",
-            _profiles,
-        ),
-    ] = None
-    batch_size: Annotated[
-        int | None, _option("--batch-size", "B", "Requests decoded at the same time.", whole_number(1, 65_536))
-    ] = None
-    max_model_len: Annotated[
-        int | None,
-        _option("--max-model-len", "TOKENS", "Longest prompt plus completion.", whole_number(1, 16_777_216)),
-    ] = None
-    dtype: Annotated[str | None, _choice("--dtype", "DTYPE", f"{', '.join(DTYPES)}.  [default: auto]", DTYPES)] = None
-    host: Annotated[str | None, _option("--host", "HOST", f"Address to serve on.  [default: {DEFAULT_HOST}]")] = None
-    port: Annotated[
-        int | None,
-        _option("--port", "PORT", f"Port to serve on.  [default: {DEFAULT_PORT}]", whole_number(1, 65_535)),
-    ] = None
-    engine: Annotated[str | None, _choice("--engine", "|".join(ENGINES), "What serves.  [default: vllm]", ENGINES)] = (
-        None
+    gpus: int | None = _option("--gpus", "N", "GPUs to use.", whole_number(1, 65_536))
+    profile: str | None = _option(
+        "--profile",
+        "NAME|FILE",
+        "conservative, balanced, aggressive, single_h100, or a YAML file.  [default: balanced]",
+        values=_profiles,
     )
-    hardware: Annotated[
-        str | None,
-        _choice(
-            "--hardware",
-            "NAME",
-            "Plan for this machine of configs/hardware instead of the one at hand, for example h100_sxm; "
-            "cpu: this one without its GPUs.",
-            _hardware,
-        ),
-    ] = None
-    expert_load: Annotated[
-        str | None, _option("--expert-load", "FILE", "Place experts by this measured load (expert_load.json of a run).")
-    ] = None
-    expert_load_check: Annotated[
-        str | None,
-        _option(
-            "--expert-load-check",
-            "FILE",
-            "State the gain of the placement on this load, of other traffic than --expert-load.",
-        ),
-    ] = None
-    require: Annotated[
-        list[str],
-        typer.Option(
-            "--require",
-            parser=switch_name,
-            metavar="X",
-            help="Optimization that must run in every worker, or exit 6. May be repeated.",
-            autocompletion=completes(SWITCHES),
-        ),
-    ] = field(default_factory=list)
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="No fallback: a refused wish exits 3, a planned one that does not run 6."),
-    ] = False
-    show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print every setting with where it comes from, and stop.")
-    ] = False
+    batch_size: int | None = _option("--batch-size", "B", "Requests decoded at the same time.", whole_number(1, 65_536))
+    max_model_len: int | None = _option(
+        "--max-model-len", "TOKENS", "Longest prompt plus completion.", whole_number(1, 16_777_216)
+    )
+    dtype: str | None = _option("--dtype", "DTYPE", f"{', '.join(DTYPES)}.  [default: auto]", values=DTYPES)
+    host: str | None = _option("--host", "HOST", f"Address to serve on.  [default: {DEFAULT_HOST}]")
+    port: int | None = _option(
+        "--port", "PORT", f"Port to serve on.  [default: {DEFAULT_PORT}]", whole_number(1, 65_535)
+    )
+    engine: str | None = _option("--engine", "|".join(ENGINES), "What serves.  [default: vllm]", values=ENGINES)
+    hardware: str | None = _option(
+        "--hardware",
+        "NAME",
+        "Plan for this machine of configs/hardware instead of the one at hand, for example h100_sxm; "
+        "cpu: this one without its GPUs.",
+        values=_hardware,
+    )
+    expert_load: str | None = _option(
+        "--expert-load", "FILE", "Place experts by this measured load (expert_load.json of a run)."
+    )
+    expert_load_check: str | None = _option(
+        "--expert-load-check",
+        "FILE",
+        "State the gain of the placement on this load, of other traffic than --expert-load.",
+    )
+    require: list[str] = _option(
+        "--require",
+        "X",
+        "Optimization that must run in every worker, or exit 6. May be repeated.",
+        switch_name,
+        values=SWITCHES,
+        default=[],
+    )
+    strict: bool = _flag("--strict", "No fallback: a refused wish exits 3, a planned one that does not run 6.")
+    show_config: bool = _flag("--show-config", "Print every setting with where it comes from, and stop.")
     nodes: int = 1
     """Machines; only `plan` plans for several."""
     switches: Mapping[str, bool] = field(default_factory=dict)
@@ -201,27 +193,20 @@ class PlanOptions(ModelOptions):
 class PlanCommandOptions(PlanOptions):
     """`moe-optimizer plan`."""
 
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Add evidence, rejected alternatives and limits of every decision.")
-    ] = False
-    nodes: Annotated[
-        int,
-        _option(
-            "--nodes",
-            "N",
-            "Machines to plan for, all alike; --gpus counts the GPUs of all of them.  [default: 1]",
-            whole_number(1, 1024),
-        ),
-    ] = 1
-    render: Annotated[
-        str | None,
-        _choice(
-            "--render",
-            "|".join(RENDERINGS),
-            "Print only what starts it: one server over all machines, through Ray; or a Kubernetes LeaderWorkerSet.",
-            RENDERINGS,
-        ),
-    ] = None
+    explain: bool = _flag("--explain", "Add evidence, rejected alternatives and limits of every decision.")
+    nodes: int = _option(
+        "--nodes",
+        "N",
+        "Machines to plan for, all alike; --gpus counts the GPUs of all of them.  [default: 1]",
+        whole_number(1, 1024),
+        default=1,
+    )
+    render: str | None = _option(
+        "--render",
+        "|".join(RENDERINGS),
+        "Print only what starts it: one server over all machines, through Ray; or a Kubernetes LeaderWorkerSet.",
+        values=RENDERINGS,
+    )
 
     @property
     def one_server(self) -> bool:
@@ -233,70 +218,52 @@ class PlanCommandOptions(PlanOptions):
 class ServeOptions(PlanOptions):
     """`moe-optimizer serve` and `run_optimizer.py`."""
 
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the exact vLLM command, and stop.")] = (
-        False
+    dry_run: bool = _flag("--dry-run", "Print the plan and the exact vLLM command, and stop.")
+    run_dir: str | None = _option("--run-dir", "DIR", "Folder for plan, proofs, log.  [default: a new one in runs/]")
+    ready_timeout: float | None = _option(
+        "--ready-timeout",
+        "SECONDS",
+        f"Give up when the server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
+        seconds,
     )
-    run_dir: Annotated[
-        str | None, _option("--run-dir", "DIR", "Folder for plan, proofs, log.  [default: a new one in runs/]")
-    ] = None
-    ready_timeout: Annotated[
-        float | None,
-        _option(
-            "--ready-timeout",
-            "SECONDS",
-            f"Give up when the server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
-            seconds,
-        ),
-    ] = None
-    calibrate: Annotated[
-        float | None,
-        _option(
-            "--calibrate",
-            "SECONDS",
-            "Measure the expert kernels for at most so long before the start, where no table of their speeds "
-            f"fits this machine and model; 0: never.  [default: {DEFAULT_CALIBRATE_S:g}]",
-            seconds_or_none,
-        ),
-    ] = None
+    calibrate: float | None = _option(
+        "--calibrate",
+        "SECONDS",
+        "Measure the expert kernels for at most so long before the start, where no table of their speeds fits this "
+        f"machine and model; 0: never.  [default: {DEFAULT_CALIBRATE_S:g}]",
+        seconds_or_none,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(PlanOptions):
     """`moe-optimizer tune`."""
 
-    budget: Annotated[float | None, _option("--budget", "SECONDS", "Time to spend.  [default: 600]", seconds)] = None
-    tokens: Annotated[
-        str | None, _option("--tokens", "N,N,...", "Numbers of tokens to tune for.  [default: powers of 2 up to 8192]")
-    ] = None
-    folder: Annotated[
-        str | None, _option("--folder", "DIR", "Where to write.  [default: where serve looks: the user's cache]")
-    ] = None
+    budget: float | None = _option("--budget", "SECONDS", "Time to spend.  [default: 600]", seconds)
+    tokens: str | None = _option(
+        "--tokens", "N,N,...", "Numbers of tokens to tune for.  [default: powers of 2 up to 8192]"
+    )
+    folder: str | None = _option("--folder", "DIR", "Where to write.  [default: where serve looks: the user's cache]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(MayNameModelOptions):
     """`moe-optimizer doctor`."""
 
-    drift: Annotated[
-        bool, typer.Option("--drift", help="Also compare the places in vLLM that we build on with the installed vLLM.")
-    ] = False
+    drift: bool = _flag("--drift", "Also compare the places in vLLM that we build on with the installed vLLM.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsOptions(CommonOptions):
     """`moe-optimizer experts`."""
 
-    source: Annotated[
-        str | None, typer.Argument(metavar="SOURCE", help="Run folder, expert_load.json, or URL.", show_default=False)
-    ] = None
-    png: Annotated[str | None, _option("--png", "FILE", "Also write the heatmap as a picture (needs pillow).")] = None
-    top: Annotated[
-        int, _option("--top", "N", "Name the N busiest experts.  [default: 5]", whole_number(0, 1_000_000))
-    ] = 5
+    source: str | None = _argument("SOURCE", "Run folder, expert_load.json, or URL.")
+    png: str | None = _option("--png", "FILE", "Also write the heatmap as a picture (needs pillow).")
+    top: int = _option("--top", "N", "Name the N busiest experts.  [default: 5]", whole_number(0, 1_000_000), default=5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(CommonOptions):
     """`moe-optimizer build`."""
 
-    check: Annotated[bool, typer.Option("--check", help="Only report what is built.")] = False
+    check: bool = _flag("--check", "Only report what is built.")
