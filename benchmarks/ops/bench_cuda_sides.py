@@ -1,4 +1,4 @@
-"""What the CUDA benchmark compares: our variants, and vLLM's kernels where vLLM can be imported."""
+"""The sides of the CUDA benchmark: our variants, and vLLM's kernels where vLLM can be imported."""
 
 from __future__ import annotations
 

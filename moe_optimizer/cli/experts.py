@@ -51,7 +51,8 @@ def read_source(source: str | None) -> ExpertLoad:
         ServerFailedError: the server does not answer.
     """
     from moe_optimizer.cli.expert_metrics import read_metrics
-    from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR, read_expert_load, read_run_load
+    from moe_optimizer.inspection.expert_load import read_expert_load, read_run_load
+    from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR
 
     if not source:
         raise InputError("SOURCE: is missing", hint="give a run folder, expert_load.json or a URL")
