@@ -76,8 +76,6 @@ def _option(
     declared = typer.Option(
         name, metavar=metavar, help=text, parser=parser, autocompletion=completes(values), show_default=False
     )
-    if isinstance(default, list):
-        return field(default_factory=lambda: [*default], metadata={DECLARATION: declared})
     return field(default=default, metadata={DECLARATION: declared})
 
 
@@ -166,13 +164,17 @@ class PlanOptions(ModelOptions):
         "FILE",
         "State the gain of the placement on this load, of other traffic than --expert-load.",
     )
-    require: list[str] = _option(
-        "--require",
-        "X",
-        "Optimization that must run in every worker, or exit 6. May be repeated.",
-        switch_name,
-        values=SWITCHES,
-        default=[],
+    require: list[str] = field(
+        default_factory=list,
+        metadata={
+            DECLARATION: typer.Option(
+                "--require",
+                metavar="X",
+                help="Optimization that must run in every worker, or exit 6. May be repeated.",
+                parser=switch_name,
+                autocompletion=completes(SWITCHES),
+            )
+        },
     )
     strict: bool = _flag("--strict", "No fallback: a refused wish exits 3, a planned one that does not run 6.")
     show_config: bool = _flag("--show-config", "Print every setting with where it comes from, and stop.")
