@@ -1,4 +1,4 @@
-"""Turns the options that a command declares as a dataclass into the signature that its parser is made from."""
+"""Gives a command function the signature from which Typer builds its parser."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ Command = Callable[[], int]
 
 
 def takes(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable[..., Command]]:
-    """Give a command function the signature that `kind` declares; the parser's call returns it ready to run.
+    """Give a command function the signature that `kind` declares.
 
-    It is not run inside the parser, which would answer an interrupt or a closed pipe in its own way.
+    The parser returns the function with its options filled in and does not run it: inside the parser, Typer would
+    handle an interrupt or a closed pipe in its own way.
 
-    A field without a declaration is not an option of its own: `switches` becomes a pair --enable-X/--disable-X
-    for each of SWITCHES, `vllm_args` receives what followed `--`.
+    Fields without a declaration: `switches` becomes a pair --enable-X/--disable-X for each of SWITCHES, `vllm_args`
+    receives the arguments after `--`.
     """
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}

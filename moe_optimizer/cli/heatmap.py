@@ -1,4 +1,4 @@
-"""Expert load as text: one row of blocks for each layer, and the figures below."""
+"""Renders expert load as text: one row of blocks for each layer, with figures below."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def render_load(load: ExpertLoad, report: LoadReport, *, width: int, top: int, u
 def cell_loads(layer: LayerLoad, experts_per_cell: int) -> list[float]:
     """Return for each cell the load of its busiest expert, as a multiple of the mean over the layer's experts.
 
-    The busiest and not the sum: one overloaded expert must not vanish among quiet neighbours.
+    The busiest instead of the sum, so that one overloaded expert stays visible among quiet neighbours.
     """
     mean = layer.total / len(layer.tokens)
     starts = range(0, len(layer.tokens), experts_per_cell)

@@ -28,7 +28,7 @@ SWITCHES: Mapping[str, str] = {
     "replicas": "whole servers behind a router, each on its share of the GPUs",
     "dual-batch-overlap": "overlap expert exchange with computation",
 }
-"""X of --enable-X and --disable-X -> what it does. Written out, because asking the passes would slow --help down."""
+"""X of --enable-X and --disable-X -> what it does. Copied from the passes: importing them would slow --help down."""
 
 DECLARATION = "declaration"
 """Key of a field's metadata: the typer option or argument that fills the field."""
@@ -81,7 +81,7 @@ def _option(
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """What every command takes."""
+    """Options of every command."""
 
     json: bool = _flag("--json", "Print the result as JSON on stdout.")
     verbose: bool = _flag("--verbose", "Print every message, and the traceback of an internal error.")
@@ -89,17 +89,17 @@ class CommonOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MayNameModelOptions(CommonOptions):
-    """A command that a model may be named to, by argument or flag."""
+    """Options of a command that takes a model, as argument or flag."""
 
     model_argument: str | None = _argument("MODEL", "The same as --model.")
     model: str | None = _option("--model", "MODEL", "Hugging Face id, or folder with config.json.")
 
     @property
     def named_model(self) -> str | None:
-        """The model that was named, None where none was.
+        """The model, or None if none was given.
 
         Raises:
-            InputError: two different ones were, or one without a name.
+            InputError: two different models, or an empty name.
         """
         names = [name for name in (self.model_argument, self.model) if name is not None]
         if len(set(names)) > 1:
@@ -111,16 +111,16 @@ class MayNameModelOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(MayNameModelOptions):
-    """A command about one model."""
+    """Options of a command that needs a model."""
 
     trust_remote_code: bool = _flag("--trust-remote-code", "Let vLLM run Python code that comes with the model.")
 
     @property
     def model_name(self) -> str:
-        """The model that was named.
+        """The model.
 
         Raises:
-            InputError: none was, or two different ones.
+            InputError: no model, two different models, or an empty name.
         """
         name = self.named_model
         if name is None:
@@ -130,7 +130,7 @@ class ModelOptions(MayNameModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(ModelOptions):
-    """Everything a plan depends on; None where the command line does not say."""
+    """Options that a plan depends on; None if not given."""
 
     gpus: int | None = _option("--gpus", "N", "GPUs to use.", whole_number(1, 65_536))
     profile: str | None = _option(
@@ -148,12 +148,12 @@ class PlanOptions(ModelOptions):
     port: int | None = _option(
         "--port", "PORT", f"Port to serve on.  [default: {DEFAULT_PORT}]", whole_number(1, 65_535)
     )
-    engine: str | None = _option("--engine", "|".join(ENGINES), "What serves.  [default: vllm]", values=ENGINES)
+    engine: str | None = _option("--engine", "|".join(ENGINES), "Serving engine.  [default: vllm]", values=ENGINES)
     hardware: str | None = _option(
         "--hardware",
         "NAME",
-        "Plan for this machine of configs/hardware instead of the one at hand, for example h100_sxm; "
-        "cpu: this one without its GPUs.",
+        "Plan for this entry of configs/hardware, for example h100_sxm, instead of this machine; "
+        "cpu: this machine without its GPUs.",
         values=_hardware,
     )
     expert_load: str | None = _option(
@@ -162,7 +162,7 @@ class PlanOptions(ModelOptions):
     expert_load_check: str | None = _option(
         "--expert-load-check",
         "FILE",
-        "State the gain of the placement on this load, of other traffic than --expert-load.",
+        "Compute the gain of the placement on this load, measured on other traffic.",
     )
     require: list[str] = field(
         default_factory=list,
@@ -170,68 +170,68 @@ class PlanOptions(ModelOptions):
             DECLARATION: typer.Option(
                 "--require",
                 metavar="X",
-                help="Optimization that must run in every worker, or exit 6. May be repeated.",
+                help="Exit 6 unless this optimization runs in every worker. May be repeated.",
                 parser=switch_name,
                 autocompletion=completes(SWITCHES),
             )
         },
     )
-    strict: bool = _flag("--strict", "No fallback: a refused wish exits 3, a planned one that does not run 6.")
-    show_config: bool = _flag("--show-config", "Print every setting with where it comes from, and stop.")
+    strict: bool = _flag("--strict", "No fallback: exit 3 if a wished optimization is refused, 6 if one does not run.")
+    show_config: bool = _flag("--show-config", "Print every setting with its origin, and stop.")
     nodes: int = 1
-    """Machines; only `plan` plans for several."""
+    """Number of machines; only `plan` plans for several."""
     switches: Mapping[str, bool] = field(default_factory=dict)
-    """X of --enable-X (True) and --disable-X (False); absent where neither was given."""
+    """X of --enable-X (True) and --disable-X (False); absent if neither was given."""
     vllm_args: tuple[str, ...] = ()
-    """What followed `--`."""
+    """The arguments after `--`."""
 
     @property
     def one_server(self) -> bool:
-        """Whether one server over all machines is asked for."""
+        """Whether to plan one server over all machines."""
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommandOptions(PlanOptions):
-    """`moe-optimizer plan`."""
+    """Options of `moe-optimizer plan`."""
 
     explain: bool = _flag("--explain", "Add evidence, rejected alternatives and limits of every decision.")
     nodes: int = _option(
         "--nodes",
         "N",
-        "Machines to plan for, all alike; --gpus counts the GPUs of all of them.  [default: 1]",
+        "Number of equal machines to plan for; --gpus counts the GPUs of all.  [default: 1]",
         whole_number(1, 1024),
         default=1,
     )
     render: str | None = _option(
         "--render",
         "|".join(RENDERINGS),
-        "Print only what starts it: one server over all machines, through Ray; or a Kubernetes LeaderWorkerSet.",
+        "Print only what starts the plan: commands for one server through Ray, or a Kubernetes LeaderWorkerSet.",
         values=RENDERINGS,
     )
 
     @property
     def one_server(self) -> bool:
-        """`--render ray`: without one there is nothing for Ray to connect."""
+        """True for `--render ray`: Ray connects the machines of one server."""
         return self.render == "ray"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(PlanOptions):
-    """`moe-optimizer serve` and `run_optimizer.py`."""
+    """Options of `moe-optimizer serve` and `run_optimizer.py`."""
 
     dry_run: bool = _flag("--dry-run", "Print the plan and the exact vLLM command, and stop.")
     run_dir: str | None = _option("--run-dir", "DIR", "Folder for plan, proofs, log.  [default: a new one in runs/]")
     ready_timeout: float | None = _option(
         "--ready-timeout",
         "SECONDS",
-        f"Give up when the server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
+        f"Stop if the server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
         seconds,
     )
     calibrate: float | None = _option(
         "--calibrate",
         "SECONDS",
-        "Measure the expert kernels for at most so long before the start, where no table of their speeds fits this "
+        "Time limit for measuring the expert kernels before the start, if no table of kernel speeds fits this "
         f"machine and model; 0: never.  [default: {DEFAULT_CALIBRATE_S:g}]",
         seconds_or_none,
     )
@@ -239,33 +239,35 @@ class ServeOptions(PlanOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(PlanOptions):
-    """`moe-optimizer tune`."""
+    """Options of `moe-optimizer tune`."""
 
     budget: float | None = _option("--budget", "SECONDS", "Time to spend.  [default: 600]", seconds)
     tokens: str | None = _option(
         "--tokens", "N,N,...", "Numbers of tokens to tune for.  [default: powers of 2 up to 8192]"
     )
-    folder: str | None = _option("--folder", "DIR", "Where to write.  [default: where serve looks: the user's cache]")
+    folder: str | None = _option("--folder", "DIR", "Where to write.  [default: the user's cache, where serve looks]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(MayNameModelOptions):
-    """`moe-optimizer doctor`."""
+    """Options of `moe-optimizer doctor`."""
 
-    drift: bool = _flag("--drift", "Also compare the places in vLLM that we build on with the installed vLLM.")
+    drift: bool = _flag("--drift", "Also check the places in the installed vLLM that this package builds on.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsOptions(CommonOptions):
-    """`moe-optimizer experts`."""
+    """Options of `moe-optimizer experts`."""
 
     source: str | None = _argument("SOURCE", "Run folder, expert_load.json, or URL.")
     png: str | None = _option("--png", "FILE", "Also write the heatmap as a picture (needs pillow).")
-    top: int = _option("--top", "N", "Name the N busiest experts.  [default: 5]", whole_number(0, 1_000_000), default=5)
+    top: int = _option(
+        "--top", "N", "Number of busiest experts to list.  [default: 5]", whole_number(0, 1_000_000), default=5
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(CommonOptions):
-    """`moe-optimizer build`."""
+    """Options of `moe-optimizer build`."""
 
     check: bool = _flag("--check", "Only report what is built.")

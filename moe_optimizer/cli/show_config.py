@@ -20,7 +20,7 @@ _FROM_PROFILE = {
     "expert_load": "passes.expert_placement.load",
     "expert_load_check": "passes.expert_placement.load_check",
 }
-"""Settings that a profile can also say, and under which key."""
+"""Settings that a profile has too, under this key."""
 
 
 def shows_config(options: PlanOptions) -> bool:
@@ -45,7 +45,7 @@ def shows_config(options: PlanOptions) -> bool:
 
 
 def effective_settings(settings: Settings, profile: Profile) -> dict[str, Setting]:
-    """Return the value that wins for every setting, with its origin."""
+    """Return the effective value of every setting, with its origin."""
     stated = dict(_profile_settings(profile, f"profile {profile.name}"))
     from_profile = {name: stated.pop(key) for name, key in _FROM_PROFILE.items()}
     merged = {
@@ -60,7 +60,7 @@ def effective_settings(settings: Settings, profile: Profile) -> dict[str, Settin
 
 
 def _profile_settings(section: Section, origin: str, prefix: str = "") -> Iterator[tuple[str, Setting]]:
-    """Every leaf of the profile; what its file leaves out is a default."""
+    """Yield every setting of the profile; one that its file leaves out is a default."""
     from pydantic import BaseModel
 
     for field in type(section).model_fields:

@@ -1,4 +1,4 @@
-"""Running the tuning as a process of its own, with a progress bar on stderr."""
+"""Runs the tuning in a process of its own, with a progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.cli.termination import clean_termination
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
 
-_MODULE = "moe_optimizer.measure.triton_tuning.tune"
+MODULE = "moe_optimizer.measure.triton_tuning.tune"
+"""Runs in the process."""
 _GRACE_S = 10.0
 
 
 def run_tuning(request: Mapping[str, Any], progress: ProgressLines, *, log: Path) -> list[dict[str, Any]]:
-    """Run a tuning to its end and return its verdicts; no process of it is left when this returns or raises.
+    """Run a tuning to its end and return its verdicts. No process of the tuning outlives this call.
 
     Args:
         request: a `TuneRequest` as an object.
@@ -42,7 +43,7 @@ def run_tuning(request: Mapping[str, Any], progress: ProgressLines, *, log: Path
     ):
         path = Path(folder) / "request.json"
         path.write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, "-m", _MODULE, str(path), str(write_end)]
+        command = [sys.executable, "-m", MODULE, str(path), str(write_end)]
         files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "pass_fds": (write_end,)}
         # On Ctrl-C it is stopped here, after the terminal is whole again.
         with child_process(command, grace_s=_GRACE_S, **files) as process:
@@ -56,7 +57,7 @@ def run_tuning(request: Mapping[str, Any], progress: ProgressLines, *, log: Path
         raise kind(last["refused"], hint=last["hint"])
     raise MoeOptimizerError(
         f"the tuning ended with exit code {code}: {_last_line(log)}",
-        hint=f"run it again: it goes on from what was measured, without the row that ended it; log: {log}",
+        hint=f"run it again: it resumes without the configuration that failed; log: {log}",
     )
 
 
