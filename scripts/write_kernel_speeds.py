@@ -2,7 +2,7 @@
 
     python scripts/write_kernel_speeds.py [RECORD...]
 
-Without arguments it reads every record of the CUDA benchmark. The tables of a record apply to the kernels of its commit;
+Without arguments it reads every record of the CUDA benchmark. The tables of a record apply to its commit's kernels;
 plans ignore tables for other kernels. If two records have the same layer, the later one is taken.
 """
 
@@ -73,7 +73,7 @@ def _of_the_last_kernels(tables: tuple[KernelSpeeds, ...]) -> tuple[KernelSpeeds
 def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
     """Return one table per layer shape and weights of a record.
 
-    Real traffic lies between the routings that were timed at a number of tokens: a time is the geometric mean over them,
+    Real traffic lies between the routings that were timed at a number of tokens: times are geometric means over them,
     and a variant of ours is listed only if it was slower than vLLM's kernel in none of them.
     """
     kernel_hash = record.get("cuda_sources") or sources_at(record["commit"])
@@ -109,7 +109,7 @@ def _row(case: dict[str, Any]) -> TokenSpeeds:
 
 
 def _over_routings(rows: list[TokenSpeeds]) -> TokenSpeeds:
-    """Return one row for the routings of one number of tokens; if no variant qualifies, the row of the worst routing."""
+    """Return one row for the routings of one number of tokens; if no variant qualifies, that of the worst one."""
     in_all = set.intersection(*(set(row.ours_us) for row in rows))
     holding = sorted(name for name in in_all if all(row.ours_us[name] <= row.stock_us for row in rows))
     if not holding:
