@@ -63,7 +63,7 @@ def write_result(result: Result, *, as_json: bool, render: Callable[[Result], st
     write_data(json.dumps(encode(result), indent=2))
 
 
-def two_columns(rows: Iterable[tuple[str, str]], *, width: int) -> str:
+def two_columns(rows: Iterable[tuple[str, str]], *, width: int = PLAIN_WIDTH) -> str:
     """Return a name and a text in each row, at most `width` wide except for long words such as paths."""
     import textwrap
 
