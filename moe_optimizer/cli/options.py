@@ -34,6 +34,7 @@ DECLARATION = "declaration"
 """Key of a field's metadata: the typer option or argument that fills the field."""
 ENGINES = ("vllm", "embedded")
 RENDERINGS = ("ray", "lws")
+GRANULARITIES = ("block", "channel")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -246,6 +247,33 @@ class TuneOptions(PlanOptions):
         "--tokens", "N,N,...", "Numbers of tokens to tune for.  [default: powers of 2 up to 8192]"
     )
     folder: str | None = _option("--folder", "DIR", "Where to write.  [default: the user's cache, where serve looks]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureSpeedsOptions(PlanOptions):
+    """Options of `moe-optimizer measure speeds`."""
+
+    budget: float | None = _option("--budget", "SECONDS", "Time to spend.  [default: 60]", seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureTextOptions(ModelOptions):
+    """Options of `moe-optimizer measure activation-norms`."""
+
+    text: str | None = _option("--text", "FILE", "UTF-8 text that is like the traffic to come.")
+    output: str | None = _option("--output", "FILE", "File to write.")
+    max_tokens: int | None = _option(
+        "--max-tokens", "N", "Tokens of the text to run.  [default: 4096]", whole_number(1, 16_777_216)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SensitivityOptions(MeasureTextOptions):
+    """Options of `moe-optimizer measure fp8-sensitivity`."""
+
+    granularity: str = _option(
+        "--granularity", "block|channel", "Scales of FP8.  [default: block]", values=GRANULARITIES, default="block"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

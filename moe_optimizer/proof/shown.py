@@ -14,7 +14,7 @@ def flag_decisions(plan: Plan) -> tuple[Decision, ...]:
     return tuple(
         decision
         for decision in plan.decisions
-        if decision.status is Status.ON and (is_shown_flag(decision) or is_stored_fp8(decision))
+        if decision.status is Status.ON and (is_shown_flag(decision) or serves_fp8_checkpoint(decision))
     )
 
 
@@ -23,11 +23,11 @@ def is_shown_flag(decision: Decision) -> bool:
     return decision.applier is Applier.FLAGS and decision.pass_name in FLAG_PASSES
 
 
-def is_stored_fp8(decision: Decision) -> bool:
+def serves_fp8_checkpoint(decision: Decision) -> bool:
     """Return whether a decision is to serve an FP8 checkpoint as it is, which nobody has to carry out."""
     return decision.applier is Applier.NONE and decision.pass_name == "fp8" and decision.status is Status.ON
 
 
 def shown_by_workers(decision: Decision) -> bool:
     """Return whether the workers write into their proofs what becomes of a decision."""
-    return decision.applier is Applier.PLUGIN or is_shown_flag(decision) or is_stored_fp8(decision)
+    return decision.applier is Applier.PLUGIN or is_shown_flag(decision) or serves_fp8_checkpoint(decision)

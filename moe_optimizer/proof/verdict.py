@@ -10,7 +10,7 @@ from types import MappingProxyType
 from moe_optimizer.plan.decision import FORMAT_PARAM, Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import PassProof, Proof
-from moe_optimizer.proof.shown import is_stored_fp8, shown_by_workers
+from moe_optimizer.proof.shown import serves_fp8_checkpoint, shown_by_workers
 from moe_optimizer.specs.layer_name import decoder_layer
 from moe_optimizer.specs.quantity import bytes_in_words
 
@@ -120,7 +120,7 @@ def _what_is_missing(decision: Decision, proofs: Sequence[Proof], copies: int) -
         reported = Counter(proof.model_rank for proof in holders).values()
         return f"{sum(min(copies, each) for each in reported)} of {copies * holders[0].world_size} workers reported"
     entries = [proof.passes.get(decision.pass_name) for proof in holders]
-    if is_stored_fp8(decision):
+    if serves_fp8_checkpoint(decision):
         return "no worker shows how it holds the weights"
     if decision.applier is Applier.FLAGS:
         applied = any(entry and entry.applied for entry in entries)

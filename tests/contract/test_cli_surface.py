@@ -37,6 +37,13 @@ SURFACE = {
     "doctor": COMMON | {"MODEL", "--model", "--drift"},
     "experts": COMMON | {"SOURCE", "--png", "--top"},
     "build": COMMON | {"--check"},
+    "measure": {"--help"},
+}
+MEASURE_TEXT = COMMON | MODEL | {"--text", "--output", "--max-tokens"}
+MEASURE = {
+    "speeds": COMMON | PLAN | {"--budget"},
+    "fp8-sensitivity": MEASURE_TEXT | {"--granularity"},
+    "activation-norms": MEASURE_TEXT,
 }
 
 
@@ -60,6 +67,13 @@ def test_the_commands_are_the_published_ones() -> None:
 @pytest.mark.parametrize("name", SURFACE)
 def test_the_options_are_the_published_ones(name: str) -> None:
     assert options_of(root().commands[name]) == SURFACE[name]
+
+
+@pytest.mark.parametrize("name", MEASURE)
+def test_the_options_of_measure_are_the_published_ones(name: str) -> None:
+    commands = root().commands["measure"].commands
+    assert list(commands) == list(MEASURE)
+    assert options_of(commands[name]) == MEASURE[name]
 
 
 def test_the_exit_codes_are_the_published_ones() -> None:

@@ -1,4 +1,4 @@
-"""Counting routed tokens where the router leaves them: on the device, without a read of device data on the host.
+"""Counts routed tokens on the device, without reading device data on the host.
 
 A step gives `limit`, the number of its rows that are tokens; the rows after them are padding of a CUDA graph.
 Before the first served step it is 0, so profiling, warm-up and graph capture run the counting and add nothing. It is a
@@ -23,7 +23,7 @@ class ExpertCounter(Protocol):
         ...
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        """Count the logical expert ids [T, K] that a layer's router chose. What vLLM calls in every forward."""
+        """Count the logical expert ids [T, K] that a layer's router chose; vLLM calls it in every forward."""
         ...
 
     def table(self) -> torch.Tensor:
@@ -34,8 +34,8 @@ class ExpertCounter(Protocol):
 def expert_columns(topk_ids: torch.Tensor, limit: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Return the table's column for every id of [..., T, K], as int64.
 
-    Expert e counts in column e + 1. Columns 0 and E + 1 take what is no token of a routed expert: rows from
-    `limit` on, ids below 0 (dropped by the router) and ids from E on (experts that compute nothing).
+    Expert e counts in column e + 1. Rows from `limit` on and ids below 0, which the router dropped, count in column 0;
+    ids from E on, which are experts that compute nothing, in column E + 1.
     """
     rows = torch.arange(topk_ids.shape[-2], device=topk_ids.device).unsqueeze(-1)
     return torch.where(rows < limit, topk_ids.clamp(-1, num_experts), -1).to(torch.int64) + 1
@@ -44,8 +44,8 @@ def expert_columns(topk_ids: torch.Tensor, limit: torch.Tensor, num_experts: int
 class LayerwiseCounter:
     """Adds to the table in every layer: for the CPU, where vLLM compiles the router into its graph.
 
-    Each layer has a tensor of its own that enters the graph as an argument. Slices of one table would be aliased
-    arguments, which the compiler copies, and a layer number in the graph would make every layer's a different one.
+    Each layer has a tensor of its own, which is an argument of the graph. The compiler would copy slices of one table,
+    and a layer number in the graph would make every layer's graph a different one.
     """
 
     def __init__(self, layer_ids: Sequence[int], num_experts: int) -> None:
@@ -74,7 +74,7 @@ class StepwiseCounter:
     takes six launches in all. vLLM runs the router outside of its compiled graphs there, so Python may keep state.
 
     Args:
-        max_rows: as many as a step has at most, as far as is known; with more, counting takes a launch more.
+        max_rows: the most rows that a step is known to have; with more, counting takes one more launch.
     """
 
     def __init__(self, layer_ids: Sequence[int], num_experts: int, device: torch.device, *, max_rows: int) -> None:
@@ -83,7 +83,7 @@ class StepwiseCounter:
         self._positions = {layer_id: position for position, layer_id in enumerate(layer_ids)}
         self._counts = torch.zeros(len(layer_ids), num_experts + 2, dtype=torch.int64, device=device)
         self._rows = torch.arange(max_rows, device=device)
-        # Not of dimension 0: it decides the type of a sum with smaller integers.
+        # Of dimension 1: it then decides the type of a sum with smaller integers.
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         self._step: dict[int, torch.Tensor] = {}
         self._captured: list[tuple[torch.Tensor, ...]] = []
@@ -108,7 +108,7 @@ class StepwiseCounter:
             for each, ids in step.items():
                 self._add(ids.unsqueeze(0), self._counts[each : each + 1])
         if topk_ids.is_cuda and torch.cuda.is_current_stream_capturing():
-            # A replay writes the ids where the capture did. Were they freed, a later layer would reuse the place
+            # A replay writes the ids where the capture did. If they were freed, a later layer would overwrite them
             # before they are counted.
             self._captured.append(tuple(step.values()))
 

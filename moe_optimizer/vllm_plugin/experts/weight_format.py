@@ -1,13 +1,12 @@
-"""How the experts' weights of a layer lie in memory once they are loaded, and which kernel reads them.
+"""Defines the formats of the experts' weights in memory: how a layer is converted, and which kernel reads it.
 
-The plan names a format; `plain` is as vLLM loads them. A format that stores fewer bytes converts a layer once, after
-loading, and is then all that is left of it.
+The plan names a format; `plain` is as vLLM loads them. Another format converts a layer once, after loading, and
+replaces the loaded weights.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,24 +28,24 @@ WEIGHT_FORMATS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelWeights:
-    """What a kernel reads of one layer. E local experts, H hidden size, I expert width."""
+    """The tensors of one layer that a kernel reads. E local experts, H hidden size, I expert width."""
 
     format: str
-    """Name of the format that these tensors are in: a format may leave a layer plain."""
+    """Name of these tensors' format; a planned format may leave a layer plain."""
     w13: torch.Tensor
-    """Takes the place of the layer's w13_weight; plain: [E, 2I, H], gate rows first."""
+    """Replaces the layer's w13_weight; plain: [E, 2I, H], gate rows first."""
     w2: torch.Tensor
-    """Takes the place of the layer's w2_weight; plain: [E, H, I]."""
+    """Replaces the layer's w2_weight; plain: [E, H, I]."""
     w13_scale: torch.Tensor | None = None
-    """Of fp8: float32, as `ops.fused_experts` takes it."""
+    """fp8: float32, as `ops.fused_experts` takes it."""
     w2_scale: torch.Tensor | None = None
     w13_mask: torch.Tensor | None = None
-    """Of sparse_24: a bit for each weight that w13 still has, as `ops.sparse_experts` takes it."""
+    """sparse_24: a bit for each weight that w13 still has, as `ops.sparse_experts` takes it."""
     w2_mask: torch.Tensor | None = None
     output_error: float | None = None
-    """By what share the planned format changes the layer's output; None: not measured."""
+    """Relative change of the layer's output by the planned format; None: not measured."""
     why_plain: str = ""
-    """Why the layer is not in the planned format; "" where it is."""
+    """Why the layer stays plain although the plan names another format; "" where it does not."""
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +79,7 @@ class WeightFormat(Protocol):
     """Passes that are applied when a layer is in this format."""
 
     def why_not(self, moe_config: Any) -> str:
-        """Return why layers of this vLLM FusedMoEConfig cannot be in this format, or "". Before loading."""
+        """Return why layers of this vLLM FusedMoEConfig cannot be in this format, or ""; asked before loading."""
         ...
 
     def convert(self, layer_name: str, w13: torch.Tensor, w2: torch.Tensor) -> KernelWeights:
@@ -88,7 +87,7 @@ class WeightFormat(Protocol):
         ...
 
     def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return w13 [2I, H] and w2 [H, I] of one local expert as float32: what the kernel is to compute with."""
+        """Return w13 [2I, H] and w2 [H, I] of one local expert as float32."""
         ...
 
     def compute(self, weights: KernelWeights, call: ExpertsCall) -> None:
@@ -97,7 +96,7 @@ class WeightFormat(Protocol):
 
 
 class PlainWeights:
-    """As vLLM loads them."""
+    """The weights as vLLM loads them."""
 
     name: str = PLAIN
     passes: tuple[str, ...] = (EXPERTS_PASS,)
@@ -140,7 +139,7 @@ def weight_format(name: str) -> WeightFormat:
     """Return the format of this name.
 
     Raises:
-        KeyError: there is none; a plan that passed its checks does not name one.
+        KeyError: there is none of this name.
     """
     if name not in _created:
         module, _, class_name = WEIGHT_FORMATS[name].partition(":")
@@ -150,11 +149,6 @@ def weight_format(name: str) -> WeightFormat:
 
 def planned_format(session: PluginSession) -> WeightFormat:
     """Return the format that the plan wants the experts' weights in."""
-    names = [] if session.plan is None else _format_names(session)
+    decisions = () if session.plan is None else session.plan.plugin_decisions
+    names = [decision.params[FORMAT_PARAM] for decision in decisions if FORMAT_PARAM in decision.params]
     return weight_format(names[0] if names else PLAIN)
-
-
-def _format_names(session: PluginSession) -> Sequence[str]:
-    assert session.plan is not None
-    decisions = session.plan.plugin_decisions
-    return [decision.params[FORMAT_PARAM] for decision in decisions if FORMAT_PARAM in decision.params]

@@ -1,4 +1,4 @@
-"""Experts in FP8: a weight format that the plugin converts a layer's weights to."""
+"""Converts the experts' weights of a layer to FP8."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FORMAT = "fp8"
 class Fp8Weights(PlainWeights):
     """E4M3 weights with FP32 scales; `ops.fused_experts` reads them in place.
 
-    A layer stays plain where the plan keeps it and where the change of its output exceeds the plan's budget. It stays
-    plain too where it cannot be converted, for example because a weight is not finite; that counts as refused.
+    A layer stays plain where the plan keeps it, and where its output would change by more than the plan's budget. One
+    that cannot be converted, for example because a weight is not finite, stays plain too and counts as refused.
     """
 
     name = FORMAT

@@ -1,4 +1,4 @@
-"""Experts pruned to two of every four weights: a weight format that the plugin converts a layer's weights to."""
+"""Prunes the experts' weights of a layer to two of every four."""
 
 from __future__ import annotations
 

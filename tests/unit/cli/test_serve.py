@@ -18,7 +18,7 @@ from moe_optimizer.inspection import load_hardware
 from moe_optimizer.launcher import launch
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.launcher.server_info import RunningServer
-from moe_optimizer.measure.kernel_speeds import calibration
+from moe_optimizer.measure.kernel_speeds import tables
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.specs.software import VllmInstallation
 from tests.free_ports import free_port
@@ -103,14 +103,14 @@ def test_warnings_wait_until_nothing_can_refuse_the_start(
 def test_a_server_that_dies_before_it_is_ready_is_the_first_line_after_all_that_was_done(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(request: Any, *, on_step: Any) -> str:
-        return ""
+    def measure(request: Any, *, on_step: Any) -> None:
+        pass
 
     def die(_: Any, values: dict[str, Any]) -> ExitCode:
         values["echo"]("starting vLLM")
         raise ServerFailedError("server ended during start-up\n  last line", hint="its log")
 
-    monkeypatch.setattr(calibration, "calibrate", measure)
+    monkeypatch.setattr(tables, "measure_speeds", measure)
     monkeypatch.setenv("MOE_OPTIMIZER_PLAN", "/old/plan.json")
     code, _ = launched(monkeypatch, die, "--gpus", "3", "--enable-flash-dmoe")
     assert code == ExitCode.SERVER_FAILED
@@ -124,7 +124,7 @@ def test_what_refuses_the_start_is_found_before_kernels_are_measured(
     wrong: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured: list[Any] = []
-    monkeypatch.setattr(calibration, "calibrate", lambda request, *, on_step: measured.append(request) or "")
+    monkeypatch.setattr(tables, "measure_speeds", lambda request, **_: measured.append(request))
     monkeypatch.delenv("MOE_OPTIMIZER_CALIBRATE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
