@@ -15,9 +15,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import transformers
-from transformers import CONFIG_MAPPING
-
 TARGET = Path(__file__).parent.parent / "moe_optimizer" / "inspection" / "families" / "class_defaults.json"
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers_block_type")
@@ -33,6 +30,9 @@ IRRELEVANT = re.compile(
 
 def class_defaults() -> dict[str, dict[str, object]]:
     """Return the defaults of every decoder's config class in the installed transformers, by model_type."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
     table: dict[str, dict[str, object]] = {"(transformers)": {"version": transformers.__version__}}
     for model_type in sorted(CONFIG_MAPPING):
         config_class = CONFIG_MAPPING[model_type]
