@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.cli import messages
@@ -32,16 +32,15 @@ def shows_config(options: PlanOptions) -> bool:
     if not options.show_config:
         return False
     merged = effective_settings(*read_settings(options))
-    if options.json:
-        import json
-
-        rows = {name: {"value": setting.value, "origin": setting.origin} for name, setting in merged.items()}
-        messages.write_data(json.dumps(rows, indent=2))
-        return True
-    width = max(map(len, merged))
-    for name, setting in merged.items():
-        messages.write_data(printable(f"{name:<{width}}  {_text(setting.value)}  ({setting.origin})"))
+    messages.write_result(merged, as_json=options.json, render=_render)
     return True
+
+
+def _render(settings: Mapping[str, Setting]) -> str:
+    width = max(map(len, settings))
+    return "\n".join(
+        printable(f"{name:<{width}}  {_text(setting.value)}  ({setting.origin})") for name, setting in settings.items()
+    )
 
 
 def effective_settings(settings: Settings, profile: Profile) -> dict[str, Setting]:

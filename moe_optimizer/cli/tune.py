@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,10 +50,11 @@ def command(options: TuneOptions) -> int:
     file = Path(request["folder"]) / decision.params["file"]
     verdicts = run_tuning(request, ProgressLines(verbose=options.verbose), log=file.with_suffix(".log"))
     written = file if file.is_file() else None
-    if options.json:
-        messages.write_data(json.dumps({"file": str(written) if written else None, "sizes": verdicts}, indent=2))
-    else:
-        messages.write_data(render(decision.params["file"], written, verdicts))
+    messages.write_result(
+        {"file": str(written) if written else None, "sizes": verdicts},
+        as_json=options.json,
+        render=lambda found: render(decision.params["file"], written, found["sizes"]),
+    )
     return ExitCode.OK
 
 
