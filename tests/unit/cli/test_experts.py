@@ -296,7 +296,7 @@ def test_a_server_that_does_not_answer_is_exit_7(capsys: Any) -> None:
 def test_a_server_that_sends_a_byte_at_a_time_is_given_up(
     sent: bytes, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(expert_metrics, "_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(expert_metrics, "TIMEOUT_S", 0.5)
     enough = threading.Event()
 
     def trickle(listener: socket.socket) -> None:
