@@ -2,8 +2,8 @@
 
     python scripts/write_kernel_speeds.py [RECORD...]
 
-Without arguments: every record of the CUDA benchmark. The tables of a record hold for the kernels of the commit that it
-names; a table for other kernels answers no plan. Where two records have the same layer, the later one is taken.
+Without arguments it reads every record of the CUDA benchmark. The tables of a record apply to its commit's kernels;
+plans ignore tables for other kernels. If two records have the same layer, the later one is taken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECORDS = ROOT / "benchmarks" / "records"
 _WEIGHTS = {"bf16": "bf16", "fp8": "fp8_block"}
 _STOCK = "vllm"
 _OURS = ("direct", "grouped-")
-"""How the names of our variants begin; what else was timed is vLLM's, or more than the experts."""
+"""First letters of our variants' names; the other timings are of vLLM's kernels, or of more than the experts."""
 
 
 def main(arguments: list[str]) -> int:
@@ -66,15 +66,15 @@ def _commit_time(commit: str) -> int:
 
 
 def _of_the_last_kernels(tables: tuple[KernelSpeeds, ...]) -> tuple[KernelSpeeds, ...]:
-    """Leave tables of earlier kernels out: they could answer no plan."""
+    """Leave out tables of earlier kernels: plans ignore them."""
     return tuple(table for table in tables if table.kernel_hash == tables[-1].kernel_hash)
 
 
 def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
     """Return one table per layer shape and weights of a record.
 
-    Real traffic lies between the routings that were timed at a number of tokens, so the geometric means of their times
-    count, and of our variants those that were slower than vLLM's in none of them.
+    Real traffic lies between the routings that were timed at a number of tokens: times are geometric means over them,
+    and a variant of ours is listed only if it was slower than vLLM's kernel in none of them.
     """
     kernel_hash = record.get("cuda_sources") or sources_at(record["commit"])
     driver = record["nvidia_smi"].split(",")[1].strip()
@@ -109,7 +109,7 @@ def _row(case: dict[str, Any]) -> TokenSpeeds:
 
 
 def _over_routings(rows: list[TokenSpeeds]) -> TokenSpeeds:
-    """Return one row for the routings of one number of tokens; where no variant holds in all, that of the worst one."""
+    """Return one row for the routings of one number of tokens; if no variant qualifies, that of the worst one."""
     in_all = set.intersection(*(set(row.ours_us) for row in rows))
     holding = sorted(name for name in in_all if all(row.ours_us[name] <= row.stock_us for row in rows))
     if not holding:

@@ -1,4 +1,4 @@
-"""The commands as one Typer application, and how a command line is run and refused."""
+"""Assembles the commands into one Typer application, runs a command line and reports its errors."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ app.command("build")(build.command)
 
 
 def run(arguments: Sequence[str], *, program: str, command: str | None) -> int:
-    """Run one command line; returns its exit code after writing what went wrong, if anything, to stderr.
+    """Run one command line and return its exit code; an expected error is written to stderr.
 
     Raises:
-        KeyboardInterrupt, OSError, Exception: what is neither the user's mistake nor an expected outcome.
+        KeyboardInterrupt, OSError, Exception: an interrupt, a failure of the system, or our bug.
     """
     messages.make_streams_safe()
     try:
@@ -96,7 +96,7 @@ def _run(arguments: list[str], *, program: str, command: str | None) -> int:
 
 
 def _named_command(root: Any, words: Sequence[str]) -> tuple[str, Any]:
-    """Return the command that the first words name ("measure speeds"), and its parser; "" and `root` where none does.
+    """Return the name of the command in the first words ("measure speeds") and its parser; "" and `root` if none.
 
     Raises:
         InputError: there is no such command.
@@ -117,7 +117,7 @@ def _named_command(root: Any, words: Sequence[str]) -> tuple[str, Any]:
 
 
 def _input_error(error: Any, target: Any, name: str) -> InputError:
-    """Turn the parser's error into ours: one line, and the nearest option as hint."""
+    """Convert an error of the parser: one line, with the nearest option as hint."""
     option = getattr(error, "option_name", None)
     if option is None or not str(error.message).startswith("No such option"):
         message = " ".join(error.format_message().split())

@@ -1,4 +1,4 @@
-"""Runs the tuning as a process of its own, with a progress bar on stderr."""
+"""Runs the tuning in a process of its own, with a progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GRACE_S = 10.0
 def run_tuning(
     request: Mapping[str, Any], progress: ProgressLines, *, log: Path, module: str = _MODULE
 ) -> list[dict[str, Any]]:
-    """Run a tuning to its end and return its verdicts; no process of it is left when this returns or raises.
+    """Run a tuning to its end and return its verdicts. No process of the tuning outlives this call.
 
     Args:
         request: a `TuneRequest` as an object.
@@ -37,5 +37,5 @@ def run_tuning(
         except MeasurementError as error:
             raise MoeOptimizerError(
                 f"the tuning ended: {error}",
-                hint=f"run it again: it goes on from what was measured, without the row that ended it; log: {log}",
+                hint=f"run it again: it resumes without the configuration that failed; log: {log}",
             ) from None

@@ -168,11 +168,8 @@ def test_strict_refuses_a_plan_that_does_not_meet_a_wish(
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--enable-kv-tiering", "--strict: tiering of kv_cache (flag --enable-kv-tiering): vLLM moves cache blocks"),
-        (
-            "--enable-expert-parallel",
-            "--strict: expert_parallel of parallelism (flag --enable-expert-parallel): one CPU",
-        ),
+        ("--enable-kv-tiering", "tiering of kv_cache"),
+        ("--enable-expert-parallel", "expert_parallel of parallelism"),
     ],
 )
 def test_strict_refuses_a_plan_that_does_not_meet_the_wish_for_a_part_of_a_pass(
@@ -180,7 +177,7 @@ def test_strict_refuses_a_plan_that_does_not_meet_the_wish_for_a_part_of_a_pass(
 ) -> None:
     code, given = launched(monkeypatch, becomes_ready, "--strict", flag)
     assert (code, given) == (ExitCode.UNSUPPORTED, {})
-    assert said in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"error: --strict: {said} (flag {flag}): ")
 
 
 def test_without_strict_an_unmet_wish_is_a_decision_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +212,7 @@ def test_a_plan_file_in_the_environment_is_said_to_be_unused(
 ) -> None:
     monkeypatch.setenv("MOE_OPTIMIZER_PLAN", "/old/plan.json")
     launched(monkeypatch, becomes_ready)
-    assert "warning: MOE_OPTIMIZER_PLAN is not used: this command makes a plan of its own" in capsys.readouterr().err
+    assert "warning: MOE_OPTIMIZER_PLAN" in capsys.readouterr().err
 
 
 def test_an_empty_run_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

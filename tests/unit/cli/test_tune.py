@@ -39,7 +39,7 @@ def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: load_hardware("cpu"), raising=False)
     for arguments in ([], ["--hardware", "h200"]):
         assert main(["tune", TINY_MOE, *arguments]) == ExitCode.UNSUPPORTED
-        assert capsys.readouterr().err.startswith("error: tune: needs a GPU, and this machine has none\n")
+        assert capsys.readouterr().err.startswith("error: tune: needs a GPU")
 
 
 def test_that_there_is_no_gpu_comes_before_what_does_not_fit(
@@ -108,7 +108,7 @@ def test_experts_that_triton_does_not_run_are_refused(
 
 
 def test_nothing_that_won_is_said() -> None:
-    assert "no file was written" in tune.render("E=1.json", None, [{**VERDICT, "low": 8, "high": 7}])
+    assert "no file" in tune.render("E=1.json", None, [{**VERDICT, "low": 8, "high": 7}])
 
 
 def test_the_process_reports_progress_and_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_a_refusal_of_the_process_is_the_commands(code: int, kind: type[MoeOptim
 def test_a_process_that_dies_in_the_middle_of_a_word_leaves_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(MoeOptimizerError, match="illegal memory access") as error:
         run_tuning({"dies": True}, ProgressLines(verbose=False), log=tmp_path / "log", module=FAKE)
-    assert "goes on from what was measured" in str(error.value.hint)
+    assert str(tmp_path / "log") in str(error.value.hint)
 
 
 @pytest.mark.usefixtures("heeded_signals")
