@@ -11,6 +11,9 @@ from moe_optimizer.inspection.json_file import shown
 MAX_COUNT = 1 << 32
 """Largest accepted value of any size field; beyond it the arithmetic means nothing."""
 
+_MOST_NAMED = 5
+"""Fields that a message names of those that were looked for."""
+
 Names = str | Sequence[str]
 """One field name, or several in order of preference; "a.b" looks into a nested object."""
 
@@ -65,7 +68,7 @@ class Config:
         """
         value = self.integer(names, minimum=minimum, maximum=maximum)
         if value is None:
-            others = list(_each(names))[1:]
+            others = list(_each(names))[1:_MOST_NAMED]
             raise InputError(
                 f"{self.where}{next(_each(names))}: is missing, expected an integer of at least {minimum}",
                 hint=f"also looked for {', '.join(others)}" if others else None,

@@ -143,7 +143,7 @@ class Family:
         assumed = config.defaults.get("(experts)")
         if self.experts is not None and not has_experts and assumed and not config.has(self.experts.count):
             notes.append(
-                f"{config.where}{_first(self.experts.count)}: is missing, so the model is taken for dense; "
+                f"{config.where.rstrip('.: ')}: no number of experts, so the model is taken for dense; "
                 f"the config class of vLLM and transformers would assume {assumed} experts"
             )
         return tuple(notes)

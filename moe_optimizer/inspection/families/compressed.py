@@ -6,7 +6,7 @@ from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.compressed_attention import CompressedAttention, FactorizedAttention, RoutedAttention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import shared_all_the_same
-from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, MOE_WIDTH, PER_TOKEN, SPARSE_WORDS, hyper_head
+from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, SPARSE_WORDS, hyper_head
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import (
@@ -56,10 +56,7 @@ FAMILIES = (
         layer_extra=_hyper_connections,
         model_extra=hyper_head,
         experts=Experts(
-            count=("n_routed_experts", "num_local_experts"),
-            top_k=PER_TOKEN,
-            width=MOE_WIDTH,
-            shared=Shared(count=("n_shared_experts",)),
+            shared=Shared(),
         ),
     ),
     Family(
@@ -85,22 +82,16 @@ FAMILIES = (
         },
         dense=Dense(width=("dense_intermediate_size",), bias=False),
         experts=Experts(
-            count=("num_local_experts",),
-            top_k=PER_TOKEN,
             width=("intermediate_size", "moe_intermediate_size"),
             layers=first_given(SPARSE_WORDS, ("moe_layer_freq", flags("moe_layer_freq")), otherwise=all_layers),
-            shared=Shared(count=("n_shared_experts",), total_width=("shared_intermediate_size",)),
+            shared=Shared(total_width=("shared_intermediate_size",)),
         ),
     ),
     Family(
         model_types=("step3_text",),
         architectures=("Step3TextForCausalLM",),
         mixers={"attention": FactorizedAttention()},
-        dense=Dense(bias=False),
         experts=Experts(
-            count=("moe_num_experts",),
-            top_k=("moe_top_k",),
-            width=MOE_WIDTH,
             layers=STEP_LAYERS,
             shared=Shared(count=1, width=("share_expert_dim",), width_is_total=True),
         ),
@@ -121,11 +112,7 @@ FAMILIES = (
                 gate_when="use_head_wise_attn_gate",
             ),
         },
-        dense=Dense(bias=False),
         experts=Experts(
-            count=("moe_num_experts", "num_experts"),
-            top_k=("moe_top_k", *PER_TOKEN),
-            width=MOE_WIDTH,
             layers=STEP_LAYERS,
             shared=Shared(count=1, width=("share_expert_dim",), width_is_total=True),
         ),
@@ -137,8 +124,6 @@ FAMILIES = (
         dense=None,
         layer_extra=lambda site: site.hidden_size,  # a bias on the experts' sum
         experts=Experts(
-            count=("num_local_experts", "moe_num_experts"),
-            top_k=(*PER_TOKEN, "moe_top_k"),
             width=("intermediate_size", "ffn_hidden_size"),
             one_is_dense=False,
         ),

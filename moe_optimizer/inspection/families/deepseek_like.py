@@ -31,11 +31,8 @@ FIRST_DENSE = first_given(
 )
 
 EXPERTS = Experts(
-    count=("n_routed_experts", "num_local_experts", "num_experts"),
-    top_k=("num_experts_per_tok",),
-    width=("moe_intermediate_size",),
     layers=FREQUENCY,
-    shared=Shared(count=("n_shared_experts",)),
+    shared=Shared(),
 )
 EXPERTS_FIRST_DENSE = replace(EXPERTS, layers=FIRST_DENSE)
 
@@ -147,8 +144,6 @@ FAMILIES = (
         dense=Dense(width=("ffn_hidden_size", "intermediate_size"), bias=False, copies=2),
         norms=4,
         experts=Experts(
-            count=("n_routed_experts",),
-            top_k=("moe_topk", "num_experts_per_tok"),
             width=("expert_ffn_hidden_size", "moe_intermediate_size"),
             router_bias="router_bias",
             zero_experts=("zero_expert_num",),

@@ -32,7 +32,6 @@ FAMILIES = (
         architectures=("MistralForCausalLM", "Ministral3ForCausalLM"),
         kinds=listed(otherwise=windowed_when(True)),
         mixers={"attention": NO_BIAS},
-        dense=PLAIN_MLP,
     ),
     Family(
         model_types=("arcee",),
@@ -63,7 +62,6 @@ FAMILIES = (
         architectures=("Exaone4ForCausalLM",),
         kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding")),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head")},
-        dense=PLAIN_MLP,
     ),
     Family(model_types=("granite",), architectures=("GraniteForCausalLM",), dense=LLAMA_MLP),
     Family(
@@ -91,14 +89,12 @@ FAMILIES = (
         architectures=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
         kinds=listed(otherwise=every("attention")),
         mixers={"attention": Attention(qk_norm="width")},
-        dense=PLAIN_MLP,
     ),
     Family(
         model_types=("phi3", "phi3_v", "phi4mm", "phi4-siglip", "phi4_multimodal"),
         architectures=("Phi3ForCausalLM", "Phi3VForCausalLM", "Phi4MMForCausalLM"),
         kinds=windowed_when(True),
         mixers={"attention": NO_BIAS},
-        dense=PLAIN_MLP,
     ),
     Family(
         model_types=("phi",),
@@ -121,7 +117,6 @@ FAMILIES = (
                 qkv_bias="use_qkv_bias", o_bias=False, qk_norm="each_head", qk_norm_when="qk_layernorm"
             )
         },
-        dense=PLAIN_MLP,
         norms=lambda config: 1 if config.flag("use_parallel_residual") else 2,
         norm="layer",
     ),
@@ -137,27 +132,23 @@ FAMILIES = (
         model_types=("cohere",),
         architectures=("CohereForCausalLM",),
         mixers={"attention": Attention(qk_norm="each_head", qk_norm_when="use_qk_norm")},
-        dense=PLAIN_MLP,
         norms=1,
     ),
     Family(
         model_types=("cohere2", "cohere_compass_text"),
         architectures=("Cohere2ForCausalLM",),
         kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
-        dense=PLAIN_MLP,
         norms=1,
     ),
     Family(
         model_types=("glm",),
         architectures=("GlmForCausalLM",),
         mixers={"attention": Attention(o_bias=False)},
-        dense=PLAIN_MLP,
     ),
     Family(
         model_types=("glm4", "glm4v_text", "glm_ocr_text"),
         architectures=("Glm4ForCausalLM",),
         mixers={"attention": Attention(o_bias=False)},
-        dense=PLAIN_MLP,
         norms=4,
     ),
     Family(
@@ -176,7 +167,6 @@ FAMILIES = (
         model_types=("hunyuan_v1_dense", "hunyuan_dense"),
         architectures=("HunYuanDenseV1ForCausalLM",),
         mixers={"attention": Attention(qk_norm="head", qk_norm_when="use_qk_norm")},
-        dense=PLAIN_MLP,
         defaults={"use_qk_norm": True},
     ),
     Family(
@@ -188,19 +178,16 @@ FAMILIES = (
         model_types=("internlm2",),
         architectures=("InternLM2ForCausalLM",),
         mixers={"attention": Attention(qkv_bias="bias", o_bias="bias")},
-        dense=PLAIN_MLP,
     ),
     Family(
         model_types=("internlm",),
         architectures=("InternLMForCausalLM",),
         mixers={"attention": Attention(qkv_bias="bias", o_bias="bias")},
-        dense=PLAIN_MLP,
     ),
     Family(
         model_types=("exaone",),
         architectures=("ExaoneForCausalLM",),
         mixers={"attention": NO_BIAS},
-        dense=PLAIN_MLP,
     ),
     Family(
         model_types=("baichuan", "aquila", "teleflm", "step1"),
@@ -213,20 +200,17 @@ FAMILIES = (
             "Step1ForCausalLM",
         ),
         mixers={"attention": NO_BIAS},
-        dense=PLAIN_MLP,
     ),
     Family(
         model_types=(),
         architectures=("OrionForCausalLM",),
         norm="layer",
         mixers={"attention": NO_BIAS},
-        dense=PLAIN_MLP,
     ),
     Family(
         model_types=("telechat", "telechat2"),
         architectures=("TeleChatForCausalLM", "TeleChat2ForCausalLM"),
         mixers={"attention": Attention(qkv_bias=False, o_bias=True)},
-        dense=Dense(bias=False),
     ),
     Family(model_types=("solar",), architectures=("SolarForCausalLM",), dense=LLAMA_MLP),
     Family(

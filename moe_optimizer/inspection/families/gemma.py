@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
-from moe_optimizer.inspection.families.common_parts import PLAIN_MLP
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.layer_rules import last_of, listed
 
@@ -11,7 +10,6 @@ FAMILIES = (
     Family(
         model_types=("gemma",),
         architectures=("GemmaForCausalLM",),
-        dense=PLAIN_MLP,
         defaults={"tie_word_embeddings": True},
     ),
     Family(
@@ -19,14 +17,12 @@ FAMILIES = (
         architectures=("Gemma2ForCausalLM",),
         kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
         norms=4,
-        dense=PLAIN_MLP,
         defaults={"tie_word_embeddings": True},
     ),
     Family(
         model_types=("vaultgemma",),
         architectures=("VaultGemmaForCausalLM",),
         kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
-        dense=PLAIN_MLP,
         defaults={"tie_word_embeddings": True},
     ),
     Family(
@@ -39,7 +35,6 @@ FAMILIES = (
         ),
         mixers={"attention": Attention(qk_norm="head")},
         norms=4,
-        dense=PLAIN_MLP,
         defaults={"tie_word_embeddings": True},
     ),
 )

@@ -110,7 +110,6 @@ FAMILIES = (
             "sliding_borrowing": Attention(qk_norm="head", borrows_cache=True),
         },
         norms=4,
-        dense=Dense(bias=False),
         layer_extra=_gemma3n_layer,
         model_extra=_gemma3n_model,
         extra_embeddings=_per_layer_embedding,
@@ -131,8 +130,6 @@ FAMILIES = (
         model_extra=_gemma4_model,
         extra_embeddings=_per_layer_embedding,
         experts=Experts(
-            count=("num_experts",),
-            top_k=("top_k_experts", "num_experts_per_tok"),
             width=("moe_intermediate_size", "expert_intermediate_size"),
             layers=_gemma4_experts,
             dense_beside=True,

@@ -36,10 +36,7 @@ FAMILIES = (
         architectures=("JambaForCausalLM",),
         kinds=periodic("attn_layer_period", "attn_layer_offset", "attention", otherwise="mamba"),
         mixers={"attention": NO_BIAS, "mamba": Mamba1(inner_norms=True)},
-        dense=Dense(bias=False),
         experts=Experts(
-            count=("num_experts",),
-            top_k=("num_experts_per_tok",),
             width=("intermediate_size",),
             layers=every_offset("expert_layer_period", "expert_layer_offset"),
         ),
@@ -74,8 +71,6 @@ FAMILIES = (
         mixers={"attention": Attention(), "mamba": Mamba2()},
         dense=Dense(width=("shared_intermediate_size",), bias=False),
         experts=Experts(
-            count=("num_local_experts", "num_experts"),
-            top_k=("num_experts_per_tok",),
             width=("intermediate_size",),
             shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
             one_is_dense=False,
@@ -104,19 +99,12 @@ FAMILIES = (
         architectures=("Lfm2MoeForCausalLM",),
         kinds=listed(otherwise=indexed("full_attn_idxs", "attention", otherwise="conv")),
         mixers=LFM2_MIXERS,
-        dense=Dense(bias=False),
-        experts=Experts(
-            count=("num_experts",),
-            top_k=("num_experts_per_tok",),
-            width=("moe_intermediate_size",),
-            layers=after_first("num_dense_layers"),
-        ),
+        experts=Experts(layers=after_first("num_dense_layers")),
     ),
     Family(
         model_types=("olmo_hybrid",),
         architectures=("OlmoHybridForCausalLM",),
         kinds=listed(otherwise=last_of((), "attention", otherwise="linear", default=4)),
         mixers={"attention": Attention(qk_norm="width"), "linear": GatedDeltaNet()},
-        dense=Dense(bias=False),
     ),
 )

@@ -80,14 +80,11 @@ FAMILIES = (
         layer_extra=_convolutions,
         dense=Dense(width=("dense_intermediate_size", "intermediate_size"), bias=False),
         experts=Experts(
-            count=("n_routed_experts",),
-            top_k=("num_experts_per_tok",),
-            width=("moe_intermediate_size",),
             layers=first_given(
                 ("mlp_layer_types", words("mlp_layer_types", "sparse")), otherwise=after_first("dense_mlp_idx")
             ),
             routes_shared=True,
-            shared=Shared(count=("n_shared_experts",)),
+            shared=Shared(),
         ),
     ),
 )

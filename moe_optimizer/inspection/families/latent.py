@@ -151,11 +151,8 @@ FAMILIES = (
         },
         dense=Dense(bias="use_bias"),
         experts=Experts(
-            count=("num_experts",),
-            top_k=("num_experts_per_tok",),
-            width=("moe_intermediate_size",),
             layers=after_first("first_k_dense_replace"),
-            shared=Shared(count=("num_shared_experts",), width=("moe_shared_expert_intermediate_size",)),
+            shared=Shared(width=("moe_shared_expert_intermediate_size",)),
         ),
         defaults={"short_conv_kernel_size": 4},
     ),
@@ -173,15 +170,11 @@ FAMILIES = (
         },
         layer_extra=lambda site: 4 * site.hidden_size * _looks_back(site.config),
         model_extra=lambda config, hidden_size: 2 * hidden_size * _looks_back(config),
-        dense=Dense(bias=False),
         experts=Experts(
-            count=("num_experts", "num_local_experts"),
-            top_k=("num_experts_per_token", "num_experts_per_tok"),
-            width=("moe_intermediate_size",),
             layers=first_given(SPARSE_WORDS, otherwise=FREQUENCY),
             latent=("routed_expert_hidden_size",),
             latent_norm="latent_moe_use_norm",
-            shared=Shared(count=("num_shared_experts", "n_shared_experts")),
+            shared=Shared(),
         ),
     ),
     Family(
@@ -195,12 +188,9 @@ FAMILIES = (
             )
         },
         experts=Experts(
-            count=("num_experts",),
-            top_k=("num_experts_per_tok",),
-            width=("moe_intermediate_size",),
             layers=both(except_indices("mlp_only_layers"), sparse_step("decoder_sparse_step")),
             router_bias="moe_gate_bias",
-            shared=Shared(count=("num_shared_experts",)),
+            shared=Shared(),
         ),
     ),
 )

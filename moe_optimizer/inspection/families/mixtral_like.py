@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.disagreements import bias_ignored, interleaving_listed
-from moe_optimizer.inspection.families.common_parts import NO_BIAS, PER_TOKEN
+from moe_optimizer.inspection.families.common_parts import NO_BIAS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import (
@@ -24,8 +24,6 @@ from moe_optimizer.inspection.shapes import Site
 
 LOCAL = ("num_local_experts", "num_experts")
 GRANITE_EXPERTS = Experts(
-    count=LOCAL,
-    top_k=PER_TOKEN,
     width=("intermediate_size",),
     shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
 )
@@ -44,19 +42,19 @@ FAMILIES = (
         architectures=("MixtralForCausalLM", "QuantMixtralForCausalLM"),
         kinds=windowed_when(True),
         mixers={"attention": NO_BIAS},
-        experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",)),
+        experts=Experts(width=("intermediate_size",)),
     ),
     Family(
         model_types=("olmoe",),
         architectures=("OlmoeForCausalLM",),
         mixers={"attention": Attention(qk_norm="width")},
-        experts=Experts(count=("num_experts",), top_k=PER_TOKEN, width=("intermediate_size",)),
+        experts=Experts(width=("intermediate_size",)),
     ),
     Family(
         model_types=("flex_olmo",),
         architectures=("FlexOlmoForCausalLM",),
         mixers={"attention": Attention(qk_norm="width")},
-        experts=Experts(count=("num_experts",), top_k=PER_TOKEN, width=("intermediate_size",)),
+        experts=Experts(width=("intermediate_size",)),
     ),
     Family(
         model_types=("phimoe",),
@@ -64,12 +62,12 @@ FAMILIES = (
         kinds=windowed_when(True),
         norm="layer",
         head_bias="lm_head_bias",
-        experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",)),
+        experts=Experts(width=("intermediate_size",)),
     ),
     Family(
         model_types=("granitemoe",),
         architectures=("GraniteMoeForCausalLM",),
-        experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",)),
+        experts=Experts(width=("intermediate_size",)),
     ),
     Family(
         model_types=("granitemoeshared",),
@@ -89,8 +87,6 @@ FAMILIES = (
         kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
         mixers={"attention": Attention(sinks=True)},
         experts=Experts(
-            count=LOCAL,
-            top_k=(*PER_TOKEN, "experts_per_token"),
             width=("intermediate_size",),
             bias=True,
             router_bias=True,
@@ -104,8 +100,6 @@ FAMILIES = (
         norm_bias=False,
         dense=None,
         experts=Experts(
-            count=("ffn_config.moe_num_experts",),
-            top_k=("ffn_config.moe_top_k",),
             width=("ffn_config.ffn_hidden_size",),
             default_top_k=1,
             one_is_dense=False,
@@ -123,8 +117,6 @@ FAMILIES = (
         ),
         mixers={"attention": NO_BIAS, "linear": LightningAttention()},
         experts=Experts(
-            count=LOCAL,
-            top_k=PER_TOKEN,
             width=("intermediate_size",),
             shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
         ),
@@ -133,7 +125,7 @@ FAMILIES = (
         model_types=("minimax_m2",),
         architectures=("MiniMaxM2ForCausalLM",),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="width", qk_norm_when="use_qk_norm")},
-        experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",)),
+        experts=Experts(width=("intermediate_size",)),
         defaults={"use_qk_norm": True},
     ),
     Family(
@@ -141,8 +133,6 @@ FAMILIES = (
         architectures=("ArcticForCausalLM",),
         layer_extra=_arctic_residual,
         experts=Experts(
-            count=LOCAL,
-            top_k=PER_TOKEN,
             width=("intermediate_size",),
             layers=sparse_step("moe_layer_frequency", default=2),
         ),
@@ -154,8 +144,6 @@ FAMILIES = (
         norms=4,
         dense=Dense(width=("intermediate_size",)),
         experts=Experts(
-            count=("num_local_experts", "num_experts"),
-            top_k=("num_experts_per_tok", "num_selected_experts"),
             width=("moe_intermediate_size", "intermediate_size"),
             dense_beside="residual_moe",
         ),
@@ -169,12 +157,9 @@ FAMILIES = (
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head", gate="width")},
         norms=4,
         experts=Experts(
-            count=("num_experts",),
-            top_k=PER_TOKEN,
-            width=("moe_intermediate_size",),
             layers=after_first("num_dense_layers"),
             correction_bias=True,
-            shared=Shared(count=("num_shared_experts",)),
+            shared=Shared(),
         ),
     ),
     Family(
@@ -190,8 +175,6 @@ FAMILIES = (
         ),
         dense=Dense(width=("intermediate_size_mlp",), bias=False),
         experts=Experts(
-            count=LOCAL,
-            top_k=PER_TOKEN,
             width=("intermediate_size",),
             layers=sparse_step("interleave_moe_layer_step"),
             shared=Shared(count=1),
@@ -203,25 +186,20 @@ FAMILIES = (
         kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head")},
         experts=Experts(
-            count=("num_experts",),
-            top_k=PER_TOKEN,
-            width=("moe_intermediate_size",),
             layers=first_given(
                 ("is_moe_layer", flags("is_moe_layer")),
                 ("mlp_layer_types", words("mlp_layer_types", "sparse")),
                 otherwise=after_first("first_k_dense_replace"),
             ),
-            shared=Shared(count=("num_shared_experts",)),
+            shared=Shared(),
         ),
     ),
     Family(
         model_types=("aria_text",),
         architectures=("AriaTextForCausalLM",),
         experts=Experts(
-            count=("moe_num_experts",),
-            top_k=("moe_topk",),
             width=("intermediate_size", "moe_intermediate_size"),
-            shared=Shared(count=("moe_num_shared_experts",), bias="mlp_bias"),
+            shared=Shared(bias="mlp_bias"),
         ),
     ),
 )

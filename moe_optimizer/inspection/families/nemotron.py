@@ -67,9 +67,6 @@ FAMILIES = (
         dense=Dense(gated=False, bias="mlp_bias"),
         feed_forward=_has_mlp,
         experts=Experts(
-            count=("n_routed_experts",),
-            top_k=("num_experts_per_tok",),
-            width=("moe_intermediate_size",),
             layers=_sparse,
             gated=False,
             arrays=True,

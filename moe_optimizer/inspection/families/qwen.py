@@ -15,9 +15,6 @@ WINDOW = listed(otherwise=windowed_from("max_window_layers", flag="use_sliding_w
 HYBRID = listed(otherwise=last_of("full_attention_interval", "attention", otherwise="linear", default=4))
 
 QWEN2_EXPERTS = Experts(
-    count=("num_experts", "num_local_experts"),
-    top_k=("num_experts_per_tok",),
-    width=("moe_intermediate_size",),
     layers=SPARSE,
     shared=Shared(count=1, width=("shared_expert_intermediate_size",), width_is_total=True, gate=True),
 )

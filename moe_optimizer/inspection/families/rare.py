@@ -184,8 +184,7 @@ FAMILIES = (
         model_types=("minicpm",),
         architectures=("MiniCPMForCausalLM",),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False)},
-        dense=Dense(bias=False),
-        experts=Experts(count=("num_experts",), top_k=("num_experts_per_tok",), width=("intermediate_size",)),
+        experts=Experts(width=("intermediate_size",)),
         defaults={"tie_word_embeddings": True},
     ),
     Family(
@@ -201,10 +200,7 @@ FAMILIES = (
         model_types=("skywork_moe",),
         architectures=("SkyworkForCausalLM",),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False)},
-        dense=Dense(bias=False),
         experts=Experts(
-            count=("num_experts",),
-            top_k=("num_experts_per_tok", "moe_top_k"),
             width=("intermediate_size",),
             arrays=True,
         ),
@@ -213,12 +209,9 @@ FAMILIES = (
         model_types=("xverse",),
         architectures=("XverseForCausalLM", "XverseMoeForCausalLM"),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False)},
-        dense=Dense(bias=False),
         experts=Experts(
-            count=("num_experts",),
-            top_k=("moe_top_k", "num_experts_per_tok"),
             width=("intermediate_size",),
-            shared=Shared(count=("num_shared_experts",)),
+            shared=Shared(),
         ),
     ),
     Family(
