@@ -6,27 +6,11 @@ from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.compressed_attention import CompressedAttention, FactorizedAttention, RoutedAttention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import shared_all_the_same
-from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, SPARSE_WORDS, hyper_head
+from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, hyper_head
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
-from moe_optimizer.inspection.layer_rules import (
-    after_first,
-    all_layers,
-    every,
-    first_given,
-    flags,
-    last_of,
-    listed,
-    numbered,
-    only_indices,
-)
+from moe_optimizer.inspection.layer_rules import by_fields, every, last_of, listed, numbered
 from moe_optimizer.inspection.shapes import Site
-
-STEP_LAYERS = first_given(
-    ("moe_layers_enum", only_indices("moe_layers_enum")),
-    ("first_k_dense_replace", after_first("first_k_dense_replace")),
-    otherwise=after_first((), default=1),
-)
 
 
 def _hyper_connections(site: Site) -> int:
@@ -83,7 +67,7 @@ FAMILIES = (
         dense=Dense(width=("dense_intermediate_size",), bias=False),
         experts=Experts(
             width=("intermediate_size", "moe_intermediate_size"),
-            layers=first_given(SPARSE_WORDS, ("moe_layer_freq", flags("moe_layer_freq")), otherwise=all_layers),
+            layers=by_fields(),
             shared=Shared(total_width=("shared_intermediate_size",)),
         ),
     ),
@@ -92,7 +76,7 @@ FAMILIES = (
         architectures=("Step3TextForCausalLM",),
         mixers={"attention": FactorizedAttention()},
         experts=Experts(
-            layers=STEP_LAYERS,
+            layers=by_fields(first_dense=1),
             shared=Shared(count=1, width=("share_expert_dim",), width_is_total=True),
         ),
     ),
@@ -113,7 +97,7 @@ FAMILIES = (
             ),
         },
         experts=Experts(
-            layers=STEP_LAYERS,
+            layers=by_fields(first_dense=1),
             shared=Shared(count=1, width=("share_expert_dim",), width_is_total=True),
         ),
     ),

@@ -16,7 +16,7 @@ from moe_optimizer.inspection.disagreements import (
 from moe_optimizer.inspection.family import VOCAB, Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
-from moe_optimizer.inspection.layer_rules import after_first, both, first_given, multiples, words
+from moe_optimizer.inspection.layer_rules import after_first, by_fields
 from moe_optimizer.inspection.shapes import Site
 
 
@@ -25,16 +25,10 @@ def _norm_after_experts(site: Site) -> int:
     return site.hidden_size * (site.layer >= (site.config.integer("first_k_dense_replace", 0) or 0))
 
 
-FREQUENCY = both(after_first("first_k_dense_replace"), multiples("moe_layer_freq"))
-FIRST_DENSE = first_given(
-    ("mlp_layer_types", words("mlp_layer_types", "sparse")), otherwise=after_first("first_k_dense_replace")
-)
-
 EXPERTS = Experts(
-    layers=FREQUENCY,
+    layers=by_fields(),
     shared=Shared(),
 )
-EXPERTS_FIRST_DENSE = replace(EXPERTS, layers=FIRST_DENSE)
 
 
 def _latent_or_plain(config: Config, num_layers: int) -> tuple[str, ...]:
@@ -93,7 +87,7 @@ FAMILIES = (
         model_types=("mistral4",),
         architectures=("Mistral4ForCausalLM",),
         mixers={"attention": LatentAttention()},
-        experts=replace(EXPERTS, layers=after_first("first_k_dense_replace")),
+        experts=EXPERTS,
     ),
     Family(
         model_types=("deepseek_v32",),
@@ -106,13 +100,13 @@ FAMILIES = (
         model_types=("glm_moe_dsa",),
         architectures=("GlmMoeDsaForCausalLM",),
         mixers={"attention": LatentAttention(indexer=True)},
-        experts=EXPERTS_FIRST_DENSE,
+        experts=EXPERTS,
     ),
     Family(
         model_types=("glm4_moe_lite",),
         architectures=("Glm4MoeLiteForCausalLM",),
         mixers={"attention": LatentAttention()},
-        experts=EXPERTS_FIRST_DENSE,
+        experts=EXPERTS,
         defaults={"first_k_dense_replace": 1},
     ),
     Family(
@@ -121,7 +115,7 @@ FAMILIES = (
         disagreement=norm_after_experts,
         mixers={"attention": LatentAttention()},
         layer_extra=_norm_after_experts,
-        experts=replace(EXPERTS, layers=after_first("first_k_dense_replace")),
+        experts=EXPERTS,
     ),
     Family(
         model_types=("youtu",),

@@ -7,15 +7,7 @@ from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.families.common_parts import NO_BIAS, STATE_KINDS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
-from moe_optimizer.inspection.layer_rules import (
-    after_first,
-    every,
-    every_offset,
-    indexed,
-    last_of,
-    listed,
-    periodic,
-)
+from moe_optimizer.inspection.layer_rules import by_fields, every, indexed, last_of, listed, periodic
 from moe_optimizer.inspection.recurrent import GatedDeltaNet, Mamba1, Mamba2, Parallel, ShortConv
 
 LFM2_MIXERS = {"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head"), "conv": ShortConv()}
@@ -38,7 +30,7 @@ FAMILIES = (
         mixers={"attention": NO_BIAS, "mamba": Mamba1(inner_norms=True)},
         experts=Experts(
             width=("intermediate_size",),
-            layers=every_offset("expert_layer_period", "expert_layer_offset"),
+            layers=by_fields(),
         ),
     ),
     Family(
@@ -99,7 +91,7 @@ FAMILIES = (
         architectures=("Lfm2MoeForCausalLM",),
         kinds=listed(otherwise=indexed("full_attn_idxs", "attention", otherwise="conv")),
         mixers=LFM2_MIXERS,
-        experts=Experts(layers=after_first("num_dense_layers")),
+        experts=Experts(layers=by_fields()),
     ),
     Family(
         model_types=("olmo_hybrid",),

@@ -7,23 +7,12 @@ from dataclasses import replace
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.families.common_parts import SPARSE_WORDS, hyper_head
-from moe_optimizer.inspection.families.deepseek_like import EXPERTS, FREQUENCY
+from moe_optimizer.inspection.families.common_parts import hyper_head
+from moe_optimizer.inspection.families.deepseek_like import EXPERTS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
-from moe_optimizer.inspection.layer_rules import (
-    KindRule,
-    after_first,
-    both,
-    every,
-    except_indices,
-    first_given,
-    indexed,
-    last_of,
-    listed,
-    sparse_step,
-)
+from moe_optimizer.inspection.layer_rules import KindRule, by_fields, every, indexed, last_of, listed
 from moe_optimizer.inspection.recurrent import KimiDeltaAttention
 from moe_optimizer.inspection.shapes import Site
 from moe_optimizer.inspection.sink_attention import SinkAttention
@@ -76,14 +65,7 @@ FAMILIES = (
         mixers={"attention": LatentAttention(indexer=True, gate="width", sinks=True)},
         layer_extra=_pair_hyper,
         model_extra=hyper_head,
-        experts=replace(
-            EXPERTS,
-            layers=first_given(
-                SPARSE_WORDS,
-                ("first_k_dense_replace", after_first("first_k_dense_replace")),
-                otherwise=after_first((), default=1),
-            ),
-        ),
+        experts=replace(EXPERTS, layers=by_fields(first_dense=1)),
         defaults={"index_topk_freq": 4},
     ),
     Family(
@@ -95,14 +77,7 @@ FAMILIES = (
         ),
         mixers={"attention": LatentAttention(indexer=True), "linear": KimiDeltaAttention()},
         layer_extra=_square_hyper,
-        experts=replace(
-            EXPERTS,
-            layers=first_given(
-                SPARSE_WORDS,
-                ("first_k_dense_replace", after_first("first_k_dense_replace")),
-                otherwise=after_first((), default=3),
-            ),
-        ),
+        experts=replace(EXPERTS, layers=by_fields(first_dense=3)),
     ),
     Family(
         model_types=("dots3_note",),
@@ -124,10 +99,7 @@ FAMILIES = (
         architectures=("PanguUltraMoEForCausalLM",),
         mixers={"attention": LatentAttention(bias=False)},
         norms=lambda config: 4 if config.flag("sandwich_norm") else 2,
-        experts=replace(
-            EXPERTS,
-            layers=after_first("first_k_dense_replace"),
-        ),
+        experts=EXPERTS,
     ),
     Family(
         model_types=("pangu_pro_moe_v2",),
@@ -135,7 +107,7 @@ FAMILIES = (
         mixers={"attention": SinkAttention()},
         norms=lambda config: 4 if config.flag("sandwich_norm") else 2,
         dense=Dense(bias="mlp_bias"),
-        experts=replace(EXPERTS, layers=after_first("first_k_dense_replace")),
+        experts=EXPERTS,
     ),
     Family(
         model_types=("bailing_hybrid_v3", "bailing_moe_v3"),
@@ -151,7 +123,7 @@ FAMILIES = (
         },
         dense=Dense(bias="use_bias"),
         experts=Experts(
-            layers=after_first("first_k_dense_replace"),
+            layers=by_fields(),
             shared=Shared(width=("moe_shared_expert_intermediate_size",)),
         ),
         defaults={"short_conv_kernel_size": 4},
@@ -171,7 +143,7 @@ FAMILIES = (
         layer_extra=lambda site: 4 * site.hidden_size * _looks_back(site.config),
         model_extra=lambda config, hidden_size: 2 * hidden_size * _looks_back(config),
         experts=Experts(
-            layers=first_given(SPARSE_WORDS, otherwise=FREQUENCY),
+            layers=by_fields(),
             latent=("routed_expert_hidden_size",),
             latent_norm="latent_moe_use_norm",
             shared=Shared(),
@@ -188,7 +160,7 @@ FAMILIES = (
             )
         },
         experts=Experts(
-            layers=both(except_indices("mlp_only_layers"), sparse_step("decoder_sparse_step")),
+            layers=by_fields(),
             router_bias="moe_gate_bias",
             shared=Shared(),
         ),

@@ -7,18 +7,7 @@ from moe_optimizer.inspection.disagreements import bias_ignored, interleaving_li
 from moe_optimizer.inspection.families.common_parts import NO_BIAS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
-from moe_optimizer.inspection.layer_rules import (
-    after_first,
-    every,
-    first_given,
-    flags,
-    last_of,
-    listed,
-    numbered,
-    sparse_step,
-    windowed_when,
-    words,
-)
+from moe_optimizer.inspection.layer_rules import by_fields, every, last_of, listed, numbered, sparse_step, windowed_when
 from moe_optimizer.inspection.recurrent import LightningAttention
 from moe_optimizer.inspection.shapes import Site
 
@@ -45,14 +34,8 @@ FAMILIES = (
         experts=Experts(width=("intermediate_size",)),
     ),
     Family(
-        model_types=("olmoe",),
-        architectures=("OlmoeForCausalLM",),
-        mixers={"attention": Attention(qk_norm="width")},
-        experts=Experts(width=("intermediate_size",)),
-    ),
-    Family(
-        model_types=("flex_olmo",),
-        architectures=("FlexOlmoForCausalLM",),
+        model_types=("olmoe", "flex_olmo"),
+        architectures=("OlmoeForCausalLM", "FlexOlmoForCausalLM"),
         mixers={"attention": Attention(qk_norm="width")},
         experts=Experts(width=("intermediate_size",)),
     ),
@@ -157,7 +140,7 @@ FAMILIES = (
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head", gate="width")},
         norms=4,
         experts=Experts(
-            layers=after_first("num_dense_layers"),
+            layers=by_fields(),
             correction_bias=True,
             shared=Shared(),
         ),
@@ -176,7 +159,7 @@ FAMILIES = (
         dense=Dense(width=("intermediate_size_mlp",), bias=False),
         experts=Experts(
             width=("intermediate_size",),
-            layers=sparse_step("interleave_moe_layer_step"),
+            layers=by_fields(),
             shared=Shared(count=1),
         ),
     ),
@@ -186,11 +169,7 @@ FAMILIES = (
         kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head")},
         experts=Experts(
-            layers=first_given(
-                ("is_moe_layer", flags("is_moe_layer")),
-                ("mlp_layer_types", words("mlp_layer_types", "sparse")),
-                otherwise=after_first("first_k_dense_replace"),
-            ),
+            layers=by_fields(),
             shared=Shared(),
         ),
     ),

@@ -12,16 +12,14 @@ from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
 from moe_optimizer.inspection.layer_rules import (
-    after_first,
     after_first_every,
     all_layers,
+    by_fields,
     every,
     first_given,
-    flags,
     last_of,
     listed,
     numbered,
-    only_indices,
     within,
 )
 from moe_optimizer.inspection.recurrent import LightningAttention
@@ -32,11 +30,10 @@ BAILING_ATTENTION = Attention(
 )
 BAILING_LINEAR = LightningAttention(qk_norm="use_qk_norm", qkv_bias=("use_qkv_bias", "use_bias"), o_bias="use_bias")
 BAILING_EXPERTS = Experts(
-    layers=after_first("first_k_dense_replace"),
+    layers=by_fields(),
     bias="use_bias",
     shared=Shared(width=("moe_shared_expert_intermediate_size",), bias="use_bias"),
 )
-STEP_LAYERS = first_given(("moe_layers_enum", only_indices("moe_layers_enum")), otherwise=after_first((), default=1))
 
 
 def _head_or_width(config: Config) -> str:
@@ -90,7 +87,7 @@ FAMILIES = (
         mixers={"attention": BAILING_ATTENTION},
         experts=replace(
             BAILING_EXPERTS,
-            layers=after_first("first_k_dense_replace", default=1),
+            layers=by_fields(first_dense=1),
             bias=False,
             shared=Shared(
                 count=("num_shared_experts",), width=("moe_shared_expert_intermediate_size",), width_is_total=True
@@ -177,9 +174,7 @@ FAMILIES = (
         },
         window=("sliding_window", "sliding_window_size"),
         experts=Experts(
-            layers=first_given(
-                SPARSE_WORDS, ("moe_layer_freq", flags("moe_layer_freq")), otherwise=after_first((), default=1)
-            ),
+            layers=by_fields(first_dense=1),
         ),
         defaults={"add_swa_attention_sink_bias": True},
     ),
@@ -193,7 +188,7 @@ FAMILIES = (
             )
         },
         experts=Experts(
-            layers=first_given(SPARSE_WORDS, otherwise=after_first((), default=1)),
+            layers=by_fields(first_dense=1),
             correction_bias=True,
             shared=Shared(count=1, width=("shared_expert_intermediate_size",), width_is_total=True),
         ),
@@ -207,7 +202,7 @@ FAMILIES = (
         norms=1,
         experts=Experts(
             width=("intermediate_size",),
-            layers=first_given(SPARSE_WORDS, otherwise=after_first("first_k_dense_replace")),
+            layers=by_fields(),
             shared=Shared(),
         ),
     ),
@@ -219,11 +214,7 @@ FAMILIES = (
         dense=Dense(bias="mlp_bias"),
         experts=Experts(
             width=("moe_intermediate_size", "expert_hidden_dim"),
-            layers=first_given(
-                SPARSE_WORDS,
-                ("first_k_dense_replace", after_first("first_k_dense_replace")),
-                otherwise=after_first((), default=1),
-            ),
+            layers=by_fields(first_dense=1),
             shared=Shared(bias="mlp_bias"),
         ),
     ),
@@ -242,7 +233,7 @@ FAMILIES = (
         architectures=("MellumForCausalLM",),
         kinds=listed(otherwise=every("attention")),
         mixers={"attention": Attention(qk_norm="head")},
-        experts=Experts(layers=first_given(SPARSE_WORDS, otherwise=all_layers)),
+        experts=Experts(layers=by_fields()),
     ),
 )
 
