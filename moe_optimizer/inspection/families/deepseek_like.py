@@ -1,4 +1,4 @@
-"""DeepSeek and families with its experts: sigmoid routing, dense first layers, latent or grouped attention."""
+"""DeepSeek, and decoders with its experts: dense first layers, latent or grouped attention."""
 
 from __future__ import annotations
 

@@ -1,15 +1,26 @@
-"""Dense families with rotary positions and, mostly, RMS norms: Llama and its relatives."""
+"""Dense decoders with rotary positions and, mostly, RMS norms."""
 
 from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
-from moe_optimizer.inspection.families.common_parts import NO_BIAS, PLAIN_MLP
+from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, NO_BIAS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense
 from moe_optimizer.inspection.layer_rules import every, last_of, listed, windowed_when
 
 LLAMA_MLP = Dense(bias="mlp_bias")
 BIASED_MLP = Dense(bias="use_bias", gated=False)
+
+
+def _one_for_all_queries(config: Config, heads: int) -> int:
+    if not config.flag("multi_query_attention"):
+        return heads
+    return config.integer("multi_query_group_num", 1, minimum=1) or 1
+
+
+def _halves(_: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(width // 2 for width in widths)
 
 
 FAMILIES = (
@@ -89,7 +100,7 @@ FAMILIES = (
         model_types=("exaone4", "exaone4_5_text"),
         architectures=("Exaone4ForCausalLM",),
         kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding")),
-        mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head")},
+        mixers={"attention": HEAD_NORMED},
     ),
     Family(
         model_types=("granite_swa",),
@@ -104,7 +115,7 @@ FAMILIES = (
         norms=lambda config: 4 if config.flag("use_post_norm") else 2,
         dense=LLAMA_MLP,
     ),
-    Family(model_types=("olmo",), architectures=("OlmoForCausalLM",), norm="none", dense=PLAIN_MLP),
+    Family(model_types=("olmo",), architectures=("OlmoForCausalLM",), norm="none"),
     Family(
         model_types=("olmo2", "olmo3"),
         architectures=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
@@ -206,5 +217,30 @@ FAMILIES = (
         architectures=("NanoChatForCausalLM",),
         norm="none",
         dense=Dense(gated=False, bias=False),
+    ),
+    Family(
+        model_types=("chatglm",),
+        architectures=("ChatGLMModel", "ChatGLMForConditionalGeneration"),
+        mixers={
+            "attention": Attention(
+                kv_heads=_one_for_all_queries, qkv_bias=("add_qkv_bias", "add_bias_linear"), o_bias="add_bias_linear"
+            )
+        },
+        dense=Dense(width=("ffn_hidden_size",), bias="add_bias_linear"),
+    ),
+    Family(
+        model_types=("qwen",),
+        architectures=("QWenLMHeadModel",),
+        mixers={"attention": Attention(qkv_bias=True, o_bias=False)},
+        dense=Dense(bias=False, adjust=_halves),
+    ),
+    Family(
+        model_types=("PanguEmbedded", "pangu_embedded"),
+        architectures=("PanguEmbeddedForCausalLM",),
+        kinds=windowed_when(True, window="interleaved_sliding_window"),
+        mixers={
+            "attention": Attention(qkv_bias=("qkv_bias", "attention_bias", "bias"), o_bias=("attention_bias", "bias"))
+        },
+        dense=Dense(bias="mlp_bias"),
     ),
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config, Names
+from moe_optimizer.inspection.families.common_parts import HEAD_NORMED
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import after_first, first_given, listed, words
@@ -60,9 +61,7 @@ FAMILIES = (
         architectures=("InklingForCausalLM", "InklingForConditionalGeneration"),
         kinds=listed(otherwise=_windowed, names={"hybrid_sliding": "sliding", "hybrid": "attention"}),
         mixers={
-            "attention": RelativeAttention(
-                attention=Attention(qkv_bias=False, o_bias=False, qk_norm="head"), extent="rel_extent"
-            ),
+            "attention": RelativeAttention(attention=HEAD_NORMED, extent="rel_extent"),
             "sliding": RelativeAttention(
                 attention=Attention(
                     heads=("swa_num_attention_heads",),

@@ -1,4 +1,4 @@
-"""Further families with latent attention: sparse choices shared between layers, gates, linear layers between."""
+"""Decoders with latent attention and more: choices shared between layers, gates, linear layers between."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import replace
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.families.common_parts import hyper_head
+from moe_optimizer.inspection.families.common_parts import hyper_head, pair_hyper, square_hyper
 from moe_optimizer.inspection.families.deepseek_like import EXPERTS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
 from moe_optimizer.inspection.layer_rules import KindRule, by_fields, every, indexed, last_of, listed
 from moe_optimizer.inspection.recurrent import KimiDeltaAttention
-from moe_optimizer.inspection.shapes import Site
 from moe_optimizer.inspection.sink_attention import SinkAttention
 
 INDEXED_KINDS = {"indexed_attention": "attention", "full_attention": "attention", "linear_attention": "linear"}
@@ -24,24 +23,6 @@ GATES = {"headwise": "head", "head_wise": "head", "elementwise": "width", "eleme
 def _gate(field: str, *, default: str) -> Callable[[Config], str]:
     """How wide an output gate is, by a field that names it."""
     return lambda config: GATES.get(config.text(field), default)
-
-
-def _hyper_connections(config: Config, hidden_size: int, *, outputs: int, scales: int) -> int:
-    """Mixing of the residual streams before attention and before the feed-forward part."""
-    streams = config.required("hc_mult")
-    return 2 * (outputs * streams * hidden_size + outputs + scales)
-
-
-def _pair_hyper(site: Site) -> int:
-    """Two outputs for each stream."""
-    streams = site.config.required("hc_mult")
-    return _hyper_connections(site.config, site.hidden_size, outputs=2 * streams, scales=2)
-
-
-def _square_hyper(site: Site) -> int:
-    """A matrix between the streams and two outputs for each."""
-    streams = site.config.required("hc_mult")
-    return _hyper_connections(site.config, site.hidden_size, outputs=(2 + streams) * streams, scales=3)
 
 
 def _looks_back(config: Config) -> bool:
@@ -63,7 +44,7 @@ FAMILIES = (
         model_types=("hy_v4",),
         architectures=("HYV4ForCausalLM",),
         mixers={"attention": LatentAttention(indexer=True, gate="width", sinks=True)},
-        layer_extra=_pair_hyper,
+        layer_extra=pair_hyper,
         model_extra=hyper_head,
         experts=replace(EXPERTS, layers=by_fields(first_dense=1)),
         defaults={"index_topk_freq": 4},
@@ -76,7 +57,7 @@ FAMILIES = (
             names=INDEXED_KINDS,
         ),
         mixers={"attention": LatentAttention(indexer=True), "linear": KimiDeltaAttention()},
-        layer_extra=_square_hyper,
+        layer_extra=square_hyper,
         experts=replace(EXPERTS, layers=by_fields(first_dense=3)),
     ),
     Family(

@@ -1,4 +1,4 @@
-"""Grouped-query attention with DeepSeek's kind of experts: correction bias, shared experts, dense first layers."""
+"""Decoders with grouped-query attention, a correction bias in the router, shared experts and dense first layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import shared_all_the_same, windowed_heads
-from moe_optimizer.inspection.families.common_parts import SPARSE_WORDS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
@@ -21,6 +20,7 @@ from moe_optimizer.inspection.layer_rules import (
     listed,
     numbered,
     within,
+    words,
 )
 from moe_optimizer.inspection.recurrent import LightningAttention
 from moe_optimizer.inspection.shapes import ExpertLayer
@@ -147,7 +147,8 @@ FAMILIES = (
         head_bias="use_bias",
         experts=Experts(
             layers=first_given(
-                SPARSE_WORDS, otherwise=within("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+                ("mlp_layer_types", words("mlp_layer_types", "sparse")),
+                otherwise=within("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
             ),
             correction_bias=True,
             shared=Shared(bias="use_bias"),

@@ -1,4 +1,4 @@
-"""Families with compressed, sparse, factorised or routed attention."""
+"""Decoders whose attention compresses, chooses, factorises or routes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.compressed_attention import CompressedAttention, FactorizedAttention, RoutedAttention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import shared_all_the_same
-from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, hyper_head
+from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, hyper_head, square_hyper
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import by_fields, every, last_of, listed, numbered
-from moe_optimizer.inspection.shapes import Site
-
-
-def _hyper_connections(site: Site) -> int:
-    """Mixing of the residual streams before attention and before the experts."""
-    streams = site.config.required("hc_mult")
-    outputs = (2 + streams) * streams
-    return 2 * (outputs * streams * site.hidden_size + outputs + 3)
 
 
 def _other_heads(config: Config, heads: int) -> int:
@@ -37,7 +29,7 @@ FAMILIES = (
         kinds=every("sliding"),
         mixers={"sliding": CompressedAttention()},
         dense=None,
-        layer_extra=_hyper_connections,
+        layer_extra=square_hyper,
         model_extra=hyper_head,
         experts=Experts(
             shared=Shared(),

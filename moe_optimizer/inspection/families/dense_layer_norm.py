@@ -1,4 +1,4 @@
-"""Older dense families: learned or ALiBi positions, layer norms with biases, fused projections."""
+"""Dense decoders with layer norms, most of them with learned or ALiBi positions and biases."""
 
 from __future__ import annotations
 

@@ -1,13 +1,22 @@
-"""Families with ordinary attention whose layers are all, or by a simple rule, experts."""
+"""Decoders with ordinary attention and experts in all layers, in every n-th, or after the first."""
 
 from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.disagreements import bias_ignored, interleaving_listed
-from moe_optimizer.inspection.families.common_parts import NO_BIAS
+from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, NO_BIAS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
-from moe_optimizer.inspection.layer_rules import by_fields, every, last_of, listed, numbered, sparse_step, windowed_when
+from moe_optimizer.inspection.layer_rules import (
+    after_first,
+    by_fields,
+    every,
+    last_of,
+    listed,
+    numbered,
+    sparse_step,
+    windowed_when,
+)
 from moe_optimizer.inspection.recurrent import LightningAttention
 from moe_optimizer.inspection.shapes import Site
 
@@ -167,7 +176,7 @@ FAMILIES = (
         model_types=("exaone_moe",),
         architectures=("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
         kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
-        mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head")},
+        mixers={"attention": HEAD_NORMED},
         experts=Experts(
             layers=by_fields(),
             shared=Shared(),
@@ -180,5 +189,61 @@ FAMILIES = (
             width=("intermediate_size", "moe_intermediate_size"),
             shared=Shared(bias="mlp_bias"),
         ),
+    ),
+    Family(
+        model_types=("minicpm",),
+        architectures=("MiniCPMForCausalLM",),
+        mixers={"attention": NO_BIAS},
+        experts=Experts(width=("intermediate_size",)),
+        defaults={"tie_word_embeddings": True},
+    ),
+    Family(
+        model_types=("skywork_moe",),
+        architectures=("SkyworkForCausalLM",),
+        mixers={"attention": NO_BIAS},
+        experts=Experts(
+            width=("intermediate_size",),
+            arrays=True,
+        ),
+    ),
+    Family(
+        model_types=("xverse",),
+        architectures=("XverseForCausalLM", "XverseMoeForCausalLM"),
+        mixers={"attention": NO_BIAS},
+        experts=Experts(
+            width=("intermediate_size",),
+            shared=Shared(),
+        ),
+    ),
+    Family(
+        model_types=("moondream3_text", "moondream3"),
+        architectures=("Moondream3ForCausalLM", "HfMoondream"),
+        mixers={"attention": Attention(heads=("n_heads",), kv_heads=("n_kv_heads",), qkv_bias=True, o_bias=True)},
+        dense=Dense(width=("ff_dim",), gated=False, bias=True),
+        norm="layer",
+        norms=1,
+        head_bias=True,
+        experts=Experts(
+            count=("moe.n_experts", "moe_num_experts"),
+            top_k=("moe.n_experts_per_tok", "moe_experts_per_token"),
+            width=("moe.expert_inner_dim", "moe_expert_inner_dim"),
+            layers=after_first(("moe.start_layer", "moe_start_layer")),
+            router_bias=True,
+        ),
+        # The published file names the class and no size at all; every model of this class has these experts.
+        defaults={
+            "dim": 2048,
+            "ff_dim": 8192,
+            "n_layers": 24,
+            "n_heads": 32,
+            "n_kv_heads": 32,
+            "vocab_size": 51200,
+            "max_context": 4096,
+            "moe_start_layer": 4,
+            "moe_num_experts": 64,
+            "moe_experts_per_token": 8,
+            "moe_expert_inner_dim": 1024,
+            "tie_word_embeddings": False,
+        },
     ),
 )
