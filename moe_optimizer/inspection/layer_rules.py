@@ -71,22 +71,9 @@ def listed(
 
 
 @_rule
-def indexed(
-    config: Config, num_layers: int, field: Names, kind: str, *, otherwise: str, one_based: bool = False
-) -> tuple[str, ...]:
-    """An array holds the indices of the layers of one kind."""
-    indices = set(config.integers(field) or ())
-    return tuple(kind if i + one_based in indices else otherwise for i in range(num_layers))
-
-
-@_rule
-def periodic(
-    config: Config, num_layers: int, period: Names, offset: Names | int, kind: str, *, otherwise: str
-) -> tuple[str, ...]:
-    """Layer i is of `kind` when i % period == offset."""
-    every_n = config.required(period)
-    first = offset if isinstance(offset, int) else config.integer(offset, 0) or 0
-    return tuple(kind if i % every_n == first % every_n else otherwise for i in range(num_layers))
+def where(config: Config, num_layers: int, layers: ExpertRule, kind: str, *, otherwise: str) -> tuple[str, ...]:
+    """The layers that a rule for experts would choose are of one kind."""
+    return tuple(kind if chosen else otherwise for chosen in layers(config, num_layers))
 
 
 @_rule
@@ -209,10 +196,10 @@ def except_indices(config: Config, num_layers: int, field: Names) -> tuple[bool,
 
 
 @_rule
-def only_indices(config: Config, num_layers: int, field: Names) -> tuple[bool, ...]:
-    """Only the layers whose indices are listed have experts."""
+def only_indices(config: Config, num_layers: int, field: Names, *, first: int = 0) -> tuple[bool, ...]:
+    """Only the layers whose indices, counted from `first`, are listed have experts."""
     sparse = set(config.integers(field) or ())
-    return tuple(i in sparse for i in range(num_layers))
+    return tuple(i + first in sparse for i in range(num_layers))
 
 
 @_rule
@@ -288,7 +275,7 @@ def _entries(config: Config, num_layers: int, field: Names) -> list[object]:
     """
     entries = config.items(field) or []
     if len(entries) < num_layers:
-        raise config.error(config.name_of(field), f"{len(entries)} entries", f"one for each of {num_layers} layers")
+        raise config.too_few(field, len(entries), num_layers)
     return entries[:num_layers]
 
 

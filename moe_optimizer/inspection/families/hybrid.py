@@ -9,7 +9,7 @@ from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, NO_BIAS, STATE_KINDS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared, mlp_params
-from moe_optimizer.inspection.layer_rules import by_fields, every, indexed, last_of, listed, periodic
+from moe_optimizer.inspection.layer_rules import by_fields, every, every_offset, last_of, listed, only_indices, where
 from moe_optimizer.inspection.recurrent import GatedDeltaNet, Mamba1, Mamba2, Parallel, ShortConv
 from moe_optimizer.inspection.shapes import Mixer, Site
 
@@ -98,7 +98,7 @@ FAMILIES = (
     Family(
         model_types=("jamba",),
         architectures=("JambaForCausalLM",),
-        kinds=periodic("attn_layer_period", "attn_layer_offset", "attention", otherwise="mamba"),
+        kinds=where(every_offset("attn_layer_period", "attn_layer_offset"), "attention", otherwise="mamba"),
         mixers={"attention": NO_BIAS, "mamba": Mamba1(inner_norms=True)},
         experts=Experts(
             width=("intermediate_size",),
@@ -124,7 +124,7 @@ FAMILIES = (
     Family(
         model_types=("bamba",),
         architectures=("BambaForCausalLM",),
-        kinds=indexed("attn_layer_indices", "attention", otherwise="mamba"),
+        kinds=where(only_indices("attn_layer_indices"), "attention", otherwise="mamba"),
         mixers={"attention": Attention(), "mamba": Mamba2()},
         dense=Dense(bias="mlp_bias"),
     ),
@@ -154,14 +154,14 @@ FAMILIES = (
     Family(
         model_types=("lfm2",),
         architectures=("Lfm2ForCausalLM",),
-        kinds=listed(otherwise=indexed("full_attn_idxs", "attention", otherwise="conv")),
+        kinds=listed(otherwise=where(only_indices("full_attn_idxs"), "attention", otherwise="conv")),
         mixers=LFM2_MIXERS,
         dense=Dense(width=("block_ff_dim", "intermediate_size"), bias=False, adjust=_lfm2_widths),
     ),
     Family(
         model_types=("lfm2_moe",),
         architectures=("Lfm2MoeForCausalLM",),
-        kinds=listed(otherwise=indexed("full_attn_idxs", "attention", otherwise="conv")),
+        kinds=listed(otherwise=where(only_indices("full_attn_idxs"), "attention", otherwise="conv")),
         mixers=LFM2_MIXERS,
         experts=Experts(layers=by_fields()),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config, Names
@@ -30,17 +30,8 @@ class RelativeAttention:
         relative = config.required("d_rel")
         params = base.params + hidden_size * base.num_heads * relative + relative * config.required(self.extent)
         params += base.cache_elements * config.required(KERNEL)
-        return Mixer(
-            kind=base.kind,
-            params=params,
-            num_heads=base.num_heads,
-            num_kv_heads=base.num_kv_heads,
-            head_dim=base.head_dim,
-            cache_elements=base.cache_elements,
-            window=base.window,
-            state_elements=base.cache_elements * (config.required(KERNEL) - 1),
-            kv_params=base.kv_params,
-        )
+        state_elements = base.cache_elements * (config.required(KERNEL) - 1)
+        return replace(base, params=params, state_elements=state_elements)
 
 
 def _windowed(config: Config, num_layers: int) -> tuple[str, ...]:

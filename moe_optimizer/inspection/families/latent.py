@@ -12,7 +12,7 @@ from moe_optimizer.inspection.families.deepseek_like import EXPERTS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
-from moe_optimizer.inspection.layer_rules import KindRule, by_fields, every, indexed, last_of, listed
+from moe_optimizer.inspection.layer_rules import KindRule, by_fields, every, last_of, listed, only_indices, where
 from moe_optimizer.inspection.recurrent import KimiDeltaAttention
 from moe_optimizer.inspection.sink_attention import SinkAttention
 
@@ -37,6 +37,7 @@ def _last_of_each_group(config: Config, num_layers: int) -> tuple[str, ...]:
     return tuple("attention" if (i + 1) % group == 0 or i >= whole else "linear" for i in range(num_layers))
 
 
+FULL_ATTENTION = only_indices("linear_attn_config.full_attn_layers", first=1)
 LAST_OF_GROUP: KindRule = _last_of_each_group
 
 FAMILIES = (
@@ -113,7 +114,9 @@ FAMILIES = (
         model_types=("kimi_linear",),
         architectures=("KimiLinearForCausalLM",),
         kinds=listed(
-            otherwise=indexed("linear_attn_config.full_attn_layers", "attention", otherwise="linear", one_based=True)
+            otherwise=where(
+                only_indices("linear_attn_config.full_attn_layers", first=1), "attention", otherwise="linear"
+            )
         ),
         mixers={
             "attention": LatentAttention(
