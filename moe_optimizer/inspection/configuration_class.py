@@ -1,4 +1,4 @@
-"""Whether vLLM can read a model's configuration without code of the model's own.
+"""Tells whether vLLM can read a model's configuration without code of the model's own.
 
 vLLM reads config.json through a class: one of its own, or one of transformers. Where neither has the model_type and the
 file names a class in `auto_map`, it refuses to start without --trust-remote-code, even if its registry has the model.

@@ -1,4 +1,4 @@
-"""Feed-forward layers: dense, routed experts, shared experts."""
+"""Counts feed-forward layers: dense, routed experts, shared experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a model folder into a ModelSpec without running any of its code."""
+"""Reads a model folder into a ModelSpec without running any of its code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token mixers with a state of fixed size: state space, linear attention and short convolution."""
+"""Counts token mixers with a state of fixed size: state space, linear attention and short convolution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a profile's name or file to a checked Profile."""
+"""Loads a profile by its name or file and checks it."""
 
 from __future__ import annotations
 

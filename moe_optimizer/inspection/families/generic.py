@@ -1,4 +1,4 @@
-"""Rules for a model of no known family: every field name that any family uses."""
+"""Reads a model of no known family by every field name that any family uses."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.attention import Attention, SinkAttention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.families.common_parts import hyper_head, pair_hyper, square_hyper
 from moe_optimizer.inspection.families.deepseek_like import EXPERTS
@@ -14,7 +14,6 @@ from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
 from moe_optimizer.inspection.layer_rules import KindRule, by_fields, every, last_of, listed, only_indices, where
 from moe_optimizer.inspection.recurrent import KimiDeltaAttention
-from moe_optimizer.inspection.sink_attention import SinkAttention
 
 INDEXED_KINDS = {"indexed_attention": "attention", "full_attention": "attention", "linear_attention": "linear"}
 GATES = {"headwise": "head", "head_wise": "head", "elementwise": "width", "element_wise": "width"}

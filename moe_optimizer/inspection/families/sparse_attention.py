@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
-from moe_optimizer.inspection.compressed_attention import CompressedAttention, FactorizedAttention, RoutedAttention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import shared_all_the_same
 from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, hyper_head, square_hyper
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import by_fields, every, last_of, listed, numbered
+from moe_optimizer.inspection.sparse_attention import CompressedAttention, FactorizedAttention, RoutedAttention
 
 
 def _other_heads(config: Config, heads: int) -> int:
