@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from moe_optimizer.inspection.servable import package_folder
+from moe_optimizer.inspection.vllm_installation import package_folder
 
 _PAIR = re.compile(r'(?:"([\w.-]+)"\s*[:,]|\b(\w+)\s*=)\s*"\w+Config"')
 """`("gpt2", "GPT2Config")`, `"gpt2": "GPT2Config"` and `gpt2="GPT2Config"`: every form that the tables have."""

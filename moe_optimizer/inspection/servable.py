@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from moe_optimizer.inspection.vllm_installation import package_folder
 
 NOT_SERVED = ("_SPECULATIVE_DECODING_MODELS", "_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
 """Tables of the registry that are not architectures to serve: drafts, former ones, ones in separate plugins."""
@@ -82,12 +83,6 @@ def runs_through_transformers(architecture: str, model_type: str) -> tuple[bool,
     if f"\nclass {architecture}(" not in source or "_supports_attention_backend = True" not in source:
         return False, ""
     return True, f"{architecture} is not in vLLM's registry; its Transformers backend runs it"
-
-
-def package_folder(name: str) -> Path | None:
-    """Return where an installed package lies, found without importing it."""
-    spec = importlib.util.find_spec(name)
-    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
 def _assignment(statement: ast.stmt) -> tuple[str, ast.expr | None]:
