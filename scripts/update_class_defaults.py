@@ -1,6 +1,7 @@
 """Writes moe_optimizer/inspection/families/class_defaults.json: the defaults of config classes for absent fields.
 
-Run it after moving to another transformers: `.venv/bin/python scripts/update_class_defaults.py`. Expert counts are
+Run it after moving to another transformers, and when a family lists another model_type:
+`.venv/bin/python scripts/update_class_defaults.py`. Expert counts are
 under the key "(experts)": a config.json without a count describes a dense model, and the inspector warns if the class
 has a default count.
 """
@@ -14,6 +15,8 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from moe_optimizer.inspection.families import find_by_model_type
 
 TARGET = Path(__file__).parent.parent / "moe_optimizer" / "inspection" / "families" / "class_defaults.json"
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -29,7 +32,7 @@ IRRELEVANT = re.compile(
 
 
 def class_defaults() -> dict[str, dict[str, object]]:
-    """Return the defaults of every decoder's config class in the installed transformers, by model_type."""
+    """Return the defaults of the config classes in the installed transformers that a family lists, by model_type."""
     import transformers
     from transformers import CONFIG_MAPPING
 
@@ -37,7 +40,7 @@ def class_defaults() -> dict[str, dict[str, object]]:
     for model_type in sorted(CONFIG_MAPPING):
         config_class = CONFIG_MAPPING[model_type]
         fields = {field.name: field.default for field in dataclasses.fields(config_class)}
-        if "vocab_size" in fields and any(name in fields for name in LAYER_COUNTS):
+        if find_by_model_type(model_type) and "vocab_size" in fields and any(name in fields for name in LAYER_COUNTS):
             table[model_type] = _row(fields)
     return table
 

@@ -71,7 +71,7 @@ def check_flags(vllm: VllmInstallation, arguments: Sequence[str]) -> None:
     Raises:
         InputError: names the flag, and the nearest one as hint.
     """
-    from moe_optimizer.inspection.vllm_flags import known_flags, unknown_flags
+    from moe_optimizer.inspection.vllm_sources import known_flags, unknown_flags
     from moe_optimizer.near_match import did_you_mean
 
     folder = Path(vllm.location)
@@ -84,7 +84,7 @@ def check_flags(vllm: VllmInstallation, arguments: Sequence[str]) -> None:
 
 def _check_quantization(plan: Plan, vllm_folder: Path) -> None:
     """Refuse a checkpoint in a quantisation that vLLM does not have. vLLM would refuse it ten seconds later."""
-    from moe_optimizer.inspection.vllm_quantization import lacks_quantization
+    from moe_optimizer.inspection.vllm_sources import lacks_quantization
     from moe_optimizer.plan.serve_args import flag_value
 
     method = plan.model.quant_method

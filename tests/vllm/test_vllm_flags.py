@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.inspection import find_vllm
-from moe_optimizer.inspection.vllm_flags import unknown_flags
+from moe_optimizer.inspection.vllm_sources import unknown_flags
 from moe_optimizer.plan.serve_args import split_arguments
 
 pytestmark = pytest.mark.vllm

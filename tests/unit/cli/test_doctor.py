@@ -17,7 +17,7 @@ from moe_optimizer.cli import doctor, machine_checks, package_checks, software_c
 from moe_optimizer.cli.check import Check
 from moe_optimizer.cli.main import main
 from moe_optimizer.cli.speed_checks import kernel_speeds_check
-from moe_optimizer.inspection.named_hardware import load_hardware
+from moe_optimizer.inspection.hardware_probe import load_hardware
 from moe_optimizer.launcher.command import ENTRY_POINT_GROUP
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds
 from moe_optimizer.specs.software import KernelInventory, VllmInstallation
