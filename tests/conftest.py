@@ -28,8 +28,8 @@ settings.load_profile("any machine")
 
 # The servers of tests/vllm/conftest.py that tests of several files ask.
 _SHARED_SERVERS = (
-    ("stock_fp32", "ours_fp32", "ours_expert_parallel", "ours_tensor_parallel"),
-    ("stock_bf16", "ours_bf16"),
+    ("stock_fp32", "ours_fp32", "ours_expert_parallel", "plain_tensor_parallel"),
+    ("fallback_bf16", "ours_bf16"),
 )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from moe_optimizer.errors import ExitCode
+from moe_optimizer.measure.fp8_sensitivity import main
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile, read_sensitivity_file
@@ -49,12 +50,11 @@ def test_the_plan_keeps_what_changes_more_than_the_budget(sensitivity: Fp8Sensit
     assert plan.decision("fp8").params["kept_layers"] == [worst]
 
 
-def test_a_text_without_tokens_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_text_without_tokens_is_an_error_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty.txt").touch()
-    command = [sys.executable, "-m", MODULE, str(TINY_MOE), str(tmp_path / "empty.txt"), "--output"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "s.json")], capture_output=True, text=True, timeout=300, check=False, env=os.environ
-    )
-    assert done.returncode == 2
-    assert "the text is empty" in done.stderr
+    arguments = [str(TINY_MOE), str(tmp_path / "empty.txt"), "--output", str(tmp_path / "s.json")]
+    assert main(arguments) == ExitCode.BAD_INPUT
+    assert "empty" in capsys.readouterr().err
     assert not (tmp_path / "s.json").exists()
