@@ -1,7 +1,7 @@
 """Bad input: a sentence and an exit code, whatever the input; nothing left behind.
 
-Each case runs the real command as a user would, to serve (not as a dry run), within 1 GiB
-of address space and 10 s of processor time.
+Each case runs the real command as a user would, to serve (not as a dry run), in a process of its own, within 1 GiB
+of address space and 10 s of processor time. One of each kind starts Python for it (`fresh`), the others are forks.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def test_a_broken_configuration_is_refused(name: str, tmp_path: Path, run_comman
     content, words = BAD_CONFIGS[name]
     raw, change = (content, None) if isinstance(content, bytes) else (None, content)
     model = make_model(tmp_path, change, raw)
-    refused(run_command, tmp_path, ["--model", str(model)], *words, codes=(BAD_INPUT, UNSUPPORTED))
+    fresh = name in ("truncated", "deep nesting in a small file", "a billion layers")
+    refused(run_command, tmp_path, ["--model", str(model)], *words, codes=(BAD_INPUT, UNSUPPORTED), fresh=fresh)
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
@@ -295,7 +296,7 @@ def test_a_wrong_flag_is_refused(
 ) -> None:
     finished = refused(
         run_command, tmp_path, ["--model", str(TINY_MOE), *arguments]
-        if "--modle" not in arguments else arguments, *words, codes=(BAD_INPUT,),
+        if "--modle" not in arguments else arguments, *words, codes=(BAD_INPUT,), fresh="--modle" in arguments,
     )  # fmt: skip
     assert hint in "".join(finished.hints)
 
@@ -310,7 +311,8 @@ def test_the_embedded_engine_is_said_to_be_missing(tmp_path: Path, run_command: 
     [{"MOE_OPTIMIZER_PROFLE": "balanced"}, {"MOE_OPTIMIZER_PROFILE": "balancd"}, {"MOE_OPTIMIZER_DISABLE": "x"}],
 )
 def test_a_wrong_environment_variable_is_refused(variables: dict[str, str], tmp_path: Path, run_command: Any) -> None:
-    refused(run_command, tmp_path, ["--model", str(TINY_MOE)], codes=(BAD_INPUT,), env=variables)
+    fresh = "MOE_OPTIMIZER_PROFILE" in variables
+    refused(run_command, tmp_path, ["--model", str(TINY_MOE)], codes=(BAD_INPUT,), env=variables, fresh=fresh)
 
 
 def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path, run_command: Any) -> None:

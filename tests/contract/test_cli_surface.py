@@ -72,7 +72,7 @@ def test_the_exit_codes_are_the_published_ones() -> None:
 @pytest.mark.parametrize("name", [None, *SURFACE])
 def test_help_fits_eighty_columns_and_has_no_colours(name: str | None, tmp_path: Path, run_command: Any) -> None:
     arguments = [name, "--help"] if name else ["--help"]
-    finished = run_command(arguments, program=("-m", "moe_optimizer"), cwd=tmp_path)
+    finished = run_command(arguments, program=("-m", "moe_optimizer"), cwd=tmp_path, fresh=name is None)
     assert (finished.code, finished.stderr) == (0, "")
     assert max(map(len, finished.stdout.splitlines())) <= 80
     assert "\x1b" not in finished.stdout
@@ -92,7 +92,7 @@ def test_no_argument_shows_the_help(tmp_path: Path, run_command: Any) -> None:
 
 
 def test_the_version_goes_to_stdout(tmp_path: Path, run_command: Any) -> None:
-    finished = run_command(["--version"], program=("-m", "moe_optimizer"), cwd=tmp_path)
+    finished = run_command(["--version"], program=("-m", "moe_optimizer"), cwd=tmp_path, fresh=True)
     assert (finished.code, finished.stderr) == (0, "")
     assert re.fullmatch(r"moe-optimizer \d+\.\d+\.\d+\n", finished.stdout)
 
@@ -120,7 +120,7 @@ def test_arguments_after_the_separator_reach_the_vllm_command(tmp_path: Path, ru
 
 @pytest.mark.parametrize("arguments", [["--dry-run"], ["--dry-run", "--json"], ["--show-config"]])
 def test_data_goes_to_stdout_and_nothing_else_does(arguments: list[str], tmp_path: Path, run_command: Any) -> None:
-    finished = run_command(["--model", str(TINY_MOE), *arguments], cwd=tmp_path)
+    finished = run_command(["--model", str(TINY_MOE), *arguments], cwd=tmp_path, fresh=arguments == ["--dry-run"])
     assert finished.code == 0, finished
     assert finished.stdout
     assert "warning:" not in finished.stdout
