@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_optimizer.placement.rows import ascending
+
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
@@ -82,7 +84,7 @@ class _State:
 def _exchange_once(state: _State, active: Ids) -> NDArray[np.bool_]:
     """Make at most one exchange per pair of ranks in the rows `active`; returns which of these rows changed."""
     load_AR = state.load.reshape(-1, state.num_ranks).take(active, axis=0)
-    order = np.argsort(load_AR, axis=1) + active[:, None] * state.num_ranks
+    order = ascending(load_AR) + active[:, None] * state.num_ranks
     full_N = order[:, : -state.num_pairs - 1 : -1].ravel()
     empty_N = order[:, : state.num_pairs].ravel()
     load_full, load_empty = state.load.take(full_N), state.load.take(empty_N)

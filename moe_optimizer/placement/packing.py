@@ -1,7 +1,8 @@
 """Replicas for the busiest experts, and replicas to ranks: the two greedy steps of DeepSeek's EPLB, all rows at once.
 
-The results carry the same loads as vLLM's default policy, ties included: what follows only improves on them, which is
-how a placement is never worse than that policy's. Rows are independent problems (a layer, or a layer on one node).
+The results carry the same loads as vLLM's default policy: what follows only improves on them, which is how a placement
+is never worse than that policy's. Equal loads are taken in the order of their experts; that policy takes them in an
+order that depends on the CPU. Rows are independent problems (a layer, or a layer on one node).
 """
 
 # B rows, E experts, S slots (replicas), P packs (ranks or nodes).
@@ -12,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_optimizer.placement.rows import flat_positions, pick
+from moe_optimizer.placement.rows import ascending, flat_positions, pick
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
@@ -57,7 +58,7 @@ def pack(weight_BS: NDArray[np.floating], num_packs: int) -> Ids:
     places = num_items // num_packs
     if places == 1:
         return np.broadcast_to(np.arange(num_items), weight_BS.shape).copy()
-    order = np.argsort(-weight_BS, axis=-1)
+    order = ascending(-weight_BS)
     weight = pick(weight_BS, order).astype(np.float64, copy=False)
     state = _Packs(weight[:, :num_packs], places)
     pack_SB = np.empty((num_items, rows), dtype=np.int64)
@@ -131,13 +132,5 @@ class _Packs:
 
         Of equals the first comes first, as in `put_one`.
         """
-        num_packs = self.total.shape[1]
-        order = np.argsort(self.total, axis=1)
-        weight = self.flat_total.take(flat_positions(order, num_packs))
-        if np.any((weight[:, 1:] == weight[:, :-1]) & (weight[:, 1:] < np.inf)):
-            # Runs of equals keep their places, and are sorted by position: less work than a stable sort of all.
-            run = np.zeros_like(order)
-            np.cumsum(weight[:, 1:] != weight[:, :-1], axis=1, out=run[:, 1:])
-            run *= num_packs
-            order = np.sort(order + run, axis=1) - run
-        return flat_positions(order[:, :count], num_packs), weight[:, :count]
+        flat = flat_positions(ascending(self.total)[:, :count], self.total.shape[1])
+        return flat, self.flat_total.take(flat)

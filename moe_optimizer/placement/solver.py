@@ -78,7 +78,8 @@ def place_experts(  # noqa: PLR0917 - what vLLM's policy is given, in this order
         previous: [layers, replicas], the placement now. A layer in which it misses an expert is placed anew.
 
     Returns:
-        [layers, replicas] expert ids, the slots of rank 0 first. The same arguments give the same placement.
+        [layers, replicas] expert ids, the slots of rank 0 first. The same arguments give the same placement on every
+        machine.
 
     Raises:
         InputError: the numbers do not divide as said, or a load is negative, not a number or above 1e30.
@@ -138,7 +139,7 @@ def _greedy(load_LE: Floats, num_slots: int, shape: _Shape) -> Ids:
 def _experts_of_nodes(load_LE: Floats, num_nodes: int, num_groups: int) -> Ids:
     """Return the experts of each node, whole groups, [L * N, E / N]; the groups are packed by load.
 
-    In float32 and in this order of experts, because vLLM's policy has them so: ties are then broken as there.
+    In float32 and in this order of experts, because vLLM's policy has them so: groups of equal load stay equal.
     """
     layers, num_experts = load_LE.shape
     size = num_experts // num_groups

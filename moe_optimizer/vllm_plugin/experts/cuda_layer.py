@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from moe_optimizer.ops import cuda_dispatch
-from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
 from moe_optimizer.ops.cuda_variants import rounds_activations, variant_named
+from moe_optimizer.ops.kernel_arguments import CudaProblem
 from moe_optimizer.proof.record import LayerProof
 from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange, kernel_for
 from moe_optimizer.vllm_plugin.experts.op import dtype_name
@@ -118,7 +118,7 @@ class CudaLayer:
         return (EXPERTS_PASS,), entry
 
     def covers(self, x: torch.Tensor) -> bool:
-        """Return whether the kernels can read these sessions in place: they copy 16 bytes at a time."""
+        """Return whether the kernels can read these activations in place: they copy 16 bytes at a time."""
         return x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0
 
     def run(self, name: str, call: ExpertsCall) -> None:

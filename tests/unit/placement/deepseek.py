@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from types import ModuleType
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,10 +29,17 @@ def default_policy() -> Any:
 
 
 def default_placement(load, num_ranks, num_replicas, num_nodes=1, num_groups=1) -> np.ndarray:
-    """Return what vLLM's policy makes of a load."""
+    """Return what vLLM's policy makes of a load when it sorts equal loads in the order of their experts.
+
+    On its own it leaves equal loads in an order that depends on the CPU's vector instructions, so that its placement,
+    and by a rounding how even it is, differs between machines.
+    """
     import torch
 
     policy = default_policy()
-    return policy.rebalance_experts(
-        torch.from_numpy(np.asarray(load)), num_replicas, num_groups, num_nodes, num_ranks
-    ).numpy()
+    stable = SimpleNamespace(**vars(np) | {"argsort": partial(np.argsort, kind="stable")})
+    with patch.object(sys.modules[policy.__module__], "np", stable):
+        placement = policy.rebalance_experts(
+            torch.from_numpy(np.asarray(load)), num_replicas, num_groups, num_nodes, num_ranks
+        )
+    return placement.numpy()
