@@ -152,7 +152,7 @@ def _run_in_a_fork(
         process.stdin.write(json.dumps(request) + "\n")
         code = os.read(answers, 16)
         assert code, "the process that forks has ended"
-        return int(code), *(stream.read().decode(errors="replace") for stream in (stdout, stderr))
+        return int(code), stdout.read().decode(errors="replace"), stderr.read().decode(errors="replace")
 
 
 def _kill_marked(mark: str) -> list[int]:

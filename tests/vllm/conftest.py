@@ -137,14 +137,16 @@ def _answer(logprobs: dict[str, Any]) -> Answer:
 
 @pytest.fixture(scope="session", autouse=True)
 def _server_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing from outside, no network, and one compile cache of the tests' own for all servers."""
+    """Nothing from outside, no network, and one compile cache of the tests' own for the servers of all workers."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith("MOE_OPTIMIZER_"):
                 patch.delenv(name)
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
-        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm_cache")))
+        patch.setenv("VLLM_CACHE_ROOT", str(shared / "vllm_cache"))
         yield
 
 
