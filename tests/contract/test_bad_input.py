@@ -230,7 +230,8 @@ def test_an_argument_of_vllm_that_cannot_work_is_refused(
 def test_a_flag_that_vllm_does_not_have_is_refused_before_vllm_starts(tmp_path: Path, run_command: Any) -> None:
     arguments = ["--model", str(TINY_MOE), "--", "--max-num-sqes", "4"]
     finished = refused(run_command, tmp_path, arguments, "--max-num-sqes", codes=(BAD_INPUT,))
-    assert finished.hints == ["hint: did you mean --max-num-seqs?"]
+    (hint,) = finished.hints
+    assert "--max-num-seqs" in hint
 
 
 def test_code_of_the_models_own_needs_to_be_trusted(tmp_path: Path, run_command: Any) -> None:
@@ -303,7 +304,7 @@ def test_a_wrong_flag_is_refused(
 
 def test_the_embedded_engine_is_said_to_be_missing(tmp_path: Path, run_command: Any) -> None:
     arguments = ["--model", str(TINY_MOE), "--engine", "embedded"]
-    refused(run_command, tmp_path, arguments, "not available in this version", codes=(UNSUPPORTED,))
+    refused(run_command, tmp_path, arguments, "embedded", codes=(UNSUPPORTED,))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
 from pathlib import Path
@@ -100,15 +102,18 @@ def test_the_version_goes_to_stdout(tmp_path: Path, run_command: Any) -> None:
 def test_a_mistyped_command_names_the_nearest(tmp_path: Path, run_command: Any) -> None:
     finished = run_command(["srve"], program=("-m", "moe_optimizer"), cwd=tmp_path)
     assert finished.code == ExitCode.BAD_INPUT
-    assert finished.first_line.startswith("error: unknown command 'srve'")
-    assert finished.hints == ["hint: did you mean serve?"]
+    assert finished.first_line.startswith("error: ")
+    assert "'srve'" in finished.first_line
+    (hint,) = finished.hints
+    assert "serve" in hint
 
 
 @pytest.mark.parametrize("name", ["inspect", "doctor", "build"])
 def test_only_serve_and_plan_take_vllms_arguments(name: str, tmp_path: Path, run_command: Any) -> None:
     finished = run_command([name, "--", "--seed", "1"], program=("-m", "moe_optimizer"), cwd=tmp_path)
     assert finished.code == ExitCode.BAD_INPUT
-    assert finished.first_line == f"error: --: {name} takes no arguments for vllm serve"
+    assert finished.first_line.startswith("error: ")
+    assert name in finished.first_line
 
 
 def test_arguments_after_the_separator_reach_the_vllm_command(tmp_path: Path, run_command: Any) -> None:
@@ -152,7 +157,8 @@ def test_a_full_disk_under_stdout_is_an_error_with_a_hint(
     line = 'exec "$0" -m moe_optimizer "$@" >/dev/full'
     finished = run_command([line, sys.executable, *arguments], program=program, cwd=tmp_path)
     assert finished.code == ExitCode.BAD_INPUT, finished
-    assert finished.first_line == "error: the output cannot be written: No space left on device"
+    assert finished.first_line.startswith("error: ")
+    assert os.strerror(errno.ENOSPC) in finished.first_line
     assert len(finished.hints) == 1
     assert "Traceback" not in finished.stderr
 

@@ -152,7 +152,7 @@ def test_a_chat_is_streamed_through_the_router(seen: Seen) -> None:
 
 def test_the_death_of_the_decode_server_in_the_middle_of_an_answer_ends_everything_and_names_it(seen: Seen) -> None:
     assert seen.error is not None
-    assert str(seen.error).startswith(("decode server ended while serving", "decode server hangs"))
+    assert str(seen.error).startswith("decode server ")
     assert seen.error.exit_code is ExitCode.SERVER_FAILED
     # The client is told, one way or another, and does not wait for ever.
     assert seen.cut_off

