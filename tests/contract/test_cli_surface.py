@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
 from pathlib import Path
@@ -86,7 +88,7 @@ def test_the_exit_codes_are_the_published_ones() -> None:
 @pytest.mark.parametrize("name", [None, *SURFACE])
 def test_help_fits_eighty_columns_and_has_no_colours(name: str | None, tmp_path: Path, run_command: Any) -> None:
     arguments = [name, "--help"] if name else ["--help"]
-    finished = run_command(arguments, program=("-m", "moe_optimizer"), cwd=tmp_path)
+    finished = run_command(arguments, program=("-m", "moe_optimizer"), cwd=tmp_path, fresh=name is None)
     assert (finished.code, finished.stderr) == (0, "")
     assert max(map(len, finished.stdout.splitlines())) <= 80
     assert "\x1b" not in finished.stdout
@@ -106,7 +108,7 @@ def test_no_argument_shows_the_help(tmp_path: Path, run_command: Any) -> None:
 
 
 def test_the_version_goes_to_stdout(tmp_path: Path, run_command: Any) -> None:
-    finished = run_command(["--version"], program=("-m", "moe_optimizer"), cwd=tmp_path)
+    finished = run_command(["--version"], program=("-m", "moe_optimizer"), cwd=tmp_path, fresh=True)
     assert (finished.code, finished.stderr) == (0, "")
     assert re.fullmatch(r"moe-optimizer \d+\.\d+\.\d+\n", finished.stdout)
 
@@ -114,15 +116,18 @@ def test_the_version_goes_to_stdout(tmp_path: Path, run_command: Any) -> None:
 def test_a_mistyped_command_names_the_nearest(tmp_path: Path, run_command: Any) -> None:
     finished = run_command(["srve"], program=("-m", "moe_optimizer"), cwd=tmp_path)
     assert finished.code == ExitCode.BAD_INPUT
-    assert finished.first_line.startswith("error: unknown command 'srve'")
-    assert finished.hints == ["hint: did you mean serve?"]
+    assert finished.first_line.startswith("error: ")
+    assert "'srve'" in finished.first_line
+    (hint,) = finished.hints
+    assert "serve" in hint
 
 
 @pytest.mark.parametrize("name", ["inspect", "doctor", "build"])
 def test_only_serve_and_plan_take_vllms_arguments(name: str, tmp_path: Path, run_command: Any) -> None:
     finished = run_command([name, "--", "--seed", "1"], program=("-m", "moe_optimizer"), cwd=tmp_path)
     assert finished.code == ExitCode.BAD_INPUT
-    assert finished.first_line == f"error: --: {name} takes no arguments for vllm serve"
+    assert finished.first_line.startswith("error: ")
+    assert name in finished.first_line
 
 
 def test_arguments_after_the_separator_reach_the_vllm_command(tmp_path: Path, run_command: Any) -> None:
@@ -134,7 +139,7 @@ def test_arguments_after_the_separator_reach_the_vllm_command(tmp_path: Path, ru
 
 @pytest.mark.parametrize("arguments", [["--dry-run"], ["--dry-run", "--json"], ["--show-config"]])
 def test_data_goes_to_stdout_and_nothing_else_does(arguments: list[str], tmp_path: Path, run_command: Any) -> None:
-    finished = run_command(["--model", str(TINY_MOE), *arguments], cwd=tmp_path)
+    finished = run_command(["--model", str(TINY_MOE), *arguments], cwd=tmp_path, fresh=arguments == ["--dry-run"])
     assert finished.code == 0, finished
     assert finished.stdout
     assert "warning:" not in finished.stdout
@@ -166,7 +171,8 @@ def test_a_full_disk_under_stdout_is_an_error_with_a_hint(
     line = 'exec "$0" -m moe_optimizer "$@" >/dev/full'
     finished = run_command([line, sys.executable, *arguments], program=program, cwd=tmp_path)
     assert finished.code == ExitCode.BAD_INPUT, finished
-    assert finished.first_line == "error: the output cannot be written: No space left on device"
+    assert finished.first_line.startswith("error: ")
+    assert os.strerror(errno.ENOSPC) in finished.first_line
     assert len(finished.hints) == 1
     assert "Traceback" not in finished.stderr
 

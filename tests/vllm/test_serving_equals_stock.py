@@ -10,6 +10,15 @@ from tests.vllm.conftest import MAX_TOKENS, PROMPTS, Served
 pytestmark = pytest.mark.vllm
 
 
+def test_the_kill_switch_leaves_no_trace(stock_fp32: Served) -> None:
+    assert stock_fp32.info is not None
+    assert stock_fp32.proofs == ()
+    (row,) = [row for row in stock_fp32.info.rows if row.pass_name == "flash_dmoe"]
+    assert (row.applied, row.ran) == ("no", "no")
+    assert "MOE_OPTIMIZER_DISABLE" in row.why_not
+    assert "moe_optimizer" not in stock_fp32.info.log_path.read_text()
+
+
 def tokens(served: Served) -> list[tuple[int, ...]]:
     return [answer.tokens for answer in served.answers]
 
@@ -32,9 +41,9 @@ def test_fp32_logits_equal_stock_up_to_rounding(stock_fp32: Served, ours_fp32: S
     assert compared > len(PROMPTS) * MAX_TOKENS
 
 
-def test_fp32_with_tensor_parallelism_equals_stock(stock_fp32: Served, ours_tensor_parallel: Served) -> None:
-    assert_ours_ran(ours_tensor_parallel, workers=2, dtype="float32")
-    assert tokens(ours_tensor_parallel) == tokens(stock_fp32)
+def test_fp32_with_tensor_parallelism_equals_stock(stock_fp32: Served, plain_tensor_parallel: Served) -> None:
+    assert_ours_ran(plain_tensor_parallel, workers=2, dtype="float32")
+    assert tokens(plain_tensor_parallel) == tokens(stock_fp32)
 
 
 def test_fp32_with_expert_parallelism_equals_stock(stock_fp32: Served, ours_expert_parallel: Served) -> None:
