@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
-from moe_optimizer.plan.serve_args import split_arguments
+from moe_optimizer.plan.serve_args import ServeArguments
 
 # Where vLLM defines the arguments of its server: as literals, and as fields of dataclasses.
 _SOURCES = ("engine/arg_utils.py", "utils/argparse_utils.py", "entrypoints/**/cli_args.py", "platforms/*.py")
@@ -16,7 +15,7 @@ _LITERAL = re.compile(r"[\"'](--[a-z][a-z0-9-]+)[\"']")
 _PLATFORM_PLUGINS = "vllm.platform_plugins"
 
 
-def unknown_flags(vllm_folder: Path, arguments: Iterable[str]) -> tuple[str, ...]:
+def unknown_flags(vllm_folder: Path, arguments: ServeArguments) -> tuple[str, ...]:
     """Return those long flags of `arguments` that no word in vLLM's own sources starts with.
 
     A flag that is returned is certainly refused by vLLM; one that is not may still be. Returns nothing where the
@@ -25,9 +24,8 @@ def unknown_flags(vllm_folder: Path, arguments: Iterable[str]) -> tuple[str, ...
     words = {word.replace("_", "-").lower() for text in _texts(vllm_folder) for word in _WORD.findall(text)}
     if not words or importlib.metadata.entry_points(group=_PLATFORM_PLUGINS):
         return ()
-    given = [argument.flag for argument in split_arguments(tuple(arguments)) if argument.flag.startswith("--")]
-    # argparse takes any beginning of a flag, and a dot leads into a flag's value: --compilation-config.mode.
-    names = {flag: flag.removeprefix("--").partition(".")[0].lower() for flag in given}
+    # argparse takes any beginning of a flag.
+    names = {flag: flag.removeprefix("--").lower() for flag in arguments.values if flag.startswith("--")}
     return tuple(flag for flag, name in names.items() if not any(word.startswith(name) for word in words))
 
 

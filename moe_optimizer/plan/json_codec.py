@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
+from moe_optimizer.plan.serve_args import ServeArguments
 
 T = TypeVar("T")
 
@@ -26,6 +27,8 @@ def encode(value: Any) -> Any:
         return value
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, ServeArguments):
+        return list(value.words)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kinds = _field_kinds(type(value))
         return {name: _encode_field(kind, getattr(value, name)) for name, kind in kinds.items()}
@@ -53,6 +56,8 @@ def decode(kind: type[T], data: object, *, origin: str) -> T:
 def _decode(kind: Any, data: Any, where: str) -> Any:
     if kind is Any:
         return data
+    if kind is ServeArguments:
+        return _decode_arguments(data, where)
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(cast(type, kind), data, where)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -103,6 +108,14 @@ def _decode_enum(kind: type[Enum], data: Any, where: str) -> Enum:
     except ValueError:
         expected = ", ".join(repr(member.value) for member in kind)
         raise InputError(f"{where}: got {data!r}, expected one of {expected}") from None
+
+
+def _decode_arguments(data: Any, where: str) -> ServeArguments:
+    words = _decode(tuple[str, ...], data, where)
+    try:
+        return ServeArguments(*words)
+    except InputError as error:
+        raise InputError(f"{where}: {error}", hint=error.hint) from None
 
 
 def _decode_tuple(arguments: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.launch import ServerInfo, running
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import PlanRequest, make_plan
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.specs.placement_load import PlacementLoad
@@ -76,7 +77,7 @@ def plan_here(*vllm_args: str, model: Path = TINY_MOE, **request: Any) -> Plan:
             model=ModelInspector().inspect(model),
             hardware=probe_hardware(),
             software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
-            vllm_args=vllm_args,
+            vllm_args=ServeArguments(*vllm_args),
             **(fields | request),
         )
     )
@@ -204,7 +205,7 @@ def stock_fp32() -> Served:
 def ours_fp32(stock_fp32: Served, serve_once: Callable[..., Served]) -> Served:
     """Our kernel in the same configuration, after stock has filled vLLM's compile cache."""
     plan = tiny_plan()
-    return serve_once(plan.replace(serve_args=(*plan.plain_args, "--max-num-seqs", "8")), count=True)
+    return serve_once(plan.replace(serve_args=plan.plain_args + ServeArguments("--max-num-seqs", "8")), count=True)
 
 
 @pytest.fixture(scope="session")

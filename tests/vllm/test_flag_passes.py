@@ -13,6 +13,7 @@ import pytest
 from moe_optimizer.launcher.launch import ServerInfo, running
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.proof.verdict import not_running
 from tests.builders import profile_with
 from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, Answer, ask, plan_here
@@ -42,7 +43,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     # One flag that is planned and not given: what vLLM makes of it must be seen.
     dropped = dataclasses.replace(
         plan.decision("parallelism"),
-        status=Status.ON, applier=Applier.FLAGS, vllm_args=("--data-parallel-size", "2"), value="DP=2",
+        status=Status.ON, applier=Applier.FLAGS, vllm_args=ServeArguments("--data-parallel-size", "2"), value="DP=2",
     )  # fmt: skip
     decisions = tuple(dropped if each.pass_name == "parallelism" else each for each in plan.decisions)
     plan = plan.replace(decisions=decisions)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.unit.vllm_plugin.worker.test_planned_flags import BF16, vllm_config
 
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
@@ -20,6 +19,7 @@ from moe_optimizer.vllm_plugin.worker import captured_graphs
 from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
 from moe_optimizer.vllm_plugin.worker.planned_flags import prove_flags
 from tests.builders import gpus, profile_with, qwen3_30b_a3b, request
+from tests.unit.vllm_plugin.worker.test_planned_flags import BF16, vllm_config
 
 PASS = "graph_capture"
 
