@@ -1,4 +1,4 @@
-"""How long placing experts takes and how even the result is: our solver beside vLLM's default EPLB policy.
+"""Measures how long placing experts takes and how even the result is: our solver and vLLM's default EPLB policy.
 
 Both sides run in one process on one core, in pairs, on the same loads: `anew` without an earlier placement, `moved`
 after the load has changed, with the earlier placement as vLLM's EPLB gives it each time. Times are CPU times of the

@@ -1,4 +1,4 @@
-"""How long the command line takes to answer: `--help`, `--dry-run` and `inspect`, each as a fresh process.
+"""Measures how long the command line takes to answer: `--help`, `--dry-run`, `inspect`, each as a fresh process.
 
 Every sample is one process from start to end, as a user waits for it; the variants are interleaved so that a
 change of the machine's load touches all of them. The page cache is warm after the first, uncounted, round: reading

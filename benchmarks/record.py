@@ -1,4 +1,4 @@
-"""What every record says about where it was made, and where records lie."""
+"""Describes the machine and commit of a record, and writes records."""
 
 from __future__ import annotations
 

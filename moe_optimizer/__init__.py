@@ -4,3 +4,16 @@ Importing this package imports nothing else: every entry point pays only for wha
 """
 
 __version__ = "0.1.0"
+__all__ = ["ModelInspector"]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from moe_optimizer.inspection import ModelInspector
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        from moe_optimizer import inspection
+
+        return getattr(inspection, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

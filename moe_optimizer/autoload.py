@@ -91,21 +91,22 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
     """
     from moe_optimizer.inspection import (
         ModelInspector,
-        find_vllm,
         load_hardware,
         probe_hardware,
-        read_kernel_inventory,
-        read_kernel_speeds,
+        read_software,
     )
+    from moe_optimizer.inspection.activation_norms import read_activation_norms_file
+    from moe_optimizer.inspection.expert_load import read_placement_load
+    from moe_optimizer.inspection.fp8_sensitivity import read_sensitivity_file
     from moe_optimizer.plan.decision import Wish
     from moe_optimizer.plan.serve_args import ServeArguments
     from moe_optimizer.plan_context.request import PlanRequest
     from moe_optimizer.planner import make_plan
-    from moe_optimizer.specs.activation_norms import read_activation_norms_file
-    from moe_optimizer.specs.fp8_sensitivity import read_sensitivity_file
-    from moe_optimizer.specs.placement_load import read_placement_load
-    from moe_optimizer.specs.software import SoftwareSpec
 
+    software = read_software()
+    if not software.tuned_configs_by_variable:
+        # Only a variable makes vLLM look into a folder of the user's, and this server runs without.
+        software = dataclasses.replace(software, tuned_configs=None)
     # What vLLM was started with is settled: the plan takes it as the user's own arguments.
     vllm_args = ["--tensor-parallel-size", str(facts.tensor_parallel_size)]
     vllm_args.append("--enable-expert-parallel" if facts.expert_parallel else "--no-enable-expert-parallel")
@@ -115,9 +116,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
         PlanRequest(
             model=ModelInspector(trust_remote_code=facts.trust_remote_code).inspect(facts.model),
             hardware=load_hardware(hardware, num_gpus) if hardware else _of_all_workers(probe_hardware(), facts),
-            software=SoftwareSpec(
-                vllm=find_vllm(), kernels=read_kernel_inventory(), kernel_speeds=read_kernel_speeds()
-            ),
+            software=software,
             profile=profile,
             num_gpus=num_gpus,
             # One server cannot become two, and none of the others may be planned for half of the machine.

@@ -1,7 +1,9 @@
-"""Where the package's data files are: in a checkout beside the package, in a wheel inside it."""
+"""Names the folder of the package's data files, and that of the user's cache."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -14,3 +16,10 @@ def config_dir() -> Path:
     """
     inside = _PACKAGE / "configs"
     return inside if inside.is_dir() else _PACKAGE.parent / "configs"
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return this user's cache folder: moe-optimizer in $XDG_CACHE_HOME, or in ~/.cache."""
+    base = Path(environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification: a path that is not absolute is to be ignored.
+    return (base if base.is_absolute() else Path.home() / ".cache") / "moe-optimizer"

@@ -1,4 +1,4 @@
-"""Reading YAML strictly: plain data only, and the line of every value is kept for error messages."""
+"""Reads YAML strictly: plain data only, and the line of every value is kept for error messages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from moe_optimizer.errors import InputError
+from moe_optimizer.files import read_text
 
 MAX_BYTES = 64 * 1024
 """A shipped profile is about 2 KB, a GPU's facts 3 KB; anything far larger is neither."""
@@ -46,20 +47,7 @@ def read_yaml(path: Path, *, origin: str, what: str) -> YamlDocument:
     Raises:
         InputError: it cannot be read, or is not such a document.
     """
-    if path.exists() and not path.is_file():
-        # A pipe or a device could block for ever or never end.
-        raise InputError(f"{what} {origin}: not a regular file")
-    try:
-        with path.open("rb") as stream:
-            raw = stream.read(MAX_BYTES + 1)
-        text = raw.decode("utf-8")
-    except OSError as error:
-        raise InputError(f"{what} {origin}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{what} {origin}: not UTF-8 text") from None
-    if len(raw) > MAX_BYTES:
-        raise InputError(f"{origin}: too large: expected at most {MAX_BYTES} bytes")
-    return parse_yaml(text, origin=origin)
+    return parse_yaml(read_text(path, max_bytes=MAX_BYTES, name=f"{what} {origin}"), origin=origin)
 
 
 def parse_yaml(text: str, *, origin: str) -> YamlDocument:

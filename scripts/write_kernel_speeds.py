@@ -126,7 +126,7 @@ def _shape(shape: dict[str, Any]) -> LayerShape:
         hidden_size=shape["hidden"],
         intermediate_size=shape["width"],
         num_experts=shape["experts"],
-        num_global_experts=shape["experts"],
+        num_global_experts=shape.get("global_experts") or shape["experts"],
         top_k=shape["top_k"],
     )
 

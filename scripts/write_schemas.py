@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from moe_optimizer.cli.doctor import Report
+from moe_optimizer.cli.check import Report
 from moe_optimizer.cli.experts_output import ExpertsOutput
 from moe_optimizer.cli.ready_server import ReadyServer
 from moe_optimizer.plan.plan import Plan

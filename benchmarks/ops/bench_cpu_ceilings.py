@@ -1,4 +1,4 @@
-"""What the machine reads and multiplies, measured beside what is compared with it."""
+"""Measures how fast the machine reads and multiplies, in the same turns as the compared kernels."""
 
 from __future__ import annotations
 

@@ -18,7 +18,15 @@ class Shape:
     hidden: int
     width: int
     experts: int
+    """In this process."""
     top_k: int
+    global_experts: int = 0
+    """Of the whole layer, where expert parallelism leaves a part of them here; 0: all are here."""
+
+    @property
+    def routed_experts(self) -> int:
+        """How many experts the gate chooses from."""
+        return self.global_experts or self.experts
 
 
 SHAPES = {
@@ -27,7 +35,15 @@ SHAPES = {
         Shape("qwen3-30b-a3b", 2048, 768, 128, 8),
         Shape("olmoe-1b-7b", 2048, 1024, 64, 8),
         Shape("mixtral-8x7b-tp4", 4096, 3584, 8, 2),
-        Shape("deepseek-v3-ep16", 7168, 2048, 16, 1),
+        Shape("mixtral-8x7b-tp2", 4096, 7168, 8, 2),
+        Shape("qwen3-235b-a22b-tp4", 4096, 384, 128, 8),
+        Shape("qwen3-235b-a22b-tp8", 4096, 192, 128, 8),
+        Shape("qwen3-235b-a22b-ep8", 4096, 1536, 16, 8, 128),
+        Shape("glm-4.5-air-tp2", 4096, 704, 128, 8),
+        Shape("deepseek-v3-tp8", 7168, 256, 256, 8),
+        Shape("deepseek-v3-ep16", 7168, 2048, 16, 8, 256),
+        Shape("qwen3-next-80b-a3b", 2048, 512, 512, 10),
+        Shape("qwen3-next-80b-a3b-tp2", 2048, 256, 512, 10),
     )
 }
 TINY = Shape("tiny", 272, 208, 6, 2)
@@ -71,19 +87,33 @@ class Tokens:
     logits: Tensor
     topk_weights: Tensor
     topk_ids: Tensor
+    """Of the whole layer, int32."""
+    expert_map: Tensor | None
+    """int32 [global experts]: where an expert lies here, -1 for one of another process; None: all are here."""
 
 
 def make_tokens(shape: Shape, tokens: int, routing: str, seed: int) -> Tokens:
     """Random activations; experts uniform, or Zipf 1.0 over a random order of the experts."""
     g = torch.Generator(device="cuda").manual_seed(seed)
     x = torch.randn(tokens, shape.hidden, device="cuda", generator=g).bfloat16()
-    noise = -torch.log(-torch.log(torch.rand(tokens, shape.experts, device="cuda", generator=g).clamp(1e-9, 1 - 1e-7)))
+    noise = -torch.log(
+        -torch.log(torch.rand(tokens, shape.routed_experts, device="cuda", generator=g).clamp(1e-9, 1 - 1e-7))
+    )
     if routing == "zipf":
-        order = torch.randperm(shape.experts, device="cuda", generator=g)
+        order = torch.randperm(shape.routed_experts, device="cuda", generator=g)
         noise = noise - torch.log1p(order.float())
     weights, ids = noise.softmax(-1).topk(shape.top_k, dim=-1)
     weights = weights / weights.sum(-1, keepdim=True)
-    return Tokens(x, noise.contiguous(), weights.contiguous(), ids.int().contiguous())
+    return Tokens(x, noise.contiguous(), weights.contiguous(), ids.int().contiguous(), _expert_map(shape))
+
+
+def _expert_map(shape: Shape) -> Tensor | None:
+    """The first experts of the layer are here, as vLLM places them on its first rank."""
+    if not shape.global_experts:
+        return None
+    expert_map = torch.full((shape.global_experts,), -1, device="cuda", dtype=torch.int32)
+    expert_map[: shape.experts] = torch.arange(shape.experts, device="cuda", dtype=torch.int32)
+    return expert_map
 
 
 def problem_of(weights: Weights, tokens: Tokens) -> CudaProblem:
@@ -97,6 +127,7 @@ def problem_of(weights: Weights, tokens: Tokens) -> CudaProblem:
         topk_ids=tokens.topk_ids,
         w13_scale=weights.w13_scale,
         w2_scale=weights.w2_scale,
+        expert_map=tokens.expert_map,
     )
 
 
@@ -105,8 +136,8 @@ def floor_us(shape: Shape, tokens: Tokens, *, fp8: bool, bytes_per_s: float, flo
 
     FP8 arithmetic is counted at twice the measured BF16 rate.
     """
-    hit = int(tokens.topk_ids.unique().numel())
-    pairs = tokens.topk_ids.numel()
+    here = tokens.topk_ids[tokens.topk_ids < shape.experts]
+    hit, pairs = int(here.unique().numel()), here.numel()
     weight_bytes = hit * 3 * shape.hidden * shape.width * (1 if fp8 else 2)
     token_bytes = 2 * tokens.x.numel() * 2
     flops = 2.0 * pairs * 3 * shape.hidden * shape.width

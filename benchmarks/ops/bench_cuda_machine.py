@@ -1,4 +1,4 @@
-"""Whether the CUDA kernels can run on this machine."""
+"""Says why the CUDA kernels cannot run on this machine, where they cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the CUDA benchmark compares: our variants, and vLLM's kernels where vLLM can be imported."""
+"""The sides of the CUDA benchmark: our variants, and vLLM's kernels where vLLM can be imported."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ class Vllm:
             config = self._fp8_config(weights.w13_scale, weights.w2_scale, block_shape=[128, 128])
         return self._experts(
             hidden_states=tokens.x, w1=weights.w13, w2=weights.w2, topk_weights=topk_weights, topk_ids=topk_ids,
-            quant_config=config,
+            quant_config=config, expert_map=tokens.expert_map,
+            global_num_experts=-1 if tokens.expert_map is None else tokens.expert_map.numel(),
         )  # fmt: skip
 
 
@@ -123,8 +124,9 @@ class DeepGemm:
         # The layer's configuration is kept by the class and read only where experts are spread over GPUs.
         layer_config: Any = SimpleNamespace()
         experts = self._class(layer_config, config)
-        num_experts, rows, hidden = weights.w13.shape
-        sizes = (tokens.x.shape[0], rows, hidden, tokens.topk_ids.shape[1], num_experts, num_experts, None, self._silu)
+        local, rows, hidden = weights.w13.shape
+        total = local if tokens.expert_map is None else tokens.expert_map.numel()
+        sizes = (tokens.x.shape[0], rows, hidden, tokens.topk_ids.shape[1], total, local, None, self._silu)
         first, second, out = (
             torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in experts.workspace_shapes(*sizes)
         )
@@ -132,8 +134,8 @@ class DeepGemm:
         def call() -> torch.Tensor:
             quantized, scale = self._quantize(tokens.x, 128)
             experts.apply(
-                out, quantized, weights.w13, weights.w2, tokens.topk_weights, tokens.topk_ids, self._silu, num_experts,
-                None, scale, None, first, second, None, False,
+                out, quantized, weights.w13, weights.w2, tokens.topk_weights, tokens.topk_ids, self._silu, total,
+                tokens.expert_map, scale, None, first, second, None, False,
             )  # fmt: skip
             return out
 

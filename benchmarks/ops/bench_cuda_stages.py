@@ -1,4 +1,4 @@
-"""Which stage of a CUDA kernel is wrong: routing, the up GEMM (h), the down GEMM (y) or the combine.
+"""Finds the wrong stage of a CUDA kernel: routing, the up GEMM (h), the down GEMM (y) or the combine.
 
     python benchmarks/ops/bench_cuda_stages.py [--variant direct|bf16|fp8_weights] [--tile N] [--tokens T] ...
 

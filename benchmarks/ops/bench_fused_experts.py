@@ -1,4 +1,4 @@
-"""Our CPU experts against vLLM's own kernel: one process, the same inputs, interleaved, cold weights.
+"""Times our CPU experts against vLLM's own kernel: one process, the same inputs, interleaved, cold weights.
 
     python benchmarks/ops/bench_fused_experts.py [--write]
 

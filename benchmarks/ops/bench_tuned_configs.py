@@ -1,4 +1,4 @@
-"""A tuned Triton configuration beside what vLLM takes without it, on one GPU, with other inputs than it was tuned on.
+"""Times a tuned Triton configuration beside vLLM's own, on one GPU, with other inputs than it was tuned on.
 
     python benchmarks/ops/bench_tuned_configs.py CONFIG.json [--tokens 1,8,64] --out RECORD.json
 

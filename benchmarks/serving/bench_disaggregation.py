@@ -1,4 +1,4 @@
-"""What disaggregation does to the time between two tokens while others send long prompts.
+"""Measures the time between two tokens with and without disaggregation, while others send long prompts.
 
 One server, and prefill and decode servers behind a router, both as planned for this machine, with a small model of
 made-up weights. An answer is streamed alone, and once more while long prompts arrive one after the other. The two

@@ -1,15 +1,14 @@
-"""What counting tokens per expert costs: the time of a decode step with expert_load on and off.
+"""Measures what counting tokens per expert costs: the time of a decode step with expert_load on and off.
 
-Two servers run side by side, alike but for the pass, with layers of the shape of Qwen3-30B-A3B and made-up weights:
-few of them on the CPU (the layers are alike, and each step's fixed cost weighs more than in the whole model), all 48 on
-a GPU, of which both servers have a part. The same
-requests go to the one and the other in turn, and which of them is first changes in every round, so that a change of the
-machine's load touches both. A sample is the time between two tokens of a request; compared are quantiles of all
-samples, with the 95 % interval of their ratio (bootstrap over rounds). Other work on the machine only ever adds time,
-so the low quantile says most where there is any.
+Two servers run side by side, alike but for the pass, with made-up weights and layers of Qwen3-30B-A3B's shape: few of
+them on the CPU, where each step's fixed cost then weighs more than in the whole model; all 48 on a GPU, which both
+servers share. The same requests go to each in turn, and the order changes in every round, so that a change of the
+machine's load touches both. A sample is the time between two tokens of a request. Quantiles of all samples are
+compared, with the 95 % interval of their ratio (bootstrap over rounds). Other work on the machine only ever adds time,
+so on a busy machine the low quantile says most.
 
-Beside it, on the CPU, the added work by itself: microseconds for each layer and each step, plain and compiled, without
-a server.
+On the CPU it also measures the added work by itself: microseconds for each layer and each step, plain and compiled,
+without a server.
 
 Run it on a quiet machine:  python benchmarks/serving/bench_expert_load.py --write
 """

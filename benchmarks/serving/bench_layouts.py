@@ -1,4 +1,4 @@
-"""One model on several GPUs of a machine: slices of every layer, whole experts on each GPU, or whole servers.
+"""Measures one model on several GPUs of a machine: slices of every layer, whole experts per GPU, or whole servers.
 
     python benchmarks/serving/bench_layouts.py --model DIR --out FILE [--gpus N] [--sides slices,experts,replicas]
         [-- further vllm serve arguments]

@@ -1,4 +1,4 @@
-"""Decoding speed of a served model with and without some passes, one server after the other on one GPU.
+"""Measures decoding speed of a served model with and without some passes, one server after the other on one GPU.
 
     python benchmarks/serving/bench_passes_served.py --model DIR --out FILE --sides stock,flash_dmoe,fp8,fp8+flash_dmoe
         [-- further vllm serve arguments]

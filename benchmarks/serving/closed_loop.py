@@ -1,4 +1,4 @@
-"""Closed loops: so many clients, each sending its next request when its last one ended.
+"""Loads a server with closed loops: a number of clients, each sending its next request when its last one ended.
 
 Prompts are random token ids, outputs have a fixed length. The time per output token of a request is the time from its
 first to its last token over the tokens in between.

@@ -1,4 +1,4 @@
-"""What counting tokens per expert adds by itself: the time of its calls, without a server."""
+"""Times the calls that count tokens per expert by themselves, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of a decode step at two servers that are asked in turn, and quantiles of it."""
+"""Measures the time of a decode step at two servers in turn, and its quantiles."""
 
 from __future__ import annotations
 

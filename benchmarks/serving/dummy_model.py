@@ -1,4 +1,4 @@
-"""A model without weights: vLLM makes them up (--load-format dummy)."""
+"""Writes a model without weights: vLLM makes them up (--load-format dummy)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a side, and what a record says of the server that carried it out."""
+"""Makes the plan of a side, and describes the server that applied it for a record."""
 
 from __future__ import annotations
 

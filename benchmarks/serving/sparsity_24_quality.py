@@ -1,4 +1,4 @@
-"""What pruning the experts costs: perplexity of the bundled model, served without and with sparsity_24.
+"""Measures what pruning the experts costs: perplexity of the bundled model, served without and with sparsity_24.
 
 One server after another on vLLM's CPU build, BF16: with all weights, pruned by magnitude alone, and pruned by magnitude
 x norm of the input. The norms are measured on the model's training text, the perplexity on its held-out text. Beside it
@@ -28,11 +28,11 @@ from perplexity import perplexity  # noqa: E402
 
 from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, system_name, write_record  # noqa: E402
 from benchmarks.serving.plans import plan_here  # noqa: E402
+from moe_optimizer.inspection.activation_norms import read_activation_norms_file  # noqa: E402
 from moe_optimizer.launcher.launch import running  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
 from moe_optimizer.proof.verdict import model_holders  # noqa: E402
-from moe_optimizer.specs.activation_norms import read_activation_norms_file  # noqa: E402
 
 TINY_MOE = ROOT / "examples" / "tiny-moe"
 MAX_CALIBRATION_TOKENS = 16384

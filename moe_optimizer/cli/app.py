@@ -10,13 +10,14 @@ import typer
 
 from moe_optimizer import __version__
 from moe_optimizer.cli import build, doctor, experts, inspect, messages, plan, serve, tune
-from moe_optimizer.cli.arguments import check_consistency, split_at_separator
+from moe_optimizer.cli.arguments import check_consistency, split_at_separator, with_our_switches
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError
 from moe_optimizer.near_match import did_you_mean
 
 # The base class of every mistake on the command line. Typer publishes only this subclass of it.
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 
+_SYNONYMS = "Synonyms such as --enable-cuda-graphs are taken too: docs/names.md"
 _EXTRA_HINT = "arguments of vllm serve go after --"
 
 app = typer.Typer(
@@ -46,10 +47,10 @@ def _root(
     """Options before the command."""
 
 
-app.command("serve")(serve.command)
+app.command("serve", epilog=_SYNONYMS)(serve.command)
 app.command("inspect")(inspect.command)
-app.command("plan")(plan.command)
-app.command("tune")(tune.command)
+app.command("plan", epilog=_SYNONYMS)(plan.command)
+app.command("tune", epilog=_SYNONYMS)(tune.command)
 app.command("doctor")(doctor.command)
 app.command("experts")(experts.command)
 app.command("build")(build.command)
@@ -80,6 +81,8 @@ def _run(arguments: list[str], *, program: str, command: str | None) -> int:
         )
     if vllm_args is not None and name not in serve.TAKES_VLLM_ARGS:
         raise InputError(f"--: {name or program} takes no arguments for vllm serve")
+    if name in serve.TAKES_VLLM_ARGS:
+        own = with_our_switches(own)
     check_consistency(own)
     runnable = root if command is None else root.commands[command]
     if command is None and not own:

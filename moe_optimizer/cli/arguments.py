@@ -1,13 +1,15 @@
-"""The raw argument list: what belongs to us, what to `vllm serve`, and what contradicts itself."""
+"""Splits the raw argument list into ours and `vllm serve`'s, and refuses what contradicts itself."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from moe_optimizer.errors import InputError
+from moe_optimizer.synonyms import SWITCHES
 
 REPEATABLE = frozenset({"--require"})
 """Options that may be given more than once."""
+_SWITCH_PREFIXES = ("--enable-", "--disable-")
 
 
 def split_at_separator(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
@@ -16,6 +18,26 @@ def split_at_separator(arguments: Sequence[str]) -> tuple[list[str], list[str] |
         return list(arguments), None
     position = arguments.index("--")
     return list(arguments[:position]), list(arguments[position + 1 :])
+
+
+def with_our_switches(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with every --enable-X and --disable-X whose X is a synonym under our name.
+
+    Raises:
+        InputError: a switch is given under two names.
+    """
+    given = {name: _our_flag(name) for name in arguments if name.startswith(_SWITCH_PREFIXES)}
+    for name, ours in given.items():
+        other = next((each for each in given if each != name and given[each] == ours), None)
+        if other is not None:
+            raise InputError(f"{name} and {other}: given more than once", hint=f"they are one switch: keep {ours}")
+    return [given.get(argument, argument) for argument in arguments]
+
+
+def _our_flag(flag: str) -> str:
+    prefix = next(prefix for prefix in _SWITCH_PREFIXES if flag.startswith(prefix))
+    name = flag.removeprefix(prefix)
+    return prefix + SWITCHES.get(name, name)
 
 
 def check_consistency(arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""`moe-optimizer build`: compile the kernels and report what is there."""
+"""Runs `moe-optimizer build`: compiles the kernels and reports what is built."""
 
 from __future__ import annotations
 
@@ -32,14 +32,7 @@ def command(options: BuildOptions) -> int:
     if not options.check:
         _build(_SCRIPT)
     inventory = read_kernel_inventory()
-    if options.json:
-        import json
-
-        from moe_optimizer.plan.json_codec import encode
-
-        messages.write_data(json.dumps(encode(inventory), indent=2))
-    else:
-        messages.write_data(render_inventory(inventory))
+    messages.write_result(inventory, as_json=options.json, render=render_inventory)
     return ExitCode.OK if inventory.built else ExitCode.UNSUPPORTED
 
 

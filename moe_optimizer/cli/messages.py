@@ -1,4 +1,4 @@
-"""What reaches the terminal: data on stdout, messages on stderr, an error always first."""
+"""Writes to the terminal: data to stdout, messages to stderr, an error before any other message."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from moe_optimizer import log
 from moe_optimizer.errors import MoeOptimizerError, ServerFailedError, printable
+
+Result = TypeVar("Result")
 
 PLAIN_WIDTH = 80
 """Columns of output that does not go to a terminal."""
@@ -47,6 +49,32 @@ def output_width() -> int:
 def write_data(text: str) -> None:
     """Write one block of data to stdout."""
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def write_result(result: Result, *, as_json: bool, render: Callable[[Result], str]) -> None:
+    """Write the result of a command to stdout, as JSON or as the text that `render` makes of it."""
+    if not as_json:
+        write_data(render(result))
+        return
+    import json
+
+    from moe_optimizer.plan.json_codec import encode
+
+    write_data(json.dumps(encode(result), indent=2))
+
+
+def two_columns(rows: Iterable[tuple[str, str]], *, width: int) -> str:
+    """Return a name and a text in each row, at most `width` wide except for long words such as paths."""
+    import textwrap
+
+    rows = list(rows)
+    indent = max(len(name) for name, _ in rows) + 2
+    room = max(width - indent, 20)
+    lines: list[str] = []
+    for name, text in rows:
+        wrapped = textwrap.wrap(printable(text), room, break_long_words=False, break_on_hyphens=False) or [""]
+        lines += [f"{name:<{indent}}{wrapped[0]}", *(f"{'':<{indent}}{line}" for line in wrapped[1:])]
+    return "\n".join(lines)
 
 
 def write_warnings(warnings: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ import typer
 from moe_optimizer.env import seconds_in
 from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
+from moe_optimizer.synonyms import SWITCHES
 
 
 def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
@@ -40,6 +41,11 @@ def seconds_or_none(text: str) -> float:
     if value is None:
         raise typer.BadParameter(f"got {text!r}, expected a number of seconds, 0 or more")
     return value
+
+
+def switch_name(text: str) -> str:
+    """Return our name of the switch that a synonym means; any other text as it is."""
+    return SWITCHES.get(text.strip().lower().replace("_", "-"), text)
 
 
 def completes(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:

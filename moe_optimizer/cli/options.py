@@ -1,14 +1,14 @@
-"""The options of every command, declared once as dataclasses."""
+"""Declares the options of every command, as dataclasses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from moe_optimizer.cli.option_values import completes, seconds, seconds_or_none, whole_number
+from moe_optimizer.cli.option_values import completes, seconds, seconds_or_none, switch_name, whole_number
 from moe_optimizer.errors import InputError
 
 SWITCHES: Mapping[str, str] = {
@@ -51,6 +51,16 @@ def _hardware() -> Iterable[str]:
     return hardware_names()
 
 
+def _option(flag: str, metavar: str, text: str, parser: Callable[[str], Any] | None = None) -> Any:
+    """Return the declaration of an option that takes a value."""
+    return typer.Option(flag, metavar=metavar, help=text, parser=parser, show_default=False)
+
+
+def _choice(flag: str, metavar: str, text: str, values: Iterable[str] | Callable[[], Iterable[str]]) -> Any:
+    """Return the declaration of an option whose values the shell can complete."""
+    return typer.Option(flag, metavar=metavar, help=text, autocompletion=completes(values), show_default=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
     """What every command takes."""
@@ -68,9 +78,7 @@ class MayNameModelOptions(CommonOptions):
     model_argument: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
     ] = None
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="MODEL", help="Hugging Face id, or folder with config.json.")
-    ] = None
+    model: Annotated[str | None, _option("--model", "MODEL", "Hugging Face id, or folder with config.json.")] = None
 
     @property
     def named_model(self) -> str | None:
@@ -112,91 +120,58 @@ class ModelOptions(MayNameModelOptions):
 class PlanOptions(ModelOptions):
     """Everything a plan depends on; None where the command line does not say."""
 
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", parser=whole_number(1, 65_536), metavar="N", help="GPUs to use.")
-    ] = None
+    gpus: Annotated[int | None, _option("--gpus", "N", "GPUs to use.", whole_number(1, 65_536))] = None
     profile: Annotated[
         str | None,
-        typer.Option(
+        _choice(
             "--profile",
-            metavar="NAME|FILE",
-            help="conservative, balanced, aggressive, single_h100, or a YAML file.  [default: balanced]",
-            autocompletion=completes(_profiles),
+            "NAME|FILE",
+            "conservative, balanced, aggressive, single_h100, or a YAML file.  [default: balanced]",
+            _profiles,
         ),
     ] = None
     batch_size: Annotated[
-        int | None,
-        typer.Option(
-            "--batch-size", parser=whole_number(1, 65_536), metavar="B", help="Requests decoded at the same time."
-        ),
+        int | None, _option("--batch-size", "B", "Requests decoded at the same time.", whole_number(1, 65_536))
     ] = None
     max_model_len: Annotated[
         int | None,
-        typer.Option(
-            "--max-model-len",
-            parser=whole_number(1, 16_777_216),
-            metavar="TOKENS",
-            help="Longest prompt plus completion.",
-        ),
+        _option("--max-model-len", "TOKENS", "Longest prompt plus completion.", whole_number(1, 16_777_216)),
     ] = None
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype",
-            metavar="DTYPE",
-            help=", ".join(DTYPES) + ".  [default: auto]",
-            autocompletion=completes(DTYPES),
-        ),
-    ] = None
-    host: Annotated[
-        str | None, typer.Option("--host", metavar="HOST", help=f"Address to serve on.  [default: {DEFAULT_HOST}]")
-    ] = None
+    dtype: Annotated[str | None, _choice("--dtype", "DTYPE", f"{', '.join(DTYPES)}.  [default: auto]", DTYPES)] = None
+    host: Annotated[str | None, _option("--host", "HOST", f"Address to serve on.  [default: {DEFAULT_HOST}]")] = None
     port: Annotated[
         int | None,
-        typer.Option(
-            "--port",
-            parser=whole_number(1, 65_535),
-            metavar="PORT",
-            help=f"Port to serve on.  [default: {DEFAULT_PORT}]",
-        ),
+        _option("--port", "PORT", f"Port to serve on.  [default: {DEFAULT_PORT}]", whole_number(1, 65_535)),
     ] = None
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            "--engine",
-            metavar="|".join(ENGINES),
-            help="What serves.  [default: vllm]",
-            autocompletion=completes(ENGINES),
-        ),
-    ] = None
+    engine: Annotated[str | None, _choice("--engine", "|".join(ENGINES), "What serves.  [default: vllm]", ENGINES)] = (
+        None
+    )
     hardware: Annotated[
         str | None,
-        typer.Option(
+        _choice(
             "--hardware",
-            metavar="NAME",
-            help="Plan for this machine of configs/hardware instead of the one at hand, for example h100_sxm; "
+            "NAME",
+            "Plan for this machine of configs/hardware instead of the one at hand, for example h100_sxm; "
             "cpu: this one without its GPUs.",
-            autocompletion=completes(_hardware),
+            _hardware,
         ),
     ] = None
     expert_load: Annotated[
-        str | None,
-        typer.Option(
-            "--expert-load", metavar="FILE", help="Place experts by this measured load (expert_load.json of a run)."
-        ),
+        str | None, _option("--expert-load", "FILE", "Place experts by this measured load (expert_load.json of a run).")
     ] = None
     expert_load_check: Annotated[
         str | None,
-        typer.Option(
+        _option(
             "--expert-load-check",
-            metavar="FILE",
-            help="State the gain of the placement on this load, of other traffic than --expert-load.",
+            "FILE",
+            "State the gain of the placement on this load, of other traffic than --expert-load.",
         ),
     ] = None
     require: Annotated[
         list[str],
         typer.Option(
             "--require",
+            parser=switch_name,
             metavar="X",
             help="Optimization that must run in every worker, or exit 6. May be repeated.",
             autocompletion=completes(SWITCHES),
@@ -231,22 +206,20 @@ class PlanCommandOptions(PlanOptions):
     ] = False
     nodes: Annotated[
         int,
-        typer.Option(
+        _option(
             "--nodes",
-            parser=whole_number(1, 1024),
-            metavar="N",
-            help="Machines to plan for, all alike; --gpus counts the GPUs of all of them.  [default: 1]",
-            show_default=False,
+            "N",
+            "Machines to plan for, all alike; --gpus counts the GPUs of all of them.  [default: 1]",
+            whole_number(1, 1024),
         ),
     ] = 1
     render: Annotated[
         str | None,
-        typer.Option(
+        _choice(
             "--render",
-            metavar="|".join(RENDERINGS),
-            help="Print only what starts it: one server over all machines, through Ray; or a Kubernetes "
-            "LeaderWorkerSet.",
-            autocompletion=completes(RENDERINGS),
+            "|".join(RENDERINGS),
+            "Print only what starts it: one server over all machines, through Ray; or a Kubernetes LeaderWorkerSet.",
+            RENDERINGS,
         ),
     ] = None
 
@@ -264,26 +237,25 @@ class ServeOptions(PlanOptions):
         False
     )
     run_dir: Annotated[
-        str | None,
-        typer.Option("--run-dir", metavar="DIR", help="Folder for plan, proofs, log.  [default: a new one in runs/]"),
+        str | None, _option("--run-dir", "DIR", "Folder for plan, proofs, log.  [default: a new one in runs/]")
     ] = None
     ready_timeout: Annotated[
         float | None,
-        typer.Option(
+        _option(
             "--ready-timeout",
-            parser=seconds,
-            metavar="SECONDS",
-            help=f"Give up when the server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
+            "SECONDS",
+            f"Give up when the server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
+            seconds,
         ),
     ] = None
     calibrate: Annotated[
         float | None,
-        typer.Option(
+        _option(
             "--calibrate",
-            parser=seconds_or_none,
-            metavar="SECONDS",
-            help="Measure the expert kernels for at most so long before the start, where no table of their speeds "
+            "SECONDS",
+            "Measure the expert kernels for at most so long before the start, where no table of their speeds "
             f"fits this machine and model; 0: never.  [default: {DEFAULT_CALIBRATE_S:g}]",
+            seconds_or_none,
         ),
     ] = None
 
@@ -292,19 +264,12 @@ class ServeOptions(PlanOptions):
 class TuneOptions(PlanOptions):
     """`moe-optimizer tune`."""
 
-    budget: Annotated[
-        float | None,
-        typer.Option("--budget", parser=seconds, metavar="SECONDS", help="Time to spend.  [default: 600]"),
-    ] = None
+    budget: Annotated[float | None, _option("--budget", "SECONDS", "Time to spend.  [default: 600]", seconds)] = None
     tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--tokens", metavar="N,N,...", help="Numbers of tokens to tune for.  [default: powers of 2 up to 8192]"
-        ),
+        str | None, _option("--tokens", "N,N,...", "Numbers of tokens to tune for.  [default: powers of 2 up to 8192]")
     ] = None
     folder: Annotated[
-        str | None,
-        typer.Option("--folder", metavar="DIR", help="Where to write.  [default: where serve looks: the user's cache]"),
+        str | None, _option("--folder", "DIR", "Where to write.  [default: where serve looks: the user's cache]")
     ] = None
 
 
@@ -324,12 +289,9 @@ class ExpertsOptions(CommonOptions):
     source: Annotated[
         str | None, typer.Argument(metavar="SOURCE", help="Run folder, expert_load.json, or URL.", show_default=False)
     ] = None
-    png: Annotated[
-        str | None, typer.Option("--png", metavar="FILE", help="Also write the heatmap as a picture (needs pillow).")
-    ] = None
+    png: Annotated[str | None, _option("--png", "FILE", "Also write the heatmap as a picture (needs pillow).")] = None
     top: Annotated[
-        int,
-        typer.Option("--top", parser=whole_number(0, 1_000_000), metavar="N", help="Name the N busiest experts."),
+        int, _option("--top", "N", "Name the N busiest experts.  [default: 5]", whole_number(0, 1_000_000))
     ] = 5
 
 

@@ -40,11 +40,10 @@ def command(options: PlanCommandOptions) -> int:
     vllm serve.
     """
     from moe_optimizer.cli import planning
-    from moe_optimizer.cli.show_config import show_config
+    from moe_optimizer.cli.show_config import shows_config
 
     with messages.held_messages(verbose=options.verbose):
-        if options.show_config:
-            show_config(*planning.read_settings(options), as_json=options.json)
+        if shows_config(options):
             return ExitCode.OK
         check_choice("--render", options.render, RENDERINGS)
         if options.render is not None and options.json:

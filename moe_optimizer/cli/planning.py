@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from moe_optimizer.profiles import Profile
     from moe_optimizer.specs.hardware import HardwareSpec
     from moe_optimizer.specs.placement_load import PlacementLoad
-    from moe_optimizer.specs.software import SoftwareSpec
 
 
 LOGGER = get_logger(__name__)
@@ -111,18 +109,18 @@ def _request(options: PlanOptions, settings: Settings, profile: Profile) -> Plan
     Raises:
         InputError, UnsupportedError: a fact cannot be read.
     """
-    from moe_optimizer.inspection import ModelInspector
+    from moe_optimizer.inspection import ModelInspector, read_software
+    from moe_optimizer.inspection.activation_norms import read_activation_norms_file
+    from moe_optimizer.inspection.fp8_sensitivity import read_sensitivity_file
     from moe_optimizer.plan.serve_args import ServeArguments
     from moe_optimizer.plan_context.request import PlanRequest
     from moe_optimizer.planner.request_checks import ALLOW_LONG_MODEL_LEN
-    from moe_optimizer.specs.activation_norms import read_activation_norms_file
-    from moe_optimizer.specs.fp8_sensitivity import read_sensitivity_file
 
     dtype = settings["dtype"]
     return PlanRequest(
         model=ModelInspector(trust_remote_code=settings["trust_remote_code"]).inspect(settings["model"]),
         hardware=read_hardware(settings.values["hardware"], settings["gpus"], options.nodes),
-        software=_software(),
+        software=read_software(),
         profile=profile,
         num_gpus=settings["gpus"],
         num_nodes=options.nodes,
@@ -144,28 +142,9 @@ def _request(options: PlanOptions, settings: Settings, profile: Profile) -> Plan
     )
 
 
-def _software() -> SoftwareSpec:
-    """Return what is installed here."""
-    from moe_optimizer.inspection import find_vllm, read_kernel_inventory, read_kernel_speeds
-    from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE, user_folder
-    from moe_optimizer.specs.software import SoftwareSpec
-
-    vllm = find_vllm()
-    return SoftwareSpec(
-        vllm=vllm,
-        kernels=read_kernel_inventory(),
-        kernel_speeds=read_kernel_speeds(),
-        deep_ep=importlib.util.find_spec("deep_ep") is not None,
-        lmcache=importlib.util.find_spec("lmcache") is not None,
-        transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
-        tuned_configs=str(user_folder(vllm.version if vllm else "", os.environ)),
-        tuned_configs_by_variable=bool(os.environ.get(FOLDER_VARIABLE)),
-    )
-
-
 def _read_expert_load(settings: Settings, profile: Profile) -> PlacementLoad | None:
     """Read the loads that flags name, else those of the profile."""
-    from moe_optimizer.specs.placement_load import read_placement_load
+    from moe_optimizer.inspection.expert_load import read_placement_load
 
     stated, key = profile.passes.expert_placement, f"profile {profile.name}: passes.expert_placement"
     load, check = settings.values["expert_load"], settings.values["expert_load_check"]

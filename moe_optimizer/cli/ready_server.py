@@ -1,9 +1,11 @@
-"""What `serve --json` prints once the server is ready."""
+"""Defines what `serve --json` prints once the server is ready."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from moe_optimizer.proof.table import Row
 
 if TYPE_CHECKING:
     from moe_optimizer.launcher.launch import ServerInfo
@@ -11,18 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProvenPass:
-    """One row of the requested / applied / ran table."""
-
-    pass_name: str
-    requested: str
-    applied: str
-    ran: str
-    why_not: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyPart:
+class VllmServer:
     """One vLLM server of the run: the only one, or one behind the router."""
 
     name: str
@@ -43,8 +34,8 @@ class ReadyServer:
     log: str
     plan_digest: str
     start_up_s: float
-    servers: tuple[ReadyPart, ...]
-    passes: tuple[ProvenPass, ...]
+    servers: tuple[VllmServer, ...]
+    passes: tuple[Row, ...]
 
 
 def ready_server(plan: Plan, info: ServerInfo) -> ReadyServer:
@@ -58,17 +49,8 @@ def ready_server(plan: Plan, info: ServerInfo) -> ReadyServer:
         plan_digest=plan.digest,
         start_up_s=info.start_up_s,
         servers=tuple(
-            ReadyPart(name=server.name, base_url=server.base_url, pid=server.pid, log=str(server.log_path))
+            VllmServer(name=server.name, base_url=server.base_url, pid=server.pid, log=str(server.log_path))
             for server in info.servers
         ),
-        passes=tuple(
-            ProvenPass(
-                pass_name=row.pass_name,
-                requested=row.requested,
-                applied=row.applied,
-                ran=row.ran,
-                why_not=row.why_not,
-            )
-            for row in info.rows
-        ),
+        passes=info.rows,
     )

@@ -45,11 +45,10 @@ def command(options: ServeOptions) -> int:
 def _show(options: ServeOptions) -> int:
     """Print what a server would be started with."""
     from moe_optimizer.cli import planning
-    from moe_optimizer.cli.show_config import show_config
+    from moe_optimizer.cli.show_config import shows_config
 
     with messages.held_messages(verbose=options.verbose):
-        if options.show_config:
-            show_config(*planning.read_settings(options), as_json=options.json)
+        if shows_config(options):
             return ExitCode.OK
         planned = planning.make(options)
     planning.show_plan(planned.plan, as_json=options.json)
@@ -106,12 +105,9 @@ class _Watcher:
         self.ready = True
         self._progress.release()
         if self._as_json:
-            import json
-
             from moe_optimizer.cli.ready_server import ready_server
-            from moe_optimizer.plan.json_codec import encode
 
-            messages.write_data(json.dumps(encode(ready_server(self._plan, info)), indent=2))
+            messages.write_result(ready_server(self._plan, info), as_json=True, render=str)
             sys.stdout.flush()
 
 

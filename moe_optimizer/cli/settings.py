@@ -1,4 +1,4 @@
-"""Which value every setting has, and who said so: flag, environment, profile or default."""
+"""Merges flags, environment and defaults into settings, each with its origin."""
 
 from __future__ import annotations
 
@@ -26,6 +26,24 @@ if TYPE_CHECKING:
     from moe_optimizer.env import Environment
 
 
+_DEFAULTS: Mapping[str, Any] = {
+    "calibrate": DEFAULT_CALIBRATE_S,
+    "model": None,
+    "profile": DEFAULT_PROFILE,
+    "hardware": None,
+    "gpus": None,
+    "batch_size": None,
+    "max_model_len": None,
+    "dtype": "auto",
+    "host": DEFAULT_HOST,
+    "port": DEFAULT_PORT,
+    "engine": "vllm",
+    "expert_load": None,
+    "expert_load_check": None,
+    "strict": False,
+    "trust_remote_code": False,
+}
+"""Setting, which is the option of that name -> its value where neither flag nor environment gives one."""
 _ALSO_VLLMS = {
     "host": "--host",
     "port": "--port",
@@ -77,36 +95,22 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
     check_choice("--dtype", options.dtype, DTYPES)
     if options.engine == "embedded":
         raise UnsupportedError("--engine embedded: not available in this version", hint="use --engine vllm")
-    values = {
-        "calibrate": _first(
-            (getattr(options, "calibrate", None), "flag --calibrate"),
-            (environment.calibrate_s, f"environment {env.CALIBRATE}"),
-            (DEFAULT_CALIBRATE_S, "default"),
-        ),
-        "model": Setting(options.model_name, "flag --model"),
-        "profile": _first(
-            (options.profile, "flag --profile"),
-            (environment.profile, f"environment {env.PROFILE}"),
-            (DEFAULT_PROFILE, "default"),
-        ),
-        "hardware": _first(
-            (options.hardware, "flag --hardware"), (environment.hardware, f"environment {env.HARDWARE}")
-        ),
-        "gpus": _first((options.gpus, "flag --gpus")),
-        "batch_size": _first((options.batch_size, "flag --batch-size")),
-        "max_model_len": _first((options.max_model_len, "flag --max-model-len")),
-        "dtype": _first((options.dtype, "flag --dtype"), ("auto", "default")),
-        "host": _first((options.host, "flag --host"), (DEFAULT_HOST, "default")),
-        "port": _first((options.port, "flag --port"), (DEFAULT_PORT, "default")),
-        "engine": _first((options.engine, "flag --engine"), ("vllm", "default")),
-        "expert_load": _first((options.expert_load, "flag --expert-load")),
-        "expert_load_check": _first((options.expert_load_check, "flag --expert-load-check")),
-        "strict": _first((options.strict or None, "flag --strict"), (False, "default")),
-        "trust_remote_code": _first(
-            (options.trust_remote_code or None, "flag --trust-remote-code"), (False, "default")
-        ),
-        "vllm_args": _first((list(options.vllm_args) or None, "after --"), ([], "default")),
+    variables = {
+        "calibrate": (environment.calibrate_s, env.CALIBRATE),
+        "profile": (environment.profile, env.PROFILE),
+        "hardware": (environment.hardware, env.HARDWARE),
     }
+    values: dict[str, Setting] = {}
+    for name, default in _DEFAULTS.items():
+        stated = options.model_name if name == "model" else getattr(options, name, None)
+        from_variable, variable = variables.get(name, (None, ""))
+        if stated is not None and stated is not False:
+            values[name] = Setting(stated, f"flag --{name.replace('_', '-')}")
+        elif from_variable is not None:
+            values[name] = Setting(from_variable, f"environment {variable}")
+        else:
+            values[name] = Setting(default, "default")
+    values["vllm_args"] = Setting(list(options.vllm_args), "after --" if options.vllm_args else "default")
     _check_said_twice(values)
     required = frozenset(required_key(name) for name in options.require)
     return Settings(values, _wishes(options, environment), required, environment.disabled)
@@ -122,13 +126,6 @@ def _check_said_twice(values: Mapping[str, Setting]) -> None:
                 f"{said_by} {value} before -- and {flag} {given[flag]} after it contradict each other",
                 hint="give one of them",
             )
-
-
-def _first(*candidates: tuple[Any, str]) -> Setting:
-    for value, origin in candidates:
-        if value is not None:
-            return Setting(value, origin)
-    return Setting(None, "default")
 
 
 def _wishes(options: PlanOptions, environment: Environment) -> Mapping[str, tuple[Wish, str]]:

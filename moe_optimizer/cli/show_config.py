@@ -1,4 +1,4 @@
-"""`--show-config`: every setting, its value, and who said so."""
+"""Writes what `--show-config` asks for: every setting, its value and where the value comes from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.cli import messages
+from moe_optimizer.cli.options import PlanOptions
+from moe_optimizer.cli.planning import read_settings
 from moe_optimizer.cli.settings import Setting, Settings
 from moe_optimizer.errors import printable
 
@@ -21,18 +23,25 @@ _FROM_PROFILE = {
 """Settings that a profile can also say, and under which key."""
 
 
-def show_config(settings: Settings, profile: Profile, *, as_json: bool) -> None:
-    """Write every setting to stdout, flags over environment over profile over defaults."""
-    merged = effective_settings(settings, profile)
-    if as_json:
+def shows_config(options: PlanOptions) -> bool:
+    """Write every setting to stdout if --show-config asks for it; returns whether it does.
+
+    Raises:
+        InputError, UnsupportedError: see `read_settings`.
+    """
+    if not options.show_config:
+        return False
+    merged = effective_settings(*read_settings(options))
+    if options.json:
         import json
 
         rows = {name: {"value": setting.value, "origin": setting.origin} for name, setting in merged.items()}
         messages.write_data(json.dumps(rows, indent=2))
-        return
+        return True
     width = max(map(len, merged))
     for name, setting in merged.items():
         messages.write_data(printable(f"{name:<{width}}  {_text(setting.value)}  ({setting.origin})"))
+    return True
 
 
 def effective_settings(settings: Settings, profile: Profile) -> dict[str, Setting]:

@@ -1,9 +1,8 @@
-"""The doctor's checks of what serves: kernels, vLLM, and whether vLLM will find our plugin."""
+"""Checks what serves for the doctor: kernels, vLLM, plugin and environment. Imports none of them."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optimizer import env
-from moe_optimizer.cli.check import Check, SeamState
+from moe_optimizer.cli.check import Check
+from moe_optimizer.cli.machine_checks import find_compiler
 from moe_optimizer.errors import InputError
 from moe_optimizer.launcher.command import ENTRY_POINT, ENTRY_POINT_GROUP
 from moe_optimizer.vllm_plugin.compat import MIN_VERSION, supported_version
@@ -33,21 +33,18 @@ runtimes = pathlib.Path(torch.origin).parent.glob("lib/libgomp*") if torch else 
 for library in (*runtimes, sys.argv[1]):
     ctypes.CDLL(str(library))
 """
-_COMPILERS = ("g++", "c++", "clang++")
-"""In the order in which build.sh looks for one."""
 _DEFAULT_ARCHS = "sm_90a"
 """What build.sh builds for when it is not told."""
 
 
 def software_checks() -> Iterator[Check]:
-    """Yield the checks of kernels, vLLM, plugin, router and environment; imports none of them."""
+    """Yield the checks of kernels, vLLM, plugin and environment."""
     from moe_optimizer.inspection import find_vllm
 
     yield _kernels()
     vllm = find_vllm()
     yield _vllm(vllm)
     yield _plugin()
-    yield _router()
     yield _environment()
 
 
@@ -73,8 +70,7 @@ def _kernels() -> Check:
 def _is_stale(inventory: KernelInventory) -> bool:
     """Whether build.sh would compile again; never where there are no sources, or no compiler to compile them with."""
     script = SOURCES / "build_info.py"
-    names = filter(None, (os.environ.get("CXX"), *_COMPILERS))
-    compiler = next((path for name in names if (path := shutil.which(name))), None)
+    compiler = find_compiler()
     if compiler is None or not script.is_file():
         return False
     archs = ",".join(inventory.cuda_archs) or _DEFAULT_ARCHS
@@ -123,15 +119,6 @@ def _plugin() -> Check:
     return Check("plugin", "ok", f"{next(iter(entries)).value} in {ENTRY_POINT_GROUP}")
 
 
-def _router() -> Check:
-    """Whether the router is there that --enable-disaggregation and --enable-replicas put before their servers."""
-    try:
-        return Check("vllm-router", "ok", metadata.version("vllm-router"))
-    except metadata.PackageNotFoundError:
-        return Check("vllm-router", "note", "not installed; --enable-disaggregation and --enable-replicas need it",
-                     "run: pip install vllm-router")  # fmt: skip
-
-
 def _environment() -> Check:
     try:
         found = env.read_environment()
@@ -141,19 +128,3 @@ def _environment() -> Check:
         return Check("environment", "note", f"{env.DISABLE} switches every optimization off", f"unset {env.DISABLE}")
     names = [name for name in env.NAMES if os.environ.get(name)]
     return Check("environment", "ok", ", ".join(names) or "no MOE_OPTIMIZER_* variable is set")
-
-
-def seam_states() -> tuple[SeamState, ...]:
-    """Return every place in vLLM that the plugin builds on, as found in the installed vLLM's source."""
-    from moe_optimizer.vllm_plugin.drift import probe_seams
-
-    return tuple(
-        SeamState(
-            name=seam.name,
-            status=seam.status.value,
-            detail=seam.detail,
-            why=seam.why,
-            remove_when=seam.remove_when,
-        )
-        for seam in probe_seams()
-    )

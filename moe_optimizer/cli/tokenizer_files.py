@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.inspection.json_file import parse_json_object, read_bounded
+from moe_optimizer.inspection.json_file import read_json_object
 
 MAX_BYTES = 64 << 20
 """Read up to here; the largest published tokenizer.json has 34 MB. What is larger is left to vLLM."""
@@ -47,4 +47,4 @@ def _read(folder: Path, name: str) -> dict[str, object] | None:
     path = folder / name
     if path.is_file() and path.stat().st_size > MAX_BYTES:
         return None
-    return parse_json_object(read_bounded(path, max_bytes=MAX_BYTES), name=name)
+    return read_json_object(path, max_bytes=MAX_BYTES)

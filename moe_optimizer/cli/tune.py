@@ -31,8 +31,11 @@ def command(options: TuneOptions) -> int:
     goes on where it was. Serving finds the result by itself.
     """
     from moe_optimizer.cli import planning
+    from moe_optimizer.cli.show_config import shows_config
 
     with messages.held_messages(verbose=options.verbose):
+        if shows_config(options):
+            return ExitCode.OK
         try:
             planned = planning.make(options)
         except UnsupportedError:

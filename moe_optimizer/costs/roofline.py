@@ -5,6 +5,7 @@ Floors, not predictions: no launch latency, no imperfect overlap, each hit exper
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from moe_optimizer.costs.estimate import derived, divide
@@ -102,7 +103,7 @@ def decode_step_floor_us(
         read_bytes=decode_step_bytes(
             model, batch=batch, context=context, num_gpus=num_gpus, data_parallel_size=data_parallel_size,
             expert_bits=expert_bits, linear_bits=linear_bits, kv_bits=kv_bits,
-        ),
+        ).total,
         read=f"bytes of one decode step, {batch} sequences at {context} tokens on {gpus}",
         flop=2.0 * multiplied_params * batch / num_gpus,
         computed=f"operations of {batch} tokens on {gpus}",
@@ -122,6 +123,22 @@ def _floor_us(
     return max(reading, computing, key=lambda bound: bound.value)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """What one GPU reads in one decode step, in bytes."""
+
+    experts: float
+    """Routed experts that are hit, each once."""
+    matrices: float
+    """Every other weight: attention, dense and shared MLPs, router, norms, head."""
+    cache: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.experts + self.matrices + self.cache
+
+
 def decode_step_bytes(
     model: ModelSpec,
     *,
@@ -132,8 +149,8 @@ def decode_step_bytes(
     linear_bits: float,
     kv_bits: float = 16,
     data_parallel_size: int = 1,
-) -> float:
-    """Return the bytes that one GPU reads in one decode step of `batch` sequences in each data parallel copy."""
+) -> StepBytes:
+    """Return what one GPU reads in one decode step of `batch` sequences in each data parallel copy."""
     parts = weight_parts(model, linear_bits=linear_bits)
     # The input embedding is looked up, a few rows; the head is read whole, also where the two are one matrix.
     head_params = model.lm_head_params or model.embedding_params
@@ -145,10 +162,11 @@ def decode_step_bytes(
         vocabulary=round(parts.vocabulary * head_share),
         replicated=parts.replicated,
     )
-    dense = device_weight_bytes(model, others, num_devices=num_gpus, expert_parallel=False)
+    matrices = device_weight_bytes(model, others, num_devices=num_gpus, expert_parallel=False)
     tokens, devices = batch * data_parallel_size, num_gpus * data_parallel_size
     experts = model.num_moe_layers * moe_layer_weight_bytes(model, tokens, expert_bits=expert_bits) / devices
-    return dense + experts + batch * _cache_read_bytes(model, context) * kv_bits / 16 * kv_head_share(model, num_gpus)
+    cache = batch * _cache_read_bytes(model, context) * kv_bits / 16 * kv_head_share(model, num_gpus)
+    return StepBytes(experts=experts, matrices=matrices, cache=cache)
 
 
 def experts_read_ratio(model: ModelSpec, *, batch: int, from_bits: float, to_bits: float) -> Quantity:

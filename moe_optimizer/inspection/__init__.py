@@ -1,4 +1,4 @@
-"""Reading facts: models, machines and installed software. Nothing here imports torch or vLLM.
+"""Reads facts: models, machines, installed software and measurements. Nothing here imports torch or vLLM.
 
 The names below are loaded on first use, so that a command pays only for what it needs.
 """
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moe_optimizer.inspection.model_inspector import ModelInspector
     from moe_optimizer.inspection.named_hardware import load_hardware
     from moe_optimizer.inspection.report import to_inspect_json
+    from moe_optimizer.inspection.software import read_software
     from moe_optimizer.inspection.vllm_installation import find_vllm
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "probe_hardware",
     "read_kernel_inventory",
     "read_kernel_speeds",
+    "read_software",
     "to_inspect_json",
 ]
 
@@ -37,6 +39,7 @@ _HOMES = {
     "probe_hardware": "hardware_probe",
     "read_kernel_inventory": "kernel_inventory",
     "read_kernel_speeds": "kernel_speeds",
+    "read_software": "software",
     "to_inspect_json": "report",
 }
 

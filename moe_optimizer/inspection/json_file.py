@@ -1,14 +1,13 @@
-"""Reading JSON that somebody else wrote, with bounds on time and memory."""
+"""Reads JSON that somebody else wrote, with bounds on time and memory."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 from pathlib import Path
 
 from moe_optimizer.errors import InputError
+from moe_optimizer.files import read_bytes
 
 MAX_CONFIG_BYTES = 4 << 20
 """Largest configuration read. Real ones are under 1 MiB; parsing costs up to thirty times the text in memory."""
@@ -28,35 +27,7 @@ def read_json_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[s
     Raises:
         InputError: not a regular readable file, too large, nested too deeply, not UTF-8, not JSON, not an object.
     """
-    return parse_json_object(read_bounded(path, max_bytes=max_bytes), name=path.name)
-
-
-def read_bounded(path: Path, *, max_bytes: int) -> bytes:
-    """Return the bytes of a regular file.
-
-    Raises:
-        InputError: missing, not a regular file (a pipe would block, a device never ends), unreadable, too large.
-    """
-    try:
-        # O_NONBLOCK: opening a named pipe would otherwise wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path.name}: cannot be read: {_reason(error)}", hint=f"looked at {path}") from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise InputError(f"{path.name}: is not a regular file", hint=f"looked at {path}")
-        if status.st_size > max_bytes:
-            raise InputError(
-                f"{path.name}: got {status.st_size} bytes, expected at most {max_bytes}",
-                hint="a model's configuration is a small file; is this one?",
-            )
-        with os.fdopen(os.dup(descriptor), "rb") as stream:
-            return stream.read(max_bytes)
-    except OSError as error:
-        raise InputError(f"{path.name}: cannot be read: {_reason(error)}") from None
-    finally:
-        os.close(descriptor)
+    return parse_json_object(read_bytes(path, max_bytes=max_bytes, name=path.name), name=path.name)
 
 
 def parse_json_object(data: bytes, *, name: str) -> dict[str, object]:
@@ -116,7 +87,3 @@ def _check_depth(data: bytes, name: str) -> None:
     # What is left of a broken file is its unclosed brackets; the parser would recurse into those too.
     if brackets.count(b"[") + brackets.count(b"{") > MAX_DEPTH:
         raise InputError(f"{name}: nested more than {MAX_DEPTH} levels deep")
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

@@ -1,4 +1,4 @@
-"""Which kernels `build.sh` built, read from its manifest; nothing is loaded."""
+"""Reads from the build's manifest which kernels `build.sh` built; loads nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from moe_optimizer.errors import InputError
+from moe_optimizer.files import read_text
 from moe_optimizer.specs.software import KernelInventory
 
 _BUILD_HINT = 'run "bash build.sh"'
@@ -24,13 +26,11 @@ def read_kernel_inventory(folder: Path | None = None) -> KernelInventory:
     """
     folder = Path(__file__).resolve().parent.parent / "ops" if folder is None else folder
     manifest = folder / "build_info.json"
-    try:
-        if manifest.stat().st_size > _MAX_MANIFEST_BYTES:
-            return _not_built(f"{manifest.name} is too large to be a build manifest; {_BUILD_HINT} again")
-        data: Any = json.loads(manifest.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not manifest.exists():
         return _not_built(f"kernels are not built; {_BUILD_HINT}")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    try:
+        data: Any = json.loads(read_text(manifest, max_bytes=_MAX_MANIFEST_BYTES, name=manifest.name))
+    except (InputError, json.JSONDecodeError, RecursionError) as error:
         return _not_built(f"cannot read {manifest.name}: {error}; {_BUILD_HINT} again")
     problem = _manifest_problem(data) or _extension_problem(folder, data["extension"])
     if problem:

@@ -1,17 +1,16 @@
-"""The tables of kernel speeds: those that ship with this package, and those measured on this machine."""
+"""Reads and writes the tables of kernel speeds: those of this package, and those measured on this machine."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.files import write_atomically
+from moe_optimizer.files import read_text, write_atomically
 from moe_optimizer.plan.json_codec import decode, encode
-from moe_optimizer.resources import config_dir
+from moe_optimizer.resources import cache_dir, config_dir
 from moe_optimizer.specs.hardware import CpuSpec
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, SpeedTables
 
@@ -20,12 +19,9 @@ _MAX_FILE_BYTES = 5_000_000
 _FOLDER = "kernel_speeds"
 
 
-def cache_dir() -> Path:
-    """Return where this user's measured tables lie: $XDG_CACHE_HOME or ~/.cache, moe-optimizer/kernel_speeds."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a path that is not absolute is to be ignored.
-    root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
-    return root / "moe-optimizer" / _FOLDER
+def measured_dir() -> Path:
+    """Return where this user's measured tables lie."""
+    return cache_dir() / _FOLDER
 
 
 def shipped_dir() -> Path:
@@ -38,14 +34,14 @@ def read_kernel_speeds(cache: Path | None = None) -> SpeedTables:
     knows less.
 
     Args:
-        cache: the user's folder; None: `cache_dir()`.
+        cache: the user's folder; None: `measured_dir()`.
     """
     tables: list[KernelSpeeds] = []
     warnings: list[str] = []
-    for path in _files(shipped_dir(), cache_dir() if cache is None else cache):
+    for path in _files(shipped_dir(), measured_dir() if cache is None else cache):
         try:
             tables += read_tables(path)
-        except (InputError, OSError) as error:
+        except InputError as error:
             warnings.append(f"{path}: kernel speeds not used: {error}")
     return SpeedTables(tables=tuple(tables), warnings=tuple(warnings))
 
@@ -59,14 +55,11 @@ def read_tables(path: Path) -> tuple[KernelSpeeds, ...]:
     """Return the tables of one file.
 
     Raises:
-        InputError: it is not such a file.
-        OSError: it cannot be read.
+        InputError: it cannot be read, or is not such a file.
     """
-    if path.stat().st_size > _MAX_FILE_BYTES:
-        raise InputError(f"got {path.stat().st_size} bytes, expected at most {_MAX_FILE_BYTES}")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        data = json.loads(read_text(path, max_bytes=_MAX_FILE_BYTES, name=path.name))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
         raise InputError(f"not a table of schema_version {SCHEMA_VERSION}")

@@ -1,4 +1,4 @@
-"""Names, types, shapes and sizes of a checkpoint's tensors, read from safetensors headers; never the data."""
+"""Reads names, types, shapes and sizes of a checkpoint's tensors from safetensors headers; never the data."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.files import open_regular
 from moe_optimizer.inspection.json_file import read_json_object
 
 MAX_HEADER_BYTES = 100_000_000
@@ -91,7 +91,8 @@ def read_files(files: Iterable[Path]) -> Iterator[Tensor]:
     """
     budget = MAX_TOTAL_HEADER_BYTES
     for path in files:
-        header, length, size = _read_header(path, budget)
+        header, length, size = read_header(path, max_bytes=min(MAX_HEADER_BYTES, budget), name=path.name)
+        header.pop("__metadata__", None)
         budget -= length
         yield from _tensors(header, path.name, data_bytes=size - 8 - length)
 
@@ -144,38 +145,39 @@ def _indexed_files(path: Path) -> list[str]:
     return sorted(files)
 
 
-def _read_header(path: Path, budget: int) -> tuple[dict[str, object], int, int]:
-    """Return the header, its length and the size of the file."""
-    try:
-        # O_NONBLOCK: opening a named pipe would otherwise wait for a writer.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
-            status = os.fstat(stream.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise InputError(f"{path.name}: is not a regular file, expected a safetensors file")
-            size = status.st_size
-            prefix = stream.read(8)
-            if len(prefix) < 8:
-                raise InputError(f"{path.name}: got {size} bytes, expected a safetensors file", hint=_CUT_OFF)
-            if prefix == _LFS_POINTER:
-                raise InputError(
-                    f"{path.name}: got a git-lfs pointer, expected a safetensors file",
-                    hint="fetch the weights themselves: git lfs pull",
-                )
-            length = int.from_bytes(prefix, "little")
-            if not 2 <= length <= min(MAX_HEADER_BYTES, budget):
-                raise InputError(f"{path.name}: got a header of {length} bytes, expected 2 to {MAX_HEADER_BYTES}")
-            if length > size - 8:
-                raise InputError(f"{path.name}: the header says {length} bytes, the file has {size}", hint=_CUT_OFF)
-            data = stream.read(length)
-    except OSError as error:
-        raise InputError(f"{path.name}: cannot be read: {error.strerror}") from None
+def read_header(path: Path, *, max_bytes: int, name: str) -> tuple[dict[str, Any], int, int]:
+    """Return a file's header with its metadata, the header's length and the size of the file.
+
+    Args:
+        path: the file.
+        max_bytes: the longest header that is read.
+        name: what error messages call the file.
+
+    Raises:
+        InputError: it cannot be read, or does not begin as a safetensors file.
+    """
+    with open_regular(path, name=name) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise InputError(f"{name}: got {size} bytes, expected a safetensors file", hint=_CUT_OFF)
+        if prefix == _LFS_POINTER:
+            raise InputError(
+                f"{name}: got a git-lfs pointer, expected a safetensors file",
+                hint="fetch the weights themselves: git lfs pull",
+            )
+        length = int.from_bytes(prefix, "little")
+        if not 2 <= length <= max_bytes:
+            raise InputError(f"{name}: got a header of {length} bytes, expected 2 to {max_bytes}")
+        if length > size - 8:
+            raise InputError(f"{name}: the header says {length} bytes, the file has {size}", hint=_CUT_OFF)
+        data = stream.read(length)
     try:
         header = json.loads(data)
     except (ValueError, RecursionError):
-        raise InputError(f"{path.name}: the header is not valid JSON", hint=_CUT_OFF) from None
+        raise InputError(f"{name}: the header is not valid JSON", hint=_CUT_OFF) from None
     if not isinstance(header, dict):
-        raise InputError(f"{path.name}: the header is not an object")
-    header.pop("__metadata__", None)
+        raise InputError(f"{name}: the header is not an object")
     return header, length, size
 
 

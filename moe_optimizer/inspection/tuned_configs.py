@@ -1,4 +1,4 @@
-"""Where tuned Triton configurations lie, and reading one."""
+"""Finds and reads tuned Triton configurations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.inspection.json_file import read_json_object, shown
+from moe_optimizer.resources import cache_dir
 
 FOLDER_VARIABLE = "VLLM_TUNED_CONFIG_FOLDER"
 """vLLM's own variable; it looks there before it looks among its own files."""
@@ -32,8 +33,7 @@ def user_folder(vllm_version: str, environ: Mapping[str, str]) -> Path:
     named = environ.get(FOLDER_VARIABLE)
     if named:
         return Path(named)
-    cache = Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "moe-optimizer" / "tuned_configs" / f"vllm-{vllm_version or 'unknown'}"
+    return cache_dir(environ) / "tuned_configs" / f"vllm-{vllm_version or 'unknown'}"
 
 
 def read_rows(path: Path) -> dict[int, Row]:

@@ -1,4 +1,4 @@
-"""Which vLLM `import vllm` would give, found without importing it (that takes seconds and starts CUDA)."""
+"""Finds the vLLM that `import vllm` would give, without importing it: that takes seconds and starts CUDA."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from moe_optimizer.errors import InputError
+from moe_optimizer.files import read_text
 from moe_optimizer.specs.software import VllmInstallation
 
 # Distributions that install a package called vllm. `packages_distributions()` would find any, but reads the
@@ -65,12 +67,9 @@ def _owning_distribution(location: Path) -> tuple[str, str]:
 
 
 def _version_from_source(location: Path) -> str:
-    path = location / "_version.py"
     try:
-        if path.stat().st_size > _MAX_VERSION_FILE_BYTES:
-            return ""
-        match = _VERSION_LINE.search(path.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
+        match = _VERSION_LINE.search(read_text(location / "_version.py", max_bytes=_MAX_VERSION_FILE_BYTES))
+    except InputError:
         return ""
     return match.group(1) if match else ""
 

@@ -12,7 +12,7 @@ from moe_optimizer import env
 from moe_optimizer.errors import InputError, RequiredNotAppliedError
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.kv_transfer import TRANSFER_PASS, observed_transfer
-from moe_optimizer.launcher.replica_traffic import REPLICAS_PASS, observed_turns
+from moe_optimizer.launcher.replica_traffic import REPLICAS_PASS, observed_traffic
 from moe_optimizer.launcher.service import Service
 from moe_optimizer.launcher.tuned_config_use import TUNED_PASS, observed_use
 from moe_optimizer.plan.decision import Status
@@ -57,7 +57,7 @@ class Evidence:
         if self._plan.decision(TRANSFER_PASS).status is Status.ON:
             self._observed[TRANSFER_PASS] = _while_pausing(pause, lambda: observed_transfer(self._deployment))
         if self._plan.decision(REPLICAS_PASS).status is Status.ON:
-            self._observed[REPLICAS_PASS] = _while_pausing(pause, lambda: observed_turns(self._deployment))
+            self._observed[REPLICAS_PASS] = _while_pausing(pause, lambda: observed_traffic(self._deployment))
         for server in self._deployment.servers:
             self._proofs[server.title] = self._wait_for_proofs(server, pause)
         tuned = self._plan.decision(TUNED_PASS)

@@ -1,17 +1,16 @@
-"""Whether a group's decode server really takes the prompt's cache from its prefill server."""
+"""Checks that a group's decode server takes the cache of a prompt from its prefill server."""
 
 from __future__ import annotations
 
-import re
-
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.http_client import ServerClient
+from moe_optimizer.launcher.metrics_page import samples, total
 from moe_optimizer.proof.verdict import Observed
 
 TRANSFER_PASS = "disaggregation"
 _RECEIVED = "vllm:external_prefix_cache_hits_total"
 """vLLM's count of prompt tokens whose cache came from another process; every connector adds to it."""
-_BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)"', re.MULTILINE)
+_CACHE_CONFIG = "vllm:cache_config_info"
 _TIMEOUT_S = 60.0
 
 
@@ -34,22 +33,21 @@ def observed_transfer(deployment: Deployment) -> Observed:
 
 
 def received_tokens(client: ServerClient) -> int:
-    """Return how many prompt tokens' cache a server has received so far, as it counts them.
+    """Return for how many prompt tokens a server has received the cache so far, as it counts them.
 
     Raises:
         OSError: it does not answer.
     """
-    samples = (line.rpartition(" ") for line in client.metrics().splitlines())
-    return sum(round(float(value)) for name, _, value in samples if name.partition("{")[0] == _RECEIVED)
+    return total(client.metrics(), _RECEIVED) or 0
 
 
 def _probe_prompt(decode: ServerClient) -> tuple[list[int], str]:
-    """Return token ids that fill a block of the cache and some more, or why there are none that would show anything."""
+    """Return token ids that fill one block of the cache and half of the next, or why no prompt can show a transfer."""
     metrics = decode.metrics()
-    match = _BLOCK_SIZE.search(metrics)
-    if match is None or _RECEIVED not in metrics:
+    config = next(iter(samples(metrics, _CACHE_CONFIG)), None)
+    if config is None or total(metrics, _RECEIVED) is None:
         return [], "the decode server publishes no counts (--disable-log-stats)"
-    block = int(match[1])
+    block = int(config.labels["block_size"])
     length = block + block // 2 + 2
     longest = decode.max_model_len() - 1
     if length > longest:

@@ -1,9 +1,10 @@
-"""Whether the router of replicas really gives every one of them requests."""
+"""Checks that the router gives requests to every replica."""
 
 from __future__ import annotations
 
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.http_client import ServerClient
+from moe_optimizer.launcher.metrics_page import total
 from moe_optimizer.proof.verdict import Observed
 
 REPLICAS_PASS = "replicas"
@@ -12,9 +13,9 @@ _PROMPT_TOKENS = "vllm:prompt_tokens_total"
 _TIMEOUT_S = 60.0
 
 
-def observed_turns(deployment: Deployment) -> Observed:
-    """Send one request per server through the router and look which of them took one."""
-    assert deployment.router is not None, "one server has no turns"
+def observed_traffic(deployment: Deployment) -> Observed:
+    """Send one request per server through the router and look which servers took one."""
+    assert deployment.router is not None, "replicas have a router"
     try:
         before = [prompt_tokens(server.client) for server in deployment.servers]
         for _ in deployment.servers:
@@ -31,11 +32,9 @@ def observed_turns(deployment: Deployment) -> Observed:
 
 
 def prompt_tokens(client: ServerClient) -> int | None:
-    """Return how many prompt tokens a server has taken so far, as it counts them; None: it does not publish it.
+    """Return how many prompt tokens a server has taken so far, as it counts them; None: it publishes no counts.
 
     Raises:
         OSError: it does not answer.
     """
-    samples = (line.rpartition(" ") for line in client.metrics().splitlines())
-    counts = [float(value) for name, _, value in samples if name.partition("{")[0] == _PROMPT_TOKENS]
-    return round(sum(counts)) if counts else None
+    return total(client.metrics(), _PROMPT_TOKENS)

@@ -1,8 +1,9 @@
-"""Frozen dataclasses to JSON values and back, strictly: an unknown or missing field is an error."""
+"""Turns frozen dataclasses into JSON values and back, strictly: an unknown or missing field is an error."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from moe_optimizer.near_match import did_you_mean
 from moe_optimizer.plan.serve_args import ServeArguments
 
 T = TypeVar("T")
+_MOST_DIGITS = 18
+"""Of a key that is a number: what 64 bits hold."""
 
 
 def encode(value: Any) -> Any:
@@ -44,13 +47,42 @@ def _encode_field(kind: Any, value: Any) -> Any:
     return float(value) if kind is float and type(value) is int else encode(value)
 
 
+def decode_text(kind: type[T], text: str, *, origin: str, schema_version: int, hint: str | None = None) -> T:
+    """Build a `kind` (a dataclass with the field schema_version) from the text of a JSON file.
+
+    Args:
+        kind: the dataclass.
+        text: the file's content.
+        origin: how messages name the file.
+        schema_version: the only one that is read.
+        hint: what to do about a file of another version.
+
+    Raises:
+        InputError: not JSON, another schema version, or see `decode`.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{origin}: not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise InputError(f"{origin}: got a JSON {type(data).__name__}, expected an object")
+    found = data.get("schema_version")
+    if found != schema_version:
+        raise InputError(f"{origin}: schema_version: got {found!r:.40}, expected {schema_version}", hint=hint)
+    return decode(kind, data, origin=origin)
+
+
 def decode(kind: type[T], data: object, *, origin: str) -> T:
     """Build a `kind` (a dataclass) from JSON values.
 
     Raises:
-        InputError: a field is unknown, missing or of the wrong type; the message names `origin` and the field.
+        InputError: a field is unknown, missing, of the wrong type or refused by its class; the message names `origin`
+            and the field.
     """
-    return cast(T, _decode(kind, data, origin))
+    try:
+        return cast(T, _decode(kind, data, ""))
+    except InputError as error:
+        raise error.named_by(origin) from None
 
 
 def _decode(kind: Any, data: Any, where: str) -> Any:
@@ -70,13 +102,16 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
         return _decode(member, data, where)
     if origin is typing.Literal:
         if data not in arguments:
-            raise InputError(f"{where}: got {data!r}, expected one of {', '.join(map(repr, arguments))}")
+            raise _error(where, f"got {data!r}, expected one of {', '.join(map(repr, arguments))}")
         return data
     if origin is tuple:
         return _decode_tuple(arguments, data, where)
     if origin is not None and issubclass(origin, Mapping):
         _expect(isinstance(data, dict), data, "an object", where)
-        return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
+        return {
+            _decode_key(arguments[0], key, where): _decode(arguments[1], item, _below(where, key))
+            for key, item in data.items()
+        }
     return _decode_scalar(kind, data, where)
 
 
@@ -85,15 +120,17 @@ def _decode_dataclass(kind: type, data: Any, where: str) -> Any:
     kinds = _field_kinds(kind)
     for name in data:
         if name not in kinds:
-            raise InputError(
-                f"{where}: unknown field {name!r}, expected one of {', '.join(kinds)}",
-                hint=did_you_mean(name, kinds),
-            )
+            expected = ", ".join(kinds)
+            raise _error(where, f"unknown field {name!r}, expected one of {expected}", did_you_mean(name, kinds))
     for field in dataclasses.fields(kind):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in data:
-            raise InputError(f"{where}: field {field.name!r} is missing")
-    return kind(**{name: _decode(kinds[name], item, f"{where}.{name}") for name, item in data.items()})
+            raise _error(where, f"field {field.name!r} is missing")
+    values = {name: _decode(kinds[name], item, _below(where, name)) for name, item in data.items()}
+    try:
+        return kind(**values)
+    except InputError as error:
+        raise _error(where, str(error), error.hint) from None
 
 
 @cache
@@ -107,7 +144,15 @@ def _decode_enum(kind: type[Enum], data: Any, where: str) -> Enum:
         return kind(data)
     except ValueError:
         expected = ", ".join(repr(member.value) for member in kind)
-        raise InputError(f"{where}: got {data!r}, expected one of {expected}") from None
+        raise _error(where, f"got {data!r}, expected one of {expected}") from None
+
+
+def _decode_key(kind: Any, key: str, where: str) -> Any:
+    if kind is not int:
+        return key
+    if not key.isdecimal() or len(key) > _MOST_DIGITS:
+        raise _error(where, f"got key {key!r:.40}, expected a whole number")
+    return int(key)
 
 
 def _decode_arguments(data: Any, where: str) -> ServeArguments:
@@ -121,6 +166,8 @@ def _decode_arguments(data: Any, where: str) -> ServeArguments:
 def _decode_tuple(arguments: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
     _expect(isinstance(data, list), data, "an array", where)
     if len(arguments) == 2 and arguments[1] is Ellipsis:
+        if arguments[0] in (int, str) and all(type(item) is arguments[0] for item in data):
+            return tuple(data)  # the counts of all experts: a hundred thousand numbers
         return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     _expect(len(data) == len(arguments), data, f"an array of {len(arguments)}", where)
     return tuple(
@@ -137,4 +184,12 @@ def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
 
 def _expect(condition: bool, data: Any, expected: str, where: str) -> None:
     if not condition:
-        raise InputError(f"{where}: got {type(data).__name__} {data!r:.80}, expected {expected}")
+        raise _error(where, f"got {type(data).__name__} {data!r:.80}, expected {expected}")
+
+
+def _below(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def _error(where: str, problem: str, hint: str | None = None) -> InputError:
+    return InputError(f"{where}: {problem}" if where else problem, hint=hint)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_optimizer.errors import InputError
+from moe_optimizer.files import read_text
 from moe_optimizer.plan.decision import Applier, Decision, Status
-from moe_optimizer.plan.json_codec import decode, encode
+from moe_optimizer.plan.json_codec import decode_text, encode
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import ServerGroup
@@ -23,6 +23,8 @@ from moe_optimizer.specs.workload import WorkloadSpec
 SCHEMA_VERSION = 1
 PLAN_FILE = "plan.json"
 """The plan's file in a run folder."""
+_MAX_FILE_BYTES = 64 << 20
+"""Chosen: thousands of times a plan without placement tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,18 +91,13 @@ class Plan:
             InputError: not JSON, another schema version, or an unknown, missing or ill-typed field;
                 the message names `origin` and the field.
         """
-        try:
-            data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise InputError(f"{origin}: not a plan: {error}") from None
-        if not isinstance(data, dict):
-            raise InputError(f"{origin}: not a plan: got a JSON {type(data).__name__}, expected an object")
-        if data.get("schema_version") != SCHEMA_VERSION:
-            raise InputError(
-                f"{origin}: schema_version: got {data.get('schema_version')!r}, expected {SCHEMA_VERSION}",
-                hint="make the plan again with this version of moe-optimizer",
-            )
-        return decode(Plan, data, origin=origin)
+        return decode_text(
+            Plan,
+            text,
+            origin=origin,
+            schema_version=SCHEMA_VERSION,
+            hint="make the plan again with this version of moe-optimizer",
+        )
 
     @staticmethod
     def load(path: Path) -> Plan:
@@ -109,11 +106,7 @@ class Plan:
         Raises:
             InputError: it cannot be read, or `from_json` refuses it.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: cannot read the plan: {error}") from None
-        return Plan.from_json(text, origin=str(path))
+        return Plan.from_json(read_text(path, max_bytes=_MAX_FILE_BYTES), origin=str(path))
 
     def replace(self, **changes: Any) -> Plan:
         """Return a copy with some fields changed."""

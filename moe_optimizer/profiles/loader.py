@@ -1,8 +1,8 @@
-"""From a profile's name or file to a checked Profile."""
+"""Reads a profile by name or file and checks it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,37 @@ def _unknown_key(key: str, parent: Sequence[str | int], place: str, owner: str) 
     expected = ", ".join(f"`{name}`" for name in known)
     return InputError(
         f"unknown key in {place} ({owner}): got `{key:.80}`, expected one of {expected}",
-        hint=did_you_mean(key, known),
+        hint=(None if parent else _flat_key_hint(key)) or did_you_mean(key, known),
     )
+
+
+def _flat_key_hint(key: str) -> str | None:
+    """Return where a key of a flat profile lives here; None for a key that is in no profile."""
+    from moe_optimizer.synonyms import FLAG_KEYS, MODEL_KEYS, PROFILE_KEYS, SWITCHES
+
+    plain = key.removeprefix("enable_").removeprefix("use_")
+    plain = SWITCHES.get(plain.replace("_", "-"), plain).replace("-", "_")
+    if plain in FLAG_KEYS:
+        return f"it is a flag: --{plain}"
+    if plain in MODEL_KEYS:
+        return "leave it out: it is read from the model's config.json"
+    place = PROFILE_KEYS.get(plain)
+    if place is None:
+        places = [each for each in _places(Profile) if plain == each.split(".")[-1] or f"passes.{plain}.mode" == each]
+        place = places[0] if len(places) == 1 else None
+    if place is None:
+        return None
+    return f"its place is `{place}`" + (" (auto, on or off)" if place.endswith(".mode") else "")
+
+
+def _places(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the path of every setting of a section."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _places(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def _section_at(path: Sequence[str | int]) -> type[BaseModel]:

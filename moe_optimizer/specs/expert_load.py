@@ -1,14 +1,13 @@
-"""How many tokens each expert of each layer has received: what a serving run counted, and its file."""
+"""Holds how many tokens each expert of each layer has received in a serving run."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from moe_optimizer.errors import InputError
 
@@ -19,8 +18,6 @@ PARTS_DIR = "expert_load"
 """Folder of the counts of each process, in the run folder; together they are LOAD_FILE."""
 _MOST_TOKENS = 2**63 - 1
 """The counters are 64 bits wide."""
-_MAX_FILE_BYTES = 1 << 24
-"""Chosen: four times what a model of 100 layers with 1024 experts writes. Parsing can cost thirty times the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +30,11 @@ class LayerLoad:
     """vLLM's name of the layer, for example "model.layers.0.mlp.experts"."""
     tokens: tuple[int, ...]
     """Tokens routed to each expert, by logical expert id. A token counts once for each expert that it goes to."""
+
+    def __post_init__(self) -> None:
+        """Raise an InputError for a number that is negative, or larger than a counter holds."""
+        _check_counts("index", self.index)
+        _check_counts("tokens", *self.tokens)
 
     @property
     def total(self) -> int:
@@ -56,13 +58,27 @@ class ExpertLoad:
     schema_version: Literal[1] = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        indices = [layer.index for layer in self.layers]
-        assert indices == sorted(set(indices)), f"layers {indices} are not in order"
-        sizes = {len(layer.tokens) for layer in self.layers}
-        assert sizes <= {self.num_experts}, f"layers of {sizes} experts, expected {self.num_experts}"
+        """Raise an InputError for a number out of range, a layer of other experts or not in order, a wrong `since`."""
+        _check_counts("num_experts", self.num_experts, lowest=1)
+        _check_counts("steps", self.steps)
+        for i, layer in enumerate(self.layers):
+            if len(layer.tokens) != self.num_experts:
+                raise InputError(
+                    f"layers[{i}].tokens: got {len(layer.tokens)} numbers, "
+                    f"expected {self.num_experts}, one for each expert"
+                )
+        for before, after in itertools.pairwise(layer.index for layer in self.layers):
+            if after <= before:
+                raise InputError(f"layers: index {after} after {before}, expected each once and in order")
+        try:
+            has_offset = datetime.fromisoformat(self.since).tzinfo is not None
+        except ValueError:
+            has_offset = False
+        if not has_offset:
+            raise InputError(f"since: got {self.since!r:.80}, expected ISO 8601 with a UTC offset")
 
     def to_json(self) -> str:
-        """Return the file's text; `parse_expert_load` reads it back."""
+        """Return the file's text; `inspection.expert_load` reads it back."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
 
@@ -97,126 +113,7 @@ def merge_expert_loads(parts: Sequence[ExpertLoad]) -> ExpertLoad:
     )
 
 
-def read_run_load(run_dir: Path) -> ExpertLoad:
-    """Return what the processes of the server in `run_dir`, or of the servers in its folders, have counted so far.
-
-    Raises:
-        InputError: nothing was counted there, or a file is not of this kind.
-    """
-    own = sorted((run_dir / PARTS_DIR).glob("*.json"))
-    parts = [read_expert_load(path) for path in own or sorted(run_dir.glob(f"*/{PARTS_DIR}/*.json"))]
-    if not parts:
-        raise InputError(
-            f"{run_dir}: no expert load, expected {PARTS_DIR}/*.json",
-            hint="serve with --enable-expert-load, and send requests",
-        )
-    return merge_expert_loads(parts)
-
-
-def read_expert_load(path: Path) -> ExpertLoad:
-    """Read one file.
-
-    Raises:
-        InputError: it cannot be read, or is not an expert load; the message names the field.
-    """
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            # A pipe would wait for a writer, a device may never end.
-            raise InputError(f"{path}: is not a regular file, expected an expert load in JSON")
-        if status.st_size > _MAX_FILE_BYTES:
-            raise InputError(f"{path}: got {status.st_size} bytes, expected at most {_MAX_FILE_BYTES}")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not text, expected an expert load in JSON") from None
-    return parse_expert_load(text, origin=str(path))
-
-
-def parse_expert_load(text: str, *, origin: str) -> ExpertLoad:
-    """Return the expert load that `text` (JSON) is.
-
-    Raises:
-        InputError: it is none; the message names `origin` and the field.
-    """
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{origin}: not JSON: {error}") from None
-    fields = _fields(data, ("schema_version", "model", "num_experts", "layers", "since", "steps"), origin)
-    if fields["schema_version"] != SCHEMA_VERSION:
-        raise InputError(f"{origin}: schema_version: got {fields['schema_version']!r:.40}, expected {SCHEMA_VERSION}")
-    num_experts = _count(fields["num_experts"], f"{origin}: num_experts", lowest=1)
-    if not isinstance(fields["layers"], list):
-        raise InputError(f"{origin}: layers: got {_kind(fields['layers'])}, expected an array")
-    layers = [_layer(item, num_experts, f"{origin}: layers[{i}]") for i, item in enumerate(fields["layers"])]
-    _check_order((layer.index for layer in layers), origin)
-    return ExpertLoad(
-        model=_text(fields["model"], f"{origin}: model"),
-        num_experts=num_experts,
-        layers=tuple(layers),
-        since=_moment(fields["since"], f"{origin}: since"),
-        steps=_count(fields["steps"], f"{origin}: steps"),
-    )
-
-
-def _layer(data: Any, num_experts: int, where: str) -> LayerLoad:
-    fields = _fields(data, ("index", "name", "tokens"), where)
-    tokens = fields["tokens"]
-    if not isinstance(tokens, list) or len(tokens) != num_experts:
-        got = f"{len(tokens)} numbers" if isinstance(tokens, list) else _kind(tokens)
-        raise InputError(f"{where}.tokens: got {got}, expected {num_experts}, one for each expert")
-    return LayerLoad(
-        index=_count(fields["index"], f"{where}.index"),
-        name=_text(fields["name"], f"{where}.name"),
-        tokens=tuple(_count(item, f"{where}.tokens[{i}]") for i, item in enumerate(tokens)),
-    )
-
-
-def _check_order(indices: Iterable[int], origin: str) -> None:
-    previous = -1
-    for index in indices:
-        if index <= previous:
-            raise InputError(f"{origin}: layers: index {index} after {previous}, expected each once and in order")
-        previous = index
-
-
-def _fields(data: Any, names: tuple[str, ...], where: str) -> dict[str, Any]:
-    """Return the object `data`, which must have exactly the fields `names`."""
-    if not isinstance(data, dict):
-        raise InputError(f"{where}: got {_kind(data)}, expected an object with {', '.join(names)}")
-    for name in names:
-        if name not in data:
-            raise InputError(f"{where}: field {name!r} is missing")
-    unknown = next((name for name in data if name not in names), None)
-    if unknown is not None:
-        raise InputError(f"{where}: unknown field {unknown!r:.80}, expected {', '.join(names)}")
-    return data
-
-
-def _count(value: Any, where: str, *, lowest: int = 0) -> int:
-    if type(value) is not int or not lowest <= value <= _MOST_TOKENS:
-        raise InputError(f"{where}: got {value!r:.80}, expected a whole number of at least {lowest}")
-    return value
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise InputError(f"{where}: got {_kind(value)}, expected a string")
-    return value
-
-
-def _moment(value: Any, where: str) -> str:
-    try:
-        moment = datetime.fromisoformat(_text(value, where))
-    except ValueError:
-        moment = None
-    if moment is None or moment.tzinfo is None:
-        raise InputError(f"{where}: got {value!r:.80}, expected ISO 8601 with a UTC offset")
-    return value
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "an array", str: "a string", bool: "a truth value", type(None): "null"}
-    return kinds.get(type(value), "a number")
+def _check_counts(name: str, *counts: int, lowest: int = 0) -> None:
+    wrong = next((count for count in counts if not lowest <= count <= _MOST_TOKENS), None)
+    if wrong is not None:
+        raise InputError(f"{name}: got {wrong!r:.80}, expected a whole number of at least {lowest}")

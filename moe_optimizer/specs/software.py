@@ -1,4 +1,4 @@
-"""Which vLLM is installed and which of our kernels are built, found without importing either."""
+"""Holds what is installed: vLLM, our kernels with their speeds, and the optional packages."""
 
 from __future__ import annotations
 

@@ -219,13 +219,13 @@ _SEAMS = (
         why="our CUDA kernels write there instead of into vLLM's workspace",
     ),
     _Known(
-        name="FP8 sessions",
+        name="FP8 activations",
         look=_defined(
             "vllm.model_executor.layers.fused_moe.utils",
             "moe_kernel_quantize_input",
             arguments=("A", "A_scale", "quant_dtype", "per_act_token_quant", "block_shape"),
         ),
-        why="quantises the sessions for vLLM's FP8 experts where our class hands them a forward",
+        why="quantises the activations for vLLM's FP8 experts where our class hands them a forward",
     ),
     _Known(
         name="compile cache factors",

@@ -24,7 +24,8 @@ def test_only_the_plugin_and_measure_name_vllm_in_an_import() -> None:
     offenders = [
         str(path.relative_to(ROOT))
         for path in SOURCES
-        if not {"vllm_plugin", "measure"} & set(path.parts) and any(name.split(".")[0] == "vllm" for name in _imports(path))
+        if not {"vllm_plugin", "measure"} & set(path.parts)
+        and any(name.split(".")[0] == "vllm" for name in _imports(path))
     ]
     assert offenders == []
 

@@ -14,6 +14,7 @@ import pytest
 from moe_optimizer import autoload
 from moe_optimizer.errors import InputError
 from moe_optimizer.profiles import load_profile
+from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.vllm_plugin.server_facts import ServerFacts
 from tests.builders import profile_with
 
@@ -80,7 +81,7 @@ def test_a_run_folder_alone_applies_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_missing_plan_stops_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOE_OPTIMIZER_PLAN", str(tmp_path / "plan.json"))
-    with pytest.raises(InputError, match=r"plan\.json: cannot read the plan"):
+    with pytest.raises(InputError, match=r"plan\.json: cannot be read"):
         autoload.register()
 
 
@@ -146,3 +147,29 @@ def test_a_worker_bound_to_one_core_plans_for_the_cores_of_all_workers() -> None
     finally:
         os.sched_setaffinity(0, before)
     assert plan.decision("parallelism").params["tensor_parallel_size"] == 2
+
+
+def software_planned_for(monkeypatch: pytest.MonkeyPatch) -> SoftwareSpec:
+    """Return the software in the request that a starting server makes."""
+    requests = []
+    monkeypatch.setattr("moe_optimizer.planner.make_plan", requests.append)
+    autoload.plan_for_server(FACTS, load_profile("balanced"), None)
+    return requests[0].software
+
+
+def test_a_running_server_knows_the_optional_packages_that_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("deep_ep", "lmcache", "transformer_engine"):
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    software = software_planned_for(monkeypatch)
+    assert (software.deep_ep, software.lmcache, software.transformer_engine) == (True, True, True)
+
+
+def test_a_running_server_has_the_tuned_configurations_only_of_a_folder_that_vllm_looks_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert software_planned_for(monkeypatch).tuned_configs is None
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tmp_path))
+    assert software_planned_for(monkeypatch).tuned_configs == str(tmp_path)

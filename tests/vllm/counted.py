@@ -10,8 +10,9 @@ from pathlib import Path
 
 from moe_optimizer.cli.experts import read_source
 from moe_optimizer.errors import InputError
+from moe_optimizer.inspection.expert_load import read_expert_load, read_run_load
 from moe_optimizer.launcher.launch import ServerInfo
-from moe_optimizer.specs.expert_load import LOAD_FILE, ExpertLoad, read_expert_load, read_run_load
+from moe_optimizer.specs.expert_load import LOAD_FILE, ExpertLoad
 
 PROMPT = tuple(range(100, 117))
 MAX_TOKENS = 9

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from moe_optimizer.inspection.fp8_sensitivity import read_sensitivity_file
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.planner import make_plan
-from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile, read_sensitivity_file
+from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
 from tests.builders import cpu_machine, profile_with, request, tiny_moe
 from tests.vllm.conftest import TINY_MOE
 

@@ -151,12 +151,12 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
                 "targets": ["Linear"],
                 "weights": {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, **weights},
                 "input_activations": {
-                    "num_bits": 8, "type": "float", "dynamic": True, "symmetric": True, **sessions,
+                    "num_bits": 8, "type": "float", "dynamic": True, "symmetric": True, **activations,
                 },
             }
         },
     }
-    for strategy, sessions, weights in (
+    for strategy, activations, weights in (
         ("tensor", {"strategy": "tensor"}, {}),
         ("channel", {"strategy": "token"}, {}),
         ("block", {"strategy": "group", "group_size": 128}, {"block_structure": [128, 128]}),
@@ -191,10 +191,10 @@ def triton_quant_config(scheme: dict[str, Any]) -> Any:
         method.weight_block_size = None  # of its scheme for blocks, which has no name here
     else:
         linear = CompressedTensorsConfig.from_config(scheme).target_scheme_map["Linear"]
-        weights, sessions = linear["weights"], linear["input_activations"]
-        assert CompressedTensorsConfig._is_fp8_w8a8(weights, sessions), "vLLM takes another class for it"
+        weights, activations = linear["weights"], linear["input_activations"]
+        assert CompressedTensorsConfig._is_fp8_w8a8(weights, activations), "vLLM takes another class for it"
         method = object.__new__(compressed.CompressedTensorsW8A8Fp8MoEMethod)
-        method.weight_quant, method.input_quant = weights, sessions
+        method.weight_quant, method.input_quant = weights, activations
         method.weight_block_size = weights.block_structure
     method.fp8_backend = Fp8MoeBackend.TRITON
     scale = torch.ones(1)

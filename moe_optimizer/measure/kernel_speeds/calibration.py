@@ -17,7 +17,7 @@ from types import TracebackType
 
 from moe_optimizer.child_process import child_process
 from moe_optimizer.errors import InputError, printable
-from moe_optimizer.inspection.kernel_speeds import cache_dir, read_tables, write_tables
+from moe_optimizer.inspection.kernel_speeds import measured_dir, read_tables, write_tables
 from moe_optimizer.measure.kernel_speeds.measurement import Request
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, SpeedQuestion
@@ -33,7 +33,7 @@ def calibrate(request: Request, *, on_step: Callable[[int, int, str], None], cac
     Args:
         request: what to measure; its `tables` is set here.
         on_step: called with (steps done, of so many, what was done).
-        cache: the user's folder; None: `cache_dir()`.
+        cache: the user's folder; None: `measured_dir()`.
     """
     with tempfile.TemporaryDirectory(prefix="moe-optimizer-calibrate-") as name:
         folder = Path(name)
@@ -45,7 +45,7 @@ def calibrate(request: Request, *, on_step: Callable[[int, int, str], None], cac
             return why_not
         try:
             found = read_tables(tables)
-            _keep(found, cache_dir() if cache is None else cache)
+            _keep(found, measured_dir() if cache is None else cache)
         except (InputError, OSError) as error:
             return printable(str(error))
     return ""

@@ -13,8 +13,9 @@ from prometheus_client.registry import Collector
 
 from moe_optimizer.costs.expert_imbalance import LoadReport, load_report
 from moe_optimizer.errors import InputError
+from moe_optimizer.inspection.expert_load import read_run_load
 from moe_optimizer.log import get_logger
-from moe_optimizer.specs.expert_load import ExpertLoad, read_run_load
+from moe_optimizer.specs.expert_load import ExpertLoad
 
 TOKENS_METRIC = "moe_optimizer_expert_tokens"
 _LOAD = "moe_optimizer_expert_load"

@@ -11,8 +11,9 @@ import torch
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.files import write_atomically
+from moe_optimizer.inspection.expert_load import read_run_load
 from moe_optimizer.log import get_logger
-from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR, ExpertLoad, LayerLoad, read_run_load
+from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR, ExpertLoad, LayerLoad
 from moe_optimizer.vllm_plugin.expert_load.counter import ExpertCounter
 
 _INTERVAL_S = 3.0

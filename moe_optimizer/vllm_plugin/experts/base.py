@@ -26,7 +26,7 @@ from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, curre
 _SWIGLU_PARAMETERS = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
 
 QuantKeys = tuple[Any, Any]
-"""How vLLM describes the quantisation of weights and sessions; (None, None) is unquantised."""
+"""How vLLM describes the quantisation of weights and activations; (None, None) is unquantised."""
 
 
 class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
@@ -37,7 +37,7 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
     """
 
     dtypes: ClassVar[tuple[torch.dtype, ...]]
-    """Of the sessions."""
+    """Of the activations."""
     stock_classes: ClassVar[tuple[type[mk.FusedMoEExperts], ...]] = ()
     """vLLM's own classes for the same backend, in its order; set when the class is offered."""
 
@@ -53,7 +53,7 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """The kernels read the sessions as the layer gives them."""
+        """The kernels read the activations as the layer gives them."""
         return True
 
     @staticmethod
@@ -189,7 +189,7 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
 
 def _unsupported_reason(cls: type[MoeOptimizerExperts], moe_config: Any) -> str:
     if moe_config.in_dtype not in cls.dtypes:
-        return f"kernel does not support {moe_config.in_dtype} sessions"
+        return f"kernel does not support {moe_config.in_dtype} activations"
     for name in _SWIGLU_PARAMETERS:
         if getattr(moe_config, name, None) is not None:
             return f"kernel does not support {name}={getattr(moe_config, name)}"

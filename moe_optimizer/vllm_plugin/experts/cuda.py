@@ -145,7 +145,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         return None
 
     def stock_input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the sessions and their scale as vLLM's own experts expect them."""
+        """Return the activations and their scale as vLLM's own experts expect them."""
         return x, None
 
     def kernel_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[KernelWeights, WeightFormat, str]:

@@ -118,7 +118,7 @@ class CudaLayer:
         return (EXPERTS_PASS,), entry
 
     def covers(self, x: torch.Tensor) -> bool:
-        """Return whether the kernels can read these sessions in place: they copy 16 bytes at a time."""
+        """Return whether the kernels can read these activations in place: they copy 16 bytes at a time."""
         return x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0
 
     def run(self, name: str, call: ExpertsCall) -> None:

@@ -1,4 +1,4 @@
-"""The experts class for FP8 layers on CUDA: BF16 sessions on FP8 weights, where vLLM's kernel rounds both."""
+"""The experts class for FP8 layers on CUDA: BF16 activations on FP8 weights, where vLLM's kernel rounds both."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _KINDS = {kFp8Static128BlockSym: _BLOCK, kFp8StaticChannelSym: _CHANNEL, kFp8Sta
 
 
 class MoeOptimizerFp8CudaExperts(MoeOptimizerCudaExperts):
-    """SwiGLU experts with E4M3 weights on a Hopper GPU, for BF16 sessions.
+    """SwiGLU experts with E4M3 weights on a Hopper GPU, for BF16 activations.
 
-    vLLM's own experts quantise the sessions too. Where they compute a forward, this class does that for them.
+    vLLM's own experts quantise the activations too. Where they compute a forward, this class does that for them.
     """
 
     @classmethod
-    def weight_kind(cls, moe_config: Any, keys: QuantKeys) -> str:  # noqa: ARG003 - BF16 sessions, see `dtypes`
+    def weight_kind(cls, moe_config: Any, keys: QuantKeys) -> str:  # noqa: ARG003 - BF16 activations, see `dtypes`
         """Return under which name the plan has its dispatch for this layer's weights."""
         return _KINDS[keys[0]]
 
@@ -38,7 +38,7 @@ class MoeOptimizerFp8CudaExperts(MoeOptimizerCudaExperts):
         return weight_key in _KINDS
 
     def stock_input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Quantise the sessions as vLLM's prepare step does for its own experts."""
+        """Quantise the activations as vLLM's prepare step does for its own experts."""
         config = self.quant_config
         return moe_kernel_quantize_input(
             x, config.a1_scale, config.quant_dtype, config.per_act_token_quant, config.block_shape

@@ -33,7 +33,7 @@ class LayerUnderCheck:
     format: WeightFormat
     weights: KernelWeights
     dtype: torch.dtype
-    """Of the sessions."""
+    """Of the activations."""
     hidden_size: int
     num_local_experts: int
     top_k: int
@@ -61,14 +61,14 @@ class CheckedKernel:
     tokens: int
     """In its call."""
     rounds_activations: bool = False
-    """It quantises the sessions of both products to E4M3."""
+    """It quantises the activations of both products to E4M3."""
 
 
 def check_layer(layer: LayerUnderCheck, kernels: dict[str, CheckedKernel]) -> CheckResult:
     """Run every kernel once and return the worst result.
 
     The bound: twice the error of torch in the layer's dtype, plus the spacing of that dtype at the largest output
-    (of FP32, 16 times that: there the order of the sum makes as much). Where a kernel rounds the sessions, so does
+    (of FP32, 16 times that: there the order of the sum makes as much). Where a kernel rounds the activations, so does
     torch.
 
     Args:

@@ -90,7 +90,7 @@ def _pruned(layer_name: str, w13: torch.Tensor, w2: torch.Tensor, norms_path: st
 
 
 def _norms(path: str, layer_name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norms of a layer's input [H] and of its experts' sessions [E, I]."""
+    """Return the norms of a layer's input [H] and of its experts' activations [E, I]."""
     from safetensors import safe_open
 
     layer = decoder_layer(layer_name)

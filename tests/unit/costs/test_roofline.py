@@ -122,13 +122,13 @@ def test_a_tied_embedding_is_read_as_the_head(qwen3_30b_a3b):
         total_params=model.total_params - model.lm_head_params,
         weight_bytes=model.weight_bytes - embedding_bytes,
     )
-    assert decode_step_bytes(tied, **step) == pytest.approx(decode_step_bytes(model, **step))
+    assert decode_step_bytes(tied, **step).total == pytest.approx(decode_step_bytes(model, **step).total)
 
 
 def test_a_longer_context_costs_its_cache(qwen3_30b_a3b):
     step = {"batch": 3, "num_gpus": 1, "expert_bits": 16, "linear_bits": 16}
     model = qwen3_30b_a3b
-    more = decode_step_bytes(model, context=1100, **step) - decode_step_bytes(model, context=100, **step)
+    more = decode_step_bytes(model, context=1100, **step).total - decode_step_bytes(model, context=100, **step).total
     assert more == pytest.approx(3 * 1000 * model.kv_bytes_per_token)
 
 
@@ -136,11 +136,13 @@ def test_a_full_window_stops_growing(qwen3_30b_a3b):
     step = {"batch": 1, "num_gpus": 1, "expert_bits": 16, "linear_bits": 16}
     attention = dataclasses.replace(qwen3_30b_a3b.attention, sliding_window=128, num_windowed_layers=48)
     model = dataclasses.replace(qwen3_30b_a3b, attention=attention)
-    assert decode_step_bytes(model, context=100_000, **step) == decode_step_bytes(model, context=128, **step)
+    assert (
+        decode_step_bytes(model, context=100_000, **step).total == decode_step_bytes(model, context=128, **step).total
+    )
 
 
 def test_two_gpus_read_less_than_one_but_not_half(qwen3_30b_a3b):
     step = {"batch": 8, "context": 1000, "expert_bits": 16, "linear_bits": 16}
-    one = decode_step_bytes(qwen3_30b_a3b, num_gpus=1, **step)
-    two = decode_step_bytes(qwen3_30b_a3b, num_gpus=2, **step)
+    one = decode_step_bytes(qwen3_30b_a3b, num_gpus=1, **step).total
+    two = decode_step_bytes(qwen3_30b_a3b, num_gpus=2, **step).total
     assert one / 2 < two < one

@@ -170,5 +170,5 @@ def test_unreadable_and_oversized_files_are_errors(tmp_path):
     with pytest.raises(InputError, match="expected at most 65536"):
         read_hardware_file(write(tmp_path, "#" * 65_537))
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match=r"binary\.yaml: not UTF-8 text"):
+    with pytest.raises(InputError, match=r"binary\.yaml: byte 0 is not UTF-8"):
         read_hardware_file(tmp_path / "binary.yaml")

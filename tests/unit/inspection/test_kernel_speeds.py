@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.inspection.kernel_speeds import (
-    cache_dir,
+    measured_dir,
     read_kernel_speeds,
     read_tables,
     shipped_dir,
@@ -88,10 +89,13 @@ def test_rows_that_cannot_be_measurements_are_refused(tmp_path: Path, rows: tupl
 
 def test_the_users_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / "moe-optimizer" / "kernel_speeds"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / ".cache" / "moe-optimizer" / "kernel_speeds"
+    assert measured_dir() == tmp_path / "moe-optimizer" / "kernel_speeds"
+
+
+def test_a_pipe_among_the_tables_is_a_warning(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.json")
+    (warning,) = read_kernel_speeds(tmp_path).warnings
+    assert "pipe.json" in warning
 
 
 def test_a_table_file_is_json_that_a_person_can_read(tmp_path: Path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.launcher.replica_traffic import observed_turns, prompt_tokens
+from moe_optimizer.launcher.replica_traffic import observed_traffic, prompt_tokens
 
 
 class Server:
@@ -32,17 +32,17 @@ def deployment(*servers: Server, dealt_to: tuple[int, ...] = ()) -> Any:
 
 
 def test_servers_that_all_take_a_request_are_running() -> None:
-    seen = observed_turns(deployment(Server("a server"), Server("b server"), dealt_to=(1, 0)))
+    seen = observed_traffic(deployment(Server("a server"), Server("b server"), dealt_to=(1, 0)))
     assert (seen.ran, seen.why_not) == ("yes, 2 servers", "")
 
 
 def test_a_server_that_gets_nothing_is_named() -> None:
-    seen = observed_turns(deployment(Server("a server"), Server("b server"), dealt_to=(0, 0)))
+    seen = observed_traffic(deployment(Server("a server"), Server("b server"), dealt_to=(0, 0)))
     assert (seen.ran, seen.why_not) == ("no", "the router gave no request to: b server")
 
 
 def test_servers_without_counts_show_nothing() -> None:
-    seen = observed_turns(deployment(Server("a server"), Server("b server", publishes=False), dealt_to=(0, 1)))
+    seen = observed_traffic(deployment(Server("a server"), Server("b server", publishes=False), dealt_to=(0, 1)))
     assert seen.ran == "no"
     assert "--disable-log-stats" in seen.why_not
 
@@ -54,7 +54,7 @@ def test_a_router_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) 
         raise ConnectionRefusedError("no router")
 
     monkeypatch.setattr(broken.router.client, "complete", refuse)
-    assert observed_turns(broken).why_not == "a request through the router failed: no router"
+    assert observed_traffic(broken).why_not == "a request through the router failed: no router"
 
 
 def test_the_counts_of_all_engines_are_added_and_others_are_not() -> None:

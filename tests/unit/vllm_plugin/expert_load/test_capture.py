@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.inspection.expert_load import read_expert_load, read_run_load
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from moe_optimizer.specs.expert_load import LOAD_FILE, ExpertLoad, read_expert_load, read_run_load
+from moe_optimizer.specs.expert_load import LOAD_FILE, ExpertLoad
 from moe_optimizer.vllm_plugin.expert_load import capture as expert_load
 from moe_optimizer.vllm_plugin.expert_load import writer as expert_load_writer
 from moe_optimizer.vllm_plugin.expert_load.capture import LOAD_PASS, current_counting, start_counting

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from moe_optimizer.inspection.expert_load import read_run_load
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.planner import make_plan
-from moe_optimizer.specs.expert_load import LOAD_FILE, read_run_load
+from moe_optimizer.specs.expert_load import LOAD_FILE
 from moe_optimizer.vllm_plugin.expert_load import writer as expert_load_writer
 from moe_optimizer.vllm_plugin.expert_load.counter import LayerwiseCounter
 from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter, part_path

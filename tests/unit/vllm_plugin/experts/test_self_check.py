@@ -182,7 +182,7 @@ def test_only_a_few_experts_are_read() -> None:
 
 
 def rounding(under_check: LayerUnderCheck, share: float) -> CheckedKernel:
-    """A kernel that quantises the sessions, and multiplies its result by something."""
+    """A kernel that quantises the activations, and multiplies its result by something."""
 
     def run(call: ExpertsCall) -> None:
         x = call.x.float()

@@ -15,10 +15,10 @@ pytest.importorskip("safetensors")
 from safetensors.torch import save_file  # noqa: E402
 
 from moe_optimizer.errors import RequiredNotAppliedError  # noqa: E402
+from moe_optimizer.inspection.activation_norms import read_activation_norms_file  # noqa: E402
 from moe_optimizer.measure.activation_norms import ActivationNorms  # noqa: E402
 from moe_optimizer.ops import kernels_available  # noqa: E402
 from moe_optimizer.ops.sparse_24 import SparseWeight, expand_24, prune_24  # noqa: E402
-from moe_optimizer.specs.activation_norms import read_activation_norms_file  # noqa: E402
 from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights, planned_format, weight_format  # noqa: E402
 from moe_optimizer.vllm_plugin.experts.weight_format_sparse import SparseWeights  # noqa: E402
 from moe_optimizer.vllm_plugin.session import PluginSession  # noqa: E402

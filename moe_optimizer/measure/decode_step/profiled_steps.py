@@ -1,0 +1,159 @@
+"""Profiles decode steps of vLLM in a process of its own, started with the path of a request file.
+
+The process follows the plan that its environment names, as a server would, and stock vLLM without one. The engine runs
+in this process, so that one profiler sees every kernel, replays of CUDA graphs included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_optimizer.files import write_atomically
+from moe_optimizer.plan.json_codec import decode, encode
+
+_SETTLING_STEPS = 8
+"""Chosen: the first decode steps after a prompt still overlap with host work of the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsRequest:
+    """What to profile."""
+
+    model: str
+    serve_args: tuple[str, ...]
+    """Of `vllm serve`, without the model; what only a server needs is ignored."""
+    batches: tuple[int, ...]
+    """Sequences decoded together."""
+    context: int
+    """Tokens of a sequence when the counted steps begin."""
+    steps: int
+    """Counted steps of each batch."""
+    result: str
+    """Path of the file that is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTime:
+    """One kernel in one decode step, a mean over the counted steps."""
+
+    name: str
+    calls: float
+    us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfile:
+    """The decode steps of one batch."""
+
+    batch: int
+    context: int
+    step_us: float
+    """Wall time of a step without the profiler."""
+    kernels: tuple[KernelTime, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledSteps:
+    """What the process found."""
+
+    device: str
+    vllm: str
+    torch: str
+    profiles: tuple[StepProfile, ...]
+
+
+def main(arguments: list[str]) -> int:
+    """Profile what the request file says and write the result."""
+    text = Path(arguments[0]).read_text(encoding="utf-8")
+    request = decode(StepsRequest, json.loads(text), origin=arguments[0])
+    # The engine in this process; vLLM would start another one for it.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
+    import vllm
+
+    engine = _engine(request)
+    profiles = []
+    for batch in request.batches:
+        profiles.append(_profile(engine, batch, request))
+        print(json.dumps({"batch": batch, "step_us": round(profiles[-1].step_us, 1)}), flush=True)
+    found = ProfiledSteps(
+        device=torch.cuda.get_device_name(),
+        vllm=str(vllm.__version__),
+        torch=str(torch.__version__),
+        profiles=tuple(profiles),
+    )
+    write_atomically(Path(request.result), json.dumps(encode(found)))
+    return 0
+
+
+def _engine(request: StepsRequest) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(
+        ["--model", request.model, *request.serve_args]
+    )))  # fmt: skip
+
+
+def _profile(engine: Any, batch: int, request: StepsRequest) -> StepProfile:
+    """Decode `batch` sequences: settle, count wall time, then the same number of steps under the profiler."""
+    import torch
+
+    _start(engine, batch, request.context, 2 * request.steps + 4 * _SETTLING_STEPS)
+    for _ in range(_SETTLING_STEPS):
+        engine.step()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(request.steps):
+        engine.step()
+    torch.cuda.synchronize()
+    step_us = 1e6 * (time.perf_counter() - begin) / request.steps
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(request.steps):
+            engine.step()
+        torch.cuda.synchronize()
+    kernels = _kernels(profiler, request.steps)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return StepProfile(batch=batch, context=request.context, step_us=step_us, kernels=kernels)
+
+
+def _start(engine: Any, batch: int, context: int, tokens: int) -> None:
+    """Begin so many sequences and run their prompts."""
+    from vllm import SamplingParams
+
+    for index in range(batch):
+        # Another first token each, so that no prompt is found in the prefix cache.
+        prompt = {"prompt_token_ids": [1 + index, *(2 + (7 * position) % 997 for position in range(context - 1))]}
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        engine.add_request(f"batch{batch}-{index}", prompt, sampling)
+    answered: set[str] = set()
+    while len(answered) < batch:
+        answered.update(output.request_id for output in engine.step() if output.outputs[0].token_ids)
+
+
+def _kernels(profiler: Any, steps: int) -> tuple[KernelTime, ...]:
+    times: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for event in profiler.events():
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False):
+            times[event.name] += event.time_range.elapsed_us()
+            calls[event.name] += 1
+    return tuple(
+        KernelTime(name=name[:200], calls=round(calls[name] / steps, 2), us=round(us / steps, 2))
+        for name, us in times.most_common()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
