@@ -28,7 +28,7 @@ else()
   message(STATUS "CUDA kernels: nvcc ${MOEOPT_NVCC_VERSION} for ${MOEOPT_CUDA_ARCHS}")
   file(GLOB_RECURSE cuda_headers CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/include/moeopt/*"
        "${CMAKE_CURRENT_SOURCE_DIR}/launch/*.h" "${CMAKE_CURRENT_SOURCE_DIR}/launch/*.cuh")
-  foreach(name direct_experts grouped_experts grouped_gemm_bf16 grouped_gemm_fp8 grouped_gemm_fp8_weights
+  foreach(name direct_experts grouped_experts grouped_gemm_sm90_bf16 grouped_gemm_sm90_fp8 grouped_gemm_sm90_fp8_weights
                router tensor_map)
     set(object "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}.o")
     set(report "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}.json")
@@ -44,8 +44,6 @@ else()
     set_source_files_properties("${object}" PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
     list(APPEND MOEOPT_CUDA_REPORTS "${report}")
   endforeach()
-  target_sources(_kernels PRIVATE bindings/cuda.cpp)
-  target_include_directories(_kernels PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
   target_compile_definitions(_kernels PRIVATE MOEOPT_CUDA)
   # The static runtime finds the driver when the first CUDA call is made: the module imports on a machine without one.
   find_package(Threads REQUIRED)

@@ -16,6 +16,7 @@ case "$what" in all | lint | quick) ;; *) echo "check: got '$what', expected lin
 step() { printf '\n== %s\n' "$*"; "$@"; }
 step ruff check .
 step ruff format --check .
+step clang-format --dry-run --Werror csrc/{bindings,cpu,cpu/simd,include/moeopt,launch}/*.* tests/unit/ops/emulation/*
 step pyright --level error
 step lint-imports
 [ "$what" = lint ] && exit 0

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import mmap
 import os
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
 from moe_optimizer.ops import reference
-from moe_optimizer.ops.cuda_dispatch_calls import KernelCall, direct_call, grouped_call, sizes_of
-from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
+from moe_optimizer.ops.cuda_dispatch_calls import COUNTERS, KernelCall, direct_call, grouped_call, sizes_of
+from moe_optimizer.ops.kernel_arguments import CudaProblem, experts_fields
 from moe_optimizer.ops.launch_geometry.direct import direct_geometry
-from moe_optimizer.ops.launch_geometry.grouped import GemmMode, grouped_geometry
-from moe_optimizer.ops.launch_geometry.routing import routing_geometry
-from moe_optimizer.ops.launch_geometry.workspace import COUNTERS
+from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry, grouped_geometry
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATION = ROOT / "tests/unit/ops/emulation"
@@ -124,13 +125,14 @@ def make_case(
 class Emulator:
     """Runs the kernels thread by thread; `grouped` checks that the counters are back at 0."""
 
-    def __init__(self, library: Path) -> None:
-        self._library = ctypes.CDLL(str(library))
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
 
     def direct(self, problem: CudaProblem, *, blocks: int = 3, seed: int = 1) -> Tensor:
         """The two kernels for small batches, the first with at most `blocks` multiprocessors."""
         geometry = direct_geometry(sizes_of(problem), num_multiprocessors=blocks)
-        self._call("emulate_direct", direct_call(problem, geometry), seed=seed)
+        call = direct_call(problem, geometry)
+        self.module.cuda_direct(*_poisoned(call).structs, seed)
         return problem.out
 
     def grouped(self, problem: CudaProblem, mode: GemmMode, *, blocks: int = 2, tile_tokens: int | None = None,
@@ -140,9 +142,7 @@ class Emulator:
         geometry = grouped_geometry(
             sizes, mode, num_multiprocessors=blocks, tile_tokens=tile_tokens, num_stages=num_stages, paired=paired
         )
-        counters = torch.zeros(COUNTERS, dtype=torch.int32)
-        self._call("emulate_grouped", grouped_call(problem, geometry, routing_geometry(sizes), counters), 0, seed=seed)
-        assert not counters.any(), counters.nonzero()
+        self._grouped(problem, geometry, seed=seed)
         return problem.out
 
     def routing(
@@ -151,56 +151,41 @@ class Emulator:
         """The routing kernels alone: sorted_token, pair_position, expert_offsets, and the tile table."""
         sizes = sizes_of(problem)
         geometry = grouped_geometry(sizes, GemmMode.BF16, num_multiprocessors=2, tile_tokens=tile_tokens, paired=paired)
-        counters = torch.zeros(COUNTERS, dtype=torch.int32)
-        call = grouped_call(problem, geometry, routing_geometry(sizes), counters)
-        self._call("emulate_grouped", call, 1, seed=seed)
-        assert not counters.any(), counters.nonzero()
-
-        def ints(index: int, count: int) -> Tensor:
-            start = call.workspace[index] - call.buffer.data_ptr()
-            return call.buffer[start : start + 4 * count].view(torch.int32)
-
-        num_tiles = int(ints(6, 1))
+        call = self._grouped(problem, geometry, seed=seed, routing_only=True)
+        num_tiles = int(call.part("num_tiles", 1, torch.int32))
         return {
-            "expert_offsets": ints(2, sizes.num_experts + 1),
-            "sorted_token": ints(3, sizes.num_pairs),
-            "pair_position": ints(4, sizes.num_pairs),
-            "tiles": ints(5, 4 * num_tiles).view(num_tiles, 4)[:, :3],
+            "expert_offsets": call.part("expert_offsets", sizes.num_experts + 1, torch.int32),
+            "sorted_token": call.part("sorted_token", sizes.num_pairs, torch.int32),
+            "pair_position": call.part("pair_position", sizes.num_pairs, torch.int32),
+            "tiles": call.part("tiles", 4 * num_tiles, torch.int32).view(num_tiles, 4)[:, :3],
         }
 
     def router(self, problem: CudaProblem, *, seed: int = 1) -> tuple[Tensor, Tensor]:
         """Ids and weights that the gate chooses."""
+        assert problem.router is not None
         ids = torch.full((problem.x.shape[0], problem.top_k), -7, dtype=torch.int32)
         weights = torch.full(ids.shape, float("nan"))
-        values = problem.values()
-        error = ctypes.create_string_buffer(4000)
-        failed = self._library.emulate_router(
-            _int64s(values), ctypes.c_int64(len(values)), ctypes.c_void_p(ids.data_ptr()),
-            ctypes.c_void_p(weights.data_ptr()), ctypes.c_uint64(seed), error, len(error),
-        )  # fmt: skip
-        assert not failed, error.value.decode()
+        experts = experts_fields(problem, problem.out)
+        self.module.router(experts, problem.router.fields(), ids.data_ptr(), weights.data_ptr(), seed)
         return ids, weights
 
     def constant(self, name: str) -> int:
         """A number that is compiled into the kernels."""
-        function = self._library.compiled_constant
-        function.restype = ctypes.c_int64
-        value = function(name.encode())
-        assert value >= 0, name
-        return value
+        return self.module.constants[name]
 
-    def _call(self, name: str, call: KernelCall, *options: int, seed: int) -> None:
-        call.buffer.fill_(0xFF)  # NaN and -1: a kernel that reads what nobody wrote shows it
-        error = ctypes.create_string_buffer(4000)
-        lists = []
-        for values in (call.values, call.workspace, call.geometry):
-            lists += [_int64s(values), ctypes.c_int64(len(values))]
-        failed = getattr(self._library, name)(*lists, *options, ctypes.c_uint64(seed), error, len(error))
-        assert not failed, error.value.decode()
+    def _grouped(
+        self, problem: CudaProblem, geometry: GroupedGeometry, *, seed: int, routing_only: bool = False
+    ) -> KernelCall:
+        counters = torch.zeros(COUNTERS, dtype=torch.int32)
+        call = grouped_call(problem, geometry, counters)
+        self.module.cuda_grouped(*_poisoned(call).structs, seed, routing_only)
+        assert not counters.any(), counters.nonzero()
+        return call
 
 
-def _int64s(values: list[int]) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(values))(*values)
+def _poisoned(call: KernelCall) -> KernelCall:
+    call.buffer.fill_(0xFF)  # NaN and -1: a kernel that reads what nobody wrote shows it
+    return call
 
 
 def build_emulator() -> Emulator:
@@ -208,24 +193,31 @@ def build_emulator() -> Emulator:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++ to compile the kernels' emulation")
-    sources = sorted(
-        [*EMULATION.glob("*"), *(ROOT / "csrc/include").rglob("*"), ROOT / "csrc/launch/arguments.h",
-         ROOT / "csrc/launch/problem.h"]
-    )  # fmt: skip
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources if path.is_file())).hexdigest()[:16]
+    pybind11 = pytest.importorskip("pybind11", reason="needs pybind11 to compile the kernels' emulation")
+    includes = [pybind11.get_include(), sysconfig.get_path("include")]
+    sources = [*EMULATION.glob("*"), *(ROOT / "csrc/include").rglob("*"), *(ROOT / "csrc/launch").glob("*.h"),
+               ROOT / "csrc/bindings/from_python.h"]  # fmt: skip
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources) if path.is_file()))
+    digest.update(f"{sysconfig.get_config_var('SOABI')} {pybind11.__version__}".encode())
     folder = Path(tempfile.gettempdir()) / f"moeopt-emulation-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    library = folder / f"emulation-{digest}.so"
+    library = folder / f"emulation-{digest.hexdigest()[:16]}.so"
     if not library.exists():
         partial = folder / f"{library.name}.{os.getpid()}"
         subprocess.run(
             [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-clobbered", "-shared", "-fPIC",
-             "-DMOEOPT_EMULATE", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}", f"-I{EMULATION}",
+             "-fvisibility=hidden", "-DMOEOPT_EMULATE", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}",
+             f"-I{EMULATION}", *(f"-isystem{folder}" for folder in includes),
              str(EMULATION / "emulated_kernels.cpp"), "-o", str(partial)],
             check=True, timeout=300,
         )  # fmt: skip
         partial.replace(library)
-    return Emulator(library)
+    spec = importlib.util.spec_from_file_location("emulated_kernels", library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Emulator(module)
 
 
 def with_poisoned_output(case: Case) -> CudaProblem:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
+from moe_optimizer.ops.kernel_arguments import CudaProblem
 
 
 @dataclass(frozen=True)

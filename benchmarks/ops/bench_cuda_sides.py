@@ -11,10 +11,9 @@ import torch
 from bench_cuda_cases import Shape, Tokens, Weights, problem_of
 
 from moe_optimizer.ops import cuda_dispatch, reference
-from moe_optimizer.ops.cuda_dispatch import DirectVariant, GroupedVariant, Variant, choose_variant
 from moe_optimizer.ops.cuda_dispatch_calls import sizes_of
-from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
-from moe_optimizer.ops.cuda_variants import candidate_variants
+from moe_optimizer.ops.cuda_variants import DirectVariant, GroupedVariant, Variant, candidate_variants, choose_variant
+from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
 from moe_optimizer.ops.launch_geometry import GemmMode
 
 Call = Callable[[], torch.Tensor]

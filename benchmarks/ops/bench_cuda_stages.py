@@ -22,19 +22,13 @@ from bench_cuda_machine import why_not_here  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from moe_optimizer.ops import reference  # noqa: E402
-from moe_optimizer.ops.cuda_dispatch_calls import KernelCall, direct_call, grouped_call, sizes_of  # noqa: E402
-from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem  # noqa: E402
+from moe_optimizer.ops.cuda_dispatch_calls import COUNTERS, KernelCall, direct_call, grouped_call, sizes_of  # noqa: E402
+from moe_optimizer.ops.kernel_arguments import CudaProblem  # noqa: E402
 from moe_optimizer.ops.launch_geometry import (  # noqa: E402
     GemmMode,
     direct_geometry,
     grouped_geometry,
-    routing_geometry,
 )
-from moe_optimizer.ops.launch_geometry.workspace import COUNTERS  # noqa: E402
-
-# Positions in the workspace lists, see csrc/launch/arguments.h.
-_DIRECT_H = 0
-_GROUPED_SORTED, _GROUPED_POSITION, _GROUPED_H, _GROUPED_Y = 3, 4, 9, 10
 
 
 def main() -> int:
@@ -69,7 +63,7 @@ def make_call(problem: CudaProblem, variant: str, tile: int) -> KernelCall:
         return direct_call(problem, direct_geometry(sizes, num_multiprocessors=multiprocessors))
     mode = GemmMode[variant.upper()]
     geometry = grouped_geometry(sizes, mode, num_multiprocessors=multiprocessors, tile_tokens=tile)
-    return grouped_call(problem, geometry, routing_geometry(sizes), counters)
+    return grouped_call(problem, geometry, counters)
 
 
 def launch(call: KernelCall, variant: str) -> None:
@@ -78,9 +72,9 @@ def launch(call: KernelCall, variant: str) -> None:
 
     stream = torch.cuda.current_stream().cuda_stream
     if variant == "direct":
-        _load.kernels().cuda_direct(call.values, call.workspace, call.geometry, stream)
+        _load.kernels().cuda_direct(*call.structs, stream)
     else:
-        _load.kernels().cuda_grouped(call.values, call.workspace, call.geometry, stream)
+        _load.kernels().cuda_grouped(*call.structs, stream)
 
 
 def compare(problem: CudaProblem, call: KernelCall, variant: str) -> bool:
@@ -93,15 +87,14 @@ def compare(problem: CudaProblem, call: KernelCall, variant: str) -> bool:
     pairs, width, hidden = flat.numel(), p.w2.shape[2], p.w2.shape[1]
     right = True
     if variant != "direct":
-        right &= _same("sorted_token", _part(call, _GROUPED_SORTED, order.numel(), torch.int32), order.int())
+        right &= _same("sorted_token", call.part("sorted_token", order.numel(), torch.int32), order.int())
         want = torch.full_like(flat, -1, dtype=torch.int32)
         want[order] = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
-        right &= _same("pair_position", _part(call, _GROUPED_POSITION, pairs, torch.int32), want)
+        right &= _same("pair_position", call.part("pair_position", pairs, torch.int32), want)
     # The direct kernels keep h by pair and no y.
     if variant == "direct":
         order = (flat >= 0).nonzero().flatten()
-    h_index = _DIRECT_H if variant == "direct" else _GROUPED_H
-    h = _part(call, h_index, pairs * width, torch.bfloat16).view(pairs, width)
+    h = call.part("h", pairs * width, torch.bfloat16).view(pairs, width)
     h = h[order] if variant == "direct" else h[: order.numel()]
     want_h, want_y = [], []
     for pair in order.tolist():
@@ -118,16 +111,11 @@ def compare(problem: CudaProblem, call: KernelCall, variant: str) -> bool:
         stored_h = torch.empty_like(stored_h).index_copy_(1, position, stored_h)
     right &= _close("h (up GEMM, activation)", h.float(), stored_h)
     if variant != "direct":
-        y = _part(call, _GROUPED_Y, pairs * hidden, torch.bfloat16).view(pairs, hidden)[: order.numel()]
+        y = call.part("y", pairs * hidden, torch.bfloat16).view(pairs, hidden)[: order.numel()]
         right &= _close("y (down GEMM)", y.float(), torch.stack(want_y))
     want = reference.fused_experts(p.x, p.w13, p.w2, p.topk_weights, p.topk_ids, w13_scale=p.w13_scale,
                                    w2_scale=p.w2_scale, activation=p.activation)  # fmt: skip
     return right & _close("out (combine)", p.out.float(), want.float())
-
-
-def _part(call: KernelCall, index: int, count: int, dtype: torch.dtype) -> Tensor:
-    start = call.workspace[index] - call.buffer.data_ptr()
-    return call.buffer[start : start + count * dtype.itemsize].view(dtype)
 
 
 def _same(name: str, got: Tensor, want: Tensor) -> bool:

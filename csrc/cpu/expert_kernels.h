@@ -24,12 +24,12 @@ struct ExpertRun {
 
 // The buffers a tile reads and writes.
 struct LayerBuffers {
-  const char* x;        // activations as the kernel reads them: row t at x + t * x_row_bytes
+  const char* x;  // activations as the kernel reads them: row t at x + t * x_row_bytes
   int64_t x_row_bytes;
-  char* h;              // SwiGLU results: pair p at h + (p - h_first_pair) * h_row_bytes
+  char* h;  // SwiGLU results: pair p at h + (p - h_first_pair) * h_row_bytes
   int64_t h_row_bytes;
   int64_t h_first_pair;
-  float* sum;           // FP32 sums: token t at sum + t * sum_stride
+  float* sum;  // FP32 sums: token t at sum + t * sum_stride
   int64_t sum_stride;
   const Pair* pairs;
 };

@@ -1,5 +1,4 @@
 // The experts for AVX-512 with BF16 dot products and VBMI; other dtypes as on avx512. Drawing: simd/experts.h.
-#include "simd/experts.h"
 #include "simd/formats_avx512_bf16.h"
 
 namespace moeopt {

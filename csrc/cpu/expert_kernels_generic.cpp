@@ -94,8 +94,7 @@ void gate_up(const FusedExpertsArgs& args, const LayerBuffers& buffers, const Ex
                 run.expert, up_index, up_row);
     const float* bias = args.w13_bias ? args.w13_bias + run.expert * 2 * I : nullptr;
     for (int64_t p = run.begin; p < run.end; ++p) {
-      const float* x =
-          reinterpret_cast<const float*>(buffers.x + buffers.pairs[p].token * buffers.x_row_bytes);
+      const float* x = reinterpret_cast<const float*>(buffers.x + buffers.pairs[p].token * buffers.x_row_bytes);
       float* h = reinterpret_cast<float*>(buffers.h + (p - buffers.h_first_pair) * buffers.h_row_bytes);
       const float gate = dot(x, gate_row, H) + (bias ? bias[gate_index] : 0.0f);
       const float up = dot(x, up_row, H) + (bias ? bias[up_index] : 0.0f);
@@ -110,8 +109,8 @@ void down(const FusedExpertsArgs& args, const LayerBuffers& buffers, const Exper
   const int64_t H = args.hidden_size, I = args.intermediate_size;
   float* row = reinterpret_cast<float*>(scratch);
   for (int64_t j = begin; j < end; ++j) {
-    load_row<W>(args.w2, args.w2_scale, args.scale_kind, args.w2_expert_stride, args.w2_row_stride, H, I, run.expert,
-                j, row);
+    load_row<W>(args.w2, args.w2_scale, args.scale_kind, args.w2_expert_stride, args.w2_row_stride, H, I, run.expert, j,
+                row);
     const float bias = args.w2_bias ? args.w2_bias[run.expert * H + j] : 0.0f;
     for (int64_t p = run.begin; p < run.end; ++p) {
       const float* h = reinterpret_cast<const float*>(buffers.h + (p - buffers.h_first_pair) * buffers.h_row_bytes);
@@ -130,8 +129,8 @@ void store(const FusedExpertsArgs& args, const LayerBuffers& buffers, int64_t be
 }
 
 template <typename X, typename W>
-constexpr ExpertKernels kTable = {packed_x_row_bytes<X>, pack_x_row<X>, h_row_bytes, scratch_bytes,
-                                  gate_up<W>,            down<W>,       store<X>};
+constexpr ExpertKernels kTable = {
+    packed_x_row_bytes<X>, pack_x_row<X>, h_row_bytes, scratch_bytes, gate_up<W>, down<W>, store<X>};
 
 template <typename X>
 const ExpertKernels* for_weights(DType weight_dtype) {

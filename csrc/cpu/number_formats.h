@@ -46,7 +46,7 @@ inline uint16_t fp16_from_float(float value) {
   const uint32_t magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return sign | 0x7e00u;
   if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // 65520 and above round to infinity
-  if (magnitude < 0x38800000u) {                         // below 2^-14: the adder rounds at the right bit
+  if (magnitude < 0x38800000u) {                        // below 2^-14: the adder rounds at the right bit
     return sign | static_cast<uint16_t>(bits_of(float_from_bits(magnitude) + 0.5f) - bits_of(0.5f));
   }
   return sign | static_cast<uint16_t>((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13);

@@ -111,13 +111,12 @@ void expand_row_generic(const uint16_t* values, const uint8_t* mask, int64_t col
   }
 }
 
-bool sparse_experts_cpu(const FusedExpertsArgs& args, const uint8_t* w13_mask, const uint8_t* w2_mask, Isa isa,
-                        RoutingError* error) {
+bool sparse_experts_cpu(const FusedExpertsArgs& args, const SparseMasks& masks, Isa isa, RoutingError* error) {
   const ExpertKernels* dense = kernels_for(args, isa);
   const ExpandRow expand = expand_row_for(isa);
   const int64_t H = args.hidden_size, I = args.intermediate_size;
-  const SparseWeight w13{static_cast<const uint16_t*>(args.w13), w13_mask, 2 * I, H, expand, dense};
-  const SparseWeight w2{static_cast<const uint16_t*>(args.w2), w2_mask, H, I, expand, dense};
+  const SparseWeight w13{static_cast<const uint16_t*>(args.w13), masks.w13_mask, 2 * I, H, expand, dense};
+  const SparseWeight w2{static_cast<const uint16_t*>(args.w2), masks.w2_mask, H, I, expand, dense};
   FusedExpertsArgs sparse_args = args;
   sparse_args.w13 = &w13;
   sparse_args.w2 = &w2;

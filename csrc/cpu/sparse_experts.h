@@ -12,10 +12,15 @@
 
 namespace moeopt {
 
+struct SparseMasks {
+  const uint8_t *w13_mask, *w2_mask;
+
+  MOEOPT_FIELDS(w13_mask, w2_mask)
+};
+
 // fused_experts_cpu for sparse weights. `args` is as there with BF16 everywhere and without scales and biases, but w13
 // and w2 are the values, and all weight tensors are contiguous (the strides in `args` are not read).
-bool sparse_experts_cpu(const FusedExpertsArgs& args, const uint8_t* w13_mask, const uint8_t* w2_mask, Isa isa,
-                        RoutingError* error);
+bool sparse_experts_cpu(const FusedExpertsArgs& args, const SparseMasks& masks, Isa isa, RoutingError* error);
 
 // Writes one row with its zeros. `columns` is a multiple of kSizeMultiple. Reads columns / 2 values whatever the mask.
 using ExpandRow = void (*)(const uint16_t* values, const uint8_t* mask, int64_t columns, uint16_t* row);

@@ -4,7 +4,7 @@
 //                                          | + bias                               ^
 //                                          v                                      |
 //                                       choice [E] -> best groups only -> k largest -> ids [k]
-#include "moeopt/topk_router.h"
+#include "moeopt/router.h"
 
 #include <omp.h>
 
@@ -19,18 +19,20 @@ namespace {
 
 constexpr float kTiny = 1e-20f;  // keeps a token whose scores are all zero from dividing by zero
 
-float logit(const TopkRouterArgs& args, int64_t index) {
-  switch (args.logits_dtype) {
-    case DType::kBFloat16: return to_float(static_cast<const BFloat16*>(args.logits)[index]);
-    case DType::kFloat16: return to_float(static_cast<const Float16*>(args.logits)[index]);
-    default: return static_cast<const float*>(args.logits)[index];
+float to_float_at(const void* logits, DType dtype, int64_t index) {
+  switch (dtype) {
+    case DType::kBFloat16: return to_float(static_cast<const BFloat16*>(logits)[index]);
+    case DType::kFloat16: return to_float(static_cast<const Float16*>(logits)[index]);
+    default: return static_cast<const float*>(logits)[index];
   }
 }
 
-void score(const TopkRouterArgs& args, int64_t token, float* scores) {
+void score(const RouterArgs& router, const TopkRouterArgs& args, int64_t token, float* scores) {
   const int64_t row = token * args.logits_stride;
-  for (int64_t e = 0; e < args.num_experts; ++e) scores[e] = logit(args, row + e);
-  if (args.scoring == Scoring::kSigmoid) {
+  for (int64_t e = 0; e < args.num_experts; ++e) {
+    scores[e] = to_float_at(router.logits, args.logits_dtype, row + e);
+  }
+  if (router.scoring == Scoring::kSigmoid) {
     for (int64_t e = 0; e < args.num_experts; ++e) scores[e] = 1.0f / (1.0f + std::exp(-scores[e]));
     return;
   }
@@ -48,9 +50,9 @@ struct Scratch {
   std::vector<float> scores, choice, groups;
   std::vector<char> open, open_groups;  // not yet taken, not excluded
 
-  explicit Scratch(const TopkRouterArgs& args)
-      : scores(args.num_experts), choice(args.num_experts), groups(args.num_groups), open(args.num_experts),
-        open_groups(args.num_groups) {}
+  Scratch(const RouterArgs& router, const TopkRouterArgs& args)
+      : scores(args.num_experts), choice(args.num_experts), groups(router.num_groups), open(args.num_experts),
+        open_groups(router.num_groups) {}
 };
 
 // NaN counts as the largest value, as torch sorts it: a broken logit then shows in the output.
@@ -67,31 +69,31 @@ int64_t best_open(const std::vector<float>& values, const std::vector<char>& ope
 
 // Closes all experts but those of the best groups. A group counts by its best expert, or with a bias by the sum
 // of its two best.
-void keep_best_groups(const TopkRouterArgs& args, Scratch* scratch) {
-  const int64_t size = args.num_experts / args.num_groups;
-  for (int64_t g = 0; g < args.num_groups; ++g) {
+void keep_best_groups(const RouterArgs& router, const TopkRouterArgs& args, Scratch* scratch) {
+  const int64_t size = args.num_experts / router.num_groups;
+  for (int64_t g = 0; g < router.num_groups; ++g) {
     const int64_t best = best_open(scratch->choice, scratch->open, g * size, (g + 1) * size);
     scratch->groups[g] = scratch->choice[best];
-    if (args.score_bias && size > 1) {
+    if (router.bias && size > 1) {
       scratch->open[best] = 0;
       scratch->groups[g] += scratch->choice[best_open(scratch->choice, scratch->open, g * size, (g + 1) * size)];
       scratch->open[best] = 1;
     }
   }
   std::fill(scratch->open_groups.begin(), scratch->open_groups.end(), 1);
-  for (int64_t kept = 0; kept < args.kept_groups; ++kept) {
-    scratch->open_groups[best_open(scratch->groups, scratch->open_groups, 0, args.num_groups)] = 0;
+  for (int64_t kept = 0; kept < router.topk_groups; ++kept) {
+    scratch->open_groups[best_open(scratch->groups, scratch->open_groups, 0, router.num_groups)] = 0;
   }
   for (int64_t e = 0; e < args.num_experts; ++e) scratch->open[e] = !scratch->open_groups[e / size];
 }
 
-void route(const TopkRouterArgs& args, int64_t token, Scratch* scratch) {
-  score(args, token, scratch->scores.data());
+void route(const RouterArgs& router, const TopkRouterArgs& args, int64_t token, Scratch* scratch) {
+  score(router, args, token, scratch->scores.data());
   std::fill(scratch->open.begin(), scratch->open.end(), 1);
   for (int64_t e = 0; e < args.num_experts; ++e) {
-    scratch->choice[e] = scratch->scores[e] + (args.score_bias ? args.score_bias[e] : 0.0f);
+    scratch->choice[e] = scratch->scores[e] + (router.bias ? router.bias[e] : 0.0f);
   }
-  if (args.num_groups > 1) keep_best_groups(args, scratch);
+  if (router.num_groups > 1) keep_best_groups(router, args, scratch);
 
   float* weights = args.topk_weights + token * args.top_k;
   int32_t* ids = args.topk_ids + token * args.top_k;
@@ -103,17 +105,17 @@ void route(const TopkRouterArgs& args, int64_t token, Scratch* scratch) {
     weights[j] = scratch->scores[best];
     sum += scratch->scores[best];
   }
-  const float divisor = args.renormalize ? sum + kTiny : 1.0f;
-  for (int64_t j = 0; j < args.top_k; ++j) weights[j] = weights[j] / divisor * args.scaling_factor;
+  const float divisor = router.renormalize ? sum + kTiny : 1.0f;
+  for (int64_t j = 0; j < args.top_k; ++j) weights[j] = weights[j] / divisor * router.scaling_factor;
 }
 
 }  // namespace
 
-void topk_router_cpu(const TopkRouterArgs& args) {
+void topk_router_cpu(const RouterArgs& router, const TopkRouterArgs& args) {
   const int threads = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(omp_get_max_threads(), args.num_tokens)));
-  std::vector<Scratch> scratch(threads, Scratch(args));
+  std::vector<Scratch> scratch(threads, Scratch(router, args));
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t t = 0; t < args.num_tokens; ++t) route(args, t, &scratch[omp_get_thread_num()]);
+  for (int64_t t = 0; t < args.num_tokens; ++t) route(router, args, t, &scratch[omp_get_thread_num()]);
 }
 
 }  // namespace moeopt

@@ -1,20 +1,17 @@
-// Starting the CUDA kernels: integer lists in (see problem.h and arguments.h), nothing of CUDA in the interface.
+// Starts the CUDA kernels.
 //
 // Every function enqueues on `stream` and returns; nothing is allocated, read back or waited for, so all of them can be
 // captured in a CUDA graph. A launch that CUDA refuses throws std::runtime_error with the kernel's name and the reason.
 #pragma once
 
-#include <cstdint>
-#include <vector>
+#include "launch/problem.h"
 
 namespace moeopt {
 
-using Values = std::vector<int64_t>;
-
 // Small batches: router (with logits), then two launches of which the second starts early.
-void run_direct(const Values& problem, const Values& workspace, const Values& geometry, uintptr_t stream);
+void run_direct(Problem problem, const DirectWorkspace& workspace, const DirectLaunch& launch, uintptr_t stream);
 
 // Router (with logits), routing, token preparation, both grouped GEMMs, combine.
-void run_grouped(const Values& problem, const Values& workspace, const Values& geometry, uintptr_t stream);
+void run_grouped(Problem problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch, uintptr_t stream);
 
 }  // namespace moeopt

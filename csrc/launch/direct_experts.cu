@@ -6,21 +6,15 @@
 
 namespace moeopt {
 
-void run_direct(const Values& problem_values, const Values& workspace_values, const Values& geometry,
-                uintptr_t stream_handle) {
-  Problem problem = problem_from_values(problem_values.data(), static_cast<int64_t>(problem_values.size()));
-  const DirectLaunch launch = direct_launch(geometry.data(), static_cast<int64_t>(geometry.size()));
-  const DirectWorkspace workspace =
-      direct_workspace(workspace_values.data(), static_cast<int64_t>(workspace_values.size()));
-  auto* stream = reinterpret_cast<cudaStream_t>(stream_handle);
+void run_direct(Problem problem, const DirectWorkspace& workspace, const DirectLaunch& launch, uintptr_t handle) {
+  auto* stream = reinterpret_cast<cudaStream_t>(handle);
   if (problem.router.logits != nullptr) {
-    launch_router(problem, workspace.topk_ids, workspace.topk_weights, stream);
-    problem = with_routed_ids(problem, workspace.topk_ids, workspace.topk_weights);
+    problem = launch_router(problem, workspace.topk_ids, workspace.topk_weights, stream);
   }
   const bool fp8 = problem.moe.weight_dtype == DType::kFloat8E4M3;
   const DirectArgs args = {problem.moe, workspace.h};
   LaunchShape shape{dim3(static_cast<unsigned>(launch.up_grid)), kDirectUpWarps * 32, launch.up_shared_bytes, stream};
-  const auto up = fp8               ? direct_up_kernel<1, kDirectNarrow>
+  const auto up = fp8              ? direct_up_kernel<1, kDirectNarrow>
                   : launch.up_wide ? direct_up_kernel<2, kDirectWide>
                                    : direct_up_kernel<2, kDirectNarrow>;
   launch_kernel("direct_up", up, shape, args);

@@ -1,4 +1,4 @@
-// What every launcher does: raise the shared-memory limit, set attributes, launch, turn an error into an exception.
+// Launches a kernel: raises its shared-memory limit, sets the attributes, turns an error into an exception.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,8 +27,8 @@ template <typename... Parameters, typename... Arguments>
 void launch_kernel(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
                    const Arguments&... arguments) {
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes), name);
-  // Programmatic dependent launch: the kernel may start before the one in front of it in the stream has ended. Every
-  // kernel waits for it (wait_for_previous_kernel) before it touches what another one reads or writes.
+  // Programmatic dependent launch: the kernel may start before its predecessor in the stream has ended. Every kernel
+  // executes griddepcontrol_wait before it touches memory that another one reads or writes.
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

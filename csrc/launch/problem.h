@@ -1,77 +1,65 @@
-// One call as a flat list of integers: what Python hands over, and what the tests' emulation takes.
-//
-// Addresses and sizes only, in the order of the list in moe_optimizer/ops/cuda_dispatch_problem.py; a float travels as
-// its bits. A count that differs is an error of this package, caught in `problem_from_values`.
+// What one CUDA call takes: tensors, workspace and launch geometry. Python fills every struct by field names
+// (moe_optimizer/ops/cuda_dispatch_calls.py); nothing of CUDA is in here.
 #pragma once
 
 #include <cstdint>
-#include <cstring>
-#include <stdexcept>
-#include <string>
 
+#include "moeopt/fields.h"
 #include "moeopt/fused_experts.h"
 #include "moeopt/router.h"
 
 namespace moeopt {
+
+struct TokenTile;
 
 struct Problem {
   FusedExpertsArgs moe;
   RouterArgs router;
 };
 
-constexpr int kProblemValues = 36;
+// --- direct: small batches -----------------------------------------------------------------------------------
 
-inline Problem problem_from_values(const int64_t* values, int64_t count) {
-  if (count != kProblemValues) {
-    throw std::invalid_argument("problem: got " + std::to_string(count) + " values, expected " +
-                                std::to_string(kProblemValues));
-  }
-  int next = 0;
-  const auto number = [&] { return values[next++]; };
-  const auto address = [&] { return reinterpret_cast<void*>(values[next++]); };
-  const auto code = [&] { return static_cast<int32_t>(values[next++]); };
-  Problem problem{};
-  FusedExpertsArgs& moe = problem.moe;
-  moe.num_tokens = number();
-  moe.hidden_size = number();
-  moe.intermediate_size = number();
-  moe.num_local_experts = number();
-  moe.num_global_experts = number();
-  moe.top_k = number();
-  moe.x = address();
-  moe.x_stride = number();
-  moe.out = address();
-  moe.out_stride = number();
-  moe.x_dtype = static_cast<DType>(code());
-  moe.w13 = address();
-  moe.w2 = address();
-  moe.w13_expert_stride = number();
-  moe.w13_row_stride = number();
-  moe.w2_expert_stride = number();
-  moe.w2_row_stride = number();
-  moe.weight_dtype = static_cast<DType>(code());
-  moe.scale_kind = static_cast<ScaleKind>(code());
-  moe.w13_scale = static_cast<const float*>(address());
-  moe.w2_scale = static_cast<const float*>(address());
-  moe.w13_bias = static_cast<const float*>(address());
-  moe.w2_bias = static_cast<const float*>(address());
-  moe.topk_weights = static_cast<const float*>(address());
-  moe.topk_ids = address();
-  moe.ids_are_int64 = number() != 0;
-  moe.expert_map = static_cast<const int32_t*>(address());
-  moe.activation = static_cast<Activation>(code());
-  RouterArgs& router = problem.router;
-  router.logits = address();
-  router.logits_are_bf16 = number() != 0;
-  router.scoring = static_cast<Scoring>(code());
-  router.renormalize = number() != 0;
-  router.num_groups = code();
-  router.topk_groups = code();
-  router.bias = static_cast<const float*>(address());
-  const auto bits = static_cast<uint32_t>(number());
-  std::memcpy(&router.scaling_factor, &bits, sizeof(bits));
-  if (next != kProblemValues) throw std::logic_error("problem: the list is read to another length than declared");
-  return problem;
-}
+struct DirectLaunch {
+  int32_t up_grid, up_shared_bytes, down_grid, down_shared_bytes;
+  bool up_wide;  // the first launch in steps of 256 bytes; BF16 only
+
+  MOEOPT_FIELDS(up_grid, up_shared_bytes, down_grid, down_shared_bytes, up_wide)
+};
+
+struct DirectWorkspace {
+  uint16_t* h;
+  int* topk_ids;  // what the router chose; null without one
+  float* topk_weights;
+
+  MOEOPT_FIELDS(h, topk_ids, topk_weights)
+};
+
+// --- grouped: middle and large batches -----------------------------------------------------------------------
+
+struct GroupedLaunch {
+  GemmMode mode;
+  int32_t tile_tokens, num_stages, shared_bytes, grid, route_blocks, route_shared_bytes, prepare_blocks;
+  int32_t cluster_blocks;  // 1, or 2: pairs of token tiles share the weights
+
+  MOEOPT_FIELDS(mode, tile_tokens, num_stages, shared_bytes, grid, route_blocks, route_shared_bytes, prepare_blocks,
+                cluster_blocks)
+};
+
+// Null where a mode does not use it.
+struct GroupedWorkspace {
+  int *block_counts, *pair_rank, *expert_offsets, *sorted_token, *pair_position;
+  TokenTile* tiles;
+  int *num_tiles, *tile_counters, *block_arrivals;
+  uint16_t *h, *y;
+  void* tokens;  // permuted BF16, or E4M3
+  float* token_scale;
+  uint8_t* h_quantized;
+  float* h_scale;
+  int* topk_ids;  // what the router chose
+  float* topk_weights;
+
+  MOEOPT_FIELDS(block_counts, pair_rank, expert_offsets, sorted_token, pair_position, tiles, num_tiles, tile_counters,
+                block_arrivals, h, y, tokens, token_scale, h_quantized, h_scale, topk_ids, topk_weights)
+};
 
 }  // namespace moeopt

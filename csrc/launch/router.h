@@ -1,4 +1,4 @@
-// The gate as a launch of its own, first of every path that starts from logits.
+// Starts the gate: the first launch of every call that starts from logits.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +7,7 @@
 
 namespace moeopt {
 
-// Writes ids and weights, [T, k] each.
-void launch_router(const Problem& problem, int* topk_ids, float* topk_weights, cudaStream_t stream);
+// Returns the problem with the ids and weights, [T, k] each, that this launch writes.
+Problem launch_router(const Problem& problem, int* topk_ids, float* topk_weights, cudaStream_t stream);
 
 }  // namespace moeopt

@@ -9,9 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 from moe_optimizer.errors import KernelUnavailableError
+from moe_optimizer.log import get_logger
 
 _MODULE = "moe_optimizer.ops._kernels"
 _BUILD_HINT = "run: bash build.sh"
+
+_log = get_logger(__name__)
 
 
 @functools.cache
@@ -62,3 +65,9 @@ def best_isa() -> str:
         KernelUnavailableError: the kernels are not built.
     """
     return kernels().best_isa()
+
+
+@functools.cache
+def warn_of_reference(op: str, reason: str) -> None:
+    """Warn, once per reason, that an op runs in plain torch."""
+    _log.warning("%s runs in plain torch: %s", op, reason)

@@ -1,87 +1,43 @@
-"""Runs the CUDA kernels on CUDA tensors: which variant, its workspace, the call.
+"""Runs the CUDA kernels on CUDA tensors: picks the variant, lays out its workspace, makes the call.
 
-State: right on one H200 (docs/kernels.md). A caller names the variant: the plugin does, by the plan's measured speeds.
-`fused_experts` on CUDA tensors runs in plain torch unless `cuda_kernels_enabled` is switched on.
+`fused_experts` and `flash_dmoe` call `run_fused_experts`, which picks a variant. `run` takes the one that its caller
+asks for; the plugin's comes from the plan.
 """
 
 from __future__ import annotations
-
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moe_optimizer.ops import _load
-from moe_optimizer.ops.cuda_dispatch_calls import direct_call, grouped_call, sizes_of
-from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
-from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs, as_float32
-from moe_optimizer.ops.launch_geometry.direct import PAIRS, TOKENS, DirectGeometry, direct_geometry
-from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry, grouped_geometry
+from moe_optimizer.ops.cuda_dispatch_calls import COUNTERS, direct_call, grouped_call, sizes_of
+from moe_optimizer.ops.cuda_variants import DirectVariant, Variant, choose_variant
+from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs
+from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
+from moe_optimizer.ops.launch_geometry.direct import DirectGeometry, direct_geometry
+from moe_optimizer.ops.launch_geometry.grouped import GroupedGeometry, grouped_geometry
 from moe_optimizer.ops.launch_geometry.hopper import GeometryError
-from moe_optimizer.ops.launch_geometry.routing import routing_geometry
-from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
-from moe_optimizer.ops.launch_geometry.workspace import COUNTERS
+from moe_optimizer.ops.measured_variant import measured_variant
 
 _CAPABILITY = (9, 0)
 _ALIGNMENT = 16
 
 
-@dataclass(frozen=True, slots=True)
-class DirectVariant:
-    """The two chained kernels for small batches."""
-
-    def __str__(self) -> str:
-        return "direct"
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedVariant:
-    """The grouped GEMMs."""
-
-    mode: GemmMode
-    tile_tokens: int | None = None
-    num_stages: int | None = None
-    paired: bool = False
-    """Two blocks share an expert's weights, each with its own token tile."""
-
-    def __str__(self) -> str:
-        tile = ("" if self.tile_tokens is None else f"-n{self.tile_tokens}") + ("x2" if self.paired else "")
-        stages = "" if self.num_stages is None else f"/{self.num_stages}"
-        return f"grouped-{self.mode.name.lower()}{tile}{stages}"
-
-
-Variant = DirectVariant | GroupedVariant
-
-_enabled = False
-
-
-@contextlib.contextmanager
-def cuda_kernels_enabled() -> Iterator[None]:
-    """Let `fused_experts` use these kernels inside the block: for tests and measurements."""
-    global _enabled  # noqa: PLW0603
-    before, _enabled = _enabled, True
-    try:
-        yield
-    finally:
-        _enabled = before
-
-
-def why_not_selected() -> str | None:
-    """Return why `fused_experts` on CUDA tensors does not use the kernels, or None where it may."""
-    if not _enabled:
-        return "CUDA kernels: not switched on (cuda_kernels_enabled)"
+def why_unavailable(device: torch.device) -> str | None:
+    """Return why no CUDA kernel can run on `device`, or None where they can."""
     available, reason = _load.kernels_available()
     if not available:
         return reason
     if not hasattr(_load.kernels(), "cuda_direct"):
         return "built without CUDA kernels; `bash build.sh` says why"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != _CAPABILITY:
+        return f"CUDA kernels are built for sm_90a, this device is sm_{capability[0]}{capability[1]}"
     return None
 
 
-def why_not(problem: CudaProblem) -> str | None:
-    """Return why no CUDA kernel covers `problem`, or None where one does. Reads no device data."""
+def why_not(problem: CudaProblem, variant: Variant) -> str | None:
+    """Return why the variant does not cover `problem`, or None where it does. Reads no device data."""
     if problem.x.dtype != torch.bfloat16:
         return f"CUDA kernels take bfloat16 activations, got {problem.x.dtype}"
     sizes = sizes_of(problem)
@@ -94,19 +50,12 @@ def why_not(problem: CudaProblem) -> str | None:
         return f"at most {MAX_EXPERTS} experts and top-{MAX_TOP_K}, got {problem.w13.shape[0]}, top-{problem.top_k}"
     if problem.router is not None and problem.router.logits.dtype not in (torch.float32, torch.bfloat16):
         return f"CUDA kernels take float32 or bfloat16 logits, got {problem.router.logits.dtype}"
-    capability = torch.cuda.get_device_capability(problem.x.device)
-    if capability != _CAPABILITY:
-        return f"CUDA kernels are built for sm_90a, this device is sm_{capability[0]}{capability[1]}"
     for name, tensor in (("x", problem.x), ("w13", problem.w13), ("w2", problem.w2), ("out", problem.out)):
         misaligned = _misaligned(tensor)
         if misaligned:
             return f"CUDA kernels copy 16 bytes at a time: {name} {misaligned}"
     try:
-        variant = choose_variant(sizes)
-        if isinstance(variant, DirectVariant):
-            direct_launch(problem, num_multiprocessors=1)
-        else:
-            grouped_launch(problem, variant, num_multiprocessors=1)
+        geometry_of(problem, variant, num_multiprocessors=2)
     except GeometryError as error:
         return str(error)
     return None
@@ -122,23 +71,13 @@ def _misaligned(tensor: Tensor) -> str:
     return ""
 
 
-def choose_variant(sizes: MoeSizes) -> Variant:
-    """Return the variant for these sizes by arithmetic, for callers that know no measured speeds."""
-    if sizes.num_tokens <= TOKENS and sizes.num_pairs <= PAIRS:
-        return DirectVariant()
-    # FP8 x FP8 rounds the activations to 4 significant bits: it has to be asked for.
-    return GroupedVariant(GemmMode.BF16 if sizes.weight_bytes == 2 else GemmMode.FP8_WEIGHTS)
-
-
-def direct_launch(problem: CudaProblem, num_multiprocessors: int) -> DirectGeometry:
-    """Return the launches of the direct kernels; raises GeometryError where they do not cover the problem."""
-    return direct_geometry(sizes_of(problem), num_multiprocessors=num_multiprocessors)
-
-
-def grouped_launch(problem: CudaProblem, variant: GroupedVariant, num_multiprocessors: int) -> GroupedGeometry:
-    """Return the launch of the grouped GEMMs; raises GeometryError where they do not cover the problem."""
+def geometry_of(problem: CudaProblem, variant: Variant, num_multiprocessors: int) -> DirectGeometry | GroupedGeometry:
+    """Return the launches of the variant; raises GeometryError where it does not cover the problem."""
+    sizes = sizes_of(problem)
+    if isinstance(variant, DirectVariant):
+        return direct_geometry(sizes, num_multiprocessors=num_multiprocessors)
     return grouped_geometry(
-        sizes_of(problem),
+        sizes,
         variant.mode,
         num_multiprocessors=num_multiprocessors,
         tile_tokens=variant.tile_tokens,
@@ -148,34 +87,25 @@ def grouped_launch(problem: CudaProblem, variant: GroupedVariant, num_multiproce
 
 
 def run_fused_experts(inputs: Inputs, out: Tensor, router: Router | None = None) -> str | None:
-    """Compute checked CUDA inputs into `out` and return None, or return why no kernel covers them.
+    """Compute checked CUDA inputs into `out` and return None, or return why no kernel does.
 
     With `router`, its logits take the place of the inputs' ids and weights.
     """
-    if inputs.x.shape[0] == 0:
-        return None
+    reason = why_unavailable(inputs.x.device)
+    if reason is not None or inputs.x.shape[0] == 0:
+        return reason
     # The kernels write `out` while other blocks may still read x, and in pieces of 16 bytes.
-    direct = not _misaligned(out) and not _overlaps(out, inputs.x)
-    target = out if direct else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    problem = CudaProblem(
-        x=inputs.x,
-        w13=inputs.w13,
-        w2=inputs.w2,
-        out=target,
-        topk_weights=None if router is not None else inputs.topk_weights.contiguous(),
-        topk_ids=None if router is not None else inputs.topk_ids.contiguous(),
-        router=router,
-        expert_map=None if inputs.expert_map is None else inputs.expert_map.contiguous(),
-        w13_scale=as_float32(inputs.w13_scale),
-        w2_scale=as_float32(inputs.w2_scale),
-        w13_bias=as_float32(inputs.w13_bias),
-        w2_bias=as_float32(inputs.w2_bias),
-        activation=inputs.activation,
-    )
-    reason = why_not(problem)
+    in_place = not _misaligned(out) and not _overlaps(out, inputs.x)
+    target = out if in_place else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    tensors = inputs.for_kernels()._asdict()
+    if router is not None:
+        tensors |= {"topk_weights": None, "topk_ids": None}
+    problem = CudaProblem(**tensors, out=target, router=router)
+    variant = measured_variant(problem) or choose_variant(sizes_of(problem))
+    reason = why_not(problem, variant)
     if reason is not None:
         return reason
-    run(problem)
+    run(problem, variant)
     if target is not out:
         out.copy_(target)
     return None
@@ -185,8 +115,8 @@ def _overlaps(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def run(problem: CudaProblem, variant: Variant | None = None) -> None:
-    """Enqueue the kernels that write `problem.out` on the current stream.
+def run(problem: CudaProblem, variant: Variant) -> None:
+    """Enqueue the variant's kernels, which write `problem.out`, on the current stream.
 
     Graph-capturable. Ids outside [0, E) cannot be reported from the device: they are skipped like negative ones.
 
@@ -197,19 +127,16 @@ def run(problem: CudaProblem, variant: Variant | None = None) -> None:
     """
     if problem.x.shape[0] == 0:
         return
-    sizes = sizes_of(problem)
-    variant = choose_variant(sizes) if variant is None else variant
     device = problem.x.device
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    geometry = geometry_of(problem, variant, torch.cuda.get_device_properties(device).multi_processor_count)
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
-        if isinstance(variant, DirectVariant):
-            call = direct_call(problem, direct_launch(problem, multiprocessors))
-            _load.kernels().cuda_direct(call.values, call.workspace, call.geometry, stream)
+        if isinstance(geometry, DirectGeometry):
+            call = direct_call(problem, geometry)
+            _load.kernels().cuda_direct(*call.structs, stream)
         else:
-            geometry = grouped_launch(problem, variant, multiprocessors)
-            call = grouped_call(problem, geometry, routing_geometry(sizes), _counters_for(device, stream))
-            _load.kernels().cuda_grouped(call.values, call.workspace, call.geometry, stream)
+            call = grouped_call(problem, geometry, _counters_for(device, stream))
+            _load.kernels().cuda_grouped(*call.structs, stream)
 
 
 class CounterBank:

@@ -1,17 +1,14 @@
-"""What every kernel of `fused_experts` is given, and how much of it kernels cover."""
+"""The inputs of `fused_experts` and the limits of its kernels."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 MAX_EXPERTS = 1024
 """On one device."""
 MAX_TOP_K = 32
-DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
-"""As the compiled module numbers them."""
 
 
 class Inputs(NamedTuple):
@@ -28,6 +25,26 @@ class Inputs(NamedTuple):
     w13_bias: Tensor | None
     w2_bias: Tensor | None
     activation: str
+
+    @property
+    def top_k(self) -> int:
+        """Slots per token."""
+        return self.topk_ids.shape[1]
+
+    def for_kernels(self) -> Inputs:
+        """Return them as kernels read them: small tensors contiguous, scales and biases also float32.
+
+        The weights are never copied. The result keeps the copies alive: kernels get addresses only.
+        """
+        return self._replace(
+            topk_weights=self.topk_weights.contiguous(),
+            topk_ids=self.topk_ids.contiguous(),
+            expert_map=None if self.expert_map is None else self.expert_map.contiguous(),
+            w13_scale=as_float32(self.w13_scale),
+            w2_scale=as_float32(self.w2_scale),
+            w13_bias=as_float32(self.w13_bias),
+            w2_bias=as_float32(self.w2_bias),
+        )
 
 
 def as_float32(tensor: Tensor | None) -> Tensor | None:

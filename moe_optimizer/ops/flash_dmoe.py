@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.ops import _load, cuda_dispatch
-from moe_optimizer.ops.cuda_dispatch_problem import Router
-from moe_optimizer.ops.expert_inputs import DTYPE_CODE, Inputs
+from moe_optimizer.ops.expert_inputs import Inputs
 from moe_optimizer.ops.fused_experts import check_inputs, run, why_reference
+from moe_optimizer.ops.kernel_arguments import DTYPE_CODE, Router
 from moe_optimizer.ops.registration import register_op
 from moe_optimizer.ops.tensor_check import TensorChecks
-from moe_optimizer.ops.topk_router import LOGITS_DTYPES, SCORINGS, check_router, topk_router
+from moe_optimizer.ops.topk_router import LOGITS_DTYPES, check_router, topk_router
 
 
 class Gate(NamedTuple):
@@ -27,11 +27,19 @@ class Gate(NamedTuple):
     topk_group: int | None
     routed_scaling_factor: float
 
-    @property
-    def groups(self) -> tuple[int, int]:
-        """Groups of neighbouring experts, and those kept per token; (1, 1) without groups."""
+    def router(self, logits: Tensor) -> Router:
+        """Return the same for kernels: 1 group where there are none, the bias contiguous."""
         groups = self.num_expert_group or 1
-        return groups, self.topk_group if groups > 1 and self.topk_group is not None else groups
+        return Router(
+            logits=logits,
+            top_k=self.top_k,
+            scoring=self.scoring,
+            renormalize=self.renormalize,
+            num_expert_group=groups,
+            topk_group=self.topk_group if groups > 1 and self.topk_group is not None else groups,
+            score_bias=None if self.score_bias is None else self.score_bias.contiguous(),
+            routed_scaling_factor=self.routed_scaling_factor,
+        )
 
 
 class Experts(NamedTuple):
@@ -143,57 +151,28 @@ def _run(inputs: _Inputs, out: Tensor) -> None:
     topk_weights, topk_ids = _empty_routing(router_logits, gate)
     reason = why_reference(x, experts.w13, experts.w2, topk_ids)
     if reason is None and x.is_cuda:
-        reason = cuda_dispatch.run_fused_experts(
-            _after_router(x, experts, topk_weights, topk_ids), out, _cuda_router(router_logits, gate)
-        )
+        after_router = _after_router(x, experts, topk_weights, topk_ids)
+        reason = cuda_dispatch.run_fused_experts(after_router, out, gate.router(router_logits.contiguous()))
         if reason is None:
             return
     if reason is None:
-        _route(router_logits, gate, topk_weights, topk_ids)
+        _route(gate.router(router_logits), topk_weights, topk_ids)
     else:
-        topk_weights, topk_ids = topk_router(
-            router_logits,
-            top_k=gate.top_k,
-            renormalize=gate.renormalize,
-            scoring=gate.scoring,
-            num_expert_group=gate.num_expert_group,
-            topk_group=gate.topk_group,
-            score_bias=gate.score_bias,
-            routed_scaling_factor=gate.routed_scaling_factor,
-        )
+        topk_weights, topk_ids = topk_router(router_logits, **gate._asdict())
     run(_after_router(x, experts, topk_weights, topk_ids), out)
 
 
-def _cuda_router(router_logits: Tensor, gate: Gate) -> Router:
-    groups, kept_groups = gate.groups
-    return Router(
-        logits=router_logits.contiguous(),
-        top_k=gate.top_k,
-        scoring=gate.scoring,
-        renormalize=gate.renormalize,
-        num_expert_group=groups,
-        topk_group=kept_groups,
-        score_bias=None if gate.score_bias is None else gate.score_bias.contiguous(),
-        routed_scaling_factor=gate.routed_scaling_factor,
-    )
-
-
-def _route(router_logits: Tensor, gate: Gate, topk_weights: Tensor, topk_ids: Tensor) -> None:
-    score_bias = None if gate.score_bias is None else gate.score_bias.contiguous()
-    groups, kept_groups = gate.groups
-    _load.kernels().topk_router(
-        (router_logits.shape[0], router_logits.shape[1], gate.top_k),
-        (router_logits.data_ptr(), router_logits.stride(0), DTYPE_CODE[router_logits.dtype]),
-        (
-            SCORINGS.index(gate.scoring),
-            gate.renormalize,
-            groups,
-            kept_groups,
-            0 if score_bias is None else score_bias.data_ptr(),
-            gate.routed_scaling_factor,
-        ),
-        (topk_weights.data_ptr(), topk_ids.data_ptr()),
-    )
+def _route(router: Router, topk_weights: Tensor, topk_ids: Tensor) -> None:
+    call = {
+        "num_tokens": router.logits.shape[0],
+        "num_experts": router.logits.shape[1],
+        "top_k": router.top_k,
+        "logits_stride": router.logits.stride(0),
+        "logits_dtype": DTYPE_CODE[router.logits.dtype],
+        "topk_weights": topk_weights.data_ptr(),
+        "topk_ids": topk_ids.data_ptr(),
+    }
+    _load.kernels().topk_router(router.fields(), call)
 
 
 def _parse(arguments: tuple[Any, ...]) -> _Inputs:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.log import get_logger
 from moe_optimizer.ops import _load, cuda_dispatch, reference
-from moe_optimizer.ops.expert_inputs import DTYPE_CODE, MAX_EXPERTS, MAX_TOP_K, Inputs, as_float32
+from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs
+from moe_optimizer.ops.kernel_arguments import ACTIVATIONS, experts_fields
 from moe_optimizer.ops.registration import register_op
 from moe_optimizer.ops.tensor_check import TensorChecks, overlaps_shifted
 
-ACTIVATIONS = ("silu", "swigluoai")
-"""Positions are the codes of csrc/include/moeopt/fused_experts.h."""
-
 SIZE_MULTIPLE = 16
-"""H and I that the kernels cover; other sizes run in `reference`."""
+"""H and I that the CPU kernels cover; other sizes run in `reference`."""
 
 _X_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NO_SCALE, _BLOCK_SCALE, _CHANNEL_SCALE = 0, 1, 2
-
-_log = get_logger(__name__)
 
 
 def fused_experts(
@@ -65,9 +57,11 @@ def fused_experts(
     machine multiplies bfloat16 natively; the experts' outputs are summed in float32 in ascending order of
     expert and rounded once. The result is the same bit for bit for any number of threads and any other
     tokens in the batch.
-    Limits: sizes no kernel covers run in plain torch; `why_reference` says so beforehand, a warning once. For
-    inference: no gradient flows back. On the CPU a process that has called it and then forks must not call it in
-    the child, where the OpenMP threads are gone and the call waits for ever, as torch's own operations do there.
+    Kernel: on the CPU that of the best instruction set; on CUDA the fastest in the speed table of this layer,
+    else one by sizes. `cuda_dispatch.run` takes the kernel that the caller names.
+    Limits: without a kernel (`why_reference`), and for sizes that none covers, it runs in plain torch, with a warning
+    once. For inference: no gradient flows back. On the CPU a process that has called it and then forks must not call
+    it in the child, where the OpenMP threads are gone and the call waits for ever, as torch's own operations do there.
     """
     optional = (expert_map, w13_scale, w2_scale, w13_bias, w2_bias)
     inputs = Inputs(x, w13, w2, topk_weights, topk_ids, *optional, activation)
@@ -78,11 +72,14 @@ def fused_experts(
 
 
 def why_reference(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor) -> str | None:
-    """Return why a valid call with these tensors runs in plain torch, or None where a kernel runs it."""
+    """Return why a valid call with these tensors runs in plain torch, or None where a kernel runs it.
+
+    On CUDA: why none can run on the device. Sizes and alignment are looked at when the op is called.
+    """
     num_experts, two_i, hidden = w13.shape
     top_k = topk_ids.shape[-1]
     if x.device.type == "cuda":
-        return cuda_dispatch.why_not_selected()
+        return cuda_dispatch.why_unavailable(x.device)
     if x.device.type != "cpu":
         return f"no {x.device.type} kernel in this version"
     available, reason = _load.kernels_available()
@@ -173,62 +170,17 @@ def run(inputs: Inputs, out: Tensor, *, isa: str = "") -> None:
         if reason is None:
             return
     if reason is not None:
-        _warn_once(reason)
-        out.copy_(_in_plain_torch(inputs))
+        _load.warn_of_reference("fused_experts", reason)
+        out.copy_(reference.fused_experts(**inputs._asdict()))
         return
-
-    x, w13, w2 = inputs.x, inputs.w13, inputs.w2
-    if overlaps_shifted(out, x):
-        run(inputs._replace(x=x.clone()), out, isa=isa)
+    if overlaps_shifted(out, inputs.x):
+        run(inputs._replace(x=inputs.x.clone()), out, isa=isa)
         return
-    # Small tensors only: the weights are never copied. The names keep them alive during the call.
-    topk_weights, topk_ids = inputs.topk_weights.contiguous(), inputs.topk_ids.contiguous()
-    expert_map = None if inputs.expert_map is None else inputs.expert_map.contiguous()
-    w13_scale, w2_scale = as_float32(inputs.w13_scale), as_float32(inputs.w2_scale)
-    w13_bias, w2_bias = as_float32(inputs.w13_bias), as_float32(inputs.w2_bias)
-    scale_kind = _NO_SCALE
-    if w13_scale is not None:
-        scale_kind = _CHANNEL_SCALE if w13_scale.dim() == 2 else _BLOCK_SCALE
-    num_global = 0 if expert_map is None else expert_map.shape[0]
-    weights_13 = (w13.data_ptr(), w13.stride(0), w13.stride(1))
-    weights_2 = (w2.data_ptr(), w2.stride(0), w2.stride(1))
+    inputs = inputs.for_kernels()
     try:
-        _load.kernels().fused_experts(
-            (x.shape[0], x.shape[1], w2.shape[2], w13.shape[0], num_global, topk_ids.shape[1]),
-            (x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), DTYPE_CODE[x.dtype]),
-            (*weights_13, *weights_2, DTYPE_CODE[w13.dtype]),
-            (scale_kind, _address(w13_scale), _address(w2_scale), _address(w13_bias), _address(w2_bias)),
-            (topk_weights.data_ptr(), topk_ids.data_ptr(), topk_ids.dtype == torch.int64, _address(expert_map)),
-            ACTIVATIONS.index(inputs.activation),
-            isa,
-        )
+        _load.kernels().fused_experts(experts_fields(inputs, out), isa)
     except ValueError as error:
         raise TensorContractError(f"fused_experts: {error}") from None
-
-
-def _in_plain_torch(inputs: Inputs) -> Tensor:
-    return reference.fused_experts(
-        inputs.x,
-        inputs.w13,
-        inputs.w2,
-        inputs.topk_weights,
-        inputs.topk_ids,
-        expert_map=inputs.expert_map,
-        activation=inputs.activation,
-        w13_scale=inputs.w13_scale,
-        w2_scale=inputs.w2_scale,
-        w13_bias=inputs.w13_bias,
-        w2_bias=inputs.w2_bias,
-    )
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    _log.warning("fused_experts runs in plain torch: %s", reason)
 
 
 register_op(

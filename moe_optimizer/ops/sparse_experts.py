@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
-from moe_optimizer.log import get_logger
 from moe_optimizer.ops import _load, reference
-from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K
+from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs
+from moe_optimizer.ops.kernel_arguments import experts_fields
 from moe_optimizer.ops.registration import register_op
 from moe_optimizer.ops.sparse_24 import SIZE_MULTIPLE, SparseWeight, expand_24
 from moe_optimizer.ops.tensor_check import TensorChecks, overlaps_shifted
-
-_log = get_logger(__name__)
 
 
 class SparseInputs(NamedTuple):
@@ -134,28 +131,18 @@ def run_sparse(inputs: SparseInputs, out: Tensor, *, isa: str = "") -> None:
     """Compute checked inputs into `out`. `isa` forces a lesser instruction set than this machine's best."""
     reason = _why_plain_torch(inputs)
     if reason:
-        _warn_once(reason)
+        _load.warn_of_reference("sparse_experts", reason)
         out.copy_(in_plain_torch(inputs))
         return
-    x, expert_map = inputs.x, inputs.expert_map
+    x, routing = inputs.x, (inputs.topk_weights, inputs.topk_ids, inputs.expert_map)
     if overlaps_shifted(out, x):
         run_sparse(inputs._replace(x=x.clone()), out, isa=isa)
         return
-    hidden, width, num_experts = inputs.sizes
-    # Small tensors only. The names keep them alive during the call.
-    topk_weights, topk_ids = inputs.topk_weights.contiguous(), inputs.topk_ids.contiguous()
-    expert_map = None if expert_map is None else expert_map.contiguous()
-    num_global = 0 if expert_map is None else expert_map.shape[0]
-    map_address = 0 if expert_map is None else expert_map.data_ptr()
-    weights = (inputs.w13, inputs.w13_mask, inputs.w2, inputs.w2_mask)
+    dense = Inputs(x, inputs.w13, inputs.w2, *routing, None, None, None, None, "silu").for_kernels()
+    fields = experts_fields(dense, out) | {"intermediate_size": inputs.sizes[1]}
+    masks = {"w13_mask": inputs.w13_mask.data_ptr(), "w2_mask": inputs.w2_mask.data_ptr()}
     try:
-        _load.kernels().sparse_experts(
-            (x.shape[0], hidden, width, num_experts, num_global, topk_ids.shape[1]),
-            (x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)),
-            tuple(tensor.data_ptr() for tensor in weights),
-            (topk_weights.data_ptr(), topk_ids.data_ptr(), topk_ids.dtype == torch.int64, map_address),
-            isa,
-        )
+        _load.kernels().sparse_experts(fields, masks, isa)
     except ValueError as error:
         raise TensorContractError(f"sparse_experts: {error}") from None
 
@@ -168,11 +155,6 @@ def _why_plain_torch(inputs: SparseInputs) -> str:
     if num_experts > MAX_EXPERTS or top_k > MAX_TOP_K:
         return f"at most {MAX_EXPERTS} experts and top-{MAX_TOP_K}, got {num_experts} and top-{top_k}"
     return ""
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    _log.warning("sparse_experts runs in plain torch: %s", reason)
 
 
 register_op(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.errors import TensorContractError
+from moe_optimizer.ops.kernel_arguments import SCORINGS
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SCORINGS = ("softmax", "sigmoid")
 MAX_GROUPS = 32
 
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_optimizer.ops import cuda_dispatch, flash_dmoe, fused_experts
-from moe_optimizer.ops.cuda_dispatch import DirectVariant, GroupedVariant, Variant
-from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
-from moe_optimizer.ops.launch_geometry import GemmMode
+from moe_optimizer.ops import cuda_dispatch, flash_dmoe, fused_experts, why_reference
+from moe_optimizer.ops.cuda_dispatch_calls import sizes_of
+from moe_optimizer.ops.cuda_variants import DirectVariant, GroupedVariant, Variant, rounds_activations
+from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
+from moe_optimizer.ops.launch_geometry import GemmMode, direct_geometry
 from moe_optimizer.ops.launch_geometry.grouped import PAIRED_TILES, TILE_TOKENS
+from moe_optimizer.ops.measured_variant import measured_variant
 from moe_optimizer.ops.topk_router import topk_router
 from tests.kernel_emulator import Case, assert_close, make_case
 
@@ -63,7 +65,7 @@ def test_direct_in_wide_steps_matches_the_reference_with_the_same_bits_every_tim
     # 768 tiles of one token.
     case = on_gpu(make_case(1, 8, 16, hidden, 768))
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
-    assert cuda_dispatch.direct_launch(case.problem, blocks).up_wide
+    assert direct_geometry(sizes_of(case.problem), num_multiprocessors=blocks).up_wide
     first = run(case.problem, DIRECT).clone()
     assert_close(case, first)
     for _ in range(10):
@@ -238,20 +240,33 @@ def test_the_registered_ops_pass_opcheck_and_run_the_kernels(tokens, monkeypatch
     ran = []
     monkeypatch.setattr(cuda_dispatch, "run", lambda *a, _run=cuda_dispatch.run: (ran.append(1), _run(*a))[1])
     arguments = (p.x, p.w13, p.w2, p.topk_weights, p.topk_ids, None, None, None, None, None, "silu")
-    with cuda_dispatch.cuda_kernels_enabled():
-        assert_close(case, fused_experts(p.x, p.w13, p.w2, *ids_and_weights(p)))
-        assert ran
-        torch.library.opcheck(torch.ops.moe_optimizer.fused_experts.default, arguments)
-        out = torch.empty_like(p.x)
-        torch.library.opcheck(torch.ops.moe_optimizer.fused_experts_out.default, (*arguments, out))
+    assert why_reference(p.x, p.w13, p.w2, ids_and_weights(p)[1]) is None
+    assert_close(case, fused_experts(p.x, p.w13, p.w2, *ids_and_weights(p)))
+    assert ran
+    torch.library.opcheck(torch.ops.moe_optimizer.fused_experts.default, arguments)
+    out = torch.empty_like(p.x)
+    torch.library.opcheck(torch.ops.moe_optimizer.fused_experts_out.default, (*arguments, out))
+
+
+# Qwen3-30B-A3B's layer, of which the package ships measured speeds for some GPUs.
+@pytest.mark.parametrize("fp8", [None, "block"])
+@pytest.mark.parametrize("tokens", [1, 32, 300])
+def test_the_default_kernel_of_a_measured_layer_keeps_the_activations(tokens, fp8):
+    case = on_gpu(make_case(tokens, 8, 128, 2048, 768, fp8=fp8))
+    p = case.problem
+    variant = measured_variant(p)
+    assert variant is None or not rounds_activations(str(variant))
+    out = fused_experts(p.x, p.w13, p.w2, *ids_and_weights(p), w13_scale=p.w13_scale, w2_scale=p.w2_scale)
+    assert_close(case, out)
+    if variant is not None:
+        assert torch.equal(out, run(p, variant))
 
 
 def test_the_output_may_be_the_input():
     case = on_gpu(make_case(4, 2, 8, 272, 144))
     p = case.problem
     want = Case(replace(p, x=p.x.clone()))
-    with cuda_dispatch.cuda_kernels_enabled():
-        fused_experts(p.x, p.w13, p.w2, *ids_and_weights(p), out=p.x)
+    fused_experts(p.x, p.w13, p.w2, *ids_and_weights(p), out=p.x)
     assert_close(want, p.x)
 
 
@@ -259,7 +274,6 @@ def test_flash_dmoe_runs_under_torch_compile():
     case = on_gpu(make_case(4, 2, 8, 272, 144))
     p = case.problem
     logits = torch.randn(4, 8, device="cuda")
-    with cuda_dispatch.cuda_kernels_enabled():
-        eager = flash_dmoe(p.x, logits, p.w13, p.w2, top_k=2)
-        compiled = torch.compile(lambda: flash_dmoe(p.x, logits, p.w13, p.w2, top_k=2), fullgraph=True)()
+    eager = flash_dmoe(p.x, logits, p.w13, p.w2, top_k=2)
+    compiled = torch.compile(lambda: flash_dmoe(p.x, logits, p.w13, p.w2, top_k=2), fullgraph=True)()
     assert torch.equal(eager, compiled)

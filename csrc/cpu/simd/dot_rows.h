@@ -30,8 +30,8 @@ constexpr int64_t kChunkTokens = 128;
 constexpr int64_t kAheadBytes = 8192;
 
 template <typename Format, int R, Ahead kAhead>
-inline void multiply_tile(int64_t tokens, const char* const* x, const Block<Format>& block,
-                          typename Format::Vec* state, float* out) {
+inline void multiply_tile(int64_t tokens, const char* const* x, const Block<Format>& block, typename Format::Vec* state,
+                          float* out) {
   if (block.scale[0]) {
     tile_of<Format, R, Scaling::kShared, kAhead>(tokens, x, block, state, out);
   } else {
@@ -87,8 +87,8 @@ void dot_many(const char* const* x, int64_t tokens, const WeightRows<Format>& ro
 
 // out[t * kRows + n] = x[t] . row n, for up to kChunkTokens tokens. `next`: the 16 rows wanted after these, or null.
 template <typename Format>
-void dot_rows(const char* const* x, int64_t tokens, const WeightRows<Format>& rows,
-              const typename Format::Weight* next, const DotScratch<Format>& scratch, float* out) {
+void dot_rows(const char* const* x, int64_t tokens, const WeightRows<Format>& rows, const typename Format::Weight* next,
+              const DotScratch<Format>& scratch, float* out) {
   using Decoded = typename Format::Decoded;
   static_assert(Format::kMaxTokens >= Decoded::kTileTokens, "decoded rows are for several tiles");
   constexpr int64_t kElementBytes = sizeof(typename Format::Weight);

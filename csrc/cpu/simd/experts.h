@@ -121,8 +121,8 @@ void add_weighted(const LayerBuffers& buffers, const WeightMatrix<Format>& w2, i
     const Pair pair = buffers.pairs[first_pair + t];
     float* sum = buffers.sum + pair.token * buffers.sum_stride + j;
     for (int at = 0; at < kRows; at += Simd::kLanes) {
-      const auto y = Simd::fmadd(Simd::load(sums.values + t * sums.stride + at), Simd::load(factor + at),
-                                 Simd::load(offset + at));
+      const auto y =
+          Simd::fmadd(Simd::load(sums.values + t * sums.stride + at), Simd::load(factor + at), Simd::load(offset + at));
       Simd::store(sum + at, Simd::fmadd(Simd::set1(pair.weight), y, Simd::load(sum + at)));
     }
   }
@@ -262,8 +262,12 @@ int64_t scratch_bytes(const FusedExpertsArgs& args) {
 }
 
 template <typename Format>
-constexpr ExpertKernels kExperts = {packed_x_row_bytes<Format>, pack_x_row<Format>, h_row_bytes<Format>,
-                                    scratch_bytes<Format>,      gate_up<Format>,    down<Format>,
+constexpr ExpertKernels kExperts = {packed_x_row_bytes<Format>,
+                                    pack_x_row<Format>,
+                                    h_row_bytes<Format>,
+                                    scratch_bytes<Format>,
+                                    gate_up<Format>,
+                                    down<Format>,
                                     store<Format>};
 
 }  // namespace

@@ -3,9 +3,7 @@
 
 #include <immintrin.h>
 
-#include <cstring>
-
-#include "../number_formats.h"
+#include "formats_fp32.h"
 
 namespace moeopt {
 namespace {
@@ -13,6 +11,9 @@ namespace {
 struct Avx2 {
   using Vec = __m256;
   static constexpr int kLanes = 8;
+  static constexpr int kMaxTokens = 3;  // 12 sums, 3 activations, 1 row: all 16 registers
+  static constexpr int kTileTokens = kMaxTokens;
+  static constexpr int kWideTokensOfFp16 = 0;
   static Vec load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
   static Vec set1(float v) { return _mm256_set1_ps(v); }
@@ -29,68 +30,23 @@ struct Avx2 {
     const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), exponent));
   }
-};
-
-// What the formats of this file share. X is the dtype of x and out.
-template <typename X>
-struct Avx2Format {
-  using Simd = Avx2;
-  using Vec = __m256;
-  using Operand = __m256;
-  using Output = X;
-  static constexpr int kMaxTokens = 3;            // 12 sums, 3 activations, 1 row: all 16 registers
-  static constexpr int kTileTokens = kMaxTokens;  // of a tile among several
-  static constexpr int kWideTokens = 0;           // of a tile over eight rows; 0: never
-  // How far ahead of reading it a row is fetched while one tile of tokens passes (dot_streams.h); 0: not at all.
-  static constexpr int64_t row_ahead_bytes(int /*tokens*/) { return 2048; }
-  static constexpr int64_t kActivationBytes = 4;
-  static constexpr float kUnit = 1.0f;  // weights are multiplied by this with their scale
-  static constexpr bool kDecodes = false;
-  static constexpr bool kPacks = sizeof(X) != sizeof(float);
-
-  static Vec zero() { return _mm256_setzero_ps(); }
-  static Vec broadcast(float v) { return _mm256_set1_ps(v); }
-  static Vec multiply_add(Operand a, Operand b, Vec acc) { return _mm256_fmadd_ps(a, b, acc); }
-  static Vec scale_add(Vec acc, Vec factor, Vec total) { return _mm256_fmadd_ps(acc, factor, total); }
-
+  static Vec load_fp16(const Float16* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
   // Four sums of lanes: pairs, quarters, then halves.
   static void store_sums(const Vec* v, float* out) {
     const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
   }
-
-  static void store_output(const float* values, X* out) {
+  template <typename X>
+  static void store_rounded(const float* values, X* out) {
     for (int n = 0; n < kRows; ++n) from_float(values[n], out + n);
-  }
-
-  // Activations in the order of k.
-  static Operand activation(const char* x, int64_t k, int /*part*/) {
-    return _mm256_loadu_ps(reinterpret_cast<const float*>(x) + k);
-  }
-  static void store_activations(const float* values, char* row, int64_t column) {
-    std::memcpy(reinterpret_cast<float*>(row) + column, values, kRows * sizeof(float));
-  }
-};
-
-struct Avx2Float32 : Avx2Format<float> {
-  using Weight = float;
-  using Decoded = Avx2Float32;
-  static constexpr int kStep = 8, kParts = 1;
-  static Operand weight(const Weight* w, int /*part*/) { return _mm256_loadu_ps(w); }
-};
-
-struct Avx2Float16 : Avx2Format<Float16> {
-  using Weight = Float16;
-  using Decoded = Avx2Float16;
-  static constexpr int kStep = 8, kParts = 1;
-  static Operand weight(const Weight* w, int /*part*/) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
   }
 };
 
 // A BF16 is the upper half of an FP32, so 16 of them become 8 even and 8 odd ones with a shift and a mask.
 // Activations are kept in that order: per 16 columns the 8 even ones, then the 8 odd ones.
-struct Avx2BFloat16 : Avx2Format<BFloat16> {
+struct Avx2BFloat16 : Fp32Format<Avx2, BFloat16> {
   using Weight = BFloat16;
   using Decoded = Avx2BFloat16;
   // The mask takes a register too; with 3 the compiler runs out of them: measured 0.6 of the speed.
@@ -101,9 +57,6 @@ struct Avx2BFloat16 : Avx2Format<BFloat16> {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
     return _mm256_castsi256_ps(part == 0 ? _mm256_slli_epi32(pairs, 16)
                                          : _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-  }
-  static Operand activation(const char* x, int64_t k, int part) {
-    return _mm256_loadu_ps(reinterpret_cast<const float*>(x) + k + part * 8);
   }
   static void store_activations(const float* values, char* row, int64_t column) {
     float* even = reinterpret_cast<float*>(row) + column;
@@ -124,21 +77,11 @@ inline __m128i fp8_to_fp16_bits(const Float8E4M3* w) {
 }
 
 template <typename X>
-struct Avx2DecodedFloat8 : Avx2Format<X> {
-  using Weight = Float16;
-  using Decoded = Avx2DecodedFloat8;
-  static constexpr float kUnit = 256.0f;
-  static constexpr int kStep = 8, kParts = 1;
-  static __m256 weight(const Weight* w, int part) { return Avx2Float16::weight(w, part); }
-};
-
-template <typename X>
-struct Avx2Float8 : Avx2Format<X> {
+struct Avx2Float8 : Fp32Format<Avx2, X> {
   using Weight = Float8E4M3;
-  using Decoded = Avx2DecodedFloat8<X>;
+  using Decoded = DecodedFp8Weights<Avx2, X>;
   static constexpr bool kDecodes = true;
   static constexpr float kUnit = 256.0f;
-  static constexpr int kStep = 8, kParts = 1;
   static __m256 weight(const Weight* w, int /*part*/) { return _mm256_cvtph_ps(fp8_to_fp16_bits(w)); }
   // `ahead`: half as many bytes to fetch meanwhile, or null.
   static void decode_row(const Weight* w, int64_t columns, Float16* out, const char* ahead) {

@@ -3,9 +3,7 @@
 
 #include <immintrin.h>
 
-#include <cstring>
-
-#include "../number_formats.h"
+#include "formats_fp32.h"
 
 namespace moeopt {
 namespace {
@@ -13,6 +11,9 @@ namespace {
 struct Avx512 {
   using Vec = __m512;
   static constexpr int kLanes = 16;
+  static constexpr int kMaxTokens = 6;  // 24 sums, 6 activations, 1 row
+  static constexpr int kTileTokens = 5;
+  static constexpr int kWideTokensOfFp16 = 3;
   static Vec load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
   static Vec set1(float v) { return _mm512_set1_ps(v); }
@@ -25,40 +26,9 @@ struct Avx512 {
   static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
   static Vec round(Vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static Vec times_power_of_two(Vec v, Vec n) { return _mm512_scalef_ps(v, n); }
-};
-
-inline void store_rounded(const float* values, float* out) { _mm512_storeu_ps(out, _mm512_loadu_ps(values)); }
-inline void store_rounded(const float* values, Float16* out) {
-  const __m256i halves = _mm512_cvtps_ph(_mm512_loadu_ps(values), _MM_FROUND_TO_NEAREST_INT);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), halves);
-}
-inline void store_rounded(const float* values, BFloat16* out) {
-  for (int n = 0; n < kRows; ++n) from_float(values[n], out + n);
-}
-
-// What the formats of this file share. X is the dtype of x and out.
-template <typename X>
-struct Avx512Format {
-  using Simd = Avx512;
-  using Vec = __m512;
-  using Operand = __m512;
-  using Output = X;
-  // 24 sums, 6 activations, 1 row.
-  static constexpr int kMaxTokens = 6;
-  static constexpr int kTileTokens = 5;  // of a tile among several
-  static constexpr int kWideTokens = 0;  // of a tile over eight rows; 0: never
-  // How far ahead of reading it a row is fetched while one tile of tokens passes (dot_streams.h); 0: not at all.
-  static constexpr int64_t row_ahead_bytes(int /*tokens*/) { return 2048; }
-  static constexpr int64_t kActivationBytes = 4;
-  static constexpr float kUnit = 1.0f;  // weights are multiplied by this with their scale
-  static constexpr bool kDecodes = false;
-  static constexpr bool kPacks = sizeof(X) != sizeof(float);
-
-  static Vec zero() { return _mm512_setzero_ps(); }
-  static Vec broadcast(float v) { return _mm512_set1_ps(v); }
-  static Vec multiply_add(Operand a, Operand b, Vec acc) { return _mm512_fmadd_ps(a, b, acc); }
-  static Vec scale_add(Vec acc, Vec factor, Vec total) { return _mm512_fmadd_ps(acc, factor, total); }
-
+  static Vec load_fp16(const Float16* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
   // Four sums of lanes: halves, quarters, then pairs.
   static void store_sums(const Vec* v, float* out) {
     __m256 y[kTileRows];
@@ -68,38 +38,19 @@ struct Avx512Format {
     const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
   }
-
-  static void store_output(const float* values, X* out) { store_rounded(values, out); }
-
-  // Activations in the order of k.
-  static Operand activation(const char* x, int64_t k, int /*part*/) {
-    return _mm512_loadu_ps(reinterpret_cast<const float*>(x) + k);
+  static void store_rounded(const float* values, float* out) { store(out, load(values)); }
+  static void store_rounded(const float* values, Float16* out) {
+    const __m256i halves = _mm512_cvtps_ph(load(values), _MM_FROUND_TO_NEAREST_INT);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), halves);
   }
-  static void store_activations(const float* values, char* row, int64_t column) {
-    std::memcpy(reinterpret_cast<float*>(row) + column, values, kRows * sizeof(float));
-  }
-};
-
-struct Avx512Float32 : Avx512Format<float> {
-  using Weight = float;
-  using Decoded = Avx512Float32;
-  static constexpr int kStep = 16, kParts = 1;
-  static Operand weight(const Weight* w, int /*part*/) { return _mm512_loadu_ps(w); }
-};
-
-struct Avx512Float16 : Avx512Format<Float16> {
-  using Weight = Float16;
-  using Decoded = Avx512Float16;
-  static constexpr int kWideTokens = 3;
-  static constexpr int kStep = 16, kParts = 1;
-  static Operand weight(const Weight* w, int /*part*/) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)));
+  static void store_rounded(const float* values, BFloat16* out) {
+    for (int n = 0; n < kRows; ++n) from_float(values[n], out + n);
   }
 };
 
 // A BF16 is the upper half of an FP32, so 32 of them become 16 even and 16 odd ones with a shift and a mask.
 // Activations are kept in that order: per 32 columns the 16 even ones, then the 16 odd ones.
-struct Avx512BFloat16 : Avx512Format<BFloat16> {
+struct Avx512BFloat16 : Fp32Format<Avx512, BFloat16> {
   using Weight = BFloat16;
   using Decoded = Avx512BFloat16;
   // Chosen by measurement: among several, a tile of 3 leaves the L1 cache to the weights, 1.15 times as fast as 5.
@@ -113,9 +64,6 @@ struct Avx512BFloat16 : Avx512Format<BFloat16> {
   static Operand weight(const Weight* w, int part) { return half(_mm512_loadu_si512(w), part); }
   static Operand weight_tail(const Weight* w, int part, int64_t columns) {
     return half(_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << (columns / 2)) - 1), w), part);
-  }
-  static Operand activation(const char* x, int64_t k, int part) {
-    return _mm512_loadu_ps(reinterpret_cast<const float*>(x) + k + part * 16);
   }
   static Operand activation_tail(const char* x, int64_t k, int part, int64_t columns) {
     return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << (columns / 2)) - 1),
@@ -145,18 +93,9 @@ inline __m512 half_of_fp16(__m512i bits, int part) {
 }
 
 template <typename X>
-struct Avx512DecodedFloat8 : Avx512Format<X> {
-  using Weight = Float16;
-  using Decoded = Avx512DecodedFloat8;
-  static constexpr float kUnit = 256.0f;
-  static constexpr int kStep = 16, kParts = 1;
-  static __m512 weight(const Weight* w, int part) { return Avx512Float16::weight(w, part); }
-};
-
-template <typename X>
-struct Avx512Float8 : Avx512Format<X> {
+struct Avx512Float8 : Fp32Format<Avx512, X> {
   using Weight = Float8E4M3;
-  using Decoded = Avx512DecodedFloat8<X>;
+  using Decoded = DecodedFp8Weights<Avx512, X>;
   static constexpr bool kDecodes = true;
   // With one or two tokens decoding takes longer than reading.
   static constexpr int64_t row_ahead_bytes(int tokens) { return tokens < 3 ? 0 : 2048; }
@@ -170,11 +109,8 @@ struct Avx512Float8 : Avx512Format<X> {
     const __m256i codes = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
     return half_of_fp16(fp8_to_fp16_bits(codes), 0);
   }
-  static __m512 activation(const char* x, int64_t k, int part) {
-    return _mm512_loadu_ps(reinterpret_cast<const float*>(x) + k + part * 16);
-  }
   static __m512 activation_tail(const char* x, int64_t k, int part, int64_t /*columns*/) {
-    return part == 0 ? activation(x, k, 0) : _mm512_setzero_ps();
+    return part == 0 ? Avx512Float8::activation(x, k, 0) : _mm512_setzero_ps();
   }
   // `ahead`: half as many bytes to fetch meanwhile, or null.
   static void decode_row(const Weight* w, int64_t columns, Float16* out, const char* ahead) {

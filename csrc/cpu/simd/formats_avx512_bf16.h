@@ -7,30 +7,19 @@ namespace moeopt {
 namespace {
 
 // BF16 activations, read as x has them; the SwiGLU result is rounded to BF16.
-struct DotBFloat16 {
-  using Simd = Avx512;
-  using Vec = __m512;
+struct DotBFloat16 : Fp32Format<Avx512, BFloat16> {
   using Operand = __m512bh;
-  using Output = BFloat16;
   using Weight = BFloat16;
   using Decoded = DotBFloat16;
-  // 24 sums, 6 activations, 1 row.
-  static constexpr int kMaxTokens = 6;
-  static constexpr int kTileTokens = 4;  // of a tile among several; with block scales each sum is two: 32
-  static constexpr int kWideTokens = 3;  // of a tile over eight rows
+  static constexpr int kTileTokens = 4;  // with block scales each sum is two: 32
+  static constexpr int kWideTokens = 3;
   // With one or two tokens the processor fetches ahead by itself, and is measured slower with hints.
   static constexpr int64_t row_ahead_bytes(int tokens) { return tokens < 3 ? 0 : 2048; }
   static constexpr int64_t kActivationBytes = 2;
-  static constexpr float kUnit = 1.0f;
-  static constexpr bool kDecodes = false;
   static constexpr bool kPacks = false;
-  static constexpr int kStep = 32, kParts = 1;
+  static constexpr int kStep = 32;
 
-  static Vec zero() { return _mm512_setzero_ps(); }
-  static Vec broadcast(float v) { return _mm512_set1_ps(v); }
   static Vec multiply_add(Operand a, Operand b, Vec acc) { return _mm512_dpbf16_ps(acc, a, b); }
-  static Vec scale_add(Vec acc, Vec factor, Vec total) { return _mm512_fmadd_ps(acc, factor, total); }
-  static void store_sums(const Vec* v, float* out) { Avx512Format<BFloat16>::store_sums(v, out); }
 
   static __m512bh load(const void* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
   // The first min(columns, 32) of them, the rest zero.
@@ -46,7 +35,6 @@ struct DotBFloat16 {
   static Operand weight(const Weight* w, int /*part*/) { return load(w); }
   static Operand weight_tail(const Weight* w, int /*part*/, int64_t columns) { return load_first(w, columns); }
 
-  static void store_output(const float* values, BFloat16* out) { store_rounded(values, out); }
   static void store_activations(const float* values, char* row, int64_t column) {
     const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(values));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + 2 * column), reinterpret_cast<__m256i>(rounded));

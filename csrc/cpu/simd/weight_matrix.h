@@ -60,8 +60,8 @@ struct WeightMatrix {
   }
 
  private:
-  static WeightMatrix make(const void* weight, int64_t expert_stride, int64_t row_stride, int64_t rows,
-                           int64_t columns, ScaleKind kind, const float* scale, const float* bias, int64_t expert) {
+  static WeightMatrix make(const void* weight, int64_t expert_stride, int64_t row_stride, int64_t rows, int64_t columns,
+                           ScaleKind kind, const float* scale, const float* bias, int64_t expert) {
     int64_t factors = 0;
     if (kind == ScaleKind::kChannel) factors = rows;
     if (kind == ScaleKind::kBlock128) {

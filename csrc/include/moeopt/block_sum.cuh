@@ -5,13 +5,13 @@
 
 namespace moeopt {
 
-// Sum of `value` over the threads before this one, of 32 kWarps; `total`: over all. `warp_sums`: kWarps ints of shared
-// memory, which may be used again after the next sync_block.
+// Returns the sum of `value` over the threads before this one; sets `total` to the sum over all 32 kWarps threads.
+// `warp_sums`: kWarps ints of shared memory, free again after the next bar_sync.
 template <int kWarps>
 MOEOPT_DEVICE int exclusive_sum(int value, int* warp_sums, int& total) {
   const int inclusive = warp_inclusive_sum(value), warp = thread_index() / 32;
   if (thread_index() % 32 == 31) warp_sums[warp] = inclusive;
-  sync_block();
+  bar_sync();
   int before = 0;
   total = 0;
   MOEOPT_UNROLL

@@ -1,8 +1,8 @@
-// out[t] = sum over j ascending of topk_weights[t, j] * y[position of (t, j)], FP32, rounded once.
+// Combine: out[t] = sum over ascending j of topk_weights[t, j] * y[position of (t, j)], in FP32, rounded once.
 //
 //   y BF16 [pairs sorted by expert][H] ──16 bytes per thread──► FP32 sums of 8 columns ──► out BF16
 //
-// One block per token and 2048 columns. Fixed order: the same bits on every run.
+// One block per token and 2048 columns. The order is fixed, so every run gives the same bits.
 #pragma once
 
 #include "moeopt/device.cuh"
@@ -11,7 +11,7 @@
 namespace moeopt {
 
 constexpr int kCombineThreads = 256;
-constexpr int kCombineBatch = 8;  // rows of y in flight: one after the other, each would wait for L2
+constexpr int kCombineBatch = 8;  // rows of y in flight, so that their L2 latencies overlap
 
 struct CombineArgs {
   const uint16_t* y;
@@ -26,7 +26,7 @@ MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kCombineThreads, 1) combine_kernel(const 
   const int64_t token = block_index();
   const int column = (block_index_y() * kCombineThreads + thread_index()) * 8;
   if (column >= args.hidden_size) return;
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   float sum[8] = {};
   for (int first = 0; first < args.top_k; first += kCombineBatch) {
     Vec4 row[kCombineBatch];
@@ -38,7 +38,7 @@ MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kCombineThreads, 1) combine_kernel(const 
       weight[j] = position < 0 ? 0.0f : args.topk_weights[pair];
       row[j] = Vec4{0, 0, 0, 0};
       if (position >= 0) {
-        row[j] = load_shared_across_blocks16(args.y + static_cast<int64_t>(position) * args.hidden_size + column);
+        row[j] = ld_global_cg_v4(args.y + static_cast<int64_t>(position) * args.hidden_size + column);
       }
     }
     MOEOPT_UNROLL
@@ -52,7 +52,7 @@ MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kCombineThreads, 1) combine_kernel(const 
   }
   uint32_t packed[4];
   MOEOPT_UNROLL
-  for (int i = 0; i < 4; ++i) packed[i] = pack_bf16x2(sum[2 * i], sum[2 * i + 1]);
+  for (int i = 0; i < 4; ++i) packed[i] = cvt_bf16x2_f32(sum[2 * i], sum[2 * i + 1]);
   *reinterpret_cast<Vec4*>(args.out + token * args.out_stride + column) = {packed[0], packed[1], packed[2], packed[3]};
 }
 

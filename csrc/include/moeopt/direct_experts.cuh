@@ -1,20 +1,20 @@
-// FlashDMoE for at most 64 tokens: the weights go from global memory straight into mma registers.
+// Direct kernels, for at most 64 tokens: weights go from global memory straight into mma registers.
 //
 //   slot = up to 8 pairs of one expert: the 8 columns of mma.m16n8k16, weights are its 16 rows (direct_routing.cuh)
 //
 //   direct_up_kernel    persistent; tile of 8 gate + 8 up rows (BF16), or twice that (FP8), of one expert x a slot, an
 //                         eighth of K per warp, in steps of 128 or (wide, BF16) 256 bytes of a row
 //                         16-byte loads ──► A registers of mma ──► sum of 8 warps ──► SwiGLU ──► h
-//                         the next tile's first weights are asked for before this one is summed
+//                         the next tile's first weights are loaded before this tile is summed
 //   direct_down_kernel  persistent; 16 rows of the output, every slot; batches of (slot, K) cut evenly over 16 warps
 //                         w2 ──► registers, then wait for h (programmatic dependent launch) ──► mma
 //                         per slot: sums[warp][token] += routing weight x partial;  sum of 16 warps ──► out
 //
-// The second kernel meets no other block: no counters, no partial outputs in global memory. A slot holds a token once,
-// so no two lanes add to the same sum; the order of the additions is fixed, so the bits are those of every run.
+// Blocks of the second kernel are independent: no counters, no partial outputs in global memory. A slot holds a token
+// at most once, so no two lanes add to the same sum. The order of additions is fixed, so every run gives the same bits.
 //
-// A lane reads 16 bytes of a row (lane t of a quad: bytes 16t of every 64), which permutes K; the tokens are read the
-// same way, so both operands see the same permutation.
+// A lane reads 16 bytes of a row (lane t of a quad: bytes 16t of every 64), which permutes K. Tokens are read the same
+// way, so both operands have the same permutation.
 #pragma once
 
 #include "moeopt/device.cuh"
@@ -34,24 +34,24 @@ constexpr int kDirectRows = 16;        // of w2 and of the output, per block of 
 constexpr int kDirectStepBytes = 128;  // of a row of w2 per step: twice 4 lanes x 16 bytes; FP8: one block of scales
 constexpr int kDirectUpSumBytes = kDirectUpWarps * 2 * 128 * 4;
 constexpr int kDirectDownSumBytesPerToken = kDirectDownWarps * kDirectRows * 4;
-// Behind the routing tables: the sums of the warps, before them the scratch of the routing.
+// After the routing tables: first scratch of the routing, later the sums of the warps.
 constexpr int kDirectScratchOffset = (static_cast<int>(sizeof(DirectRouting)) + 15) / 16 * 16;
 
-// Gates of a tile, and as many ups. 8: gates are rows 0 to 7 of one product, ups rows 8 to 15; small tiles divide evenly.
-// FP8 takes 16 in two products: its tokens are twice the bytes of its weights, and a tile reads them once.
+// Gate rows of a tile, and as many up rows. 8: gates are rows 0 to 7 of one product, ups rows 8 to 15; small tiles
+// divide evenly. FP8 takes 16 in two products: a tile reads its tokens once, which are twice the bytes of its weights.
 template <int kWeightBytes>
 constexpr int kDirectUpRows = kWeightBytes == 2 ? 8 : 16;
 
 // Pieces of 64 bytes (4 lanes x 16) of a weight row per step of the first kernel. Wide steps take more registers, so
-// there are fewer blocks: for few tiles that divide better among those.
+// fewer blocks fit: for few tiles, which divide better among fewer blocks.
 constexpr int kDirectNarrow = 2;
 constexpr int kDirectWide = 4;
 
-// Blocks per multiprocessor: as many as their registers leave room for.
+// Blocks per multiprocessor, as many as the registers allow.
 template <int kWeightBytes, int kPieces>
 constexpr int kDirectUpBlocks = kWeightBytes == 2 && kPieces == kDirectNarrow ? 4 : 2;
 
-// Steps of w2 that a warp loads at once, of one slot: memory is faster, the further along a row a read goes.
+// Steps of w2 that a warp loads at once, of one slot: longer reads along a row are faster.
 template <int kWeightBytes>
 constexpr int kDirectDownBatch = kWeightBytes == 2 ? 3 : 2;
 
@@ -61,7 +61,7 @@ struct DirectTokens {
   Vec4 part[2 / kWeightBytes];
 };
 
-// Sets `to` to 16 bytes a lane of every 64-byte piece of a step; zeros where `inside` is false or past the row's end.
+// Loads 16 bytes per lane of every 64-byte piece of a step; zeros where `inside` is false or past the row's end.
 template <int kPieces, typename Load>
 MOEOPT_DEVICE void load_step(Vec4 (&to)[kPieces], int column, int row_bytes, bool inside, Load load) {
   MOEOPT_UNROLL
@@ -84,7 +84,7 @@ MOEOPT_DEVICE DirectTokens<kWeightBytes> load_tokens(int column, int row_bytes, 
   return tokens;
 }
 
-// sums += 16 rows x a piece of weights, not scaled yet, times 8 columns.
+// sums += 16 rows x one piece of weights, not scaled yet, times 8 columns.
 template <int kWeightBytes>
 MOEOPT_DEVICE void multiply_piece(const Vec4& low, const Vec4& high, const DirectTokens<kWeightBytes>& tokens,
                                   float (&sums)[4]) {
@@ -97,8 +97,8 @@ MOEOPT_DEVICE void multiply_piece(const Vec4& low, const Vec4& high, const Direc
     MOEOPT_UNROLL
     for (int i = 0; i < 4; ++i) {
       const Vec4& x = tokens.part[i / 2];
-      mma_m16n8k16(sums, bf16x2_from_e4m3x2(lows[i]), bf16x2_from_e4m3x2(highs[i]), bf16x2_from_e4m3x2(lows[i] >> 16),
-                   bf16x2_from_e4m3x2(highs[i] >> 16), i % 2 ? x.z : x.x, i % 2 ? x.w : x.y);
+      mma_m16n8k16(sums, cvt_bf16x2_e4m3x2(lows[i]), cvt_bf16x2_e4m3x2(highs[i]), cvt_bf16x2_e4m3x2(lows[i] >> 16),
+                   cvt_bf16x2_e4m3x2(highs[i] >> 16), i % 2 ? x.z : x.x, i % 2 ? x.w : x.y);
     }
   }
 }
@@ -110,11 +110,11 @@ MOEOPT_DEVICE void add_scaled_to(float (&sums)[4], float scale, const float (&pa
 
 // --- gate and up -------------------------------------------------------------------------------------------------
 
-// Where this lane's part of a tile lies: gate rows g (and g + 8) and their ups, steps [step, end).
+// This lane's part of a tile: gate rows g (and g + 8) and their up rows, steps [step, end).
 template <int kWeightBytes, int kPieces>
 struct DirectTile {
   const unsigned char* gate;
-  const float* gate_scale;  // of the first block along K; null: none per block
+  const float* gate_scale;  // of the first block along K; null: no block scales
   int64_t up_offset, eight_rows;
   int up_scale_offset, step, end, slot, expert, first;
 
@@ -151,7 +151,7 @@ struct DirectUpStep {
   float scale[2];
 };
 
-// Asks for one step. Past the end: zeros.
+// Loads one step; zeros past the end.
 template <int kWeightBytes, int kPieces>
 MOEOPT_DEVICE void load_up(const FusedExpertsArgs& moe, const DirectTile<kWeightBytes, kPieces>& tile,
                            DirectUpStep<kWeightBytes, kPieces>& weights) {
@@ -161,12 +161,13 @@ MOEOPT_DEVICE void load_up(const FusedExpertsArgs& moe, const DirectTile<kWeight
   for (int a = 0; a < 2; ++a) {
     weights.scale[a] = 1.0f;
     if (kWeightBytes == 1 && tile.gate_scale != nullptr && inside) {
-      weights.scale[a] = load_constant(tile.gate_scale + a * tile.up_scale_offset + tile.step);
+      weights.scale[a] = ld_global_nc(tile.gate_scale + a * tile.up_scale_offset + tile.step);
     }
     MOEOPT_UNROLL
     for (int r = 0; r < DirectUpStep<kWeightBytes, kPieces>::kProducts; ++r) {
       const unsigned char* row = tile.gate + a * tile.up_offset + r * tile.eight_rows;
-      load_step(weights.rows[a][r], column, row_bytes, inside, [&](int byte) { return load_once16(row + byte); });
+      load_step(weights.rows[a][r], column, row_bytes, inside,
+                [&](int byte) { return ld_global_nc_no_allocate_v4(row + byte); });
     }
   }
 }
@@ -180,7 +181,7 @@ MOEOPT_DEVICE void multiply_up(const FusedExpertsArgs& moe, const DirectTile<kWe
   MOEOPT_UNROLL
   for (int piece = 0; piece < kPieces; ++piece) {
     const auto values = load_tokens<kWeightBytes>((tile.step * kPieces + piece) * 64, row_bytes, tokens != nullptr,
-                                                  [&](int k) { return load_constant16(tokens + k); });
+                                                  [&](int k) { return ld_global_nc_v4(tokens + k); });
     if constexpr (kProducts == 1) {
       multiply_piece<kWeightBytes>(weights.rows[0][0][piece], weights.rows[1][0][piece], values, sums[0]);
     } else {
@@ -196,16 +197,16 @@ MOEOPT_DEVICE void multiply_up(const FusedExpertsArgs& moe, const DirectTile<kWe
   }
 }
 
-// Where the sum at index j of a 16 x 8 block lies: j = lane * 4 + register.
+// Row and column of the sum at index j = lane * 4 + register of a 16 x 8 product.
 MOEOPT_DEVICE int fragment_row(int j) { return j / 16 + 8 * ((j & 3) >> 1); }
 MOEOPT_DEVICE int fragment_column(int j) { return 2 * ((j >> 2) & 3) + (j & 1); }
 
 MOEOPT_DEVICE void store_fragment(float* to, const float (&sums)[4]) {
-  *reinterpret_cast<Vec4*>(to + thread_index() % 32 * 4) = Vec4{bits_from_float(sums[0]), bits_from_float(sums[1]),
-                                                                bits_from_float(sums[2]), bits_from_float(sums[3])};
+  *reinterpret_cast<Vec4*>(to + thread_index() % 32 * 4) =
+      Vec4{bits_from_float(sums[0]), bits_from_float(sums[1]), bits_from_float(sums[2]), bits_from_float(sums[3])};
 }
 
-// h of one tile: a thread has one element, gate and up in two products, or in two pairs of registers of one.
+// Stores h of one tile, one element per thread. Gate and up are in two products, or in two register pairs of one.
 template <int kProducts>
 MOEOPT_DEVICE void finish_up(const DirectArgs& args, const DirectRouting& routing, int slot, int expert, int first,
                              const float* reduction) {
@@ -224,7 +225,7 @@ MOEOPT_DEVICE void finish_up(const DirectArgs& args, const DirectRouting& routin
     if (moe.scale_kind == ScaleKind::kChannel) value[a] *= channel_scale(moe.w13_scale, expert, 2 * width, row);
     if (moe.w13_bias != nullptr) value[a] += channel_scale(moe.w13_bias, expert, 2 * width, row);
   }
-  const uint32_t packed = pack_bf16x2(swiglu(moe.activation, value[0], value[1]), 0.0f);
+  const uint32_t packed = cvt_bf16x2_f32(swiglu(moe.activation, value[0], value[1]), 0.0f);
   args.h[static_cast<int64_t>(pair) * width + i] = static_cast<uint16_t>(packed);
 }
 
@@ -235,9 +236,9 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, (kDirectUpBlocks<kWeightBy
   MOEOPT_SHARED_BASE(shared);
   DirectRouting& routing = *reinterpret_cast<DirectRouting*>(shared);
   float* reduction = reinterpret_cast<float*>(shared + kDirectScratchOffset);
-  wait_for_previous_kernel();
-  launch_dependents();  // after the wait: the second kernel may read the ids at once
-  build_direct_routing<kDirectUpWarps>(args.moe, routing, shared + kDirectScratchOffset);  // ends in sync_block
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();  // after the wait: the second kernel may read the ids at once
+  build_direct_routing<kDirectUpWarps>(args.moe, routing, shared + kDirectScratchOffset);  // ends in bar_sync
   const FusedExpertsArgs& moe = args.moe;
   const int warp = thread_index() / 32, column = thread_index() % 32 / 4, top_k = static_cast<int>(moe.top_k);
   const int num_tasks = routing.num_slots * (static_cast<int>(moe.intermediate_size) / kDirectUpRows<kWeightBytes>);
@@ -259,29 +260,29 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectUpWarps * 32, (kDirectUpBlocks<kWeightBy
     }
     g += grid_blocks();
     const bool more = g < num_tasks;
-    if (more) {  // in flight while this tile is summed and finished
+    if (more) {  // in flight while this tile is summed and stored
       tile.locate(moe, routing, g);
       load_up(moe, tile, weights);
     }
     MOEOPT_UNROLL
     for (int p = 0; p < kProducts; ++p) store_fragment(reduction + (warp * kProducts + p) * 128, sums[p]);
-    sync_block();
+    bar_sync();
     finish_up<kProducts>(args, routing, slot, expert, first, reduction);
     if (!more) return;
-    sync_block();
+    bar_sync();
   }
 }
 
 // --- down --------------------------------------------------------------------------------------------------------
 
-// kOnce: as many blocks as tiles of rows. The loop over tiles costs registers, and those loads in flight.
+// kOnce: one tile of rows per block. The loop over tiles costs registers, and therefore loads in flight.
 template <int kWeightBytes, bool kOnce>
 MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
     direct_down_kernel(const MOEOPT_GRID_CONSTANT DirectArgs args) {
   constexpr int kBatch = kDirectDownBatch<kWeightBytes>;
   MOEOPT_SHARED_BASE(shared);
   DirectRouting& routing = *reinterpret_cast<DirectRouting*>(shared);
-  build_direct_routing<kDirectDownWarps>(args.moe, routing, shared + kDirectScratchOffset);  // ends in sync_block
+  build_direct_routing<kDirectDownWarps>(args.moe, routing, shared + kDirectScratchOffset);  // ends in bar_sync
   const FusedExpertsArgs& moe = args.moe;
   const int warp = thread_index() / 32, group = thread_index() % 32 / 4, quad_lane = thread_index() % 4;
   const int hidden = static_cast<int>(moe.hidden_size), width = static_cast<int>(moe.intermediate_size);
@@ -308,11 +309,11 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
       MOEOPT_UNROLL
       for (int r = 0; r < 2; ++r) {
         load_step(weights[u][r], column, row_bytes, u < count,
-                  [&](int byte) { return load_once16(source + r * eight_rows + byte); });
+                  [&](int byte) { return ld_global_nc_no_allocate_v4(source + r * eight_rows + byte); });
       }
       scale[u] = 1.0f;
       if (kWeightBytes == 1 && moe.scale_kind == ScaleKind::kBlock128 && u < count) {
-        scale[u] = load_constant(moe.w2_scale + expert * scale_blocks + scale_row + step + u);
+        scale[u] = ld_global_nc(moe.w2_scale + expert * scale_blocks + scale_row + step + u);
       }
     }
   };
@@ -326,10 +327,10 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
     if (left > 0) load();
   };
   start(block_index());
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   for (int tile = block_index();;) {
     for (int i = thread_index() % 32; i < num_sums; i += 32) sums[i] = 0.0f;
-    sync_warp();
+    bar_warp_sync();
     float partial[4] = {0, 0, 0, 0};
     bool has_first_step = step == 0;
     while (left > 0) {
@@ -342,7 +343,7 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
         for (int half = 0; half < 2; ++half) {
           values[u][half] =
               load_tokens<kWeightBytes>((step + u) * kDirectStepBytes + half * 64, row_bytes, pair >= 0 && u < count,
-                                        [&](int k) { return load_shared_across_blocks16(h + k); });
+                                        [&](int k) { return ld_global_cg_v4(h + k); });
         }
       }
       MOEOPT_UNROLL
@@ -372,13 +373,14 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
         const int row = group + 8 * (r / 2), to = slot_pair(routing, done, quad_lane * 2 + r % 2);
         if (to >= 0) {
           float value = partial[r];
-          if (moe.scale_kind == ScaleKind::kChannel) value *= channel_scale(moe.w2_scale, expert, hidden, first_row + row);
-          if (moe.w2_bias != nullptr && adds_bias) value += channel_scale(moe.w2_bias, expert, hidden, first_row + row);
+          const int at = first_row + row;
+          if (moe.scale_kind == ScaleKind::kChannel) value *= channel_scale(moe.w2_scale, expert, hidden, at);
+          if (moe.w2_bias != nullptr && adds_bias) value += channel_scale(moe.w2_bias, expert, hidden, at);
           sums[to / top_k * kDirectRows + row] += routing.weight[to] * value;
         }
         partial[r] = 0.0f;
       }
-      sync_warp();  // another lane may have the token in the next slot
+      bar_warp_sync();  // another lane may have the token in the next slot
     }
     const int rows = first_row;
     bool more = false;
@@ -387,16 +389,16 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kDirectDownWarps * 32, 1)
       more = tile < hidden / kDirectRows;
       if (more) start(tile);  // in flight while this tile is summed
     }
-    sync_block();
+    bar_sync();
     for (int i = thread_index(); i < num_sums; i += block_threads()) {
       float sum = 0;
       MOEOPT_UNROLL
       for (int w = 0; w < kDirectDownWarps; ++w) sum += all_sums[w * num_sums + i];
       static_cast<uint16_t*>(moe.out)[i / kDirectRows * moe.out_stride + rows + i % kDirectRows] =
-          static_cast<uint16_t>(pack_bf16x2(sum, 0.0f));
+          static_cast<uint16_t>(cvt_bf16x2_f32(sum, 0.0f));
     }
     if (!more) return;
-    sync_block();
+    bar_sync();
   }
 }
 

@@ -2,11 +2,11 @@
 //
 //   pairs p = token * k + j  ──►  bit `token` in the mask of the expert  ──►  rank = bits below, count = bits
 //                prefix sums over experts  ──►  pairs sorted by (expert, token)
-//   once more for the pairs whose token named the same expert before, if there are any, and so on
+//   repeated for pairs whose token named the same expert before, if there are any
 //   slots: runs of one expert, at most 8 pairs each. A token is in a slot at most once.
-//   At most 32 pairs of at most 8 tokens: one warp does it in registers, with a lane per pair.
+//   At most 32 pairs of at most 8 tokens: one warp does it in registers, one lane per pair.
 //
-// No pass over all pairs per pair: the time hardly depends on their number. It counts: no weight is asked for before.
+// No loop over all pairs for each pair: no weight is loaded before the list is complete, so its time counts.
 #pragma once
 
 #include "moeopt/block_sum.cuh"
@@ -32,7 +32,7 @@ struct DirectRouting {
   int warp_sums[kDirectMaxWarps];
 };
 
-// Scratch of build_direct_routing per expert: a mask of 64 bits and the packed sums before it.
+// Scratch bytes of build_direct_routing per expert: a mask of 64 bits and a packed prefix sum.
 constexpr int kDirectScratchPerExpert = 12;
 
 // Pair in a column of a slot, or -1.
@@ -47,35 +47,35 @@ MOEOPT_DEVICE int repeats_before(const DirectRouting& routing, int pair, int top
   return before;
 }
 
-// Where the pairs and slots of an expert start, both counts in one number.
+// Number of pairs and of slots in one int.
 struct PackedSums {
   MOEOPT_DEVICE static int of(uint32_t low, uint32_t high) {
-    const int pairs = count_bits(low) + count_bits(high);
+    const int pairs = popc(low) + popc(high);
     return ((pairs + kSlotColumns - 1) / kSlotColumns << 16) | pairs;
   }
   MOEOPT_DEVICE static int pairs(int packed) { return packed & 0xffff; }
   MOEOPT_DEVICE static int slots(int packed) { return packed >> 16; }
 };
 
-// The work list of at most 32 pairs of at most 8 tokens, by one warp: a lane has a pair, slots lie in the order of
-// their first pairs.
+// Work list of at most 32 pairs of at most 8 tokens, by one warp: one lane per pair, slots in the order of their first
+// pairs.
 MOEOPT_DEVICE void build_small_routing(const FusedExpertsArgs& moe, DirectRouting& routing) {
   const int lane = thread_index() % 32, num_pairs = static_cast<int>(moe.num_tokens * moe.top_k);
   const int top_k = static_cast<int>(moe.top_k);
   const int expert = lane < num_pairs ? expert_of_pair(moe, lane) : -1;
-  if (lane < num_pairs) routing.weight[lane] = load_shared_across_blocks(moe.topk_weights + lane);
+  if (lane < num_pairs) routing.weight[lane] = ld_global_cg(moe.topk_weights + lane);
   const uint32_t below = (1u << lane) - 1u, of_token = below & ~((1u << (lane / top_k * top_k)) - 1u);
-  const int repeat = count_bits(warp_match(expert) & of_token);  // how often the token named the expert before
-  const uint32_t group = warp_match(expert < 0 ? -1 : expert * 32 + repeat);  // a token is in it once: at most 8
+  const int repeat = popc(match_any(expert) & of_token);  // how often the token named the expert before
+  const uint32_t group = match_any(expert < 0 ? -1 : expert * 32 + repeat);  // a token is in it once: at most 8
   const bool first = expert >= 0 && (group & below) == 0;
-  const int packed = first ? (1 << 16) + count_bits(group) : 0, sum = warp_inclusive_sum(packed);  // slots, pairs
+  const int packed = first ? (1 << 16) + popc(group) : 0, sum = warp_inclusive_sum(packed);  // slots, pairs
   if (first) {
     const int slot = (sum >> 16) - 1;
-    int at = (sum & 0xffff) - count_bits(group);
+    int at = (sum & 0xffff) - popc(group);
     routing.slot_expert[slot] = static_cast<int16_t>(expert);
     routing.slot_begin[slot] = static_cast<int16_t>(at);
     for (uint32_t rest = group; rest != 0; rest &= rest - 1) {
-      routing.sorted_pair[at++] = static_cast<int16_t>(count_bits((rest & (0u - rest)) - 1u));  // the lowest lane
+      routing.sorted_pair[at++] = static_cast<int16_t>(popc((rest & (0u - rest)) - 1u));  // the lowest lane
     }
   }
   if (lane == 31) {
@@ -92,7 +92,7 @@ MOEOPT_DEVICE void build_direct_routing(const FusedExpertsArgs& moe, DirectRouti
   const int num_experts = static_cast<int>(moe.num_local_experts), thread = thread_index();
   if (num_pairs <= 32 && moe.num_tokens <= kSlotColumns) {
     if (thread < 32) build_small_routing(moe, routing);
-    sync_block();
+    bar_sync();
     return;
   }
   uint32_t* masks = reinterpret_cast<uint32_t*>(scratch);
@@ -103,28 +103,28 @@ MOEOPT_DEVICE void build_direct_routing(const FusedExpertsArgs& moe, DirectRouti
     const int p = thread + i * kThreads;
     expert[i] = p < num_pairs ? expert_of_pair(moe, p) : -1;
     before[i] = 0;
-    if (p < num_pairs) routing.weight[p] = load_shared_across_blocks(moe.topk_weights + p);
+    if (p < num_pairs) routing.weight[p] = ld_global_cg(moe.topk_weights + p);
   }
   for (int i = thread; i < 2 * num_experts; i += kThreads) masks[i] = 0;
   if (thread == 0) routing.has_repeats = routing.last_repeat = 0;
-  sync_block();
+  bar_sync();
   MOEOPT_UNROLL
   for (int i = 0; i < kRounds; ++i) {
     const int p = thread + i * kThreads, token = p / top_k;
     if (p < num_pairs) routing.expert[p] = static_cast<int16_t>(expert[i]);
     if (expert[i] < 0) continue;
     const uint32_t bit = 1u << (token % 32);
-    const bool again = atomic_or_shared(masks + 2 * expert[i] + token / 32, bit) & bit;
-    if (again) atomic_max_shared(&routing.has_repeats, 1);
+    const bool again = atom_or_shared(masks + 2 * expert[i] + token / 32, bit) & bit;
+    if (again) atom_max_shared(&routing.has_repeats, 1);
   }
-  sync_block();
+  bar_sync();
   if (routing.has_repeats) {
     MOEOPT_UNROLL
     for (int i = 0; i < kRounds; ++i) {
       if (expert[i] >= 0) before[i] = repeats_before(routing, thread + i * kThreads, top_k);
-      atomic_max_shared(&routing.last_repeat, before[i]);
+      atom_max_shared(&routing.last_repeat, before[i]);
     }
-    sync_block();
+    bar_sync();
   }
   const int last_repeat = routing.last_repeat;
   int done = 0;  // of the repeats before, packed
@@ -149,25 +149,25 @@ MOEOPT_DEVICE void build_direct_routing(const FusedExpertsArgs& moe, DirectRouti
       routing.num_slots = PackedSums::slots(done);
       routing.slot_begin[PackedSums::slots(done)] = static_cast<int16_t>(PackedSums::pairs(done));
     }
-    sync_block();
+    bar_sync();
     MOEOPT_UNROLL
     for (int i = 0; i < kRounds; ++i) {
       const int p = thread + i * kThreads, token = p / top_k;
       if (expert[i] < 0 || before[i] != repeat) continue;
       const uint32_t low = masks[2 * expert[i]], high = masks[2 * expert[i] + 1], below = (1u << (token % 32)) - 1u;
-      const int rank = token < 32 ? count_bits(low & below) : count_bits(low) + count_bits(high & below);
+      const int rank = token < 32 ? popc(low & below) : popc(low) + popc(high & below);
       routing.sorted_pair[PackedSums::pairs(starts[expert[i]]) + rank] = static_cast<int16_t>(p);
     }
-    sync_block();
+    bar_sync();
     if (repeat == last_repeat) return;
     for (int i = thread; i < 2 * num_experts; i += kThreads) masks[i] = 0;
-    sync_block();
+    bar_sync();
     MOEOPT_UNROLL
     for (int i = 0; i < kRounds; ++i) {
       const int token = (thread + i * kThreads) / top_k;
-      if (before[i] == repeat + 1) atomic_or_shared(masks + 2 * expert[i] + token / 32, 1u << (token % 32));
+      if (before[i] == repeat + 1) atom_or_shared(masks + 2 * expert[i] + token / 32, 1u << (token % 32));
     }
-    sync_block();
+    bar_sync();
   }
 }
 

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "moeopt/fields.h"
+
 namespace moeopt {
 
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8E4M3 = 3 };
@@ -17,6 +19,9 @@ enum class Activation : int32_t {
 
 enum class ScaleKind : int32_t { kNone = 0, kBlock128 = 1, kChannel = 2 };
 
+// What the grouped CUDA kernels multiply: weights x tokens.
+enum class GemmMode { kBf16 = 0, kFp8Weights = 1, kFp8 = 2 };  // BF16 x BF16; E4M3 x BF16; E4M3 x E4M3
+
 // Instruction sets the kernels are built for, weakest first.
 enum class Isa : int32_t { kGeneric = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
 
@@ -26,11 +31,11 @@ constexpr int64_t kSizeMultiple = 16;  // H and I; the vector loops rely on it
 constexpr int64_t kScaleBlock = 128;
 
 struct FusedExpertsArgs {
-  int64_t num_tokens;         // T
-  int64_t hidden_size;        // H
-  int64_t intermediate_size;  // I
-  int64_t num_local_experts;  // E, the experts in w13 and w2
-  int64_t num_global_experts; // entries of expert_map; unused without a map
+  int64_t num_tokens;          // T
+  int64_t hidden_size;         // H
+  int64_t intermediate_size;   // I
+  int64_t num_local_experts;   // E, the experts in w13 and w2
+  int64_t num_global_experts;  // entries of expert_map; unused without a map
   int64_t top_k;
 
   const void* x;       // [T, H], last dimension contiguous
@@ -39,8 +44,8 @@ struct FusedExpertsArgs {
   int64_t out_stride;  // elements between tokens
   DType x_dtype;
 
-  const void* w13;  // [E, 2I, H], last dimension contiguous
-  const void* w2;   // [E, H, I], last dimension contiguous
+  const void* w13;                            // [E, 2I, H], last dimension contiguous
+  const void* w2;                             // [E, H, I], last dimension contiguous
   int64_t w13_expert_stride, w13_row_stride;  // elements
   int64_t w2_expert_stride, w2_row_stride;    // elements
   DType weight_dtype;
@@ -57,6 +62,11 @@ struct FusedExpertsArgs {
   const int32_t* expert_map;  // contiguous [num_global_experts] -> local id or negative; or null
 
   Activation activation;
+
+  MOEOPT_FIELDS(num_tokens, hidden_size, intermediate_size, num_local_experts, num_global_experts, top_k, x, x_stride,
+                out, out_stride, x_dtype, w13, w2, w13_expert_stride, w13_row_stride, w2_expert_stride, w2_row_stride,
+                weight_dtype, scale_kind, w13_scale, w2_scale, w13_bias, w2_bias, topk_weights, topk_ids, ids_are_int64,
+                expert_map, activation)
 };
 
 // Best instruction set of this machine that was compiled in.

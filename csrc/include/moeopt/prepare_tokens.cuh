@@ -1,12 +1,11 @@
-// Activations as a grouped GEMM over FP8 weights wants them.
+// Prepares the activations for the grouped GEMM over FP8 weights.
 //
-// permute:  BF16 in, BF16 out, each 16 along K reordered. A lane that reads 4 neighbouring FP8 weights holds
-//           K = 4t .. 4t+3 of the 16, where the instruction's operand wants 2t, 2t+1, 2t+8, 2t+9. Moving the tokens
-//           instead is cheaper: position q of the output holds K = kPermutation[q].
-//           One warp per 128 elements of a row: a lane has 4.
-// quantize: BF16 in, E4M3 and one FP32 scale per row out: scale = max |x| / 448. One scale for the whole row costs no
-//           accuracy that shows: E4M3 is a floating-point format, values down to 2^-15 of the largest keep their 4
-//           significant bits. It spares the GEMM a factor per token and 128 of K. One warp per row.
+// permute:  BF16 in, BF16 out, each 16 along K reordered. A lane reads 4 neighbouring FP8 weights, K = 4t .. 4t+3, but
+//           the wgmma operand needs 2t, 2t+1, 2t+8, 2t+9. Permuting the tokens is cheaper than permuting the weights.
+//           One warp per 128 elements of a row, 4 per lane.
+// quantize: BF16 in, E4M3 and one FP32 scale per row out: scale = max |x| / 448. One scale per row is accurate enough:
+//           E4M3 is a floating-point format, so values down to 2^-15 of the largest keep their 4 significant bits. It
+//           saves the GEMM a factor per token and 128 of K. One warp per row.
 #pragma once
 
 #include "moeopt/device.cuh"
@@ -17,18 +16,18 @@ namespace moeopt {
 constexpr int kPrepareThreads = 256;
 constexpr float kLargestE4M3 = 448.0f;
 
-// Where the element at K = k % 16 goes: pairs (4t, 4t+1) to 2t, pairs (4t+2, 4t+3) to 2t + 8.
+// New position of element k among its 16: pairs (4t, 4t+1) go to 2t, pairs (4t+2, 4t+3) to 2t + 8.
 MOEOPT_DEVICE int permuted_position(int k) { return (k & ~15) | ((k & 12) >> 1) | ((k & 2) << 2) | (k & 1); }
 
-// The scale of values of which the largest magnitude is `top`. Zeros, and what is so small that ratios of two scales
-// could be infinite, get 1 and become zeros. NaN and infinity stay visible through the scale.
+// Scale for values up to `top` in magnitude. Values so small that the ratio of two scales could be infinite get scale 1
+// and become zeros. NaN and infinity stay visible through the scale.
 MOEOPT_DEVICE float quantization_scale(float top) { return top < 0x1p-60f ? 1.0f : top * (1.0f / kLargestE4M3); }
 
 MOEOPT_DEVICE float float_of_bf16(uint32_t pair, int index) {
   return float_from_bits(index ? pair & 0xffff0000u : pair << 16);
 }
 
-// Magnitudes of BF16 pairs, as bits: their order is that of the numbers, NaN above all.
+// Larger magnitudes of BF16 pairs, as bits: bits order like the numbers, NaN above all.
 MOEOPT_DEVICE uint32_t larger_magnitudes(uint32_t pairs, uint32_t magnitudes) {
   return max_u16x2(pairs & 0x7fff7fffu, magnitudes);
 }
@@ -46,11 +45,11 @@ struct Quantized8 {
 };
 MOEOPT_DEVICE Quantized8 quantize8(const Vec4& v, float scale) {
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-  const float inverse = reciprocal_fast(scale);
+  const float inverse = rcp_approx(scale);
   uint32_t pairs[4];
   MOEOPT_UNROLL
   for (int i = 0; i < 4; ++i) {
-    pairs[i] = pack_e4m3x2(float_of_bf16(words[i], 0) * inverse, float_of_bf16(words[i], 1) * inverse);
+    pairs[i] = cvt_e4m3x2_f32(float_of_bf16(words[i], 0) * inverse, float_of_bf16(words[i], 1) * inverse);
   }
   return {pairs[0] | (pairs[1] << 16), pairs[2] | (pairs[3] << 16)};
 }
@@ -58,9 +57,9 @@ MOEOPT_DEVICE Quantized8 quantize8(const Vec4& v, float scale) {
 struct PrepareArgs {
   const uint16_t* in;  // [rows][row_stride] BF16
   int64_t in_stride;
-  uint16_t* permuted;   // [rows][depth], or null
-  uint8_t* quantized;   // [rows][depth], or null
-  float* scale;         // [rows]
+  uint16_t* permuted;  // [rows][depth], or null
+  uint8_t* quantized;  // [rows][depth], or null
+  float* scale;        // [rows]
   int64_t rows;
   int32_t depth;  // multiple of 16
 };
@@ -80,7 +79,7 @@ MOEOPT_DEVICE void permute_rows(const PrepareArgs& args, int block, int num_bloc
   }
 }
 
-// 2048 elements of a row are in registers at a time, read at once; a longer row is read again for the rounding.
+// Keeps 2048 elements of a row in registers; a longer row is read a second time for the rounding.
 MOEOPT_DEVICE void quantize_rows(const PrepareArgs& args, int block, int num_blocks) {
   constexpr int kVectors = 8, kSpan = kVectors * 32 * 8;
   const int lane = thread_index() % 32;
@@ -103,7 +102,7 @@ MOEOPT_DEVICE void quantize_rows(const PrepareArgs& args, int block, int num_blo
       MOEOPT_UNROLL
       for (int i = 0; i < kVectors; ++i) magnitudes = larger_magnitudes(values[i], magnitudes);
     }
-    const float scale = quantization_scale(float_from_bits(warp_max(larger_of_pair(magnitudes))));
+    const float scale = quantization_scale(float_from_bits(redux_max(larger_of_pair(magnitudes))));
     if (lane == 0) args.scale[row] = scale;
     for (int span = 0; span < args.depth; span += kSpan) {
       if (args.depth > kSpan) read(span);
@@ -119,7 +118,7 @@ MOEOPT_DEVICE void quantize_rows(const PrepareArgs& args, int block, int num_blo
   }
 }
 
-// By `num_blocks` blocks of kPrepareThreads, of which this is number `block`.
+// By `num_blocks` blocks of kPrepareThreads threads; this is number `block`.
 MOEOPT_DEVICE void prepare_tokens(const PrepareArgs& args, int block, int num_blocks) {
   if (args.permuted != nullptr) {
     permute_rows(args, block, num_blocks);

@@ -1,13 +1,13 @@
-// From top-k ids to work for the grouped GEMMs: pairs sorted by expert, stable, and a table of token tiles.
+// Routing of the grouped kernels: from top-k ids to pairs sorted by expert (stable) and a table of token tiles.
 //
-//   pairs [T k] ──blocks of 1024, 128 per warp──► lanes with the same expert found by a match: rank of a pair in its warp,
-//                 counts per warp and expert ──prefix over warps──► rank in the block, histogram of the block
-//                 last block to arrive ──► prefix over blocks, offsets per expert, tile table
-//                 further blocks of the launch: the tokens as FP8 weights want them (prepare_tokens.cuh)
+//   pairs [T k] ──blocks of 1024, 128 per warp──► match.any finds the lanes with the same expert: rank of a pair in its
+//                 warp, counts per warp and expert ──prefix over warps──► rank in the block, histogram of the block
+//                 last block to arrive ──► prefix over blocks, expert offsets, tile table
+//                 further blocks of the launch prepare the tokens for FP8 weights (prepare_tokens.cuh)
 //   second launch (or the only block itself): position = offset[e] + prefix[block][e] + rank
 //                 ──► sorted_token[position] = pair / k, pair_position[pair] = position
 //
-// Stable and without floating point: the same ids give the same order on every run.
+// The same ids give the same order on every run.
 #pragma once
 
 #include "moeopt/block_sum.cuh"
@@ -22,13 +22,13 @@ namespace moeopt {
 constexpr int kRouteThreads = kPrepareThreads;
 constexpr int kRoutePairs = 1024;  // per block
 constexpr int kRouteWarps = kRouteThreads / 32;
-constexpr int kEvenFromTokens = 128;  // tiles at least so wide share evenly
+constexpr int kEvenFromTokens = 128;                       // tiles at least this wide share an expert's tokens evenly
 constexpr int kRouteRounds = kRoutePairs / kRouteThreads;  // pairs per thread
 
-// Tokens of one expert that one tile of a grouped GEMM takes: positions [begin, begin + count); none in a pair of tiles
-// for a single token. `rows_made`: row tiles of the gate+up launch whose h is there; 0 after the routing.
+// Positions [begin, begin + count) of one expert; count is 0 for the second of a pair of tiles that share a single
+// token. `row_tiles_done`: row tiles of the up launch whose h is stored; the routing sets it to 0.
 struct alignas(16) TokenTile {
-  int expert, begin, count, rows_made;
+  int expert, begin, count, row_tiles_done;
 };
 
 struct RouteArgs {
@@ -36,15 +36,15 @@ struct RouteArgs {
   int* block_counts;    // [blocks][E]; becomes the prefix over blocks
   int* pair_rank;       // [T k] rank within block and expert
   int* expert_offsets;  // [E + 1]
-  int* sorted_token;     // [T k]
+  int* sorted_token;    // [T k]
   int* pair_position;   // [T k], -1: skipped
   TokenTile* tiles;     // [T k / tile_tokens + E] at most
   int* num_tiles;       // [1]
-  int* tasks_taken;     // [2] of gate+up and of down: becomes zero
+  int* tile_counters;   // [2] of the up and the down GEMM; becomes zero
   int* block_arrivals;  // [1]; zero between launches
   int32_t tile_tokens;
-  int32_t num_blocks;      // that count pairs
-  int32_t tiles_together;  // 1, or 2: an expert's tiles come in pairs, and share its tokens evenly
+  int32_t num_blocks;      // blocks that count pairs
+  int32_t tiles_together;  // 1, or 2: an expert's tiles come in pairs that share its tokens evenly
 };
 
 MOEOPT_DEVICE int* block_count(const RouteArgs& args, int block, int expert) {
@@ -68,19 +68,19 @@ MOEOPT_DEVICE RoutedPairs count_block(const RouteArgs& args, int* counts, uint16
   RoutedPairs mine;
   experts_of_pairs(args.moe, RoutedPairs::pair(0), 32, num_pairs, mine.expert);
   for (int i = thread_index(); i < kRouteWarps * num_experts; i += kRouteThreads) warp_counts[i] = 0;
-  sync_block();
+  bar_sync();
   uint16_t* of_warp = warp_counts + thread_index() / 32 * num_experts;
   MOEOPT_UNROLL
   for (int i = 0; i < kRouteRounds; ++i) {
     const int expert = mine.expert[i];
-    const uint32_t same = warp_match(expert);
-    const int before = count_bits(same & ((1u << lane) - 1u));
+    const uint32_t same = match_any(expert);
+    const int before = popc(same & ((1u << lane) - 1u));
     mine.rank[i] = expert < 0 ? 0 : of_warp[expert] + before;
-    sync_warp();
-    if (expert >= 0 && before == 0) of_warp[expert] = static_cast<uint16_t>(of_warp[expert] + count_bits(same));
-    sync_warp();
+    bar_warp_sync();
+    if (expert >= 0 && before == 0) of_warp[expert] = static_cast<uint16_t>(of_warp[expert] + popc(same));
+    bar_warp_sync();
   }
-  sync_block();
+  bar_sync();
   for (int e = thread_index(); e < num_experts; e += kRouteThreads) {
     int sum = 0;
     MOEOPT_UNROLL
@@ -91,7 +91,7 @@ MOEOPT_DEVICE RoutedPairs count_block(const RouteArgs& args, int* counts, uint16
     }
     counts[e] = sum;
   }
-  sync_block();
+  bar_sync();
   MOEOPT_UNROLL
   for (int i = 0; i < kRouteRounds; ++i) {
     if (mine.expert[i] >= 0) mine.rank[i] += of_warp[mine.expert[i]];
@@ -104,12 +104,12 @@ MOEOPT_DEVICE void add_blocks(const RouteArgs& args, int* totals) {
   const int num_experts = static_cast<int>(args.moe.num_local_experts);
   for (int e = thread_index(); e < num_experts; e += kRouteThreads) {
     int before = 0;
-    // 16 loads at a time: one after the other, each would wait for L2.
+    // 16 loads at a time, so that their L2 latencies overlap.
     for (int first = 0; first < args.num_blocks; first += 16) {
       int value[16];
       MOEOPT_UNROLL
       for (int i = 0; i < 16; ++i) {
-        value[i] = first + i < args.num_blocks ? load_shared_across_blocks(block_count(args, first + i, e)) : 0;
+        value[i] = first + i < args.num_blocks ? ld_global_cg(block_count(args, first + i, e)) : 0;
       }
       MOEOPT_UNROLL
       for (int i = 0; i < 16; ++i) {
@@ -119,7 +119,7 @@ MOEOPT_DEVICE void add_blocks(const RouteArgs& args, int* totals) {
     }
     totals[e] = before;
   }
-  sync_block();
+  bar_sync();
 }
 
 // Tiles of an expert with `count` pairs.
@@ -127,8 +127,8 @@ MOEOPT_DEVICE int tiles_of(const RouteArgs& args, int count) {
   return ceil_div(count, args.tile_tokens * args.tiles_together) * args.tiles_together;
 }
 
-// Narrow tiles are filled, the last one takes the rest. Wide ones share an expert's tokens evenly, in steps of the
-// columns they can leave out: two of 80 take less than one of 144 and one of 16.
+// Narrow tiles are filled, the last one takes the rest. Wide tiles share an expert's tokens evenly, in steps of 16
+// columns, the unit they can leave out: two of 80 take less time than one of 144 and one of 16.
 MOEOPT_DEVICE int tokens_per_tile(const RouteArgs& args, int count, int tiles) {
   if (tiles == 0 || (args.tiles_together == 1 && args.tile_tokens < kEvenFromTokens)) return args.tile_tokens;
   const int share = ceil_div(count, tiles);
@@ -146,7 +146,7 @@ MOEOPT_DEVICE void write_tiles(const RouteArgs& args, int* totals, int* warp_sum
     tiles += tiles_of(args, totals[e]);
   }
   int position = exclusive_sum<kRouteWarps>(pairs, warp_sums, num_active);
-  sync_block();
+  bar_sync();
   int tile = exclusive_sum<kRouteWarps>(tiles, warp_sums, num_tiles);
   for (int e = begin; e < end; ++e) {
     const int count = totals[e];
@@ -162,7 +162,7 @@ MOEOPT_DEVICE void write_tiles(const RouteArgs& args, int* totals, int* warp_sum
   if (thread_index() == 0) {
     args.expert_offsets[num_experts] = num_active;
     *args.num_tiles = num_tiles;
-    args.tasks_taken[0] = args.tasks_taken[1] = 0;
+    args.tile_counters[0] = args.tile_counters[1] = 0;
     *args.block_arrivals = 0;
   }
 }
@@ -186,7 +186,7 @@ MOEOPT_DEVICE void count_pairs(const RouteArgs& args, unsigned char* shared) {
   const RoutedPairs mine = count_block(args, counts, reinterpret_cast<uint16_t*>(counts + num_experts));
   if (args.num_blocks == 1) {  // nothing to wait for: the second launch is left out
     write_tiles(args, counts, own.warp_sums);
-    sync_block();
+    bar_sync();
     MOEOPT_UNROLL
     for (int i = 0; i < kRouteRounds; ++i) {
       const int pair = RoutedPairs::pair(i), expert = mine.expert[i];
@@ -199,13 +199,13 @@ MOEOPT_DEVICE void count_pairs(const RouteArgs& args, unsigned char* shared) {
     if (mine.expert[i] >= 0) args.pair_rank[RoutedPairs::pair(i)] = mine.rank[i];
   }
   for (int e = thread_index(); e < num_experts; e += kRouteThreads) *block_count(args, block_index(), e) = counts[e];
-  sync_block();
+  bar_sync();
   if (thread_index() == 0) {
-    fence_gpu();
-    own.is_last = atomic_add_global(args.block_arrivals, 1) == args.num_blocks - 1;
-    fence_gpu();
+    fence_acq_rel_gpu();
+    own.is_last = atom_add_global(args.block_arrivals, 1) == args.num_blocks - 1;
+    fence_acq_rel_gpu();
   }
-  sync_block();
+  bar_sync();
   if (own.is_last == 0) return;
   add_blocks(args, counts);
   write_tiles(args, counts, own.warp_sums);
@@ -215,8 +215,8 @@ MOEOPT_DEVICE void count_pairs(const RouteArgs& args, unsigned char* shared) {
 MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1)
     count_pairs_kernel(const MOEOPT_GRID_CONSTANT RouteArgs args, const MOEOPT_GRID_CONSTANT PrepareArgs prepare) {
   MOEOPT_SHARED_BASE(shared);
-  wait_for_previous_kernel();
-  launch_dependents();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   if (block_index() < args.num_blocks) {
     count_pairs(args, shared);
   } else {
@@ -226,16 +226,16 @@ MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1)
 
 MOEOPT_PLAIN_KERNEL void MOEOPT_BOUNDS(kRouteThreads, 1) place_pairs_kernel(const MOEOPT_GRID_CONSTANT RouteArgs args) {
   const int num_pairs = static_cast<int>(args.moe.num_tokens * args.moe.top_k);
-  wait_for_previous_kernel();
-  launch_dependents();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   int experts[kRouteRounds], offset[kRouteRounds], before[kRouteRounds], rank[kRouteRounds];
   experts_of_pairs(args.moe, RoutedPairs::pair(0), 32, num_pairs, experts);
   MOEOPT_UNROLL
-  for (int i = 0; i < kRouteRounds; ++i) {  // without conditions, as in experts_of_pairs; what is skipped is not used
+  for (int i = 0; i < kRouteRounds; ++i) {  // no conditions, as in experts_of_pairs; skipped pairs are not used
     const int expert = experts[i] < 0 ? 0 : experts[i], pair = experts[i] < 0 ? 0 : RoutedPairs::pair(i);
-    offset[i] = load_shared_across_blocks(args.expert_offsets + expert);
-    before[i] = load_shared_across_blocks(block_count(args, block_index(), expert));
-    rank[i] = load_shared_across_blocks(args.pair_rank + pair);
+    offset[i] = ld_global_cg(args.expert_offsets + expert);
+    before[i] = ld_global_cg(block_count(args, block_index(), expert));
+    rank[i] = ld_global_cg(args.pair_rank + pair);
   }
   MOEOPT_UNROLL
   for (int i = 0; i < kRouteRounds; ++i) {

@@ -1,4 +1,4 @@
-// Gate and up to the input of the down projection, in FP32.
+// SwiGLU in FP32, and where gate and up rows and weight scales lie.
 #pragma once
 
 #include "moeopt/device.cuh"
@@ -6,7 +6,7 @@
 
 namespace moeopt {
 
-MOEOPT_DEVICE float sigmoid(float x) { return reciprocal_fast(1.0f + exp_fast(-x)); }
+MOEOPT_DEVICE float sigmoid(float x) { return rcp_approx(1.0f + exp_approx(-x)); }
 
 MOEOPT_DEVICE float swiglu(Activation activation, float gate, float up) {
   if (activation == Activation::kSwigluOai) {
@@ -18,8 +18,8 @@ MOEOPT_DEVICE float swiglu(Activation activation, float gate, float up) {
   return gate * sigmoid(gate) * up;
 }
 
-// gate = swiglu(gate, up), of two with one reciprocal: a wide epilogue waits for the special function unit. A sigmoid
-// under 2^-60 becomes 2^-60, which keeps the product of both finite.
+// gate = swiglu(gate, up) for two values with one reciprocal, because a wide epilogue is bound by the special function
+// unit. A sigmoid below 2^-60 becomes 2^-60, which keeps the product of both finite.
 MOEOPT_DEVICE void swiglu2(Activation activation, float& gate0, float& gate1, float up0, float up1) {
   float scaled0 = gate0, scaled1 = gate1;
   if (activation == Activation::kSwigluOai) {  // as in swiglu
@@ -30,14 +30,14 @@ MOEOPT_DEVICE void swiglu2(Activation activation, float& gate0, float& gate1, fl
     scaled0 = 1.702f * gate0;
     scaled1 = 1.702f * gate1;
   }
-  const float denominator0 = 1.0f + exp_fast(smaller(-scaled0, 41.588831f));
-  const float denominator1 = 1.0f + exp_fast(smaller(-scaled1, 41.588831f));
-  const float reciprocal = reciprocal_fast(denominator0 * denominator1);
+  const float denominator0 = 1.0f + exp_approx(min_f32(-scaled0, 41.588831f));
+  const float denominator1 = 1.0f + exp_approx(min_f32(-scaled1, 41.588831f));
+  const float reciprocal = rcp_approx(denominator0 * denominator1);
   gate0 *= reciprocal * denominator1 * up0;
   gate1 *= reciprocal * denominator0 * up1;
 }
 
-// sum0 = swiglu(sum0, sum1). Pairs are two rows of one token: its result does not depend on others.
+// sum0 = swiglu(sum0, sum1). Two rows of one token share a reciprocal, so no result depends on another token.
 template <int kSums>
 MOEOPT_DEVICE void swiglu_sums(Activation activation, float (&sum0)[kSums], const float (&sum1)[kSums]) {
   MOEOPT_UNROLL
@@ -53,13 +53,14 @@ MOEOPT_DEVICE int w13_row(Activation activation, int intermediate_size, int i, i
   return activation == Activation::kSwigluOai ? 2 * i + which : which * intermediate_size + i;
 }
 
-// The factors of one weight row, one per 128 along K (kBlock128); below: of the whole row (kChannel).
+// Scales of one weight row, one per 128 along K (kBlock128).
 MOEOPT_DEVICE const float* block_scales(const float* scale, int expert, int rows, int columns, int row) {
   const int64_t row_blocks = ceil_div(rows, 128), column_blocks = ceil_div(columns, 128);
   return scale + (expert * row_blocks + row / 128) * column_blocks;
 }
+// Scale of one weight row (kChannel).
 MOEOPT_DEVICE float channel_scale(const float* scale, int expert, int rows, int row) {
-  return load_constant(scale + static_cast<int64_t>(expert) * rows + row);
+  return ld_global_nc(scale + static_cast<int64_t>(expert) * rows + row);
 }
 
 }  // namespace moeopt

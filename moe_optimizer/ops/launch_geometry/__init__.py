@@ -9,20 +9,15 @@ from __future__ import annotations
 
 from moe_optimizer.ops.launch_geometry.direct import DirectGeometry, direct_geometry
 from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry, grouped_geometry
-from moe_optimizer.ops.launch_geometry.hopper import HOPPER, ChipLimits, GeometryError
-from moe_optimizer.ops.launch_geometry.routing import RoutingGeometry, routing_geometry
+from moe_optimizer.ops.launch_geometry.hopper import GeometryError
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 
 __all__ = [
-    "HOPPER",
-    "ChipLimits",
     "DirectGeometry",
     "GemmMode",
     "GeometryError",
     "GroupedGeometry",
     "MoeSizes",
-    "RoutingGeometry",
     "direct_geometry",
     "grouped_geometry",
-    "routing_geometry",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_optimizer.ops.launch_geometry.hopper import HOPPER, ChipLimits, expect
+from moe_optimizer.ops.launch_geometry.hopper import SHARED_BYTES, check_shared, expect
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes, ceil_div
 
 KERNEL = "direct_experts"
@@ -34,7 +34,7 @@ ALIGNMENT_SLACK = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectGeometry:
-    """Both launches, in the order of `DirectLaunch` in csrc/launch/arguments.h."""
+    """Both launches: the fields of `DirectLaunch` in csrc/launch/problem.h."""
 
     up_grid: int
     up_shared_bytes: int
@@ -44,7 +44,7 @@ class DirectGeometry:
     """The first launch reads 256 bytes of a weight row per step, not 128."""
 
 
-def direct_geometry(sizes: MoeSizes, *, num_multiprocessors: int, limits: ChipLimits = HOPPER) -> DirectGeometry:
+def direct_geometry(sizes: MoeSizes, *, num_multiprocessors: int, shared_limit: int = SHARED_BYTES) -> DirectGeometry:
     """Return the launches for `sizes`; raise GeometryError, with the number, where the kernels do not cover them."""
     expect(sizes.num_tokens <= TOKENS, KERNEL, "T", sizes.num_tokens, f"at most {TOKENS}")
     pairs = sizes.num_pairs
@@ -59,7 +59,7 @@ def direct_geometry(sizes: MoeSizes, *, num_multiprocessors: int, limits: ChipLi
             "sums or routing scratch": max(sum_bytes, scratch),
             "alignment": ALIGNMENT_SLACK,
         }
-        return limits.check_shared(KERNEL, parts)
+        return check_shared(KERNEL, parts, shared_limit)
 
     tiles = pairs * (sizes.intermediate_size // UP_ROWS[sizes.weight_bytes])
     up_wide = sizes.weight_bytes == 2 and _divides_better(

@@ -1,6 +1,6 @@
-"""Launch of the grouped GEMMs: tile, ring stages, barrier arrivals, grid.
+"""Launches of the grouped path: blocks that route, token tile, ring stages, grid.
 
-Mirrors csrc/include/moeopt/grouped_gemm.cuh.
+Mirrors csrc/include/moeopt/route_pairs.cuh and grouped_gemm_sm90_shape.cuh.
 """
 
 from __future__ import annotations
@@ -8,23 +8,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from moe_optimizer.ops.launch_geometry.hopper import HOPPER, ChipLimits, expect
+from moe_optimizer.ops.launch_geometry.hopper import SHARED_BYTES, check_shared, expect
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes, ceil_div
 
 KERNEL = "grouped_gemm"
 THREADS = 384
 PRODUCER_THREADS = 128
-MATH_WARPS = (THREADS - PRODUCER_THREADS) // 32
-PRODUCER_REGISTERS = 72
-MATH_REGISTERS = 216
+ROUTE_WARPS = 8
+PAIRS_PER_BLOCK = 1024
+ROUTE_FIXED_BYTES = (1 + ROUTE_WARPS) * 4
+"""The last-block flag and the warps' sums."""
 BOX_ROWS = 128
 BOXES = 2
 PREPARE_WARPS = 8
 ALIGNMENT_SLACK = 1024
-TASK_PLACES = 16
-"""Places for tasks on their way from the warp that deals them to the others of its block."""
-TASK_QUEUE_BYTES = TASK_PLACES * (16 + 8) + 8
-"""A task, and a barrier that says it is there, per place; a barrier that says the math warps have none left."""
+MAX_PAIRS = 2**31 - 1
+QUEUE_SLOTS = 16
+"""Slots for work tiles on their way from the weights warp to the other warps of a block."""
+QUEUE_BYTES = QUEUE_SLOTS * (16 + 8) + 8
+"""Per slot a work tile and a barrier; one barrier that says the math warps have no work left."""
 EXACT_COLUMNS = 64
 """FP8: up to so many columns partial sums are added in FP32, in wider tiles by the tensor cores."""
 STAGED_TOKENS = 64
@@ -34,7 +36,7 @@ SWIZZLE_BYTES = 128
 
 
 class GemmMode(IntEnum):
-    """What the tensor cores multiply; codes of csrc/include/moeopt/grouped_gemm.cuh."""
+    """What the tensor cores multiply; codes of csrc/include/moeopt/fused_experts.h."""
 
     BF16 = 0
     FP8_WEIGHTS = 1
@@ -50,37 +52,40 @@ TILE_TOKENS = {
     GemmMode.FP8_WEIGHTS: (16, 32, 64),
     GemmMode.FP8: (32, 64, 96, 144),
 }
-"""Token tiles that are compiled: up to where sums and partial sums fit the registers."""
+"""Token tiles that are compiled (`CompiledTiles`): up to where sums and partial sums fit the registers."""
 PAIRED_TILES = {GemmMode.BF16: (160,), GemmMode.FP8_WEIGHTS: (), GemmMode.FP8: (144,)}
 """Tiles worth pairing: the widest. Two blocks that share the weights read a third less from L2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedGeometry:
-    """Both GEMM launches (they share one shape), as the launcher takes it."""
+    """The fields of `GroupedLaunch` in csrc/launch/problem.h."""
 
     mode: GemmMode
     tile_tokens: int
     cluster_blocks: int
     """2: blocks in pairs, each pair on two token tiles of one expert, every weight read once for both."""
     num_stages: int
-    stage_bytes: int
     shared_bytes: int
     grid: int
-    full_arrivals: int
-    """128 producer threads once their own copies landed, and thread 0 with the byte count."""
-    empty_arrivals: int
-    """One per math warp of every block that the stage's weights go to: either block writes into both."""
-    boxes_sent: int
-    """Of the 2 boxes of a stage, those that one block's producers ask for; in a pair each half goes to both blocks."""
-    transaction_bytes: int
-    """Bytes of the 2 boxes that the copy engines add to one stage, whoever asked for them."""
-    accumulators: int
-    """FP32 registers per math thread that hold sums and partial sums."""
+    route_blocks: int
+    """1: a single block counts and places in one launch. More: a second launch places, after the counts of all."""
+    route_shared_bytes: int
     prepare_blocks: int
     """Blocks that prepare the tokens, beside those that count pairs: a warp per token (FP8) or per 128 elements."""
-    max_tiles: int
-    """Token tiles the table must have room for: all full tiles, and per expert a started one (a started pair)."""
+
+    def max_tiles(self, sizes: MoeSizes) -> int:
+        """Return the token tiles that can arise: all full tiles, and per expert a started one (a started pair)."""
+        started = min(sizes.num_experts, sizes.num_pairs)
+        return self.cluster_blocks * (sizes.num_pairs // (self.tile_tokens * self.cluster_blocks) + started)
+
+
+def stage_bytes(mode: GemmMode, tile_tokens: int) -> int:
+    """Return the shared memory of one ring stage: weights, tokens, scales."""
+    token_bytes = tile_tokens * SWIZZLE_BYTES * (2 if mode == GemmMode.FP8_WEIGHTS else 1)
+    # At most 176 floats, in wide FP8 tiles 144 more; in KiB, so that every swizzled tile starts on one.
+    scale_bytes = 0 if mode == GemmMode.BF16 else 2048 if mode == GemmMode.FP8 and tile_tokens > EXACT_COLUMNS else 1024
+    return BOXES * BOX_ROWS * SWIZZLE_BYTES + token_bytes + scale_bytes
 
 
 def grouped_geometry(
@@ -91,9 +96,8 @@ def grouped_geometry(
     tile_tokens: int | None = None,
     num_stages: int | None = None,
     paired: bool = False,
-    limits: ChipLimits = HOPPER,
 ) -> GroupedGeometry:
-    """Return the launch for `sizes`, one persistent block per multiprocessor.
+    """Return the launches for `sizes`; the GEMMs have one persistent block per multiprocessor.
 
     Args:
         sizes: the call.
@@ -102,7 +106,6 @@ def grouped_geometry(
         tile_tokens: tokens per tile; None: from the average tokens per expert.
         num_stages: None: as many as fit.
         paired: clusters of two blocks.
-        limits: of the chip.
 
     Raises:
         GeometryError: the problem or the choice is outside what is compiled; the message says which number.
@@ -120,66 +123,56 @@ def grouped_geometry(
     cluster_blocks = 2 if paired else 1
     expect(num_multiprocessors >= cluster_blocks, KERNEL, "multiprocessors", num_multiprocessors, "2 for a pair")
 
-    box = BOX_ROWS * SWIZZLE_BYTES
-    token_bytes = tile_tokens * SWIZZLE_BYTES * (2 if mode == GemmMode.FP8_WEIGHTS else 1)
-    # At most 176 floats, in wide FP8 tiles 144 more; in KiB, so that every swizzled tile starts on one.
-    scale_bytes = 0 if mode == GemmMode.BF16 else 2048 if mode == GemmMode.FP8 and tile_tokens > EXACT_COLUMNS else 1024
-    stage = BOXES * box + token_bytes + scale_bytes
-    expect(stage % 1024 == 0, KERNEL, "bytes per stage", stage, "a multiple of 1024, the swizzle's period")
+    pairs = sizes.num_pairs
+    expect(pairs <= MAX_PAIRS, KERNEL, f"T x k = {sizes.num_tokens} x {sizes.top_k}", pairs, f"at most {MAX_PAIRS}")
+    route_shared = check_shared(
+        KERNEL,
+        {
+            f"counts of {sizes.num_experts} experts": sizes.num_experts * 4,
+            f"the same for each of {ROUTE_WARPS} warps": ROUTE_WARPS * sizes.num_experts * 2,
+            "flag and sums": ROUTE_FIXED_BYTES,
+            "alignment": ALIGNMENT_SLACK,
+        },
+    )
+    stage = stage_bytes(mode, tile_tokens)
     # BF16 of 64 rows per token of a part of the tile; in FP8 also 1 / scale of every token.
     staging = 2 * (min(tile_tokens, STAGED_TOKENS) * SWIZZLE_BYTES + (4 * tile_tokens if mode == GemmMode.FP8 else 0))
     fixed = {
         "output staging of 2 warpgroups": staging,
-        f"{TASK_PLACES} places for tasks": TASK_QUEUE_BYTES,
+        "work queue": QUEUE_BYTES,
         "alignment": ALIGNMENT_SLACK,
     }
     if num_stages is None:
-        num_stages = min(8, (limits.shared_bytes_per_block - sum(fixed.values())) // (stage + 16))
+        num_stages = min(8, (SHARED_BYTES - sum(fixed.values())) // (stage + 16))
     # Math warps that keep stage s until they have s + 1 need that one filled meanwhile, or both sides wait for ever.
     release_lag = RELEASE_LAG[mode]
     expect(
         num_stages >= release_lag + 1, KERNEL, "ring stages", num_stages, f"at least {release_lag} (release lag) + 1"
     )
-    # A place is written again without asking: the warp that deals may be two tasks and a ring of stages ahead of the
-    # last that reads it, in a pair a ring of either block.
+    # A slot is written again without asking: the weights warp may be two work tiles and a ring of stages ahead of the
+    # last warp that reads it; in a pair, a ring of either block.
     ahead = cluster_blocks * num_stages + 2
     expect(
-        ahead <= TASK_PLACES,
+        ahead <= QUEUE_SLOTS,
         KERNEL,
-        "tasks dealt ahead",
+        "work tiles queued ahead",
         f"{ahead} ({cluster_blocks} x {num_stages} ring stages + 2)",
-        f"at most {TASK_PLACES} places",
+        f"at most {QUEUE_SLOTS} slots",
     )
-    shared = limits.check_shared(
+    shared = check_shared(
         KERNEL,
         {f"{num_stages} stages of {stage}": num_stages * stage, f"{2 * num_stages} barriers": 16 * num_stages, **fixed},
-    )
-    _check_registers(limits)
-    accumulators = _accumulators(mode, tile_tokens)
-    # Addresses, row data and loop state need about 24 registers beside the sums and two operand sets.
-    expect(
-        accumulators + 24 <= MATH_REGISTERS,
-        KERNEL,
-        f"sums of {tile_tokens} tokens in {mode.name}",
-        f"{accumulators} registers + 24",
-        f"at most {MATH_REGISTERS}",
     )
     return GroupedGeometry(
         mode=mode,
         tile_tokens=tile_tokens,
         cluster_blocks=cluster_blocks,
         num_stages=num_stages,
-        stage_bytes=stage,
         shared_bytes=shared,
         grid=num_multiprocessors // cluster_blocks * cluster_blocks,
-        full_arrivals=PRODUCER_THREADS + 1,
-        empty_arrivals=MATH_WARPS * cluster_blocks,
-        boxes_sent=BOXES // cluster_blocks,
-        transaction_bytes=BOXES * box,
-        accumulators=accumulators,
+        route_blocks=max(1, ceil_div(pairs, PAIRS_PER_BLOCK)),
+        route_shared_bytes=route_shared,
         prepare_blocks=min(_prepare_tasks(sizes, mode), 16 * num_multiprocessors),
-        max_tiles=cluster_blocks
-        * (sizes.num_pairs // (tile_tokens * cluster_blocks) + min(sizes.num_experts, sizes.num_pairs)),
     )
 
 
@@ -199,27 +192,3 @@ def choose_tile_tokens(sizes: MoeSizes, mode: GemmMode) -> int:
     wanted = 1.5 * sizes.num_pairs / max(1, sizes.num_experts)
     tiles = TILE_TOKENS[mode]
     return next((tile for tile in tiles if tile >= wanted), tiles[-1])
-
-
-def _accumulators(mode: GemmMode, tile_tokens: int) -> int:
-    sums = tile_tokens  # two operands of 64 rows: half a register per token each
-    if mode == GemmMode.BF16:
-        return sums
-    if mode == GemmMode.FP8_WEIGHTS:
-        return 2 * sums + 16
-    # Up to 64 tokens partial sums of both operands; above a ratio of scales for each fourth token.
-    return sums + (tile_tokens if tile_tokens <= EXACT_COLUMNS else tile_tokens // 4)
-
-
-def _check_registers(limits: ChipLimits) -> None:
-    at_launch = limits.registers // THREADS // 8 * 8
-    moved = PRODUCER_THREADS * PRODUCER_REGISTERS + (THREADS - PRODUCER_THREADS) * MATH_REGISTERS
-    limits.check_registers(KERNEL, THREADS, at_launch)
-    expect(
-        moved <= THREADS * at_launch,
-        KERNEL,
-        f"registers after the move: {PRODUCER_THREADS} x {PRODUCER_REGISTERS} + "
-        f"{THREADS - PRODUCER_THREADS} x {MATH_REGISTERS}",
-        moved,
-        f"at most {THREADS} x {at_launch} = {THREADS * at_launch}",
-    )

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from moe_optimizer.ops import cuda_dispatch
-from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem
 from moe_optimizer.ops.cuda_variants import rounds_activations, variant_named
+from moe_optimizer.ops.kernel_arguments import CudaProblem
 from moe_optimizer.proof.record import LayerProof
 from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange, kernel_for
 from moe_optimizer.vllm_plugin.experts.op import dtype_name

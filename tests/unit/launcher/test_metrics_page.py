@@ -28,5 +28,5 @@ def test_labels_are_unescaped() -> None:
 
 
 def test_a_line_with_the_prefix_that_is_no_sample_is_an_error() -> None:
-    with pytest.raises(ValueError, match="could not|invalid|Invalid"):
+    with pytest.raises(ValueError, match=r"could not|invalid|Invalid"):
         samples(PAGE, "another")

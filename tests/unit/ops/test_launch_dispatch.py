@@ -7,21 +7,28 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_optimizer.ops import _load, cuda_dispatch
-from moe_optimizer.ops.cuda_dispatch import CounterBank, DirectVariant, GroupedVariant, choose_variant
-from moe_optimizer.ops.cuda_dispatch_problem import CudaProblem, Router
-from moe_optimizer.ops.launch_geometry import GemmMode, MoeSizes
-from tests.kernel_emulator import make_case
+from moe_optimizer.ops import cuda_dispatch
+from moe_optimizer.ops.cuda_dispatch import CounterBank
+from moe_optimizer.ops.cuda_dispatch_calls import (
+    ALIGNMENT,
+    COUNTERS,
+    direct_call,
+    grouped_call,
+    grouped_parts,
+    sizes_of,
+)
+from moe_optimizer.ops.cuda_variants import DirectVariant, GroupedVariant, choose_variant
+from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
+from moe_optimizer.ops.launch_geometry import GemmMode, MoeSizes, direct_geometry, grouped_geometry
+from tests.kernel_emulator import Emulator, make_case
 from tests.ops.moe_cases import make_case as ops_case
 
+
+def why_not(problem: CudaProblem) -> str | None:
+    return cuda_dispatch.why_not(problem, choose_variant(sizes_of(problem)))
+
+
 SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=2)
-
-
-def test_the_kernels_are_not_selected_unless_switched_on():
-    assert cuda_dispatch.why_not_selected() == "CUDA kernels: not switched on (cuda_kernels_enabled)"
-    with cuda_dispatch.cuda_kernels_enabled():
-        assert "not switched on" not in (cuda_dispatch.why_not_selected() or "")
-    assert cuda_dispatch.why_not_selected() is not None
 
 
 @pytest.mark.parametrize(
@@ -44,32 +51,32 @@ def test_more_pairs_than_the_tables_of_the_direct_kernels_hold_go_to_the_grouped
 
 def test_other_activation_dtypes_are_refused_with_the_dtype():
     problem = make_case(1, 2, 4, 64, 32).problem
-    refused = cuda_dispatch.why_not(replace(problem, x=problem.x.half()))
+    refused = why_not(replace(problem, x=problem.x.half()))
     assert refused == "CUDA kernels take bfloat16 activations, got torch.float16"
 
 
 def test_sizes_and_logits_beyond_the_kernels_are_refused_with_the_number_or_dtype():
     problem = make_case(1, 2, 4, 64, 32).problem
     many = replace(problem, w13=problem.w13[:1].expand(1025, -1, -1))
-    assert cuda_dispatch.why_not(many) == "at most 1024 experts and top-32, got 1025, top-2"
+    assert why_not(many) == "at most 1024 experts and top-32, got 1025, top-2"
     wide = replace(problem, topk_ids=torch.zeros(1, 33, dtype=torch.int32))
-    assert cuda_dispatch.why_not(wide) == "at most 1024 experts and top-32, got 4, top-33"
+    assert why_not(wide) == "at most 1024 experts and top-32, got 4, top-33"
     router = Router(logits=torch.zeros(1, 4).half(), top_k=2)
-    refused = cuda_dispatch.why_not(replace(problem, router=router))
+    refused = why_not(replace(problem, router=router))
     assert refused == "CUDA kernels take float32 or bfloat16 logits, got torch.float16"
 
 
-def test_a_row_that_starts_off_16_bytes_is_refused_with_its_address_or_stride(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+def test_a_row_that_starts_off_16_bytes_is_refused_with_its_address_or_stride():
     problem = make_case(3, 2, 4, 64, 32).problem
-    assert cuda_dispatch.why_not(problem) is None
+    assert why_not(problem) is None
     wide = torch.zeros(3, 65).bfloat16()
-    assert "x has a stride of 130 bytes in dim 0" in (cuda_dispatch.why_not(replace(problem, x=wide[:, :64])) or "")
+    assert "x has a stride of 130 bytes in dim 0" in (why_not(replace(problem, x=wide[:, :64])) or "")
     shifted = torch.zeros(3 * 64 + 1).bfloat16()[1:].view(3, 64)
-    assert "x starts at address" in (cuda_dispatch.why_not(replace(problem, x=shifted)) or "")
+    assert "x starts at address" in (why_not(replace(problem, x=shifted)) or "")
 
 
-def test_no_tokens_need_no_kernel():
+def test_no_tokens_need_no_kernel(monkeypatch):
+    monkeypatch.setattr(cuda_dispatch, "why_unavailable", lambda device: None)
     case = ops_case(0, 64, 32, 4, 2, torch.bfloat16)
     assert cuda_dispatch.run_fused_experts(case.inputs(), torch.empty_like(case.x)) is None
 
@@ -83,11 +90,13 @@ def test_no_tokens_need_no_kernel():
 def test_the_kernels_write_where_they_may_and_the_result_is_in_the_output(monkeypatch, columns, in_place):
     written = []
 
-    def fake(problem):
+    def fake(problem, variant):
         written.append(problem.out)
         problem.out.fill_(7)
 
-    monkeypatch.setattr(cuda_dispatch, "why_not", lambda problem: None)
+    monkeypatch.setattr(cuda_dispatch, "why_unavailable", lambda device: None)
+    monkeypatch.setattr(cuda_dispatch, "measured_variant", lambda problem: None)
+    monkeypatch.setattr(cuda_dispatch, "why_not", lambda problem, variant: None)
     monkeypatch.setattr(cuda_dispatch, "run", fake)
     case = ops_case(3, 64, 32, 4, 2, torch.bfloat16)
     memory = case.x.clone()
@@ -111,15 +120,9 @@ def test_a_layer_with_an_empty_dimension_is_refused_with_its_sizes(tokens, exper
         topk_weights=torch.zeros(tokens, top_k),
         topk_ids=torch.zeros(tokens, top_k, dtype=torch.int32),
     )
-    assert cuda_dispatch.why_not(problem) == (
+    assert why_not(problem) == (
         f"CUDA kernels need E, k, H and I above 0, got E={experts}, k={top_k}, H={hidden}, I={width}"
     )
-
-
-def test_another_gpu_is_refused_with_its_capability(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    problem = make_case(1, 2, 4, 64, 32).problem
-    assert cuda_dispatch.why_not(problem) == "CUDA kernels are built for sm_90a, this device is sm_100"
 
 
 def test_a_stream_keeps_its_counters_and_no_two_share():
@@ -132,13 +135,36 @@ def test_a_stream_keeps_its_counters_and_no_two_share():
     assert not bank.get(10**6).any()
 
 
-def test_a_list_of_the_wrong_length_is_an_error_before_anything_is_launched():
-    available, reason = _load.kernels_available()
-    if not available or not hasattr(_load.kernels(), "cuda_direct"):
-        pytest.skip(f"needs the extension with CUDA kernels: {reason or 'built without nvcc'}")
-    with pytest.raises(ValueError, match="problem: got 3 values, expected 36"):
-        _load.kernels().cuda_direct([0] * 3, [0] * 3, [0] * 5, 0)
-    with pytest.raises(ValueError, match="direct geometry: got 4 values, expected 5"):
-        _load.kernels().cuda_direct([0] * 36, [0] * 3, [0] * 4, 0)
-    with pytest.raises(ValueError, match="grouped workspace: got 2 values, expected 17"):
-        _load.kernels().cuda_grouped([0] * 36, [0] * 2, [0] * 9, 0)
+@pytest.mark.parametrize("router", [None, Router(logits=torch.zeros(5, 4), top_k=2)], ids=["ids", "logits"])
+@pytest.mark.parametrize("mode", list(GemmMode))
+def test_workspace_parts_are_aligned_and_do_not_overlap(mode, router):
+    problem = replace(make_case(5, 2, 4, 64, 32, fp8=None if mode == GemmMode.BF16 else "block").problem, router=router)
+    sizes = sizes_of(problem)
+    geometry = grouped_geometry(sizes, mode, num_multiprocessors=2)
+    call = grouped_call(problem, geometry, torch.zeros(COUNTERS, dtype=torch.int32))
+    parts = grouped_parts(sizes, geometry, has_router=router is not None)
+    end = call.buffer.data_ptr()
+    for name, size in parts.items():
+        if size == 0:
+            assert call.workspace[name] == 0
+            continue
+        assert call.workspace[name] >= end
+        assert (call.workspace[name] - call.buffer.data_ptr()) % ALIGNMENT == 0
+        end = call.workspace[name] + size
+    assert end <= call.buffer.data_ptr() + call.buffer.numel()
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown"])
+@pytest.mark.parametrize("struct", ["experts", "router", "workspace", "launch"])
+def test_a_missing_or_unknown_field_is_an_error_before_anything_is_launched(emulator: Emulator, struct, change):
+    problem = make_case(1, 2, 4, 64, 32).problem
+    problem = replace(problem, router=Router(logits=torch.zeros(1, 4), top_k=2), topk_ids=None, topk_weights=None)
+    call = direct_call(problem, direct_geometry(sizes_of(problem), num_multiprocessors=1))
+    fields = getattr(call, struct)
+    name = "no_such_field" if change == "unknown" else list(fields)[-1]
+    if change == "unknown":
+        fields[name] = 1
+    else:
+        del fields[name]
+    with pytest.raises(TypeError, match=f"{struct}: {change} field '{name}'"):
+        emulator.module.cuda_direct(*call.structs, 1)

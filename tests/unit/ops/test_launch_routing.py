@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from moe_optimizer.ops.cuda_dispatch_problem import Router
+from moe_optimizer.ops.kernel_arguments import Router
 from moe_optimizer.ops.launch_geometry.sizes import ceil_div
 from moe_optimizer.ops.topk_router import topk_router
 from tests.kernel_emulator import Emulator, guarded, make_case

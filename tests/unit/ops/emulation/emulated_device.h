@@ -58,25 +58,27 @@ inline uint32_t bits_from_float(float value) {
   std::memcpy(&bits, &value, 4);
   return bits;
 }
-inline float magnitude(float x) { return std::fabs(x); }
-inline float larger_magnitude(float a, float b) {
+inline float abs_f32(float x) { return std::fabs(x); }
+inline float max_abs_f32(float a, float b) {
   if (a != a || b != b) return NAN;
   return std::fabs(a) > std::fabs(b) ? std::fabs(a) : std::fabs(b);
 }
-inline float smaller(float a, float b) { return std::fmin(a, b); }
-inline uint32_t even_bytes(uint32_t a, uint32_t b) {
-  return (a & 0xffu) | (a >> 8 & 0xff00u) | (b & 0xffu) << 16 | (b >> 16 & 0xffu) << 24;
+inline float min_f32(float a, float b) { return std::fmin(a, b); }
+inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(bytes >> (selector >> 4 * i & 7u) * 8 & 0xffu) << 8 * i;
+  return result;
 }
-inline uint32_t odd_bytes(uint32_t a, uint32_t b) { return even_bytes(a >> 8, b >> 8); }
-inline float exp_accurate(float x) { return std::exp(x); }
-inline float exp_fast(float x) { return std::exp(x); }
+inline float exp_f32(float x) { return std::exp(x); }
+inline float exp_approx(float x) { return std::exp(x); }
 
-inline float reciprocal_fast(float x) { return 1.0f / x; }
+inline float rcp_approx(float x) { return 1.0f / x; }
 inline uint32_t max_u16x2(uint32_t a, uint32_t b) {
   const uint32_t low = (a & 0xffffu) > (b & 0xffffu) ? a & 0xffffu : b & 0xffffu;
   return low | ((a >> 16) > (b >> 16) ? a >> 16 : b >> 16) << 16;
 }
-inline int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
+inline int popc(uint32_t bits) { return __builtin_popcount(bits); }
 
 inline uint32_t bf16_bits(float value) {
   const uint32_t bits = bits_from_float(value);
@@ -84,7 +86,7 @@ inline uint32_t bf16_bits(float value) {
   return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 inline float from_bf16_bits(uint32_t bits) { return float_from_bits(bits << 16); }
-inline uint32_t pack_bf16x2(float first, float second) { return bf16_bits(first) | (bf16_bits(second) << 16); }
+inline uint32_t cvt_bf16x2_f32(float first, float second) { return bf16_bits(first) | (bf16_bits(second) << 16); }
 
 inline float float_from_e4m3(uint32_t bits) {
   const uint32_t exponent = (bits >> 3) & 15u, mantissa = bits & 7u;
@@ -93,8 +95,8 @@ inline float float_from_e4m3(uint32_t bits) {
   if (exponent == 0) return sign * static_cast<float>(mantissa) * 0x1p-9f;
   return sign * std::ldexp(1.0f + static_cast<float>(mantissa) / 8.0f, static_cast<int>(exponent) - 7);
 }
-inline uint32_t bf16x2_from_e4m3x2(uint32_t pair) {
-  return pack_bf16x2(float_from_e4m3(pair & 0xffu), float_from_e4m3((pair >> 8) & 0xffu));
+inline uint32_t cvt_bf16x2_e4m3x2(uint32_t pair) {
+  return cvt_bf16x2_f32(float_from_e4m3(pair & 0xffu), float_from_e4m3((pair >> 8) & 0xffu));
 }
 inline uint32_t e4m3_bits(float value) {  // round to nearest even, saturate to 448
   if (value != value) return 0x7f;
@@ -107,35 +109,35 @@ inline uint32_t e4m3_bits(float value) {  // round to nearest even, saturate to 
   const auto steps = static_cast<uint32_t>(std::nearbyint(magnitude / quantum));  // 8 .. 16, or 0 .. 8 subnormal
   return sign | static_cast<uint32_t>((exponent + 6) * 8 + static_cast<int>(steps));
 }
-inline uint32_t pack_e4m3x2(float first, float second) { return e4m3_bits(first) | (e4m3_bits(second) << 8); }
+inline uint32_t cvt_e4m3x2_f32(float first, float second) { return e4m3_bits(first) | (e4m3_bits(second) << 8); }
 
 // --- memory --------------------------------------------------------------------------------------------------
 
-inline Vec4 load_constant16(const void* pointer) {
+inline Vec4 ld_global_nc_v4(const void* pointer) {
   if (reinterpret_cast<uintptr_t>(pointer) % 16) ::emulation::fail("16-byte load at a misaligned address");
   Vec4 v;
   std::memcpy(&v, pointer, 16);
   return v;
 }
-inline Vec4 load_once16(const void* pointer) { return load_constant16(pointer); }
-inline float load_constant(const float* pointer) { return *pointer; }
-inline Vec4 load_shared_across_blocks16(const void* pointer) { return load_constant16(pointer); }
-inline float load_shared_across_blocks(const float* pointer) { return *pointer; }
-inline int load_shared_across_blocks(const int* pointer) { return *pointer; }
-inline int64_t load_shared_across_blocks(const int64_t* pointer) { return *pointer; }
-inline void fence_gpu() {}
-inline int atomic_add_global(int* pointer, int value) {
+inline Vec4 ld_global_nc_no_allocate_v4(const void* pointer) { return ld_global_nc_v4(pointer); }
+inline float ld_global_nc(const float* pointer) { return *pointer; }
+inline Vec4 ld_global_cg_v4(const void* pointer) { return ld_global_nc_v4(pointer); }
+inline float ld_global_cg(const float* pointer) { return *pointer; }
+inline int ld_global_cg(const int* pointer) { return *pointer; }
+inline int64_t ld_global_cg(const int64_t* pointer) { return *pointer; }
+inline void fence_acq_rel_gpu() {}
+inline int atom_add_global(int* pointer, int value) {
   ::emulation::made_progress();
   const int old = *pointer;
   *pointer += value;
   return old;
 }
-inline void add_released(int* counter, int value) { atomic_add_global(counter, value); }
-inline void wait_released(const int* counter, int value) {
+inline void red_add_release(int* counter, int value) { atom_add_global(counter, value); }
+inline void wait_ld_acquire(const int* counter, int value) {
   while (*counter < value) ::emulation::yield("what another block makes");
 }
-inline void atomic_max_shared(int* pointer, int value) { *pointer = value > *pointer ? value : *pointer; }
-inline uint32_t atomic_or_shared(uint32_t* pointer, uint32_t bits) {
+inline void atom_max_shared(int* pointer, int value) { *pointer = value > *pointer ? value : *pointer; }
+inline uint32_t atom_or_shared(uint32_t* pointer, uint32_t bits) {
   const uint32_t old = *pointer;
   *pointer |= bits;
   return old;
@@ -153,17 +155,17 @@ inline void meet(::emulation::Barrier& barrier, int threads, const char* what) {
   }
   while (barrier.generation == generation) ::emulation::yield(what);
 }
-inline void sync_block() { meet(block().named[0], block_threads(), "sync_block"); }
-inline void sync_warp() { meet(block().warps[thread_index() / 32], 32, "sync_warp"); }
-inline void sync_named(int barrier, int threads) { meet(block().named[barrier], threads, "a named barrier"); }
+inline void bar_sync() { meet(block().named[0], block_threads(), "bar_sync 0"); }
+inline void bar_warp_sync() { meet(block().warps[thread_index() / 32], 32, "bar_warp_sync"); }
+inline void bar_sync(int barrier, int threads) { meet(block().named[barrier], threads, "bar_sync"); }
 
-inline int cluster_rank() { return block().index % block().grid->cluster_blocks; }
+inline int cluster_ctarank() { return block().index % block().grid->cluster_blocks; }
 inline ::emulation::Block& cluster_block(int rank) {
   if (rank >= block().grid->cluster_blocks) ::emulation::fail("no such block in the cluster");
   return *::emulation::machine()->blocks[block().cluster + static_cast<size_t>(rank)];
 }
-inline void sync_cluster() {
-  meet(cluster_block(0).all_of_cluster, block_threads() * block().grid->cluster_blocks, "sync_cluster");
+inline void barrier_cluster_sync() {
+  meet(cluster_block(0).all_of_cluster, block_threads() * block().grid->cluster_blocks, "barrier_cluster_sync");
 }
 
 inline uint32_t* exchange_of(int lane) {
@@ -172,26 +174,26 @@ inline uint32_t* exchange_of(int lane) {
 template <typename Combine>
 inline uint32_t warp_exchange(uint32_t value, Combine combine) {
   exchange_of(thread_index() % 32)[0] = value;
-  sync_warp();
+  bar_warp_sync();
   const uint32_t result = combine();
-  sync_warp();
+  bar_warp_sync();
   return result;
 }
-inline int uniform(int value) {
-  return static_cast<int>(warp_exchange(static_cast<uint32_t>(value), [] { return exchange_of(0)[0]; }));
+inline int shfl_idx(int value, int lane) {
+  return static_cast<int>(warp_exchange(static_cast<uint32_t>(value), [lane] { return exchange_of(lane)[0]; }));
 }
-inline float shuffle_xor(float value, int mask) {
+inline float shfl_bfly(float value, int mask) {
   return float_from_bits(
       warp_exchange(bits_from_float(value), [&] { return exchange_of((thread_index() % 32) ^ mask)[0]; }));
 }
-inline uint32_t warp_max(uint32_t value) {
+inline uint32_t redux_max(uint32_t value) {
   return warp_exchange(value, [] {
     uint32_t result = 0;
     for (int lane = 0; lane < 32; ++lane) result = exchange_of(lane)[0] > result ? exchange_of(lane)[0] : result;
     return result;
   });
 }
-inline uint32_t warp_min(uint32_t value) {
+inline uint32_t redux_min(uint32_t value) {
   return warp_exchange(value, [] {
     uint32_t result = 0xffffffffu;
     for (int lane = 0; lane < 32; ++lane) result = exchange_of(lane)[0] < result ? exchange_of(lane)[0] : result;
@@ -205,7 +207,7 @@ inline int warp_inclusive_sum(int value) {
     return sum;
   }));
 }
-inline uint32_t warp_match(int value) {
+inline uint32_t match_any(int value) {
   return warp_exchange(static_cast<uint32_t>(value), [value] {
     uint32_t same = 0;
     for (int lane = 0; lane < 32; ++lane) {
@@ -215,11 +217,11 @@ inline uint32_t warp_match(int value) {
   });
 }
 template <int>
-inline void give_registers_back() {}
+inline void setmaxnreg_dec() {}
 template <int>
-inline void take_registers() {}
-inline void launch_dependents() {}
-inline void wait_for_previous_kernel() {}
+inline void setmaxnreg_inc() {}
+inline void griddepcontrol_launch_dependents() {}
+inline void griddepcontrol_wait() {}
 
 // --- mbarrier and the copy engine ------------------------------------------------------------------------------
 
@@ -250,8 +252,8 @@ inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
   state.expected = state.pending = arrivals;
 }
 inline void fence_mbarrier_init() {}
-inline void fence_async_proxy() {}
-inline void mbarrier_arrive_expect_bytes(uint64_t* barrier, uint32_t bytes) {
+inline void fence_proxy_async() {}
+inline void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
   auto& state = mbarrier_state(block(), shared_offset(barrier));
   if (state.pending == 0) ::emulation::fail("more arrivals at an mbarrier than it was made for");
   state.bytes += bytes;
@@ -259,7 +261,7 @@ inline void mbarrier_arrive_expect_bytes(uint64_t* barrier, uint32_t bytes) {
   ::emulation::made_progress();
   mbarrier_settle(state);
 }
-inline void mbarrier_arrive_at(uint64_t* barrier, int rank) {
+inline void mbarrier_arrive_cluster(uint64_t* barrier, int rank) {
   ::emulation::Block& owner = cluster_block(rank);
   expect_running(owner);
   auto& state = mbarrier_state(owner, shared_offset(barrier));
@@ -268,7 +270,7 @@ inline void mbarrier_arrive_at(uint64_t* barrier, int rank) {
   ::emulation::made_progress();
   mbarrier_settle(state);
 }
-inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+inline void mbarrier_wait_parity(uint64_t* barrier, uint32_t parity) {
   auto& state = mbarrier_state(block(), shared_offset(barrier));
   while ((state.phase & 1u) == parity) ::emulation::yield(parity ? "an mbarrier (1)" : "an mbarrier (0)");
 }
@@ -284,7 +286,7 @@ inline void mbarrier_complete(::emulation::Block* owner, uint32_t offset, int64_
   mbarrier_settle(state);
 }
 
-inline void send16(void* shared, uint64_t* barrier, int rank, Vec4 v) {
+inline void st_async_v4(void* shared, uint64_t* barrier, int rank, Vec4 v) {
   if (smem_address(shared) % 16) ::emulation::fail("16-byte store at a misaligned address");
   if (block().grid->cluster_blocks == 1) ::emulation::fail("an illegal instruction without a cluster");
   ::emulation::Block* owner = &cluster_block(rank);
@@ -305,8 +307,8 @@ inline void send16(void* shared, uint64_t* barrier, int rank, Vec4 v) {
 inline uint32_t swizzle(uint32_t address) { return address ^ ((address >> 3) & 0x70u); }
 
 // The box at (x, y, z), dimension 0 fastest, rows of 128 bytes one after the other, into one block of the cluster.
-inline void tensor_copy_into(::emulation::Block* owner, void* shared, const TensorMap* map, int x, int y, int z,
-                             uint64_t* barrier) {
+inline void tma_load_into(::emulation::Block* owner, void* shared, const TensorMap* map, int x, int y, int z,
+                          uint64_t* barrier) {
   if (smem_address(shared) % 1024) ::emulation::fail("tensor copy: box is not 1024-byte aligned");
   if (map->box[0] * map->element_bytes != 128) ::emulation::fail("tensor copy: box rows are not 128 bytes");
   const bool own = owner == &block();
@@ -337,39 +339,39 @@ inline void tensor_copy_into(::emulation::Block* owner, void* shared, const Tens
     mbarrier_complete(owner, offset, static_cast<int64_t>(total) * m.element_bytes, own);
   });
 }
-inline void tensor_copy(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
-  tensor_copy_into(&block(), shared, map, x, y, z, barrier);
+inline void tma_load_3d(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
+  tma_load_into(&block(), shared, map, x, y, z, barrier);
 }
-inline void tensor_copy_once(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
-  tensor_copy(shared, map, x, y, z, barrier);
+inline void tma_load_3d_evict_first(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
+  tma_load_3d(shared, map, x, y, z, barrier);
 }
-inline void tensor_copy_to_both(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
-  for (int rank = 0; rank < 2; ++rank) tensor_copy_into(&cluster_block(rank), shared, map, x, y, z, barrier);
+inline void tma_load_3d_multicast(void* shared, const TensorMap* map, int x, int y, int z, uint64_t* barrier) {
+  for (int rank = 0; rank < 2; ++rank) tma_load_into(&cluster_block(rank), shared, map, x, y, z, barrier);
 }
-inline void store_transposed(void* shared_row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+inline void stmatrix_x4_trans(void* shared_row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
   const int lane = thread_index() % 32, g = lane / 4, t = lane % 4;
   const uint32_t mine[4] = {m0, m1, m2, m3};
   if (smem_address(shared_row) % 16) ::emulation::fail("stmatrix: misaligned address");
   exchange_of(lane)[0] = smem_address(shared_row);
-  sync_warp();
+  bar_warp_sync();
   for (int i = 0; i < 4; ++i) {
     for (int half = 0; half < 2; ++half) {
       const auto value = static_cast<uint16_t>(half ? mine[i] >> 16 : mine[i]);
       std::memcpy(shared_at(exchange_of(8 * i + 2 * t + half)[0]) + 2 * g, &value, 2);
     }
   }
-  sync_warp();
+  bar_warp_sync();
 }
-inline void prefetch_tensor_map(const TensorMap*) {}
+inline void prefetch_tensormap(const TensorMap*) {}
 
-inline void async_copy16(void* shared, const void* global, bool valid) {
+inline void cp_async_16(void* shared, const void* global, bool valid) {
   if (smem_address(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16) {
     ::emulation::fail("cp.async: misaligned address");
   }
   fiber().open_copies.push_back({shared, global, 16, valid});
 }
-inline void async_copy4(void* shared, const void* global) { fiber().open_copies.push_back({shared, global, 4, true}); }
-inline void async_copies_arrive(uint64_t* barrier) {
+inline void cp_async_4(void* shared, const void* global) { fiber().open_copies.push_back({shared, global, 4, true}); }
+inline void cp_async_mbarrier_arrive(uint64_t* barrier) {
   ::emulation::Block* owner = &block();
   const uint32_t offset = shared_offset(barrier);
   ::emulation::machine()->in_flight.push_back([owner, offset, copies = std::move(fiber().open_copies)] {
@@ -396,7 +398,7 @@ inline void mma_m16n8k16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
   const int lane = thread_index() % 32, g = lane / 4, t = lane % 4;
   const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
   std::memcpy(exchange_of(lane), mine, sizeof(mine));
-  sync_warp();
+  bar_warp_sync();
   for (int r = 0; r < 4; ++r) {
     const int row = g + 8 * (r / 2), column = 2 * t + r % 2;
     float sum = d[r];
@@ -407,12 +409,12 @@ inline void mma_m16n8k16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
     }
     d[r] = sum;
   }
-  sync_warp();
+  bar_warp_sync();
 }
 
-inline void wgmma_fence() { sync_warp(); }
-inline void wgmma_touch(float&) {}
-inline uint64_t swizzled_descriptor(const void* shared) { return smem_address(shared) >> 4; }
+inline void wgmma_fence() { bar_warp_sync(); }
+inline void wgmma_fence_operand(float&) {}
+inline uint64_t matrix_descriptor(const void* shared) { return smem_address(shared) >> 4; }
 inline uint64_t advance_descriptor(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
 
 template <int kRegisters>
@@ -427,7 +429,7 @@ template <int kRegisters>
 inline void wgmma_e4m3(float (&d)[kRegisters], uint64_t a, uint64_t b, int accumulate) {
   fiber().open_wgmma.push_back({d, kRegisters * 2, false, nullptr, a, b, accumulate != 0, true});
 }
-inline void wgmma_commit() {
+inline void wgmma_commit_group() {
   fiber().wgmma_groups.push_back(std::move(fiber().open_wgmma));
   fiber().open_wgmma.clear();
 }
@@ -445,7 +447,7 @@ inline void execute_wgmma(const ::emulation::WgmmaOp& op) {
   const int lane = thread_index() % 32, g = lane / 4, t = lane % 4, warp = thread_index() / 32 % 4;
   const int depth = op.fp8 ? 32 : 16;
   if (op.a_in_registers) std::memcpy(exchange_of(lane), op.a_registers, 16);
-  sync_warp();
+  bar_warp_sync();
   float a[2][32];
   for (int half = 0; half < 2; ++half) {
     for (int k = 0; k < depth; ++k) {
@@ -459,17 +461,17 @@ inline void execute_wgmma(const ::emulation::WgmmaOp& op) {
     for (int k = 0; k < depth; ++k) sum += a[r % 4 / 2][k] * tile_element(op.b, column, k, op.fp8);
     op.d[r] = sum;
   }
-  sync_warp();
+  bar_warp_sync();
 }
 template <int kPending>
-inline void wgmma_wait() {
-  sync_warp();
+inline void wgmma_wait_group() {
+  bar_warp_sync();
   auto& groups = fiber().wgmma_groups;
   while (groups.size() > static_cast<size_t>(kPending)) {
     for (const auto& op : groups.front()) execute_wgmma(op);
     groups.erase(groups.begin());
   }
-  sync_warp();
+  bar_warp_sync();
 }
 
 }  // namespace moeopt

@@ -1,8 +1,8 @@
 // A grid of GPU threads as fibers of one CPU thread: every thread of every block is a fiber that runs until it has to
 // wait. A seeded random choice says who runs next and when an asynchronous copy lands, so that code which relies on an
 // order nobody promised fails for some seed. Where the launch asks for clusters of two, blocks 2i and 2i + 1 are one.
-// When nobody can go on, the run ends with a list of who waits for what. Grids that may overlap run together: the second
-// does not wait for the first, as where programmatic dependent launch lets it start.
+// When nobody can go on, the run ends with a list of who waits for what. Grids that may overlap run together: the
+// second does not wait for the first, as where programmatic dependent launch lets it start.
 #pragma once
 
 #include <sys/mman.h>

@@ -1,32 +1,35 @@
-// Warpgroup matrix multiply-accumulate (sm_90a): d[64][N] (+)= a[64][K] b[K][N], FP32 out; K = 16 in BF16, 32 in E4M3.
+// wgmma.mma_async (sm_90a): d[64][N] (+)= a[64][K] b[K][N] by a warpgroup, FP32 out; K = 16 in BF16, 32 in E4M3.
 //
-// b, and a where it has a descriptor, lie in shared memory as K-major tiles with a 128-byte swizzle: row r, 128 bytes
-// long, starts at 128 r from a 1024-byte aligned base, and its 16-byte chunk c sits at position c ^ (r % 8). A step
+// b, and a where it has a descriptor, are K-major tiles in shared memory with a 128-byte swizzle: row r, 128 bytes
+// long, starts 128 r bytes after a 1024-byte aligned base, and its 16-byte chunk c is at position c ^ (r % 8). A step
 // along K is 32 bytes: it advances the descriptor's address, and the swizzle applies to the sum.
 //
 // Warp w of the warpgroup holds rows 16w .. 16w+15 of d; in it lane 4g + t holds, for each 8 columns n,
 //   d[8 (n/8) ...]: d[4j] = d[g][8j + 2t], d[4j+1] = d[g][8j + 2t + 1], d[4j+2] and d[4j+3] the same of row g + 8.
 // Registers as operand a are those of mma_m16n8k16.
 //
-// Every accumulator is an operand of the instruction: macros write those lists, one width per line at the end.
+// Every accumulator is an operand of the instruction. Macros write these lists, one instantiated width per line below.
 #pragma once
 
 #include <cstdint>
 
 namespace moeopt {
 
-// Before the first wgmma, and whenever registers it reads (accumulators, operand a) were written by other code.
+// wgmma.fence: before the first wgmma, and after other code wrote registers that it reads (accumulators, operand a).
 MOEOPT_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-MOEOPT_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// wgmma.commit_group
+MOEOPT_DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// wgmma.wait_group: at most kPending groups stay in flight.
 template <int kPending>
-MOEOPT_DEVICE void wgmma_wait() {
+MOEOPT_DEVICE void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Tells the compiler that `value` may have changed: keeps it from moving accumulator accesses across a wait.
-MOEOPT_DEVICE void wgmma_touch(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+// No instruction: keeps the compiler from moving accesses to an accumulator across a wait.
+MOEOPT_DEVICE void wgmma_fence_operand(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 
-// Address, then leading dimension 1 (unused with a swizzle), stride 1024 bytes between groups of 8 rows, swizzle 128.
-MOEOPT_DEVICE uint64_t swizzled_descriptor(const void* shared) {
+// Matrix descriptor: address, leading dimension 1 (unused with a swizzle), 1024 bytes between groups of 8 rows, swizzle
+// 128.
+MOEOPT_DEVICE uint64_t matrix_descriptor(const void* shared) {
   constexpr uint64_t kFixed = (uint64_t{1} << 16) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
   return kFixed | ((smem_address(shared) & 0x3ffffu) >> 4);
 }
@@ -35,7 +38,7 @@ MOEOPT_DEVICE uint64_t advance_descriptor(uint64_t descriptor, int bytes) {
   return descriptor + static_cast<uint64_t>(bytes >> 4);
 }
 
-// Names in the text and constraints of accumulators: of 8 or 4, then of so many from 0 on.
+// Operand names and constraints of the accumulators: of 8 or 4, then of the first N.
 #define MOEOPT_NAMES(a, b, c, d, e, f, g, h) "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
 #define MOEOPT_OUT4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define MOEOPT_OUT8(i) MOEOPT_OUT4(i), MOEOPT_OUT4(i + 4)
@@ -60,28 +63,29 @@ MOEOPT_DEVICE uint64_t advance_descriptor(uint64_t descriptor, int bytes) {
 #define MOEOPT_OUT_72 MOEOPT_OUT_64, MOEOPT_OUT8(64)
 #define MOEOPT_OUT_80 MOEOPT_OUT_72, MOEOPT_OUT8(72)
 
-// One instruction: `registers` accumulators are operands 0 and on, then come the inputs (the variable arguments), which
-// `rest` names in the text, then `accumulate`, whose number is `last`.
-#define MOEOPT_WGMMA(shape_and_types, registers, last, rest, ...)                                                    \
-  asm volatile("{.reg .pred keep; setp.ne.b32 keep, %" #last ", 0;\n"                                                \
-               "wgmma.mma_async.sync.aligned." shape_and_types " {" MOEOPT_NAMES_##registers "}, " rest ";}\n"       \
-               : MOEOPT_OUT_##registers                                                                              \
+// One instruction. Operands: `registers` accumulators, then the inputs (the variable arguments, named in `rest`), then
+// `accumulate`, whose number is `last`.
+#define MOEOPT_WGMMA(shape_and_types, registers, last, rest, ...)                                              \
+  asm volatile("{.reg .pred keep; setp.ne.b32 keep, %" #last                                                   \
+               ", 0;\n"                                                                                        \
+               "wgmma.mma_async.sync.aligned." shape_and_types " {" MOEOPT_NAMES_##registers "}, " rest ";}\n" \
+               : MOEOPT_OUT_##registers                                                                        \
                : __VA_ARGS__, "r"(accumulate))
 
-// n columns, n / 2 registers; i .. m: the operands behind the accumulators.
+// n columns, n / 2 registers; i .. m: the operand numbers after the accumulators.
 #define MOEOPT_WGMMA_BF16(n, registers, i, j, k)                                                                     \
   MOEOPT_DEVICE void wgmma_bf16(float (&d)[registers], uint64_t a, uint64_t b, int accumulate) {                     \
     MOEOPT_WGMMA("m64n" #n "k16.f32.bf16.bf16", registers, k, "%" #i ", %" #j ", keep, 1, 1, 0, 0", "l"(a), "l"(b)); \
   }
-#define MOEOPT_WGMMA_BF16_REGISTERS(n, registers, i, j, k, l, m, last)                                               \
-  MOEOPT_DEVICE void wgmma_bf16(float (&d)[registers], const uint32_t (&a)[4], uint64_t b, int accumulate) {         \
-    MOEOPT_WGMMA("m64n" #n "k16.f32.bf16.bf16", registers, last,                                                     \
-                 "{%" #i ", %" #j ", %" #k ", %" #l "}, %" #m ", keep, 1, 1, 0", "r"(a[0]), "r"(a[1]), "r"(a[2]),    \
-                 "r"(a[3]), "l"(b));                                                                                 \
+#define MOEOPT_WGMMA_BF16_REGISTERS(n, registers, i, j, k, l, m, last)                                            \
+  MOEOPT_DEVICE void wgmma_bf16(float (&d)[registers], const uint32_t (&a)[4], uint64_t b, int accumulate) {      \
+    MOEOPT_WGMMA("m64n" #n "k16.f32.bf16.bf16", registers, last,                                                  \
+                 "{%" #i ", %" #j ", %" #k ", %" #l "}, %" #m ", keep, 1, 1, 0", "r"(a[0]), "r"(a[1]), "r"(a[2]), \
+                 "r"(a[3]), "l"(b));                                                                              \
   }
-#define MOEOPT_WGMMA_E4M3(n, registers, i, j, k)                                                                     \
-  MOEOPT_DEVICE void wgmma_e4m3(float (&d)[registers], uint64_t a, uint64_t b, int accumulate) {                     \
-    MOEOPT_WGMMA("m64n" #n "k32.f32.e4m3.e4m3", registers, k, "%" #i ", %" #j ", keep, 1, 1", "l"(a), "l"(b));       \
+#define MOEOPT_WGMMA_E4M3(n, registers, i, j, k)                                                               \
+  MOEOPT_DEVICE void wgmma_e4m3(float (&d)[registers], uint64_t a, uint64_t b, int accumulate) {               \
+    MOEOPT_WGMMA("m64n" #n "k32.f32.e4m3.e4m3", registers, k, "%" #i ", %" #j ", keep, 1, 1", "l"(a), "l"(b)); \
   }
 
 MOEOPT_WGMMA_BF16(16, 8, 8, 9, 10)

@@ -1,25 +1,25 @@
-// What the math warpgroups do with the stages of one tile of the grouped GEMM (grouped_gemm.cuh): products and scales.
+// Products and scales of one work tile of the grouped GEMM (grouped_gemm_sm90.cuh), by the math warpgroups.
 //
 //   BF16            sums += w x
 //   FP8 weights     part = bf16(w) x;  sums += f part                                    f: of 128 x 128 weights, or 1
 //   FP8 x FP8, up to 64 columns
 //              up   part = w x;        sums += f part, at the end sums *= s              s: of the token
 //              down part = w h;        sums += f s part                                  s: of the token and 128 of K
-//   FP8 x FP8, wider: the tensor cores add, and what they have is brought to the scales of the next 128 of K
+//   FP8 x FP8, wider: the tensor cores add; before each 128 of K the sums are rescaled to its scales
 //              up   sums = sums f' / f + w x, at the end sums *= f s                     f': of the 128 before
 //              down sums = sums (f' s') / (f s) + w h, at the end sums *= f s
 //
-// The tensor cores keep about 14 bits of an FP8 sum, FP32 sums 24; against the 4 bits of the operands that does not show
-// (docs/kernels.md has the measured errors). Partial sums beside the sums would not leave the registers to multiply one
-// operand while the other is scaled, which is worth a quarter of the time where arithmetic counts: not in narrow tiles.
+// The tensor cores keep about 14 bits of an FP8 sum, FP32 sums keep 24; with 4-bit operands the difference does not
+// show (docs/kernels.md has the measured errors). Wide tiles have no registers for partial sums of both operands.
+// Rescaling lets one operand be multiplied while the other is scaled, which saves up to a quarter of the time.
 #pragma once
 
 #include "moeopt/device.cuh"
-#include "moeopt/grouped_gemm_shape.cuh"
+#include "moeopt/grouped_gemm_sm90_shape.cuh"
 
 namespace moeopt {
 
-// A tile's stages of the ring, for one math warpgroup.
+// The stages of one work tile, for one math warpgroup.
 template <GemmMode kMode, int kTokens, bool kUp>
 struct TileStages {
   using Shape = GemmShape<kMode, kTokens>;
@@ -29,7 +29,7 @@ struct TileStages {
   GemmRing& ring;
   int num_steps, warpgroup;
   bool paired, has_factors;
-  float factor0 = 1.0f, factor1 = 1.0f;  // of the open stage's weights: this warp's rows of operand 0, 1
+  float factor0 = 1.0f, factor1 = 1.0f;  // weight scales of the open stage: this warp's rows of operand 0, 1
 
   MOEOPT_DEVICE TileStages(const GemmArgs& args, GemmRing& ring_, int warpgroup_)
       : ring(ring_), num_steps(ceil_div(args.depth, Shape::kDepth)), warpgroup(warpgroup_), paired(args.paired),
@@ -37,8 +37,8 @@ struct TileStages {
 
   // Waits until the ring's stage is full.
   MOEOPT_DEVICE void open() {
-    mbarrier_wait(ring.full + ring.stage, ring.parity);
-    fence_async_proxy();
+    mbarrier_wait_parity(ring.full + ring.stage, ring.parity);
+    fence_proxy_async();
     if (has_factors) {
       const float* factors = scales() + kFactorOffset + 8 * warpgroup + thread_index() / 32 % 4;
       factor0 = factors[0];
@@ -51,29 +51,29 @@ struct TileStages {
   MOEOPT_DEVICE const float* scales() const {
     return reinterpret_cast<const float*>(ring.data() + Shape::kScaleOffset);
   }
-  // A block of weights that are all zeros may have a scale of zero: no ratio to it.
+  // A block of zero weights may have a scale of zero; a ratio to zero would be infinite.
   MOEOPT_DEVICE void keep_ratio_finite() {
-    factor0 = magnitude(factor0) < kLeastFactor ? kLeastFactor : factor0;
-    factor1 = magnitude(factor1) < kLeastFactor ? kLeastFactor : factor1;
+    factor0 = abs_f32(factor0) < kLeastFactor ? kLeastFactor : factor0;
+    factor1 = abs_f32(factor1) < kLeastFactor ? kLeastFactor : factor1;
   }
-  // Lets the producers fill a stage: all lanes are done with it. In a pair either block's producers write into both.
+  // Lets the producers refill a stage; all lanes are done with it. Paired: the producers of both blocks write into it.
   MOEOPT_DEVICE void release(int stage) const {
     const int lane = thread_index() % 32;
-    if (lane < (paired ? 2 : 1)) mbarrier_arrive_at(ring.empty + stage, lane);
+    if (lane < (paired ? 2 : 1)) mbarrier_arrive_cluster(ring.empty + stage, lane);
   }
 };
 
 template <int kRegisters>
 MOEOPT_DEVICE void touch_all(float (&values)[kRegisters]) {
   MOEOPT_UNROLL
-  for (int r = 0; r < kRegisters; ++r) wgmma_touch(values[r]);
+  for (int r = 0; r < kRegisters; ++r) wgmma_fence_operand(values[r]);
 }
 
-// One stage of BF16: 4 steps of K = 16, both operands from shared memory, one group in flight behind.
+// One stage of BF16: 4 steps of K = 16, both operands from shared memory. Leaves one wgmma group in flight.
 template <int kColumns>
 MOEOPT_DEVICE void multiply_bf16(const unsigned char* rows0, const unsigned char* rows1, const unsigned char* tokens,
                                  bool first, float (&sum0)[kColumns / 2], float (&sum1)[kColumns / 2]) {
-  const uint64_t a0 = swizzled_descriptor(rows0), a1 = swizzled_descriptor(rows1), b = swizzled_descriptor(tokens);
+  const uint64_t a0 = matrix_descriptor(rows0), a1 = matrix_descriptor(rows1), b = matrix_descriptor(tokens);
   wgmma_fence();
   MOEOPT_UNROLL
   for (int k = 0; k < 4; ++k) {
@@ -81,7 +81,7 @@ MOEOPT_DEVICE void multiply_bf16(const unsigned char* rows0, const unsigned char
     wgmma_bf16(sum0, advance_descriptor(a0, 32 * k), advance_descriptor(b, 32 * k), keep);
     wgmma_bf16(sum1, advance_descriptor(a1, 32 * k), advance_descriptor(b, 32 * k), keep);
   }
-  wgmma_commit();
+  wgmma_commit_group();
 }
 
 // E4M3 weights of rows g and g + 8 of this warp, K = 16 k + 4 t ..., as BF16 operand registers.
@@ -90,19 +90,19 @@ MOEOPT_DEVICE void load_fp8_rows(const unsigned char* rows, int k, uint32_t (&re
   const unsigned char* source = rows + row * 128 + ((k ^ (row & 7)) << 4) + lane % 4 * 4;
   const uint32_t low = *reinterpret_cast<const uint32_t*>(source);
   const uint32_t high = *reinterpret_cast<const uint32_t*>(source + 8 * 128);  // row + 8: the same swizzle
-  registers[0] = bf16x2_from_e4m3x2(low);
-  registers[1] = bf16x2_from_e4m3x2(high);
-  registers[2] = bf16x2_from_e4m3x2(low >> 16);
-  registers[3] = bf16x2_from_e4m3x2(high >> 16);
+  registers[0] = cvt_bf16x2_e4m3x2(low);
+  registers[1] = cvt_bf16x2_e4m3x2(high);
+  registers[2] = cvt_bf16x2_e4m3x2(low >> 16);
+  registers[3] = cvt_bf16x2_e4m3x2(high >> 16);
 }
 
-// One stage of FP8 weights and BF16 tokens, of which `second_half` is the offset of K = 64 and on. Two register sets:
+// One stage of FP8 weights and BF16 tokens; `second_half`: byte offset of the tokens from K = 64 on. Two register sets:
 // one is converted while the other is multiplied.
 template <int kColumns>
 MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* rows0, const unsigned char* rows1,
-                                        const unsigned char* token_rows, int second_half,
-                                        float (&part0)[kColumns / 2], float (&part1)[kColumns / 2]) {
-  const uint64_t b = swizzled_descriptor(token_rows);
+                                        const unsigned char* token_rows, int second_half, float (&part0)[kColumns / 2],
+                                        float (&part1)[kColumns / 2]) {
+  const uint64_t b = matrix_descriptor(token_rows);
   uint32_t a0[2][4], a1[2][4];
   MOEOPT_UNROLL
   for (int k = 0; k < 8; ++k) {
@@ -112,26 +112,26 @@ MOEOPT_DEVICE void multiply_fp8_weights(const unsigned char* rows0, const unsign
     wgmma_fence();
     wgmma_bf16(part0, a0[k % 2], tokens, k > 0);
     wgmma_bf16(part1, a1[k % 2], tokens, k > 0);
-    wgmma_commit();
-    wgmma_wait<1>();  // the group before is done: its registers may be written again
+    wgmma_commit_group();
+    wgmma_wait_group<1>();  // the group before is done, so its registers may be overwritten
   }
-  wgmma_wait<0>();
+  wgmma_wait_group<0>();
 }
 
-// One stage of FP8 x FP8, one operand: 4 steps of K = 32, added to `sum` or in its place. Not waited for.
+// One stage of FP8 x FP8, one operand: 4 steps of K = 32, added to `sum` or replacing it. Does not wait.
 template <int kColumns>
 MOEOPT_DEVICE void multiply_fp8(const unsigned char* rows, const unsigned char* tokens, bool add,
                                 float (&sum)[kColumns / 2]) {
-  const uint64_t a = swizzled_descriptor(rows), b = swizzled_descriptor(tokens);
+  const uint64_t a = matrix_descriptor(rows), b = matrix_descriptor(tokens);
   wgmma_fence();
   MOEOPT_UNROLL
   for (int k = 0; k < 4; ++k) {
     wgmma_e4m3(sum, advance_descriptor(a, 32 * k), advance_descriptor(b, 32 * k), add || k > 0);
   }
-  wgmma_commit();
+  wgmma_commit_group();
 }
 
-// sum += factor * part; kTokenScale: times the scale of each column, too. `factor`: of the warp's 16 rows.
+// sum += factor * part, kTokenScale: * scale of the column. `factor`: of the warp's 16 rows.
 template <bool kTokenScale, int kSums>
 MOEOPT_DEVICE void add_scaled(float (&sum)[kSums], float (&part)[kSums], float factor, const float* token_scale) {
   touch_all(part);
@@ -158,19 +158,19 @@ MOEOPT_DEVICE void scale_columns(float (&sum)[kSums], const float* token_scale, 
   }
 }
 
-// All stages of a tile, BF16: a stage is released when the next one's products are on their way.
+// All stages of a tile, BF16. A stage is released when the products of the next one are in flight.
 template <int kColumns, typename Stages>
 MOEOPT_DEVICE void multiply_stages_bf16(Stages& stages, float (&sum0)[kColumns / 2], float (&sum1)[kColumns / 2]) {
   int before = -1;
   for (int step = 0; step < stages.num_steps; ++step) {
     stages.open();
     multiply_bf16<kColumns>(stages.rows(0), stages.rows(1), stages.tokens(), step == 0, sum0, sum1);
-    wgmma_wait<1>();
+    wgmma_wait_group<1>();
     if (before >= 0) stages.release(before);
     before = stages.ring.stage;
     stages.ring.advance();
   }
-  wgmma_wait<0>();
+  wgmma_wait_group<0>();
   stages.release(before);
 }
 
@@ -184,14 +184,14 @@ MOEOPT_DEVICE void multiply_stages_fp8_weights(Stages& stages, float (&sum0)[kCo
                                    part1);
     add_scaled<false>(sum0, part0, stages.factor0, nullptr);
     add_scaled<false>(sum1, part1, stages.factor1, nullptr);
-    sync_warp();
+    bar_warp_sync();
     stages.release(stages.ring.stage);
     stages.ring.advance();
   }
 }
 
-// All stages, FP8 x FP8, FP32 sums. The second operand is multiplied while the first is added, and the next stage is
-// opened meanwhile. kTokenScale: the tokens have a scale per 128 of K; else one, which comes with the last stage.
+// All stages, FP8 x FP8, FP32 sums. The second operand is multiplied while the first is added; the next stage is opened
+// meanwhile. kTokenScale: tokens have a scale per 128 of K; else one scale, which arrives with the last stage.
 template <int kColumns, bool kTokenScale, typename Stages>
 MOEOPT_DEVICE void multiply_stages_fp8_narrow(Stages& stages, float (&sum0)[kColumns / 2],
                                               float (&sum1)[kColumns / 2]) {
@@ -204,17 +204,17 @@ MOEOPT_DEVICE void multiply_stages_fp8_narrow(Stages& stages, float (&sum0)[kCol
     float part0[kColumns / 2], part1[kColumns / 2];
     multiply_fp8<kColumns>(stages.rows(0), stages.tokens(), false, part0);
     multiply_fp8<kColumns>(stages.rows(1), stages.tokens(), false, part1);
-    wgmma_wait<1>();
+    wgmma_wait_group<1>();
     add_scaled<kTokenScale>(sum0, part0, factor0, token_scale);
     stages.ring.advance();
     if (!last) stages.open();
-    wgmma_wait<0>();
+    wgmma_wait_group<0>();
     add_scaled<kTokenScale>(sum1, part1, factor1, token_scale);
     if (!kTokenScale && last) {
       scale_columns(sum0, token_scale, 1.0f);
       scale_columns(sum1, token_scale, 1.0f);
     }
-    sync_warp();  // all lanes have read the scales
+    bar_warp_sync();  // all lanes have read the scales
     stages.release(stage);
   }
 }
@@ -231,11 +231,11 @@ MOEOPT_DEVICE void column_factors(float (&factors)[kFactors], float factor, cons
   }
 }
 
-// All stages, FP8 x FP8, added by the tensor cores: one operand is rescaled while the other is multiplied. Nothing is in
-// flight from one round to the next: else the compiler gives up all of this overlap.
+// All stages, FP8 x FP8, added by the tensor cores: one operand is rescaled while the other is multiplied. No product
+// is in flight from one round to the next; otherwise ptxas serialises all products.
 template <int kColumns, bool kTokenScale, typename Stages>
 MOEOPT_DEVICE void multiply_stages_fp8_wide(Stages& stages, float (&sum0)[kColumns / 2], float (&sum1)[kColumns / 2]) {
-  // Of this step's scales to the next one's: of the weights, of this thread's columns.
+  // Ratio of this step's scales to the next step's: of the weights, and of this thread's columns.
   float ratio0 = 1.0f, ratio1 = 1.0f, ratios[kTokenScale ? kColumns / 4 : 1];
   MOEOPT_UNROLL
   for (float& ratio : ratios) ratio = 1.0f;
@@ -249,9 +249,9 @@ MOEOPT_DEVICE void multiply_stages_fp8_wide(Stages& stages, float (&sum0)[kColum
   stages.keep_ratio_finite();
   int before = -1;
   for (int left = stages.num_steps - 1; left >= 0; --left) {
-    wgmma_wait<0>();
+    wgmma_wait_group<0>();
     rescale(sum1, ratio1);
-    sync_warp();  // all lanes have read the scales
+    bar_warp_sync();  // all lanes have read the scales
     if (before >= 0) stages.release(before);
     before = stages.ring.stage;
     multiply_fp8<kColumns>(stages.rows(0), stages.tokens(), true, sum0);
@@ -261,19 +261,19 @@ MOEOPT_DEVICE void multiply_stages_fp8_wide(Stages& stages, float (&sum0)[kColum
       stages.ring.advance();
       stages.open();
       stages.keep_ratio_finite();
-      ratio0 = factor0 * reciprocal_fast(stages.factor0);
-      ratio1 = factor1 * reciprocal_fast(stages.factor1);
-      // kTokenScale: the rows of both operands lie in one block of 128, so their ratios are equal.
+      ratio0 = factor0 * rcp_approx(stages.factor0);
+      ratio1 = factor1 * rcp_approx(stages.factor1);
+      // kTokenScale: the rows of both operands are in one block of 128, so their ratios are equal.
       if constexpr (kTokenScale) column_factors(ratios, ratio0, stages.scales() + kRatioOffset);
     } else {
       ratio0 = stages.factor0;
       ratio1 = stages.factor1;
       if constexpr (kTokenScale) column_factors(ratios, ratio0, stages.scales());
     }
-    wgmma_wait<1>();
+    wgmma_wait_group<1>();
     if (kTokenScale || left > 0) rescale(sum0, ratio0);
   }
-  wgmma_wait<0>();
+  wgmma_wait_group<0>();
   if constexpr (kTokenScale) {
     rescale(sum1, ratio1);
   } else {
@@ -282,7 +282,7 @@ MOEOPT_DEVICE void multiply_stages_fp8_wide(Stages& stages, float (&sum0)[kColum
     scale_columns(sum0, stages.scales(), ratio0);
     scale_columns(sum1, stages.scales(), ratio1);
   }
-  sync_warp();
+  bar_warp_sync();
   stages.release(stages.ring.stage);
   stages.ring.advance();
 }

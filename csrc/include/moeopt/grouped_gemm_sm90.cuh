@@ -1,4 +1,4 @@
-// Grouped GEMM of the experts for middle and large batches: persistent, warp-specialised, weights as the 64-row operand.
+// Grouped GEMM of the experts: persistent, warp-specialised, weights as the 64-row operand.
 //
 //   tile = 256 weight rows x 16 .. 160 tokens of one expert; K in steps of 128 bytes of a weight row
 //
@@ -11,78 +11,83 @@
 //   kUp:   rows are 64 gate + the same 64 up of each math warpgroup, so a thread holds gate and up of one element
 //   kDown: rows are 128 consecutive rows of w2 per math warpgroup
 //
-// Token tiles come from the routing kernel's table, so the host never reads a count. Consecutive tasks are the row
-// tiles of one token tile; token tiles of one expert are neighbours, so its weights are in L2 for the second. A block
-// takes the next task when it is near the end of one: tiles differ in width, and blocks in how fast they get memory.
+// Token tiles come from the routing kernel's table, so the host never reads a count. Consecutive work tiles are the row
+// tiles of one token tile; the token tiles of one expert are neighbours, so the second reads its weights from L2. A
+// block takes its next work tile near the end of the current one, because tiles and memory speed differ.
 //
-// In pairs (args.paired; clusters of two blocks): the blocks take two token tiles of one expert and the same weight
-// rows, and each asks for one of the two boxes, for both. A third less is read from L2, which is what bounds BF16.
+// Paired (args.paired; clusters of two blocks): the two blocks work on two token tiles of one expert and the same
+// weight rows. Each loads one of the two boxes and multicasts it to both: L2, the limit of BF16, serves a third less.
 //
-//   block 0  box 0 ──TMA, multicast──┬──► A of block 0 ──► its tokens               empty[stage] of either block opens
+//   block 0  box 0 ──TMA, multicast──┬──► A of block 0 ──► its tokens               empty[stage] of both blocks opens
 //   block 1  box 1 ──TMA, multicast──┴──► A of block 1 ──► its tokens               after the math warps of both
 //
-// Modes: BF16 x BF16. FP8 weights x BF16 tokens: weights pass through registers, E4M3 to BF16 on the way, tokens
-// permuted by prepare_tokens.cuh. FP8 x FP8: scales of the weights, and of h, applied to FP32 partial sums per 128 of
-// K; x has one scale per token, applied to the sums (grouped_gemm_products.cuh).
+// Modes:
+//   kBf16        BF16 x BF16.
+//   kFp8Weights  E4M3 x BF16: weights are converted to BF16 in registers; prepare_tokens.cuh permutes the tokens.
+//   kFp8         E4M3 x E4M3: the scales of the weights, and of h, apply to FP32 partial sums per 128 of K; x has one
+//                scale per token, which applies to the sums (grouped_gemm_sm90_products.cuh).
 //
-// Barriers: full opens with 128 + 1 arrivals (of every producer thread, once its copies have landed, and of thread 0 with
-// the TMA byte count); empty with 8 (one per math warp), in pairs 16; dealt, of a task, with 1. Producers wait for tasks
-// and empty stages, math warps for tasks and full ones. What cp.async wrote is made visible to the tensor cores by the
-// math warps' fence behind their wait. A pair's copies may land before this block expects their bytes: the phase stays
-// open, for want of the arrival that expects them.
+// Barriers and the arrivals that open them:
+//   full[stage]   128 + 1: every producer thread once its copies have landed, and thread 0 with the TMA byte count
+//   empty[stage]  8, one per math warp; paired: 16
+//   full[slot]    1, of the work queue
+// Producers wait for work and empty stages, math warps for work and full stages. The math warps' fence after their wait
+// makes what cp.async wrote visible to wgmma. In a pair, bytes may land before this block expects them: the phase stays
+// open because the arrival that expects them is still missing.
 //
-// Programmatic dependent launch: kDown starts where kUp has no tasks left, fills its ring with weights, and waits for h
-// tile by tile: kUp counts the row tiles of each token tile (TokenTile::rows_made).
+// Programmatic dependent launch: kDown starts when kUp has no work left for a block. It fills its ring with weights,
+// then waits for h tile by tile: kUp counts the finished row tiles of every token tile (TokenTile::row_tiles_done).
 #pragma once
 
 #include "moeopt/device.cuh"
-#include "moeopt/grouped_gemm_epilogue.cuh"
-#include "moeopt/grouped_gemm_products.cuh"
-#include "moeopt/grouped_gemm_shape.cuh"
+#include "moeopt/grouped_gemm_sm90_epilogue.cuh"
+#include "moeopt/grouped_gemm_sm90_products.cuh"
+#include "moeopt/grouped_gemm_sm90_shape.cuh"
 
 namespace moeopt {
 
-// The weights of one stage, by one thread; in a pair half of them, for both blocks.
+// Loads the weights of one stage, by one thread; paired: one of the two boxes, for both blocks.
 template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void copy_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1,
                                 const GemmRing& ring, int expert, int row_tile, int step) {
   using Shape = GemmShape<kMode, kTokens>;
   uint64_t* full = ring.full + ring.stage;
-  mbarrier_arrive_expect_bytes(full, Shape::kWeightBytes);
+  mbarrier_arrive_expect_tx(full, Shape::kWeightBytes);
   const int x = step * Shape::kDepth;
   if (args.paired) {
-    const int box = cluster_rank();
-    tensor_copy_to_both(ring.data() + box * kBoxBytes, box ? map1 : map0, x, box_row<kUp>(row_tile, box), expert, full);
-  } else if (args.weights_once) {
-    tensor_copy_once(ring.data(), map0, x, box_row<kUp>(row_tile, 0), expert, full);
-    tensor_copy_once(ring.data() + kBoxBytes, map1, x, box_row<kUp>(row_tile, 1), expert, full);
+    const int box = cluster_ctarank();
+    tma_load_3d_multicast(ring.data() + box * kBoxBytes, box ? map1 : map0, x, box_row<kUp>(row_tile, box), expert,
+                          full);
+  } else if (args.weights_evict_first) {
+    tma_load_3d_evict_first(ring.data(), map0, x, box_row<kUp>(row_tile, 0), expert, full);
+    tma_load_3d_evict_first(ring.data() + kBoxBytes, map1, x, box_row<kUp>(row_tile, 1), expert, full);
   } else {
-    tensor_copy(ring.data(), map0, x, box_row<kUp>(row_tile, 0), expert, full);
-    tensor_copy(ring.data() + kBoxBytes, map1, x, box_row<kUp>(row_tile, 1), expert, full);
+    tma_load_3d(ring.data(), map0, x, box_row<kUp>(row_tile, 0), expert, full);
+    tma_load_3d(ring.data() + kBoxBytes, map1, x, box_row<kUp>(row_tile, 1), expert, full);
   }
 }
 
-// Fills the empty ring with the first task's weights, which no earlier launch writes; returns how many stages. The
-// routing is complete: the launch between it and this one waited for it before it let this one start.
+// Fills the empty ring with the weights of the first work tile, which no earlier launch writes. Returns the number of
+// stages. The routing is complete: kUp waited for it before it let this launch start.
 template <GemmMode kMode, int kTokens>
 MOEOPT_DEVICE int copy_first_weights(const GemmArgs& args, const TensorMap* map, GemmRing ring) {
   using Shape = GemmShape<kMode, kTokens>;
-  const GemmTasks<false> tasks(args);
-  if (tasks.first() >= tasks.count) return 0;
+  const TileScheduler<false> scheduler(args);
+  if (scheduler.first() >= scheduler.count) return 0;
   const int num_steps = ceil_div(args.depth, Shape::kDepth);
   const int ahead = num_steps < args.num_stages ? num_steps : args.num_stages;
   if (thread_index() == 0) {
-    const GemmTask task = tasks.at(tasks.first(), 0);  // both tiles of a pair have one expert
+    const WorkTile work = scheduler.at(scheduler.first(), 0);  // both tiles of a pair have one expert
     for (int step = 0; step < ahead; ++step) {
-      copy_weights<kMode, kTokens, false>(args, map, map, ring, task.expert, task.row_tile, step);
+      copy_weights<kMode, kTokens, false>(args, map, map, ring, work.expert, work.row_tile, step);
       ring.advance();
     }
   }
   return ahead;
 }
 
-// What the first producer warp writes into the stages beside the weights: the scales of their blocks, and in wide FP8
-// tiles of kDown how the scale of each token changes from the 128 of K before. It is read from L2 a step ahead.
+// The first producer warp writes these into the stages beside the weights: the scales of the weight blocks and, in wide
+// FP8 tiles of kDown, the ratio of each token's scale to its scale of the next 128 of K. It reads them a step ahead.
 template <GemmMode kMode, int kTokens, bool kUp>
 struct StageScales {
   static constexpr bool kHasFactors = kMode != GemmMode::kBf16;
@@ -91,11 +96,13 @@ struct StageScales {
 
   const float* factor_source = nullptr;
   const float* token_scale;
-  int groups, columns;  // columns: 0 where nobody asks for ratios
+  int groups, columns;  // columns: 0 where no ratios are needed
   float factor = 1.0f, now[kPerLane], before[kPerLane];
 
   MOEOPT_DEVICE StageScales(const GemmArgs& args, const TokenTile& tile, int row_tile)
-      : groups(ceil_div(args.depth, 128)), columns(kHasRatios && (kHalfColumns<kTokens> > kExactColumns || tile.count > kHalfColumns<kTokens>) ? tile.count : 0) {
+      : groups(ceil_div(args.depth, 128)),
+        columns(kHasRatios && (kHalfColumns<kTokens> > kExactColumns || tile.count > kHalfColumns<kTokens>) ? tile.count
+                                                                                                            : 0) {
     const int lane = thread_index();
     if (kHasFactors && args.scale_kind == ScaleKind::kBlock128 && lane < kFactors) {
       const int operand = lane / 4 % 2, first = first_row<kUp>(row_tile, lane / 8, operand);
@@ -110,11 +117,11 @@ struct StageScales {
   }
 
   MOEOPT_DEVICE void load(int step) {
-    if (factor_source != nullptr) factor = load_constant(factor_source + step);
+    if (factor_source != nullptr) factor = ld_global_nc(factor_source + step);
     MOEOPT_UNROLL
     for (int i = 0; i < kPerLane; ++i) {
       const int n = thread_index() + 32 * i;
-      now[i] = n < columns ? load_shared_across_blocks(token_scale + n * groups + step) : 1.0f;
+      now[i] = n < columns ? ld_global_cg(token_scale + n * groups + step) : 1.0f;
     }
   }
 
@@ -123,112 +130,112 @@ struct StageScales {
     MOEOPT_UNROLL
     for (int i = 0; i < kPerLane; ++i) {
       const int n = thread_index() + 32 * i;
-      if (n < columns) scales[kRatioOffset + token_scale_place(n)] = before[i] * reciprocal_fast(now[i]);
+      if (n < columns) scales[kRatioOffset + token_scale_place(n)] = before[i] * rcp_approx(now[i]);
       before[i] = now[i];
     }
   }
 };
 
-// What the first lane of the weights' warp of a cluster's first block does beside: it deals the tasks, each when the one
-// before it begins, and asks which the one after it will be, so that nobody waits for the answer.
+// Run by the first lane of the weights warp (in the first block of a cluster): pushes each work tile when the one
+// before it begins, and takes the number of the one after it, so that nobody waits for the atomic.
 template <bool kUp>
-struct TaskDealer {
-  GemmTasks<kUp> tasks;
-  TaskQueue queue;
+struct QueueFiller {
+  TileScheduler<kUp> scheduler;
+  WorkQueue queue;
   int next;
 
-  MOEOPT_DEVICE TaskDealer(const GemmArgs& args, const TaskQueue& queue_)
-      : tasks(args), queue(queue_), next(tasks.second()) {}
-  MOEOPT_DEVICE void deal(int task) {
-    if (tasks.blocks() == 1) {
-      queue.deal(tasks.at(task, 0));
+  MOEOPT_DEVICE QueueFiller(const GemmArgs& args, const WorkQueue& queue_)
+      : scheduler(args), queue(queue_), next(scheduler.second()) {}
+  MOEOPT_DEVICE void push(int work) {
+    if (scheduler.blocks() == 1) {
+      queue.push(scheduler.at(work, 0));
     } else {
-      for (int rank = 0; rank < 2; ++rank) queue.deal_in_pair(tasks.at(task, rank), rank);
+      for (int rank = 0; rank < 2; ++rank) queue.push_cluster(scheduler.at(work, rank), rank);
     }
     queue.advance();
   }
-  MOEOPT_DEVICE void deal_next() {
-    deal(next);
-    next = tasks.ask();
+  MOEOPT_DEVICE void push_next() {
+    push(next);
+    next = scheduler.take();
   }
 };
 
-// What the first lane of the weights' warp of gate+up says to the next launch: that a row tile of h is there. Its math
-// warps are known to have stored a tile when they release a stage of the one behind it, so none of them says anything,
-// or waits for its stores, but at the end. Between the release and the weights' warp lie the stages of the ring.
+// Run by the first lane of kUp's weights warp: tells the next launch that a row tile of h is stored. A math warp that
+// releases a stage of one tile has stored the tile before, and the weights warp waits for that release anyway. So math
+// warps signal, and wait for their stores, only at the end. The weights warp is a ring of stages ahead of the release.
 struct TileSignals {
   const GemmArgs& args;
-  TaskQueue queue;
-  int steps_left, num_steps;  // until the oldest tile that nobody was told of is stored
+  WorkQueue queue;
+  int steps_left, num_steps;  // steps_left: until the oldest tile not signalled yet is stored
 
-  MOEOPT_DEVICE TileSignals(const GemmArgs& args_, const TaskQueue& queue_, int num_steps_)
+  MOEOPT_DEVICE TileSignals(const GemmArgs& args_, const WorkQueue& queue_, int num_steps_)
       : args(args_), queue(queue_), steps_left(args_.num_stages + num_steps_), num_steps(num_steps_) {}
-  // After the wait for the stage of one more step.
+  // Call it after the wait for the stage of one more step.
   MOEOPT_DEVICE void step() {
     if (steps_left-- > 0) return;
-    add_released(&args.tiles[queue.take().token_tile].rows_made, 1);
+    red_add_release(&args.tiles[queue.pop().token_tile].row_tiles_done, 1);
     steps_left += num_steps;
   }
   MOEOPT_DEVICE void end() {
-    mbarrier_wait(queue.ended, 0);
-    for (GemmTask task = queue.take(); task.expert >= 0; task = queue.take()) {
-      add_released(&args.tiles[task.token_tile].rows_made, 1);
+    mbarrier_wait_parity(queue.math_done, 0);
+    for (WorkTile work = queue.pop(); work.expert >= 0; work = queue.pop()) {
+      red_add_release(&args.tiles[work.token_tile].row_tiles_done, 1);
     }
   }
 };
 
-// Returns once h of the token tile is there. The blocks that make it run: no block of this launch starts before all of
-// that one have.
-MOEOPT_DEVICE void wait_for_rows(const GemmArgs& args, const GemmTask& task) {
-  wait_released(&args.tiles[task.token_tile].rows_made, ceil_div(args.depth, kBoxRows));
+// Waits until h of the token tile is stored. The blocks that store it are running: no block of kDown starts before all
+// blocks of kUp have started.
+MOEOPT_DEVICE void wait_for_rows(const GemmArgs& args, const WorkTile& work) {
+  wait_ld_acquire(&args.tiles[work.token_tile].row_tiles_done, ceil_div(args.depth, kBoxRows));
 }
 
-// The first producer warp: weights, and the scales beside them.
+// The first producer warp: the work queue, weights, and scales.
 template <GemmMode kMode, int kTokens, bool kUp>
 MOEOPT_DEVICE void produce_weights(const GemmArgs& args, const TensorMap* map0, const TensorMap* map1, GemmRing ring,
-                                   TaskQueue queue) {
+                                   WorkQueue queue) {
   using Shape = GemmShape<kMode, kTokens>;
   int ahead = kUp ? 0 : copy_first_weights<kMode, kTokens>(args, map0, ring);
-  if (kUp) wait_for_previous_kernel();
-  launch_dependents();  // kUp: after the wait, see copy_first_weights
+  if (kUp) griddepcontrol_wait();
+  griddepcontrol_launch_dependents();  // kUp: after the wait, see copy_first_weights
   const int num_steps = ceil_div(args.depth, Shape::kDepth), lane = thread_index();
-  const bool deals = lane == 0 && (!args.paired || cluster_rank() == 0);
-  TaskDealer<kUp> dealer(args, queue);
+  const bool fills_queue = lane == 0 && (!args.paired || cluster_ctarank() == 0);
+  QueueFiller<kUp> filler(args, queue);
   TileSignals signals(args, queue, num_steps);
-  if (deals) dealer.deal(dealer.tasks.first());
-  for (GemmTask task = queue.take(); task.expert >= 0; task = queue.take()) {
-    if (StageScales<kMode, kTokens, kUp>::kHasRatios) wait_for_rows(args, task);
-    StageScales<kMode, kTokens, kUp> scales(args, task.tile(), task.row_tile);
+  if (fills_queue) filler.push(filler.scheduler.first());
+  for (WorkTile work = queue.pop(); work.expert >= 0; work = queue.pop()) {
+    if (StageScales<kMode, kTokens, kUp>::kHasRatios) wait_for_rows(args, work);
+    StageScales<kMode, kTokens, kUp> scales(args, work.tile(), work.row_tile);
     for (int step = 0; step < num_steps; ++step) {
-      mbarrier_wait(ring.empty + ring.stage, ring.parity ^ 1u);
+      mbarrier_wait_parity(ring.empty + ring.stage, ring.parity ^ 1u);
       if (ahead > 0) {
         --ahead;
       } else if (lane == 0) {
-        copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, task.expert, task.row_tile, step);
+        copy_weights<kMode, kTokens, kUp>(args, map0, map1, ring, work.expert, work.row_tile, step);
       }
       scales.store(reinterpret_cast<float*>(ring.data() + Shape::kScaleOffset));
-      mbarrier_arrive_at(ring.full + ring.stage, args.paired ? cluster_rank() : 0);
+      mbarrier_arrive_cluster(ring.full + ring.stage, args.paired ? cluster_ctarank() : 0);
       ring.advance();
-      if (step == 0 && deals) dealer.deal_next();
+      if (step == 0 && fills_queue) filler.push_next();
       if (kUp && lane == 0) signals.step();
       if (step < num_steps - 1) scales.load(step + 1);
     }
   }
   if (kUp && lane == 0) signals.end();
-  if (!kUp) wait_for_previous_kernel();  // which has made all h, but may not have ended: what follows waits for both
+  if (!kUp) griddepcontrol_wait();  // kUp has stored all h but may still run; the next kernel must wait for both
 }
 
 constexpr uint32_t kNoRow = 0xffffffffu;
 constexpr int kTokenThreads = kProducerThreads - 32;
 constexpr int kRowsAtOnce = kTokenThreads / 8;
 
-// A thread's 16 bytes of `rounds` rows in one stage. kSure: at least so many rounds.
+// Copies a thread's 16 bytes of `rounds` rows into one stage. kSure: a lower bound of `rounds`.
 template <int kTokens, int kSure, int kTokenTiles, int kRounds>
 MOEOPT_DEVICE void copy_rows(int rounds, const uint32_t (&vectors)[kRounds], const unsigned char* from, int bytes_left,
                              unsigned char* to, unsigned char* to_other) {
   MOEOPT_UNROLL
   for (int half = 0; half < kTokenTiles; ++half) {
-    // Past the end of K the weights arrive as zeros, so must the tokens: 0 * NaN is not 0.
+    // Past the end of K weights arrive as zeros. Tokens must be zero too: 0 * NaN is not 0.
     const bool inside = bytes_left > half * 128;
     const unsigned char* source = inside ? from + half * 128 : from;
     MOEOPT_UNROLL
@@ -236,38 +243,38 @@ MOEOPT_DEVICE void copy_rows(int rounds, const uint32_t (&vectors)[kRounds], con
       if (j >= kSure && j >= rounds) break;
       const int row = (thread_index() - 32) / 8 + j * kRowsAtOnce;
       if ((j + 1) * kRowsAtOnce > kTokens && row >= kTokens) break;
-      async_copy16((j % 2 ? to_other : to) + (half * kTokens + j * kRowsAtOnce) * 128,
-                   source + static_cast<uint64_t>(vectors[j]) * 16, inside);
+      cp_async_16((j % 2 ? to_other : to) + (half * kTokens + j * kRowsAtOnce) * 128,
+                  source + static_cast<uint64_t>(vectors[j]) * 16, inside);
     }
   }
 }
 
-// The other producer warps: tokens, and their scales. 8 threads take a row of 128 bytes, all of them kRowsAtOnce rows.
+// The other producer warps: tokens and their scales. 8 threads copy a row of 128 bytes, all of them kRowsAtOnce rows.
 template <GemmMode kMode, int kTokens, bool kUp>
-MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, TaskQueue queue) {
+MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, WorkQueue queue) {
   using Shape = GemmShape<kMode, kTokens>;
   constexpr bool kFp8 = kMode == GemmMode::kFp8;
   constexpr int kElementBytes = kFp8 ? 1 : 2;
   constexpr int kRounds = (kTokens + kRowsAtOnce - 1) / kRowsAtOnce;
   const int thread = thread_index() - 32, chunk = thread % 8, first = thread / 8;
-  // Swizzled by hand: the chunk's place is chunk ^ (row % 8), and 12 rows on bit 2 of that is the other one.
-  static_assert(kRowsAtOnce % 8 == 4, "places of the rounds");
+  // Swizzled by hand: the chunk goes to chunk ^ (row % 8); 12 rows further, bit 2 of that flips.
+  static_assert(kRowsAtOnce % 8 == 4, "swizzle of the rounds");
   const int place = first * 128 + ((chunk ^ (first & 7)) << 4);
-  if (kUp) wait_for_previous_kernel();
-  launch_dependents();
+  if (kUp) griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int num_steps = ceil_div(args.depth, Shape::kDepth);
   const int scale_groups = kUp ? 1 : ceil_div(args.depth, 128);
   // A row of tokens starts at a multiple of 16 bytes: 32 bits reach 64 GiB.
   const auto row_vectors = static_cast<uint32_t>(args.token_stride * kElementBytes / 16);
   const auto token_row = [&](int position) { return kUp ? args.sorted_token[position] : position; };
-  for (GemmTask tile = queue.take(); tile.expert >= 0; tile = queue.take()) {
-    // A column past the tile's count has the last token or old bytes: it only reaches sums that are never stored. Nearly
-    // full tiles copy all rows, since a condition per row costs as much as its copy.
+  for (WorkTile tile = queue.pop(); tile.expert >= 0; tile = queue.pop()) {
+    // Columns past the tile's count hold the last token or old bytes, which only reach sums that are never stored.
+    // Nearly full tiles copy all rows, because a condition per row costs as much as its copy.
     if (!kUp) wait_for_rows(args, tile);
     const int rounds = tile.count > kTokens - 32 ? kRounds : ceil_div(tile.count, kRowsAtOnce);
     uint32_t vectors[kRounds];  // where the rows of this thread start
     MOEOPT_UNROLL
-    for (int j = 0; j < kRounds; ++j) {  // without conditions: the loads wait for L2 together
+    for (int j = 0; j < kRounds; ++j) {  // no conditions, so that all loads are in flight together
       const int n = first + j * kRowsAtOnce, last = tile.count - 1;
       vectors[j] = tile.count > 0 ? static_cast<uint32_t>(token_row(tile.begin + (n < last ? n : last))) : 0;
     }
@@ -283,7 +290,7 @@ MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, TaskQueue
     const unsigned char* from = static_cast<const unsigned char*>(args.tokens) + chunk * 16;
     int bytes_left = args.depth * kElementBytes - chunk * 16;  // of the row
     for (int step = 0; step < num_steps; ++step) {
-      mbarrier_wait(ring.empty + ring.stage, ring.parity ^ 1u);
+      mbarrier_wait_parity(ring.empty + ring.stage, ring.parity ^ 1u);
       unsigned char* to = ring.data() + Shape::kWeightBytes + place;
       unsigned char* to_other = ring.data() + Shape::kWeightBytes + (place ^ 64);
       if (rounds == kRounds) {
@@ -298,16 +305,16 @@ MOEOPT_DEVICE void produce_tokens(const GemmArgs& args, GemmRing ring, TaskQueue
       for (int i = 0; i < kScalesPerThread; ++i) {
         if (scale_rows[i] == kNoRow || (kUp && step != num_steps - 1)) continue;
         const uint64_t source = static_cast<uint64_t>(scale_rows[i]) * scale_groups + (kUp ? 0 : step);
-        async_copy4(scales + token_scale_place(thread + i * kTokenThreads), args.token_scale + source);
+        cp_async_4(scales + token_scale_place(thread + i * kTokenThreads), args.token_scale + source);
       }
-      async_copies_arrive(ring.full + ring.stage);
+      cp_async_mbarrier_arrive(ring.full + ring.stage);
       ring.advance();
     }
   }
 }
 
-// One tile by one math warpgroup: its part of the ring, then the epilogue. kColumns: of the kTokens that the stage has
-// room for, those that are multiplied.
+// One work tile by one math warpgroup: the products, then the epilogue. kColumns: how many of the kTokens columns of a
+// stage are multiplied.
 template <GemmMode kMode, int kTokens, int kColumns, bool kUp>
 MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, int row_tile, GemmRing& ring,
                                  const Staging& staging) {
@@ -334,7 +341,7 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   }
   constexpr int kStaged = Shape::kStagedTokens;
   if constexpr (kUp) {
-    if (args.activation == Activation::kSilu) {  // once, not per value
+    if (args.activation == Activation::kSilu) {  // one branch per tile, not per value
       swiglu_sums(Activation::kSilu, sum0, sum1);
     } else {
       swiglu_sums(Activation::kSwigluOai, sum0, sum1);
@@ -350,7 +357,7 @@ MOEOPT_DEVICE void multiply_tile(const GemmArgs& args, const TokenTile& tile, in
   }
 }
 
-// The narrowest compiled width that holds the tile's tokens: fewer columns, less arithmetic.
+// Multiplies with the narrowest compiled width that holds the tile's tokens: fewer columns, less arithmetic.
 template <GemmMode kMode, int kTokens, int kColumns, bool kUp>
 MOEOPT_DEVICE void multiply_narrowest(const GemmArgs& args, const TokenTile& tile, int row_tile, GemmRing& ring,
                                       const Staging& staging) {
@@ -365,14 +372,14 @@ MOEOPT_DEVICE void multiply_narrowest(const GemmArgs& args, const TokenTile& til
 }
 
 template <GemmMode kMode, int kTokens, bool kUp>
-MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, TaskQueue queue, const Staging& staging) {
-  if (kUp) wait_for_previous_kernel();
-  for (GemmTask task = queue.take(); task.expert >= 0; task = queue.take()) {
-    multiply_narrowest<kMode, kTokens, kTokens, kUp>(args, task.tile(), task.row_tile, ring, staging);
+MOEOPT_DEVICE void multiply_tiles(const GemmArgs& args, GemmRing ring, WorkQueue queue, const Staging& staging) {
+  if (kUp) griddepcontrol_wait();
+  for (WorkTile work = queue.pop(); work.expert >= 0; work = queue.pop()) {
+    multiply_narrowest<kMode, kTokens, kTokens, kUp>(args, work.tile(), work.row_tile, ring, staging);
   }
   if constexpr (kUp) {
-    sync_warp();  // all lanes have stored
-    if (thread_index() % 32 == 0) mbarrier_arrive_at(queue.ended, args.paired ? cluster_rank() : 0);
+    bar_warp_sync();  // all lanes have stored
+    if (thread_index() % 32 == 0) mbarrier_arrive_cluster(queue.math_done, args.paired ? cluster_ctarank() : 0);
   }
 }
 
@@ -383,38 +390,39 @@ MOEOPT_KERNEL void MOEOPT_BOUNDS(kGemmThreads, 1)
   using Shape = GemmShape<kMode, kTokens>;
   MOEOPT_SHARED_BASE(shared);
   unsigned char* after_ring = shared + args.num_stages * Shape::kStageBytes;
-  const TaskQueue queue(after_ring + 2 * Shape::kStagingBytes);
-  auto* barriers = reinterpret_cast<uint64_t*>(after_ring + 2 * Shape::kStagingBytes + kTaskQueueBytes);
+  const WorkQueue queue(after_ring + 2 * Shape::kStagingBytes);
+  auto* barriers = reinterpret_cast<uint64_t*>(after_ring + 2 * Shape::kStagingBytes + kQueueBytes);
   if (thread_index() == 0) {
-    prefetch_tensor_map(&map0);
-    prefetch_tensor_map(&map1);
+    prefetch_tensormap(&map0);
+    prefetch_tensormap(&map1);
     for (int s = 0; s < args.num_stages; ++s) {
       mbarrier_init(barriers + s, kProducerThreads + 1);
       mbarrier_init(barriers + args.num_stages + s, (args.paired ? 2 : 1) * (kGemmThreads - kProducerThreads) / 32);
     }
-    for (int place = 0; place < kTaskPlaces; ++place) mbarrier_init(queue.dealt + place, 1);
-    mbarrier_init(queue.ended, (kGemmThreads - kProducerThreads) / 32);
+    for (int place = 0; place < kQueueSlots; ++place) mbarrier_init(queue.full + place, 1);
+    mbarrier_init(queue.math_done, (kGemmThreads - kProducerThreads) / 32);
     fence_mbarrier_init();
   }
   if (args.paired) {
-    sync_cluster();
+    barrier_cluster_sync();
   } else {
-    sync_block();
+    bar_sync();
   }
   const GemmRing ring(shared, barriers, args.num_stages, Shape::kStageBytes);
   if (thread_index() < kProducerThreads) {
-    give_registers_back<kProducerRegisters>();
+    setmaxnreg_dec<kProducerRegisters>();
     if (thread_index() < 32) {
       produce_weights<kMode, kTokens, kUp>(args, &map0, &map1, ring, queue);
     } else {
       produce_tokens<kMode, kTokens, kUp>(args, ring, queue);
     }
   } else {
-    take_registers<kMathRegisters>();
-    const Staging staging = {after_ring, uniform(thread_index() / 128) - 1, Shape::kStagingBytes, Shape::kStagedTokens};
+    setmaxnreg_inc<kMathRegisters>();
+    const Staging staging = {after_ring, shfl_idx(thread_index() / 128, 0) - 1, Shape::kStagingBytes,
+                             Shape::kStagedTokens};
     multiply_tiles<kMode, kTokens, kUp>(args, ring, queue, staging);
   }
-  if (args.paired) sync_cluster();  // the other block may still arrive at barriers of this one
+  if (args.paired) barrier_cluster_sync();  // the other block may still arrive at barriers of this one
 }
 
 }  // namespace moeopt

@@ -1,4 +1,4 @@
-// From accumulators to rows of h or y (grouped_gemm.cuh), through shared memory to 16-byte stores.
+// From accumulators to rows of h or y (grouped_gemm_sm90.cuh), through shared memory to 16-byte stores.
 //
 //   BF16            accumulators ──stmatrix, transposed──► staging: 64 tokens x 64 rows at a time ──► out
 //   FP8 x FP8, up   largest of a token's 128 rows: over lanes, then warps of both warpgroups ──► scale
@@ -6,14 +6,14 @@
 #pragma once
 
 #include "moeopt/device.cuh"
-#include "moeopt/grouped_gemm_shape.cuh"
+#include "moeopt/grouped_gemm_sm90_shape.cuh"
 #include "moeopt/prepare_tokens.cuh"
 #include "moeopt/swiglu.cuh"
 
 namespace moeopt {
 
-// The staging buffers of both math warpgroups. Chunks of 16 bytes are exchanged by the token's number, so that neither
-// the transposed stores nor the loads meet a bank twice.
+// Staging buffers of both math warpgroups. Chunks of 16 bytes are swizzled by the token number, so that neither the
+// transposed stores nor the loads have bank conflicts.
 struct Staging {
   unsigned char* both;
   int warpgroup, buffer_bytes, tokens;
@@ -27,11 +27,11 @@ struct Staging {
   MOEOPT_DEVICE unsigned char* quantized_chunk(int n, int c) const {
     return buffer(warpgroup) + n * 64 + ((c ^ (n >> 1)) & 3) * 16;
   }
-  // Largest magnitudes of token n among the 16 rows of each warp, in the place of the rows.
+  // Largest magnitudes of token n among the 16 rows of each warp; shares memory with the rows.
   MOEOPT_DEVICE float* largest(int of_warpgroup, int n) const {
     return reinterpret_cast<float*>(buffer(of_warpgroup)) + n * 4;
   }
-  // 1 / scale of every token, behind the rows, in the order of token_scale_place.
+  // 1 / scale of every token, after the rows, in the order of token_scale_place.
   MOEOPT_DEVICE float* inverse_scales() const { return reinterpret_cast<float*>(buffer(warpgroup) + tokens * 128); }
 };
 
@@ -42,8 +42,8 @@ MOEOPT_DEVICE Vec4 load_permuted(const Staging& staging, int n, int chunk) {
   return chunk % 2 ? Vec4{low.y, low.w, high.y, high.w} : Vec4{low.x, low.z, high.x, high.z};
 }
 
-// Writes BF16 rows of the tile's tokens. All loads of a part are asked for before the first store: a round at a time
-// waits for shared memory once per 16 tokens, which was a quarter of the down launch's time.
+// Writes BF16 rows of the tile's tokens. All loads of a part are issued before the first store: one round at a time
+// would wait for shared memory once per 16 tokens, a quarter of the down launch's time.
 template <int kColumns, int kStagedTokens, bool kPermute>
 MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int first, const Staging& staging,
                               const float (&values)[kColumns / 2]) {
@@ -55,16 +55,16 @@ MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int f
   uint16_t* out = args.out + (tile.begin + token) * args.out_stride + first + chunk * 8;
   MOEOPT_UNROLL
   for (int part = 0; part < kColumns; part += kStagedTokens) {
-    sync_named(1 + staging.warpgroup, 128);  // the buffer's last readers are done
+    bar_sync(1 + staging.warpgroup, 128);  // all threads have read the buffer's last contents
     MOEOPT_UNROLL
     for (int n = 0; n < kStagedTokens; n += 16) {
       if (part + n >= kColumns) continue;
       const float* v = values + (part + n) / 2;
-      store_transposed(staging.chunk(n + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2),
-                       pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]), pack_bf16x2(v[4], v[5]),
-                       pack_bf16x2(v[6], v[7]));
+      stmatrix_x4_trans(staging.chunk(n + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2),
+                        cvt_bf16x2_f32(v[0], v[1]), cvt_bf16x2_f32(v[2], v[3]), cvt_bf16x2_f32(v[4], v[5]),
+                        cvt_bf16x2_f32(v[6], v[7]));
     }
-    sync_named(1 + staging.warpgroup, 128);
+    bar_sync(1 + staging.warpgroup, 128);
     Vec4 rows[kRounds];
     MOEOPT_UNROLL
     for (int j = 0; j < kRounds; ++j) {
@@ -80,20 +80,20 @@ MOEOPT_DEVICE void store_tile(const GemmArgs& args, const TokenTile& tile, int f
   }
 }
 
-// One round of find_largest: lanes that differ in `mask` keep a half each of their kCount columns.
+// One round of find_largest: of two lanes that differ in `mask`, each keeps one half of their kCount columns.
 template <int kCount, int kTops>
 MOEOPT_DEVICE void keep_half(float (&top)[kTops], int mask, int& first) {
   const bool upper = thread_index() & mask;
   MOEOPT_UNROLL
   for (int i = 0; i < kCount / 2; ++i) {
     const float low = top[i], high = top[i + kCount / 2];
-    top[i] = larger_magnitude(upper ? high : low, shuffle_xor(upper ? low : high, mask));
+    top[i] = max_abs_f32(upper ? high : low, shfl_bfly(upper ? low : high, mask));
   }
   first += upper ? kCount / 2 : 0;
 }
 
-// Sets the largest magnitude of each column in the warp's 16 rows. The 8 lanes of one t have the same columns; at the
-// end each lane has an eighth of them.
+// Stores the largest magnitude of each column among the warp's 16 rows. The 8 lanes with the same t have the same
+// columns; at the end each of them has an eighth.
 template <int kColumns>
 MOEOPT_DEVICE void find_largest(const float (&values)[kColumns / 2], const Staging& staging) {
   constexpr int kMine = kColumns / 4, kPadded = (kMine + 7) / 8 * 8;
@@ -102,7 +102,7 @@ MOEOPT_DEVICE void find_largest(const float (&values)[kColumns / 2], const Stagi
   MOEOPT_UNROLL
   for (int i = 0; i < kMine; ++i) {
     const int r = i / 2 * 4 + i % 2;  // row g; row g + 8 is two registers on
-    top[i] = larger_magnitude(values[r], values[r + 2]);
+    top[i] = max_abs_f32(values[r], values[r + 2]);
   }
   int first = 0;
   keep_half<kPadded>(top, 16, first);
@@ -115,10 +115,13 @@ MOEOPT_DEVICE void find_largest(const float (&values)[kColumns / 2], const Stagi
   }
 }
 
+// Selectors of prmt: bytes 0 and 2 of either word; bytes 1 and 3.
+constexpr uint32_t kEvenBytes = 0x6420, kOddBytes = 0x7531;
+
 MOEOPT_DEVICE float largest_of(const float* four) {
   const Vec4 v = *reinterpret_cast<const Vec4*>(four);
-  return larger_magnitude(larger_magnitude(float_from_bits(v.x), float_from_bits(v.y)),
-                          larger_magnitude(float_from_bits(v.z), float_from_bits(v.w)));
+  return max_abs_f32(max_abs_f32(float_from_bits(v.x), float_from_bits(v.y)),
+                     max_abs_f32(float_from_bits(v.z), float_from_bits(v.w)));
 }
 
 // Writes E4M3 rows of the tile's tokens, and a scale for the 128 rows of both warpgroups.
@@ -131,22 +134,22 @@ MOEOPT_DEVICE void store_quantized(const GemmArgs& args, const TokenTile& tile, 
   // Of this thread: every 32nd token, 16 rows.
   const int count = first + chunk * 16 < args.rows ? tile.count - token : 0;
   uint8_t* out = args.out_quantized + static_cast<int64_t>(tile.begin + token) * args.rows + first + chunk * 16;
-  sync_named(1 + staging.warpgroup, 128);  // the buffer's last readers are done
+  bar_sync(1 + staging.warpgroup, 128);  // all threads have read the buffer's last contents
   find_largest<kColumns>(values, staging);
-  sync_named(3, 256);
+  bar_sync(3, 256);
   for (int n = thread; n < kColumns; n += 128) {
-    const float top = larger_magnitude(largest_of(staging.largest(0, n)), largest_of(staging.largest(1, n)));
+    const float top = max_abs_f32(largest_of(staging.largest(0, n)), largest_of(staging.largest(1, n)));
     const float scale = quantization_scale(top);
-    staging.inverse_scales()[token_scale_place(n)] = reciprocal_fast(scale);
+    staging.inverse_scales()[token_scale_place(n)] = rcp_approx(scale);
     if (staging.warpgroup == 0 && n < tile.count) {
       args.out_scale[static_cast<int64_t>(tile.begin + n) * ceil_div(args.rows, 128) + first / 128] = scale;
     }
   }
-  sync_named(3, 256);  // `largest` lies where the rows go
+  bar_sync(3, 256);  // the rows overwrite `largest`
   float inverse[4];
   MOEOPT_UNROLL
   for (int part = 0; part < kColumns; part += kAtOnce) {
-    if (part > 0) sync_named(1 + staging.warpgroup, 128);
+    if (part > 0) bar_sync(1 + staging.warpgroup, 128);
     MOEOPT_UNROLL
     for (int n = part; n < part + kAtOnce && n < kColumns; n += 32) {
       uint32_t units[4] = {};
@@ -156,12 +159,12 @@ MOEOPT_DEVICE void store_quantized(const GemmArgs& args, const TokenTile& tile, 
         const int r = (n + 8 * j) / 2;
         if (j % 2 == 0) load_token_scales(inverse, staging.inverse_scales(), n / 16 + j / 2);
         const float inverse0 = inverse[j % 2 * 2], inverse1 = inverse[j % 2 * 2 + 1];
-        units[j] = pack_e4m3x2(values[r] * inverse0, values[r + 2] * inverse0) |
-                   pack_e4m3x2(values[r + 1] * inverse1, values[r + 3] * inverse1) << 16;
+        units[j] = cvt_e4m3x2_f32(values[r] * inverse0, values[r + 2] * inverse0) |
+                   cvt_e4m3x2_f32(values[r + 1] * inverse1, values[r + 3] * inverse1) << 16;
       }
-      store_transposed(staging.quantized_chunk(n - part + lane, warp), units[0], units[1], units[2], units[3]);
+      stmatrix_x4_trans(staging.quantized_chunk(n - part + lane, warp), units[0], units[1], units[2], units[3]);
     }
-    sync_named(1 + staging.warpgroup, 128);
+    bar_sync(1 + staging.warpgroup, 128);
     Vec4 rows[kAtOnce / 32];
     MOEOPT_UNROLL
     for (int j = 0; j < kAtOnce / 32; ++j) {
@@ -174,7 +177,8 @@ MOEOPT_DEVICE void store_quantized(const GemmArgs& args, const TokenTile& tile, 
       const Vec4 v = rows[j];
       if (n < kColumns && n < count) {
         *reinterpret_cast<Vec4*>(out + static_cast<int64_t>(n) * args.rows) = {
-            even_bytes(v.x, v.y), even_bytes(v.z, v.w), odd_bytes(v.x, v.y), odd_bytes(v.z, v.w)};
+            prmt(v.x, v.y, kEvenBytes), prmt(v.z, v.w, kEvenBytes), prmt(v.x, v.y, kOddBytes),
+            prmt(v.z, v.w, kOddBytes)};
       }
     }
   }

@@ -1,0 +1,84 @@
+// Formats whose activations are FP32 and whose weights become FP32 when they are loaded. `Simd` is an instruction set;
+// see formats_avx2.h. Internal linkage: see number_formats.h.
+#pragma once
+
+#include <cstring>
+
+#include "../number_formats.h"
+#include "experts.h"
+
+namespace moeopt {
+namespace {
+
+// Common to all of them. X is the dtype of x and out.
+template <typename S, typename X>
+struct Fp32Format {
+  using Simd = S;
+  using Vec = typename S::Vec;
+  using Operand = Vec;
+  using Output = X;
+  static constexpr int kMaxTokens = S::kMaxTokens;
+  static constexpr int kTileTokens = S::kTileTokens;  // of a tile among several
+  static constexpr int kWideTokens = 0;               // of a tile over eight rows; 0: never
+  // How far ahead of reading it a row is fetched while one tile of tokens passes (dot_streams.h); 0: not at all.
+  static constexpr int64_t row_ahead_bytes(int /*tokens*/) { return 2048; }
+  static constexpr int64_t kActivationBytes = 4;
+  static constexpr float kUnit = 1.0f;  // weights are multiplied by this with their scale
+  static constexpr bool kDecodes = false;
+  static constexpr bool kPacks = sizeof(X) != sizeof(float);
+  static constexpr int kStep = S::kLanes, kParts = 1;
+
+  static Vec zero() { return S::set1(0.0f); }
+  static Vec broadcast(float v) { return S::set1(v); }
+  static Vec multiply_add(Operand a, Operand b, Vec acc) { return S::fmadd(a, b, acc); }
+  static Vec scale_add(Vec acc, Vec factor, Vec total) { return S::fmadd(acc, factor, total); }
+  static void store_sums(const Vec* v, float* out) { S::store_sums(v, out); }
+  static void store_output(const float* values, X* out) { S::store_rounded(values, out); }
+
+  // Activations in the order of k.
+  static Operand activation(const char* x, int64_t k, int part) {
+    return S::load(reinterpret_cast<const float*>(x) + k + part * S::kLanes);
+  }
+  static void store_activations(const float* values, char* row, int64_t column) {
+    std::memcpy(reinterpret_cast<float*>(row) + column, values, kRows * sizeof(float));
+  }
+};
+
+template <typename S>
+struct Fp32Weights : Fp32Format<S, float> {
+  using Weight = float;
+  using Decoded = Fp32Weights;
+  static typename S::Vec weight(const Weight* w, int /*part*/) { return S::load(w); }
+};
+
+template <typename S>
+struct Fp16Weights : Fp32Format<S, Float16> {
+  using Weight = Float16;
+  using Decoded = Fp16Weights;
+  static constexpr int kWideTokens = S::kWideTokensOfFp16;
+  static typename S::Vec weight(const Weight* w, int /*part*/) { return S::load_fp16(w); }
+};
+
+// FP8 after decode_row: FP16 that lack a factor of 256.
+template <typename S, typename X>
+struct DecodedFp8Weights : Fp32Format<S, X> {
+  using Weight = Float16;
+  using Decoded = DecodedFp8Weights;
+  static constexpr float kUnit = 256.0f;
+  static typename S::Vec weight(const Weight* w, int /*part*/) { return S::load_fp16(w); }
+};
+
+template <typename S, typename Bf16Weights, template <typename X> class Fp8Weights>
+const ExpertKernels* fp32_kernels(const FusedExpertsArgs& args) {
+  const bool fp8 = args.weight_dtype == DType::kFloat8E4M3;
+  switch (args.x_dtype) {
+    case DType::kFloat32: return fp8 ? &kExperts<Fp8Weights<float>> : &kExperts<Fp32Weights<S>>;
+    case DType::kBFloat16: return fp8 ? &kExperts<Fp8Weights<BFloat16>> : &kExperts<Bf16Weights>;
+    case DType::kFloat16: return fp8 ? &kExperts<Fp8Weights<Float16>> : &kExperts<Fp16Weights<S>>;
+    case DType::kFloat8E4M3: return nullptr;
+  }
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace moeopt

@@ -1,0 +1,230 @@
+// Tile shapes, arguments, stage ring and tile scheduler of the grouped GEMM (grouped_gemm_sm90.cuh).
+// moe_optimizer/ops/launch_geometry/grouped.py computes and checks the same numbers.
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+#include "moeopt/device.cuh"
+#include "moeopt/fused_experts.h"
+#include "moeopt/route_pairs.cuh"
+#include "moeopt/swiglu.cuh"
+
+namespace moeopt {
+
+constexpr int kGemmThreads = 384;
+constexpr int kProducerThreads = 128;
+constexpr int kBoxRows = 128;
+constexpr int kBoxBytes = kBoxRows * 128;
+constexpr int kOperandBytes = 64 * 128;  // rows of one instruction
+constexpr int kExactColumns = 64;        // FP8 x FP8: up to this many columns, partial sums are added in FP32
+
+// Widths of a token tile that are compiled, up to where the sums fit the registers.
+template <GemmMode kMode>
+using CompiledTiles =
+    std::conditional_t<kMode == GemmMode::kBf16, std::integer_sequence<int, 16, 32, 64, 96, 128, 160>,
+                       std::conditional_t<kMode == GemmMode::kFp8Weights, std::integer_sequence<int, 16, 32, 64>,
+                                          std::integer_sequence<int, 32, 64, 96, 144>>>;
+
+template <GemmMode kMode, int kTokens>
+struct GemmShape {
+  static constexpr int kBoxes = 2;
+  static constexpr int kWeightBytes = kBoxes * kBoxBytes;
+  static constexpr int kDepth = kMode == GemmMode::kBf16 ? 64 : 128;          // K per stage: 128 bytes of weights
+  static constexpr int kTokenTiles = kMode == GemmMode::kFp8Weights ? 2 : 1;  // of 128 bytes per token
+  static constexpr int kTokenBytes = kTokenTiles * kTokens * 128;
+  // Scales of the weights; kFp8: of the tokens too; wide kFp8: and ratios. Rounded up to keep the next stage aligned.
+  static constexpr int kScaleBytes = kMode == GemmMode::kBf16                             ? 0
+                                     : kMode == GemmMode::kFp8 && kTokens > kExactColumns ? 2048
+                                                                                          : 1024;
+  static constexpr int kScaleOffset = kWeightBytes + kTokenBytes;
+  static constexpr int kStageBytes = kWeightBytes + kTokenBytes + kScaleBytes;
+  static constexpr int kStagedTokens = kTokens < 64 ? kTokens : 64;  // of the staging buffer
+  // Per math warpgroup: 64 BF16 per token; in FP8 also 1 / scale of all tokens.
+  static constexpr int kStagingBytes = kStagedTokens * 128 + (kMode == GemmMode::kFp8 ? kTokens * 4 : 0);
+};
+
+// Scales of the weights in a stage: [math warpgroup][operand][warp]. I and H are multiples of 16, so the 16 rows of a
+// warp lie in one block of 128; the 64 of an operand may not.
+constexpr int kFactors = 16;
+constexpr int kFactorOffset = 160;  // floats, behind the tokens' scales
+constexpr int kRatioOffset = 192;
+
+// Registers per thread. At launch 168 (65536 / 384, rounded down to 8); setmaxnreg moves them from the producers to the
+// math warpgroups: 128 x 72 + 256 x 216 = 64512 = 384 x 168.
+constexpr int kProducerRegisters = 72;
+constexpr int kMathRegisters = 216;
+static_assert(kProducerThreads * kProducerRegisters + (kGemmThreads - kProducerThreads) * kMathRegisters <=
+                  65536 / kGemmThreads / 8 * 8 * kGemmThreads,
+              "more registers than the block has at launch");
+
+// Index of the scale of column n. A thread has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16; their scales are
+// adjacent.
+MOEOPT_DEVICE int token_scale_place(int n) { return (n & ~15) | ((n & 6) << 1) | ((n & 8) >> 2) | (n & 1); }
+// Loads the scales of this thread's columns among the 16 columns from 16 q on.
+MOEOPT_DEVICE void load_token_scales(float (&scales)[4], const float* token_scale, int q) {
+  const Vec4 v = *reinterpret_cast<const Vec4*>(token_scale + 16 * q + thread_index() % 4 * 4);
+  scales[0] = float_from_bits(v.x);
+  scales[1] = float_from_bits(v.y);
+  scales[2] = float_from_bits(v.z);
+  scales[3] = float_from_bits(v.w);
+}
+
+struct GemmArgs {
+  const void* tokens;        // BF16, permuted BF16 or E4M3 rows
+  int64_t token_stride;      // elements
+  const float* token_scale;  // kFp8; kUp: [rows], kDown: [rows][ceil(K / 128)]
+  const int* sorted_token;   // kUp: row of the token at a position; kDown: row = position
+  TokenTile* tiles;
+  const int* num_tiles;
+  int* tile_counter;  // work tiles taken beyond the first two of every block; the routing sets it to zero
+  uint16_t* out;      // BF16 rows by position
+  int64_t out_stride;
+  uint8_t* out_quantized;  // kFp8, kUp: E4M3 instead of `out`
+  float* out_scale;        // [rows by position][ceil(I / 128)]
+  const float* weight_scale;
+  const float* bias;
+  int32_t depth;        // K
+  int32_t rows;         // kUp: I; kDown: H
+  int32_t weight_rows;  // kUp: 2 I; kDown: H
+  ScaleKind scale_kind;
+  Activation activation;
+  bool weights_evict_first;  // most experts have one token tile
+  bool paired;               // clusters of two blocks, see grouped_gemm_sm90.cuh
+  int32_t num_stages;
+};
+
+struct GemmRing {
+  unsigned char* stages;
+  uint64_t *full, *empty;
+  int num_stages, stage_bytes, stage = 0;
+  uint32_t parity = 0;
+
+  MOEOPT_DEVICE GemmRing(unsigned char* stages_, uint64_t* barriers, int num_stages_, int stage_bytes_)
+      : stages(stages_), full(barriers), empty(barriers + num_stages_), num_stages(num_stages_),
+        stage_bytes(stage_bytes_) {}
+  MOEOPT_DEVICE unsigned char* data() const { return stages + stage * stage_bytes; }
+  MOEOPT_DEVICE void advance() {
+    if (++stage == num_stages) {
+      stage = 0;
+      parity ^= 1u;
+    }
+  }
+};
+
+// The next narrower width that is compiled for tiles of kTokens; 0: none. Wide tiles have steps of 16 near the top,
+// where the tiles of an evenly split expert lie. The last width is half.
+template <int kTokens>
+constexpr int kHalfColumns = (kTokens / 2 + 15) / 16 * 16;
+template <int kTokens, int kColumns>
+constexpr int kNarrowerColumns = kTokens < 64 || kColumns == kHalfColumns<kTokens> ? 0
+                                 : kTokens >= 128 && kColumns > kTokens - 32       ? kColumns - 16
+                                                                                   : kHalfColumns<kTokens>;
+
+// Rows of the output (kUp: of I) that one math warpgroup computes per work tile.
+template <bool kUp>
+constexpr int kRowsPerWarpgroup = kUp ? 64 : 128;
+
+template <bool kUp>
+MOEOPT_DEVICE int row_tiles(const GemmArgs& args) {
+  return ceil_div(args.rows, 2 * kRowsPerWarpgroup<kUp>);
+}
+// First row of a math warpgroup's operand `a`.
+template <bool kUp>
+MOEOPT_DEVICE int first_row(int row_tile, int warpgroup, int a) {
+  return (2 * row_tile + warpgroup) * kRowsPerWarpgroup<kUp> + (kUp ? 0 : a * 64);
+}
+
+// First row of a box of a stage. kUp: gate rows of both math warpgroups, then up rows; kDown: the rows of one
+// warpgroup, then of the other.
+template <bool kUp>
+MOEOPT_DEVICE int box_row(int row_tile, int box) {
+  return kUp ? row_tile * kBoxRows : (2 * row_tile + box) * kBoxRows;
+}
+// Byte offset of a math warpgroup's operand `a` in a stage.
+template <bool kUp>
+MOEOPT_DEVICE int operand_offset(int warpgroup, int a) {
+  return (kUp ? 2 * a + warpgroup : 2 * warpgroup + a) * kOperandBytes;
+}
+
+// 256 weight rows x one token tile.
+struct WorkTile {
+  int expert;        // -1: no work is left
+  int begin, count;  // positions of the tokens
+  int row_tile, token_tile;
+
+  MOEOPT_DEVICE TokenTile tile() const { return {expert, begin, count, 0}; }
+  // As 16 bytes: expert and row tile take 16 bits each.
+  MOEOPT_DEVICE Vec4 packed() const {
+    return {expert < 0 ? ~0u : static_cast<uint32_t>(row_tile) << 16 | static_cast<uint32_t>(expert),
+            static_cast<uint32_t>(begin), static_cast<uint32_t>(count), static_cast<uint32_t>(token_tile)};
+  }
+  MOEOPT_DEVICE static WorkTile unpacked(const Vec4& v) {
+    return {v.x == ~0u ? -1 : static_cast<int>(v.x & 0xffffu), static_cast<int>(v.y), static_cast<int>(v.z),
+            static_cast<int>(v.x >> 16), static_cast<int>(v.w)};
+  }
+};
+
+// Persistent scheduler. Work tiles are numbered row tile by row tile within a token tile; a cluster takes pairs of
+// token tiles. Every block (or cluster) has two work tiles by its index and takes further ones from a counter, each
+// when it begins the last but one. Speed decides which block computes a tile, but not what is computed.
+template <bool kUp>
+struct TileScheduler {
+  const GemmArgs& args;
+  int count;
+
+  MOEOPT_DEVICE explicit TileScheduler(const GemmArgs& args_)
+      : args(args_), count(ld_global_cg(args_.num_tiles) / blocks() * row_tiles<kUp>(args_)) {}
+  MOEOPT_DEVICE int blocks() const { return args.paired ? 2 : 1; }
+  MOEOPT_DEVICE int first() const { return block_index() / blocks(); }
+  MOEOPT_DEVICE int second() const { return first() + grid_blocks() / blocks(); }
+  MOEOPT_DEVICE int take() const { return 2 * (grid_blocks() / blocks()) + atom_add_global(args.tile_counter, 1); }
+  // Work tile `index`, for block `rank` of the cluster.
+  MOEOPT_DEVICE WorkTile at(int index, int rank) const {
+    if (index >= count) return {-1, 0, 0, 0, 0};
+    const int rows = row_tiles<kUp>(args), token_tile = index / rows * blocks() + rank;
+    // From L2: the routing may run in a launch that overlaps this one.
+    const Vec4 v = ld_global_cg_v4(args.tiles + token_tile);
+    return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), index % rows, token_tile};
+  }
+};
+
+// Passes work tiles from the weights warp to the other warps of a block, in shared memory. No barrier says that a slot
+// is free again: the weights warp is at most the stages of the ring, plus two work tiles, ahead of the slowest warp.
+constexpr int kQueueSlots = 16;
+constexpr int kQueueBytes = kQueueSlots * (16 + 8) + 8;
+
+struct WorkQueue {
+  Vec4* slots;
+  uint64_t* full;       // a barrier per slot
+  uint64_t* math_done;  // barrier: the math warps have no work left
+  int slot = 0;
+  uint32_t parity = 0;
+
+  MOEOPT_DEVICE explicit WorkQueue(unsigned char* shared)
+      : slots(reinterpret_cast<Vec4*>(shared)), full(reinterpret_cast<uint64_t*>(shared + kQueueSlots * 16)),
+        math_done(full + kQueueSlots) {}
+  MOEOPT_DEVICE void advance() {
+    if (++slot == kQueueSlots) {
+      slot = 0;
+      parity ^= 1u;
+    }
+  }
+  MOEOPT_DEVICE WorkTile pop() {
+    mbarrier_wait_parity(full + slot, parity);
+    const WorkTile work = WorkTile::unpacked(slots[slot]);
+    advance();
+    return work;
+  }
+  // By one thread, for its own block. Without a cluster, st.async is an illegal instruction.
+  MOEOPT_DEVICE void push(const WorkTile& work) {
+    slots[slot] = work.packed();
+    mbarrier_arrive_cluster(full + slot, 0);
+  }
+  // By one thread of the cluster, for block `rank`.
+  MOEOPT_DEVICE void push_cluster(const WorkTile& work, int rank) {
+    st_async_v4(slots + slot, full + slot, rank, work.packed());
+  }
+};
+
+}  // namespace moeopt

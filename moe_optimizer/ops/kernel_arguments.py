@@ -1,0 +1,118 @@
+"""What the compiled module takes: C++ structs, each as a dictionary with exactly the struct's fields.
+
+Addresses, sizes, strides and codes: nothing of torch crosses into the module. The tests hand the same dictionaries
+to the CUDA kernels' emulation on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_optimizer.ops.expert_inputs import Inputs
+
+Fields = dict[str, int | float | bool]
+"""A C++ struct by field names. A missing or unknown field is a TypeError."""
+
+DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
+ACTIVATIONS = ("silu", "swigluoai")
+SCORINGS = ("softmax", "sigmoid")
+"""Positions are the codes of csrc/include/moeopt, as are the values of DTYPE_CODE."""
+_NO_SCALE, _BLOCK_SCALE, _CHANNEL_SCALE = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """How logits become expert ids and weights; meaning: `topk_router`."""
+
+    logits: Tensor
+    """[T, E], float32 or bfloat16; on CUDA contiguous."""
+    top_k: int
+    scoring: str = "softmax"
+    renormalize: bool = True
+    num_expert_group: int = 1
+    topk_group: int = 1
+    score_bias: Tensor | None = None
+    """float32 [E]: added for the choice only."""
+    routed_scaling_factor: float = 1.0
+
+    def fields(self) -> Fields:
+        """Return `RouterArgs`."""
+        return {
+            "logits": self.logits.data_ptr(),
+            "logits_are_bf16": self.logits.dtype == torch.bfloat16,
+            "scoring": SCORINGS.index(self.scoring),
+            "renormalize": self.renormalize,
+            "num_groups": self.num_expert_group,
+            "topk_groups": self.topk_group,
+            "bias": _address(self.score_bias),
+            "scaling_factor": self.routed_scaling_factor,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaProblem:
+    """The checked tensors of one call; small ones already contiguous, biases and scales already float32."""
+
+    x: Tensor
+    w13: Tensor
+    w2: Tensor
+    out: Tensor
+    topk_weights: Tensor | None = None
+    topk_ids: Tensor | None = None
+    router: Router | None = None
+    expert_map: Tensor | None = None
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+    activation: str = "silu"
+
+    @property
+    def top_k(self) -> int:
+        """Slots per token."""
+        if self.router is not None:
+            return self.router.top_k
+        assert self.topk_ids is not None
+        return self.topk_ids.shape[1]
+
+
+def experts_fields(tensors: Inputs | CudaProblem, out: Tensor) -> Fields:
+    """Return `FusedExpertsArgs`. The addresses keep no tensor alive."""
+    x, w13, w2, ids, scale = tensors.x, tensors.w13, tensors.w2, tensors.topk_ids, tensors.w13_scale
+    return {
+        "num_tokens": x.shape[0],
+        "hidden_size": x.shape[1],
+        "intermediate_size": w2.shape[2],
+        "num_local_experts": w13.shape[0],
+        "num_global_experts": 0 if tensors.expert_map is None else tensors.expert_map.shape[0],
+        "top_k": tensors.top_k,
+        "x": x.data_ptr(),
+        "x_stride": x.stride(0),
+        "x_dtype": DTYPE_CODE[x.dtype],
+        "out": out.data_ptr(),
+        "out_stride": out.stride(0),
+        "w13": w13.data_ptr(),
+        "w13_expert_stride": w13.stride(0),
+        "w13_row_stride": w13.stride(1),
+        "w2": w2.data_ptr(),
+        "w2_expert_stride": w2.stride(0),
+        "w2_row_stride": w2.stride(1),
+        "weight_dtype": DTYPE_CODE[w13.dtype],
+        "scale_kind": _NO_SCALE if scale is None else _CHANNEL_SCALE if scale.dim() == 2 else _BLOCK_SCALE,
+        "w13_scale": _address(scale),
+        "w2_scale": _address(tensors.w2_scale),
+        "w13_bias": _address(tensors.w13_bias),
+        "w2_bias": _address(tensors.w2_bias),
+        "topk_weights": _address(tensors.topk_weights),
+        "topk_ids": _address(ids),
+        "ids_are_int64": ids is not None and ids.dtype == torch.int64,
+        "expert_map": _address(tensors.expert_map),
+        "activation": ACTIVATIONS.index(tensors.activation),
+    }
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,43 @@
+"""Picks the fastest measured CUDA kernel for a call, where a kernel speed table covers its layer."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from moe_optimizer.inspection import read_kernel_inventory, read_kernel_speeds
+from moe_optimizer.ops.cuda_variants import Variant, rounds_activations, variant_named
+from moe_optimizer.ops.kernel_arguments import CudaProblem
+from moe_optimizer.specs.kernel_speeds import LayerShape, TokenSpeeds
+
+
+def measured_variant(problem: CudaProblem) -> Variant | None:
+    """Return the fastest variant at the next measured number of tokens, or None where nothing was measured.
+
+    Variants that quantise the activations do not count: a caller has to ask for them.
+    """
+    num_experts = problem.w13.shape[0]
+    shape = LayerShape(
+        hidden_size=problem.x.shape[1],
+        intermediate_size=problem.w2.shape[2],
+        num_experts=num_experts,
+        num_global_experts=num_experts if problem.expert_map is None else problem.expert_map.shape[0],
+        top_k=problem.top_k,
+    )
+    scale = problem.w13_scale
+    weights = "bf16" if scale is None else "fp8_channel" if scale.dim() == 2 else "fp8_block"
+    rows = _rows(torch.cuda.get_device_name(problem.x.device), weights, shape)
+    row = next((row for row in rows if problem.x.shape[0] <= row.tokens), None)
+    times = {} if row is None else {name: us for name, us in row.ours_us.items() if not rounds_activations(name)}
+    return variant_named(min(times, key=lambda name: times[name])) if times else None
+
+
+@functools.cache
+def _rows(device: str, weights: str, shape: LayerShape) -> tuple[TokenSpeeds, ...]:
+    """Return the last table of the kernels that are built, as `SpeedTables.find` would, for any vLLM and driver."""
+    sources = read_kernel_inventory().cuda_sources
+    for table in reversed(read_kernel_speeds().tables):
+        if (table.device, table.weights, table.shape, table.kernel_hash) == (device, weights, shape, sources):
+            return table.rows
+    return ()

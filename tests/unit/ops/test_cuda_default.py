@@ -1,0 +1,169 @@
+"""`fused_experts` and `flash_dmoe` on CUDA tensors run our kernels without being asked; here on their emulation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_optimizer.ops import _load, cuda_dispatch, flash_dmoe, fused_experts, measured_variant, why_reference
+from moe_optimizer.ops.topk_router import topk_router
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds
+from tests.kernel_emulator import Case, Emulator, assert_close, make_case
+
+
+class CudaTensor(torch.Tensor):
+    """A CPU tensor that says it is on a GPU."""
+
+    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result.as_subclass(cls) if isinstance(result, Tensor) else result
+
+
+class FakeHopper:
+    """A GPU of compute capability 9.0 whose kernels are the emulation; remembers which ran."""
+
+    def __init__(self, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capability = (9, 0)
+        self.ran: list[tuple[str, dict]] = []
+        module = SimpleNamespace(
+            cuda_direct=lambda *structs: self._run("cuda_direct", emulator, structs),
+            cuda_grouped=lambda *structs: self._run("cuda_grouped", emulator, structs),
+        )
+        monkeypatch.setattr(_load, "_import_kernels", lambda: (module, ""))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: self.capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "fake Hopper")
+        properties = SimpleNamespace(multi_processor_count=2)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1))
+        counters = torch.zeros(1, dtype=torch.int32)
+        monkeypatch.setattr(cuda_dispatch, "_counters_for", lambda device, stream: counters)
+
+    def _run(self, name: str, emulator: Emulator, structs: tuple[Any, ...]) -> None:
+        self.ran.append((name, structs[3]))
+        getattr(emulator.module, name)(*structs)
+
+
+def _made_on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The factory, with CPU tensors that say they are on the GPU in place of CUDA tensors."""
+
+    def make(*size: Any, device: Any = None, **options: Any) -> Tensor:
+        tensor = factory(*size, **options)
+        return tensor.as_subclass(CudaTensor) if torch.device(device or "cpu").type == "cuda" else tensor
+
+    return make
+
+
+@pytest.fixture
+def gpu(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> FakeHopper:
+    """The mock in place of a GPU."""
+    measured_variant._rows.cache_clear()
+    for name in ("empty", "zeros"):
+        monkeypatch.setattr(torch, name, _made_on_cpu(getattr(torch, name)))
+    return FakeHopper(emulator, monkeypatch)
+
+
+def on_gpu(case: Case) -> dict[str, Any]:
+    """The case's arguments as CUDA tensors."""
+    problem = case.problem
+    names = ("x", "w13", "w2", "topk_weights", "topk_ids", "w13_scale", "w2_scale")
+    tensors = {name: getattr(problem, name) for name in names}
+    return {name: None if value is None else value.as_subclass(CudaTensor) for name, value in tensors.items()}
+
+
+def run(case: Case) -> Tensor:
+    """`fused_experts` of the case, as any caller calls it."""
+    return fused_experts(**on_gpu(case)).as_subclass(Tensor)
+
+
+@pytest.mark.parametrize(("tokens", "kernel"), [(3, "cuda_direct"), (70, "cuda_grouped")])
+def test_fused_experts_picks_a_kernel_by_sizes_where_nothing_was_measured(gpu: FakeHopper, tokens: int, kernel: str):
+    case = make_case(tokens, 2, 4, 64, 32)
+    out = run(case)
+    assert [name for name, _ in gpu.ran] == [kernel]
+    assert_close(case, out)
+
+
+def test_flash_dmoe_runs_the_gate_and_a_kernel(gpu: FakeHopper):
+    case = make_case(3, 2, 4, 64, 32)
+    logits = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    weights, ids = topk_router(logits, top_k=2)
+    arguments = on_gpu(case)
+    out = flash_dmoe(arguments["x"], logits.as_subclass(CudaTensor), arguments["w13"], arguments["w2"], top_k=2)
+    assert [name for name, _ in gpu.ran] == ["cuda_direct"]
+    assert_close(Case(replace(case.problem, topk_weights=weights, topk_ids=ids)), out.as_subclass(Tensor))
+
+
+def measured(tokens: int, times: dict[str, float], weights: str = "bf16", hash: str = "h") -> KernelSpeeds:  # noqa: A002
+    shape = LayerShape(hidden_size=64, intermediate_size=32, num_experts=4, num_global_experts=4, top_k=2)
+    row = TokenSpeeds(tokens=tokens, stock_us=1.0, ours_us=times)
+    return KernelSpeeds(device="fake Hopper", weights=weights, shape=shape, kernel_hash=hash, vllm="1", driver="1",
+                        rows=(row,), source="here")  # fmt: skip
+
+
+# Up to 8 tokens were measured: the fastest runs, but none that rounds the activations. Above: by sizes.
+@pytest.mark.parametrize(
+    ("tokens", "fp8", "table", "kernel", "tile"),
+    [
+        (3, None, measured(8, {"direct": 2.0, "grouped-bf16-n32": 1.0}), "cuda_grouped", 32),
+        (9, None, measured(8, {"direct": 2.0, "grouped-bf16-n32": 1.0}), "cuda_direct", None),
+        (3, None, measured(8, {"direct": 2.0, "grouped-bf16-n32": 1.0}, hash="another"), "cuda_direct", None),
+        (3, "block", measured(8, {"direct": 2.0, "grouped-fp8-n32": 1.0}, "fp8_block"), "cuda_direct", None),
+        (3, "channel", measured(8, {"grouped-fp8_weights-n64": 1.0}, "fp8_channel"), "cuda_grouped", 64),
+    ],
+    ids=["fastest", "above the table", "other kernels", "activations stay", "per channel"],
+)
+def test_the_fastest_measured_kernel_is_the_default(
+    gpu: FakeHopper, monkeypatch: pytest.MonkeyPatch, tokens, fp8, table: KernelSpeeds, kernel: str, tile: int | None
+):
+    monkeypatch.setattr(measured_variant, "read_kernel_speeds", lambda: SpeedTables(tables=(table,)))
+    monkeypatch.setattr(measured_variant, "read_kernel_inventory", lambda: SimpleNamespace(cuda_sources="h"))
+    case = make_case(tokens, 2, 4, 64, 32, fp8=fp8)
+    out = run(case)
+    [(name, launch)] = gpu.ran
+    assert (name, launch.get("tile_tokens")) == (kernel, tile)
+    assert_close(case, out)
+
+
+def test_another_gpu_runs_the_reference_and_why_reference_names_it(gpu: FakeHopper):
+    gpu.capability = (10, 0)
+    case = make_case(3, 2, 4, 64, 32)
+    arguments = on_gpu(case)
+    reason = why_reference(arguments["x"], arguments["w13"], arguments["w2"], arguments["topk_ids"])
+    assert reason is not None
+    assert "sm_100" in reason
+    assert_close(case, run(case))
+    assert gpu.ran == []
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"), [(None, "kernels not built"), (SimpleNamespace(), "built without CUDA kernels")]
+)
+def test_without_cuda_kernels_the_reference_runs_and_why_reference_says_so(gpu, monkeypatch, module, reason):
+    monkeypatch.setattr(_load, "_import_kernels", lambda: (module, "" if module else "kernels not built"))
+    case = make_case(3, 2, 4, 64, 32)
+    arguments = on_gpu(case)
+    why_not = why_reference(arguments["x"], arguments["w13"], arguments["w2"], arguments["topk_ids"])
+    assert (why_not or "").startswith(reason)
+    assert_close(case, run(case))
+    assert gpu.ran == []
+
+
+def test_float16_runs_the_reference(gpu: FakeHopper):
+    case = make_case(3, 2, 4, 64, 32)
+    half = {name: value.half() if value is not None and value.dtype == torch.bfloat16 else value
+            for name, value in on_gpu(case).items()}  # fmt: skip
+    out = fused_experts(**half).as_subclass(Tensor)
+    torch.testing.assert_close(out.float(), case.reference().float(), rtol=0.05, atol=0.05)
+    assert gpu.ran == []
