@@ -160,7 +160,7 @@ def _decode_arguments(data: Any, where: str) -> ServeArguments:
     try:
         return ServeArguments(*words)
     except InputError as error:
-        raise InputError(f"{where}: {error}", hint=error.hint) from None
+        raise _error(where, str(error), error.hint) from None
 
 
 def _decode_tuple(arguments: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:

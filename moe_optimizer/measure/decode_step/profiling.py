@@ -46,7 +46,7 @@ def profile_steps(
         arguments = plan.serve_args if side == "ours" else plan.plain_args
         request = StepsRequest(
             model=plan.model.path,
-            serve_args=tuple(arguments),
+            serve_args=arguments.words,
             batches=batches,
             context=context,
             steps=steps,
