@@ -99,6 +99,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
     from moe_optimizer.inspection.expert_load import read_placement_load
     from moe_optimizer.inspection.fp8_sensitivity import read_sensitivity_file
     from moe_optimizer.plan.decision import Wish
+    from moe_optimizer.plan.serve_args import ServeArguments
     from moe_optimizer.plan_context.request import PlanRequest
     from moe_optimizer.planner import make_plan
 
@@ -123,7 +124,7 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
             batch_size=facts.max_num_seqs,
             max_model_len=facts.max_model_len,
             any_model_len=True,
-            vllm_args=tuple(vllm_args),
+            vllm_args=ServeArguments(*vllm_args),
             trust_remote_code=facts.trust_remote_code,
             dtype=facts.dtype,
             expert_load=read_placement_load(section.load, section.load_check),

@@ -154,7 +154,7 @@ def served(model: Path, plan: Plan, run_dir: Path) -> dict[str, Any]:
         "perplexity": value,
         "calls_by_kernel": dict(calls),
         "quantizer": [each["fp8"].kernel for each in passes if "fp8" in each],
-        "serve_args": list(plan.serve_args),
+        "serve_args": list(plan.serve_args.words),
         "plan_digest": plan.digest,
         "versions": dict(info.proofs[0].versions) if info.proofs else {},
     }

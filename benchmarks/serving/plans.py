@@ -11,6 +11,7 @@ from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, 
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.planner import make_plan
 from moe_optimizer.profiles import load_profile
@@ -35,7 +36,7 @@ def plan_here(model: str | Path, *vllm_args: str, kernel_speeds: SpeedTables | N
             software=SoftwareSpec(
                 vllm=find_vllm(), kernels=read_kernel_inventory(), kernel_speeds=kernel_speeds or SpeedTables()
             ),
-            vllm_args=vllm_args,
+            vllm_args=ServeArguments(*vllm_args),
             **(fields | request),
         )
     )
@@ -61,7 +62,7 @@ def served(plan: Plan, info: ServerInfo, passes: Collection[str]) -> dict[str, A
         "start_up_s": info.start_up_s,
         "plan_digest": plan.digest,
         "decisions": [encode(each) for each in plan.decisions if each.pass_name in passes],
-        "serve_args": list(plan.serve_args),
+        "serve_args": list(plan.serve_args.words),
         "versions": dict(proofs[0].versions) if proofs else {},
         "table": [list(row.cells) for row in info.rows if row.pass_name in passes],
     }

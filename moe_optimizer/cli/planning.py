@@ -112,6 +112,7 @@ def _request(options: PlanOptions, settings: Settings, profile: Profile) -> Plan
     from moe_optimizer.inspection import ModelInspector, read_software
     from moe_optimizer.inspection.activation_norms import read_activation_norms_file
     from moe_optimizer.inspection.fp8_sensitivity import read_sensitivity_file
+    from moe_optimizer.plan.serve_args import ServeArguments
     from moe_optimizer.plan_context.request import PlanRequest
     from moe_optimizer.planner.request_checks import ALLOW_LONG_MODEL_LEN
 
@@ -132,7 +133,7 @@ def _request(options: PlanOptions, settings: Settings, profile: Profile) -> Plan
         port=settings["port"],
         max_model_len=settings["max_model_len"],
         any_model_len=os.environ.get(ALLOW_LONG_MODEL_LEN, "0").strip().lower() in ("1", "true"),
-        vllm_args=tuple(settings["vllm_args"]),
+        vllm_args=ServeArguments(*settings["vllm_args"]),
         trust_remote_code=settings["trust_remote_code"],
         dtype=None if dtype == "auto" else dtype,
         expert_load=_read_expert_load(settings, profile),

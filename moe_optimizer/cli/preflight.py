@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from moe_optimizer.errors import InputError, UnsupportedError
 if TYPE_CHECKING:
     from moe_optimizer.cli.settings import Settings
     from moe_optimizer.plan.plan import Plan
+    from moe_optimizer.plan.serve_args import ServeArguments
     from moe_optimizer.specs.software import VllmInstallation
 
 
@@ -65,7 +65,7 @@ def _check_vllm(plan: Plan) -> None:
     _check_quantization(plan, Path(vllm.location))
 
 
-def check_flags(vllm: VllmInstallation, arguments: Sequence[str]) -> None:
+def check_flags(vllm: VllmInstallation, arguments: ServeArguments) -> None:
     """Refuse a flag that vLLM does not have. vLLM would refuse it ten seconds later.
 
     Raises:
@@ -85,10 +85,9 @@ def check_flags(vllm: VllmInstallation, arguments: Sequence[str]) -> None:
 def _check_quantization(plan: Plan, vllm_folder: Path) -> None:
     """Refuse a checkpoint in a quantisation that vLLM does not have. vLLM would refuse it ten seconds later."""
     from moe_optimizer.inspection.vllm_sources import lacks_quantization
-    from moe_optimizer.plan.serve_args import flag_value
 
     method = plan.model.quant_method
-    if method is None or flag_value(plan.serve_args, "--quantization") is not None:
+    if method is None or "--quantization" in plan.serve_args:
         return
     if lacks_quantization(vllm_folder, method):
         raise UnsupportedError(
@@ -110,10 +109,9 @@ def _check_weights(plan: Plan) -> None:
     """Refuse a model folder without all its weights; vLLM downloads those of a hub id."""
     from moe_optimizer.cli.model_checks import missing_weights
     from moe_optimizer.inspection.hub import is_offline
-    from moe_optimizer.plan.serve_args import flag_value
 
     folder = Path(plan.model.path)
-    if flag_value(plan.serve_args, "--load-format") is not None:
+    if "--load-format" in plan.serve_args:
         return
     if not folder.is_dir():
         if is_offline(os.environ):
@@ -128,11 +126,10 @@ def _check_weights(plan: Plan) -> None:
 def _check_tokenizer(plan: Plan) -> None:
     """Refuse a model folder whose tokenizer is missing or broken; vLLM downloads that of a hub id."""
     from moe_optimizer.cli.tokenizer_files import find_tokenizer
-    from moe_optimizer.plan.serve_args import flag_value
 
-    folder = Path(flag_value(plan.serve_args, "--tokenizer") or plan.model.path)
+    folder = Path(plan.serve_args.value("--tokenizer") or plan.model.path)
     left_to_vllm = ("--skip-tokenizer-init", "--tokenizer-mode")
-    if not folder.is_dir() or any(flag_value(plan.serve_args, flag) is not None for flag in left_to_vllm):
+    if not folder.is_dir() or any(flag in plan.serve_args for flag in left_to_vllm):
         return
     if not find_tokenizer(folder):
         raise InputError(

@@ -19,7 +19,7 @@ from moe_optimizer.cli.options import (
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import PASS_NAMES, required_key, resolve_wishes
 from moe_optimizer.plan.decision import Wish
-from moe_optimizer.plan.serve_args import split_arguments
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.profiles import DEFAULT_PROFILE
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
 
 def _check_said_twice(values: Mapping[str, Setting]) -> None:
     """Refuse a flag and an argument after -- that set the same thing to different values."""
-    given = {argument.flag: argument.value for argument in split_arguments(values["vllm_args"].value)}
+    given = ServeArguments(*values["vllm_args"].value).values
     for name, flag in _ALSO_VLLMS.items():
         value, said_by = values[name].value, values[name].said_by
         if said_by.startswith("--") and given.get(flag, str(value)) != str(value):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from moe_optimizer.plan.serve_args import split_arguments
+from moe_optimizer.plan.serve_args import ServeArguments
 
 # Where vLLM defines the arguments of its server: as literals, and as fields of dataclasses.
 _FLAG_SOURCES = ("engine/arg_utils.py", "utils/argparse_utils.py", "entrypoints/**/cli_args.py", "platforms/*.py")
@@ -22,7 +22,7 @@ _KNOWN_PLUGINS = ("vllm.", "moe_optimizer.")
 """Modules whose plugins register no quantisation: vLLM's own, and ours."""
 
 
-def unknown_flags(vllm_folder: Path, arguments: Iterable[str]) -> tuple[str, ...]:
+def unknown_flags(vllm_folder: Path, arguments: ServeArguments) -> tuple[str, ...]:
     """Return those long flags of `arguments` that no word in vLLM's own sources starts with.
 
     A flag that is returned is certainly refused by vLLM; one that is not may still be. Returns nothing where the
@@ -31,9 +31,8 @@ def unknown_flags(vllm_folder: Path, arguments: Iterable[str]) -> tuple[str, ...
     words = {_plain(word) for word in _found(vllm_folder, _FLAG_SOURCES, _WORD)}
     if not words or importlib.metadata.entry_points(group=_PLATFORM_PLUGINS):
         return ()
-    given = [argument.flag for argument in split_arguments(tuple(arguments)) if argument.flag.startswith("--")]
-    # argparse takes any beginning of a flag, and a dot leads into a flag's value: --compilation-config.mode.
-    names = {flag: flag.removeprefix("--").partition(".")[0].lower() for flag in given}
+    # argparse takes any beginning of a flag.
+    names = {flag: flag.removeprefix("--").lower() for flag in arguments.values if flag.startswith("--")}
     return tuple(flag for flag, name in names.items() if not any(word.startswith(name) for word in words))
 
 

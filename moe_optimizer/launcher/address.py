@@ -6,25 +6,25 @@ import contextlib
 import errno
 import ipaddress
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.plan.serve_args import flag_value
+from moe_optimizer.plan.serve_args import ServeArguments
 
 _DEFAULT_PORT = "8000"
 _ANOTHER_PORT = "choose another one with --port"
 
 
-def server_address(serve_args: Sequence[str]) -> tuple[str, int]:
+def server_address(serve_args: ServeArguments) -> tuple[str, int]:
     """Return the host and port that arguments of `vllm serve` name; vLLM's default port where they do not.
 
     Raises:
         InputError: the port is not a number.
     """
-    port = flag_value(serve_args, "--port") or _DEFAULT_PORT
+    port = serve_args.value("--port") or _DEFAULT_PORT
     if not port.isdecimal():
         raise InputError(f"--port: got {port!r:.80}, expected a number")
-    return flag_value(serve_args, "--host") or "127.0.0.1", int(port)
+    return serve_args.value("--host") or "127.0.0.1", int(port)
 
 
 @contextlib.contextmanager

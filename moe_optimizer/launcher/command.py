@@ -5,19 +5,20 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from moe_optimizer import env
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import ServeArguments
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "moe_optimizer"
 _UNSAFE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
-def server_command(plan: Plan, serve_args: Sequence[str]) -> list[str]:
+def server_command(plan: Plan, serve_args: ServeArguments) -> list[str]:
     """Return the argument list that starts a server with `serve_args`; no shell is involved.
 
     `vllm serve MODEL` where the distribution is called vllm. The CPU build's distribution is not, and its command
@@ -27,7 +28,7 @@ def server_command(plan: Plan, serve_args: Sequence[str]) -> list[str]:
         start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", plan.model.path]
     else:
         start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", plan.model.path]
-    return [*start, *serve_args]
+    return [*start, *serve_args.words]
 
 
 def server_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -19,7 +19,7 @@ from moe_optimizer.launcher.router import check_group_can_run, router_command, r
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.launcher.service import Service
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import drain_timeout_s, flag_value
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import RUN_DIR, ServerRole
 
 KV_FOLDER = "kv"
@@ -69,7 +69,7 @@ class Deployment:
             pass
         check_plugin_visible(self._plan)
         check_group_can_run(self._plan)
-        drain_timeout_s(self._plan.serve_args)
+        self._plan.serve_args.drain_timeout_s()
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -91,14 +91,14 @@ class Deployment:
     def _hands_over(self) -> bool:
         """Whether servers exchange files in the run folder."""
         servers = () if self._plan.group is None else self._plan.group.servers
-        return any(RUN_DIR in word for server in servers for word in server.serve_args)
+        return any(RUN_DIR in word for server in servers for word in server.serve_args.words)
 
     def stop(self, hurry: Callable[[], bool]) -> None:
         """Stop everything that was started and wait until it is gone.
 
         The router stops first: it ends when its requests are answered, for which it needs the servers.
         """
-        grace_s = drain_timeout_s(self._plan.serve_args) + _STOP_MARGIN_S
+        grace_s = self._plan.serve_args.drain_timeout_s() + _STOP_MARGIN_S
         if self.router is not None:
             self.router.stop(grace_s=grace_s, hurry=hurry)
         for server in self.servers:
@@ -116,7 +116,7 @@ def _server(plan: Plan, run: RunFolder, role: ServerRole | None = None) -> Servi
     if role is not None:
         environment |= {**role.serve_env, **_visible_gpus(role.gpus, os.environ)}
     host, port = server_address(arguments)
-    scheme = "https" if flag_value(arguments, "--ssl-certfile") else "http"
+    scheme = "https" if arguments.value("--ssl-certfile") else "http"
     return Service(
         title="server" if role is None else f"{role.name} server",
         addresses=((host, port),),
@@ -132,7 +132,7 @@ def _router(plan: Plan, run: RunFolder) -> Service:
     assert plan.group is not None, "a router without a group"
     arguments = plan.group.router_args
     host, port = server_address(arguments)
-    metrics_port = flag_value(arguments, "--prometheus-port")
+    metrics_port = arguments.value("--prometheus-port")
     assert metrics_port is not None, f"the router would take its default port for metrics: {arguments}"
     return Service(
         title="router",
@@ -145,9 +145,9 @@ def _router(plan: Plan, run: RunFolder) -> Service:
     )
 
 
-def _with_run_dir(arguments: tuple[str, ...], run: RunFolder) -> tuple[str, ...]:
+def _with_run_dir(arguments: ServeArguments, run: RunFolder) -> ServeArguments:
     """Replace the plan's placeholder, which stands only inside JSON, by the run folder."""
-    return tuple(word.replace(RUN_DIR, json.dumps(str(run.path))[1:-1]) for word in arguments)
+    return ServeArguments(*(word.replace(RUN_DIR, json.dumps(str(run.path))[1:-1]) for word in arguments.words))
 
 
 def _visible_gpus(gpus: tuple[int, ...], environ: Mapping[str, str]) -> dict[str, str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from moe_optimizer import env
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import ServeArguments
 
 _NIXL_MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 _NOT_FOR_THE_ROUTER = ("OPENAI_API_KEY", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
@@ -41,9 +42,9 @@ def check_group_can_run(plan: Plan, environ: Mapping[str, str] | None = None) ->
         )
 
 
-def router_command(router_args: Sequence[str]) -> list[str]:
+def router_command(router_args: ServeArguments) -> list[str]:
     """Return the argument list that starts the router."""
-    return [sys.executable, "-m", "vllm_router.launch_router", *router_args]
+    return [sys.executable, "-m", "vllm_router.launch_router", *router_args.words]
 
 
 def router_environment(plan_path: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.plan_context.context import PlanContext
 
@@ -44,7 +45,7 @@ class OptimizationPass(ABC):
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the decision for a pass that is wished or auto, and supported."""
 
-    def server_group(self, ctx: PlanContext, serve_args: tuple[str, ...]) -> ServerGroup | None:  # noqa: ARG002
+    def server_group(self, ctx: PlanContext, serve_args: ServeArguments) -> ServerGroup | None:  # noqa: ARG002
         """Return the servers that this pass, being on, makes of the one with `serve_args`; None: it stays one."""
         return None
 

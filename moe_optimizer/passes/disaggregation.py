@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import RUN_DIR, ServerGroup, ServerRole
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.routed_servers import (
@@ -84,7 +85,7 @@ class Disaggregation(OptimizationPass):
             warnings=(f"disaggregation leaves {idle} of {ctx.num_gpus} GPUs idle",) if idle else (),
         )
 
-    def server_group(self, ctx: PlanContext, serve_args: tuple[str, ...]) -> ServerGroup:
+    def server_group(self, ctx: PlanContext, serve_args: ServeArguments) -> ServerGroup:
         """Return the two servers and the router, which takes the plan's address; the servers have the ports after it.
 
         Raises:
@@ -97,9 +98,9 @@ class Disaggregation(OptimizationPass):
         parts = [word for index, (name, _) in enumerate(_ROLES) for word in (f"--{name}", server_url(port, index))]
         # One server of each kind leaves nothing to choose; the default policy keeps a tree of all prompts for it.
         common = router_args(serve_args, port, len(_ROLES))
-        return ServerGroup(servers=servers, router_args=("--vllm-pd-disaggregation", *parts, *common))
+        return ServerGroup(servers=servers, router_args=ServeArguments("--vllm-pd-disaggregation", *parts) + common)
 
-    def _role(self, ctx: PlanContext, serve_args: tuple[str, ...], port: int, index: int) -> ServerRole:
+    def _role(self, ctx: PlanContext, serve_args: ServeArguments, port: int, index: int) -> ServerRole:
         name, kv_role = _ROLES[index]
         connector = ctx.decided[self.name].params["connector"]
         transfer: dict[str, Any] = {
@@ -113,10 +114,10 @@ class Disaggregation(OptimizationPass):
             environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOCAL, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
         else:
             transfer["kv_connector_extra_config"] = {"shared_storage_path": f"{RUN_DIR}/kv"}
-        own = ("--kv-transfer-config", json.dumps(transfer, separators=(",", ":")))
+        own = ServeArguments("--kv-transfer-config", json.dumps(transfer, separators=(",", ":")))
         return ServerRole(
             name=name,
-            serve_args=(*local_server_args(serve_args, port, index), *own),
+            serve_args=local_server_args(serve_args, port, index) + own,
             serve_env=environment,
             gpus=gpus_of(ctx, index),
         )

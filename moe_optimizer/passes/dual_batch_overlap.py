@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 
 _BACKENDS = ("deepep_low_latency", "deepep_high_throughput")
@@ -36,8 +37,8 @@ class DualBatchOverlap(OptimizationPass):
             return False, "needs at least 2 GPUs, found 1"
         if ctx.data_parallel_size < 2 or not ctx.expert_parallel:
             return False, "needs data parallel with expert parallel; without them no tokens travel to other GPUs"
-        given = ctx.pinned.get(_FLAG, _BACKENDS[0])
-        if given not in _BACKENDS:
+        given = ctx.pinned.value(_FLAG)
+        if given not in (None, *_BACKENDS):
             return False, f"needs a DeepEP all-to-all, and {_FLAG} {given} is given after --"
         if ctx.hardware.origin == "probed" and not ctx.software.deep_ep:
             return False, "needs DeepEP (the package deep_ep), which is not installed here"
@@ -45,7 +46,7 @@ class DualBatchOverlap(OptimizationPass):
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return the decision for a pass that is not used, which leaves the user's own flag where it is."""
-        if ctx.pinned.get("--enable-dbo", "false") != "false":
+        if ctx.pinned.is_on("--enable-dbo"):
             reason = f"{reason}; --enable-dbo is given after --, and vLLM decides what comes of it"
         return super().when_off(ctx, reason)
 
@@ -56,7 +57,7 @@ class DualBatchOverlap(OptimizationPass):
             return self.when_off(
                 ctx, "no measurement of this version shows a gain; --enable-dual-batch-overlap tries it"
             )
-        backend = ctx.pinned.get(_FLAG) or ctx.section(self.name).all2all_backend
+        backend = ctx.pinned.value(_FLAG) or ctx.section(self.name).all2all_backend
         warnings = ("dual_batch_overlap: not run with this version; compare with --disable-dual-batch-overlap",)
         if not ctx.software.deep_ep:
             warnings += (f"dual_batch_overlap: DeepEP (the package deep_ep) must be installed on {ctx.gpu.key}",)
@@ -66,7 +67,7 @@ class DualBatchOverlap(OptimizationPass):
             f"on, {backend}",
             f"asked for by {origin}: half of a batch is computed while the other half's tokens travel",
             Applier.FLAGS,
-            vllm_args=("--enable-dbo", _FLAG, backend),
+            vllm_args=ServeArguments("--enable-dbo", _FLAG, backend),
             params={"all2all_backend": backend},
             warnings=warnings,
         )

@@ -35,7 +35,7 @@ class ExpertLoad(OptimizationPass):
         if ctx.data_parallel_size > 1:
             return False, f"data parallelism ({ctx.data_parallel_size}): a router sees the tokens of other replicas too"
         for flag, why in _CONFLICTS.items():
-            if ctx.pinned.get(flag, "false") != "false":
+            if ctx.pinned.is_on(flag):
                 return False, f"{flag}: {why}"
         return True, ""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moe_optimizer.errors import InputError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_balancing import (
     expert_ranks,
@@ -63,7 +64,7 @@ class ExpertPlacement(OptimizationPass):
     def refused(self, ctx: PlanContext, reason: str) -> Decision:
         """Return the decision without the pass, and warn where the user's own flag goes to vLLM all the same."""
         decision = super().refused(ctx, reason)
-        if ctx.pinned.get("--enable-eplb", "false") == "false":
+        if not ctx.pinned.is_on("--enable-eplb"):
             return decision
         warning = f"--enable-eplb is given after -- and goes to vLLM, but {reason}"
         return dataclasses.replace(decision, warnings=(*decision.warnings, warning))
@@ -114,7 +115,7 @@ class ExpertPlacement(OptimizationPass):
             Applier.PLUGIN,
             evidence=() if placed is None else placed.evidence,
             gain=None if placed is None else placed.gain,
-            vllm_args=("--enable-eplb", "--eplb-config", json.dumps({"num_redundant_experts": replicas})),
+            vllm_args=ServeArguments("--enable-eplb", "--eplb-config", json.dumps({"num_redundant_experts": replicas})),
             params={"mode": "eplb", "num_redundant_experts": replicas},
             warnings=warnings,
         )

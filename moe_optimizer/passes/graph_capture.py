@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 
 _VLLM_CAP = 512
@@ -51,7 +51,8 @@ class GraphCapture(OptimizationPass):
         """Return the largest batch to capture."""
         if _eager(ctx):
             reason = f"{ctx.profile_origin} asks for plain execution: no compilation, no graphs, quick start"
-            return self._decide(ctx, Status.ON, "eager", reason, eager=True, arguments=("--enforce-eager",))
+            eager = ServeArguments("--enforce-eager")
+            return self._decide(ctx, Status.ON, "eager", reason, eager=True, arguments=eager)
         step = ctx.decided["scheduler"].params
         # Of a larger batch no more than these run at once.
         batch = min(ctx.workload.batch_size, step["max_num_seqs"])
@@ -62,15 +63,15 @@ class GraphCapture(OptimizationPass):
         asked = ctx.profile.passes.graph_capture.max_capture_size
         if asked is not None:
             size, reason = asked, f"{ctx.profile_origin} asks for it"
-            return self._graphs(ctx, size, reason, batch, arguments=(_FLAG, str(size)))
+            return self._graphs(ctx, size, reason, batch, arguments=ServeArguments(_FLAG, str(size)))
         if batch <= default:
             return self._graphs(ctx, default, f"vLLM's own capture sizes cover a batch of {batch}", batch)
         size = -(-batch // _STEP) * _STEP
         reason = f"vLLM's own sizes end at {default}, and a batch of {batch} would run without a graph"
-        return self._graphs(ctx, size, reason, batch, arguments=(_FLAG, str(size)))
+        return self._graphs(ctx, size, reason, batch, arguments=ServeArguments(_FLAG, str(size)))
 
     def _graphs(
-        self, ctx: PlanContext, size: int, reason: str, batch: int, *, arguments: tuple[str, ...] = ()
+        self, ctx: PlanContext, size: int, reason: str, batch: int, *, arguments: ServeArguments = NO_ARGUMENTS
     ) -> Decision:
         """Return the decision for graphs up to the largest size that vLLM makes of `size`."""
         captured = _captured(size, ctx.decided["scheduler"].params["max_num_batched_tokens"])
@@ -94,7 +95,7 @@ class GraphCapture(OptimizationPass):
         reason: str,
         *,
         eager: bool,
-        arguments: tuple[str, ...] = (),
+        arguments: ServeArguments = NO_ARGUMENTS,
         max_capture_size: int = 0,
         warnings: tuple[str, ...] = (),
     ) -> Decision:
@@ -127,24 +128,24 @@ def _captured(size: int, tokens: int) -> int:
     return size // step * step
 
 
-def _argument_against_graphs(pinned: Mapping[str, str]) -> str:
+def _argument_against_graphs(given: ServeArguments) -> str:
     """Return the user's own argument with which vLLM captures nothing; "" where there is none."""
-    if pinned.get("--enforce-eager", "false") != "false":
+    if given.is_on("--enforce-eager"):
         return "--enforce-eager"
-    if pinned.get("--optimization-level") == "0":
+    if given.value("--optimization-level") == "0":
         return "-O0"
-    if pinned.get(_FLAG) == "0":
+    if given.value(_FLAG) == "0":
         return f"{_FLAG} 0"
-    mode = pinned.get("--compilation-config.cudagraph_mode") or _compilation_config(pinned).get("cudagraph_mode")
+    mode = _compilation_config(given).get("cudagraph_mode")
     return f"cudagraph_mode {mode}" if mode is not None and str(mode).upper() == "NONE" else ""
 
 
-def _largest_given(pinned: Mapping[str, str]) -> tuple[str, int]:
+def _largest_given(given: ServeArguments) -> tuple[str, int]:
     """Return the user's own argument that says what is captured, and the largest size by it; ("", 0): there is none."""
-    config = _compilation_config(pinned)
+    config = _compilation_config(given)
     for flag, text in (
-        ("--cudagraph-capture-sizes", pinned.get("--cudagraph-capture-sizes")),
-        (_FLAG, pinned.get(_FLAG)),
+        ("--cudagraph-capture-sizes", given.value("--cudagraph-capture-sizes")),
+        (_FLAG, given.value(_FLAG)),
         ("cudagraph_capture_sizes", config.get("cudagraph_capture_sizes")),
         ("max_cudagraph_capture_size", config.get("max_cudagraph_capture_size")),
     ):
@@ -154,12 +155,12 @@ def _largest_given(pinned: Mapping[str, str]) -> tuple[str, int]:
     return "", 0
 
 
-def _compilation_config(pinned: Mapping[str, str]) -> dict[str, Any]:
+def _compilation_config(given: ServeArguments) -> dict[str, Any]:
     """Return vLLM's compilation configuration as the user gives it; {} where it is none or not to be read: what vLLM
     cannot read either, it refuses by itself.
     """
     try:
-        given = json.loads(pinned.get("--compilation-config", ""))
+        config = json.loads(given.value("--compilation-config") or "")
     except ValueError:
         return {}
-    return given if isinstance(given, dict) else {}
+    return config if isinstance(config, dict) else {}

@@ -6,6 +6,7 @@ import dataclasses
 
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import ServerGroup, ServerRole
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.routed_servers import (
@@ -76,7 +77,7 @@ class Replicas(OptimizationPass):
             warnings=(f"replicas leave {idle} of {ctx.num_gpus} GPUs idle",) if idle and ctx.num_gpus else (),
         )
 
-    def server_group(self, ctx: PlanContext, serve_args: tuple[str, ...]) -> ServerGroup:
+    def server_group(self, ctx: PlanContext, serve_args: ServeArguments) -> ServerGroup:
         """Return the servers and the router, which takes the plan's address; the servers have the ports after it.
 
         Raises:
@@ -94,7 +95,8 @@ class Replicas(OptimizationPass):
             for index in range(count)
         )
         urls = (server_url(port, index) for index in range(count))
-        return ServerGroup(servers=servers, router_args=("--worker-urls", *urls, *router_args(serve_args, port, count)))
+        own = ServeArguments("--worker-urls", *urls)
+        return ServerGroup(servers=servers, router_args=own + router_args(serve_args, port, count))
 
 
 def _why_not_by_auto(ctx: PlanContext) -> str:
@@ -115,8 +117,8 @@ def _most_that_fit(ctx: PlanContext) -> int:
     if ctx.device == "cpu":
         return _CPU_SERVERS
     asked = ctx.profile.passes.parallelism
-    tensor = ctx.pinned_integer("--tensor-parallel-size") or asked.tensor_parallel_size or 1
-    least = tensor * (ctx.pinned_integer("--data-parallel-size") or asked.data_parallel_size or 1)
+    tensor = ctx.pinned.count("--tensor-parallel-size") or asked.tensor_parallel_size or 1
+    least = tensor * (ctx.pinned.count("--data-parallel-size") or asked.data_parallel_size or 1)
     for each in range(least, ctx.num_gpus // 2 + 1):
         share = dataclasses.replace(ctx, num_gpus=each)
         if ctx.num_gpus % each == 0 and share.memory(num_devices=each, max_num_batched_tokens=_TRIED_TOKENS).fits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.decode_step import full_length, held_at_once, least_step_us
@@ -45,9 +46,9 @@ class Scheduler(OptimizationPass):
         """Return vLLM's own defaults, as the memory plan needs to know them."""
         tokens, sequences = _vllm_defaults(ctx)
         # In this mode vLLM doubles what it chooses by itself.
-        factor = 2 if ctx.pinned.get(_MODE_FLAG) == "throughput" else 1
-        tokens = ctx.pinned_integer(_TOKENS_FLAG) or max(factor * tokens, _unread_prompt(ctx))
-        sequences = ctx.pinned_integer(_REQUESTS_FLAG) or min(factor * sequences, tokens)
+        factor = 2 if ctx.pinned.value(_MODE_FLAG) == "throughput" else 1
+        tokens = ctx.pinned.count(_TOKENS_FLAG) or max(factor * tokens, _unread_prompt(ctx))
+        sequences = ctx.pinned.count(_REQUESTS_FLAG) or min(factor * sequences, tokens)
         params = {"max_num_seqs": sequences, "max_num_batched_tokens": tokens}
         return self.decision(ctx, Status.OFF, "vLLM's defaults", reason, Applier.NONE, params=params)
 
@@ -67,14 +68,14 @@ class Scheduler(OptimizationPass):
             Applier.FLAGS,
             evidence=_floor(ctx, sequences, tokens),
             rejected=rejected,
-            vllm_args=tuple(arguments),
+            vllm_args=ServeArguments(*arguments),
             params={"max_num_seqs": sequences, "max_num_batched_tokens": tokens},
             warnings=warnings,
         )
 
 
 def _mode(ctx: PlanContext) -> str:
-    return ctx.pinned.get(_MODE_FLAG, ctx.profile.performance)
+    return ctx.pinned.value(_MODE_FLAG) or ctx.profile.performance
 
 
 def _requests(ctx: PlanContext) -> tuple[int, str, tuple[str, ...]]:
@@ -83,7 +84,7 @@ def _requests(ctx: PlanContext) -> tuple[int, str, tuple[str, ...]]:
     Raises:
         InputError: the user's own numbers contradict each other.
     """
-    tokens, given = ctx.pinned_integer(_TOKENS_FLAG), ctx.pinned_integer(_REQUESTS_FLAG)
+    tokens, given = ctx.pinned.count(_TOKENS_FLAG), ctx.pinned.count(_REQUESTS_FLAG)
     if given is not None:
         if tokens is not None and tokens < given:
             raise InputError(
@@ -100,14 +101,14 @@ def _requests(ctx: PlanContext) -> tuple[int, str, tuple[str, ...]]:
 
 def _unread_prompt(ctx: PlanContext) -> int:
     """Return the tokens of the longest prompt where vLLM may not read it in parts, else 0."""
-    if ctx.pinned.get("--enable-chunked-prefill") != "false":
+    if ctx.pinned.value("--enable-chunked-prefill") != "false":
         return 0
     return ctx.workload.max_model_len or ctx.model.max_model_len or 0
 
 
 def _batched_tokens(ctx: PlanContext, sequences: int) -> tuple[int, str, dict[str, str]]:
     """Return the tokens of a step, why, and the larger sizes that were passed over."""
-    pinned = ctx.pinned_integer(_TOKENS_FLAG)
+    pinned = ctx.pinned.count(_TOKENS_FLAG)
     if pinned is not None:
         return pinned, "tokens given after --", {}
     least = max(sequences, _unread_prompt(ctx))
@@ -168,7 +169,7 @@ def _exchanged_in_batches(ctx: PlanContext) -> bool:
     if ctx.data_parallel_size < 2 or not ctx.expert_parallel:
         return False
     planned = ctx.decided["dual_batch_overlap"].params.get("all2all_backend", "")
-    return ctx.pinned.get("--all2all-backend", planned) in _BATCHED_BACKENDS
+    return (ctx.pinned.value("--all2all-backend") or planned) in _BATCHED_BACKENDS
 
 
 def _vllm_defaults(ctx: PlanContext) -> tuple[int, int]:

@@ -85,7 +85,7 @@ def _why_not(ctx: PlanContext) -> str:
     if ctx.device != "cpu":
         return "vLLM removed its 2:4 kernels, and ours is for vLLM's CPU build"
     if "--quantization" in ctx.pinned:
-        return f"--quantization {ctx.pinned['--quantization']} is given after -- and decides"
+        return f"--quantization {ctx.pinned.value('--quantization')} is given after -- and decides"
     if ctx.dtype != "bfloat16":
         return f"needs bfloat16, found {ctx.dtype}"
     converted = converted_format(ctx)

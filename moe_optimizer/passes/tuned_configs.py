@@ -52,7 +52,7 @@ class TunedConfigs(OptimizationPass):
         if ctx.device == "cpu":
             return False, "Triton configurations are for GPUs"
         if _scheme(ctx) is None:
-            given = ctx.pinned.get("--quantization")
+            given = ctx.pinned.value("--quantization")
             found = f"--quantization {given}" if given else f"{ctx.model.quant_method}, {ctx.model.weight_bits:g} bits"
             return False, f"needs experts in BF16, FP16, FP32, or FP8 with FP32 scales, found {found}"
         if ctx.software.vllm is None:
@@ -194,7 +194,7 @@ def _scheme(ctx: PlanContext) -> _Scheme | None:
     Experts in INT8, INT4 and formats of fewer bits have none: most of vLLM's kernels for them read no such file, and
     those that do were never measured by `moe-optimizer tune`.
     """
-    given, model = ctx.pinned.get("--quantization"), ctx.model
+    given, model = ctx.pinned.value("--quantization"), ctx.model
     as_loaded = _Scheme(dtype="float32" if ctx.dtype == "float32" else "")
     if model.quant_method is not None:
         stored = {"dtype": as_loaded, "fp8": _Scheme(dtype="fp8_w8a8", block=model.weight_block)}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.specs.quantity import Quantity
 
 FORMAT_PARAM = "weight_format"
@@ -61,8 +62,7 @@ class Gain:
 class Decision:
     """What one pass decided.
 
-    `params` are the pass's own settings for its applier, JSON values only. `vllm_args` are whole
-    arguments, flag and value apart ("--kv-cache-dtype", "fp8").
+    `params` are the pass's own settings for its applier, JSON values only.
     """
 
     pass_name: str
@@ -81,7 +81,7 @@ class Decision:
     """None: nothing is claimed."""
     required: bool = False
     """True: the server must not count as started when this did not run (exit code 6)."""
-    vllm_args: tuple[str, ...] = ()
+    vllm_args: ServeArguments = NO_ARGUMENTS
     env: Mapping[str, str] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
     limits: str = ""

@@ -10,7 +10,7 @@ from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
 from moe_optimizer.plan.multi_node import render_ray
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import split_arguments
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.specs.quantity import Quantity, bytes_in_words
 
 _MIN_WIDTH = 60
@@ -171,7 +171,7 @@ class _Page:
             )
 
     def _serve_command(
-        self, plan: Plan, arguments: tuple[str, ...], environment: Mapping[str, str], folder: str
+        self, plan: Plan, arguments: ServeArguments, environment: Mapping[str, str], folder: str
     ) -> Iterator[str]:
         words = [f"{key}={shlex.quote(value)}" for key, value in sorted(environment.items())]
         if any(decision.applier is Applier.PLUGIN for decision in plan.decisions):
@@ -179,25 +179,24 @@ class _Page:
             words.insert(0, f"MOE_OPTIMIZER_PLAN={folder}/plan.json")
         yield from self._command([*words, f"vllm serve {shlex.quote(plan.model.path)}"], arguments)
 
-    def _command(self, head: list[str], arguments: tuple[str, ...]) -> Iterator[str]:
-        words = [*head, *(line for argument in split_arguments(arguments) for line in self._argument(argument.tokens))]
+    def _command(self, head: list[str], arguments: ServeArguments) -> Iterator[str]:
+        words = [*head, *(line for argument in arguments.arguments for line in self._argument(argument.words))]
         for index, word in enumerate(words):
             indent = "    " if word.startswith("-") else "  "
             yield printable(indent + word) + (" \\" if index < len(words) - 1 else "")
 
-    def _argument(self, tokens: Sequence[str]) -> Sequence[str]:
+    def _argument(self, words: Sequence[str]) -> Sequence[str]:
         """Return an argument in one line, or with its values below it where that is too long."""
-        text = _quoted(tokens)
+        text = _quoted(words)
         if len(text) + len("      ") <= self.width:
             return [text]
-        return [tokens[0], *(f"    {shlex.quote(value)}" for value in tokens[1:])]
+        return [words[0], *(f"    {shlex.quote(value)}" for value in words[1:])]
 
     def _difference(self, plan: Plan) -> Iterator[str]:
-        planned = {argument.flag: argument.tokens for argument in split_arguments(plan.serve_args)}
-        plain = {argument.flag: argument.tokens for argument in split_arguments(plan.plain_args)}
-        without = [("-", tokens) for flag, tokens in plain.items() if planned.get(flag, ()) != tokens]
-        with_ = [("+", tokens) for flag, tokens in planned.items() if plain.get(flag, ()) != tokens]
-        lines = [(sign, line) for sign, tokens in [*without, *with_] for line in self._argument(tokens)]
+        planned, plain = plan.serve_args.arguments, plan.plain_args.arguments
+        differing = [("-", each) for each in plain if each not in planned]
+        differing += [("+", each) for each in planned if each not in plain]
+        lines = [(sign, line) for sign, argument in differing for line in self._argument(argument.words)]
         lines += [("+", f"{key}={shlex.quote(value)}") for key, value in sorted(plan.serve_env.items())]
         lines += [("+", f"plugin: {d.pass_name} ({d.value})") for d in plan.decisions if d.applier.value == "plugin"]
         for sign, text in lines or [(" ", "nothing differs")]:

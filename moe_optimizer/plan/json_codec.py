@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
+from moe_optimizer.plan.serve_args import ServeArguments
 
 T = TypeVar("T")
 _MOST_DIGITS = 18
@@ -29,6 +30,8 @@ def encode(value: Any) -> Any:
         return value
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, ServeArguments):
+        return list(value.words)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kinds = _field_kinds(type(value))
         return {name: _encode_field(kind, getattr(value, name)) for name, kind in kinds.items()}
@@ -85,6 +88,8 @@ def decode(kind: type[T], data: object, *, origin: str) -> T:
 def _decode(kind: Any, data: Any, where: str) -> Any:
     if kind is Any:
         return data
+    if kind is ServeArguments:
+        return _decode_arguments(data, where)
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(cast(type, kind), data, where)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -148,6 +153,14 @@ def _decode_key(kind: Any, key: str, where: str) -> Any:
     if not key.isdecimal() or len(key) > _MOST_DIGITS:
         raise _error(where, f"got key {key!r:.40}, expected a whole number")
     return int(key)
+
+
+def _decode_arguments(data: Any, where: str) -> ServeArguments:
+    words = _decode(tuple[str, ...], data, where)
+    try:
+        return ServeArguments(*words)
+    except InputError as error:
+        raise _error(where, str(error), error.hint) from None
 
 
 def _decode_tuple(arguments: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:

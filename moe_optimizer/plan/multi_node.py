@@ -12,7 +12,6 @@ from typing import Any
 
 from moe_optimizer.plan.decision import Applier
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import drain_timeout_s, flag_value, split_arguments
 
 RAY_PORT = 6379
 """Ray's own default."""
@@ -102,7 +101,7 @@ def render_lws(plan: Plan) -> str:
         template["workerTemplate"] = _pod(plan, "worker", _JOIN)
     else:
         template["workerTemplate"] = _pod(plan, "leader", "")
-    port = int(flag_value(plan.serve_args, "--port") or 8000)
+    port = plan.serve_args.count("--port") or 8000
     documents = [_config_map(plan)] if _needs_plan(plan) else []
     documents += [
         {
@@ -127,7 +126,7 @@ def render_lws(plan: Plan) -> str:
 
 
 def _pod(plan: Plan, role: str, ray: str) -> dict[str, Any]:
-    port = int(flag_value(plan.serve_args, "--port") or 8000)
+    port = plan.serve_args.count("--port") or 8000
     steps = [f"mkdir -p {_RUN_DIR} && cp {_PLAN_MOUNT}/plan.json {_RUN_DIR}/"] if _needs_plan(plan) else []
     steps += [ray] if ray else []
     container: dict[str, Any] = {
@@ -155,7 +154,7 @@ def _pod(plan: Plan, role: str, ray: str) -> dict[str, Any]:
         container["volumeMounts"].append({"name": "plan", "mountPath": _PLAN_MOUNT, "readOnly": True})
         volumes.append({"name": "plan", "configMap": {"name": f"{_name(plan)}-plan"}})
     # Kubernetes' own 30 s would end the pod while the last requests are answered.
-    grace_s = int(drain_timeout_s(plan.serve_args)) + _STOP_MARGIN_S
+    grace_s = int(plan.serve_args.drain_timeout_s()) + _STOP_MARGIN_S
     spec = {"terminationGracePeriodSeconds": grace_s, "containers": [container], "volumes": volumes}
     return {"metadata": {"labels": {"role": role}}, "spec": spec}
 
@@ -183,10 +182,10 @@ def _needs_plan(plan: Plan) -> bool:
 def _serve_words(plan: Plan, *, model: str, host: str | None = None) -> list[str]:
     """Return the words of the command, quoted; flag and value together."""
     words = [f"vllm serve {shlex.quote(model)}"]
-    for argument in split_arguments(plan.serve_args):
-        tokens = ("--host", host) if host is not None and argument.flag == "--host" else argument.tokens
-        words.append(" ".join(shlex.quote(token) for token in tokens))
-    if model != plan.model.path and flag_value(plan.serve_args, "--served-model-name") is None:
+    for argument in plan.serve_args.arguments:
+        own = ("--host", host) if host is not None and argument.flag == "--host" else argument.words
+        words.append(shlex.join(own))
+    if model != plan.model.path and "--served-model-name" not in plan.serve_args:
         words.append(f"--served-model-name {shlex.quote(plan.model.name)}")
     return words
 

@@ -14,6 +14,7 @@ from moe_optimizer.files import read_text
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.json_codec import decode_text, encode
 from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
@@ -46,9 +47,9 @@ class Plan:
     """Machines, all like `hardware`."""
     decisions: tuple[Decision, ...]
     memory: MemoryPlan
-    serve_args: tuple[str, ...]
+    serve_args: ServeArguments
     """Arguments of `vllm serve` after the model: the planner's own, every decision's, then the user's."""
-    plain_args: tuple[str, ...]
+    plain_args: ServeArguments
     """What a user would give plain `vllm serve` for the same model, devices, port: the stock side of a comparison."""
     serve_env: Mapping[str, str]
     """Environment variables of the server processes (without those that carry the plan itself)."""

@@ -1,10 +1,13 @@
-"""Arguments of `vllm serve` as data: splitting, comparing and merging lists of them."""
+"""Parses, compares and merges arguments of `vllm serve`."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from moe_optimizer.errors import InputError
 
@@ -49,52 +52,103 @@ class Argument:
 
     flag: str
     """The long form with dashes, without --no-: "--enable-prefix-caching" for "--no-enable_prefix_caching"."""
-    tokens: tuple[str, ...]
-    """The words as given, the flag first."""
+    path: str
+    """Keys into a configuration that follow the flag: "mode" for "--compilation-config.mode"; mostly ""."""
+    words: tuple[str, ...]
+    """As given, the flag first."""
 
     @property
     def value(self) -> str:
-        """The value as text: after "=", or the words after the flag; "" for a bare flag."""
-        level = _LEVEL.fullmatch(self.tokens[0])
+        """The value as text: after "=", or the words after the flag; "" for a bare flag, "false" for its --no- form."""
+        level = _LEVEL.fullmatch(self.words[0])
         if level is not None:
             return level[1]
-        head, equals, tail = self.tokens[0].partition("=")
-        return tail if equals and head.startswith("-") else " ".join(self.tokens[1:])
+        if self.words[0].startswith("--no-"):
+            return "false"
+        _, equals, tail = self.words[0].partition("=")
+        return tail if equals else " ".join(self.words[1:])
 
 
-def split_arguments(words: Sequence[str]) -> tuple[Argument, ...]:
-    """Group words into flags with their values; a negative number is a value.
-
-    Raises:
-        InputError: a word before the first flag: `vllm serve` takes only the model there.
+@dataclass(frozen=True, init=False)
+class ServeArguments:
+    """Arguments of `vllm serve`, or of the router before several servers, in order. Flags are asked for by their long
+    form: "--tensor-parallel-size" also finds "-tp".
     """
-    arguments: list[Argument] = []
-    for word in words:
-        if _is_flag(word):
-            arguments.append(Argument(_canonical(word), (word,)))
-        elif not arguments:
-            raise InputError(
-                f"vllm arguments: got {word!r:.80}, expected a flag such as --seed first",
-                hint="after -- come arguments of vllm serve; the model is given by --model before it",
-            )
-        else:
-            last = arguments[-1]
-            arguments[-1] = Argument(last.flag, (*last.tokens, word))
-    return tuple(arguments)
 
+    words: tuple[str, ...]
+    """As a command line has them, flag and value apart ("--kv-cache-dtype", "fp8")."""
+    arguments: tuple[Argument, ...] = field(compare=False, repr=False)
+    values: Mapping[str, str] = field(compare=False, repr=False)
+    """Each flag with its value; of a flag that is repeated the last.
 
-def without_flags(words: Sequence[str], flags: Iterable[str]) -> tuple[str, ...]:
-    """Return `words` less every argument whose flag is in `flags` (long forms)."""
-    dropped = frozenset(flags)
-    return tuple(
-        word for argument in split_arguments(words) if argument.flag not in dropped for word in argument.tokens
-    )
+    A configuration given key by key ("--eplb-config.use_async false") is one argument, the JSON object that vLLM makes
+    of its keys: it takes the place of one that is given whole.
+    """
 
+    def __init__(self, *words: str) -> None:
+        """Group `words` into flags with their values; a negative number is a value.
 
-def flag_value(words: Sequence[str], flag: str) -> str | None:
-    """Return the value of `flag` (long form), the last one when it is repeated; None when it is absent."""
-    values = [argument.value for argument in split_arguments(words) if argument.flag == flag]
-    return values[-1] if values else None
+        Raises:
+            InputError: a word before the first flag: `vllm serve` takes only the model there.
+        """
+        arguments = _parse(words)
+        object.__setattr__(self, "words", words)
+        object.__setattr__(self, "arguments", arguments)
+        object.__setattr__(self, "values", _values(arguments))
+
+    def __bool__(self) -> bool:
+        return bool(self.words)
+
+    def __contains__(self, flag: str) -> bool:
+        return flag in self.values
+
+    def __add__(self, other: ServeArguments) -> ServeArguments:
+        return ServeArguments(*self.words, *other.words)
+
+    def without(self, *flags: str) -> ServeArguments:
+        """Return the arguments less those of `flags`."""
+        return ServeArguments(*(word for each in self.arguments if each.flag not in flags for word in each.words))
+
+    def overridden_by(self, other: ServeArguments) -> ServeArguments:
+        """Return the arguments less those whose flags `other` has too, then `other`."""
+        return self.without(*other.values) + other
+
+    def value(self, flag: str) -> str | None:
+        """Return the value of `flag`, "" for a bare flag, "false" for its --no- form; None when it is absent."""
+        return self.values.get(flag)
+
+    def is_on(self, flag: str) -> bool:
+        """Return whether `flag` is given, and not in its --no- form."""
+        return self.values.get(flag, "false") != "false"
+
+    def count(self, flag: str) -> int | None:
+        """Return the whole number given for `flag`; None when it is absent.
+
+        Raises:
+            InputError: it is not a whole number of at least 1.
+        """
+        if flag not in self.values:
+            return None
+        number = read_integer(self.values[flag], flag=flag)
+        if number < 1:
+            raise InputError(f"{flag}: got {number}, expected at least 1")
+        return number
+
+    def drain_timeout_s(self) -> float:
+        """Return how long a server may take to finish its requests, in seconds; 0, as in vLLM, where no flag says.
+
+        Raises:
+            InputError: the user's --shutdown-timeout is not a number.
+        """
+        text = self.values.get("--shutdown-timeout", "0")
+        if not text.isdecimal():
+            raise InputError(f"--shutdown-timeout: got {text!r:.80}, expected a whole number of seconds")
+        return float(text)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Let pydantic describe what the JSON form is: a list of words."""
+        return handler(tuple[str, ...])
 
 
 def read_integer(text: str, *, flag: str) -> int:
@@ -110,34 +164,56 @@ def read_integer(text: str, *, flag: str) -> int:
     return int(number)
 
 
+def _parse(words: tuple[str, ...]) -> tuple[Argument, ...]:
+    starts = [index for index, word in enumerate(words) if _is_flag(word)]
+    if words and starts[:1] != [0]:
+        raise InputError(
+            f"vllm arguments: got {words[0]!r:.80}, expected a flag such as --seed first",
+            hint="after -- come arguments of vllm serve; the model is given by --model before it",
+        )
+    spans = itertools.pairwise([*starts, len(words)])
+    return tuple(Argument(*_canonical(words[start]), words[start:end]) for start, end in spans)
+
+
 def _is_flag(word: str) -> bool:
     return len(word) > 1 and word[0] == "-" and not word[1].isdigit() and word[1] != "."
 
 
-def _canonical(word: str) -> str:
+def _canonical(word: str) -> tuple[str, str]:
+    """Return the long form of a flag, and the keys that follow it; these keep their underscores."""
     name = word.partition("=")[0]
     if not name.startswith("--"):
         if _LEVEL.fullmatch(name):
-            return _SHORT["-O"]
-        # -cc.mode=3 carries a path in the word itself.
-        short, dot, rest = name.partition(".")
-        return _SHORT.get(short, short) + dot + rest
-    # What follows a dot is a key of a configuration and keeps its underscores.
-    name, dot, path = name.partition(".")
+            return _SHORT["-O"], ""
+        short, _, path = name.partition(".")
+        return _SHORT.get(short, short), path
+    name, _, path = name.partition(".")
     name = name.replace("_", "-")
     name = _SHORT.get(name, name)
-    return ("--" + name.removeprefix("--no-") if name.startswith("--no-") else name) + dot + path
+    return "--" + name.removeprefix("--").removeprefix("no-"), path
 
 
-def drain_timeout_s(arguments: Sequence[str]) -> float:
-    """Return how long a server may take to finish its requests, in seconds; 0, as in vLLM, where no flag says.
+def _values(arguments: tuple[Argument, ...]) -> dict[str, str]:
+    values: dict[str, str] = {}
+    by_key: dict[str, dict[str, Any]] = {}
+    for argument in arguments:
+        if argument.path:
+            _set_nested(by_key.setdefault(argument.flag, {}), argument.path.split("."), argument.value)
+        else:
+            values[argument.flag] = argument.value
+    return values | {flag: json.dumps(config) for flag, config in by_key.items()}
 
-    Raises:
-        InputError: the user's --shutdown-timeout is not a number.
-    """
-    text = flag_value(arguments, "--shutdown-timeout")
-    if text is None:
-        return 0.0
-    if not text.isdecimal():
-        raise InputError(f"--shutdown-timeout: got {text!r:.80}, expected a whole number of seconds")
-    return float(text)
+
+def _set_nested(config: dict[str, Any], path: list[str], text: str) -> None:
+    """Set the value at a path of keys, as vLLM reads it: JSON where it is that, else a text."""
+    for key in path[:-1]:
+        if not isinstance(config.get(key), dict):
+            config[key] = {}
+        config = config[key]
+    try:
+        config[path[-1]] = json.loads(text)
+    except (ValueError, RecursionError):
+        config[path[-1]] = text
+
+
+NO_ARGUMENTS = ServeArguments()

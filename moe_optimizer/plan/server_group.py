@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moe_optimizer.plan.serve_args import ServeArguments
+
 RUN_DIR = "RUN_DIR"
 """Stands for the run's folder in arguments: a plan does not know yet where it will run."""
 
@@ -15,7 +17,7 @@ class ServerRole:
 
     name: str
     """Such as "prefill" or "replica-0"; also its folder below the run folder."""
-    serve_args: tuple[str, ...]
+    serve_args: ServeArguments
     """All arguments of its `vllm serve` after the model."""
     serve_env: Mapping[str, str]
     """Environment variables on top of the plan's."""
@@ -29,5 +31,5 @@ class ServerGroup:
 
     servers: tuple[ServerRole, ...]
     """Those of disaggregation in the order in which a request passes through them."""
-    router_args: tuple[str, ...]
+    router_args: ServeArguments
     """All arguments of `vllm-router`."""

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import flag_value, split_arguments
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import ServerGroup
 
 
-def verify_plan(plan: Plan, *, pass_names: Sequence[str], user_args: Sequence[str]) -> None:
+def verify_plan(plan: Plan, *, pass_names: Sequence[str], user_args: ServeArguments) -> None:
     """Check that the parts of a plan agree with each other.
 
     Args:
@@ -28,7 +28,7 @@ def verify_plan(plan: Plan, *, pass_names: Sequence[str], user_args: Sequence[st
         _verify_decision(decision)
     verify_memory(plan.memory)
     assert plan.memory.fits, f"a plan that does not fit: {plan.memory}"
-    _verify_arguments(plan, tuple(user_args))
+    _verify_arguments(plan, user_args)
     _verify_environment(plan)
     if plan.group is not None:
         _verify_group(plan, plan.group)
@@ -74,21 +74,20 @@ def _verify_decision(decision: Decision) -> None:
         assert "\0" not in value, f"{name}: environment {key!r}={value!r}"
 
 
-def _verify_arguments(plan: Plan, user_args: tuple[str, ...]) -> None:
-    for arguments in (plan.serve_args, plan.plain_args):
-        assert all(word and "\0" not in word for word in arguments[: len(arguments) - len(user_args)]), f"{arguments}"
-        assert arguments[len(arguments) - len(user_args) :] == user_args, f"{arguments} does not end with {user_args}"
-        planned = [argument.flag for argument in split_arguments(arguments[: len(arguments) - len(user_args)])]
-        users = {argument.flag for argument in split_arguments(user_args)}
-        assert len(set(planned)) == len(planned), f"a flag is given twice: {planned}"
-        assert not users & set(planned), f"planned and given by the user: {users & set(planned)}"
+def _verify_arguments(plan: Plan, user_args: ServeArguments) -> None:
+    users = user_args.arguments
+    for each in (plan.serve_args, plan.plain_args):
+        count = len(each.arguments) - len(users)
+        planned = each.arguments[:count]
+        assert all(word and "\0" not in word for argument in planned for word in argument.words), f"{each}"
+        assert each.arguments[count:] == users, f"{each} does not end with {user_args}"
+        flags = [argument.flag for argument in planned]
+        assert len(set(flags)) == len(flags), f"a flag is given twice: {flags}"
+        both = set(flags) & user_args.values.keys()
+        assert not both, f"planned and given by the user: {both}"
     for decision in plan.decisions:
-        for argument in split_arguments(decision.vllm_args):
-            assert _contains(plan.serve_args, argument.tokens), f"{decision.pass_name}: {argument} not in serve_args"
-
-
-def _contains(words: tuple[str, ...], part: tuple[str, ...]) -> bool:
-    return any(words[start : start + len(part)] == part for start in range(len(words) - len(part) + 1))
+        for argument in decision.vllm_args.arguments:
+            assert argument in plan.serve_args.arguments, f"{decision.pass_name}: {argument} not in serve_args"
 
 
 def _verify_environment(plan: Plan) -> None:
@@ -101,11 +100,11 @@ def _verify_group(plan: Plan, group: ServerGroup) -> None:
     names = [server.name for server in group.servers]
     assert len(set(names)) == len(names) > 1, f"servers {names}"
     addresses = [group.router_args, *(server.serve_args for server in group.servers)]
-    ports = [flag_value(arguments, "--port") for arguments in addresses]
+    ports = [arguments.value("--port") for arguments in addresses]
     assert len(set(ports)) == len(ports), f"two parts listen on one port: {ports}"
     gpus = [gpu for server in group.servers for gpu in server.gpus]
     assert sorted(gpus) == list(range(plan.num_gpus)), f"{plan.num_gpus} GPUs are used, the servers have {gpus}"
     for server in group.servers:
         for decision in plan.decisions:
-            for argument in split_arguments(decision.vllm_args):
-                assert _contains(server.serve_args, argument.tokens), f"{decision.pass_name}: {argument}, {server}"
+            for argument in decision.vllm_args.arguments:
+                assert argument in server.serve_args.arguments, f"{decision.pass_name}: {argument}, {server}"

@@ -14,8 +14,9 @@ _CPU_ISA = {"avx512bw", "amx_bf16"}
 
 def cache_dtype(ctx: PlanContext) -> str:
     """Return vLLM's name of the type: the user's own, "fp8" where it is asked for and possible, else "auto"."""
-    if _FLAG in ctx.pinned:
-        return ctx.pinned[_FLAG]
+    given = ctx.pinned.value(_FLAG)
+    if given is not None:
+        return given
     off = ctx.wish("kv_cache")[0] is Wish.OFF
     return "fp8" if not off and fp8_asked(ctx) and not why_not_fp8(ctx) else "auto"
 

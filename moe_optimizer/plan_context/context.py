@@ -12,7 +12,7 @@ from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Decision, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
-from moe_optimizer.plan.serve_args import read_integer
+from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.request import WishWithOrigin
 from moe_optimizer.specs.activation_norms import ActivationNormsFile
 from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
@@ -45,8 +45,8 @@ class PlanContext:
     """From flags: a pass's name, or "pass.setting", to a wish. They go before the profile."""
     required: frozenset[str] = frozenset()
     """Passes that must be on, and settings ("pass.setting") that must be carried out."""
-    pinned: Mapping[str, str] = field(default_factory=dict)
-    """The user's own arguments of `vllm serve`: long flag -> value. They go before every decision."""
+    pinned: ServeArguments = NO_ARGUMENTS
+    """The user's own arguments of `vllm serve`. They go before every decision."""
     fp8_sensitivity: Fp8SensitivityFile | None = None
     """What FP8 changes in each layer, as measured; None: nothing was."""
     activation_norms: ActivationNormsFile | None = None
@@ -117,19 +117,6 @@ class PlanContext:
         """Whether the plan may not do without one of the pass's settings, which show only together with the pass."""
         return any(key.startswith(f"{pass_name}.") for key in self.required)
 
-    def pinned_integer(self, flag: str) -> int | None:
-        """Return the whole number the user gave for a vLLM flag, None when it is not given.
-
-        Raises:
-            InputError: it is not a whole number of at least 1.
-        """
-        if flag not in self.pinned:
-            return None
-        number = read_integer(self.pinned[flag], flag=flag)
-        if number < 1:
-            raise InputError(f"{flag}: got {number}, expected at least 1")
-        return number
-
     @property
     def tensor_parallel_size(self) -> int:
         """Devices that share each layer, as decided by the parallelism pass."""
@@ -158,14 +145,15 @@ class PlanContext:
             InputError: the user's value is not a number in (0, 1].
         """
         flag = "--gpu-memory-utilization"
-        if flag not in self.pinned:
+        text = self.pinned.value(flag)
+        if text is None:
             return self.profile.gpu_memory_utilization
         try:
-            share = float(self.pinned[flag])
+            share = float(text)
         except ValueError:
             share = 0.0
         if not 0 < share <= 1:
-            raise InputError(f"{flag}: got {self.pinned[flag]!r:.80}, expected a number above 0 and at most 1")
+            raise InputError(f"{flag}: got {text!r:.80}, expected a number above 0 and at most 1")
         return share
 
     def memory_request(self, **changes: Any) -> MemoryRequest:
@@ -198,7 +186,7 @@ class PlanContext:
         """Return the bits of expert and other weights once they are converted while loading, on average, what they are
         filled up with included; None: they are not converted.
         """
-        if self.model.quant_method is None and "fp8" in self.pinned.get("--quantization", ""):
+        if self.model.quant_method is None and "fp8" in (self.pinned.value("--quantization") or ""):
             return 8, 8
         decided = [self.decided[name].params for name in ("fp8", "sparsity_24") if name in self.decided]
         params = next((each for each in decided if "stored_expert_bits" in each), {})

@@ -39,7 +39,7 @@ def load_balancer_asked(ctx: PlanContext, why_not_initial: str) -> bool:
         why_not_initial: why experts cannot be placed at the start, or "".
     """
     if "--enable-eplb" in ctx.pinned:
-        return ctx.pinned["--enable-eplb"] != "false"
+        return ctx.pinned.is_on("--enable-eplb")
     if ctx.device == "cpu":
         return False
     if ctx.section("expert_placement").redundant_experts:
@@ -53,7 +53,7 @@ def given_replicas(ctx: PlanContext) -> int | None:
     Raises:
         InputError: it is no such configuration, or the GPUs cannot get as many experts each.
     """
-    text = ctx.pinned.get(_EPLB_CONFIG)
+    text = ctx.pinned.value(_EPLB_CONFIG)
     if text is None:
         return None
     try:
@@ -93,8 +93,9 @@ def why_not_at_the_start(ctx: PlanContext) -> str:
         return f"vLLM loads the experts of {ctx.model.model_type} by position"
     if ctx.model.num_experts % expert_ranks(ctx):
         return f"{ctx.model.num_experts} experts do not divide by {expert_ranks(ctx)}"
-    if ctx.pinned.get("--expert-placement-strategy", "linear") != "linear":
-        return f"--expert-placement-strategy {ctx.pinned['--expert-placement-strategy']} is given"
-    if ctx.pinned.get("--enable-ep-weight-filter", "false") != "false":
+    strategy = ctx.pinned.value("--expert-placement-strategy") or "linear"
+    if strategy != "linear":
+        return f"--expert-placement-strategy {strategy} is given"
+    if ctx.pinned.is_on("--enable-ep-weight-filter"):
         return "--enable-ep-weight-filter leaves out weights by expert number"
     return ""

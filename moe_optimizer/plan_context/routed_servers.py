@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.plan.serve_args import flag_value, read_integer, without_flags
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.cpu_cores import BINDING, core_lists
 
@@ -32,7 +32,7 @@ def undividable_cpu(ctx: PlanContext, num_servers: int) -> str:
         ("tensor", "--tensor-parallel-size", asked.tensor_parallel_size),
         ("data", "--data-parallel-size", asked.data_parallel_size),
     ):
-        size = ctx.pinned_integer(flag) or stated or 1
+        size = ctx.pinned.count(flag) or stated or 1
         if size > 1:
             return f"on the CPU each server is one process, and {kind} parallelism of {size} is asked for"
     return ""
@@ -43,13 +43,14 @@ def server_environment(ctx: PlanContext, index: int, num_servers: int) -> dict[s
     return {} if ctx.device == "cuda" else {BINDING: core_lists(ctx.cpu.core_ids, num_servers)[index]}
 
 
-def plan_port(serve_args: Sequence[str], *, ports_after: int, asked_by: str) -> int:
+def plan_port(serve_args: ServeArguments, *, ports_after: int, asked_by: str) -> int:
     """Return the port of the plan's address, which the router takes.
 
     Raises:
         InputError: so many ports after it do not exist.
     """
-    port = read_integer(flag_value(serve_args, "--port") or "", flag="--port")
+    port = serve_args.count("--port")
+    assert port is not None, f"no port: {serve_args}"
     if port + ports_after > _MAX_PORT:
         raise InputError(f"--port: got {port}, but {asked_by} needs the ports after it too",
                          hint="choose a port below 60000")  # fmt: skip
@@ -66,10 +67,9 @@ def server_url(port: int, index: int) -> str:
     return f"http://{LOCAL}:{server_port(port, index)}"
 
 
-def local_server_args(serve_args: Sequence[str], port: int, index: int) -> tuple[str, ...]:
+def local_server_args(serve_args: ServeArguments, port: int, index: int) -> ServeArguments:
     """Return the plan's arguments for a server that only the router talks to."""
-    own = ("--host", LOCAL, "--port", str(server_port(port, index)))
-    return (*without_flags(tuple(serve_args), {"--host", "--port"}), *own)
+    return serve_args.overridden_by(ServeArguments("--host", LOCAL, "--port", str(server_port(port, index))))
 
 
 def gpus_of(ctx: PlanContext, index: int) -> tuple[int, ...]:
@@ -78,8 +78,8 @@ def gpus_of(ctx: PlanContext, index: int) -> tuple[int, ...]:
     return tuple(range(index * each, (index + 1) * each))
 
 
-def router_args(serve_args: Sequence[str], port: int, num_servers: int) -> tuple[str, ...]:
+def router_args(serve_args: ServeArguments, port: int, num_servers: int) -> ServeArguments:
     """Return the router's arguments but for its servers: address, a port for its metrics, requests in turns."""
-    host = flag_value(serve_args, "--host") or LOCAL
-    address = ("--host", host, "--port", str(port), "--prometheus-port", str(server_port(port, num_servers)))
-    return (*address, "--policy", "round_robin", "--worker-startup-check-interval", "1")
+    host, metrics_port = serve_args.value("--host") or LOCAL, str(server_port(port, num_servers))
+    address = ServeArguments("--host", host, "--port", str(port), "--prometheus-port", metrics_port)
+    return address + ServeArguments("--policy", "round_robin", "--worker-startup-check-interval", "1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Literal
 
 from moe_optimizer.errors import InputError
@@ -16,14 +15,11 @@ from moe_optimizer.specs.workload import WorkloadSpec
 _DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
 
 
-def first_context(
-    request: PlanRequest, pinned: Mapping[str, str], device: Literal["cuda", "cpu"], num_gpus: int
-) -> PlanContext:
+def first_context(request: PlanRequest, device: Literal["cuda", "cpu"], num_gpus: int) -> PlanContext:
     """Return the context in which nothing is decided yet.
 
     Args:
         request: what is asked for; what it leaves open comes from its profile and model.
-        pinned: its `pinned_arguments`.
         device: what the server will run on.
         num_gpus: GPUs of a machine that may be used, 0 on the CPU.
 
@@ -48,20 +44,21 @@ def first_context(
         num_gpus=num_gpus,
         num_nodes=request.num_nodes,
         one_server=request.one_server,
-        dtype=_dtype(request, pinned),
+        dtype=_dtype(request),
         wishes={**request.wishes, **asked},
         required=required,
-        pinned=pinned,
+        pinned=request.vllm_args,
         expert_load=request.expert_load,
         fp8_sensitivity=request.fp8_sensitivity,
         activation_norms=request.activation_norms,
     )
     unknown = context.wishes.keys() - {switch.key for switch in switches()}
     assert not unknown, f"wishes for unknown passes or settings: {sorted(unknown)}"
-    length = context.pinned_integer("--max-model-len") if pinned.get("--max-model-len") not in ("auto", "-1") else None
+    given = request.vllm_args
+    length = given.count("--max-model-len") if given.value("--max-model-len") not in ("auto", "-1") else None
     workload = dataclasses.replace(
         context.workload,
-        batch_size=context.pinned_integer("--max-num-seqs") or context.workload.batch_size,
+        batch_size=given.count("--max-num-seqs") or context.workload.batch_size,
         max_model_len=length or context.workload.max_model_len,
     )
     return dataclasses.replace(context, workload=workload)
@@ -75,8 +72,8 @@ def _model_len(request: PlanRequest) -> int | None:
     return min(asked, most) if asked and most else asked
 
 
-def _dtype(request: PlanRequest, pinned: Mapping[str, str]) -> str:
-    text = pinned.get("--dtype") or request.dtype or "auto"
+def _dtype(request: PlanRequest) -> str:
+    text = request.vllm_args.value("--dtype") or request.dtype or "auto"
     if text == "auto":
         # vLLM's own rule: FP32 checkpoints are served in half precision unless told otherwise.
         return "bfloat16" if request.model.dtype == "float32" else request.model.dtype

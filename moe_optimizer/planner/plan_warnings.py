@@ -35,7 +35,7 @@ def plan_warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan
     most, length = request.model.max_model_len, context.workload.max_model_len
     if length is not None and 0 < most < length:
         warnings.append(f"--max-model-len {length}: the model was made for {most} tokens, beyond them it may fail")
-    uncounted = [flag for flag in _UNCOUNTED if context.pinned.get(flag, "false") != "false"]
+    uncounted = [flag for flag in _UNCOUNTED if context.pinned.is_on(flag)]
     if uncounted:
         warnings.append(f"the memory plan does not count what is given after --: {', '.join(uncounted)}")
     placement = context.decided["expert_placement"]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from moe_optimizer.errors import RequiredNotAppliedError, UnsupportedError
 from moe_optimizer.passes.registry import PASS_NAMES, all_passes, check_wishes
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import split_arguments, without_flags
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.plan.verify import verify_plan
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_context.request import PlanRequest, pinned_arguments
+from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.planner.devices import planned_device, usable_gpus, used_gpus
 from moe_optimizer.planner.first_context import first_context
 from moe_optimizer.planner.memory_fit import memory_under_decisions, require_fit
@@ -38,15 +37,14 @@ def make_plan(request: PlanRequest) -> Plan:
         UnsupportedError: this model, machine or version cannot do what is asked.
         RequiredNotAppliedError: a required pass is not on.
     """
-    pinned = pinned_arguments(request)
-    check_request(request, pinned)
+    check_request(request)
     device = planned_device(request)
-    check_for_device(request, pinned, device)
+    check_for_device(request, device)
     num_gpus, gpu_warnings = usable_gpus(request, device)
-    context = first_context(request, pinned, device, num_gpus)
+    context = first_context(request, device, num_gpus)
     check_wishes(context.wishes, device)
     for optimization in all_passes():
-        decision = _without_pinned(optimization.decide(context), pinned)
+        decision = _without_users(optimization.decide(context), request.vllm_args)
         context = context.with_decision(decision)
     if context.num_nodes > 1 and context.num_servers > 1:
         raise UnsupportedError("disaggregation: its servers are planned on one machine, expected no --nodes")
@@ -81,7 +79,7 @@ def make_plan(request: PlanRequest) -> Plan:
 
 def _check_load_balancer(context: PlanContext) -> None:
     """Refuse the user's own --enable-eplb where vLLM ends on it: it balances whole experts between GPUs."""
-    if context.pinned.get("--enable-eplb", "false") == "false":
+    if not context.pinned.is_on("--enable-eplb"):
         return
     if context.device == "cuda" and context.expert_parallel:
         return
@@ -92,16 +90,14 @@ def _check_load_balancer(context: PlanContext) -> None:
     )
 
 
-def _without_pinned(decision: Decision, pinned: Mapping[str, str]) -> Decision:
+def _without_users(decision: Decision, user_args: ServeArguments) -> Decision:
     """Take out of a decision the flags that the user gives, and say so."""
-    given = [argument.flag for argument in split_arguments(decision.vllm_args) if argument.flag in pinned]
+    given = [argument.flag for argument in decision.vllm_args.arguments if argument.flag in user_args]
     if not given:
         return decision
     unsaid = [flag for flag in given if flag not in decision.reason]
     said = f" ({', '.join(unsaid)} given by the user)" if unsaid else ""
-    return dataclasses.replace(
-        decision, vllm_args=without_flags(decision.vllm_args, given), reason=decision.reason + said
-    )
+    return dataclasses.replace(decision, vllm_args=decision.vllm_args.without(*given), reason=decision.reason + said)
 
 
 def _require_required(context: PlanContext) -> None:
@@ -123,7 +119,7 @@ def _require_required(context: PlanContext) -> None:
             raise RequiredNotAppliedError(f"{setting} of {name} is required and off: {why_off}", hint=_WITHOUT)
 
 
-def _server_group(context: PlanContext, serve_args: tuple[str, ...]) -> ServerGroup | None:
+def _server_group(context: PlanContext, serve_args: ServeArguments) -> ServerGroup | None:
     groups = [
         optimization.server_group(context, serve_args)
         for optimization in all_passes()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import required_key
 from moe_optimizer.plan.decision import Wish
-from moe_optimizer.plan.serve_args import read_integer
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.request import PlanRequest
 
 ALLOW_LONG_MODEL_LEN = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
@@ -93,60 +93,57 @@ _CONTRADICTING_ARGUMENTS: tuple[tuple[str, Wish, str, Callable[[str], bool]], ..
 """A wish by flag, and an argument of `vllm serve` whose value says the opposite."""
 
 
-def check_request(request: PlanRequest, pinned: Mapping[str, str]) -> None:
+def check_request(request: PlanRequest) -> None:
     """Refuse what no machine could make a plan of.
-
-    Args:
-        request: what is asked for.
-        pinned: its `pinned_arguments`.
 
     Raises:
         InputError: a value is wrong, or two of them contradict each other.
         UnsupportedError: this version or the model cannot do what is asked.
     """
+    given = request.vllm_args
     if request.engine != "vllm":
         raise UnsupportedError(f"engine {request.engine!r} is not available in this version, expected 'vllm'")
-    if request.model.needs_remote_code and not (request.trust_remote_code or "--trust-remote-code" in pinned):
+    if request.model.needs_remote_code and not (request.trust_remote_code or "--trust-remote-code" in given):
         raise UnsupportedError(
             f"{request.model.name}: its configuration wants to run code of its own (auto_map)",
             hint="read that code, then add --trust-remote-code",
         )
     if request.model.servable is False:
         raise UnsupportedError(f"{request.model.name}: {request.model.servable_reason}")
-    _check_one_planned_server(pinned)
+    _check_one_planned_server(given)
     for flag, value in (("--gpus", request.num_gpus), ("--batch-size", request.batch_size)):
         if value is not None and value < 1:
             raise InputError(f"{flag}: got {value}, expected at least 1")
     if request.max_model_len is not None and request.max_model_len < 1:
         raise InputError(f"--max-model-len: got {request.max_model_len}, expected at least 1")
-    _check_model_len(request, pinned)
+    _check_model_len(request)
     if not request.host.strip():
         raise InputError(f"--host: got {request.host!r}, expected an address")
     if not 0 < request.port < 2**16:
         raise InputError(f"--port: got {request.port}, expected 1 to {2**16 - 1}")
-    if pinned.get("--enable-expert-parallel", "false") != "false" and not request.model.is_moe:
+    if given.is_on("--enable-expert-parallel") and not request.model.is_moe:
         raise UnsupportedError(f"--enable-expert-parallel: {request.model.name} has no experts")
-    _check_contradictions(request, pinned)
+    _check_contradictions(request)
     _check_batch_size_is_used(request)
 
 
-def _check_one_planned_server(pinned: Mapping[str, str]) -> None:
+def _check_one_planned_server(given: ServeArguments) -> None:
     for flag, reason in _NOT_PLANNED.items():
-        if flag in pinned:
+        if flag in given:
             raise InputError(f"vllm arguments: {flag}: {reason}")
     for flag, kind in (("--pipeline-parallel-size", "pipeline"), ("--prefill-context-parallel-size", "context")):
-        if pinned.get(flag, "1") != "1":
+        if given.value(flag) not in (None, "1"):
             raise UnsupportedError(f"{flag}: {kind} parallelism is not available in this version")
 
 
-def _check_model_len(request: PlanRequest, pinned: Mapping[str, str]) -> None:
+def _check_model_len(request: PlanRequest) -> None:
     """Refuse a length with which vLLM would end at once; its overrides may change the model's own."""
-    most = request.model.max_model_len
-    if not most or request.any_model_len or "--hf-overrides" in pinned or "--rope-scaling" in pinned:
+    most, given = request.model.max_model_len, request.vllm_args
+    if not most or request.any_model_len or "--hf-overrides" in given or "--rope-scaling" in given:
         return
     asked = request.max_model_len
-    if pinned.get("--max-model-len", "auto") not in ("auto", "-1"):
-        asked = read_integer(pinned["--max-model-len"], flag="--max-model-len")
+    if given.value("--max-model-len") not in (None, "auto", "-1"):
+        asked = given.count("--max-model-len")
     if asked is not None and asked > most:
         raise InputError(
             f"--max-model-len: got {asked}, expected at most the {most} tokens of {request.model.name}",
@@ -154,7 +151,7 @@ def _check_model_len(request: PlanRequest, pinned: Mapping[str, str]) -> None:
         )
 
 
-def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> None:
+def _check_contradictions(request: PlanRequest) -> None:
     for name in request.required:
         wish, origin = request.wishes.get(required_key(name), (Wish.AUTO, ""))
         if wish is Wish.OFF:
@@ -166,9 +163,9 @@ def _check_contradictions(request: PlanRequest, pinned: Mapping[str, str]) -> No
     for key, wanted, flag, contradicts in _CONTRADICTING_ARGUMENTS:
         wish, origin = request.wishes.get(key, (None, ""))
         # The kill switch in the environment switches this package off, not the user's own arguments.
-        if wish is wanted and origin.startswith("flag ") and flag in pinned and contradicts(pinned[flag]):
-            no = f"--no-{flag.removeprefix('--')}"
-            asked = no if pinned[flag] == "false" else f"{flag} {pinned[flag]}".rstrip()
+        value = request.vllm_args.value(flag)
+        if wish is wanted and origin.startswith("flag ") and value is not None and contradicts(value):
+            asked = f"--no-{flag.removeprefix('--')}" if value == "false" else f"{flag} {value}".rstrip()
             raise InputError(
                 f"{origin.removeprefix('flag ')} and {asked:.80} after -- contradict each other",
                 hint="give one of them",
@@ -187,7 +184,7 @@ def _check_batch_size_is_used(request: PlanRequest) -> None:
         )
 
 
-def check_for_device(request: PlanRequest, pinned: Mapping[str, str], device: str) -> None:
+def check_for_device(request: PlanRequest, device: str) -> None:
     """Refuse a checkpoint and arguments with which vLLM's build for this device would end.
 
     Raises:
@@ -195,9 +192,10 @@ def check_for_device(request: PlanRequest, pinned: Mapping[str, str], device: st
     """
     if device != "cpu":
         return
-    if "fp8" in pinned.get("--quantization", ""):
+    quantization = request.vllm_args.value("--quantization") or ""
+    if "fp8" in quantization:
         raise UnsupportedError(
-            f"--quantization {pinned['--quantization']}: vLLM's CPU build has no FP8 kernels, the server would end",
+            f"--quantization {quantization}: vLLM's CPU build has no FP8 kernels, the server would end",
             hint="leave it out; --enable-fp8 is this package's own way",
         )
     model, isa = request.model, request.hardware.cpu.isa if request.hardware.cpu else ()

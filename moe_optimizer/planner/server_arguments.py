@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_optimizer.plan.decision import Decision
-from moe_optimizer.plan.serve_args import split_arguments, without_flags
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.request import PlanRequest
 
@@ -12,7 +12,7 @@ DRAIN_TIMEOUT_S = 30
 every supported version takes the flag."""
 
 
-def own_arguments(request: PlanRequest, context: PlanContext) -> tuple[str, ...]:
+def own_arguments(request: PlanRequest, context: PlanContext) -> ServeArguments:
     """Return the arguments that no pass owns."""
     arguments = ["--host", request.host, "--port", str(request.port), "--shutdown-timeout", str(DRAIN_TIMEOUT_S)]
     if request.trust_remote_code:
@@ -24,20 +24,18 @@ def own_arguments(request: PlanRequest, context: PlanContext) -> tuple[str, ...]
         arguments += ["--max-model-len", str(length)]
     if context.device == "cuda":
         arguments += ["--gpu-memory-utilization", f"{context.profile.gpu_memory_utilization:.2f}"]
-    return tuple(arguments)
+    return ServeArguments(*arguments)
 
 
-def serve_arguments(own: tuple[str, ...], decisions: tuple[Decision, ...], user: tuple[str, ...]) -> tuple[str, ...]:
+def serve_arguments(own: ServeArguments, decisions: tuple[Decision, ...], user: ServeArguments) -> ServeArguments:
     """Return all arguments after the model: ours and every decision's, less what the user gives, then the user's."""
-    planned = (*own, *(word for decision in decisions for word in decision.vllm_args))
-    return (*without_flags(planned, {argument.flag for argument in split_arguments(user)}), *user)
+    return sum((decision.vllm_args for decision in decisions), start=own).overridden_by(user)
 
 
-def plain_arguments(own: tuple[str, ...], context: PlanContext, user: tuple[str, ...]) -> tuple[str, ...]:
+def plain_arguments(own: ServeArguments, context: PlanContext, user: ServeArguments) -> ServeArguments:
     """Return what plain vLLM would be given: the same server on the same devices, and nothing tuned."""
-    split = without_flags(context.decided["parallelism"].vllm_args, {"--enable-expert-parallel"})
-    plain = without_flags(own, {"--gpu-memory-utilization"})
-    return (*without_flags((*plain, *split), {argument.flag for argument in split_arguments(user)}), *user)
+    planned = own + context.decided["parallelism"].vllm_args
+    return planned.without("--gpu-memory-utilization", "--enable-expert-parallel").overridden_by(user)
 
 
 def serve_environment(context: PlanContext) -> dict[str, str]:

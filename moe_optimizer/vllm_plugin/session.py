@@ -243,7 +243,7 @@ class PluginSession:
                 logger.warning("%s (%s) is %s", decision.pass_name, decision.wish_origin, entry.why_not)
             if decision.status is not Status.ON or decision.applier in (Applier.PLUGIN, Applier.NONE):
                 continue
-            needs = " ".join(decision.vllm_args) or ", ".join(f"{k}={v}" for k, v in decision.env.items())
+            needs = " ".join(decision.vllm_args.words) or ", ".join(f"{k}={v}" for k, v in decision.env.items())
             entry = self._pass(decision.pass_name, requested=decision.value)
             entry.why_not = f"not applied: needs {needs}" if needs else f"not applied: needs {decision.applier.value}"
             logger.warning("%s (%s) is %s", decision.pass_name, decision.value, entry.why_not)

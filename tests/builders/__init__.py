@@ -13,7 +13,7 @@ from tests.builders.models import (
     shaped_model,
     tiny_moe,
 )
-from tests.builders.plans import context, decided_by, expert_load, placement_load, profile_with, request
+from tests.builders.plans import context, decided_by, expert_load, placement_load, profile_with, request, with_arguments
 
 __all__ = [
     "context",
@@ -33,4 +33,5 @@ __all__ = [
     "shaped_model",
     "software",
     "tiny_moe",
+    "with_arguments",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.profiles import load_profile
@@ -27,6 +29,8 @@ def request(
         "software": software("cuda" if hardware.gpu else "cpu"),
         "profile": load_profile(profile) if isinstance(profile, str) else profile,
     }
+    if "vllm_args" in changes:
+        changes["vllm_args"] = ServeArguments(*changes["vllm_args"])
     return PlanRequest(**(fields | changes))
 
 
@@ -88,7 +92,22 @@ def context(model: ModelSpec, hardware: HardwareSpec, profile: Profile | None = 
         "num_gpus": hardware.num_gpus,
         "dtype": model.dtype,
     }
+    if isinstance(changes.get("pinned"), dict):
+        changes["pinned"] = pinned_arguments(changes["pinned"])
     return PlanContext(**(fields | changes))
+
+
+def pinned_arguments(values: dict[str, str]) -> ServeArguments:
+    """Return the user's own arguments from their values; "" for a bare flag, "false" for its --no- form."""
+    words = []
+    for flag, value in values.items():
+        words += [f"--no-{flag[2:]}"] if value == "false" else [flag, value] if value else [flag]
+    return ServeArguments(*words)
+
+
+def with_arguments(plan: Plan, *words: str) -> Plan:
+    """Return the plan with further arguments of `vllm serve` in the place of its own."""
+    return plan.replace(serve_args=plan.serve_args.overridden_by(ServeArguments(*words)))
 
 
 def decided_by(ctx: PlanContext, *names: str) -> PlanContext:

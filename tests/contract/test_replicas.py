@@ -21,7 +21,6 @@ from moe_optimizer.launcher.launch import ServerInfo, serve
 from moe_optimizer.launcher.replica_traffic import prompt_tokens
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.verdict import model_holders
 from tests.builders import cpu_machine, request, tiny_moe
@@ -45,7 +44,7 @@ class Seen:
 
 
 def fake_command(plan: Plan, arguments: tuple[str, ...]) -> list[str]:
-    return [sys.executable, str(FAKE), str(flag_value(arguments, "--port"))]
+    return [sys.executable, str(FAKE), str(arguments.value("--port"))]
 
 
 @pytest.fixture(scope="module")

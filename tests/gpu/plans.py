@@ -12,6 +12,7 @@ from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, 
 from moe_optimizer.ops.cuda_variants import candidate_variants
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import PlanRequest, make_plan
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds
@@ -46,7 +47,7 @@ def gpu_plan(*vllm_args: str, speeds: Callable[[str, str], KernelSpeeds] | None 
             hardware=probe_hardware(),
             software=SoftwareSpec(vllm=vllm, kernels=kernels, kernel_speeds=SpeedTables(tables=tables)),
             dtype="bfloat16",
-            vllm_args=("--attention-backend", "FLASH_ATTN", *_BESIDE_OTHERS, *vllm_args),
+            vllm_args=ServeArguments("--attention-backend", "FLASH_ATTN", *_BESIDE_OTHERS, *vllm_args),
             **(fields | request),
         )
     )

@@ -19,7 +19,7 @@ from moe_optimizer.launcher.launch import running
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import PassProof, read_proofs
 from moe_optimizer.proof.verdict import model_holders
-from tests.builders import placement_load, profile_with, tiny_moe
+from tests.builders import placement_load, profile_with, tiny_moe, with_arguments
 from tests.gpu.plans import EXPERTS, always_ours, gpu_plan
 from tests.vllm.answers import assert_same_up_to_a_tie
 from tests.vllm.conftest import READY_TIMEOUT_S, Answer, ask
@@ -145,8 +145,6 @@ def test_experts_that_vllm_moves_by_our_policy_give_the_tokens_of_stock(stock: S
 
 def with_short_intervals(plan: Plan) -> Plan:
     """Return the plan with EPLB's steps so close that a test sees several rearrangements."""
-    words = list(plan.serve_args)
-    value = words.index("--eplb-config") + 1
-    config = json.loads(words[value]) | {"step_interval": STEPS_BETWEEN, "window_size": STEPS_BETWEEN}
-    words[value] = json.dumps(config)
-    return plan.replace(serve_args=tuple(words))
+    config = json.loads(plan.serve_args.values["--eplb-config"])
+    config |= {"step_interval": STEPS_BETWEEN, "window_size": STEPS_BETWEEN}
+    return with_arguments(plan, "--eplb-config", json.dumps(config))

@@ -10,7 +10,6 @@ import pytest
 
 from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes, switches
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import split_arguments, without_flags
 from moe_optimizer.planner import make_plan
 from moe_optimizer.profiles import profile_names
 from moe_optimizer.specs.hardware import HardwareSpec
@@ -40,7 +39,7 @@ def plan(machine: HardwareSpec, profile: Any = "aggressive", *, off: tuple[str, 
 def test_with_every_pass_off_the_command_is_that_of_plain_vllm(profile: str, machine: str) -> None:
     stock = plan(MACHINES[machine], profile, off=tuple(switch.flag for switch in switches()))
     # The share of memory is the profile's own and not a pass's; a length only where the profile states one.
-    assert without_flags(stock.serve_args, {"--gpu-memory-utilization"}) == stock.plain_args
+    assert stock.serve_args.without("--gpu-memory-utilization") == stock.plain_args
     assert {name for decision in stock.decisions for name in decision.env} == set()
 
 
@@ -51,8 +50,8 @@ FLAGS = {switch.key: switch.flag for switch in switches()}
 def test_one_pass_off_takes_its_arguments_and_its_environment_out(name: str) -> None:
     profile = profile_with(passes=EVERYTHING)
     both = plan(MACHINES["eight H200"], profile), plan(MACHINES["eight H200"], profile, off=(FLAGS[name],))
-    given = {argument.flag for argument in split_arguments(both[0].decision(name).vllm_args)}
-    left = {argument.flag for argument in split_arguments(both[1].serve_args)}
+    given = {argument.flag for argument in both[0].decision(name).vllm_args.arguments}
+    left = {argument.flag for argument in both[1].serve_args.arguments}
     assert not given & left
     assert not both[0].decision(name).env.keys() & both[1].serve_env.keys()
 

@@ -22,6 +22,7 @@ from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.launch import ServerInfo, running
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import PlanRequest, make_plan
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.proof.record import Proof, read_proofs
@@ -82,7 +83,7 @@ def plan_here(*vllm_args: str, model: Path = TINY_MOE, **request: Any) -> Plan:
             model=ModelInspector().inspect(model),
             hardware=probe_hardware(),
             software=SoftwareSpec(vllm=find_vllm(), kernels=read_kernel_inventory()),
-            vllm_args=vllm_args,
+            vllm_args=ServeArguments(*vllm_args),
             **(fields | request),
         )
     )
@@ -203,7 +204,7 @@ def plain_server(*arguments: str, **environment: str) -> Iterator[str]:
 def compiled_fp32_plan() -> Plan:
     """Return a plan that changes nothing of vLLM's defaults but what is served, so that both sides compile alike."""
     plan = tiny_plan()
-    return plan.replace(serve_args=(*plan.plain_args, "--max-num-seqs", "8"))
+    return plan.replace(serve_args=plan.plain_args + ServeArguments("--max-num-seqs", "8"))
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from moe_optimizer.launcher.launch import ServerInfo, serve
 from moe_optimizer.launcher.replica_traffic import prompt_tokens
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.proof.verdict import not_running
 from tests.builders import profile_with
 from tests.run_processes import processes_of
@@ -53,7 +54,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     # One flag that is planned and not given: what vLLM makes of it must be seen.
     dropped = dataclasses.replace(
         plan.decision("parallelism"),
-        status=Status.ON, applier=Applier.FLAGS, vllm_args=("--data-parallel-size", "2"), value="DP=2",
+        status=Status.ON, applier=Applier.FLAGS, vllm_args=ServeArguments("--data-parallel-size", "2"), value="DP=2",
     )  # fmt: skip
     decisions = tuple(dropped if each.pass_name == "parallelism" else each for each in plan.decisions)
     plan = plan.replace(decisions=decisions)

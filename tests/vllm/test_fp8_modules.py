@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from moe_optimizer.plan.decision import Wish
-from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.planner import make_plan
 from tests.builders import gpus, profile_with, qwen3_30b_a3b, request
 
@@ -37,7 +36,7 @@ def converted_under() -> Callable[[Mapping[str, Any]], Converted]:
     def under(settings: Mapping[str, Any]) -> Converted:
         profile = profile_with(passes={"fp8": dict(settings)})
         plan = make_plan(request(qwen3_30b_a3b(), gpus("h200"), profile, wishes={"fp8": (Wish.ON, "test")}))
-        text = flag_value(plan.serve_args, "--quantization-config")
+        text = plan.serve_args.value("--quantization-config")
         assert text is not None
         arguments = resolve_quantization_config("online", json.loads(text))
         assert arguments is not None

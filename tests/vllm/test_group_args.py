@@ -27,13 +27,13 @@ def test_vllm_parses_the_arguments_of_every_server(kind: str) -> None:
     parser = make_arg_parser(FlexibleArgumentParser())
     for group in golden_groups(kind):
         for server in group.servers:
-            parser.parse_args(["--model", "any", *server.serve_args])
+            parser.parse_args(["--model", "any", *server.serve_args.words])
 
 
 def test_the_router_is_told_who_prefills_and_who_decodes() -> None:
     router = pytest.importorskip("vllm_router.launch_router")
     for group in golden_groups("disaggregated"):
-        parsed = router.parse_router_args(list(group.router_args))
+        parsed = router.parse_router_args(list(group.router_args.words))
         assert parsed.port == 8000
         assert [url for url, _ in parsed.prefill_urls] == ["http://127.0.0.1:8001"]
         assert parsed.decode_urls == ["http://127.0.0.1:8002"]
@@ -42,6 +42,6 @@ def test_the_router_is_told_who_prefills_and_who_decodes() -> None:
 def test_the_router_deals_to_whole_servers_in_turns() -> None:
     router = pytest.importorskip("vllm_router.launch_router")
     for group in golden_groups("replicas"):
-        parsed = router.parse_router_args(list(group.router_args))
+        parsed = router.parse_router_args(list(group.router_args.words))
         assert (parsed.port, parsed.policy) == (8000, "round_robin")
         assert parsed.worker_urls == ["http://127.0.0.1:8001", "http://127.0.0.1:8002"]

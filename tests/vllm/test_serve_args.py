@@ -14,7 +14,7 @@ from moe_optimizer.errors import DoesNotFitError, UnsupportedError
 from moe_optimizer.inspection import ModelInspector, load_hardware
 from moe_optimizer.passes.registry import resolve_wishes, switches
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import flag_value
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import PlanRequest, make_plan
 from moe_optimizer.profiles import load_profile, profile_names
 from moe_optimizer.specs.hardware import HardwareSpec
@@ -71,7 +71,7 @@ def machines(count: int) -> tuple[HardwareSpec, int]:
     return load_hardware("h200", min(count, 8)), -(-count // 8)
 
 
-def argument_lists(plan: Plan) -> Iterator[tuple[str, ...]]:
+def argument_lists(plan: Plan) -> Iterator[ServeArguments]:
     yield plan.plain_args
     if plan.group is None:
         yield plan.serve_args
@@ -107,11 +107,11 @@ def test_vllm_takes_every_plan_of_a_model(name: str, tmp_path: Path, parse: Call
                 continue
             planned += 1
             for arguments in argument_lists(plan):
-                taken = parse(arguments)
+                taken = parse(arguments.words)
                 # What was planned is what the engine would be told, not only words that parse.
                 assert taken.tensor_parallel_size == plan.decision("parallelism").params["tensor_parallel_size"]
                 assert taken.pipeline_parallel_size == plan.decision("parallelism").params["pipeline_parallel_size"]
-                asked = flag_value(arguments, "--max-num-seqs")
+                asked = arguments.value("--max-num-seqs")
                 assert asked is None or taken.max_num_seqs == int(asked)
     assert planned >= FEWEST, f"{name}: only {planned} of {len(GPUS) * len(profile_names())} plans are possible"
 
@@ -135,4 +135,4 @@ def test_vllm_takes_the_plan_of_every_switch(
     except UnsupportedError as error:
         pytest.skip(f"no plan: {error}")
     for arguments in argument_lists(plan):
-        parse(arguments)
+        parse(arguments.words)

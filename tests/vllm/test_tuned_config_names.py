@@ -16,7 +16,7 @@ from moe_optimizer.costs.fp8_blocks import block_of_slice
 from moe_optimizer.errors import DoesNotFitError, InputError, UnsupportedError
 from moe_optimizer.inspection import ModelInspector, find_vllm, load_hardware
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import flag_value
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import PlanRequest, make_plan
 from moe_optimizer.specs.model import ModelSpec
 from tests.builders import profile_with, software
@@ -58,7 +58,7 @@ def planned(model: ModelSpec, split: tuple[int, bool], fp8: dict[str, Any], argu
                 profile=profile_with(passes={"fp8": fp8}),
                 num_gpus=size,
                 trust_remote_code=True,
-                vllm_args=arguments,
+                vllm_args=ServeArguments(*arguments),
             )
         )
     except (DoesNotFitError, UnsupportedError, InputError):
@@ -100,9 +100,9 @@ def name_in_vllm(plan: Plan) -> str:
 
 def expert_scheme(plan: Plan) -> str:
     """Return what vLLM is told to convert experts to; "" for nothing."""
-    scheme = flag_value(plan.serve_args, "--quantization") or ""
+    scheme = plan.serve_args.value("--quantization") or ""
     if scheme == "online":
-        return json.loads(flag_value(plan.serve_args, "--quantization-config") or "").get("moe", "")
+        return json.loads(plan.serve_args.value("--quantization-config") or "").get("moe", "")
     return scheme
 
 

@@ -10,7 +10,7 @@ import pytest
 from moe_optimizer.inspection import find_vllm
 from moe_optimizer.inspection.vllm_sources import unknown_flags
 from moe_optimizer.launcher.server_log import refusal
-from moe_optimizer.plan.serve_args import split_arguments
+from moe_optimizer.plan.serve_args import ServeArguments
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +34,9 @@ def test_every_short_form_is_read_as_its_flag(actions: list[argparse.Action]) ->
     for action in actions:
         for flag in action.option_strings:
             if not flag.startswith("--") and flag != "-h":
-                assert split_arguments([flag])[0].flag in action.option_strings, f"{flag} of {action.option_strings}"
+                assert ServeArguments(flag).arguments[0].flag in action.option_strings, (
+                    f"{flag} of {action.option_strings}"
+                )
                 short += 1
     assert short > 10
 
@@ -44,7 +46,7 @@ def test_no_flag_of_vllms_own_parser_is_called_unknown(actions: list[argparse.Ac
     assert installed is not None
     flags = [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
     assert len(flags) > 300
-    assert unknown_flags(Path(installed.location), flags) == ()
+    assert unknown_flags(Path(installed.location), ServeArguments(*flags)) == ()
 
 
 def test_the_last_words_of_the_parser_are_read_as_a_refusal(

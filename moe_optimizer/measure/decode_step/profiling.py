@@ -40,7 +40,7 @@ def profile_steps(
         raise UnsupportedError(f"the ledger of a decode step needs a plan for one GPU, got one for {plan.num_gpus}")
     request = StepsRequest(
         model=plan.model.path,
-        serve_args=tuple(plan.serve_args if side == "ours" else plan.plain_args),
+        serve_args=(plan.serve_args if side == "ours" else plan.plain_args).words,
         batches=batches,
         context=context,
         steps=steps,

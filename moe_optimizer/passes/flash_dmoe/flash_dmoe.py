@@ -156,7 +156,7 @@ def _needed_for_experts_apart(ctx: PlanContext) -> bool:
 
 
 def _quantisation(ctx: PlanContext) -> str:
-    given = ctx.pinned.get("--quantization")
+    given = ctx.pinned.value("--quantization")
     return f"--quantization {given} after --" if given is not None else str(ctx.model.quant_method)
 
 
@@ -174,6 +174,7 @@ def _vllm_fits(ctx: PlanContext) -> str:
     if "--enable-eplb" not in ctx.pinned and load_balancer_runs(ctx):
         return "vLLM's EPLB moves weights under the kernel (expert_placement)"
     for flag, fitting in _PINNED_ON_GPUS.items():
-        if flag in ctx.pinned and ctx.pinned[flag] not in fitting:
-            return f"needs vLLM's Triton experts beside it, found {f'{flag} {ctx.pinned[flag]}'.strip()} after --"
+        value = ctx.pinned.value(flag)
+        if value not in (None, *fitting):
+            return f"needs vLLM's Triton experts beside it, found {f'{flag} {value}'.strip()} after --"
     return ""

@@ -50,7 +50,7 @@ def stored_weights(ctx: PlanContext) -> tuple[str, ...]:
     if ctx.device == "cpu":
         converted = converted_format(ctx)
         return ("fp8_block",) if converted == "fp8" else (converted or DTYPES[ctx.dtype],)
-    given = ctx.pinned.get("--quantization")
+    given = ctx.pinned.value("--quantization")
     if given is not None:
         return (ONLINE_SCHEMES[given],) if given in ONLINE_SCHEMES else ()
     if ctx.model.quant_method is not None:

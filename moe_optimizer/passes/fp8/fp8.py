@@ -19,6 +19,7 @@ from moe_optimizer.passes.fp8.exclusions import (
     stored_bits,
 )
 from moe_optimizer.plan.decision import FORMAT_PARAM, Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.decode_step import held_at_once, least_step_us
@@ -73,7 +74,7 @@ class Fp8(OptimizationPass):
             return False, f"the checkpoint is quantised already: {model.quant_method}, {model.weight_bits:g} bits"
         given = next((flag for flag in _QUANTIZATION_FLAGS if flag in ctx.pinned), None)
         if given is not None:
-            return False, f"{given} {ctx.pinned[given]} is given after -- and decides"
+            return False, f"{given} {ctx.pinned.value(given)} is given after -- and decides"
         if ctx.device == "cpu":
             reason = _pruned_instead(ctx) or why_not_for_converted_weights(ctx)
             return not reason, reason
@@ -199,7 +200,9 @@ class Fp8(OptimizationPass):
             ),
             rejected={**rejected, **kept_parts(ctx)},
             gain=self.gain(ctx),
-            vllm_args=("--quantization", "online", "--quantization-config", json.dumps(config, separators=(",", ":"))),
+            vllm_args=ServeArguments(
+                "--quantization", "online", "--quantization-config", json.dumps(config, separators=(",", ":"))
+            ),
             params={
                 "granularity": section.granularity,
                 "quantizer": quantizer,

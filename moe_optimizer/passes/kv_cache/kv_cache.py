@@ -10,6 +10,7 @@ from moe_optimizer.costs.memory import GIB, sequence_kv_bytes
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.passes.kv_cache.kv_offload import decide_tier
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.cache_dtype import FP8_WORDS, cache_bits, cache_dtype, fp8_asked, why_not_fp8
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.decode_step import full_length, held_at_once
@@ -55,7 +56,7 @@ class KvCache(OptimizationPass):
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the cache's type."""
-        pinned = ctx.pinned.get("--kv-cache-dtype")
+        pinned = ctx.pinned.value("--kv-cache-dtype")
         if pinned is not None:
             status = Status.ON if pinned != "auto" else Status.OFF
             return self._sized(ctx, status, pinned, f"--kv-cache-dtype {pinned} is given after --")
@@ -82,7 +83,7 @@ class KvCache(OptimizationPass):
         warnings = tier.warnings
         fp8 = status is Status.ON and dtype in FP8_WORDS
         value = f"{dtype if dtype != 'auto' else ctx.dtype} cache"
-        arguments = ("--kv-cache-dtype", dtype) if status is Status.ON else ()
+        arguments = ServeArguments("--kv-cache-dtype", dtype) if status is Status.ON else NO_ARGUMENTS
         if tier.gib is not None:
             value, reason = f"{value}, {tier.gib} GiB in host memory", f"{reason}; {tier.reason}"
             arguments += tier.vllm_args

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from moe_optimizer.costs.memory import GIB
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Status, Wish
+from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 
 _HOST_SHARE = 1 / 2
@@ -22,7 +23,7 @@ class HostTier:
     gib: int | None
     """Of one engine, all its GPUs together; None: no tier."""
     reason: str
-    vllm_args: tuple[str, ...] = ()
+    vllm_args: ServeArguments = NO_ARGUMENTS
     warnings: tuple[str, ...] = ()
 
 
@@ -38,9 +39,10 @@ def decide_tier(ctx: PlanContext, kv_bits: int) -> HostTier:
     Raises:
         InputError: the user's own size is not a positive number.
     """
-    if _FLAG in ctx.pinned:
-        size = ctx.pinned[_FLAG]
-        return HostTier(gib=_given_gib(size), reason="cold blocks go to host memory", vllm_args=(_FLAG, size))
+    size = ctx.pinned.value(_FLAG)
+    if size is not None:
+        given = ServeArguments(_FLAG, size)
+        return HostTier(gib=_given_gib(size), reason="cold blocks go to host memory", vllm_args=given)
     if ctx.wish("kv_cache")[0] is Wish.OFF:
         return HostTier(gib=None, reason="kv_cache is off")
     wish, origin = ctx.setting("kv_cache", "tiering")
@@ -60,7 +62,7 @@ def decide_tier(ctx: PlanContext, kv_bits: int) -> HostTier:
     backend, warnings = _backend(ctx)
     if ctx.hardware.cpu is None:
         warnings += (f"kv tiering ({origin}): the host of {ctx.gpu.key} is not known; it needs {gib} GiB to spare",)
-    arguments = (_FLAG, str(gib), "--kv-offloading-backend", backend)
+    arguments = ServeArguments(_FLAG, str(gib), "--kv-offloading-backend", backend)
     return HostTier(gib=gib, reason=f"cold blocks go to host memory ({backend}): {sized}", vllm_args=arguments,
                     warnings=warnings)  # fmt: skip
 
@@ -79,7 +81,7 @@ def _why_not(ctx: PlanContext) -> str:
     attention = ctx.model.attention
     if ctx.device == "cpu":
         return "vLLM moves cache blocks between GPU and host, and its CPU build has them in host memory already"
-    if ctx.pinned.get("--enable-prefix-caching") == "false":
+    if ctx.pinned.value("--enable-prefix-caching") == "false":
         return "only blocks of the prefix cache are kept, and --no-enable-prefix-caching is given after --"
     if "--kv-transfer-config" in ctx.pinned:
         return "it takes vLLM's one KV connector, and --kv-transfer-config is given after --"

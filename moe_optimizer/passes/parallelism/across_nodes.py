@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 
 _TRIED_TOKENS = 2048
@@ -25,12 +26,12 @@ class AcrossMachines:
     warnings: tuple[str, ...] = ()
 
     @property
-    def vllm_args(self) -> tuple[str, ...]:
+    def vllm_args(self) -> ServeArguments:
         """Flags for one server over all machines; vLLM reaches the others through Ray."""
         if self.pipeline_parallel_size == 1:
-            return ()
+            return NO_ARGUMENTS
         size = str(self.pipeline_parallel_size)
-        return ("--pipeline-parallel-size", size, "--distributed-executor-backend", "ray")
+        return ServeArguments("--pipeline-parallel-size", size, "--distributed-executor-backend", "ray")
 
 
 def across_machines(

@@ -12,6 +12,7 @@ from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.passes.parallelism.across_nodes import AcrossMachines, across_machines
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.cpu_cores import BINDING, core_lists
 from moe_optimizer.plan_context.expert_kernel import NOT_DATA_PARALLEL
@@ -139,12 +140,12 @@ def _device_limit(ctx: PlanContext) -> int:
 
 
 def _asked_size(ctx: PlanContext) -> int | None:
-    pinned = ctx.pinned_integer("--tensor-parallel-size")
+    pinned = ctx.pinned.count("--tensor-parallel-size")
     return pinned if pinned is not None else ctx.profile.passes.parallelism.tensor_parallel_size
 
 
 def _asked_data_parallel(ctx: PlanContext) -> int:
-    pinned = ctx.pinned_integer("--data-parallel-size")
+    pinned = ctx.pinned.count("--data-parallel-size")
     return pinned or ctx.profile.passes.parallelism.data_parallel_size or 1
 
 
@@ -246,7 +247,7 @@ def _expert_parallel(ctx: PlanContext, size: int, data_parallel: int) -> tuple[b
 
 def _expert_wish(ctx: PlanContext) -> tuple[Wish, str]:
     if "--enable-expert-parallel" in ctx.pinned:
-        if ctx.pinned["--enable-expert-parallel"] == "false":
+        if not ctx.pinned.is_on("--enable-expert-parallel"):
             return Wish.OFF, "--no-enable-expert-parallel after --"
         return Wish.ON, "--enable-expert-parallel after --"
     return ctx.setting("parallelism", "expert_parallel")
@@ -307,7 +308,7 @@ def _value(size: int, data_parallel: int, expert_parallel: bool, across: AcrossM
     return " ".join(parts) + (f" on each of {across.replicas} machines" if across.replicas > 1 else "")
 
 
-def _vllm_args(size: int, data_parallel: int, expert_parallel: bool) -> tuple[str, ...]:
+def _vllm_args(size: int, data_parallel: int, expert_parallel: bool) -> ServeArguments:
     arguments: list[str] = []
     if size > 1:
         arguments += ["--tensor-parallel-size", str(size)]
@@ -315,7 +316,7 @@ def _vllm_args(size: int, data_parallel: int, expert_parallel: bool) -> tuple[st
         arguments += ["--data-parallel-size", str(data_parallel)]
     if expert_parallel:
         arguments += ["--enable-expert-parallel"]
-    return tuple(arguments)
+    return ServeArguments(*arguments)
 
 
 def _environment(ctx: PlanContext, processes: int) -> dict[str, str]:

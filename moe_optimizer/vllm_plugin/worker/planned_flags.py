@@ -7,13 +7,13 @@ worker is compared with the plan. An FP8 checkpoint needs no argument; its weigh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from moe_optimizer.errors import described
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.decision import Decision
-from moe_optimizer.plan.serve_args import Argument, read_integer, split_arguments
+from moe_optimizer.plan.serve_args import Argument, ServeArguments, read_integer
 from moe_optimizer.proof.shown import flag_decisions, serves_fp8_checkpoint
 from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker.captured_graphs import await_capture, captures_graphs
@@ -95,7 +95,7 @@ def prove_flags(session: PluginSession, worker: Any, cache_specs: Mapping[str, A
 
 
 def differences(
-    decision: Decision, serve_args: Sequence[str], config: Any, cache_specs: Mapping[str, Any]
+    decision: Decision, serve_args: ServeArguments, config: Any, cache_specs: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """Return every difference between a decision and the configuration that vLLM runs with.
 
@@ -109,8 +109,8 @@ def differences(
         AttributeError: this vLLM's configuration lacks a field.
     """
     shown = _SHOWN_BY.get(decision.pass_name, {})
-    own = [each for each in split_arguments(serve_args) if each.flag in shown]
-    planned = [each for each in split_arguments(decision.vllm_args) if each.flag not in _SHOWN_OTHERWISE]
+    own = [each for each in serve_args.arguments if each.flag in shown]
+    planned = [each for each in decision.vllm_args.arguments if each.flag not in _SHOWN_OTHERWISE]
     given = {each.flag: each for each in (*planned, *own)}
     found = [_difference(each, shown[each.flag](config), config) for each in given.values()]
     if decision.params.get("max_capture_size"):
@@ -152,7 +152,7 @@ def unconverted(decision: Decision, parameters: Iterable[tuple[str, Any]]) -> tu
 
 def _difference(argument: Argument, got: Any, config: Any) -> str:
     # A bare flag switches something on.
-    wanted = "False" if argument.tokens[0].startswith("--no-") else argument.value or "True"
+    wanted = {"": "True", "false": "False"}.get(argument.value, argument.value)
     if _same(got, wanted, argument.flag) or _is_one_of_several_engines(argument, got, config):
         return ""
     return f"{argument.flag}: vLLM runs with {got}, planned {wanted}"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.inspection.vllm_sources import known_flags, unknown_flags
+from moe_optimizer.plan.serve_args import ServeArguments
 
 SOURCE = """
 class FrontendArgs:
@@ -29,7 +30,7 @@ def vllm(tmp_path: Path) -> Path:
 
 
 def test_a_flag_that_no_source_names_is_unknown(vllm: Path) -> None:
-    assert unknown_flags(vllm, ["--max-num-seqs", "3", "--max-num-sqes=4"]) == ("--max-num-sqes",)
+    assert unknown_flags(vllm, ServeArguments("--max-num-seqs", "3", "--max-num-sqes=4")) == ("--max-num-sqes",)
 
 
 @pytest.mark.parametrize(
@@ -44,16 +45,16 @@ def test_a_flag_that_no_source_names_is_unknown(vllm: Path) -> None:
     ],
 )
 def test_every_form_of_a_flag_that_vllm_takes_is_known(vllm: Path, words: list[str]) -> None:
-    assert unknown_flags(vllm, words) == ()
+    assert unknown_flags(vllm, ServeArguments(*words)) == ()
 
 
 def test_nothing_is_unknown_where_the_sources_are_not(tmp_path: Path) -> None:
-    assert unknown_flags(tmp_path, ["--no-such-flag"]) == ()
+    assert unknown_flags(tmp_path, ServeArguments("--no-such-flag")) == ()
 
 
 def test_nothing_is_unknown_where_a_platform_plugin_may_add_flags(vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [group])
-    assert unknown_flags(vllm, ["--no-such-flag"]) == ()
+    assert unknown_flags(vllm, ServeArguments("--no-such-flag")) == ()
 
 
 def test_literal_flags_are_there_for_a_near_match(vllm: Path) -> None:

@@ -8,12 +8,13 @@ import pytest
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.launcher.address import base_url, reserved, server_address, who_is_answered
+from moe_optimizer.plan.serve_args import ServeArguments
 from tests.free_ports import free_port
 
 
 def test_host_and_port_are_read_from_the_arguments() -> None:
-    assert server_address(("--host", "0.0.0.0", "--port=81")) == ("0.0.0.0", 81)
-    assert server_address(()) == ("127.0.0.1", 8000)
+    assert server_address(ServeArguments("--host", "0.0.0.0", "--port=81")) == ("0.0.0.0", 81)
+    assert server_address(ServeArguments()) == ("127.0.0.1", 8000)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
@@ -35,7 +36,7 @@ def test_what_answers_without_the_key_is_said(host: str) -> None:
 
 def test_a_port_that_is_no_number_is_refused() -> None:
     with pytest.raises(InputError, match="--port: got 'http'"):
-        server_address(("--port", "http"))
+        server_address(ServeArguments("--port", "http"))
 
 
 def test_a_taken_port_is_named() -> None:

@@ -9,7 +9,6 @@ import pytest
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.launcher import command as server_command
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import drain_timeout_s, flag_value
 from moe_optimizer.planner import make_plan
 from tests.builders import cpu_machine, request, tiny_moe
 
@@ -32,16 +31,16 @@ def test_vllm_serve_is_used_where_it_works(plan: Plan, monkeypatch: pytest.Monke
 
 
 def test_requests_are_finished_before_a_stop_unless_the_user_says_otherwise(plan: Plan) -> None:
-    assert drain_timeout_s(plan.serve_args) == 30
+    assert plan.serve_args.drain_timeout_s() == 30
     own = make_plan(request(tiny_moe(), cpu_machine(), vllm_args=("--shutdown-timeout", "0")))
     assert server_command.server_command(own, own.serve_args)[-2:] == ["--shutdown-timeout", "0"]
-    assert drain_timeout_s(own.serve_args) == 0
+    assert own.serve_args.drain_timeout_s() == 0
 
 
 def test_nothing_is_started_that_the_plan_does_not_show(plan: Plan) -> None:
     command = server_command.server_command(plan, plan.serve_args)
-    assert tuple(command[-len(plan.serve_args) :]) == plan.serve_args
-    assert flag_value(plan.serve_args, "--shutdown-timeout") == "30"
+    assert tuple(command[-len(plan.serve_args.words) :]) == plan.serve_args.words
+    assert plan.serve_args.value("--shutdown-timeout") == "30"
 
 
 def test_the_server_gets_the_plan_and_no_second_wish(plan: Plan) -> None:

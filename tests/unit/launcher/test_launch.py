@@ -21,7 +21,7 @@ from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, qwen3_30b_a3b_fp8, request, tiny_moe
+from tests.builders import cpu_machine, qwen3_30b_a3b_fp8, request, tiny_moe, with_arguments
 from tests.eventually import eventually
 from tests.free_ports import free_port
 from tests.run_processes import processes_of
@@ -65,9 +65,8 @@ def test_a_ready_server_is_described_and_stopped(fake: Fake, tmp_path: Path) -> 
 def test_nothing_is_left_of_a_server_that_misbehaves(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(deployment, "drain_timeout_s", lambda plan: 0.0)
     monkeypatch.setattr(deployment, "_STOP_MARGIN_S", 0.5)
-    with launch.running(fake(*behaviour), run_dir=tmp_path):
+    with launch.running(with_arguments(fake(*behaviour), "--shutdown-timeout", "0"), run_dir=tmp_path):
         assert len(processes_of(tmp_path)) == 2
     assert not processes_of(tmp_path)
 

@@ -18,9 +18,9 @@ from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import flag_value
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, tiny_moe, with_arguments
 from tests.free_ports import four_free_ports
 from tests.run_processes import processes_of
 
@@ -49,17 +49,19 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
         )
         assert plan.group is not None
         behaviour = {
-            flag_value(server.serve_args, "--port"): {"prefill": prefill, "decode": decode}[server.name]
+            server.serve_args.value("--port"): {"prefill": prefill, "decode": decode}[server.name]
             for server in plan.group.servers
         }
 
-        def server_command(_: Plan, arguments: tuple[str, ...]) -> list[str]:
-            own = flag_value(arguments, "--port")
+        def server_command(_: Plan, arguments: ServeArguments) -> list[str]:
+            own = arguments.value("--port")
             return [sys.executable, str(HERE / "fake_server.py"), str(own), *behaviour[own]]
 
         monkeypatch.setattr(deployment, "server_command", server_command)
         monkeypatch.setattr(
-            deployment, "router_command", lambda arguments: [sys.executable, str(HERE / "fake_router.py"), *arguments]
+            deployment,
+            "router_command",
+            lambda arguments: [sys.executable, str(HERE / "fake_router.py"), *arguments.words],
         )
         return plan
 
@@ -71,7 +73,7 @@ def test_both_servers_and_the_router_are_started_proven_and_stopped(group: Group
     with launch.running(plan, run_dir=tmp_path, require=frozenset({"disaggregation", "flash_dmoe"})) as info:
         assert [server.name for server in info.servers] == ["prefill server", "decode server"]
         assert len({info.pid, *(server.pid for server in info.servers)}) == 3
-        assert info.base_url.endswith(flag_value(plan.serve_args, "--port") or "none")
+        assert info.base_url.endswith(plan.serve_args.value("--port") or "none")
         rows = {row.pass_name: row for row in info.rows}
         assert rows["disaggregation"].ran == "yes, 16 tokens received"
         assert rows["flash_dmoe"].applied == "yes"
@@ -171,9 +173,9 @@ def test_a_port_of_any_part_that_is_taken_starts_nothing(group: Group, tmp_path:
 def test_nothing_is_left_of_servers_that_ignore_the_stop(
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployment, "drain_timeout_s", lambda plan: 0.0)
     monkeypatch.setattr(deployment, "_STOP_MARGIN_S", 1.0)
-    with launch.running(group(prefill=("stubborn", "escape"), decode=("stubborn",)), run_dir=tmp_path):
+    plan = with_arguments(group(prefill=("stubborn", "escape"), decode=("stubborn",)), "--shutdown-timeout", "0")
+    with launch.running(plan, run_dir=tmp_path):
         assert len(processes_of(tmp_path)) == 5
     assert processes_of(tmp_path) == []
 

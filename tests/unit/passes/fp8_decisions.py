@@ -36,8 +36,8 @@ def on_cpu(model=None, settings: dict[str, Any] | None = None, **changes: Any) -
 
 
 def quantization_config(decision: Decision) -> dict[str, Any]:
-    assert decision.vllm_args[:3] == ("--quantization", "online", "--quantization-config")
-    return json.loads(decision.vllm_args[3])
+    assert decision.vllm_args.words[:3] == ("--quantization", "online", "--quantization-config")
+    return json.loads(decision.vllm_args.words[3])
 
 
 def is_ignored(config: dict[str, Any], module: str) -> bool:

@@ -9,7 +9,6 @@ import pytest
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.planner import make_plan
 from tests.builders import context, cpu_machine, decided_by, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
 
@@ -76,23 +75,23 @@ def test_the_router_has_the_address_and_the_servers_are_for_it_alone():
     plan = on_cpu(host="0.0.0.0", port=9000)
     assert plan.group is not None
     router = plan.group.router_args
-    assert (flag_value(router, "--host"), flag_value(router, "--port")) == ("0.0.0.0", "9000")
+    assert (router.value("--host"), router.value("--port")) == ("0.0.0.0", "9000")
     for server in plan.group.servers:
-        assert flag_value(server.serve_args, "--host") == "127.0.0.1"
-        address = f"http://127.0.0.1:{flag_value(server.serve_args, '--port')}"
-        assert flag_value(router, f"--{server.name}") == address
-    ports = [flag_value(server.serve_args, "--port") for server in plan.group.servers]
-    assert len({*ports, "9000", flag_value(router, "--prometheus-port")}) == 4
+        assert server.serve_args.value("--host") == "127.0.0.1"
+        address = f"http://127.0.0.1:{server.serve_args.value('--port')}"
+        assert router.value(f"--{server.name}") == address
+    ports = [server.serve_args.value("--port") for server in plan.group.servers]
+    assert len({*ports, "9000", router.value("--prometheus-port")}) == 4
 
 
 def test_the_servers_differ_in_address_and_part_only():
     plan = on_gpus(2, vllm_args=("--seed", "7"))
     assert plan.group is not None
     for server in plan.group.servers:
-        common = [word for word in plan.serve_args if word in server.serve_args]
-        assert flag_value(server.serve_args, "--seed") == "7"
-        assert set(plan.serve_args) - set(common) <= {"8000"}
-    parts = [json.loads(flag_value(s.serve_args, "--kv-transfer-config") or "") for s in plan.group.servers]
+        common = [word for word in plan.serve_args.words if word in server.serve_args.words]
+        assert server.serve_args.value("--seed") == "7"
+        assert set(plan.serve_args.words) - set(common) <= {"8000"}
+    parts = [json.loads(s.serve_args.value("--kv-transfer-config") or "") for s in plan.group.servers]
     assert [part["kv_role"] for part in parts] == ["kv_producer", "kv_consumer"]
     assert {part["kv_connector"] for part in parts} == {"NixlConnector"}
     assert len({server.serve_env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for server in plan.group.servers}) == 2
@@ -102,5 +101,5 @@ def test_without_gpus_the_cache_goes_through_a_folder_of_the_run():
     plan = on_cpu()
     assert plan.group is not None
     for server in plan.group.servers:
-        transfer = json.loads(flag_value(server.serve_args, "--kv-transfer-config") or "")
+        transfer = json.loads(server.serve_args.value("--kv-transfer-config") or "")
         assert transfer["kv_connector_extra_config"] == {"shared_storage_path": "RUN_DIR/kv"}

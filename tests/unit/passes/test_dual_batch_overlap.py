@@ -25,7 +25,7 @@ def decide(model=None, hardware=EIGHT, passes=None, **changes) -> Decision:
 def test_asked_for_with_data_and_expert_parallel_it_is_on():
     decision = decide()
     assert (decision.status, decision.applier) == (Status.ON, Applier.FLAGS)
-    assert decision.vllm_args == ("--enable-dbo", "--all2all-backend", "deepep_low_latency")
+    assert decision.vllm_args.words == ("--enable-dbo", "--all2all-backend", "deepep_low_latency")
     assert "not run with this version" in decision.warnings[0]
 
 
@@ -36,12 +36,12 @@ def test_the_profile_names_the_kernels():
 
 def test_without_asking_it_stays_off():
     decision = decide(wishes={}, passes=DP_EP | {"dual_batch_overlap": {"mode": "auto"}})
-    assert (decision.status, decision.vllm_args) == (Status.OFF, ())
+    assert (decision.status, decision.vllm_args.words) == (Status.OFF, ())
 
 
 def test_the_users_own_flag_is_left_where_it_is_and_said():
     decision = decide(wishes={}, pinned={"--enable-dbo": ""})
-    assert (decision.status, decision.vllm_args) == (Status.OFF, ())
+    assert (decision.status, decision.vllm_args.words) == (Status.OFF, ())
     assert "--enable-dbo is given after --" in decision.reason
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from moe_optimizer.passes.expert_load import ExpertLoad
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 from tests.builders import context, cpu_machine, decided_by, dense_model, gpus, qwen3_30b_a3b, tiny_moe
 
@@ -27,7 +28,7 @@ def decide(ctx: PlanContext, *, wish: Wish = Wish.AUTO, **changes: object) -> De
 def test_it_counts_and_names_the_record_of_its_cost_on_such_a_device(ctx: PlanContext):
     decision = decide(ctx)
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
-    assert decision.vllm_args == ()
+    assert decision.vllm_args.words == ()
     (path,) = decision.evidence
     record = json.loads((ROOT / path).read_text(encoding="utf-8"))
     assert bool(record["environment"].get("gpu")) == (ctx.device == "cuda")
@@ -53,7 +54,7 @@ def test_a_dense_model_has_no_experts_to_count():
 
 def test_data_parallelism_is_refused():
     ctx = context(qwen3_30b_a3b(), gpus("h100_sxm", 2))
-    decision = decide(ctx, wish=Wish.ON, pinned={"--data-parallel-size": "2", "--tensor-parallel-size": "1"})
+    decision = decide(ctx, wish=Wish.ON, pinned=ServeArguments("-dp", "2", "-tp", "1"))
     assert decision.status is Status.REFUSED
     assert "data parallelism (2)" in decision.reason
 
@@ -61,5 +62,5 @@ def test_data_parallelism_is_refused():
 @pytest.mark.parametrize("flag", ["--enable-dbo", "--enable-return-routed-experts"])
 def test_arguments_that_take_its_place_are_named(flag: str):
     ctx = context(tiny_moe(), cpu_machine())
-    assert decide(ctx, wish=Wish.ON, pinned={flag: ""}).reason.startswith(flag)
-    assert decide(ctx, pinned={flag: "false"}).status is Status.ON
+    assert decide(ctx, wish=Wish.ON, pinned=ServeArguments(flag)).reason.startswith(flag)
+    assert decide(ctx, pinned=ServeArguments(f"--no-{flag[2:]}")).status is Status.ON

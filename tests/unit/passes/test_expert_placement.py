@@ -163,14 +163,14 @@ def test_our_kernel_and_a_load_place_at_the_start_on_gpus_too():
 def test_asked_for_without_a_load_it_is_vllms_load_balancer_with_our_policy():
     decision = on_gpus(wishes=ON)
     assert decision.params == {"mode": "eplb", "num_redundant_experts": 0}
-    assert decision.vllm_args == ("--enable-eplb", "--eplb-config", '{"num_redundant_experts": 0}')
+    assert decision.vllm_args.words == ("--enable-eplb", "--eplb-config", '{"num_redundant_experts": 0}')
     assert decision.gain is None
 
 
 def test_redundant_experts_are_replicas_under_the_load_balancer():
     model = qwen3_30b_a3b()
     decision = on_gpus(placement_load(model), section={"redundant_experts": 16}, flash_dmoe=False)
-    assert json.loads(decision.vllm_args[2]) == {"num_redundant_experts": 16}
+    assert json.loads(decision.vllm_args.words[2]) == {"num_redundant_experts": 16}
     assert decision.value == "EPLB, 16 replicas"
     without = on_gpus(placement_load(model), wishes=ON, flash_dmoe=False)
     assert decision.gain is not None

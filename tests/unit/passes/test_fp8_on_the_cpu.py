@@ -17,7 +17,7 @@ from tests.unit.passes.fp8_decisions import WITHOUT_FLASH, on_cpu, planned
 def test_on_the_cpu_the_plugin_converts_the_experts_and_the_linears_stay():
     decision = on_cpu()
     assert (decision.status, decision.applier, decision.value) == (Status.ON, Applier.PLUGIN, "experts in FP8")
-    assert decision.vllm_args == ()
+    assert decision.vllm_args.words == ()
     assert decision.params == {
         "weight_format": "fp8",
         "granularity": "block",

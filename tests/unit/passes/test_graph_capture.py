@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from moe_optimizer.plan.decision import Decision, Status, Wish
-from moe_optimizer.plan.serve_args import split_arguments
+from moe_optimizer.plan.serve_args import ServeArguments
 from tests.builders import context, cpu_machine, decided_by, gpus, profile_with, qwen3_30b_a3b, tiny_moe
 
 BEFORE = ("parallelism", "dual_batch_overlap", "scheduler")
@@ -17,18 +17,14 @@ def decide(batch: int = 64, hardware=None, **changes) -> Decision:
     return decided_by(ctx, *BEFORE, "graph_capture").decided["graph_capture"]
 
 
-def given(*words: str) -> dict[str, str]:
-    return {argument.flag: argument.value for argument in split_arguments(words)}
-
-
 @pytest.mark.parametrize("batch", [1, 64, 512])
 def test_vllms_own_sizes_are_left_alone_where_they_cover_the_batch(batch):
     decision = decide(batch)
-    assert (decision.status, decision.vllm_args) == (Status.ON, ())
+    assert (decision.status, decision.vllm_args.words) == (Status.ON, ())
 
 
 def test_a_batch_beyond_vllms_sizes_gets_a_graph_too():
-    assert decide(1000).vllm_args == ("--max-cudagraph-capture-size", "1008")
+    assert decide(1000).vllm_args.words == ("--max-cudagraph-capture-size", "1008")
 
 
 def test_requests_that_a_step_has_no_tokens_for_need_no_graph():
@@ -40,14 +36,14 @@ def test_requests_that_a_step_has_no_tokens_for_need_no_graph():
 
 def test_the_profiles_size_is_taken():
     profile = profile_with(passes={"graph_capture": {"max_capture_size": 32}})
-    assert decide(profile=profile).vllm_args == ("--max-cudagraph-capture-size", "32")
+    assert decide(profile=profile).vllm_args.words == ("--max-cudagraph-capture-size", "32")
 
 
 @pytest.mark.parametrize("hardware", [None, cpu_machine()], ids=["gpu", "cpu"])
 def test_eager_is_a_setting_and_counts_no_graphs_in_memory(hardware):
     profile = profile_with(passes={"graph_capture": {"eager": True}})
     decision = decide(hardware=hardware, profile=profile)
-    assert decision.vllm_args == ("--enforce-eager",)
+    assert decision.vllm_args.words == ("--enforce-eager",)
     assert decision.params == {"cuda_graphs": False, "max_capture_size": 0}
 
 
@@ -56,7 +52,7 @@ def test_graphs_asked_for_by_flag_go_before_a_profile_that_is_eager(origin):
     eager = profile_with(passes={"graph_capture": {"eager": True}})
     wishes = {"graph_capture": (Wish.ON, origin)}
     decision = decide(64, profile=eager, wishes=wishes)
-    assert (decision.vllm_args, decision.value) == ((), "graphs up to 128")
+    assert (decision.vllm_args.words, decision.value) == ((), "graphs up to 128")
     assert decide(hardware=cpu_machine(), profile=eager, wishes=wishes).status is Status.REFUSED
 
 
@@ -71,7 +67,7 @@ def test_graphs_asked_for_by_flag_go_before_a_profile_that_is_eager(origin):
     ],
 )
 def test_the_users_own_arguments_against_graphs_count_none_in_memory(words):
-    decision = decide(pinned=given(*words))
+    decision = decide(pinned=ServeArguments(*words))
     assert (decision.status, decision.value) == (Status.OFF, "no graphs")
     assert decision.reason.endswith("is given after --")
     assert decision.params["cuda_graphs"] is False
@@ -87,10 +83,10 @@ def test_the_users_own_arguments_against_graphs_count_none_in_memory(words):
 )
 def test_the_users_own_sizes_are_what_is_captured_and_a_larger_batch_is_said(words):
     # vLLM does not start with a largest size beside sizes that end elsewhere.
-    decision = decide(600, pinned=given(*words))
-    assert (decision.status, decision.vllm_args, decision.value) == (Status.ON, (), "graphs up to 64")
+    decision = decide(600, pinned=ServeArguments(*words))
+    assert (decision.status, decision.vllm_args.words, decision.value) == (Status.ON, (), "graphs up to 64")
     assert "a batch of 600 runs without a graph, they end at 64" in decision.warnings[0]
-    assert decide(64, pinned=given(*words)).warnings == ()
+    assert decide(64, pinned=ServeArguments(*words)).warnings == ()
 
 
 @pytest.mark.parametrize(("size", "captured"), [(1, 1), (3, 2), (7, 4), (100, 96), (255, 248), (256, 256), (300, 288)])
@@ -100,7 +96,7 @@ def test_what_is_captured_of_a_size_is_what_vllm_makes_of_it(size, captured):
 
 
 def test_nothing_is_captured_beyond_the_tokens_of_a_step():
-    assert decide(64, pinned=given("--max-num-batched-tokens", "100")).params["max_capture_size"] == 100
+    assert decide(64, pinned=ServeArguments("--max-num-batched-tokens", "100")).params["max_capture_size"] == 100
 
 
 def test_with_the_scheduler_off_vllm_captures_for_its_own_number_of_requests():
@@ -110,5 +106,5 @@ def test_with_the_scheduler_off_vllm_captures_for_its_own_number_of_requests():
 
 def test_the_cpu_build_has_no_graphs():
     decision = decide(hardware=cpu_machine())
-    assert (decision.status, decision.vllm_args) == (Status.OFF, ())
+    assert (decision.status, decision.vllm_args.words) == (Status.OFF, ())
     assert "need a GPU" in decision.reason

@@ -30,7 +30,7 @@ def decide(name: str, ctx: PlanContext, wish: Wish) -> Decision:
 def test_off_means_off_without_arguments_or_environment(name, machine):
     decision = decide(name, CONTEXTS[machine](), Wish.OFF)
     assert decision.status is Status.OFF
-    assert decision.vllm_args == ()
+    assert decision.vllm_args.words == ()
     assert decision.env == {}
     assert f"--test-{name}" in decision.reason
     assert decision.wish_origin == f"flag --test-{name}"
@@ -48,7 +48,7 @@ def test_a_pass_that_is_not_on_asks_for_nothing(name, machine):
     decision = decide(name, CONTEXTS[machine](), Wish.ON)
     assert decision.reason
     if decision.status is not Status.ON:
-        assert decision.vllm_args == ()
+        assert decision.vllm_args.words == ()
         assert decision.env == {}
 
 

@@ -11,7 +11,6 @@ import pytest
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.planner import make_plan
 from tests.builders import (
     context,
@@ -108,19 +107,19 @@ def test_the_router_has_the_address_and_knows_every_server():
     plan = on_cpu(host="0.0.0.0", port=9000, profile=counted(4), wishes={})
     assert plan.group is not None
     router = plan.group.router_args
-    assert (flag_value(router, "--host"), flag_value(router, "--port")) == ("0.0.0.0", "9000")
-    urls = [f"http://127.0.0.1:{flag_value(server.serve_args, '--port')}" for server in plan.group.servers]
-    assert router[: len(urls) + 1] == ("--worker-urls", *urls)
-    ports = [flag_value(server.serve_args, "--port") for server in plan.group.servers]
-    assert len({*ports, "9000", flag_value(router, "--prometheus-port")}) == 6
+    assert (router.value("--host"), router.value("--port")) == ("0.0.0.0", "9000")
+    urls = [f"http://127.0.0.1:{server.serve_args.value('--port')}" for server in plan.group.servers]
+    assert router.words[: len(urls) + 1] == ("--worker-urls", *urls)
+    ports = [server.serve_args.value("--port") for server in plan.group.servers]
+    assert len({*ports, "9000", router.value("--prometheus-port")}) == 6
 
 
 def test_the_servers_differ_in_address_only():
     plan = on_gpus(2, vllm_args=("--seed", "7"))
     assert plan.group is not None
     for server in plan.group.servers:
-        assert flag_value(server.serve_args, "--seed") == "7"
-        assert set(plan.serve_args) - set(server.serve_args) <= {"8000"}
+        assert server.serve_args.value("--seed") == "7"
+        assert set(plan.serve_args.words) - set(server.serve_args.words) <= {"8000"}
 
 
 def test_on_gpus_the_plan_says_that_slices_were_faster_with_the_figures_of_the_record():

@@ -31,7 +31,7 @@ def decide(model=None, hardware=None, batch: int | None = None, **changes) -> De
 
 
 def value(decision: Decision, flag: str) -> int:
-    return int(decision.vllm_args[decision.vllm_args.index(flag) + 1])
+    return int(decision.vllm_args.values[flag])
 
 
 @pytest.mark.parametrize("batch", [1, 32, 1024])

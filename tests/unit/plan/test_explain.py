@@ -47,7 +47,7 @@ def test_the_command_is_the_exact_argument_list(cpu_plan):
     words = shlex.split(section(render_plan(cpu_plan), "Command").replace("\\\n", " "))
     environment = [f"{key}={value}" for key, value in cpu_plan.serve_env.items()]
     plan_file = "MOE_OPTIMIZER_PLAN=RUN_DIR/plan.json"
-    assert words == [plan_file, *environment, "vllm", "serve", cpu_plan.model.path, *cpu_plan.serve_args]
+    assert words == [plan_file, *environment, "vllm", "serve", cpu_plan.model.path, *cpu_plan.serve_args.words]
 
 
 def test_the_plugin_gets_no_plan_where_it_has_nothing_to_apply(plan):

@@ -14,7 +14,7 @@ from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.multi_node import render_lws, render_ray
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import drain_timeout_s, flag_value
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.model import ModelSpec
 from tests.builders import deepseek_v3, gpus, qwen3_30b_a3b, request
@@ -39,15 +39,15 @@ def test_a_model_that_one_machine_holds_is_served_whole_on_each():
     assert (decision.params["replicas"], decision.params["pipeline_parallel_size"]) == (2, 1)
     assert decision.value == "TP=8 on each of 2 machines"
     assert (made.num_gpus, made.num_nodes) == (16, 2)
-    assert flag_value(made.serve_args, "--pipeline-parallel-size") is None
+    assert made.serve_args.value("--pipeline-parallel-size") is None
 
 
 def test_a_model_that_one_machine_does_not_hold_is_divided_by_layers():
     made = plan("pipeline")
     decision = made.decision("parallelism")
     assert (decision.params["replicas"], decision.params["pipeline_parallel_size"]) == (1, 2)
-    assert flag_value(made.serve_args, "--pipeline-parallel-size") == "2"
-    assert flag_value(made.serve_args, "--distributed-executor-backend") == "ray"
+    assert made.serve_args.value("--pipeline-parallel-size") == "2"
+    assert made.serve_args.value("--distributed-executor-backend") == "ray"
     weights = 2 * deepseek_v3().total_params
     assert weights / 16 < made.memory.weight_bytes < 1.1 * weights / 16
 
@@ -64,7 +64,7 @@ def test_the_ray_commands_start_ray_everywhere_and_the_server_once():
     assert text.count("vllm serve ") == 1
     assert text.index("ray start --head") < text.index("ray start --address") < text.index("vllm serve")
     command = shlex.split(text[text.index("vllm serve") :].replace("\\\n", " "))
-    assert tuple(command[3:]) == plan("pipeline").serve_args
+    assert tuple(command[3:]) == plan("pipeline").serve_args.words
 
 
 def test_files_that_the_servers_read_are_named_with_their_folder():
@@ -130,7 +130,7 @@ def test_the_set_has_a_group_for_each_server(kind, replicas, size):
     templates = [group[key] for key in ("leaderTemplate", "workerTemplate") if key in group]
     assert len(templates) == size
     for template in templates:
-        assert template["spec"]["terminationGracePeriodSeconds"] > drain_timeout_s(made.serve_args)
+        assert template["spec"]["terminationGracePeriodSeconds"] > made.serve_args.drain_timeout_s()
         (container,) = template["spec"]["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
         mounted = {mount["name"] for mount in container["volumeMounts"]}
@@ -140,9 +140,10 @@ def test_the_set_has_a_group_for_each_server(kind, replicas, size):
     (script,) = leader["spec"]["containers"][0]["args"]
     words = shlex.split(script.splitlines()[-1])
     assert words[:4] == ["exec", "vllm", "serve", "/model"]
-    assert flag_value(words[4:], "--host") == "0.0.0.0"
-    assert flag_value(words[4:], "--tensor-parallel-size") == "8"
-    assert flag_value(words[4:], "--served-model-name") == made.model.name
+    given = ServeArguments(*words[4:])
+    assert given.value("--host") == "0.0.0.0"
+    assert given.value("--tensor-parallel-size") == "8"
+    assert given.value("--served-model-name") == made.model.name
     if size == 2:
         assert "ray start --head" in script
         (worker_script,) = templates[1]["spec"]["containers"][0]["args"]

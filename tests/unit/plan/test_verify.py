@@ -7,11 +7,12 @@ import pytest
 from moe_optimizer.passes.registry import PASS_NAMES
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.verify import verify_plan
 
 
-def verify(plan: Plan, user_args: tuple[str, ...] = ()) -> None:
-    verify_plan(plan, pass_names=PASS_NAMES, user_args=user_args)
+def verify(plan: Plan, *user_args: str) -> None:
+    verify_plan(plan, pass_names=PASS_NAMES, user_args=ServeArguments(*user_args))
 
 
 def with_decision(plan: Plan, name: str, **changes) -> Plan:
@@ -55,7 +56,7 @@ def test_memory_terms_that_do_not_add_up_are_found(plan, field, value, message):
         ({"status": Status.OFF, "required": True}, "required"),
         ({"status": Status.OFF, "applier": Applier.PLUGIN}, "applied by"),
         ({"applier": Applier.NONE}, "no applier"),
-        ({"vllm_args": ("--never", "1")}, "not in serve_args"),
+        ({"vllm_args": ServeArguments("--never", "1")}, "not in serve_args"),
         ({"env": {"A": "b"}}, "not in"),
         ({"env": {"A=B": "b"}}, "environment"),
     ],
@@ -67,11 +68,11 @@ def test_a_decision_that_contradicts_itself_is_found(plan, changes, message):
 
 def test_a_flag_given_twice_is_found(plan):
     with pytest.raises(AssertionError, match="twice"):
-        verify(plan.replace(serve_args=(*plan.serve_args, "--max_num_seqs=5")))
+        verify(plan.replace(serve_args=plan.serve_args + ServeArguments("--max_num_seqs=5")))
 
 
 def test_a_planned_flag_that_the_user_gives_too_is_found(plan):
-    user = ("--max-num-seqs", "5")
-    changed = plan.replace(serve_args=(*plan.serve_args, *user), plain_args=(*plan.plain_args, *user))
+    user = ServeArguments("--max-num-seqs", "5")
+    changed = plan.replace(serve_args=plan.serve_args + user, plain_args=plan.plain_args + user)
     with pytest.raises(AssertionError, match="planned and given by the user"):
-        verify(changed, user)
+        verify(changed, *user.words)

@@ -7,7 +7,6 @@ import pytest
 from moe_optimizer.errors import InputError
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.planner import make_plan
 from tests.builders import cpu_machine, request, tiny_moe
 
@@ -32,8 +31,8 @@ def test_on_the_cpu_each_server_has_half_of_the_cores_and_of_the_memory(name):
 def test_the_users_own_port_is_the_routers(name):
     plan = on_cpu(name, vllm_args=("--port", "9100"))
     assert plan.group is not None
-    assert flag_value(plan.group.router_args, "--port") == "9100"
-    assert flag_value(plan.group.servers[0].serve_args, "--port") == "9101"
+    assert plan.group.router_args.value("--port") == "9100"
+    assert plan.group.servers[0].serve_args.value("--port") == "9101"
 
 
 @pytest.mark.parametrize(("name", "port"), [("disaggregation", 65500), ("replicas", 65534)])

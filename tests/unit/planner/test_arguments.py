@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from moe_optimizer.errors import InputError, UnsupportedError
-from moe_optimizer.plan.serve_args import flag_value, split_arguments
 from moe_optimizer.planner import make_plan
 from tests.builders import cpu_machine, dense_model, gpus, mixtral_8x7b, qwen3_30b_a3b, request, tiny_moe
 from tests.unit.planner.refusal import refused
@@ -15,19 +14,19 @@ from tests.unit.planner.refusal import refused
 
 def test_the_server_listens_on_this_machine_only_by_default():
     plan = make_plan(request(tiny_moe(), cpu_machine()))
-    assert plan.serve_args[:4] == ("--host", "127.0.0.1", "--port", "8000")
+    assert plan.serve_args.words[:4] == ("--host", "127.0.0.1", "--port", "8000")
 
 
 def test_plain_arguments_are_the_same_server_with_nothing_tuned():
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), "aggressive"))
     server = ("--host", "127.0.0.1", "--port", "8000", "--shutdown-timeout", "30")
-    assert plan.plain_args == (*server, "--tensor-parallel-size", "2")
+    assert plan.plain_args.words == (*server, "--tensor-parallel-size", "2")
 
 
 def test_an_argument_of_the_users_replaces_the_planners_and_the_decision_says_so():
     plan = make_plan(request(tiny_moe(), cpu_machine(), vllm_args=("--max_num_seqs=3", "--seed", "7")))
-    assert plan.serve_args[-3:] == ("--max_num_seqs=3", "--seed", "7")
-    assert [argument.flag for argument in split_arguments(plan.serve_args)].count("--max-num-seqs") == 1
+    assert plan.serve_args.words[-3:] == ("--max_num_seqs=3", "--seed", "7")
+    assert [argument.flag for argument in plan.serve_args.arguments].count("--max-num-seqs") == 1
     decision = plan.decision("scheduler")
     assert "--max-num-seqs" not in decision.vllm_args
     assert decision.reason.endswith("(--max-num-seqs given by the user)")
@@ -57,7 +56,7 @@ def test_arguments_that_the_memory_plan_knows_nothing_of_are_named():
 
 def test_the_users_port_replaces_the_planners():
     plan = make_plan(request(tiny_moe(), cpu_machine(), vllm_args=("--port", "9000")))
-    assert flag_value(plan.serve_args, "--port") == "9000"
+    assert plan.serve_args.value("--port") == "9000"
 
 
 def test_the_users_memory_share_and_length_are_planned_with():
@@ -74,13 +73,13 @@ def test_the_users_memory_share_and_length_are_planned_with():
 
 def test_batch_size_and_length_of_the_request_go_before_the_profile():
     plan = make_plan(request(tiny_moe(), cpu_machine(), batch_size=5, max_model_len=100))
-    assert flag_value(plan.serve_args, "--max-num-seqs") == "5"
-    assert flag_value(plan.serve_args, "--max-model-len") == "100"
+    assert plan.serve_args.value("--max-num-seqs") == "5"
+    assert plan.serve_args.value("--max-model-len") == "100"
 
 
 def test_a_length_of_the_profile_beyond_the_models_own_is_cut():
     plan = make_plan(request(tiny_moe(), cpu_machine(), "single_h100"))
-    assert flag_value(plan.serve_args, "--max-model-len") is None
+    assert plan.serve_args.value("--max-model-len") is None
     assert plan.warnings == ()
 
 
@@ -90,7 +89,7 @@ def test_a_length_beyond_the_models_own_is_refused_unless_vllm_is_told_to_take_i
     with pytest.raises(InputError, match=message):
         make_plan(request(tiny_moe(), cpu_machine(), **asked))
     plan = make_plan(request(tiny_moe(), cpu_machine(), any_model_len=True, **asked))
-    assert flag_value(plan.serve_args, "--max-model-len") == "2049"
+    assert plan.serve_args.value("--max-model-len") == "2049"
     assert any("--max-model-len 2049: the model was made for 2048" in warning for warning in plan.warnings)
 
 
@@ -103,12 +102,13 @@ def test_a_length_beyond_the_models_own_is_refused_unless_vllm_is_told_to_take_i
     ],
 )
 def test_a_length_that_vllm_works_out_itself_is_left_to_it(vllm_args):
-    assert make_plan(request(tiny_moe(), cpu_machine(), vllm_args=vllm_args)).serve_args[-len(vllm_args) :] == vllm_args
+    plan = make_plan(request(tiny_moe(), cpu_machine(), vllm_args=vllm_args))
+    assert plan.serve_args.words[-len(vllm_args) :] == vllm_args
 
 
 def test_a_model_without_a_stated_length_takes_any():
     plan = make_plan(request(qwen3_30b_a3b(max_position=0), gpus("h200"), max_model_len=100_000))
-    assert flag_value(plan.serve_args, "--max-model-len") == "100000"
+    assert plan.serve_args.value("--max-model-len") == "100000"
 
 
 @pytest.mark.parametrize("method", ["fp8", "fp8_per_block", "ptpc_fp8"])
@@ -131,14 +131,14 @@ def test_the_cpu_build_gets_its_cache_and_dtype():
     plan = make_plan(request(tiny_moe(), cpu_machine(), dtype="float32"))
     # 256 sequences of 2048 tokens at 4096 bytes each, in whole GiB.
     assert plan.serve_env == {"VLLM_CPU_KVCACHE_SPACE": "2"}
-    assert flag_value(plan.serve_args, "--dtype") == "float32"
+    assert plan.serve_args.value("--dtype") == "float32"
     assert plan.memory.kv_cache_bytes == 2 * 2**30
     assert plan.decision("flash_dmoe").value == "cpu kernel, fp32 weights"
 
 
 def test_an_fp32_checkpoint_is_served_in_bf16_as_vllm_does():
     plan = make_plan(request(tiny_moe(dtype="float32"), cpu_machine()))
-    assert flag_value(plan.serve_args, "--dtype") == "bfloat16"
+    assert plan.serve_args.value("--dtype") == "bfloat16"
 
 
 def test_two_processes_with_expert_parallelism_on_the_cpu():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from moe_optimizer.errors import DoesNotFitError, ExitCode, UnsupportedError
-from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.planner import make_plan
 from tests.builders import (
     cpu_machine,
@@ -89,9 +88,9 @@ def test_a_machine_without_room_for_one_gigabyte_of_cache_does_not_fit():
 
 def test_a_context_that_the_cache_cannot_hold_is_cut_with_a_warning():
     plan = make_plan(request(qwen3_30b_a3b(max_position=262144), gpus("h100_sxm", 1)))
-    length = flag_value(plan.serve_args, "--max-model-len")
+    length = plan.serve_args.value("--max-model-len")
     assert length is not None
-    assert flag_value(plan.plain_args, "--max-model-len") == length
+    assert plan.plain_args.value("--max-model-len") == length
     assert any(f"max-model-len is {length} instead of 262144" in warning for warning in plan.warnings)
 
 
@@ -105,7 +104,7 @@ def test_single_h100_uses_one_of_many_without_fuss():
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 8), "single_h100"))
     assert plan.num_gpus == 1
     assert plan.warnings == ()
-    assert flag_value(plan.serve_args, "--max-model-len") == "32768"
+    assert plan.serve_args.value("--max-model-len") == "32768"
 
 
 def test_gpus_on_a_machine_without_any_is_a_warning():

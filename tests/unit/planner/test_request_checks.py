@@ -9,7 +9,6 @@ import pytest
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import resolve_wishes
-from moe_optimizer.plan_context.request import pinned_arguments
 from moe_optimizer.planner import make_plan
 from tests.builders import gpus, qwen3_30b_a3b, request
 
@@ -48,7 +47,7 @@ def test_a_batch_size_that_nothing_would_use_is_a_contradiction():
 )
 def test_a_configuration_given_key_by_key_is_the_one_that_vllm_makes_of_it(words, config):
     asked = request(qwen3_30b_a3b(), gpus("h200", 8), vllm_args=tuple(words.split()))
-    (flag,) = pinned_arguments(asked).items()
+    (flag,) = asked.vllm_args.values.items()
     assert (flag[0], json.loads(flag[1])) == ("--eplb-config", config)
 
 
@@ -64,5 +63,5 @@ def test_a_configuration_given_key_by_key_takes_the_place_of_the_plans():
     wishes = resolve_wishes(["expert-placement", "expert-parallel"], [])
     words = ("--eplb-config.num_redundant_experts", "8")
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=words))
-    assert [word for word in plan.serve_args if word.startswith("--eplb-config")] == [words[0]]
+    assert [word for word in plan.serve_args.words if word.startswith("--eplb-config")] == [words[0]]
     assert plan.decision("expert_placement").params["num_redundant_experts"] == 8

@@ -9,7 +9,6 @@ import pytest
 from moe_optimizer.errors import ExitCode, MoeOptimizerError, RequiredNotAppliedError
 from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes, switches
 from moe_optimizer.plan.decision import Status, Wish
-from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.planner import make_plan
 from tests.builders import (
     cpu_machine,
@@ -103,7 +102,7 @@ def test_the_kill_switch_leaves_the_users_own_arguments():
     off = dict.fromkeys([*PASS_NAMES, "kv_cache.tiering"], (Wish.OFF, "environment MOE_OPTIMIZER_DISABLE"))
     arguments = ("--kv-cache-dtype", "fp8", "--kv-offloading-size", "4")
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), wishes=off, vllm_args=arguments))
-    assert plan.serve_args[-4:] == arguments
+    assert plan.serve_args.words[-4:] == arguments
 
 
 @pytest.mark.parametrize(
@@ -121,6 +120,6 @@ def test_a_required_setting_that_cannot_be_makes_no_plan(required, machine, word
 
 def test_a_required_setting_is_switched_on_and_its_pass_must_be_seen_running():
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 2), required=frozenset({"kv-tiering", "expert-parallel"})))
-    assert flag_value(plan.serve_args, "--kv-offloading-size") is not None
+    assert plan.serve_args.value("--kv-offloading-size") is not None
     assert "--enable-expert-parallel" in plan.serve_args
     assert {each.pass_name for each in plan.decisions if each.required} == {"kv_cache", "parallelism"}

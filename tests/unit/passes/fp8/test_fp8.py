@@ -46,7 +46,7 @@ def test_switched_off_an_fp8_checkpoint_is_said_to_stay_fp8():
 def test_an_fp8_checkpoint_in_the_files_of_another_method_is_one_too():
     model = dataclasses.replace(qwen3_30b_a3b_fp8(), quant_method="compressed-tensors", weight_block=None)
     decision = planned(model, gpus("h100_sxm"), wishes=ON).decided["fp8"]
-    assert (decision.status, decision.value, decision.vllm_args) == (Status.ON, "as in the checkpoint", ())
+    assert (decision.status, decision.value, decision.vllm_args.words) == (Status.ON, "as in the checkpoint", ())
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_the_cpu_build_gets_an_fp8_checkpoint_that_its_kernels_read():
 @pytest.mark.parametrize("flag", ["--quantization", "--quantization-config"])
 def test_the_users_own_quantisation_goes_before(flag):
     decision = on_gpu(pinned={flag: "fp8_per_tensor"})
-    assert (decision.status, decision.vllm_args) == (Status.REFUSED, ())
+    assert (decision.status, decision.vllm_args.words) == (Status.REFUSED, ())
     assert decision.reason == f"{flag} fp8_per_tensor is given after -- and decides"
 
 
@@ -80,7 +80,7 @@ def test_a_profile_with_both_parts_off_asks_for_nothing():
 
 def test_asked_for_by_name_with_its_parts_off_it_is_refused():
     for decision in (on_gpu(settings={"experts": "off", "linears": "off"}), on_cpu(settings={"experts": "off"})):
-        assert (decision.status, decision.vllm_args) == (Status.REFUSED, ())
+        assert (decision.status, decision.vllm_args.words) == (Status.REFUSED, ())
 
 
 def test_a_layer_that_the_model_does_not_have_is_an_error():

@@ -39,13 +39,13 @@ def decide(model=None, hardware=None, **changes) -> Decision:
 
 def test_the_models_own_type_is_kept_unless_fp8_is_asked_for():
     decision = decide()
-    assert (decision.status, decision.vllm_args, decision.params["kv_bits"]) == (Status.OFF, (), 16)
+    assert (decision.status, decision.vllm_args.words, decision.params["kv_bits"]) == (Status.OFF, (), 16)
 
 
 @pytest.mark.parametrize("changes", [{"wishes": ON}, {"profile": profile_with("aggressive")}])
 def test_fp8_by_flag_or_by_the_aggressive_profile(changes):
     decision = decide(**changes)
-    assert decision.vllm_args == ("--kv-cache-dtype", "fp8")
+    assert decision.vllm_args.words == ("--kv-cache-dtype", "fp8")
     assert decision.params["kv_bits"] == 8
     assert decision.gain is not None
     assert decision.gain.ratio.value == 2.0

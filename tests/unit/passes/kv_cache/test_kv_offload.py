@@ -11,7 +11,6 @@ from moe_optimizer.errors import InputError, RequiredNotAppliedError
 from moe_optimizer.passes.kv_cache import KvCache
 from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
-from moe_optimizer.plan.serve_args import flag_value
 from moe_optimizer.specs.quantity import Quantity, Source
 from tests.builders import (
     context,
@@ -47,25 +46,25 @@ def host(gib: float, name: str = "h100_sxm", count: int = 2):
 
 def test_the_tier_is_as_large_as_the_cache_of_all_gpus():
     decision = decide(hardware=host(1000))
-    size = flag_value(decision.vllm_args, "--kv-offloading-size")
+    size = decision.vllm_args.value("--kv-offloading-size")
     assert size is not None
     # Two H100 hold 61 GB of weights and 0.9 * 2 * 80 GB in all.
     assert 60 < int(size) < 85
     assert decision.params["host_tier_gib"] == int(size)
-    assert flag_value(decision.vllm_args, "--kv-offloading-backend") == "native"
+    assert decision.vllm_args.value("--kv-offloading-backend") == "native"
     assert (decision.status, decision.applier) == (Status.ON, Applier.FLAGS)
     assert f"{size} GiB in host memory" in decision.value
     assert decision.warnings == ()
 
 
 def test_the_tier_leaves_half_of_the_host():
-    assert flag_value(decide(hardware=host(64)).vllm_args, "--kv-offloading-size") == "32"
+    assert decide(hardware=host(64)).vllm_args.value("--kv-offloading-size") == "32"
 
 
 def test_every_engine_of_data_parallel_has_its_own_share():
     profile = profile_with(passes={"parallelism": {"data_parallel_size": 2}})
     decision = decide(hardware=host(64, "h200"), profile=profile)
-    assert flag_value(decision.vllm_args, "--kv-offloading-size") == "16"
+    assert decision.vllm_args.value("--kv-offloading-size") == "16"
 
 
 def test_a_host_that_is_not_known_is_said():
@@ -76,21 +75,21 @@ def test_a_host_that_is_not_known_is_said():
 def test_nobody_gets_a_tier_without_asking():
     for mode in ("auto", "off"):
         decision = decide(wishes={}, profile=profile_with(passes={"kv_cache": {"tiering": mode}}))
-        assert flag_value(decision.vllm_args, "--kv-offloading-size") is None
+        assert decision.vllm_args.value("--kv-offloading-size") is None
         assert decision.rejected["tiering"]
         assert decision.warnings == ()
 
 
 def test_a_pass_that_is_off_has_no_tier():
     decision = decide(wishes={}, profile=profile_with(passes={"kv_cache": {"mode": "off", "tiering": "on"}}))
-    assert (decision.status, decision.vllm_args) == (Status.OFF, ())
+    assert (decision.status, decision.vllm_args.words) == (Status.OFF, ())
 
 
 def test_an_fp8_cache_and_a_tier_go_together():
     profile = profile_with(passes={"kv_cache": {"dtype": "fp8", "tiering": "on"}})
     decision = decide(hardware=host(1000), profile=profile, wishes={})
-    assert flag_value(decision.vllm_args, "--kv-cache-dtype") == "fp8"
-    assert flag_value(decision.vllm_args, "--kv-offloading-size") is not None
+    assert decision.vllm_args.value("--kv-cache-dtype") == "fp8"
+    assert decision.vllm_args.value("--kv-offloading-size") is not None
 
 
 LATENT = host(2000, "h200", 8)
@@ -100,8 +99,8 @@ def test_a_tier_beside_an_fp8_cache_that_cannot_be_is_carried_out_as_the_pass():
     asked = resolve_wishes(["kv-cache", "kv-tiering"], [])
     decision = decide(deepseek_v3(), LATENT, wishes=asked)
     assert (decision.status, decision.applier) == (Status.ON, Applier.FLAGS)
-    assert flag_value(decision.vllm_args, "--kv-cache-dtype") is None
-    assert flag_value(decision.vllm_args, "--kv-offloading-size") is not None
+    assert decision.vllm_args.value("--kv-cache-dtype") is None
+    assert decision.vllm_args.value("--kv-offloading-size") is not None
     assert "mla attention keeps its own cache type" in decision.rejected["FP8"]
     assert "--enable-kv-cache" in decision.warnings[0]
     assert KvCache().unmet(decision) == decision.rejected["FP8"]
@@ -151,7 +150,7 @@ def test_disaggregation_that_is_refused_leaves_the_connector_to_the_tier():
 
 def test_the_users_own_size_decides():
     decision = decide(hardware=host(100), pinned={"--kv-offloading-size": "7.5"})
-    assert decision.vllm_args == ("--kv-offloading-size", "7.5")  # the planner leaves the user's own in its place
+    assert decision.vllm_args.words == ("--kv-offloading-size", "7.5")  # the planner leaves the user's own in its place
     assert decision.params["host_tier_gib"] == 8
 
 
@@ -166,5 +165,5 @@ def test_lmcache_is_used_where_it_is_asked_for_and_installed(installed, backend,
     profile = profile_with(passes={"kv_cache": {"tiering": "on", "tiering_backend": "lmcache"}})
     spec = dataclasses.replace(software(), lmcache=installed)
     decision = decide(hardware=host(100), profile=profile, software=spec, wishes={})
-    assert flag_value(decision.vllm_args, "--kv-offloading-backend") == backend
+    assert decision.vllm_args.value("--kv-offloading-backend") == backend
     assert words in decision.warnings[0]

@@ -37,14 +37,14 @@ def split(decision: Decision) -> tuple[int, int, bool]:
 def test_one_gpu_needs_no_flag():
     decision = decide(qwen3_30b_a3b(), gpus("h100_sxm", 1))
     assert decision.status is Status.OFF
-    assert decision.vllm_args == ()
+    assert decision.vllm_args.words == ()
     assert "one GPU" in decision.reason
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_all_gpus_are_used_where_the_heads_divide(count):
     decision = decide(qwen3_30b_a3b(), gpus("h100_sxm", count))
-    assert decision.vllm_args == ("--tensor-parallel-size", str(count))
+    assert decision.vllm_args.words == ("--tensor-parallel-size", str(count))
     assert f"cut into {count} slices, one per GPU" in decision.reason
 
 
@@ -100,7 +100,7 @@ def test_data_parallel_from_the_profile_shares_one_set_of_experts():
     profile = profile_with(passes={"parallelism": {"data_parallel_size": 2}})
     decision = decide(qwen3_30b_a3b(), gpus("h100_sxm", 8), profile=profile)
     assert split(decision) == (4, 2, True)
-    assert decision.vllm_args == (
+    assert decision.vllm_args.words == (
         *("--tensor-parallel-size", "4"),
         *("--data-parallel-size", "2"),
         "--enable-expert-parallel",
