@@ -43,7 +43,7 @@ class Seen:
     error: ServerFailedError | None = None
 
 
-def fake_command(plan: Plan, arguments: tuple[str, ...]) -> list[str]:
+def fake_command(plan: Plan, arguments: ServeArguments) -> list[str]:
     return [sys.executable, str(FAKE), str(arguments.value("--port"))]
 
 
