@@ -1,6 +1,6 @@
 """Two servers behind the real router, dealt requests in turns; the servers are stand-ins that speak real HTTP.
 
-That real servers stand behind it as well, and publish the counts that are read here: tests/vllm.
+With real servers: tests/vllm/test_replicas.py.
 """
 
 from __future__ import annotations

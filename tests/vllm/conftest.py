@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -31,7 +32,7 @@ from moe_optimizer.specs.placement_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
 from tests.builders import placement_load, tiny_moe
 from tests.eventually import eventually
-from tests.free_ports import free_port
+from tests.free_ports import four_free_ports, free_port
 from tests.vllm.counted import Counted, count_one_request
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +67,8 @@ class Served:
     run_dir: Path
     info: ServerInfo | None = None
     """None for a server that was not started by the launcher."""
+    again: tuple[tuple[Answer, ...], ...] = ()
+    """What was answered when everything was asked again, once for each further server behind a router."""
     counted: Counted | None = None
     """What it counted for one more request; None where nobody asked."""
 
@@ -168,9 +171,9 @@ def serve_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served
                 patch.setenv(name, value)
             run_dir = tmp_path_factory.mktemp("run")
             with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
-                answers = ask(info.base_url)
+                answers, *again = [ask(info.base_url) for _ in info.servers]
                 counted = count_one_request(info) if count else None
-                return Served(answers, info.proofs, info.run_dir, info, counted)
+                return Served(answers, info.proofs, info.run_dir, info, tuple(again), counted)
 
     return serve
 
@@ -282,5 +285,7 @@ def fallback_bf16(serve_once: Callable[..., Served], broken_kernel: dict[str, st
 
 @pytest.fixture(scope="session")
 def ours_bf16(serve_once: Callable[..., Served]) -> Served:
-    """Our kernel as it is planned by default."""
-    return serve_once(tiny_plan("--enforce-eager", dtype="bfloat16"))
+    """Our kernel as it is planned by default, on two servers behind the router where that is installed."""
+    group = ("replicas",) if importlib.util.find_spec("vllm_router") is not None else ()
+    plan = tiny_plan("--enforce-eager", "--port", str(four_free_ports()), dtype="bfloat16", required=group)
+    return serve_once(plan)
