@@ -55,12 +55,17 @@ def compiler_version(compiler: str) -> str:
     return text.splitlines()[0].strip()
 
 
-def nvcc_version() -> str | None:
-    """Return nvcc's release (such as "13.0"), or None where CMake finds no nvcc: it looks in the same places."""
+def find_nvcc() -> str | None:
+    """Return nvcc's path, or None where CMake finds no nvcc: it looks in the same places."""
     folders = [f"{os.environ['CUDA_HOME']}/bin"] if os.environ.get("CUDA_HOME") else []
     folders += ["/usr/local/cuda/bin", os.environ.get("PATH", os.defpath)]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def nvcc_version() -> str | None:
+    """Return nvcc's release (such as "13.0"), or None where there is no nvcc."""
     try:
-        nvcc = shutil.which("nvcc", path=os.pathsep.join(folders))
+        nvcc = find_nvcc()
         if nvcc is None:
             return None
         text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout

@@ -2,13 +2,15 @@
 
     python scripts/write_kernel_speeds.py [RECORD...]
 
-Without arguments it reads every record of the CUDA benchmark. The tables of a record apply to its commit's kernels;
-plans ignore tables for other kernels. If two records have the same layer, the later one is taken.
+Without arguments it reads every record of the CUDA benchmark. The tables of a record apply to the kernels of its commit,
+and to sources that compile to the same kernels (compare_kernels.py records those). Plans ignore tables for other
+kernels. If two records have the same layer, the later one is taken.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import io
 import json
@@ -76,7 +78,8 @@ def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
     Real traffic lies between the routings that were timed at a number of tokens: times are geometric means over them,
     and a variant of ours is listed only if it was slower than vLLM's kernel in none of them.
     """
-    kernel_hash = record.get("cuda_sources") or sources_at(record["commit"])
+    measured = record.get("cuda_sources") or sources_at(record["commit"])
+    kernel_hash = same_kernels().get(measured, measured)
     driver = record["nvidia_smi"].split(",")[1].strip()
     timed: dict[tuple[str, str], dict[int, list[TokenSpeeds]]] = {}
     shapes: dict[str, dict[str, Any]] = {}
@@ -131,15 +134,28 @@ def _shape(shape: dict[str, Any]) -> LayerShape:
     )
 
 
+@functools.cache
+def same_kernels() -> dict[str, str]:
+    """Return, for sources that compile to the kernels of later ones, the hash of the last of those."""
+    newest: dict[str, str] = {}
+    for path in sorted(RECORDS.glob("*_same_kernels.json")):
+        last, *others = (tree["cuda_sources"] for tree in json.loads(path.read_text(encoding="utf-8"))["trees"])
+        for earlier, then in newest.items():
+            newest[earlier] = last if then in others else then
+        newest |= dict.fromkeys(others, last)
+    return newest
+
+
 def sources_at(commit: str) -> str:
     """Return the hash of the CUDA kernels' sources as they were at a commit."""
     archive = subprocess.run(["git", "archive", commit, "csrc"], cwd=ROOT, capture_output=True, check=True).stdout
     with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         tar.extractall(folder, filter="data")
-        return _build_info().device_sources("cuda", Path(folder) / "csrc")
+        return build_info().device_sources("cuda", Path(folder) / "csrc")
 
 
-def _build_info() -> ModuleType:
+def build_info() -> ModuleType:
+    """Return csrc/build_info.py, which is no part of a package."""
     spec = importlib.util.spec_from_file_location("build_info", ROOT / "csrc" / "build_info.py")
     assert spec is not None, "csrc/build_info.py"
     assert spec.loader is not None, "csrc/build_info.py"

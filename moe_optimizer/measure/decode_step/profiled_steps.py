@@ -7,6 +7,7 @@ in this process, so that one profiler sees every kernel, replays of CUDA graphs 
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from collections import Counter
@@ -122,10 +123,13 @@ def _start(engine: Any, batch: int, context: int, tokens: int) -> None:
     """Begin so many sequences and run their prompts."""
     from vllm import SamplingParams
 
+    vocabulary = engine.model_config.get_vocab_size()
+
     for index in range(batch):
-        # Another first token each, so that no prompt is found in the prefix cache.
-        prompt = {"prompt_token_ids": [1 + index, *(2 + (7 * position) % 997 for position in range(context - 1))]}
-        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        # Random tokens, and sampled answers: equal or alike sequences would all be routed to the same experts.
+        generator = random.Random(1000 * batch + index)
+        prompt = {"prompt_token_ids": [generator.randrange(1, vocabulary) for _ in range(context)]}
+        sampling = SamplingParams(temperature=1.0, seed=None, max_tokens=tokens, ignore_eos=True)
         engine.add_request(f"batch{batch}-{index}", prompt, sampling)
     answered: set[str] = set()
     while len(answered) < batch:
