@@ -21,6 +21,7 @@ from moe_optimizer.launcher.launch import ServerInfo, serve
 from moe_optimizer.launcher.replica_traffic import prompt_tokens
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.verdict import model_holders
 from tests.builders import cpu_machine, request, tiny_moe
