@@ -11,6 +11,7 @@ from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.cli.termination import clean_termination
 from moe_optimizer.errors import printable
 from moe_optimizer.log import get_logger
+from moe_optimizer.plan.pass_params import FlashDmoeParams
 
 if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
@@ -22,21 +23,18 @@ def measure_if_needed(plan: Plan, seconds: float, progress: ProgressLines) -> bo
     """Measure what the plan asks for, at most so long beside the start of a process. Returns whether there is something
     new to plan with.
     """
-    from moe_optimizer.plan.json_codec import decode
-    from moe_optimizer.specs.kernel_speeds import SpeedQuestion
-
-    asked = [question for each in plan.decisions for question in each.params.get("measure", ())]
-    if not asked or seconds <= 0:
+    kernels = plan.decision("flash_dmoe").params
+    if not isinstance(kernels, FlashDmoeParams) or not kernels.measure or seconds <= 0:
         return False
     from moe_optimizer.measure.kernel_speeds.calibration import calibrate
     from moe_optimizer.measure.kernel_speeds.measurement import Request
 
-    on_cpu = plan.num_gpus == 0
+    on_cpu, cpu = plan.num_gpus == 0, plan.hardware.cpu
     request = Request(
         device="cpu" if on_cpu else "cuda",
-        questions=tuple(decode(SpeedQuestion, question, origin="plan") for question in asked),
+        questions=kernels.measure,
         seconds=seconds,
-        threads=max(1, plan.hardware.cpu.cores // _processes(plan)) if on_cpu and plan.hardware.cpu else 1,
+        threads=max(1, cpu.cores // plan.parallelism.tensor_parallel_size) if on_cpu and cpu else 1,
         tables="",
     )
     progress.line(f"measuring expert kernels for up to {seconds:g} s (once; --calibrate 0 leaves it out)")
@@ -45,12 +43,6 @@ def measure_if_needed(plan: Plan, seconds: float, progress: ProgressLines) -> bo
     if why_not:
         _LOGGER.warning("kernels are not measured: %s", why_not)
     return not why_not
-
-
-def _processes(plan: Plan) -> int:
-    """Return how many workers share the processor."""
-    (parallelism,) = [each for each in plan.decisions if each.pass_name == "parallelism"]
-    return parallelism.params["tensor_parallel_size"]
 
 
 class _Bar:

@@ -5,13 +5,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from moe_optimizer.costs.memory import MemoryRequest, plan_memory
 from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Decision, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.plan.pass_params import (
+    DisaggregationParams,
+    ExpertPlacementParams,
+    Fp8Params,
+    GraphCaptureParams,
+    KvCacheParams,
+    ParallelismParams,
+    PassParams,
+    ReplicasParams,
+    SchedulerParams,
+    Sparsity24Params,
+)
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.request import WishWithOrigin
 from moe_optimizer.specs.activation_norms import ActivationNormsFile
@@ -24,6 +36,8 @@ from moe_optimizer.specs.workload import WorkloadSpec
 
 if TYPE_CHECKING:
     from moe_optimizer.profiles.schema import Profile
+
+_Params = TypeVar("_Params", bound=PassParams)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +77,8 @@ class PlanContext:
 
     def with_decision(self, decision: Decision) -> PlanContext:
         """Return the context for the passes after `decision`."""
-        servers = decision.params.get("num_servers", 1)
+        params = decision.params
+        servers = params.num_servers if isinstance(params, (DisaggregationParams, ReplicasParams)) else 1
         return dataclasses.replace(
             self,
             num_gpus=self.num_gpus // servers,
@@ -117,25 +132,24 @@ class PlanContext:
         """Whether the plan may not do without one of the pass's settings, which show only together with the pass."""
         return any(key.startswith(f"{pass_name}.") for key in self.required)
 
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Devices that share each layer, as decided by the parallelism pass."""
-        return self.decided["parallelism"].params["tensor_parallel_size"]
+    def params(self, kind: type[_Params]) -> _Params | None:
+        """Return what was decided by the pass whose params are of this kind; None: nothing yet, or nothing to know."""
+        return next((each.params for each in self.decided.values() if isinstance(each.params, kind)), None)
 
     @property
-    def pipeline_parallel_size(self) -> int:
-        """Machines that hold successive layers, as decided by the parallelism pass."""
-        return self.decided["parallelism"].params["pipeline_parallel_size"]
+    def parallelism(self) -> ParallelismParams:
+        """How the devices of one server share the model."""
+        return self.decided["parallelism"].params_as(ParallelismParams)
 
     @property
-    def expert_parallel(self) -> bool:
-        """Whether experts are divided whole, as decided by the parallelism pass."""
-        return self.decided["parallelism"].params["expert_parallel"]
+    def scheduler(self) -> SchedulerParams:
+        """The size of one step."""
+        return self.decided["scheduler"].params_as(SchedulerParams)
 
     @property
-    def data_parallel_size(self) -> int:
-        """Copies of the attention part, as decided by the parallelism pass."""
-        return self.decided["parallelism"].params["data_parallel_size"]
+    def kv_cache(self) -> KvCacheParams:
+        """The key/value cache, which the last pass decides."""
+        return self.decided["kv_cache"].params_as(KvCacheParams)
 
     @property
     def gpu_memory_utilization(self) -> float:
@@ -188,9 +202,10 @@ class PlanContext:
         """
         if self.model.quant_method is None and "fp8" in (self.pinned.value("--quantization") or ""):
             return 8, 8
-        decided = [self.decided[name].params for name in ("fp8", "sparsity_24") if name in self.decided]
-        params = next((each for each in decided if "stored_expert_bits" in each), {})
-        return params.get("stored_expert_bits"), params.get("stored_linear_bits")
+        fp8, pruned = self.params(Fp8Params), self.params(Sparsity24Params)
+        if fp8 is not None:
+            return fp8.stored_expert_bits, fp8.stored_linear_bits
+        return (None if pruned is None else pruned.stored_expert_bits), None
 
     def _model_as_served(self) -> ModelSpec:
         """Return the model with its weights in `dtype`; a quantised checkpoint keeps its bytes."""
@@ -206,23 +221,24 @@ class PlanContext:
 
     def split_terms(self) -> dict[str, Any]:
         """Return what a MemoryRequest takes from parallelism and placement: which device holds what."""
-        placement = self.decided.get("expert_placement")
+        split, placement = self.parallelism, self.params(ExpertPlacementParams)
         return {
-            "num_devices": self.tensor_parallel_size,
-            "pipeline_stages": self.pipeline_parallel_size,
-            "expert_parallel": self.expert_parallel,
-            "data_parallel_size": self.data_parallel_size,
-            "expert_copies": placement and placement.params.get("num_redundant_experts"),
+            "num_devices": split.tensor_parallel_size,
+            "pipeline_stages": split.pipeline_parallel_size,
+            "expert_parallel": split.expert_parallel,
+            "data_parallel_size": split.data_parallel_size,
+            "expert_copies": None
+            if placement is None or placement.mode == "initial"
+            else placement.num_redundant_experts,
         }
 
     def memory_terms(self, kv_bits: int) -> dict[str, Any]:
         """Return what a MemoryRequest takes from decisions: `split_terms`, scheduler and graph capture."""
-        scheduler = self.decided["scheduler"].params
         return self.split_terms() | {
-            "max_num_batched_tokens": scheduler["max_num_batched_tokens"],
-            "max_num_seqs": scheduler["max_num_seqs"],
+            "max_num_batched_tokens": self.scheduler.max_num_batched_tokens,
+            "max_num_seqs": self.scheduler.max_num_seqs,
             "kv_bits": kv_bits,
-            "cuda_graphs": self.decided["graph_capture"].params["cuda_graphs"],
+            "cuda_graphs": self.decided["graph_capture"].params_as(GraphCaptureParams).cuda_graphs,
         }
 
     def memory(self, **changes: Any) -> MemoryPlan:

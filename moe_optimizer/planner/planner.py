@@ -81,7 +81,7 @@ def _check_load_balancer(context: PlanContext) -> None:
     """Refuse the user's own --enable-eplb where vLLM ends on it: it balances whole experts between GPUs."""
     if not context.pinned.is_on("--enable-eplb"):
         return
-    if context.device == "cuda" and context.expert_parallel:
+    if context.device == "cuda" and context.parallelism.expert_parallel:
         return
     on_gpus = "add --enable-expert-parallel and a GPU to share them with, or leave it out"
     raise UnsupportedError(

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moe_optimizer.plan.decision import FORMAT_PARAM, Applier, Decision, Status
+from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.pass_params import Fp8Params, Sparsity24Params
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import PassProof, Proof
 from moe_optimizer.proof.shown import is_stored_fp8, shown_by_workers
@@ -53,7 +54,7 @@ def _engines(plan: Plan) -> int:
     """Return how many engines of the server know nothing of each other: vLLM makes one of every data parallel copy of a
     model without experts.
     """
-    return 1 if plan.model.is_moe else plan.decision("parallelism").params["data_parallel_size"]
+    return 1 if plan.model.is_moe else plan.parallelism.data_parallel_size
 
 
 def not_running(
@@ -133,7 +134,7 @@ def _what_is_missing(decision: Decision, proofs: Sequence[Proof], copies: int) -
 
 def layers_left(decision: Decision, proofs: Iterable[Proof]) -> str:
     """Return which layers a pass that converts weights left as they are loaded, and why; "" when it left none."""
-    if FORMAT_PARAM not in decision.params:
+    if decision.weight_format is None:
         return ""
     entries = (entry for proof in model_holders(proofs) for entry in proof.passes.values())
     left = {layer.name: layer.why_plain for entry in entries for layer in entry.layers if layer.why_plain}
@@ -150,8 +151,10 @@ def _unplanned_bytes(decision: Decision, proof: Proof) -> int:
     """Return by how much the weights of one worker are larger than planned, because of layers that were to be converted
     and stayed as they were loaded.
     """
-    params = decision.params
-    kept, planned_bits = params.get("kept_layers", ()), params.get("expert_bits") or params["stored_expert_bits"]
+    if isinstance(decision.params, Fp8Params):
+        kept, planned_bits = decision.params.kept_layers, 8
+    else:
+        kept, planned_bits = (), decision.params_as(Sparsity24Params).stored_expert_bits
     layers = {layer.name: layer for entry in proof.passes.values() for layer in entry.layers if layer.why_plain}
     unplanned = [layer for layer in layers.values() if decoder_layer(layer.name) not in kept]
     return round(sum(layer.weight_bytes - layer.num_weights * planned_bits / 8 for layer in unplanned))

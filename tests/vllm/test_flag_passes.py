@@ -12,6 +12,7 @@ import pytest
 
 from moe_optimizer.launcher.launch import ServerInfo, running
 from moe_optimizer.plan.decision import Applier, Status
+from moe_optimizer.plan.pass_params import SchedulerParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.proof.verdict import not_running
@@ -57,7 +58,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
 
 
 def test_the_scheduler_has_the_planned_sizes(seen: Seen) -> None:
-    tokens = seen.plan.decision("scheduler").params["max_num_batched_tokens"]
+    tokens = seen.plan.decision("scheduler").params_as(SchedulerParams).max_num_batched_tokens
     assert "'max_num_seqs': 6" in seen.arguments
     assert f"'max_num_batched_tokens': {tokens}" in seen.arguments
     assert "'performance_mode': 'interactivity'" in seen.arguments

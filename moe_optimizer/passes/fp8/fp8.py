@@ -18,7 +18,8 @@ from moe_optimizer.passes.fp8.exclusions import (
     measured_on,
     stored_bits,
 )
-from moe_optimizer.plan.decision import FORMAT_PARAM, Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
@@ -154,17 +155,17 @@ class Fp8(OptimizationPass):
             evidence=(*_CPU_RECORDS, "quantizer: builtin", *measured_on(ctx)),
             rejected={"attention and dense linears": linears, **kept_parts(ctx)},
             gain=self.gain(ctx),
-            params={
-                FORMAT_PARAM: FORMAT,
-                "granularity": section.granularity,
-                "quantizer": "builtin",
-                "kept_layers": list(layers),
-                "max_layer_error": max_error_while_loading(ctx),
-                "expert_bits": 8,
-                "linear_bits": None,
-                "stored_expert_bits": _stored_bits(ctx, layers)[0],
-                "stored_linear_bits": None,
-            },
+            params=Fp8Params(
+                weight_format=FORMAT,
+                granularity=section.granularity,
+                quantizer="builtin",
+                kept_layers=layers,
+                max_layer_error=max_error_while_loading(ctx),
+                expert_bits=8,
+                linear_bits=None,
+                stored_expert_bits=_stored_bits(ctx, layers)[0],
+                stored_linear_bits=None,
+            ),
             warnings=(*warnings, *_quantizer_on_the_cpu(section)),
         )
 
@@ -203,15 +204,17 @@ class Fp8(OptimizationPass):
             vllm_args=ServeArguments(
                 "--quantization", "online", "--quantization-config", json.dumps(config, separators=(",", ":"))
             ),
-            params={
-                "granularity": section.granularity,
-                "quantizer": quantizer,
-                "kept_layers": list(layers),
-                "expert_bits": 8 if experts else None,
-                "linear_bits": 8 if linears else None,
-                "stored_expert_bits": expert_bits,
-                "stored_linear_bits": linear_bits,
-            },
+            params=Fp8Params(
+                weight_format=None,
+                granularity=section.granularity,
+                quantizer=quantizer,
+                kept_layers=layers,
+                max_layer_error=None,
+                expert_bits=8 if experts else None,
+                linear_bits=8 if linears else None,
+                stored_expert_bits=expert_bits,
+                stored_linear_bits=linear_bits,
+            ),
             warnings=(*why_not, *padded),
         )
 
@@ -256,15 +259,15 @@ def _found_while_loading(ctx: PlanContext, layers: tuple[int, ...]) -> str:
 def _ragged_linear(ctx: PlanContext) -> str:
     if ctx.profile.passes.fp8.granularity == "channel":
         return ""
-    return ragged_linear(ctx.model, ctx.tensor_parallel_size)
+    return ragged_linear(ctx.model, ctx.parallelism.tensor_parallel_size)
 
 
 def _expert_padding(ctx: PlanContext) -> float:
     """Return by what factor vLLM's conversion of the experts enlarges them."""
     if ctx.profile.passes.fp8.granularity == "channel":
         return 1.0
-    slices = ctx.tensor_parallel_size * ctx.data_parallel_size
-    return padded_experts(ctx.model, slices, expert_parallel=ctx.expert_parallel)
+    slices = ctx.parallelism.num_devices
+    return padded_experts(ctx.model, slices, expert_parallel=ctx.parallelism.expert_parallel)
 
 
 def _why_part_off(ctx: PlanContext, part: str) -> str:

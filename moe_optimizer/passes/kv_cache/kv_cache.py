@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from moe_optimizer.costs.memory import GIB, sequence_kv_bytes
 from moe_optimizer.passes.base import OptimizationPass
-from moe_optimizer.passes.kv_cache.kv_offload import decide_tier
+from moe_optimizer.passes.kv_cache.kv_offload import decide_kv_offload
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.pass_params import KvCacheParams
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.cache_dtype import FP8_WORDS, cache_bits, cache_dtype, fp8_asked, why_not_fp8
 from moe_optimizer.plan_context.context import PlanContext
@@ -68,7 +69,7 @@ class KvCache(OptimizationPass):
     def why_setting_off(self, decision: Decision, setting: str) -> str:
         """Tiering is there when it has a size."""
         assert setting == "tiering", setting
-        return "" if decision.params["host_tier_gib"] is not None else decision.rejected["tiering"]
+        return "" if decision.params_as(KvCacheParams).offload_gib is not None else decision.rejected["tiering"]
 
     def unmet(self, decision: Decision) -> str:
         """With a tier the pass is on also where FP8, which was asked for too, cannot be."""
@@ -78,15 +79,15 @@ class KvCache(OptimizationPass):
         bits = cache_bits(ctx, dtype)
         wanted, length = _lengths(ctx, bits)
         cache_gib = _host_cache_gib(ctx, bits, length) if ctx.device == "cpu" else None
-        tier = decide_tier(ctx, bits)
-        rejected = {} if tier.gib is not None else {"tiering": tier.reason}
-        warnings = tier.warnings
+        offload = decide_kv_offload(ctx, bits)
+        rejected = {} if offload.gib is not None else {"tiering": offload.reason}
+        warnings = offload.warnings
         fp8 = status is Status.ON and dtype in FP8_WORDS
         value = f"{dtype if dtype != 'auto' else ctx.dtype} cache"
         arguments = ServeArguments("--kv-cache-dtype", dtype) if status is Status.ON else NO_ARGUMENTS
-        if tier.gib is not None:
-            value, reason = f"{value}, {tier.gib} GiB in host memory", f"{reason}; {tier.reason}"
-            arguments += tier.vllm_args
+        if offload.gib is not None:
+            value, reason = f"{value}, {offload.gib} GiB in host memory", f"{reason}; {offload.reason}"
+            arguments += offload.vllm_args
             if status is Status.REFUSED and not ctx.is_required(self.name):
                 # The tier is carried out all the same, and must be seen working.
                 status, rejected = Status.ON, {"FP8": why_not_fp8(ctx)}
@@ -104,14 +105,14 @@ class KvCache(OptimizationPass):
             rejected=rejected,
             gain=_fp8_gain(ctx) if fp8 else None,
             vllm_args=arguments,
-            params={
-                "dtype": dtype,
-                "kv_bits": bits,
-                "wanted_model_len": wanted,
-                "max_model_len": length,
-                "host_cache_gib": cache_gib,
-                "host_tier_gib": tier.gib,
-            },
+            params=KvCacheParams(
+                dtype=dtype,
+                kv_bits=bits,
+                wanted_model_len=wanted,
+                max_model_len=length,
+                host_cache_gib=cache_gib,
+                offload_gib=offload.gib,
+            ),
             warnings=warnings,
         )
 
@@ -157,7 +158,7 @@ def _host_cache_gib(ctx: PlanContext, bits: int, length: int | None) -> int:
 
 
 def _held_at_once(ctx: PlanContext, bits: int) -> tuple[str, ...]:
-    held, asked = held_at_once(ctx, **ctx.memory_terms(bits)), ctx.decided["scheduler"].params["max_num_seqs"]
+    held, asked = held_at_once(ctx, **ctx.memory_terms(bits)), ctx.scheduler.max_num_seqs
     if not held or held >= asked:
         return ()
     return (f"the cache holds {held} requests of {full_length(ctx)} tokens at once; of {asked} the others wait",)

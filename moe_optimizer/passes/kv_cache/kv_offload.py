@@ -17,17 +17,17 @@ _FLAG = "--kv-offloading-size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostTier:
+class KvOffload:
     """Whether there is a tier in host memory, how large, and why or why not."""
 
     gib: int | None
-    """Of one engine, all its GPUs together; None: no tier."""
+    """Of one engine, all its GPUs together; None: no offload."""
     reason: str
     vllm_args: ServeArguments = NO_ARGUMENTS
     warnings: tuple[str, ...] = ()
 
 
-def decide_tier(ctx: PlanContext, kv_bits: int) -> HostTier:
+def decide_kv_offload(ctx: PlanContext, kv_bits: int) -> KvOffload:
     """Return the tier: as large as the cache of all GPUs of an engine, at most half of the host's memory.
 
     The user's own size goes before it.
@@ -42,9 +42,9 @@ def decide_tier(ctx: PlanContext, kv_bits: int) -> HostTier:
     size = ctx.pinned.value(_FLAG)
     if size is not None:
         given = ServeArguments(_FLAG, size)
-        return HostTier(gib=_given_gib(size), reason="cold blocks go to host memory", vllm_args=given)
+        return KvOffload(gib=_given_gib(size), reason="cold blocks go to host memory", vllm_args=given)
     if ctx.wish("kv_cache")[0] is Wish.OFF:
-        return HostTier(gib=None, reason="kv_cache is off")
+        return KvOffload(gib=None, reason="kv_cache is off")
     wish, origin = ctx.setting("kv_cache", "tiering")
     if wish is not Wish.ON:
         why = (
@@ -52,18 +52,18 @@ def decide_tier(ctx: PlanContext, kv_bits: int) -> HostTier:
             if wish is Wish.OFF
             else "no measurement shows a gain; --enable-kv-tiering asks for it"
         )
-        return HostTier(gib=None, reason=why)
+        return KvOffload(gib=None, reason=why)
     reason = _why_not(ctx)
     gib, sized = (0, "") if reason else _size(ctx, kv_bits)
     if not reason and gib < 1:
         reason = sized
     if reason:
-        return HostTier(gib=None, reason=reason, warnings=(f"kv tiering ({origin}): {reason}",))
+        return KvOffload(gib=None, reason=reason, warnings=(f"kv tiering ({origin}): {reason}",))
     backend, warnings = _backend(ctx)
     if ctx.hardware.cpu is None:
         warnings += (f"kv tiering ({origin}): the host of {ctx.gpu.key} is not known; it needs {gib} GiB to spare",)
     arguments = ServeArguments(_FLAG, str(gib), "--kv-offloading-backend", backend)
-    return HostTier(gib=gib, reason=f"cold blocks go to host memory ({backend}): {sized}", vllm_args=arguments,
+    return KvOffload(gib=gib, reason=f"cold blocks go to host memory ({backend}): {sized}", vllm_args=arguments,
                     warnings=warnings)  # fmt: skip
 
 
@@ -94,10 +94,10 @@ def _why_not(ctx: PlanContext) -> str:
 
 def _size(ctx: PlanContext, kv_bits: int) -> tuple[int, str]:
     """Return the GiB of an engine's tier and how they come about."""
-    cache = ctx.memory(**ctx.memory_terms(kv_bits)).kv_cache_bytes * ctx.tensor_parallel_size
+    cache = ctx.memory(**ctx.memory_terms(kv_bits)).kv_cache_bytes * ctx.parallelism.tensor_parallel_size
     if ctx.hardware.cpu is None:
         return cache // GIB, "as large as the cache on the GPUs"
-    most = int(ctx.hardware.cpu.memory.value * _HOST_SHARE) // (ctx.data_parallel_size * ctx.num_servers)
+    most = int(ctx.hardware.cpu.memory.value * _HOST_SHARE) // (ctx.parallelism.data_parallel_size * ctx.num_servers)
     if cache <= most:
         return cache // GIB, "as large as the cache on the GPUs"
     return most // GIB, f"half of the host's memory, {most / cache:.0%} of the cache on the GPUs"

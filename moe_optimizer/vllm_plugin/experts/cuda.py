@@ -17,9 +17,10 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.platforms import current_platform
 
 from moe_optimizer.ops import _load
+from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.specs.kernel_speeds import STOCK
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
-from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer, LayerFacts, planned_ranges
+from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer, LayerFacts
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
 from moe_optimizer.vllm_plugin.experts.weight_format import (
     PLAIN,
@@ -77,7 +78,8 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         decision = session.wanted(EXPERTS_PASS)
         assert decision is not None, "the class is offered when the plan wants it"
         kind = cls.weight_kind(moe_config, keys)
-        return "" if planned_ranges(decision.params, kind) else f"the plan has no kernel of ours for {kind} weights"
+        planned = kind in decision.params_as(FlashDmoeParams).dispatch
+        return "" if planned else f"the plan has no kernel of ours for {kind} weights"
 
     @classmethod
     def weight_kind(cls, moe_config: Any, keys: QuantKeys) -> str:  # noqa: ARG003 - unquantised here
@@ -168,7 +170,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
             top_k=self.moe_config.experts_per_token,
             expert_map=expert_map,
         )
-        self._layer = CudaLayer(weights, form, facts, planned_ranges(decision.params, kind))
+        self._layer = CudaLayer(weights, form, facts, decision.params_as(FlashDmoeParams).dispatch.get(kind, ()))
         self._layer.check(session)
         return self._layer
 

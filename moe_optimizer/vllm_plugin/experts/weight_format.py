@@ -7,11 +7,9 @@ loading, and is then all that is left of it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moe_optimizer.plan.decision import FORMAT_PARAM
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 
 if TYPE_CHECKING:
@@ -150,11 +148,6 @@ def weight_format(name: str) -> WeightFormat:
 
 def planned_format(session: PluginSession) -> WeightFormat:
     """Return the format that the plan wants the experts' weights in."""
-    names = [] if session.plan is None else _format_names(session)
+    decisions = () if session.plan is None else session.plan.plugin_decisions
+    names = [decision.weight_format for decision in decisions if decision.weight_format is not None]
     return weight_format(names[0] if names else PLAIN)
-
-
-def _format_names(session: PluginSession) -> Sequence[str]:
-    assert session.plan is not None
-    decisions = session.plan.plugin_decisions
-    return [decision.params[FORMAT_PARAM] for decision in decisions if FORMAT_PARAM in decision.params]
