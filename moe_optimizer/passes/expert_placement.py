@@ -56,7 +56,7 @@ class ExpertPlacement(OptimizationPass):
         if load_balancer_asked(ctx, _why_no_initial(ctx)):
             why_not = why_no_load_balancer(ctx)
             return not why_not, why_not
-        if ctx.expert_load is None:
+        if ctx.request.expert_load is None:
             return False, "needs the load of the experts: serve with --enable-expert-load, then --expert-load FILE"
         why_not = _why_no_initial(ctx)
         return not why_not, why_not
@@ -102,7 +102,7 @@ class ExpertPlacement(OptimizationPass):
         asked = ctx.section(self.name).redundant_experts if given is None else given
         replicas = asked + -(ctx.model.num_experts + asked) % ctx.parallelism.num_devices
         reason = "vLLM moves and replicates experts by the load of the last steps, placed by this package's solver"
-        placed = None if ctx.expert_load is None else _place(ctx, replicas=replicas)
+        placed = None if ctx.request.expert_load is None else _place(ctx, replicas=replicas)
         warnings = () if placed is None else placed.warnings
         if replicas != asked:
             warnings += (f"redundant_experts is {replicas} instead of {asked}: every GPU gets as many experts",)
@@ -172,8 +172,8 @@ def _place(ctx: PlanContext, *, replicas: int) -> _Placed:
 
     from moe_optimizer.placement import imbalance, place_experts
 
-    assert ctx.expert_load is not None, "nothing to place by"
-    placed_by, checked_on = ctx.expert_load.placed_by, ctx.expert_load.checked_on
+    assert ctx.request.expert_load is not None, "nothing to place by"
+    placed_by, checked_on = ctx.request.expert_load.placed_by, ctx.request.expert_load.checked_on
     load = _matrix(placed_by, ctx)
     judge = load if checked_on is None else _matrix(checked_on, ctx)
     num_experts, num_ranks = ctx.model.num_experts, ctx.parallelism.num_devices

@@ -46,7 +46,7 @@ class Replicas(OptimizationPass):
         why_not = unsafe_flag(ctx, UNSAFE_FLAGS)
         if ctx.num_servers > 1:
             why_not = "disaggregation already divides the devices between two servers"
-        elif ctx.num_nodes > 1:
+        elif ctx.request.num_nodes > 1:
             why_not = "it divides one machine; over several, parallelism.across_nodes says what each serves"
         elif ctx.device == "cpu":
             why_not = why_not or undividable_cpu(ctx, _asked(ctx) or _CPU_SERVERS)

@@ -52,7 +52,7 @@ class Sparsity24(OptimizationPass):
         """Prune where it is asked for by name."""
         if ctx.wish(self.name)[0] is not Wish.ON:
             return self.when_off(ctx, "pruning costs quality and no quality gate has allowed it; auto does not prune")
-        norms = ctx.activation_norms
+        norms = ctx.request.activation_norms
         _check_norms(ctx)
         chosen_by = "magnitude alone" if norms is None else "magnitude x norm of the input"
         measured = () if norms is None else (f"{norms.path}: norms on {norms.tokens} tokens",)
@@ -100,7 +100,7 @@ def _why_not(ctx: PlanContext) -> str:
             f"needs a hidden size and an expert width in multiples of {_SIZE_MULTIPLE}, "
             f"found {model.expert_hidden_size} and {width}"
         )
-    if ctx.activation_norms is not None and ctx.parallelism.tensor_parallel_size > 1:
+    if ctx.request.activation_norms is not None and ctx.parallelism.tensor_parallel_size > 1:
         return "sparsity_24.activation_norms are those of whole layers: they need tensor parallel size 1"
     reason = why_not_for_converted_weights(ctx)
     if not reason and _OP not in ctx.software.kernels.cpu_ops:
@@ -110,7 +110,7 @@ def _why_not(ctx: PlanContext) -> str:
 
 def _check_norms(ctx: PlanContext) -> None:
     """Raise InputError when the norms are of another model."""
-    given = ctx.activation_norms
+    given = ctx.request.activation_norms
     if given is None:
         return
     for what, found, wanted in (

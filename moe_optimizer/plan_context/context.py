@@ -24,13 +24,10 @@ from moe_optimizer.plan.pass_params import (
     SchedulerParams,
     Sparsity24Params,
 )
-from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
-from moe_optimizer.plan_context.request import WishWithOrigin
-from moe_optimizer.specs.activation_norms import ActivationNormsFile
-from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
+from moe_optimizer.plan.serve_args import ServeArguments
+from moe_optimizer.plan_context.request import PlanRequest, WishWithOrigin
 from moe_optimizer.specs.hardware import CpuSpec, GpuSpec, HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
-from moe_optimizer.specs.placement_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.specs.workload import WorkloadSpec
 
@@ -44,36 +41,43 @@ _Params = TypeVar("_Params", bound=PassParams)
 class PlanContext:
     """Everything a pass may look at. `decided` holds the decisions of the passes before it."""
 
-    model: ModelSpec
-    hardware: HardwareSpec
-    software: SoftwareSpec
+    request: PlanRequest
+    """What is asked for; its `required` are asked for in its `wishes` too."""
     workload: WorkloadSpec
-    profile: Profile
     device: Literal["cuda", "cpu"]
     """What the server will run on."""
     num_gpus: int
-    """GPUs that one server may use; 0 on the CPU."""
+    """GPUs of a machine that one server may use; 0 on the CPU."""
     dtype: str
     """What the parts that are not quantised are computed in."""
-    wishes: Mapping[str, WishWithOrigin] = field(default_factory=dict)
-    """From flags: a pass's name, or "pass.setting", to a wish. They go before the profile."""
-    required: frozenset[str] = frozenset()
-    """Passes that must be on, and settings ("pass.setting") that must be carried out."""
-    pinned: ServeArguments = NO_ARGUMENTS
-    """The user's own arguments of `vllm serve`. They go before every decision."""
-    fp8_sensitivity: Fp8SensitivityFile | None = None
-    """What FP8 changes in each layer, as measured; None: nothing was."""
-    activation_norms: ActivationNormsFile | None = None
-    """Norms of what the experts' matrices read, on a text; None: nobody measured them."""
-    expert_load: PlacementLoad | None = None
-    """Measured load to place experts by."""
     num_servers: int = 1
     """Servers that share this machine evenly; what is planned is one of them."""
-    num_nodes: int = 1
-    """Machines like this one, each with `num_gpus`."""
-    one_server: bool = False
-    """A flag asks for one server over all machines."""
     decided: Mapping[str, Decision] = field(default_factory=dict)
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model of the request."""
+        return self.request.model
+
+    @property
+    def hardware(self) -> HardwareSpec:
+        """The hardware of the request."""
+        return self.request.hardware
+
+    @property
+    def software(self) -> SoftwareSpec:
+        """The software of the request."""
+        return self.request.software
+
+    @property
+    def profile(self) -> Profile:
+        """The profile of the request."""
+        return self.request.profile
+
+    @property
+    def pinned(self) -> ServeArguments:
+        """The user's own arguments of `vllm serve`. They go before every decision."""
+        return self.request.vllm_args
 
     def with_decision(self, decision: Decision) -> PlanContext:
         """Return the context for the passes after `decision`."""
@@ -109,28 +113,28 @@ class PlanContext:
 
     def wish(self, pass_name: str) -> WishWithOrigin:
         """Return what is asked of a pass: by flag if there is one, else by the profile."""
-        if pass_name in self.wishes:
-            return self.wishes[pass_name]
+        if pass_name in self.request.wishes:
+            return self.request.wishes[pass_name]
         return Wish(self.section(pass_name).mode), self.profile_origin
 
     def is_asked_by_flag(self, pass_name: str) -> bool:
         """Whether a flag asks for the pass by name, which goes before what the profile's section says of it."""
-        return self.wishes.get(pass_name, (Wish.AUTO, ""))[0] is Wish.ON
+        return self.request.wishes.get(pass_name, (Wish.AUTO, ""))[0] is Wish.ON
 
     def setting(self, pass_name: str, setting: str) -> WishWithOrigin:
         """Return what is asked of an auto/on/off setting: by flag if there is one, else by the profile."""
         key = f"{pass_name}.{setting}"
-        if key in self.wishes:
-            return self.wishes[key]
+        if key in self.request.wishes:
+            return self.request.wishes[key]
         return Wish(getattr(self.section(pass_name), setting)), self.profile_origin
 
     def is_required(self, pass_name: str) -> bool:
         """Whether the plan may not do without this pass."""
-        return pass_name in self.required or self.section(pass_name).required
+        return pass_name in self.request.required or self.section(pass_name).required
 
     def requires_setting_of(self, pass_name: str) -> bool:
         """Whether the plan may not do without one of the pass's settings, which show only together with the pass."""
-        return any(key.startswith(f"{pass_name}.") for key in self.required)
+        return any(key.startswith(f"{pass_name}.") for key in self.request.required)
 
     def params(self, kind: type[_Params]) -> _Params | None:
         """Return what was decided by the pass whose params are of this kind; None: nothing yet, or nothing to know."""

@@ -40,7 +40,7 @@ def load_balancer_asked(ctx: PlanContext, why_not_initial: str) -> bool:
         return False
     if ctx.section("expert_placement").redundant_experts:
         return True
-    return ctx.wish("expert_placement")[0] is Wish.ON and bool(why_not_initial or ctx.expert_load is None)
+    return ctx.wish("expert_placement")[0] is Wish.ON and bool(why_not_initial or ctx.request.expert_load is None)
 
 
 def given_replicas(ctx: PlanContext) -> int | None:

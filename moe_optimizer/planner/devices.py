@@ -76,4 +76,4 @@ def used_gpus(context: PlanContext) -> int:
     if context.device == "cpu":
         return 0
     each = context.parallelism.num_devices * context.num_servers
-    return each * context.num_nodes
+    return each * context.request.num_nodes

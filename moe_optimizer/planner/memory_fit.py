@@ -71,7 +71,7 @@ def require_fit(context: PlanContext, memory: MemoryPlan) -> None:
 def _where(context: PlanContext) -> str:
     if context.device == "cpu":
         return "this machine"
-    machines = f"{context.num_nodes} machines of " if context.num_nodes > 1 else ""
+    machines = f"{context.request.num_nodes} machines of " if context.request.num_nodes > 1 else ""
     return f"{machines}{context.parallelism.num_devices} x {context.gpu.name}"
 
 
@@ -104,7 +104,7 @@ def _advice(context: PlanContext, needed: int) -> str:
     """
     asked, there = context.profile.passes.parallelism, context.hardware.num_gpus
     wanted = needed * context.parallelism.data_parallel_size * context.num_servers
-    if context.num_nodes > 1 or needed <= context.parallelism.tensor_parallel_size or wanted > there:
+    if context.request.num_nodes > 1 or needed <= context.parallelism.tensor_parallel_size or wanted > there:
         return ""
     if asked.max_gpus is not None and asked.max_gpus < wanted:
         return f"; {there} are there, and {context.profile_origin} uses at most {asked.max_gpus}: take another profile"

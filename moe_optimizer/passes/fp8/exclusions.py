@@ -50,7 +50,7 @@ def kept_layers(ctx: PlanContext, *, experts: bool) -> tuple[int, ...]:
 
 def _over_budget(ctx: PlanContext) -> set[int]:
     """Return the layers whose measured change is larger than the profile allows."""
-    section, given = ctx.profile.passes.fp8, ctx.fp8_sensitivity
+    section, given = ctx.profile.passes.fp8, ctx.request.fp8_sensitivity
     if given is None:
         return set()
     measured = given.measured
@@ -71,7 +71,7 @@ def max_error_while_loading(ctx: PlanContext) -> float | None:
     measured there, because nothing bounds it, or the layers are decided on by a measurement on text.
     """
     section = ctx.profile.passes.fp8
-    return section.max_layer_error if ctx.device == "cpu" and ctx.fp8_sensitivity is None else None
+    return section.max_layer_error if ctx.device == "cpu" and ctx.request.fp8_sensitivity is None else None
 
 
 def stored_bits(
@@ -106,7 +106,7 @@ def stored_bits(
 
 def measured_on(ctx: PlanContext) -> tuple[str, ...]:
     """Return the evidence that a measurement of the layers is."""
-    given = ctx.fp8_sensitivity
+    given = ctx.request.fp8_sensitivity
     if given is None:
         return ()
     errors = given.measured.errors.values()

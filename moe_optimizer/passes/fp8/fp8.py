@@ -224,7 +224,8 @@ def _pruned_instead(ctx: PlanContext) -> str:
     only by auto, or by the profile where pruning is by flag.
     """
     wish, origin = ctx.wish("sparsity_24")
-    goes_before = ctx.wish("fp8")[0] is Wish.AUTO or ("sparsity_24" in ctx.wishes and "fp8" not in ctx.wishes)
+    by_flag = ctx.request.wishes
+    goes_before = ctx.wish("fp8")[0] is Wish.AUTO or ("sparsity_24" in by_flag and "fp8" not in by_flag)
     if wish is not Wish.ON or not goes_before:
         return ""
     return f"sparsity_24 is asked for by {origin}, and the experts are either pruned or quantised"

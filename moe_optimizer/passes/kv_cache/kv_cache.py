@@ -27,9 +27,9 @@ class KvCache(OptimizationPass):
     """FP8 cache elements where they are asked for, and the sequence length that the cache really holds.
 
     An FP8 cache holds twice the tokens and changes the output slightly; no quality gate has judged it in this
-    version, so only the aggressive profile or a flag asks for it. Blocks that no request uses any more can be kept
-    in host memory (tiering), where a profile or a flag asks for it. Whatever the wish, the pass works out how long a
-    sequence may be, and on the CPU build how much memory the cache takes, for the planner.
+    version, so only the aggressive profile or a flag asks for it. Blocks that no request uses any more can be offloaded
+    to host memory (the setting `tiering`), where a profile or a flag asks for it. Whatever the wish, the pass works out
+    how long a sequence may be, and on the CPU build how much memory the cache takes, for the planner.
     """
 
     name = "kv_cache"
@@ -72,7 +72,7 @@ class KvCache(OptimizationPass):
         return "" if decision.params_as(KvCacheParams).offload_gib is not None else decision.rejected["tiering"]
 
     def unmet(self, decision: Decision) -> str:
-        """With a tier the pass is on also where FP8, which was asked for too, cannot be."""
+        """With offloading the pass is on also where FP8, which was asked for too, cannot be."""
         return decision.rejected.get("FP8") or super().unmet(decision)
 
     def _sized(self, ctx: PlanContext, status: Status, dtype: str, reason: str) -> Decision:
@@ -89,7 +89,7 @@ class KvCache(OptimizationPass):
             value, reason = f"{value}, {offload.gib} GiB in host memory", f"{reason}; {offload.reason}"
             arguments += offload.vllm_args
             if status is Status.REFUSED and not ctx.is_required(self.name):
-                # The tier is carried out all the same, and must be seen working.
+                # Offloading is carried out all the same, and must be seen working.
                 status, rejected = Status.ON, {"FP8": why_not_fp8(ctx)}
                 warnings += (f"kv_cache ({ctx.wish(self.name)[1]}): no FP8: {rejected['FP8']}",)
             # The user's own size counts even where the pass is switched off, and leaves it off.

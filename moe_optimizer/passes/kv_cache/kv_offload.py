@@ -1,4 +1,4 @@
-"""The part of the kv_cache pass that keeps cold blocks in host memory."""
+"""Decides whether vLLM offloads cold cache blocks to host memory, and to how much of it: a part of the kv_cache pass."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 
 _HOST_SHARE = 1 / 2
-"""Chosen: the tier is page-locked, so it is lost to loading weights and to everything else on the host."""
+"""Chosen: offloaded blocks lie in page-locked memory, which loading weights and everything else on the host lack."""
 _FLAG = "--kv-offloading-size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOffload:
-    """Whether there is a tier in host memory, how large, and why or why not."""
+    """Whether blocks are offloaded, to how much memory, and why or why not."""
 
     gib: int | None
     """Of one engine, all its GPUs together; None: no offload."""
@@ -28,7 +28,7 @@ class KvOffload:
 
 
 def decide_kv_offload(ctx: PlanContext, kv_bits: int) -> KvOffload:
-    """Return the tier: as large as the cache of all GPUs of an engine, at most half of the host's memory.
+    """Return the offload: as much memory as the cache of all GPUs of an engine has, at most half of the host's.
 
     The user's own size goes before it.
 
@@ -93,7 +93,7 @@ def _why_not(ctx: PlanContext) -> str:
 
 
 def _size(ctx: PlanContext, kv_bits: int) -> tuple[int, str]:
-    """Return the GiB of an engine's tier and how they come about."""
+    """Return the GiB of host memory of an engine and how they come about."""
     cache = ctx.memory(**ctx.memory_terms(kv_bits)).kv_cache_bytes * ctx.parallelism.tensor_parallel_size
     if ctx.hardware.cpu is None:
         return cache // GIB, "as large as the cache on the GPUs"

@@ -43,9 +43,9 @@ def across_machines(
         UnsupportedError: a pipeline is asked for or needed together with data parallel copies, or of more machines
             than there are layers.
     """
-    nodes, wished = ctx.num_nodes, ctx.profile.passes.parallelism.across_nodes
+    nodes, wished = ctx.request.num_nodes, ctx.profile.passes.parallelism.across_nodes
     origin = ctx.profile_origin
-    if ctx.one_server:
+    if ctx.request.one_server:
         wished, origin = "pipeline", "--render ray"
     if nodes == 1:
         return AcrossMachines(pipeline_parallel_size=1, replicas=1, reason="", rejected={})

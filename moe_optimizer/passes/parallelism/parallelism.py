@@ -57,7 +57,7 @@ class Parallelism(OptimizationPass):
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """One device needs no split; more are supported where the model divides."""
         if (
-            ctx.num_nodes == 1
+            ctx.request.num_nodes == 1
             and _asked_size(ctx) in (None, 1)
             and _asked_data_parallel(ctx) == 1
             and _device_limit(ctx) == 1
@@ -79,9 +79,9 @@ class Parallelism(OptimizationPass):
         Raises:
             InputError: several machines are planned for.
         """
-        if ctx.num_nodes > 1:
+        if ctx.request.num_nodes > 1:
             raise InputError(
-                f"--nodes {ctx.num_nodes}: without parallelism, {reason}, one GPU of one machine serves",
+                f"--nodes {ctx.request.num_nodes}: without parallelism, {reason}, one GPU of one machine serves",
                 hint="give one of them",
             )
         warnings, limit = _ignored_wishes(ctx), _device_limit(ctx)
