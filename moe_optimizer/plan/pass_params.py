@@ -56,7 +56,7 @@ class Fp8Params:
     granularity: Literal["block", "channel"]
     """Weights that share a scale."""
     quantizer: str
-    kept_layers: tuple[int, ...]
+    excluded_layers: tuple[int, ...]
     """Decoder layers that stay as loaded."""
     max_layer_error: float | None
     """Change of a layer's output above which the plugin leaves the layer as loaded; None: it does not measure it."""

@@ -152,7 +152,7 @@ def _unplanned_bytes(decision: Decision, proof: Proof) -> int:
     and stayed as they were loaded.
     """
     if isinstance(decision.params, Fp8Params):
-        kept, planned_bits = decision.params.kept_layers, 8
+        kept, planned_bits = decision.params.excluded_layers, 8
     else:
         kept, planned_bits = (), decision.params_as(Sparsity24Params).stored_expert_bits
     layers = {layer.name: layer for entry in proof.passes.values() for layer in entry.layers if layer.why_plain}

@@ -48,7 +48,7 @@ def test_the_plan_keeps_what_changes_more_than_the_budget(sensitivity: Fp8Sensit
     plan = make_plan(
         request(tiny_moe(), cpu_machine(), profile, wishes={"fp8": (Wish.ON, "test")}, fp8_sensitivity=sensitivity)
     )
-    assert plan.decision("fp8").params_as(Fp8Params).kept_layers == [worst]
+    assert plan.decision("fp8").params_as(Fp8Params).excluded_layers == [worst]
 
 
 def test_a_text_without_tokens_is_an_error_before_anything_is_written(tmp_path: Path) -> None:

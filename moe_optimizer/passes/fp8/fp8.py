@@ -11,9 +11,9 @@ from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.passes.fp8.exclusions import (
+    excluded_layers,
+    excluded_parts,
     ignored_modules,
-    kept_layers,
-    kept_parts,
     max_error_while_loading,
     measured_on,
     stored_bits,
@@ -96,7 +96,7 @@ class Fp8(OptimizationPass):
         """Return how much less one decode step must at least take, or on the CPU read; None on an unknown GPU."""
         if ctx.model.weights_are_fp8:
             return None
-        expert_bits, linear_bits = _stored_bits(ctx, kept_layers(ctx, experts=_parts(ctx)[0]))
+        expert_bits, linear_bits = _stored_bits(ctx, excluded_layers(ctx, experts=_parts(ctx)[0]))
         whole = 8 * DTYPE_BYTES[ctx.dtype]
         if ctx.device == "cpu":
             to_bits = whole if expert_bits is None else expert_bits
@@ -122,7 +122,7 @@ class Fp8(OptimizationPass):
         experts, linears = _parts(ctx)
         if not experts and not linears:
             return self._refused_parts(ctx)
-        layers = kept_layers(ctx, experts=experts)
+        layers = excluded_layers(ctx, experts=experts)
         if set(range(ctx.model.num_layers) if linears else ctx.model.moe_layers) <= set(layers):
             return self.refused(ctx, "every layer stays as it is: keep_bf16_layers and max_layer_error leave none")
         gain = self.gain(ctx)
@@ -153,13 +153,13 @@ class Fp8(OptimizationPass):
             f"{_found_while_loading(ctx, layers)}; {_UNJUDGED}",
             Applier.PLUGIN,
             evidence=(*_CPU_RECORDS, "quantizer: builtin", *measured_on(ctx)),
-            rejected={"attention and dense linears": linears, **kept_parts(ctx)},
+            rejected={"attention and dense linears": linears, **excluded_parts(ctx)},
             gain=self.gain(ctx),
             params=Fp8Params(
                 weight_format=FORMAT,
                 granularity=section.granularity,
                 quantizer="builtin",
-                kept_layers=layers,
+                excluded_layers=layers,
                 max_layer_error=max_error_while_loading(ctx),
                 expert_bits=8,
                 linear_bits=None,
@@ -199,7 +199,7 @@ class Fp8(OptimizationPass):
                 f"quantizer: {quantizer}",
                 *measured_on(ctx),
             ),
-            rejected={**rejected, **kept_parts(ctx)},
+            rejected={**rejected, **excluded_parts(ctx)},
             gain=self.gain(ctx),
             vllm_args=ServeArguments(
                 "--quantization", "online", "--quantization-config", json.dumps(config, separators=(",", ":"))
@@ -208,7 +208,7 @@ class Fp8(OptimizationPass):
                 weight_format=None,
                 granularity=section.granularity,
                 quantizer=quantizer,
-                kept_layers=layers,
+                excluded_layers=layers,
                 max_layer_error=None,
                 expert_bits=8 if experts else None,
                 linear_bits=8 if linears else None,

@@ -1,4 +1,4 @@
-"""Decides whether vLLM offloads cold cache blocks to host memory, and to how much of it: a part of the kv_cache pass."""
+"""Decides whether vLLM offloads cold cache blocks to host memory, and to how much of it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from moe_optimizer.costs.fp8_blocks import block_of_slice
 from moe_optimizer.costs.weights import splits_over
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
-from moe_optimizer.passes.parallelism.across_nodes import AcrossMachines, across_machines
+from moe_optimizer.passes.parallelism.across_nodes import AcrossNodes, across_nodes
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import ParallelismParams
 from moe_optimizer.plan.serve_args import ServeArguments
@@ -117,7 +117,7 @@ class Parallelism(OptimizationPass):
         few_gpus_ep = expert_parallel and ctx.device == "cuda" and size * data_parallel <= _FEW_GPUS
         if few_gpus_ep:
             warnings += (_ep_warning(size * data_parallel),)
-        across = across_machines(ctx, size, data_parallel, expert_parallel)
+        across = across_nodes(ctx, size, data_parallel, expert_parallel)
         rejected |= across.rejected
         arguments = _vllm_args(size, data_parallel, expert_parallel) + across.vllm_args
         return self.decision(
@@ -306,7 +306,7 @@ def _split(size: int, data_parallel: int) -> str:
     return f"TP={size} DP={data_parallel}" if data_parallel > 1 else f"TP={size}"
 
 
-def _value(size: int, data_parallel: int, expert_parallel: bool, across: AcrossMachines) -> str:
+def _value(size: int, data_parallel: int, expert_parallel: bool, across: AcrossNodes) -> str:
     parts = [_split(size, data_parallel)]
     if expert_parallel:
         parts.append(f"EP={size * data_parallel}")

@@ -35,7 +35,7 @@ class Fp8Weights(PlainWeights):
         """
         session, decision = current_decision(FP8_PASS)
         params = decision.params_as(Fp8Params)
-        if decoder_layer(layer_name) in params.kept_layers:
+        if decoder_layer(layer_name) in params.excluded_layers:
             return _plain(w13, w2, "kept by the plan")
         try:
             return _converted(w13, w2, params)

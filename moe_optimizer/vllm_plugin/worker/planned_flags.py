@@ -137,7 +137,7 @@ def unconverted(decision: Decision, parameters: Iterable[tuple[str, Any]]) -> tu
     linears: list[int] = []
     for name, weight in parameters:
         layer = _LAYER.search(name)
-        if layer is not None and int(layer[1]) in params.kept_layers:
+        if layer is not None and int(layer[1]) in params.excluded_layers:
             continue
         if _EXPERT_WEIGHT.search(name):
             experts.append((name, weight.element_size()))

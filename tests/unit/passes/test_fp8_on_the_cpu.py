@@ -23,7 +23,7 @@ def test_on_the_cpu_the_plugin_converts_the_experts_and_the_linears_stay():
         weight_format="fp8",
         granularity="block",
         quantizer="builtin",
-        kept_layers=(),
+        excluded_layers=(),
         max_layer_error=0.08,
         expert_bits=8,
         linear_bits=None,
@@ -38,7 +38,7 @@ def test_on_the_cpu_the_plugin_converts_the_experts_and_the_linears_stay():
 def test_settings_of_the_profile_reach_the_plugin():
     settings = {"granularity": "channel", "keep_bf16_layers": ["layers.2", "layers.0"], "max_layer_error": None}
     params = on_cpu(settings=settings).params_as(Fp8Params)
-    assert (params.granularity, params.kept_layers, params.max_layer_error) == ("channel", (0, 2), None)
+    assert (params.granularity, params.excluded_layers, params.max_layer_error) == ("channel", (0, 2), None)
 
 
 def test_linears_asked_for_by_name_are_warned_about_on_the_cpu():
