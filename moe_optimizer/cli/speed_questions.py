@@ -8,6 +8,7 @@ from moe_optimizer.cli.progress import ProgressBar, ProgressLines
 from moe_optimizer.cli.termination import clean_termination
 from moe_optimizer.errors import MoeOptimizerError
 from moe_optimizer.log import get_logger
+from moe_optimizer.plan.pass_params import FlashDmoeParams
 
 if TYPE_CHECKING:
     from moe_optimizer.measure.kernel_speeds.measurement import SpeedRequest
@@ -49,23 +50,15 @@ def measure(request: SpeedRequest, *, lines: ProgressLines | None = None) -> Non
 def speed_request(plan: Plan, seconds: float) -> SpeedRequest | None:
     """Return what to measure for a plan on this machine; None when tables answer all its questions."""
     from moe_optimizer.measure.kernel_speeds.measurement import SpeedRequest
-    from moe_optimizer.plan.json_codec import decode
-    from moe_optimizer.specs.kernel_speeds import SpeedQuestion
 
-    asked = [question for each in plan.decisions for question in each.params.get("measure", ())]
-    if not asked:
+    kernels = plan.decision("flash_dmoe").params
+    if not isinstance(kernels, FlashDmoeParams) or not kernels.measure:
         return None
-    on_cpu = plan.num_gpus == 0
+    on_cpu, cpu = plan.num_gpus == 0, plan.hardware.cpu
     return SpeedRequest(
         device="cpu" if on_cpu else "cuda",
-        questions=tuple(decode(SpeedQuestion, question, origin="plan") for question in asked),
+        questions=kernels.measure,
         seconds=seconds,
-        threads=max(1, plan.hardware.cpu.cores // _processes(plan)) if on_cpu and plan.hardware.cpu else 1,
+        threads=max(1, cpu.cores // plan.parallelism.tensor_parallel_size) if on_cpu and cpu else 1,
         tables="",
     )
-
-
-def _processes(plan: Plan) -> int:
-    """Return how many workers share the processor."""
-    (parallelism,) = [each for each in plan.decisions if each.pass_name == "parallelism"]
-    return parallelism.params["tensor_parallel_size"]

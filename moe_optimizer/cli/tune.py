@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,9 @@ from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.options import TuneOptions
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
+from moe_optimizer.plan.pass_params import TunedConfigsParams
 
 if TYPE_CHECKING:
-    from moe_optimizer.plan.decision import Decision
     from moe_optimizer.plan.plan import Plan
 
 DEFAULT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -42,18 +43,17 @@ def command(options: TuneOptions) -> int:
             _check_can_tune_here()
             raise
         _check_can_tune_here()
-        decision = planned.plan.decision("tuned_configs")
-        _check_has_something_to_tune(planned.plan, decision)
-        request = _request(planned.plan, decision, options, planned.profile.passes.tuned_configs.folder)
+        wanted = _wanted(planned.plan)
+        request = _request(planned.plan, wanted, options, planned.profile.passes.tuned_configs.folder)
     from moe_optimizer.cli.tune_process import run_tuning
 
-    file = Path(request["folder"]) / decision.params["file"]
+    file = Path(request["folder"]) / wanted.file
     verdicts = run_tuning(request, ProgressLines(verbose=options.verbose), log=file.with_suffix(".log"))
     written = file if file.is_file() else None
     messages.write_result(
         {"file": str(written) if written else None, "sizes": verdicts},
         as_json=options.json,
-        render=lambda found: render(decision.params["file"], written, found["sizes"]),
+        render=lambda found: render(wanted.file, written, found["sizes"]),
     )
     return ExitCode.OK
 
@@ -75,22 +75,26 @@ def _check_can_tune_here() -> None:
         raise UnsupportedError("tune: needs a vLLM for GPUs", hint="run: pip install 'vllm>=0.26'")
 
 
-def _check_has_something_to_tune(plan: Plan, decision: Decision) -> None:
-    """Refuse a plan for another GPU than the one here, and experts that Triton does not run.
+def _wanted(plan: Plan) -> TunedConfigsParams:
+    """Return which configuration is to be tuned.
 
     Raises:
-        UnsupportedError: either of them.
+        UnsupportedError: the plan is for another GPU than the one here, or Triton does not run the experts.
     """
     from moe_optimizer.inspection import probe_hardware
 
     here, planned = probe_hardware().gpu, plan.hardware.gpu
     if here is not None and planned is not None and planned.key != here.key:
         raise UnsupportedError(f"tune: planned for {planned.name}, but this machine has {here.name}")
-    if "shape" not in decision.params:
+    decision = plan.decision("tuned_configs")
+    if not isinstance(decision.params, TunedConfigsParams):
         raise UnsupportedError(f"tune: {decision.reason}")
+    return decision.params
 
 
-def _request(plan: Plan, decision: Decision, options: TuneOptions, profile_folder: str | None) -> dict[str, Any]:
+def _request(
+    plan: Plan, wanted: TunedConfigsParams, options: TuneOptions, profile_folder: str | None
+) -> dict[str, Any]:
     """Return the `TuneRequest` as an object; it is written to where serving with the same profile looks."""
     from moe_optimizer.inspection import find_vllm
     from moe_optimizer.inspection.tuned_configs import SHIPPED, user_folder
@@ -99,11 +103,11 @@ def _request(plan: Plan, decision: Decision, options: TuneOptions, profile_folde
     assert vllm is not None, "_check_can_tune_here has looked"
     folder = options.folder or profile_folder or user_folder(vllm.version, os.environ)
     return {
-        "shape": decision.params["shape"],
+        "shape": dataclasses.asdict(wanted.shape),
         "num_experts": plan.model.num_experts,
         "top_k": plan.model.top_k,
         "hidden_size": plan.model.expert_hidden_size,
-        "dtype": decision.params["dtype"],
+        "dtype": wanted.dtype,
         "tokens": list(_tokens(options.tokens)),
         "budget_s": options.budget or _DEFAULT_BUDGET_S,
         "folder": str(Path(folder).absolute()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_optimizer.costs.estimate import add, divide
+from moe_optimizer.costs.estimate import derived, divide
 from moe_optimizer.specs.hardware import GpuSpec
 from moe_optimizer.specs.quantity import Quantity, Source
 
@@ -30,4 +30,5 @@ def all_reduce_us(num_bytes: float, gpu: GpuSpec, num_gpus: int) -> Quantity:
     transfer = divide(
         crossing * 1e6, gpu.gpu_link_bandwidth, unit="us", ref=f"{crossing:.4g} bytes per GPU / link bandwidth"
     )
-    return add((latency, transfer), ref=f"all-reduce over {num_gpus} GPUs")
+    ref = f"all-reduce over {num_gpus} GPUs"
+    return derived(latency.value + transfer.value, unit="us", ref=ref, inputs=(latency, transfer))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_optimizer.costs.estimate import derived, divide
+from moe_optimizer.costs.estimate import divide
 from moe_optimizer.costs.weights import (
     WeightParts,
     device_weight_bytes,
@@ -47,33 +47,6 @@ def moe_layer_weight_bytes(model: ModelSpec, tokens: int, *, expert_bits: float)
     return hit * expert_bytes(model, expert_bits=expert_bits)
 
 
-def moe_layer_flop(model: ModelSpec, tokens: int) -> float:
-    """Return the operations of the routed experts of one layer: 2 per weight, token and chosen expert."""
-    return 2.0 * tokens * model.top_k * model.expert_matrices * model.expert_hidden_size * model.moe_intermediate_size
-
-
-def moe_layer_floor_us(
-    model: ModelSpec, gpu: GpuSpec, tokens: int, *, expert_bits: float, rates: Rates = "datasheet"
-) -> Quantity:
-    """Return the least time of one MoE layer's routed experts on one GPU, in us.
-
-    max(weight bytes / memory bandwidth, operations / peak rate); activations are left out: they are small
-    beside the weights until the compute bound takes over.
-
-    Raises:
-        UnsupportedError: nothing is known about the GPU's rate in the dtype that `expert_bits` computes in.
-    """
-    return _floor_us(
-        gpu,
-        rates,
-        bits=expert_bits,
-        read_bytes=moe_layer_weight_bytes(model, tokens, expert_bits=expert_bits),
-        read=f"expert weights hit by {tokens} tokens at {expert_bits:g} bits",
-        flop=moe_layer_flop(model, tokens),
-        computed=f"expert operations of {tokens} tokens",
-    )
-
-
 def decode_step_floor_us(
     model: ModelSpec,
     gpu: GpuSpec,
@@ -85,7 +58,6 @@ def decode_step_floor_us(
     linear_bits: float,
     kv_bits: float = 16,
     data_parallel_size: int = 1,
-    rates: Rates = "datasheet",
 ) -> Quantity:
     """Return the least time of one decode step of `batch` sequences with `context` cached tokens each, in us.
 
@@ -96,30 +68,14 @@ def decode_step_floor_us(
     """
     gpus = f"{num_gpus} GPUs" if num_gpus > 1 else "1 GPU"
     multiplied_params = model.active_params - (model.embedding_params if model.lm_head_params else 0)
-    return _floor_us(
-        gpu,
-        rates,
-        bits=max(expert_bits, linear_bits),
-        read_bytes=decode_step_bytes(
-            model, batch=batch, context=context, num_gpus=num_gpus, data_parallel_size=data_parallel_size,
-            expert_bits=expert_bits, linear_bits=linear_bits, kv_bits=kv_bits,
-        ).total,
-        read=f"bytes of one decode step, {batch} sequences at {context} tokens on {gpus}",
-        flop=2.0 * multiplied_params * batch / num_gpus,
-        computed=f"operations of {batch} tokens on {gpus}",
-    )  # fmt: skip
-
-
-def _floor_us(
-    gpu: GpuSpec, rates: Rates, *, bits: float, read_bytes: float, read: str, flop: float, computed: str
-) -> Quantity:
-    """Return the larger of bytes / memory bandwidth and operations / peak rate at `bits`, in us.
-
-    `read` and `computed` say in the reference what the bytes and operations are.
-    """
-    bandwidth, peak = memory_bandwidth(gpu, rates), peak_flops(gpu, bits, rates)
-    reading = divide(read_bytes * 1e6, bandwidth, unit="us", ref=f"{read} / memory bandwidth")
-    computing = divide(flop * 1e6, peak, unit="us", ref=f"{computed} / peak rate")
+    read_bytes = decode_step_bytes(
+        model, batch=batch, context=context, num_gpus=num_gpus, data_parallel_size=data_parallel_size,
+        expert_bits=expert_bits, linear_bits=linear_bits, kv_bits=kv_bits,
+    ).total  # fmt: skip
+    read = f"bytes of one decode step, {batch} sequences at {context} tokens on {gpus}"
+    reading = divide(read_bytes * 1e6, memory_bandwidth(gpu), unit="us", ref=f"{read} / memory bandwidth")
+    flop, peak = 2.0 * multiplied_params * batch / num_gpus, peak_flops(gpu, max(expert_bits, linear_bits))
+    computing = divide(flop * 1e6, peak, unit="us", ref=f"operations of {batch} tokens on {gpus} / peak rate")
     return max(reading, computing, key=lambda bound: bound.value)
 
 
@@ -190,21 +146,13 @@ def memory_bandwidth(gpu: GpuSpec, rates: Rates = "datasheet") -> Quantity:
     return gpu.memory_bandwidth
 
 
-def peak_flops(gpu: GpuSpec, bits: float, rates: Rates = "datasheet") -> Quantity:
-    """Return flop/s for weights of `bits`: FP8 at 8 bits and below where the GPU has it, else BF16.
-
-    Measured FP8 that nobody measured is taken as twice the measured BF16.
+def peak_flops(gpu: GpuSpec, bits: float) -> Quantity:
+    """Return the datasheet's flop/s for weights of `bits`: FP8 at 8 bits and below where the GPU has it, else BF16.
 
     Raises:
         UnsupportedError: the GpuSpec has neither rate.
     """
     dtype = "fp8" if bits <= 8 and gpu.supports("fp8") else "bf16"
-    if rates == "measured":
-        if f"{dtype}_flops" in gpu.measured:
-            return gpu.measured[f"{dtype}_flops"]
-        if dtype == "fp8" and "bf16_flops" in gpu.measured:
-            base = gpu.measured["bf16_flops"]
-            return derived(2 * base.value, unit="flop/s", ref="FP8 taken as twice BF16", inputs=(base,))
     if not gpu.supports(dtype):
         raise UnsupportedError(f"{gpu.name}: no {dtype} rate known", hint="add it to configs/hardware")
     return gpu.dense_flops[dtype]

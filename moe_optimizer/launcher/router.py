@@ -10,6 +10,7 @@ from pathlib import Path
 
 from moe_optimizer import env
 from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.plan.pass_params import DisaggregationParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 
@@ -35,8 +36,9 @@ def check_group_can_run(plan: Plan, environ: Mapping[str, str] | None = None) ->
         raise UnsupportedError(
             "several servers need vllm-router, which is not installed here", hint="run: pip install vllm-router"
         )
-    connector = plan.decision("disaggregation").params.get("connector")
-    if connector == "NixlConnector" and not any(importlib.util.find_spec(name) for name in _NIXL_MODULES):
+    split = plan.decision("disaggregation").params
+    nixl = isinstance(split, DisaggregationParams) and split.connector == "NixlConnector"
+    if nixl and not any(importlib.util.find_spec(name) for name in _NIXL_MODULES):
         raise UnsupportedError(
             "disaggregation on GPUs needs NIXL, which is not installed here", hint="run: pip install nixl"
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE
 from moe_optimizer.plan.decision import Decision
+from moe_optimizer.plan.pass_params import TunedConfigsParams
 from moe_optimizer.proof.verdict import Observed
 
 TUNED_PASS = "tuned_configs"
@@ -22,7 +23,7 @@ def observed_use(decision: Decision, logs: Iterable[Path]) -> Observed:
         logs: one for each server that is ready; vLLM looks the file up in its profile run before.
     """
     # The whole path, because vLLM may ship a file of this name too.
-    path = str(Path(decision.env[FOLDER_VARIABLE]) / decision.params["file"])
+    path = str(Path(decision.env[FOLDER_VARIABLE]) / decision.params_as(TunedConfigsParams).file)
     for log in logs:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         if not any(_READ_LINE in line and path in line for line in lines):

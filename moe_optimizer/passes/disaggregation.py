@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.pass_params import DisaggregationParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import RUN_DIR, ServerGroup, ServerRole
 from moe_optimizer.plan_context.context import PlanContext
@@ -81,7 +82,7 @@ class Disaggregation(OptimizationPass):
             "running answers",
             Applier.SERVERS,
             rejected={"auto": "no record says for which load it pays"},
-            params={"num_servers": len(_ROLES), "connector": connector},
+            params=DisaggregationParams(num_servers=len(_ROLES), connector=connector),
             warnings=(f"disaggregation leaves {idle} of {ctx.num_gpus} GPUs idle",) if idle else (),
         )
 
@@ -91,7 +92,7 @@ class Disaggregation(OptimizationPass):
         Raises:
             InputError: there are no such ports.
         """
-        processes = ctx.tensor_parallel_size * ctx.data_parallel_size
+        processes = ctx.parallelism.num_devices
         needed = len(_ROLES) * _SIDE_CHANNEL_OFFSET + processes
         port = plan_port(serve_args, ports_after=needed, asked_by=self.name)
         servers = tuple(self._role(ctx, serve_args, port, index) for index in range(len(_ROLES)))
@@ -102,7 +103,7 @@ class Disaggregation(OptimizationPass):
 
     def _role(self, ctx: PlanContext, serve_args: ServeArguments, port: int, index: int) -> ServerRole:
         name, kv_role = _ROLES[index]
-        connector = ctx.decided[self.name].params["connector"]
+        connector = ctx.decided[self.name].params_as(DisaggregationParams).connector
         transfer: dict[str, Any] = {
             "kv_connector": connector,
             "kv_role": kv_role,

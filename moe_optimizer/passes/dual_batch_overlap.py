@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.pass_params import DualBatchOverlapParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 
@@ -35,7 +36,7 @@ class DualBatchOverlap(OptimizationPass):
             return False, "vLLM overlaps batches on CUDA only"
         if ctx.num_gpus < 2:
             return False, "needs at least 2 GPUs, found 1"
-        if ctx.data_parallel_size < 2 or not ctx.expert_parallel:
+        if ctx.parallelism.data_parallel_size < 2 or not ctx.parallelism.expert_parallel:
             return False, "needs data parallel with expert parallel; without them no tokens travel to other GPUs"
         given = ctx.pinned.value(_FLAG)
         if given not in (None, *_BACKENDS):
@@ -68,6 +69,6 @@ class DualBatchOverlap(OptimizationPass):
             f"asked for by {origin}: half of a batch is computed while the other half's tokens travel",
             Applier.FLAGS,
             vllm_args=ServeArguments("--enable-dbo", _FLAG, backend),
-            params={"all2all_backend": backend},
+            params=DualBatchOverlapParams(all2all_backend=backend),
             warnings=warnings,
         )

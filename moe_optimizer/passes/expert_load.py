@@ -32,8 +32,9 @@ class ExpertLoad(OptimizationPass):
         """Needs experts, and a router that sees exactly the tokens of its own step."""
         if not ctx.model.is_moe:
             return False, "the model has no experts"
-        if ctx.data_parallel_size > 1:
-            return False, f"data parallelism ({ctx.data_parallel_size}): a router sees the tokens of other replicas too"
+        copies = ctx.parallelism.data_parallel_size
+        if copies > 1:
+            return False, f"data parallelism ({copies}): a router sees the tokens of other replicas too"
         for flag, why in _CONFLICTS.items():
             if ctx.pinned.is_on(flag):
                 return False, f"{flag}: {why}"
@@ -42,7 +43,7 @@ class ExpertLoad(OptimizationPass):
     def choose(self, ctx: PlanContext) -> Decision:
         """Count, unless the model is on several machines: the cost is measured on both kinds of device."""
         wish, _ = ctx.wish(self.name)
-        if wish is Wish.AUTO and ctx.pipeline_parallel_size > 1:
+        if wish is Wish.AUTO and ctx.parallelism.pipeline_parallel_size > 1:
             return self.when_off(ctx, "the counts of a model on several machines would lie on all of them")
         return self.decision(
             ctx,

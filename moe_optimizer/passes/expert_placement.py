@@ -6,15 +6,15 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.pass_params import ExpertPlacementParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_balancing import (
-    expert_ranks,
     given_replicas,
     load_balancer_asked,
     why_no_load_balancer,
@@ -50,13 +50,13 @@ class ExpertPlacement(OptimizationPass):
             return False, "the model has no experts"
         if ctx.device == "cuda" and ctx.num_gpus < 2:
             return False, "needs at least 2 GPUs, found 1"
-        if not ctx.expert_parallel:
+        if not ctx.parallelism.expert_parallel:
             unit = "GPU" if ctx.device == "cuda" else "process"
             return False, f"needs expert parallelism; without it every {unit} has a slice of every expert"
         if load_balancer_asked(ctx, _why_no_initial(ctx)):
             why_not = why_no_load_balancer(ctx)
             return not why_not, why_not
-        if ctx.expert_load is None:
+        if ctx.request.expert_load is None:
             return False, "needs the load of the experts: serve with --enable-expert-load, then --expert-load FILE"
         why_not = _why_no_initial(ctx)
         return not why_not, why_not
@@ -87,23 +87,22 @@ class ExpertPlacement(OptimizationPass):
         return self.decision(
             ctx,
             Status.ON,
-            f"placed by load, EP={expert_ranks(ctx)}",
+            f"placed by load, EP={ctx.parallelism.num_devices}",
             placed.in_words,
             Applier.PLUGIN,
             evidence=placed.evidence,
             rejected={"EPLB": "while it moves experts our kernel cannot compute them"} if ctx.device == "cuda" else {},
             gain=placed.gain,
-            params={"mode": "initial", "num_ranks": expert_ranks(ctx), "num_experts": ctx.model.num_experts}
-            | _as_params(placed),
+            params=_initial_params(ctx, placed),
             warnings=warnings,
         )
 
     def _eplb(self, ctx: PlanContext) -> Decision:
         given = given_replicas(ctx)
         asked = ctx.section(self.name).redundant_experts if given is None else given
-        replicas = asked + -(ctx.model.num_experts + asked) % expert_ranks(ctx)
+        replicas = asked + -(ctx.model.num_experts + asked) % ctx.parallelism.num_devices
         reason = "vLLM moves and replicates experts by the load of the last steps, placed by this package's solver"
-        placed = None if ctx.expert_load is None else _place(ctx, replicas=replicas)
+        placed = None if ctx.request.expert_load is None else _place(ctx, replicas=replicas)
         warnings = () if placed is None else placed.warnings
         if replicas != asked:
             warnings += (f"redundant_experts is {replicas} instead of {asked}: every GPU gets as many experts",)
@@ -116,7 +115,7 @@ class ExpertPlacement(OptimizationPass):
             evidence=() if placed is None else placed.evidence,
             gain=None if placed is None else placed.gain,
             vllm_args=ServeArguments("--enable-eplb", "--eplb-config", json.dumps({"num_redundant_experts": replicas})),
-            params={"mode": "eplb", "num_redundant_experts": replicas},
+            params=ExpertPlacementParams(mode="eplb", num_redundant_experts=replicas),
             warnings=warnings,
         )
 
@@ -173,11 +172,11 @@ def _place(ctx: PlanContext, *, replicas: int) -> _Placed:
 
     from moe_optimizer.placement import imbalance, place_experts
 
-    assert ctx.expert_load is not None, "nothing to place by"
-    placed_by, checked_on = ctx.expert_load.placed_by, ctx.expert_load.checked_on
+    assert ctx.request.expert_load is not None, "nothing to place by"
+    placed_by, checked_on = ctx.request.expert_load.placed_by, ctx.request.expert_load.checked_on
     load = _matrix(placed_by, ctx)
     judge = load if checked_on is None else _matrix(checked_on, ctx)
-    num_experts, num_ranks = ctx.model.num_experts, expert_ranks(ctx)
+    num_experts, num_ranks = ctx.model.num_experts, ctx.parallelism.num_devices
     placement = place_experts(load, num_ranks, num_experts + replicas)
     # Sorted within a rank: some of vLLM's loaders take the experts of a rank in ascending order.
     placement = np.sort(placement.reshape(len(load), num_ranks, -1), axis=-1).reshape(placement.shape)
@@ -227,10 +226,14 @@ def _short(layers: tuple[int, ...]) -> str:
     return f"{len(layers)} MoE layers" + (f" ({layers[0]} to {layers[-1]})" if layers else "")
 
 
-def _as_params(placed: _Placed) -> dict[str, Any]:
-    """Return the placement for the applier: layer -> experts by rank, and a digest that the proof repeats."""
-    experts = {
-        str(layer): " ".join(map(str, row)) for layer, row in zip(placed.layers, placed.placement.tolist(), strict=True)
-    }
-    digest = hashlib.sha256(json.dumps(experts, sort_keys=True).encode()).hexdigest()[:16]
-    return {"experts": experts, "digest": digest}
+def _initial_params(ctx: PlanContext, placed: _Placed) -> ExpertPlacementParams:
+    rows = zip(placed.layers, placed.placement.tolist(), strict=True)
+    experts = {layer: " ".join(map(str, row)) for layer, row in rows}
+    by_name = {str(layer): row for layer, row in experts.items()}
+    return ExpertPlacementParams(
+        mode="initial",
+        num_ranks=ctx.parallelism.num_devices,
+        num_experts=ctx.model.num_experts,
+        experts=experts,
+        digest=hashlib.sha256(json.dumps(by_name, sort_keys=True).encode()).hexdigest()[:16],
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.pass_params import GraphCaptureParams
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 
@@ -53,13 +54,12 @@ class GraphCapture(OptimizationPass):
             reason = f"{ctx.profile_origin} asks for plain execution: no compilation, no graphs, quick start"
             eager = ServeArguments("--enforce-eager")
             return self._decide(ctx, Status.ON, "eager", reason, eager=True, arguments=eager)
-        step = ctx.decided["scheduler"].params
         # Of a larger batch no more than these run at once.
-        batch = min(ctx.workload.batch_size, step["max_num_seqs"])
+        batch = min(ctx.workload.batch_size, ctx.scheduler.max_num_seqs)
         flag, size = _largest_given(ctx.pinned)
         if flag:
             return self._graphs(ctx, size, f"{flag} is given after --", batch)
-        default = min(2 * step["max_num_seqs"], _VLLM_CAP)
+        default = min(2 * ctx.scheduler.max_num_seqs, _VLLM_CAP)
         asked = ctx.profile.passes.graph_capture.max_capture_size
         if asked is not None:
             size, reason = asked, f"{ctx.profile_origin} asks for it"
@@ -74,7 +74,7 @@ class GraphCapture(OptimizationPass):
         self, ctx: PlanContext, size: int, reason: str, batch: int, *, arguments: ServeArguments = NO_ARGUMENTS
     ) -> Decision:
         """Return the decision for graphs up to the largest size that vLLM makes of `size`."""
-        captured = _captured(size, ctx.decided["scheduler"].params["max_num_batched_tokens"])
+        captured = _captured(size, ctx.scheduler.max_num_batched_tokens)
         warning = f"graph_capture: a batch of {batch} runs without a graph, they end at {captured}: {reason}"
         return self._decide(
             ctx,
@@ -106,7 +106,9 @@ class GraphCapture(OptimizationPass):
             reason,
             Applier.FLAGS if status is Status.ON else Applier.NONE,
             vllm_args=arguments,
-            params={"cuda_graphs": ctx.device == "cuda" and not eager, "max_capture_size": max_capture_size},
+            params=GraphCaptureParams(
+                cuda_graphs=ctx.device == "cuda" and not eager, max_capture_size=max_capture_size
+            ),
             warnings=warnings,
         )
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.pass_params import ReplicasParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import ServerGroup, ServerRole
 from moe_optimizer.plan_context.context import PlanContext
@@ -45,7 +46,7 @@ class Replicas(OptimizationPass):
         why_not = unsafe_flag(ctx, UNSAFE_FLAGS)
         if ctx.num_servers > 1:
             why_not = "disaggregation already divides the devices between two servers"
-        elif ctx.num_nodes > 1:
+        elif ctx.request.num_nodes > 1:
             why_not = "it divides one machine; over several, parallelism.across_nodes says what each serves"
         elif ctx.device == "cpu":
             why_not = why_not or undividable_cpu(ctx, _asked(ctx) or _CPU_SERVERS)
@@ -73,7 +74,7 @@ class Replicas(OptimizationPass):
             Applier.SERVERS,
             evidence=(_RECORD,) if ctx.device == "cuda" else (),
             rejected={"auto": _why_not_by_auto(ctx)},
-            params={"num_servers": count},
+            params=ReplicasParams(num_servers=count),
             warnings=(f"replicas leave {idle} of {ctx.num_gpus} GPUs idle",) if idle and ctx.num_gpus else (),
         )
 
@@ -83,7 +84,7 @@ class Replicas(OptimizationPass):
         Raises:
             InputError: there are no such ports.
         """
-        count = ctx.decided[self.name].params["num_servers"]
+        count = ctx.decided[self.name].params_as(ReplicasParams).num_servers
         port = plan_port(serve_args, ports_after=count + 1, asked_by="several servers")
         servers = tuple(
             ServerRole(

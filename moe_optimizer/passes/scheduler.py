@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.pass_params import DualBatchOverlapParams, SchedulerParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
@@ -49,7 +50,7 @@ class Scheduler(OptimizationPass):
         factor = 2 if ctx.pinned.value(_MODE_FLAG) == "throughput" else 1
         tokens = ctx.pinned.count(_TOKENS_FLAG) or max(factor * tokens, _unread_prompt(ctx))
         sequences = ctx.pinned.count(_REQUESTS_FLAG) or min(factor * sequences, tokens)
-        params = {"max_num_seqs": sequences, "max_num_batched_tokens": tokens}
+        params = SchedulerParams(max_num_seqs=sequences, max_num_batched_tokens=tokens)
         return self.decision(ctx, Status.OFF, "vLLM's defaults", reason, Applier.NONE, params=params)
 
     def choose(self, ctx: PlanContext) -> Decision:
@@ -69,7 +70,7 @@ class Scheduler(OptimizationPass):
             evidence=_floor(ctx, sequences, tokens),
             rejected=rejected,
             vllm_args=ServeArguments(*arguments),
-            params={"max_num_seqs": sequences, "max_num_batched_tokens": tokens},
+            params=SchedulerParams(max_num_seqs=sequences, max_num_batched_tokens=tokens),
             warnings=warnings,
         )
 
@@ -145,7 +146,7 @@ def _floor(ctx: PlanContext, sequences: int, tokens: int) -> tuple[str, ...]:
     tokens a second from it. Nothing on the CPU, whose rates nobody knows, nor over several machines, which work on
     several steps at once.
     """
-    if ctx.device == "cpu" or ctx.pipeline_parallel_size > 1:
+    if ctx.device == "cpu" or ctx.parallelism.pipeline_parallel_size > 1:
         return ()
     bits = cache_bits(ctx, cache_dtype(ctx))
     memory = ctx.split_terms() | {"max_num_batched_tokens": tokens, "max_num_seqs": sequences, "kv_bits": bits}
@@ -155,7 +156,7 @@ def _floor(ctx: PlanContext, sequences: int, tokens: int) -> tuple[str, ...]:
         step = least_step_us(ctx, requests, kv_bits=bits, expert_bits=expert_bits, linear_bits=linear_bits)
     except UnsupportedError as error:
         return (f"no floor is known: {error}",)
-    copies = ctx.data_parallel_size
+    copies = ctx.parallelism.data_parallel_size
     each = f" in each of {copies} copies" if copies > 1 else ""
     return (
         f"a decode step of {requests} requests at {full_length(ctx)} tokens{each} takes at least "
@@ -166,16 +167,17 @@ def _floor(ctx: PlanContext, sequences: int, tokens: int) -> tuple[str, ...]:
 
 def _exchanged_in_batches(ctx: PlanContext) -> bool:
     """Whether data parallel replicas exchange tokens through buffers of a fixed size for each expert."""
-    if ctx.data_parallel_size < 2 or not ctx.expert_parallel:
+    if ctx.parallelism.data_parallel_size < 2 or not ctx.parallelism.expert_parallel:
         return False
-    planned = ctx.decided["dual_batch_overlap"].params.get("all2all_backend", "")
-    return (ctx.pinned.value("--all2all-backend") or planned) in _BATCHED_BACKENDS
+    planned = ctx.params(DualBatchOverlapParams)
+    backend = ctx.pinned.value("--all2all-backend") or (planned and planned.all2all_backend)
+    return backend in _BATCHED_BACKENDS
 
 
 def _vllm_defaults(ctx: PlanContext) -> tuple[int, int]:
     """Return vLLM's own tokens and requests of a step for its API server, by device memory."""
     if ctx.device == "cpu":
-        processes = ctx.tensor_parallel_size
+        processes = ctx.parallelism.tensor_parallel_size
         return 2048 * processes, 128 * processes
     memory = ctx.gpu.memory.value
     if _exchanged_in_batches(ctx):

@@ -7,7 +7,8 @@ from pathlib import Path
 from moe_optimizer.costs.roofline import experts_read_ratio
 from moe_optimizer.errors import InputError
 from moe_optimizer.passes.base import OptimizationPass
-from moe_optimizer.plan.decision import FORMAT_PARAM, Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.pass_params import Sparsity24Params
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_kernel import converted_format, why_not_for_converted_weights
 
@@ -51,7 +52,7 @@ class Sparsity24(OptimizationPass):
         """Prune where it is asked for by name."""
         if ctx.wish(self.name)[0] is not Wish.ON:
             return self.when_off(ctx, "pruning costs quality and no quality gate has allowed it; auto does not prune")
-        norms = ctx.activation_norms
+        norms = ctx.request.activation_norms
         _check_norms(ctx)
         chosen_by = "magnitude alone" if norms is None else "magnitude x norm of the input"
         measured = () if norms is None else (f"{norms.path}: norms on {norms.tokens} tokens",)
@@ -63,12 +64,12 @@ class Sparsity24(OptimizationPass):
             Applier.PLUGIN,
             evidence=(_RECORD, *measured),
             gain=self.gain(ctx),
-            params={
-                FORMAT_PARAM: FORMAT,
-                "stored_expert_bits": _BITS,
+            params=Sparsity24Params(
+                weight_format=FORMAT,
+                stored_expert_bits=_BITS,
                 # The server may be started in another folder than the plan was made in.
-                "activation_norms": None if norms is None else str(Path(norms.path).absolute()),
-            },
+                activation_norms=None if norms is None else str(Path(norms.path).absolute()),
+            ),
             warnings=(
                 f"sparsity_24: the answers get worse: {_MORE_PERPLEXITY[norms is not None]} % more perplexity on the "
                 "bundled model, not measured on others",
@@ -92,14 +93,14 @@ def _why_not(ctx: PlanContext) -> str:
     if converted is not None:
         return f"the experts are converted to {converted} already, by {ctx.decided['fp8'].wish_origin}"
     width = model.moe_intermediate_size
-    if not ctx.expert_parallel:
-        width //= ctx.tensor_parallel_size
+    if not ctx.parallelism.expert_parallel:
+        width //= ctx.parallelism.tensor_parallel_size
     if model.expert_hidden_size % _SIZE_MULTIPLE or width % _SIZE_MULTIPLE:
         return (
             f"needs a hidden size and an expert width in multiples of {_SIZE_MULTIPLE}, "
             f"found {model.expert_hidden_size} and {width}"
         )
-    if ctx.activation_norms is not None and ctx.tensor_parallel_size > 1:
+    if ctx.request.activation_norms is not None and ctx.parallelism.tensor_parallel_size > 1:
         return "sparsity_24.activation_norms are those of whole layers: they need tensor parallel size 1"
     reason = why_not_for_converted_weights(ctx)
     if not reason and _OP not in ctx.software.kernels.cpu_ops:
@@ -109,7 +110,7 @@ def _why_not(ctx: PlanContext) -> str:
 
 def _check_norms(ctx: PlanContext) -> None:
     """Raise InputError when the norms are of another model."""
-    given = ctx.activation_norms
+    given = ctx.request.activation_norms
     if given is None:
         return
     for what, found, wanted in (

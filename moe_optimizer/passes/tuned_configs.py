@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,9 @@ from moe_optimizer.inspection.tuned_configs import (
 )
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.pass_params import ExpertPlacementParams, FlashDmoeParams, Fp8Params, TunedConfigsParams
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange, kernel_for
+from moe_optimizer.specs.kernel_speeds import STOCK, kernel_for
 from moe_optimizer.specs.quantity import Quantity, Source
 from moe_optimizer.specs.triton_shape import TritonShape
 
@@ -72,7 +72,7 @@ class TunedConfigs(OptimizationPass):
         folder = named or ctx.software.tuned_configs
         config = None if folder is None else Path(folder) / shape.file_name
         # What `moe-optimizer tune` needs to know.
-        params = {"file": shape.file_name, "shape": dataclasses.asdict(shape), "dtype": ctx.dtype}
+        params = TunedConfigsParams(file=shape.file_name, shape=shape, dtype=ctx.dtype)
         if config is None or not config.exists():
             return self._none_found(ctx, params, keep_out=named is not None)
         try:
@@ -94,11 +94,11 @@ class TunedConfigs(OptimizationPass):
         )
 
     def _none_found(
-        self, ctx: PlanContext, params: dict[str, Any], *, keep_out: bool, warnings: tuple[str, ...] = ()
+        self, ctx: PlanContext, params: TunedConfigsParams, *, keep_out: bool, warnings: tuple[str, ...] = ()
     ) -> Decision:
         """Return whether vLLM ships the file, where the user's folder has none that can be used."""
         assert ctx.software.vllm is not None, "supported() has checked it"
-        version, named, file = ctx.software.vllm.version, ctx.section(self.name).folder, params["file"]
+        version, named, file = ctx.software.vllm.version, ctx.section(self.name).folder, params.file
         fields = {"keep_out": keep_out, "warnings": warnings, "params": params}
         if (Path(ctx.software.vllm.location) / SHIPPED / file).is_file():
             reason = f"vLLM {version} ships a configuration for these experts and this GPU"
@@ -149,16 +149,16 @@ def _measured_gain(ctx: PlanContext, config: Path) -> tuple[Gain | None, tuple[s
 
 def _left_to_vllm(ctx: PlanContext, tokens: int) -> bool:
     """Return whether flash_dmoe has vLLM's own kernel compute so many tokens."""
-    dispatch = ctx.decided["flash_dmoe"].params.get("dispatch", {})
-    tables = (tuple(TokenRange(up_to=row["up_to"], use=row["use"]) for row in rows) for rows in dispatch.values())
-    return all(kernel_for(ranges, tokens) == STOCK for ranges in tables)
+    kernels = ctx.params(FlashDmoeParams)
+    return kernels is None or all(kernel_for(ranges, tokens) == STOCK for ranges in kernels.dispatch.values())
 
 
 def _shape(ctx: PlanContext) -> TritonShape:
     """Return what vLLM will look for."""
-    model, devices = ctx.model, ctx.tensor_parallel_size * ctx.data_parallel_size
-    experts = model.num_experts + ctx.decided["expert_placement"].params.get("num_redundant_experts", 0)
-    slices = 1 if ctx.expert_parallel else devices
+    model, devices = ctx.model, ctx.parallelism.num_devices
+    placement = ctx.params(ExpertPlacementParams)
+    experts = model.num_experts + ((placement and placement.num_redundant_experts) or 0)
+    slices = 1 if ctx.parallelism.expert_parallel else devices
     width, scheme = model.moe_intermediate_size // slices, _scheme(ctx)
     assert scheme is not None, "supported() has checked it"
     block = scheme.block
@@ -168,7 +168,7 @@ def _shape(ctx: PlanContext) -> TritonShape:
         block = block_of_slice(block, width, model.expert_hidden_size, slices)
     return TritonShape(
         # Where experts do not divide, the first GPUs have one more.
-        num_experts=math.ceil(experts / devices) if ctx.expert_parallel else experts,
+        num_experts=math.ceil(experts / devices) if ctx.parallelism.expert_parallel else experts,
         width=width,
         device_name=ctx.gpu.name,
         dtype=scheme.dtype,
@@ -201,9 +201,9 @@ def _scheme(ctx: PlanContext) -> _Scheme | None:
         return stored.get(model.expert_format)
     if given is not None:
         return _converted(in_blocks=_FP8_FLAGS[given]) if given in _FP8_FLAGS else None
-    params = ctx.decided["fp8"].params
-    if params.get("expert_bits") == 8:
-        return _converted(in_blocks=params["granularity"] == "block")
+    fp8 = ctx.params(Fp8Params)
+    if fp8 is not None and fp8.expert_bits == 8:
+        return _converted(in_blocks=fp8.granularity == "block")
     return as_loaded
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
+from moe_optimizer.errors import InputError
+from moe_optimizer.plan.pass_params import PARAMS_OF, Fp8Params, PassParams, Sparsity24Params
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.specs.quantity import Quantity
 
-FORMAT_PARAM = "weight_format"
-"""Key in `Decision.params` of a pass that has the plugin convert the experts; its value names a weight format."""
+_Params = TypeVar("_Params", bound=PassParams)
 
 
 class Wish(Enum):
@@ -60,10 +61,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What one pass decided.
-
-    `params` are the pass's own settings for its applier, JSON values only.
-    """
+    """What one pass decided."""
 
     pass_name: str
     wish: Wish
@@ -83,7 +81,30 @@ class Decision:
     """True: the server must not count as started when this did not run (exit code 6)."""
     vllm_args: ServeArguments = NO_ARGUMENTS
     env: Mapping[str, str] = field(default_factory=dict)
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: PassParams | None = None
+    """For whoever carries it out and for later passes; None: there is nothing to know."""
     limits: str = ""
     """Where the pass ends: what it does not cover or what it may cost."""
     warnings: tuple[str, ...] = ()
+
+    def params_as(self, kind: type[_Params]) -> _Params:
+        """Return the params, which are of this kind."""
+        assert isinstance(self.params, kind), f"{self.pass_name}: {self.params}, expected {kind.__name__}"
+        return self.params
+
+    @property
+    def weight_format(self) -> str | None:
+        """The plugin's format that the experts are converted to; None: the plugin does not convert them."""
+        return self.params.weight_format if isinstance(self.params, (Fp8Params, Sparsity24Params)) else None
+
+    @staticmethod
+    def json_kinds(data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the type of the params in a decision's JSON form, by its pass.
+
+        Raises:
+            InputError: no pass has params, and some are given.
+        """
+        kind = PARAMS_OF.get(str(data.get("pass_name")))
+        if kind is None and data.get("params") is not None:
+            raise InputError(f"params: got some of pass {data.get('pass_name')!r:.40}, which has none")
+        return {"params": None if kind is None else kind | None}

@@ -44,7 +44,8 @@ def encode(value: Any) -> Any:
 
 def _encode_field(kind: Any, value: Any) -> Any:
     # A whole number in a float field is written as it is read back (16.0): a plan must keep its digest through a file.
-    return float(value) if kind is float and type(value) is int else encode(value)
+    is_float = kind is float or float in typing.get_args(kind)
+    return float(value) if is_float and type(value) is int else encode(value)
 
 
 def decode_text(kind: type[T], text: str, *, origin: str, schema_version: int, hint: str | None = None) -> T:
@@ -86,7 +87,7 @@ def decode(kind: type[T], data: object, *, origin: str) -> T:
 
 
 def _decode(kind: Any, data: Any, where: str) -> Any:
-    if kind is Any:
+    if kind is Any or data is kind is None:
         return data
     if kind is ServeArguments:
         return _decode_arguments(data, where)
@@ -126,9 +127,10 @@ def _decode_dataclass(kind: type, data: Any, where: str) -> Any:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in data:
             raise _error(where, f"field {field.name!r} is missing")
-    values = {name: _decode(kinds[name], item, _below(where, name)) for name, item in data.items()}
     try:
-        return kind(**values)
+        # A field's type may depend on another field.
+        kinds = kinds | kind.json_kinds(data) if hasattr(kind, "json_kinds") else kinds
+        return kind(**{name: _decode(kinds[name], item, name) for name, item in data.items()})
     except InputError as error:
         raise _error(where, str(error), error.hint) from None
 

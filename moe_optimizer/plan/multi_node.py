@@ -31,14 +31,9 @@ _HEAD = f"$(LWS_LEADER_ADDRESS):{RAY_PORT}"
 _JOIN = f"until ray health-check --address {_HEAD}; do sleep 5; done\nexec ray start --address={_HEAD} --block"
 
 
-def machines_per_server(plan: Plan) -> int:
-    """Return how many machines one server of the plan runs on."""
-    return plan.decision("parallelism").params["pipeline_parallel_size"]
-
-
 def render_ray(plan: Plan) -> str:
     """Return the commands for every machine as lines of shell, with what they need as comments."""
-    nodes, each = plan.num_nodes, machines_per_server(plan)
+    nodes, each = plan.num_nodes, plan.parallelism.pipeline_parallel_size
     lines = _comment(
         f"{plan.model.name} on {nodes} machines of {plan.num_gpus // nodes} GPUs each. Every machine has vLLM "
         f"{plan.vllm_version or '>= 0.26'}, moe-optimizer, and the model at the same path."
@@ -94,7 +89,7 @@ def render_lws(plan: Plan) -> str:
     """
     import yaml
 
-    name, each = _name(plan), machines_per_server(plan)
+    name, each = _name(plan), plan.parallelism.pipeline_parallel_size
     template: dict[str, Any] = {"size": each, "restartPolicy": "RecreateGroupOnPodRestart"}
     if each > 1:
         template["leaderTemplate"] = _pod(plan, "leader", f"ray start --head --port={RAY_PORT}")

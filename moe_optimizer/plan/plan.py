@@ -14,13 +14,14 @@ from moe_optimizer.files import read_text
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.json_codec import decode_text, encode
 from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.plan.pass_params import ParallelismParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.workload import WorkloadSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PLAN_FILE = "plan.json"
 """The plan's file in a run folder."""
 _MAX_FILE_BYTES = 64 << 20
@@ -68,6 +69,11 @@ class Plan:
             if decision.pass_name == pass_name:
                 return decision
         raise KeyError(f"{pass_name}: not in the plan, which has {[d.pass_name for d in self.decisions]}")
+
+    @property
+    def parallelism(self) -> ParallelismParams:
+        """How the devices of one server share the model."""
+        return self.decision("parallelism").params_as(ParallelismParams)
 
     @property
     def plugin_decisions(self) -> tuple[Decision, ...]:

@@ -5,65 +5,84 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from moe_optimizer.costs.memory import MemoryRequest, plan_memory
 from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Decision, Wish
 from moe_optimizer.plan.memory_plan import MemoryPlan
-from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
-from moe_optimizer.plan_context.request import WishWithOrigin
-from moe_optimizer.specs.activation_norms import ActivationNormsFile
-from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
+from moe_optimizer.plan.pass_params import (
+    DisaggregationParams,
+    ExpertPlacementParams,
+    Fp8Params,
+    GraphCaptureParams,
+    KvCacheParams,
+    ParallelismParams,
+    PassParams,
+    ReplicasParams,
+    SchedulerParams,
+    Sparsity24Params,
+)
+from moe_optimizer.plan.serve_args import ServeArguments
+from moe_optimizer.plan_context.request import PlanRequest, WishWithOrigin
 from moe_optimizer.specs.hardware import CpuSpec, GpuSpec, HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
-from moe_optimizer.specs.placement_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.specs.workload import WorkloadSpec
 
 if TYPE_CHECKING:
     from moe_optimizer.profiles.schema import Profile
 
+_Params = TypeVar("_Params", bound=PassParams)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanContext:
     """Everything a pass may look at. `decided` holds the decisions of the passes before it."""
 
-    model: ModelSpec
-    hardware: HardwareSpec
-    software: SoftwareSpec
+    request: PlanRequest
+    """What is asked for; its `required` are asked for in its `wishes` too."""
     workload: WorkloadSpec
-    profile: Profile
     device: Literal["cuda", "cpu"]
     """What the server will run on."""
     num_gpus: int
-    """GPUs that one server may use; 0 on the CPU."""
+    """GPUs of a machine that one server may use; 0 on the CPU."""
     dtype: str
     """What the parts that are not quantised are computed in."""
-    wishes: Mapping[str, WishWithOrigin] = field(default_factory=dict)
-    """From flags: a pass's name, or "pass.setting", to a wish. They go before the profile."""
-    required: frozenset[str] = frozenset()
-    """Passes that must be on, and settings ("pass.setting") that must be carried out."""
-    pinned: ServeArguments = NO_ARGUMENTS
-    """The user's own arguments of `vllm serve`. They go before every decision."""
-    fp8_sensitivity: Fp8SensitivityFile | None = None
-    """What FP8 changes in each layer, as measured; None: nothing was."""
-    activation_norms: ActivationNormsFile | None = None
-    """Norms of what the experts' matrices read, on a text; None: nobody measured them."""
-    expert_load: PlacementLoad | None = None
-    """Measured load to place experts by."""
     num_servers: int = 1
     """Servers that share this machine evenly; what is planned is one of them."""
-    num_nodes: int = 1
-    """Machines like this one, each with `num_gpus`."""
-    one_server: bool = False
-    """A flag asks for one server over all machines."""
     decided: Mapping[str, Decision] = field(default_factory=dict)
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model of the request."""
+        return self.request.model
+
+    @property
+    def hardware(self) -> HardwareSpec:
+        """The hardware of the request."""
+        return self.request.hardware
+
+    @property
+    def software(self) -> SoftwareSpec:
+        """The software of the request."""
+        return self.request.software
+
+    @property
+    def profile(self) -> Profile:
+        """The profile of the request."""
+        return self.request.profile
+
+    @property
+    def pinned(self) -> ServeArguments:
+        """The user's own arguments of `vllm serve`. They go before every decision."""
+        return self.request.vllm_args
 
     def with_decision(self, decision: Decision) -> PlanContext:
         """Return the context for the passes after `decision`."""
-        servers = decision.params.get("num_servers", 1)
+        params = decision.params
+        servers = params.num_servers if isinstance(params, (DisaggregationParams, ReplicasParams)) else 1
         return dataclasses.replace(
             self,
             num_gpus=self.num_gpus // servers,
@@ -94,48 +113,47 @@ class PlanContext:
 
     def wish(self, pass_name: str) -> WishWithOrigin:
         """Return what is asked of a pass: by flag if there is one, else by the profile."""
-        if pass_name in self.wishes:
-            return self.wishes[pass_name]
+        if pass_name in self.request.wishes:
+            return self.request.wishes[pass_name]
         return Wish(self.section(pass_name).mode), self.profile_origin
 
     def is_asked_by_flag(self, pass_name: str) -> bool:
         """Whether a flag asks for the pass by name, which goes before what the profile's section says of it."""
-        return self.wishes.get(pass_name, (Wish.AUTO, ""))[0] is Wish.ON
+        return self.request.wishes.get(pass_name, (Wish.AUTO, ""))[0] is Wish.ON
 
     def setting(self, pass_name: str, setting: str) -> WishWithOrigin:
         """Return what is asked of an auto/on/off setting: by flag if there is one, else by the profile."""
         key = f"{pass_name}.{setting}"
-        if key in self.wishes:
-            return self.wishes[key]
+        if key in self.request.wishes:
+            return self.request.wishes[key]
         return Wish(getattr(self.section(pass_name), setting)), self.profile_origin
 
     def is_required(self, pass_name: str) -> bool:
         """Whether the plan may not do without this pass."""
-        return pass_name in self.required or self.section(pass_name).required
+        return pass_name in self.request.required or self.section(pass_name).required
 
     def requires_setting_of(self, pass_name: str) -> bool:
         """Whether the plan may not do without one of the pass's settings, which show only together with the pass."""
-        return any(key.startswith(f"{pass_name}.") for key in self.required)
+        return any(key.startswith(f"{pass_name}.") for key in self.request.required)
+
+    def params(self, kind: type[_Params]) -> _Params | None:
+        """Return what was decided by the pass whose params are of this kind; None: nothing yet, or nothing to know."""
+        return next((each.params for each in self.decided.values() if isinstance(each.params, kind)), None)
 
     @property
-    def tensor_parallel_size(self) -> int:
-        """Devices that share each layer, as decided by the parallelism pass."""
-        return self.decided["parallelism"].params["tensor_parallel_size"]
+    def parallelism(self) -> ParallelismParams:
+        """How the devices of one server share the model."""
+        return self.decided["parallelism"].params_as(ParallelismParams)
 
     @property
-    def pipeline_parallel_size(self) -> int:
-        """Machines that hold successive layers, as decided by the parallelism pass."""
-        return self.decided["parallelism"].params["pipeline_parallel_size"]
+    def scheduler(self) -> SchedulerParams:
+        """The size of one step."""
+        return self.decided["scheduler"].params_as(SchedulerParams)
 
     @property
-    def expert_parallel(self) -> bool:
-        """Whether experts are divided whole, as decided by the parallelism pass."""
-        return self.decided["parallelism"].params["expert_parallel"]
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Copies of the attention part, as decided by the parallelism pass."""
-        return self.decided["parallelism"].params["data_parallel_size"]
+    def kv_cache(self) -> KvCacheParams:
+        """The key/value cache, which the last pass decides."""
+        return self.decided["kv_cache"].params_as(KvCacheParams)
 
     @property
     def gpu_memory_utilization(self) -> float:
@@ -188,9 +206,10 @@ class PlanContext:
         """
         if self.model.quant_method is None and "fp8" in (self.pinned.value("--quantization") or ""):
             return 8, 8
-        decided = [self.decided[name].params for name in ("fp8", "sparsity_24") if name in self.decided]
-        params = next((each for each in decided if "stored_expert_bits" in each), {})
-        return params.get("stored_expert_bits"), params.get("stored_linear_bits")
+        fp8, pruned = self.params(Fp8Params), self.params(Sparsity24Params)
+        if fp8 is not None:
+            return fp8.stored_expert_bits, fp8.stored_linear_bits
+        return (None if pruned is None else pruned.stored_expert_bits), None
 
     def _model_as_served(self) -> ModelSpec:
         """Return the model with its weights in `dtype`; a quantised checkpoint keeps its bytes."""
@@ -206,23 +225,24 @@ class PlanContext:
 
     def split_terms(self) -> dict[str, Any]:
         """Return what a MemoryRequest takes from parallelism and placement: which device holds what."""
-        placement = self.decided.get("expert_placement")
+        split, placement = self.parallelism, self.params(ExpertPlacementParams)
         return {
-            "num_devices": self.tensor_parallel_size,
-            "pipeline_stages": self.pipeline_parallel_size,
-            "expert_parallel": self.expert_parallel,
-            "data_parallel_size": self.data_parallel_size,
-            "expert_copies": placement and placement.params.get("num_redundant_experts"),
+            "num_devices": split.tensor_parallel_size,
+            "pipeline_stages": split.pipeline_parallel_size,
+            "expert_parallel": split.expert_parallel,
+            "data_parallel_size": split.data_parallel_size,
+            "expert_copies": None
+            if placement is None or placement.mode == "initial"
+            else placement.num_redundant_experts,
         }
 
     def memory_terms(self, kv_bits: int) -> dict[str, Any]:
         """Return what a MemoryRequest takes from decisions: `split_terms`, scheduler and graph capture."""
-        scheduler = self.decided["scheduler"].params
         return self.split_terms() | {
-            "max_num_batched_tokens": scheduler["max_num_batched_tokens"],
-            "max_num_seqs": scheduler["max_num_seqs"],
+            "max_num_batched_tokens": self.scheduler.max_num_batched_tokens,
+            "max_num_seqs": self.scheduler.max_num_seqs,
             "kv_bits": kv_bits,
-            "cuda_graphs": self.decided["graph_capture"].params["cuda_graphs"],
+            "cuda_graphs": self.decided["graph_capture"].params_as(GraphCaptureParams).cuda_graphs,
         }
 
     def memory(self, **changes: Any) -> MemoryPlan:

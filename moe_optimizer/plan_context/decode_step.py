@@ -39,7 +39,7 @@ def least_step_us(
     Raises:
         UnsupportedError: a rate of the GPU is not known.
     """
-    model, size = ctx.model, ctx.tensor_parallel_size
+    model, size = ctx.model, ctx.parallelism.tensor_parallel_size
     stored = model.weight_bits if model.quant_method is not None else DTYPE_BYTES[ctx.dtype] * 8
     step = decode_step_floor_us(
         model,
@@ -47,7 +47,7 @@ def least_step_us(
         batch=requests,
         context=full_length(ctx),
         num_gpus=size,
-        data_parallel_size=ctx.data_parallel_size,
+        data_parallel_size=ctx.parallelism.data_parallel_size,
         expert_bits=stored if expert_bits is None else expert_bits,
         linear_bits=stored if linear_bits is None else linear_bits,
         kv_bits=kv_bits,

@@ -16,14 +16,10 @@ _POSITIONAL_MODELS = ("gpt_oss",)
 """Model types whose vLLM loader takes the experts of a rank by position, whatever the expert map says."""
 
 
-def expert_ranks(ctx: PlanContext) -> int:
-    """Return the devices that share the experts under expert parallelism."""
-    return ctx.tensor_parallel_size * ctx.data_parallel_size
-
-
 def load_balancer_runs(ctx: PlanContext) -> bool:
     """Return whether the plan will have vLLM's load balancer whatever computes the experts."""
-    if not ctx.model.is_moe or not ctx.expert_parallel or expert_ranks(ctx) < 2 or why_no_load_balancer(ctx):
+    divided = ctx.model.is_moe and ctx.parallelism.expert_parallel and ctx.parallelism.num_devices > 1
+    if not divided or why_no_load_balancer(ctx):
         return False
     if "--enable-eplb" not in ctx.pinned and ctx.wish("expert_placement")[0] is Wish.OFF:
         return False
@@ -44,7 +40,7 @@ def load_balancer_asked(ctx: PlanContext, why_not_initial: str) -> bool:
         return False
     if ctx.section("expert_placement").redundant_experts:
         return True
-    return ctx.wish("expert_placement")[0] is Wish.ON and bool(why_not_initial or ctx.expert_load is None)
+    return ctx.wish("expert_placement")[0] is Wish.ON and bool(why_not_initial or ctx.request.expert_load is None)
 
 
 def given_replicas(ctx: PlanContext) -> int | None:
@@ -66,10 +62,9 @@ def given_replicas(ctx: PlanContext) -> int | None:
     where = f"{_EPLB_CONFIG}: {_REPLICAS_KEY}: got {replicas!r:.80}"
     if type(replicas) is not int or replicas < 0:
         raise InputError(f"{where}, expected a whole number of at least 0")
-    if (ctx.model.num_experts + replicas) % expert_ranks(ctx):
-        raise InputError(
-            f"{where}, expected {ctx.model.num_experts} experts and the replicas to divide by {expert_ranks(ctx)} GPUs"
-        )
+    experts, ranks = ctx.model.num_experts, ctx.parallelism.num_devices
+    if (experts + replicas) % ranks:
+        raise InputError(f"{where}, expected {experts} experts and the replicas to divide by {ranks} GPUs")
     return replicas
 
 
@@ -87,12 +82,12 @@ def why_no_load_balancer(ctx: PlanContext) -> str:
 
 def why_not_at_the_start(ctx: PlanContext) -> str:
     """Return why the plugin cannot place the experts before they are loaded, whatever computes them, or ""."""
-    if ctx.data_parallel_size > 1:
+    if ctx.parallelism.data_parallel_size > 1:
         return "with data parallelism tokens are sent to ranks by expert number; needs vLLM's EPLB"
     if ctx.model.model_type in _POSITIONAL_MODELS:
         return f"vLLM loads the experts of {ctx.model.model_type} by position"
-    if ctx.model.num_experts % expert_ranks(ctx):
-        return f"{ctx.model.num_experts} experts do not divide by {expert_ranks(ctx)}"
+    if ctx.model.num_experts % ctx.parallelism.num_devices:
+        return f"{ctx.model.num_experts} experts do not divide by {ctx.parallelism.num_devices}"
     strategy = ctx.pinned.value("--expert-placement-strategy") or "linear"
     if strategy != "linear":
         return f"--expert-placement-strategy {strategy} is given"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_optimizer.plan.decision import FORMAT_PARAM, Decision, Status, Wish
+from moe_optimizer.plan.decision import Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
 
 OP = "fused_experts"
@@ -67,9 +67,5 @@ def why_not_for_converted_weights(ctx: PlanContext) -> str:
 
 def converted_format(ctx: PlanContext) -> str | None:
     """Return the format that a pass decided before converts the experts to; None: they stay as loaded."""
-    formats = (each.params[FORMAT_PARAM] for each in ctx.decided.values() if _converts(each))
-    return next(formats, None)
-
-
-def _converts(decision: Decision) -> bool:
-    return decision.status is Status.ON and FORMAT_PARAM in decision.params
+    formats = (each.weight_format for each in ctx.decided.values() if each.status is Status.ON)
+    return next(filter(None, formats), None)

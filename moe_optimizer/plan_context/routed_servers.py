@@ -74,7 +74,7 @@ def local_server_args(serve_args: ServeArguments, port: int, index: int) -> Serv
 
 def gpus_of(ctx: PlanContext, index: int) -> tuple[int, ...]:
     """Return the GPUs of a server, of those that the launcher sees; () on the CPU."""
-    each = ctx.tensor_parallel_size * ctx.data_parallel_size if ctx.device == "cuda" else 0
+    each = ctx.parallelism.num_devices if ctx.device == "cuda" else 0
     return tuple(range(index * each, (index + 1) * each))
 
 

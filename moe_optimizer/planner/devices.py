@@ -75,5 +75,5 @@ def used_gpus(context: PlanContext) -> int:
     """Return the GPUs that the servers take under all decisions, of all machines together; 0 on the CPU."""
     if context.device == "cpu":
         return 0
-    each = context.tensor_parallel_size * context.data_parallel_size * context.num_servers
-    return each * context.num_nodes
+    each = context.parallelism.num_devices * context.num_servers
+    return each * context.request.num_nodes

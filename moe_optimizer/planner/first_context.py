@@ -28,40 +28,23 @@ def first_context(request: PlanRequest, device: Literal["cuda", "cpu"], num_gpus
     """
     profile = request.profile
     required = frozenset(required_key(name) for name in request.required)
-    asked = {name: (Wish.ON, f"flag --require {name}") for name in required if name not in request.wishes}
-    context = PlanContext(
-        model=request.model,
-        hardware=request.hardware,
-        software=request.software,
-        workload=WorkloadSpec(
-            batch_size=request.batch_size or profile.workload.batch_size,
-            input_tokens=profile.workload.input_tokens,
-            output_tokens=profile.workload.output_tokens,
-            max_model_len=_model_len(request),
-        ),
-        profile=profile,
-        device=device,
-        num_gpus=num_gpus,
-        num_nodes=request.num_nodes,
-        one_server=request.one_server,
-        dtype=_dtype(request),
-        wishes={**request.wishes, **asked},
-        required=required,
-        pinned=request.vllm_args,
-        expert_load=request.expert_load,
-        fp8_sensitivity=request.fp8_sensitivity,
-        activation_norms=request.activation_norms,
-    )
-    unknown = context.wishes.keys() - {switch.key for switch in switches()}
+    wishes = {name: (Wish.ON, f"flag --require {name}") for name in required} | dict(request.wishes)
+    unknown = wishes.keys() - {switch.key for switch in switches()}
     assert not unknown, f"wishes for unknown passes or settings: {sorted(unknown)}"
     given = request.vllm_args
     length = given.count("--max-model-len") if given.value("--max-model-len") not in ("auto", "-1") else None
-    workload = dataclasses.replace(
-        context.workload,
-        batch_size=given.count("--max-num-seqs") or context.workload.batch_size,
-        max_model_len=length or context.workload.max_model_len,
+    return PlanContext(
+        request=dataclasses.replace(request, wishes=wishes, required=required),
+        workload=WorkloadSpec(
+            batch_size=given.count("--max-num-seqs") or request.batch_size or profile.workload.batch_size,
+            input_tokens=profile.workload.input_tokens,
+            output_tokens=profile.workload.output_tokens,
+            max_model_len=length or _model_len(request),
+        ),
+        device=device,
+        num_gpus=num_gpus,
+        dtype=_dtype(request),
     )
-    return dataclasses.replace(context, workload=workload)
 
 
 def _model_len(request: PlanRequest) -> int | None:

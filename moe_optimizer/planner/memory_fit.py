@@ -7,21 +7,22 @@ import math
 
 from moe_optimizer.costs.memory import GIB
 from moe_optimizer.errors import DoesNotFitError
-from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.memory_plan import MemoryPlan
+from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.specs.quantity import bytes_in_words
 
 
 def memory_under_decisions(context: PlanContext) -> MemoryPlan:
     """Return the memory of the fullest device under all decisions."""
-    cache = context.decided["kv_cache"].params
+    cache = context.kv_cache
     shortest = context.workload.input_tokens + context.workload.output_tokens
-    terms = context.memory_terms(cache["kv_bits"])
-    memory = context.memory(**terms, max_model_len=min(shortest, cache["wanted_model_len"] or shortest))
+    terms = context.memory_terms(cache.kv_bits)
+    memory = context.memory(**terms, max_model_len=min(shortest, cache.wanted_model_len or shortest))
     if context.device == "cuda":
         return memory
-    size = cache["host_cache_gib"] * GIB
+    assert cache.host_cache_gib is not None, f"planning for {context.device}"
+    size = cache.host_cache_gib * GIB
     if size > memory.kv_cache_bytes:
         # The CPU build takes whole GiB of cache, so less than one is none.
         return dataclasses.replace(memory, fits=False)
@@ -34,15 +35,15 @@ def layers_left_do_not_fit(context: PlanContext, memory: MemoryPlan) -> tuple[st
     """Return a warning where the layers that FP8 may leave unconverted, found while loading, could need more memory
     than the plan leaves unused; () where even all of them fit.
     """
-    fp8 = context.decided["fp8"]
-    if fp8.status is not Status.ON or fp8.params.get("max_layer_error") is None:
+    fp8 = context.params(Fp8Params)
+    if fp8 is None or fp8.max_layer_error is None:
         return ()
-    terms = context.memory_terms(context.decided["kv_cache"].params["kv_bits"])
+    terms = context.memory_terms(context.kv_cache.kv_bits)
     more = context.memory(**terms, expert_bits=None).weight_bytes - memory.weight_bytes
     if more <= memory.unused_bytes:
         return ()
     return (
-        f"fp8: layers that it changes by more than {fp8.params['max_layer_error']:g} stay {context.dtype}, found while "
+        f"fp8: layers that it changes by more than {fp8.max_layer_error:g} stay {context.dtype}, found while "
         f"loading; all of them would take {bytes_in_words(more)} more than planned, and "
         f"{bytes_in_words(memory.unused_bytes)} are unused: "
         "measure them before (fp8.sensitivity), or keep none (max_layer_error: null)",
@@ -70,14 +71,14 @@ def require_fit(context: PlanContext, memory: MemoryPlan) -> None:
 def _where(context: PlanContext) -> str:
     if context.device == "cpu":
         return "this machine"
-    machines = f"{context.num_nodes} machines of " if context.num_nodes > 1 else ""
-    return f"{machines}{context.tensor_parallel_size * context.data_parallel_size} x {context.gpu.name}"
+    machines = f"{context.request.num_nodes} machines of " if context.request.num_nodes > 1 else ""
+    return f"{machines}{context.parallelism.num_devices} x {context.gpu.name}"
 
 
 def _fit_hint(context: PlanContext) -> str:
     if context.device == "cpu":
         return "use a smaller model or a machine with more memory"
-    terms = context.memory_terms(context.decided["kv_cache"].params["kv_bits"]) | {"num_devices": 1}
+    terms = context.memory_terms(context.kv_cache.kv_bits) | {"num_devices": 1}
     planned = context.memory(**terms).min_devices
     stored = context.memory(**terms, expert_bits=None, linear_bits=None).min_devices
     needs = {
@@ -87,7 +88,7 @@ def _fit_hint(context: PlanContext) -> str:
     }
     if planned != stored:
         needs = {"as planned": planned} | needs
-    copies = context.data_parallel_size
+    copies = context.parallelism.data_parallel_size
     words = ", ".join(f"{'more than 64' if each is None else each * copies} {how}" for how, each in needs.items())
     each_server = " for each server" if context.num_servers > 1 else ""
     advice = "" if planned is None else _advice(context, planned)
@@ -102,8 +103,8 @@ def _advice(context: PlanContext, needed: int) -> str:
         needed: GPUs for one copy of the model.
     """
     asked, there = context.profile.passes.parallelism, context.hardware.num_gpus
-    wanted = needed * context.data_parallel_size * context.num_servers
-    if context.num_nodes > 1 or needed <= context.tensor_parallel_size or wanted > there:
+    wanted = needed * context.parallelism.data_parallel_size * context.num_servers
+    if context.request.num_nodes > 1 or needed <= context.parallelism.tensor_parallel_size or wanted > there:
         return ""
     if asked.max_gpus is not None and asked.max_gpus < wanted:
         return f"; {there} are there, and {context.profile_origin} uses at most {asked.max_gpus}: take another profile"

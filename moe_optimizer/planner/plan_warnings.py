@@ -42,10 +42,10 @@ def plan_warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan
     if request.expert_load is not None and placement.status is not Status.ON:
         path = request.expert_load.placed_by.path
         warnings.append(f"experts are not placed by the load given ({path}): {placement.reason}")
-    cache = context.decided["kv_cache"].params
-    if cache["max_model_len"] is not None and cache["max_model_len"] < (cache["wanted_model_len"] or 0):
+    cache = context.kv_cache
+    if cache.max_model_len is not None and cache.max_model_len < (cache.wanted_model_len or 0):
         warnings.append(
-            f"max-model-len is {cache['max_model_len']} instead of {cache['wanted_model_len']}: "
+            f"max-model-len is {cache.max_model_len} instead of {cache.wanted_model_len}: "
             f"the cache holds {memory.kv_tokens} tokens"
         )
     warnings += layers_left_do_not_fit(context, memory)

@@ -42,11 +42,11 @@ def make_plan(request: PlanRequest) -> Plan:
     check_for_device(request, device)
     num_gpus, gpu_warnings = usable_gpus(request, device)
     context = first_context(request, device, num_gpus)
-    check_wishes(context.wishes, device)
+    check_wishes(context.request.wishes, device)
     for optimization in all_passes():
         decision = _without_users(optimization.decide(context), request.vllm_args)
         context = context.with_decision(decision)
-    if context.num_nodes > 1 and context.num_servers > 1:
+    if context.request.num_nodes > 1 and context.num_servers > 1:
         raise UnsupportedError("disaggregation: its servers are planned on one machine, expected no --nodes")
     _check_load_balancer(context)
     decisions = tuple(context.decided.values())
@@ -81,7 +81,7 @@ def _check_load_balancer(context: PlanContext) -> None:
     """Refuse the user's own --enable-eplb where vLLM ends on it: it balances whole experts between GPUs."""
     if not context.pinned.is_on("--enable-eplb"):
         return
-    if context.device == "cuda" and context.expert_parallel:
+    if context.device == "cuda" and context.parallelism.expert_parallel:
         return
     on_gpus = "add --enable-expert-parallel and a GPU to share them with, or leave it out"
     raise UnsupportedError(
@@ -112,7 +112,7 @@ def _require_required(context: PlanContext) -> None:
                 hint=_WITHOUT,
             )
     passes = {each.name: each for each in all_passes()}
-    for key in context.required:
+    for key in context.request.required:
         name, _, setting = key.partition(".")
         why_off = passes[name].why_setting_off(context.decided[name], setting) if setting else ""
         if why_off:

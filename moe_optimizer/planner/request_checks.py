@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import required_key
@@ -32,65 +32,44 @@ _NOT_PLANNED = {
 """Arguments of `vllm serve` that would start another server than is planned, or put a secret into the plan."""
 
 
-def _is_given(value: str) -> bool:
-    return value != "false"
-
-
-def _is_negated(value: str) -> bool:
-    return value == "false"
-
-
-def _is_fp8(value: str) -> bool:
-    return "fp8" in value
-
-
-def _is_another_cache(value: str) -> bool:
-    return "fp8" not in value
-
-
-def _is_without_deep_ep(value: str) -> bool:
-    return not value.startswith("deepep")
-
-
-def _is_zero(value: str) -> bool:
-    return value == "0"
-
-
-def _is_another_backend(value: str) -> bool:
-    return value not in ("auto", "triton")
-
-
-_CONTRADICTING_ARGUMENTS: tuple[tuple[str, Wish, str, Callable[[str], bool]], ...] = (
-    ("graph_capture", Wish.ON, "--enforce-eager", _is_given),
-    ("graph_capture", Wish.ON, "--optimization-level", _is_zero),
-    ("graph_capture", Wish.ON, "--max-cudagraph-capture-size", _is_zero),
-    ("kv_cache", Wish.OFF, "--kv-cache-dtype", _is_fp8),
-    ("kv_cache", Wish.ON, "--kv-cache-dtype", _is_another_cache),
-    ("kv_cache.tiering", Wish.OFF, "--kv-offloading-size", _is_given),
-    ("kv_cache.tiering", Wish.ON, "--enable-prefix-caching", _is_negated),
-    ("kv_cache.tiering", Wish.ON, "--kv-transfer-config", _is_given),
-    ("parallelism", Wish.OFF, "--tensor-parallel-size", _is_given),
-    ("parallelism", Wish.OFF, "--data-parallel-size", _is_given),
-    ("parallelism.expert_parallel", Wish.OFF, "--enable-expert-parallel", _is_given),
-    ("parallelism.expert_parallel", Wish.ON, "--enable-expert-parallel", _is_negated),
-    ("dual_batch_overlap", Wish.OFF, "--enable-dbo", _is_given),
-    ("dual_batch_overlap", Wish.ON, "--enable-dbo", _is_negated),
-    ("dual_batch_overlap", Wish.ON, "--all2all-backend", _is_without_deep_ep),
-    ("expert_placement", Wish.OFF, "--enable-eplb", _is_given),
-    ("expert_placement", Wish.ON, "--enable-eplb", _is_negated),
-    ("expert_load", Wish.ON, "--enable-return-routed-experts", _is_given),
-    ("expert_load", Wish.ON, "--enable-dbo", _is_given),
-    ("flash_dmoe", Wish.ON, "--moe-backend", _is_another_backend),
-    ("fp8", Wish.OFF, "--quantization", _is_fp8),
-    ("fp8", Wish.ON, "--quantization", _is_given),
-    ("fp8", Wish.ON, "--quantization-config", _is_given),
-    ("sparsity_24", Wish.ON, "--quantization", _is_given),
-    ("disaggregation", Wish.ON, "--kv-transfer-config", _is_given),
-    ("disaggregation", Wish.ON, "--kv-offloading-size", _is_given),
-    ("disaggregation", Wish.ON, "--ssl-certfile", _is_given),
-    ("replicas", Wish.ON, "--ssl-certfile", _is_given),
+_GIVEN = r"(?!false$).*"
+_NEGATED = r"false"
+_ZERO = r"0"
+_FP8 = r".*fp8.*"
+_NOT_FP8 = r"(?!.*fp8).*"
+_NOT_DEEP_EP = r"(?!deepep).*"
+_NOT_TRITON = r"(?!(auto|triton)$).*"
+_CONTRADICTING_ARGUMENTS: tuple[tuple[str, Wish, str, str], ...] = (
+    ("graph_capture", Wish.ON, "--enforce-eager", _GIVEN),
+    ("graph_capture", Wish.ON, "--optimization-level", _ZERO),
+    ("graph_capture", Wish.ON, "--max-cudagraph-capture-size", _ZERO),
+    ("kv_cache", Wish.OFF, "--kv-cache-dtype", _FP8),
+    ("kv_cache", Wish.ON, "--kv-cache-dtype", _NOT_FP8),
+    ("kv_cache.tiering", Wish.OFF, "--kv-offloading-size", _GIVEN),
+    ("kv_cache.tiering", Wish.ON, "--enable-prefix-caching", _NEGATED),
+    ("kv_cache.tiering", Wish.ON, "--kv-transfer-config", _GIVEN),
+    ("parallelism", Wish.OFF, "--tensor-parallel-size", _GIVEN),
+    ("parallelism", Wish.OFF, "--data-parallel-size", _GIVEN),
+    ("parallelism.expert_parallel", Wish.OFF, "--enable-expert-parallel", _GIVEN),
+    ("parallelism.expert_parallel", Wish.ON, "--enable-expert-parallel", _NEGATED),
+    ("dual_batch_overlap", Wish.OFF, "--enable-dbo", _GIVEN),
+    ("dual_batch_overlap", Wish.ON, "--enable-dbo", _NEGATED),
+    ("dual_batch_overlap", Wish.ON, "--all2all-backend", _NOT_DEEP_EP),
+    ("expert_placement", Wish.OFF, "--enable-eplb", _GIVEN),
+    ("expert_placement", Wish.ON, "--enable-eplb", _NEGATED),
+    ("expert_load", Wish.ON, "--enable-return-routed-experts", _GIVEN),
+    ("expert_load", Wish.ON, "--enable-dbo", _GIVEN),
+    ("flash_dmoe", Wish.ON, "--moe-backend", _NOT_TRITON),
+    ("fp8", Wish.OFF, "--quantization", _FP8),
+    ("fp8", Wish.ON, "--quantization", _GIVEN),
+    ("fp8", Wish.ON, "--quantization-config", _GIVEN),
+    ("sparsity_24", Wish.ON, "--quantization", _GIVEN),
+    ("disaggregation", Wish.ON, "--kv-transfer-config", _GIVEN),
+    ("disaggregation", Wish.ON, "--kv-offloading-size", _GIVEN),
+    ("disaggregation", Wish.ON, "--ssl-certfile", _GIVEN),
+    ("replicas", Wish.ON, "--ssl-certfile", _GIVEN),
 )
-"""A wish by flag, and an argument of `vllm serve` whose value says the opposite."""
+"""A wish by flag, an argument of `vllm serve`, and the values of it that say the opposite."""
 
 
 def check_request(request: PlanRequest) -> None:
@@ -160,11 +139,16 @@ def _check_contradictions(request: PlanRequest) -> None:
         wish, origin = request.wishes.get(name, (Wish(section.mode), f"profile {request.profile.name}"))
         if section.required and wish is Wish.OFF:
             raise InputError(f"profile {request.profile.name} requires {name}, and {origin} switches it off")
-    for key, wanted, flag, contradicts in _CONTRADICTING_ARGUMENTS:
+    for key, wanted, flag, opposite in _CONTRADICTING_ARGUMENTS:
         wish, origin = request.wishes.get(key, (None, ""))
         # The kill switch in the environment switches this package off, not the user's own arguments.
         value = request.vllm_args.value(flag)
-        if wish is wanted and origin.startswith("flag ") and value is not None and contradicts(value):
+        if (
+            wish is wanted
+            and origin.startswith("flag ")
+            and value is not None
+            and re.fullmatch(opposite, value, re.DOTALL)
+        ):
             asked = f"--no-{flag.removeprefix('--')}" if value == "false" else f"{flag} {value}".rstrip()
             raise InputError(
                 f"{origin.removeprefix('flag ')} and {asked:.80} after -- contradict each other",

@@ -19,7 +19,7 @@ def own_arguments(request: PlanRequest, context: PlanContext) -> ServeArguments:
         arguments.append("--trust-remote-code")
     if request.dtype is not None or context.device == "cpu":
         arguments += ["--dtype", context.dtype]
-    length = context.decided["kv_cache"].params["max_model_len"]
+    length = context.kv_cache.max_model_len
     if length is not None and length != context.model.max_model_len:
         arguments += ["--max-model-len", str(length)]
     if context.device == "cuda":
@@ -42,7 +42,7 @@ def serve_environment(context: PlanContext) -> dict[str, str]:
     """Return the variables that vLLM is started with beside its own environment."""
     environment: dict[str, str] = {}
     if context.device == "cpu":
-        environment["VLLM_CPU_KVCACHE_SPACE"] = str(context.decided["kv_cache"].params["host_cache_gib"])
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(context.kv_cache.host_cache_gib)
     for decision in context.decided.values():
         environment |= decision.env
     return environment

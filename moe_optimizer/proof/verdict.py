@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moe_optimizer.plan.decision import FORMAT_PARAM, Applier, Decision, Status
+from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.pass_params import Fp8Params, Sparsity24Params
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import PassProof, Proof
 from moe_optimizer.proof.shown import serves_fp8_checkpoint, shown_by_workers
@@ -51,7 +52,7 @@ def all_holders_reported(proofs: Iterable[Proof], *, copies: int = 1) -> bool:
 
 def _engines(plan: Plan) -> int:
     """Return the number of independent engines: one for each data parallel copy of a model without experts."""
-    return 1 if plan.model.is_moe else plan.decision("parallelism").params["data_parallel_size"]
+    return 1 if plan.model.is_moe else plan.parallelism.data_parallel_size
 
 
 def not_running(
@@ -129,7 +130,7 @@ def _what_is_missing(decision: Decision, proofs: Sequence[Proof], copies: int) -
 
 def layers_left(decision: Decision, proofs: Iterable[Proof]) -> str:
     """Return which layers a converting pass left as they were loaded, and why; "" when it left none."""
-    if FORMAT_PARAM not in decision.params:
+    if decision.weight_format is None:
         return ""
     entries = (entry for proof in model_holders(proofs) for entry in proof.passes.values())
     left = {layer.name: layer.why_plain for entry in entries for layer in entry.layers if layer.why_plain}
@@ -144,8 +145,10 @@ def layers_left(decision: Decision, proofs: Iterable[Proof]) -> str:
 
 def _unplanned_bytes(decision: Decision, proof: Proof) -> int:
     """Return by how many bytes the weights of one worker exceed the plan, because of layers that were not converted."""
-    params = decision.params
-    kept, planned_bits = params.get("kept_layers", ()), params.get("expert_bits") or params["stored_expert_bits"]
+    if isinstance(decision.params, Fp8Params):
+        kept, planned_bits = decision.params.excluded_layers, 8
+    else:
+        kept, planned_bits = (), decision.params_as(Sparsity24Params).stored_expert_bits
     layers = {layer.name: layer for entry in proof.passes.values() for layer in entry.layers if layer.why_plain}
     unplanned = [layer for layer in layers.values() if decoder_layer(layer.name) not in kept]
     return round(sum(layer.weight_bytes - layer.num_weights * planned_bits / 8 for layer in unplanned))

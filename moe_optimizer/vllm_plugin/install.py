@@ -12,7 +12,8 @@ from typing import Any
 
 from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.log import get_logger
-from moe_optimizer.plan.decision import FORMAT_PARAM, Decision
+from moe_optimizer.plan.decision import Decision
+from moe_optimizer.plan.pass_params import ExpertPlacementParams, FlashDmoeParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.shown import flag_decisions
 from moe_optimizer.vllm_plugin.compat import supported_version
@@ -92,13 +93,13 @@ def install_experts(session: PluginSession, decision: Decision | None = None) ->
     if not _vllm_fits(session, EXPERTS_PASS, changes_graph=True):
         return
     _patch(session, EXPERTS_PASS, UNQUANTIZED_ORACLE)
-    if decision is None or decision.params.get("kernel") == "cuda":
+    if decision is None or decision.params_as(FlashDmoeParams).kernel == "cuda":
         _patch(session, EXPERTS_PASS, FP8_ORACLE)
 
 
 def install_fp8(session: PluginSession, decision: Decision) -> None:
     """Have the experts converted by the plugin, or all weights by vLLM with another quantiser."""
-    if FORMAT_PARAM in decision.params:
+    if decision.weight_format is not None:
         install_conversion(session, decision)
     else:
         _patch(session, FP8_PASS, ONLINE_FP8_QUANTIZER, refusal="vLLM's own quantizer is used: ")
@@ -133,7 +134,7 @@ def install_placement(session: PluginSession, decision: Decision) -> None:
     """Place experts by expert maps before loading, or as the policy of vLLM's EPLB."""
     if not _vllm_fits(session, PLACEMENT_PASS):
         return
-    if decision.params["mode"] == "eplb":
+    if decision.params_as(ExpertPlacementParams).mode == "eplb":
         from moe_optimizer.vllm_plugin.placement.eplb_policy import register_policy
 
         register_policy(session)

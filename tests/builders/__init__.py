@@ -13,9 +13,19 @@ from tests.builders.models import (
     shaped_model,
     tiny_moe,
 )
-from tests.builders.plans import context, decided_by, expert_load, placement_load, profile_with, request, with_arguments
+from tests.builders.plans import (
+    asking,
+    context,
+    decided_by,
+    expert_load,
+    placement_load,
+    profile_with,
+    request,
+    with_arguments,
+)
 
 __all__ = [
+    "asking",
     "context",
     "cpu_machine",
     "decided_by",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections.abc import Mapping
 from typing import Any
 
 from moe_optimizer.plan.plan import Plan
@@ -75,30 +77,39 @@ def placement_load(model: ModelSpec, /, *, checked: bool = True, **changes: Any)
 
 
 def context(model: ModelSpec, hardware: HardwareSpec, profile: Profile | None = None, **changes: Any) -> PlanContext:
-    """Return what a pass is given, before any decision."""
+    """Return what a pass is given, before any decision; `changes` of its own fields and of its request's.
+
+    `pinned` are the user's own arguments by their flags, see `pinned_arguments`.
+    """
     profile = profile or load_profile("balanced")
+    if "pinned" in changes:
+        changes["vllm_args"] = pinned_arguments(changes.pop("pinned")).words
     fields: dict[str, Any] = {
-        "model": model,
-        "hardware": hardware,
-        "software": software("cuda" if hardware.gpu else "cpu"),
         "workload": WorkloadSpec(
             batch_size=profile.workload.batch_size,
             input_tokens=profile.workload.input_tokens,
             output_tokens=profile.workload.output_tokens,
             max_model_len=profile.max_model_len,
         ),
-        "profile": profile,
         "device": "cuda" if hardware.gpu else "cpu",
         "num_gpus": hardware.num_gpus,
         "dtype": model.dtype,
     }
-    if isinstance(changes.get("pinned"), dict):
-        changes["pinned"] = pinned_arguments(changes["pinned"])
-    return PlanContext(**(fields | changes))
+    of_context = {field.name for field in dataclasses.fields(PlanContext)}
+    own = {key: value for key, value in changes.items() if key in of_context}
+    asked = {key: value for key, value in changes.items() if key not in of_context}
+    return PlanContext(request=request(model, hardware, profile, **asked), **(fields | own))
 
 
-def pinned_arguments(values: dict[str, str]) -> ServeArguments:
+def asking(ctx: PlanContext, **changes: Any) -> PlanContext:
+    """Return the context of a request that is changed."""
+    return dataclasses.replace(ctx, request=dataclasses.replace(ctx.request, **changes))
+
+
+def pinned_arguments(values: ServeArguments | Mapping[str, str]) -> ServeArguments:
     """Return the user's own arguments from their values; "" for a bare flag, "false" for its --no- form."""
+    if isinstance(values, ServeArguments):
+        return values
     words = []
     for flag, value in values.items():
         words += [f"--no-{flag[2:]}"] if value == "false" else [flag, value] if value else [flag]

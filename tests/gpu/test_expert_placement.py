@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from moe_optimizer.launcher.launch import running
+from moe_optimizer.plan.pass_params import ExpertPlacementParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import PassProof, read_proofs
 from moe_optimizer.proof.verdict import model_holders
@@ -109,23 +110,23 @@ def stock(serve: Serve) -> Sequence[Answer]:
 def test_placed_experts_give_the_tokens_of_stock(stock: Sequence[Answer], serve: Serve) -> None:
     # Weights that moved without their map, or a map without its weights, send tokens to wrong experts.
     plan = make("--enable-expert-parallel", placed={"mode": "on"}, expert_load=placement_load(tiny_moe()))
-    params = plan.decision(PASS).params
-    assert params["mode"] == "initial"
-    for row in params["experts"].values():
+    params = plan.decision(PASS).params_as(ExpertPlacementParams)
+    assert params.mode == "initial"
+    for row in params.experts.values():
         in_order = {str(expert) for expert in range(EXPERTS // GPUS)}
         assert set(row.split()[: EXPERTS // GPUS]) != in_order, "a layer's experts did not move"
     answers, proofs = serve(plan)
     assert len(proofs) == GPUS
     for entry in proofs:
         assert (entry.applied, entry.ran, entry.why_not) == (True, True, "")
-        assert entry.digest == params["digest"]
+        assert entry.digest == params.digest
     for at_stock, ours in zip(stock, answers, strict=True):
         assert_same_up_to_a_tie(at_stock, ours, spacings=ROUNDING)
 
 
 def test_experts_that_vllm_moves_by_our_policy_give_the_tokens_of_stock(stock: Sequence[Answer], serve: Serve) -> None:
     plan = make("--enable-expert-parallel", placed={"mode": "on", "redundant_experts": REPLICAS})
-    assert plan.decision(PASS).params == {"mode": "eplb", "num_redundant_experts": REPLICAS}
+    assert plan.decision(PASS).params == ExpertPlacementParams(mode="eplb", num_redundant_experts=REPLICAS)
 
     def wait_until_rearranged(url: str, run_dir: Path) -> None:
         deadline = time.monotonic() + REARRANGED_TIMEOUT_S

@@ -12,6 +12,7 @@ import pytest
 
 from moe_optimizer.launcher.launch import ServerInfo, running
 from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.pass_params import KvCacheParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import PassProof
 from moe_optimizer.proof.verdict import model_holders
@@ -89,7 +90,7 @@ def test_blocks_that_left_the_gpu_come_back_from_host_memory(tmp_path: Path) -> 
         {"kv_cache": {"tiering": "on"}}, (), "--enforce-eager", "--num-gpu-blocks-override", "48", "--block-size", "16"
     )
     (decision,) = [each for each in plan.decisions if each.pass_name == "kv_cache"]
-    assert decision.params["host_tier_gib"], decision
+    assert decision.params_as(KvCacheParams).offload_gib, decision
     with running(plan, run_dir=tmp_path, ready_timeout_s=READY_TIMEOUT_S) as info:
         prompts = [[100 + (seed * 97 + position * 31) % 1500 for position in range(400)] for seed in range(3)]
         first = [complete(info, prompt) for prompt in prompts]

@@ -15,6 +15,8 @@ import torch
 from moe_optimizer.ops import reference
 from moe_optimizer.ops.cuda_variants import candidate_variants, rounds_activations
 from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
+from moe_optimizer.plan.pass_params import FlashDmoeParams
+from moe_optimizer.specs.kernel_speeds import TokenRange, kernel_for
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM")
 
@@ -25,14 +27,14 @@ SHAPES = [(16, 128, 128, 4), (128, 2048, 768, 8)]
 TOKENS = (1, 2, 5, 8, 12, 30, 64, 200)
 
 
-def ranges(experts: int, hidden: int, width: int, top_k: int, weight_bytes: int) -> list[dict[str, Any]]:
+def ranges(experts: int, hidden: int, width: int, top_k: int, weight_bytes: int) -> tuple[TokenRange, ...]:
     """A direct and two grouped kernels of ours, and vLLM's in between."""
     found = []
     for tokens, index in ((8, 0), (16, -1), (64, -1)):
         sizes = MoeSizes(num_tokens=tokens, top_k=top_k, num_experts=experts, hidden_size=hidden,
                          intermediate_size=width, weight_bytes=weight_bytes)  # fmt: skip
-        found.append({"up_to": tokens, "use": str(candidate_variants(sizes)[index])})
-    return [*found[:2], {"up_to": 40, "use": "stock"}, found[2]]
+        found.append(TokenRange(up_to=tokens, use=str(candidate_variants(sizes)[index])))
+    return (*found[:2], TokenRange(up_to=40, use="stock"), found[2])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +44,7 @@ def workspace() -> None:
     init_workspace_manager(torch.device("cuda"))
 
 
-def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dispatch: dict[str, Any]) -> Any:
+def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dispatch: dict[str, tuple[TokenRange, ...]]) -> Any:
     """A plan that has our kernels on with this dispatch is this process's own."""
     from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
     from moe_optimizer.vllm_plugin import session as sessions
@@ -54,7 +56,7 @@ def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dispatch: dict[str
 
     decision = Decision(
         pass_name="flash_dmoe", wish=Wish.ON, wish_origin="test", status=Status.ON, value="", reason="",
-        applier=Applier.PLUGIN, params={"kernel": "cuda", "dispatch": dispatch}, required=True,
+        applier=Applier.PLUGIN, params=FlashDmoeParams(kernel="cuda", dispatch=dispatch), required=True,
     )  # fmt: skip
     monkeypatch.setattr(sessions, "_current", None)
     plan: Any = Plan((decision,))
@@ -169,7 +171,7 @@ def test_every_number_of_tokens_is_right_and_goes_where_the_plan_says(shape, fp8
     layer = make_layer(shape, fp8=fp8, apart=apart)
     expected: dict[str, int] = {}
     for tokens in TOKENS:
-        use = next((each["use"] for each in planned if tokens <= each["up_to"]), "stock")
+        use = kernel_for(planned, tokens)
         expected[use] = expected.get(use, 0) + 1
         inputs = layer.inputs(tokens)
         layer.assert_right(layer.forward(*inputs), *inputs, rounded=use == "stock" or rounds_activations(use))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 
 from moe_optimizer import autoload
 from moe_optimizer.errors import InputError
+from moe_optimizer.plan.pass_params import ParallelismParams
+from moe_optimizer.plan.plan import SCHEMA_VERSION
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.vllm_plugin.server_facts import ServerFacts
@@ -87,7 +90,7 @@ def test_a_missing_plan_stops_the_process(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_a_plan_that_is_no_plan_stops_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    path.write_text('{"schema_version": 1, "surprise": 2}')
+    path.write_text(json.dumps({"schema_version": SCHEMA_VERSION, "surprise": 2}))
     monkeypatch.setenv("MOE_OPTIMIZER_PLAN", str(path))
     with pytest.raises(InputError, match="surprise"):
         autoload.register()
@@ -126,8 +129,8 @@ def test_a_running_server_is_not_planned_as_half_of_a_group() -> None:
 
 def test_a_running_server_is_planned_for_as_it_is() -> None:
     plan = autoload.plan_for_server(FACTS, load_profile("balanced"), None)
-    parallelism = plan.decision("parallelism").params
-    assert (parallelism["tensor_parallel_size"], parallelism["expert_parallel"]) == (2, True)
+    parallelism = plan.decision("parallelism").params_as(ParallelismParams)
+    assert (parallelism.tensor_parallel_size, parallelism.expert_parallel) == (2, True)
     assert plan.workload.max_model_len == 256
     assert plan.workload.batch_size == 4
 
@@ -136,7 +139,7 @@ def test_a_running_server_that_slices_its_experts_is_not_planned_with_whole_ones
     facts = dataclasses.replace(FACTS, expert_parallel=False)
     whole = profile_with(passes={"parallelism": {"expert_parallel": "on"}})
     plan = autoload.plan_for_server(facts, whole, None)
-    assert plan.decision("parallelism").params["expert_parallel"] is False
+    assert plan.parallelism.expert_parallel is False
 
 
 def test_a_worker_bound_to_one_core_plans_for_the_cores_of_all_workers() -> None:
@@ -146,7 +149,7 @@ def test_a_worker_bound_to_one_core_plans_for_the_cores_of_all_workers() -> None
         plan = autoload.plan_for_server(FACTS, load_profile("balanced"), None)
     finally:
         os.sched_setaffinity(0, before)
-    assert plan.decision("parallelism").params["tensor_parallel_size"] == 2
+    assert plan.parallelism.tensor_parallel_size == 2
 
 
 def software_planned_for(monkeypatch: pytest.MonkeyPatch) -> SoftwareSpec:

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 
 from moe_optimizer.plan.decision import Applier, Status
+from moe_optimizer.plan.pass_params import FlashDmoeParams
+from moe_optimizer.specs.kernel_speeds import TokenRange
 from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.vllm.conftest import tiny_plan
 from tests.vllm.expert_layers import PASS
 
-RANGES = [{"up_to": 2, "use": "direct"}, {"up_to": 4, "use": "stock"}, {"up_to": 8, "use": "grouped-bf16-n16"}]
+RANGES = tuple(
+    TokenRange(up_to=up_to, use=use) for up_to, use in ((2, "direct"), (4, "stock"), (8, "grouped-bf16-n16"))
+)
 """The dispatch of the tests' plans."""
 
 
@@ -31,7 +35,7 @@ def activated(
             status=Status.ON,
             applier=Applier.PLUGIN,
             required=required,
-            params={"kernel": "cuda", "dispatch": dispatch},
+            params=FlashDmoeParams(kernel="cuda", dispatch=dispatch),
         )
         if each.pass_name == PASS
         else each

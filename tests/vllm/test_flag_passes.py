@@ -16,6 +16,7 @@ from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.launch import ServerInfo, serve
 from moe_optimizer.launcher.replica_traffic import prompt_tokens
 from moe_optimizer.plan.decision import Applier, Status
+from moe_optimizer.plan.pass_params import KvCacheParams, SchedulerParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.proof.verdict import not_running
@@ -75,7 +76,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def test_the_scheduler_has_the_planned_sizes(seen: Seen) -> None:
-    tokens = seen.plan.decision("scheduler").params["max_num_batched_tokens"]
+    tokens = seen.plan.decision("scheduler").params_as(SchedulerParams).max_num_batched_tokens
     assert "'max_num_seqs': 6" in seen.arguments
     assert f"'max_num_batched_tokens': {tokens}" in seen.arguments
     assert "'performance_mode': 'interactivity'" in seen.arguments
@@ -84,7 +85,8 @@ def test_the_scheduler_has_the_planned_sizes(seen: Seen) -> None:
 def test_the_cache_has_the_planned_type_and_holds_the_planned_length(seen: Seen) -> None:
     (labels,) = re.findall(r"^vllm:cache_config_info\{(.*)\}", seen.metrics, re.MULTILINE)
     # FP8 where vLLM's CPU build has it.
-    assert f'cache_dtype="{seen.plan.decision("kv_cache").params["dtype"]}"' in labels
+    planned = seen.plan.decision("kv_cache").params_as(KvCacheParams)
+    assert f'cache_dtype="{planned.dtype}"' in labels
     assert "'max_model_len': 500" in seen.arguments
     blocks, size = (int(re.findall(rf'{name}="(\d+)"', labels)[0]) for name in ("num_gpu_blocks", "block_size"))
     assert blocks * size >= 500

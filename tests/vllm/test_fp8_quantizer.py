@@ -5,6 +5,7 @@ vLLM converts on GPUs; the function that it calls for each weight runs here too.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from moe_optimizer.vllm_plugin.experts import online_fp8_quantizer
 from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
 from moe_optimizer.vllm_plugin.patch import PatchState
 from moe_optimizer.vllm_plugin.session import PluginSession
-from tests.builders import gpus, profile_with, qwen3_30b_a3b, request
+from tests.builders import gpus, profile_with, qwen3_30b_a3b, request, software
 
 pytestmark = pytest.mark.vllm
 
@@ -39,9 +40,11 @@ def activate(deep_gemm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(patches, "_reports", {})
     online_fp8_quantizer._say_once.cache_clear()
 
-    def start(quantizer: str) -> PluginSession:
+    def start(quantizer: str, **changes: Any) -> PluginSession:
         profile = profile_with("balanced", {"fp8": {"quantizer": quantizer}, "expert_load": {"mode": "off"}})
-        plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm"), profile, wishes={"fp8": (Wish.ON, "test")}))
+        plan = make_plan(
+            request(qwen3_30b_a3b(), gpus("h100_sxm"), profile, wishes={"fp8": (Wish.ON, "test")}, **changes)
+        )
         return install.install_plan(plan, run_dir=tmp_path)
 
     yield start
@@ -80,11 +83,8 @@ def test_vllms_conversion_calls_it_though_it_was_imported_before(
 def test_the_transformer_engine_says_once_why_it_is_not_used(
     deep_gemm: Any, activate: Callable[..., PluginSession], caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = activate("builtin")
-    assert session.plan is not None
-    decision = session.wanted("fp8")
-    assert decision is not None
-    decision.params["quantizer"] = "transformer_engine"  # pyright: ignore[reportIndexIssue] - as planned on another machine
+    elsewhere = dataclasses.replace(software("cuda"), transformer_engine=True)
+    session = activate("transformer_engine", software=elsewhere)
     for _ in range(3):
         deep_gemm.per_block_cast_to_fp8(weight())
     assert session.proof.passes["fp8"].kernel == "FP8 quantizer builtin"

@@ -9,6 +9,7 @@ import pytest
 
 from moe_optimizer.inspection.fp8_sensitivity import read_sensitivity_file
 from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
 from tests.builders import cpu_machine, profile_with, request, tiny_moe
@@ -45,4 +46,4 @@ def test_the_plan_keeps_what_changes_more_than_the_budget(sensitivity: Fp8Sensit
     plan = make_plan(
         request(tiny_moe(), cpu_machine(), profile, wishes={"fp8": (Wish.ON, "test")}, fp8_sensitivity=sensitivity)
     )
-    assert plan.decision("fp8").params["kept_layers"] == [worst]
+    assert plan.decision("fp8").params_as(Fp8Params).excluded_layers == (worst,)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.server_group import ServerGroup
-from tests.vllm.conftest import ROOT
+from tests.golden.stored import PLANS, read_plan
 
 pytestmark = pytest.mark.vllm
 
 
 def golden_groups(kind: str) -> list[ServerGroup]:
-    paths = sorted((ROOT / "tests" / "golden" / "plans").glob(f"*_{kind}.json"))
-    groups = [group for path in paths if (group := Plan.load(path).group)]
+    paths = [path for path in PLANS if path.stem.endswith(f"_{kind}")]
+    groups = [group for path in paths if (group := read_plan(path).group)]
     assert groups
     assert len(groups) == len(paths)
     return groups

@@ -20,10 +20,10 @@ from moe_optimizer.profiles import load_profile, profile_names
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
 from tests.builders import profile_with, software
+from tests.golden.stored import PLANS
 from tests.vllm.conftest import ROOT
 
 pytestmark = pytest.mark.vllm
-PLANS = sorted((ROOT / "tests" / "golden" / "plans").glob("*.json"))
 TINY_MOE = str(ROOT / "examples" / "tiny-moe")
 """EngineArgs look for the model; of it only the name matters here."""
 CONFIGS = ROOT / "tests" / "data" / "model_configs"
@@ -109,8 +109,8 @@ def test_vllm_takes_every_plan_of_a_model(name: str, tmp_path: Path, parse: Call
             for arguments in argument_lists(plan):
                 taken = parse(arguments.words)
                 # What was planned is what the engine would be told, not only words that parse.
-                assert taken.tensor_parallel_size == plan.decision("parallelism").params["tensor_parallel_size"]
-                assert taken.pipeline_parallel_size == plan.decision("parallelism").params["pipeline_parallel_size"]
+                assert taken.tensor_parallel_size == plan.parallelism.tensor_parallel_size
+                assert taken.pipeline_parallel_size == plan.parallelism.pipeline_parallel_size
                 asked = arguments.value("--max-num-seqs")
                 assert asked is None or taken.max_num_seqs == int(asked)
     assert planned >= FEWEST, f"{name}: only {planned} of {len(GPUS) * len(profile_names())} plans are possible"

@@ -15,6 +15,7 @@ import pytest
 from moe_optimizer.costs.fp8_blocks import block_of_slice
 from moe_optimizer.errors import DoesNotFitError, InputError, UnsupportedError
 from moe_optimizer.inspection import ModelInspector, find_vllm, load_hardware
+from moe_optimizer.plan.pass_params import ParallelismParams, TunedConfigsParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import PlanRequest, make_plan
@@ -72,8 +73,8 @@ def name_in_vllm(plan: Plan) -> str:
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import refine_fp8_moe_block_shape
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineMoEMethod
 
-    model, parallel = plan.model, plan.decision("parallelism").params
-    ranks, whole = parallel["tensor_parallel_size"] * parallel["data_parallel_size"], parallel["expert_parallel"]
+    model, parallel = plan.model, plan.decision("parallelism").params_as(ParallelismParams)
+    ranks, whole = parallel.tensor_parallel_size * parallel.data_parallel_size, parallel.expert_parallel
     experts = determine_expert_map(ranks, 0, model.num_experts)[0] if whole else model.num_experts
     width = model.moe_intermediate_size // (1 if whole else ranks)
     scheme, dtype, block = expert_scheme(plan), None, None
@@ -123,7 +124,7 @@ def test_the_planned_file_is_the_one_vllm_looks_for(name: str, tmp_path: Path, m
             if name in NO_TRITON:
                 assert decision.reason.startswith("needs experts in BF16")
                 continue
-            assert decision.params["file"] == name_in_vllm(plan), (split, fp8, arguments)
+            assert decision.params_as(TunedConfigsParams).file == name_in_vllm(plan), (split, fp8, arguments)
             named += 1
     assert named >= FEWEST or name in NO_TRITON
 
@@ -226,4 +227,6 @@ def test_the_planned_file_of_another_methods_fp8_is_the_one_vllm_looks_for(
         assert plan is not None
         size, whole = split
         experts, width = (64, 768) if whole else (128, 768 // size)
-        assert plan.decision("tuned_configs").params["file"] == get_config_file_name(experts, width, dtype, block)
+        assert plan.decision("tuned_configs").params_as(TunedConfigsParams).file == get_config_file_name(
+            experts, width, dtype, block
+        )

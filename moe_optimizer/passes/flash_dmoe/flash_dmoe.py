@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.passes.flash_dmoe import kernel_choice as speeds
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
-from moe_optimizer.plan.json_codec import encode
+from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
 from moe_optimizer.plan_context.expert_kernel import (
@@ -18,8 +18,6 @@ from moe_optimizer.plan_context.expert_kernel import (
 )
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, never_slower
 
-MEASURE_PARAM = "measure"
-"""Key in `Decision.params`: the questions about speed that no table answers; `serve` measures them before it starts."""
 _CALIBRATE_HINT = "`moe-optimizer serve` measures it once before the start (--calibrate)"
 _CUDA_DTYPES = ("bfloat16",)
 _PINNED_ON_GPUS = {
@@ -82,7 +80,7 @@ class FlashDmoe(OptimizationPass):
             evidence=sources,
             gain=speeds.measured_gain(table, ranges, ctx.workload.batch_size),
             rejected={f"above {ranges[-1].up_to} tokens": _why_not_above(table, ranges[-1].up_to)},
-            params={"kernel": "cuda", "dispatch": {kind: encode(each) for kind, each in dispatch.items()}},
+            params=FlashDmoeParams(kernel="cuda", dispatch=dispatch),
         )
 
     def _on_the_cpu(self, ctx: PlanContext) -> Decision:
@@ -112,7 +110,7 @@ class FlashDmoe(OptimizationPass):
             Applier.PLUGIN,
             evidence=(f"{OP} is built for cpu (csrc {ctx.software.kernels.source_hash[:12]})", *sources),
             # Where it is needed, a measurement could change nothing.
-            params={"kernel": "cpu", **({} if tables or needs else _to_measure(ctx))},
+            params=FlashDmoeParams(kernel="cpu", measure=() if tables or needs else speeds.questions(ctx)),
             warnings=warnings,
         )
 
@@ -121,7 +119,7 @@ class FlashDmoe(OptimizationPass):
         if not asked:
             return self.refused(ctx, f"needs BF16 or FP8 expert weights, found {_quantisation(ctx)}")
         reason = f"{ctx.software.kernel_speeds.why_none(asked[0])}; {_CALIBRATE_HINT}"
-        return self._left_to_vllm(ctx, reason, params=_to_measure(ctx))
+        return self._left_to_vllm(ctx, reason, params=FlashDmoeParams(kernel=None, measure=asked))
 
     def _left_to_vllm(self, ctx: PlanContext, reason: str, **fields: object) -> Decision:
         wish, _ = ctx.wish(self.name)
@@ -133,10 +131,6 @@ def _why_not_above(table: KernelSpeeds, tokens: int) -> str:
     if tokens == table.rows[-1].tokens:
         return "nothing was measured there, so vLLM's own kernel computes it"
     return "vLLM's own kernel is as fast or faster there"
-
-
-def _to_measure(ctx: PlanContext) -> dict[str, object]:
-    return {MEASURE_PARAM: [encode(question) for question in speeds.questions(ctx)]}
 
 
 def _ratios(table: KernelSpeeds) -> str:
@@ -152,7 +146,7 @@ def _needed_for(ctx: PlanContext) -> tuple[str, ...]:
 
 
 def _needed_for_experts_apart(ctx: PlanContext) -> bool:
-    return ctx.device == "cpu" and ctx.expert_parallel
+    return ctx.device == "cpu" and ctx.parallelism.expert_parallel
 
 
 def _quantisation(ctx: PlanContext) -> str:
@@ -164,12 +158,12 @@ def _vllm_fits(ctx: PlanContext) -> str:
     if ctx.device == "cpu":
         if "--quantization" in ctx.pinned:
             return f"needs unquantised expert weights, found {_quantisation(ctx)}"
-        return NOT_DATA_PARALLEL if ctx.data_parallel_size > 1 else ""
+        return NOT_DATA_PARALLEL if ctx.parallelism.data_parallel_size > 1 else ""
     if not speeds.stored_weights(ctx):
         return f"needs BF16 or FP8 expert weights, found {_quantisation(ctx)}"
     if ctx.dtype not in _CUDA_DTYPES:
         return f"needs bfloat16 on GPUs, found {ctx.dtype}"
-    if ctx.data_parallel_size > 1:
+    if ctx.parallelism.data_parallel_size > 1:
         return "was not compared with vLLM's under data parallelism"
     if "--enable-eplb" not in ctx.pinned and load_balancer_runs(ctx):
         return "vLLM's EPLB moves weights under the kernel (expert_placement)"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_optimizer.inspection.kernel_speeds import cpu_device
-from moe_optimizer.plan.decision import Gain, Status
+from moe_optimizer.plan.decision import Gain
+from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.expert_kernel import DTYPES, converted_format
 from moe_optimizer.specs.kernel_speeds import (
@@ -27,11 +28,10 @@ ONLINE_SCHEMES = {"fp8": "fp8_channel", "fp8_per_tensor": "fp8_channel", "fp8_pe
 
 def layer_shape(ctx: PlanContext) -> LayerShape:
     """Return the experts of one layer as one device of the plan holds them."""
-    model, devices = ctx.model, ctx.tensor_parallel_size * ctx.data_parallel_size
-    experts = -(-model.num_experts // devices) if ctx.expert_parallel else model.num_experts
-    width = (
-        model.moe_intermediate_size if ctx.expert_parallel else model.moe_intermediate_size // ctx.tensor_parallel_size
-    )
+    model, split = ctx.model, ctx.parallelism
+    whole = split.expert_parallel
+    experts = -(-model.num_experts // split.num_devices) if whole else model.num_experts
+    width = model.moe_intermediate_size if whole else model.moe_intermediate_size // split.tensor_parallel_size
     return LayerShape(
         hidden_size=model.expert_hidden_size,
         intermediate_size=width,
@@ -55,10 +55,10 @@ def stored_weights(ctx: PlanContext) -> tuple[str, ...]:
         return (ONLINE_SCHEMES[given],) if given in ONLINE_SCHEMES else ()
     if ctx.model.quant_method is not None:
         return ("fp8_block", "fp8_channel") if ctx.model.quant_method == "fp8" else ()
-    fp8 = ctx.decided.get("fp8")
-    if fp8 is not None and fp8.status is Status.ON and fp8.params.get("expert_bits") == 8:
+    fp8 = ctx.params(Fp8Params)
+    if fp8 is not None and fp8.expert_bits == 8:
         # Some layers may stay as they are; all of them where vLLM was started without the flags of that decision.
-        return (f"fp8_{fp8.params['granularity']}", DTYPES[ctx.dtype])
+        return (f"fp8_{fp8.granularity}", DTYPES[ctx.dtype])
     return (DTYPES[ctx.dtype],)
 
 
@@ -66,7 +66,7 @@ def questions(ctx: PlanContext) -> tuple[SpeedQuestion, ...]:
     """Return what is to be asked of the tables: one question for each way the weights may be stored."""
     kernels, vllm = ctx.software.kernels, ctx.software.vllm
     on_cpu = ctx.device == "cpu"
-    threads = max(1, ctx.cpu.cores // ctx.tensor_parallel_size) if on_cpu else 0
+    threads = max(1, ctx.cpu.cores // ctx.parallelism.tensor_parallel_size) if on_cpu else 0
     return tuple(
         SpeedQuestion(
             device=cpu_device(ctx.cpu, threads) if on_cpu else ctx.gpu.name,

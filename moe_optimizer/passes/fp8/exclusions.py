@@ -12,7 +12,7 @@ from moe_optimizer.plan_context.context import PlanContext
 if TYPE_CHECKING:
     from moe_optimizer.profiles.schema import Fp8Section
 
-_ALWAYS_KEPT = ("router", "embeddings", "lm_head")
+_ALWAYS_EXCLUDED = ("router", "embeddings", "lm_head")
 # vLLM matches them against the names of its modules, from the start. The input embedding and the head are no
 # modules that its online quantisation looks at.
 _IGNORED = {
@@ -22,17 +22,17 @@ _IGNORED = {
 }
 
 
-def kept_parts(ctx: PlanContext) -> Mapping[str, str]:
+def excluded_parts(ctx: PlanContext) -> Mapping[str, str]:
     """Return what stays in the checkpoint's type whatever the profile says, and what the profile adds."""
-    kept = {
+    excluded = {
         "router": "a changed choice of experts costs more than its few bytes",
         "embeddings and head": "looked up, or read once a step; their errors reach every token's logits",
     }
-    added = [each for each in ctx.profile.passes.fp8.keep_bf16_layers if each not in _ALWAYS_KEPT]
-    return kept | ({", ".join(added): f"kept by {ctx.profile_origin}"} if added else {})
+    added = [each for each in ctx.profile.passes.fp8.keep_bf16_layers if each not in _ALWAYS_EXCLUDED]
+    return excluded | ({", ".join(added): f"kept by {ctx.profile_origin}"} if added else {})
 
 
-def kept_layers(ctx: PlanContext, *, experts: bool) -> tuple[int, ...]:
+def excluded_layers(ctx: PlanContext, *, experts: bool) -> tuple[int, ...]:
     """Return the decoder layers that stay as they are: those named, and where experts are converted those over budget.
 
     Raises:
@@ -50,7 +50,7 @@ def kept_layers(ctx: PlanContext, *, experts: bool) -> tuple[int, ...]:
 
 def _over_budget(ctx: PlanContext) -> set[int]:
     """Return the layers whose measured change is larger than the profile allows."""
-    section, given = ctx.profile.passes.fp8, ctx.fp8_sensitivity
+    section, given = ctx.profile.passes.fp8, ctx.request.fp8_sensitivity
     if given is None:
         return set()
     measured = given.measured
@@ -71,7 +71,7 @@ def max_error_while_loading(ctx: PlanContext) -> float | None:
     measured there, because nothing bounds it, or the layers are decided on by a measurement on text.
     """
     section = ctx.profile.passes.fp8
-    return section.max_layer_error if ctx.device == "cpu" and ctx.fp8_sensitivity is None else None
+    return section.max_layer_error if ctx.device == "cpu" and ctx.request.fp8_sensitivity is None else None
 
 
 def stored_bits(
@@ -87,16 +87,16 @@ def stored_bits(
         linears: whether the other matrices are.
         padding: how many times a converted expert's weights are stored.
     """
-    model, kept = ctx.model, set(layers)
+    model, excluded = ctx.model, set(layers)
     whole = 8 * DTYPE_BYTES[ctx.dtype]
     moe, dense = set(model.moe_layers), set(range(model.num_layers)) - set(model.moe_layers)
-    kept_moe, kept_dense = (len(kept & each) / len(each) if each else 0.0 for each in (moe, dense))
-    expert_bits = whole * kept_moe + 8 * padding * (1 - kept_moe)
+    excluded_moe, excluded_dense = (len(excluded & each) / len(each) if each else 0.0 for each in (moe, dense))
+    expert_bits = whole * excluded_moe + 8 * padding * (1 - excluded_moe)
     named = ctx.profile.passes.fp8.keep_bf16_layers
     shares = (
-        (model.attention_params, 1.0 if "attention" in named else len(kept) / model.num_layers),
-        (model.shared_expert_params, 1.0 if "shared_experts" in named else kept_moe),
-        (model.dense_params, kept_dense),
+        (model.attention_params, 1.0 if "attention" in named else len(excluded) / model.num_layers),
+        (model.shared_expert_params, 1.0 if "shared_experts" in named else excluded_moe),
+        (model.dense_params, excluded_dense),
     )
     total = sum(params for params, _ in shares)
     staying = sum(params * share for params, share in shares) / total if total else 0.0
@@ -106,7 +106,7 @@ def stored_bits(
 
 def measured_on(ctx: PlanContext) -> tuple[str, ...]:
     """Return the evidence that a measurement of the layers is."""
-    given = ctx.fp8_sensitivity
+    given = ctx.request.fp8_sensitivity
     if given is None:
         return ()
     errors = given.measured.errors.values()
@@ -116,6 +116,6 @@ def measured_on(ctx: PlanContext) -> tuple[str, ...]:
 
 def ignored_modules(section: Fp8Section, layers: tuple[int, ...]) -> list[str]:
     """Return vLLM's patterns of the modules that stay as they are."""
-    parts = dict.fromkeys((*_ALWAYS_KEPT, *section.keep_bf16_layers))
+    parts = dict.fromkeys((*_ALWAYS_EXCLUDED, *section.keep_bf16_layers))
     named = [_IGNORED[part] for part in parts if part in _IGNORED]
     return [*named, *(rf"re:.*\.layers\.{layer}\." for layer in layers)]

@@ -11,14 +11,15 @@ from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.passes.fp8.exclusions import (
+    excluded_layers,
+    excluded_parts,
     ignored_modules,
-    kept_layers,
-    kept_parts,
     max_error_while_loading,
     measured_on,
     stored_bits,
 )
-from moe_optimizer.plan.decision import FORMAT_PARAM, Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
@@ -95,7 +96,7 @@ class Fp8(OptimizationPass):
         """Return how much less one decode step must at least take, or on the CPU read; None on an unknown GPU."""
         if ctx.model.weights_are_fp8:
             return None
-        expert_bits, linear_bits = _stored_bits(ctx, kept_layers(ctx, experts=_parts(ctx)[0]))
+        expert_bits, linear_bits = _stored_bits(ctx, excluded_layers(ctx, experts=_parts(ctx)[0]))
         whole = 8 * DTYPE_BYTES[ctx.dtype]
         if ctx.device == "cpu":
             to_bits = whole if expert_bits is None else expert_bits
@@ -121,7 +122,7 @@ class Fp8(OptimizationPass):
         experts, linears = _parts(ctx)
         if not experts and not linears:
             return self._refused_parts(ctx)
-        layers = kept_layers(ctx, experts=experts)
+        layers = excluded_layers(ctx, experts=experts)
         if set(range(ctx.model.num_layers) if linears else ctx.model.moe_layers) <= set(layers):
             return self.refused(ctx, "every layer stays as it is: keep_bf16_layers and max_layer_error leave none")
         gain = self.gain(ctx)
@@ -152,19 +153,19 @@ class Fp8(OptimizationPass):
             f"{_found_while_loading(ctx, layers)}; {_UNJUDGED}",
             Applier.PLUGIN,
             evidence=(*_CPU_RECORDS, "quantizer: builtin", *measured_on(ctx)),
-            rejected={"attention and dense linears": linears, **kept_parts(ctx)},
+            rejected={"attention and dense linears": linears, **excluded_parts(ctx)},
             gain=self.gain(ctx),
-            params={
-                FORMAT_PARAM: FORMAT,
-                "granularity": section.granularity,
-                "quantizer": "builtin",
-                "kept_layers": list(layers),
-                "max_layer_error": max_error_while_loading(ctx),
-                "expert_bits": 8,
-                "linear_bits": None,
-                "stored_expert_bits": _stored_bits(ctx, layers)[0],
-                "stored_linear_bits": None,
-            },
+            params=Fp8Params(
+                weight_format=FORMAT,
+                granularity=section.granularity,
+                quantizer="builtin",
+                excluded_layers=layers,
+                max_layer_error=max_error_while_loading(ctx),
+                expert_bits=8,
+                linear_bits=None,
+                stored_expert_bits=_stored_bits(ctx, layers)[0],
+                stored_linear_bits=None,
+            ),
             warnings=(*warnings, *_quantizer_on_the_cpu(section)),
         )
 
@@ -198,20 +199,22 @@ class Fp8(OptimizationPass):
                 f"quantizer: {quantizer}",
                 *measured_on(ctx),
             ),
-            rejected={**rejected, **kept_parts(ctx)},
+            rejected={**rejected, **excluded_parts(ctx)},
             gain=self.gain(ctx),
             vllm_args=ServeArguments(
                 "--quantization", "online", "--quantization-config", json.dumps(config, separators=(",", ":"))
             ),
-            params={
-                "granularity": section.granularity,
-                "quantizer": quantizer,
-                "kept_layers": list(layers),
-                "expert_bits": 8 if experts else None,
-                "linear_bits": 8 if linears else None,
-                "stored_expert_bits": expert_bits,
-                "stored_linear_bits": linear_bits,
-            },
+            params=Fp8Params(
+                weight_format=None,
+                granularity=section.granularity,
+                quantizer=quantizer,
+                excluded_layers=layers,
+                max_layer_error=None,
+                expert_bits=8 if experts else None,
+                linear_bits=8 if linears else None,
+                stored_expert_bits=expert_bits,
+                stored_linear_bits=linear_bits,
+            ),
             warnings=(*why_not, *padded),
         )
 
@@ -221,7 +224,8 @@ def _pruned_instead(ctx: PlanContext) -> str:
     only by auto, or by the profile where pruning is by flag.
     """
     wish, origin = ctx.wish("sparsity_24")
-    goes_before = ctx.wish("fp8")[0] is Wish.AUTO or ("sparsity_24" in ctx.wishes and "fp8" not in ctx.wishes)
+    by_flag = ctx.request.wishes
+    goes_before = ctx.wish("fp8")[0] is Wish.AUTO or ("sparsity_24" in by_flag and "fp8" not in by_flag)
     if wish is not Wish.ON or not goes_before:
         return ""
     return f"sparsity_24 is asked for by {origin}, and the experts are either pruned or quantised"
@@ -256,15 +260,15 @@ def _found_while_loading(ctx: PlanContext, layers: tuple[int, ...]) -> str:
 def _ragged_linear(ctx: PlanContext) -> str:
     if ctx.profile.passes.fp8.granularity == "channel":
         return ""
-    return ragged_linear(ctx.model, ctx.tensor_parallel_size)
+    return ragged_linear(ctx.model, ctx.parallelism.tensor_parallel_size)
 
 
 def _expert_padding(ctx: PlanContext) -> float:
     """Return by what factor vLLM's conversion of the experts enlarges them."""
     if ctx.profile.passes.fp8.granularity == "channel":
         return 1.0
-    slices = ctx.tensor_parallel_size * ctx.data_parallel_size
-    return padded_experts(ctx.model, slices, expert_parallel=ctx.expert_parallel)
+    slices = ctx.parallelism.num_devices
+    return padded_experts(ctx.model, slices, expert_parallel=ctx.parallelism.expert_parallel)
 
 
 def _why_part_off(ctx: PlanContext, part: str) -> str:

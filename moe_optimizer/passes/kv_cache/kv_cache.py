@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from moe_optimizer.costs.memory import GIB, sequence_kv_bytes
 from moe_optimizer.passes.base import OptimizationPass
-from moe_optimizer.passes.kv_cache.kv_offload import decide_tier
+from moe_optimizer.passes.kv_cache.kv_offload import decide_kv_offload
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.pass_params import KvCacheParams
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.cache_dtype import FP8_WORDS, cache_bits, cache_dtype, fp8_asked, why_not_fp8
 from moe_optimizer.plan_context.context import PlanContext
@@ -26,9 +27,9 @@ class KvCache(OptimizationPass):
     """FP8 cache elements where they are asked for, and the sequence length that the cache really holds.
 
     An FP8 cache holds twice the tokens and changes the output slightly; no quality gate has judged it in this
-    version, so only the aggressive profile or a flag asks for it. Blocks that no request uses any more can be kept
-    in host memory (tiering), where a profile or a flag asks for it. Whatever the wish, the pass works out how long a
-    sequence may be, and on the CPU build how much memory the cache takes, for the planner.
+    version, so only the aggressive profile or a flag asks for it. Blocks that no request uses any more can be offloaded
+    to host memory (the setting `tiering`), where a profile or a flag asks for it. Whatever the wish, the pass works out
+    how long a sequence may be, and on the CPU build how much memory the cache takes, for the planner.
     """
 
     name = "kv_cache"
@@ -68,27 +69,27 @@ class KvCache(OptimizationPass):
     def why_setting_off(self, decision: Decision, setting: str) -> str:
         """Tiering is there when it has a size."""
         assert setting == "tiering", setting
-        return "" if decision.params["host_tier_gib"] is not None else decision.rejected["tiering"]
+        return "" if decision.params_as(KvCacheParams).offload_gib is not None else decision.rejected["tiering"]
 
     def unmet(self, decision: Decision) -> str:
-        """With a tier the pass is on also where FP8, which was asked for too, cannot be."""
+        """With offloading the pass is on also where FP8, which was asked for too, cannot be."""
         return decision.rejected.get("FP8") or super().unmet(decision)
 
     def _sized(self, ctx: PlanContext, status: Status, dtype: str, reason: str) -> Decision:
         bits = cache_bits(ctx, dtype)
         wanted, length = _lengths(ctx, bits)
         cache_gib = _host_cache_gib(ctx, bits, length) if ctx.device == "cpu" else None
-        tier = decide_tier(ctx, bits)
-        rejected = {} if tier.gib is not None else {"tiering": tier.reason}
-        warnings = tier.warnings
+        offload = decide_kv_offload(ctx, bits)
+        rejected = {} if offload.gib is not None else {"tiering": offload.reason}
+        warnings = offload.warnings
         fp8 = status is Status.ON and dtype in FP8_WORDS
         value = f"{dtype if dtype != 'auto' else ctx.dtype} cache"
         arguments = ServeArguments("--kv-cache-dtype", dtype) if status is Status.ON else NO_ARGUMENTS
-        if tier.gib is not None:
-            value, reason = f"{value}, {tier.gib} GiB in host memory", f"{reason}; {tier.reason}"
-            arguments += tier.vllm_args
+        if offload.gib is not None:
+            value, reason = f"{value}, {offload.gib} GiB in host memory", f"{reason}; {offload.reason}"
+            arguments += offload.vllm_args
             if status is Status.REFUSED and not ctx.is_required(self.name):
-                # The tier is carried out all the same, and must be seen working.
+                # Offloading is carried out all the same, and must be seen working.
                 status, rejected = Status.ON, {"FP8": why_not_fp8(ctx)}
                 warnings += (f"kv_cache ({ctx.wish(self.name)[1]}): no FP8: {rejected['FP8']}",)
             # The user's own size counts even where the pass is switched off, and leaves it off.
@@ -104,14 +105,14 @@ class KvCache(OptimizationPass):
             rejected=rejected,
             gain=_fp8_gain(ctx) if fp8 else None,
             vllm_args=arguments,
-            params={
-                "dtype": dtype,
-                "kv_bits": bits,
-                "wanted_model_len": wanted,
-                "max_model_len": length,
-                "host_cache_gib": cache_gib,
-                "host_tier_gib": tier.gib,
-            },
+            params=KvCacheParams(
+                dtype=dtype,
+                kv_bits=bits,
+                wanted_model_len=wanted,
+                max_model_len=length,
+                host_cache_gib=cache_gib,
+                offload_gib=offload.gib,
+            ),
             warnings=warnings,
         )
 
@@ -157,7 +158,7 @@ def _host_cache_gib(ctx: PlanContext, bits: int, length: int | None) -> int:
 
 
 def _held_at_once(ctx: PlanContext, bits: int) -> tuple[str, ...]:
-    held, asked = held_at_once(ctx, **ctx.memory_terms(bits)), ctx.decided["scheduler"].params["max_num_seqs"]
+    held, asked = held_at_once(ctx, **ctx.memory_terms(bits)), ctx.scheduler.max_num_seqs
     if not held or held >= asked:
         return ()
     return (f"the cache holds {held} requests of {full_length(ctx)} tokens at once; of {asked} the others wait",)

@@ -1,4 +1,4 @@
-"""The part of the kv_cache pass that keeps cold blocks in host memory."""
+"""Decides whether vLLM offloads cold cache blocks to host memory, and to how much of it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 
 _HOST_SHARE = 1 / 2
-"""Chosen: the tier is page-locked, so it is lost to loading weights and to everything else on the host."""
+"""Chosen: offloaded blocks lie in page-locked memory, which loading weights and everything else on the host lack."""
 _FLAG = "--kv-offloading-size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostTier:
-    """Whether there is a tier in host memory, how large, and why or why not."""
+class KvOffload:
+    """Whether blocks are offloaded, to how much memory, and why or why not."""
 
     gib: int | None
-    """Of one engine, all its GPUs together; None: no tier."""
+    """Of one engine, all its GPUs together; None: no offload."""
     reason: str
     vllm_args: ServeArguments = NO_ARGUMENTS
     warnings: tuple[str, ...] = ()
 
 
-def decide_tier(ctx: PlanContext, kv_bits: int) -> HostTier:
-    """Return the tier: as large as the cache of all GPUs of an engine, at most half of the host's memory.
+def decide_kv_offload(ctx: PlanContext, kv_bits: int) -> KvOffload:
+    """Return the offload: as much memory as the cache of all GPUs of an engine has, at most half of the host's.
 
     The user's own size goes before it.
 
@@ -42,9 +42,9 @@ def decide_tier(ctx: PlanContext, kv_bits: int) -> HostTier:
     size = ctx.pinned.value(_FLAG)
     if size is not None:
         given = ServeArguments(_FLAG, size)
-        return HostTier(gib=_given_gib(size), reason="cold blocks go to host memory", vllm_args=given)
+        return KvOffload(gib=_given_gib(size), reason="cold blocks go to host memory", vllm_args=given)
     if ctx.wish("kv_cache")[0] is Wish.OFF:
-        return HostTier(gib=None, reason="kv_cache is off")
+        return KvOffload(gib=None, reason="kv_cache is off")
     wish, origin = ctx.setting("kv_cache", "tiering")
     if wish is not Wish.ON:
         why = (
@@ -52,18 +52,18 @@ def decide_tier(ctx: PlanContext, kv_bits: int) -> HostTier:
             if wish is Wish.OFF
             else "no measurement shows a gain; --enable-kv-tiering asks for it"
         )
-        return HostTier(gib=None, reason=why)
+        return KvOffload(gib=None, reason=why)
     reason = _why_not(ctx)
     gib, sized = (0, "") if reason else _size(ctx, kv_bits)
     if not reason and gib < 1:
         reason = sized
     if reason:
-        return HostTier(gib=None, reason=reason, warnings=(f"kv tiering ({origin}): {reason}",))
+        return KvOffload(gib=None, reason=reason, warnings=(f"kv tiering ({origin}): {reason}",))
     backend, warnings = _backend(ctx)
     if ctx.hardware.cpu is None:
         warnings += (f"kv tiering ({origin}): the host of {ctx.gpu.key} is not known; it needs {gib} GiB to spare",)
     arguments = ServeArguments(_FLAG, str(gib), "--kv-offloading-backend", backend)
-    return HostTier(gib=gib, reason=f"cold blocks go to host memory ({backend}): {sized}", vllm_args=arguments,
+    return KvOffload(gib=gib, reason=f"cold blocks go to host memory ({backend}): {sized}", vllm_args=arguments,
                     warnings=warnings)  # fmt: skip
 
 
@@ -93,11 +93,11 @@ def _why_not(ctx: PlanContext) -> str:
 
 
 def _size(ctx: PlanContext, kv_bits: int) -> tuple[int, str]:
-    """Return the GiB of an engine's tier and how they come about."""
-    cache = ctx.memory(**ctx.memory_terms(kv_bits)).kv_cache_bytes * ctx.tensor_parallel_size
+    """Return the GiB of host memory of an engine and how they come about."""
+    cache = ctx.memory(**ctx.memory_terms(kv_bits)).kv_cache_bytes * ctx.parallelism.tensor_parallel_size
     if ctx.hardware.cpu is None:
         return cache // GIB, "as large as the cache on the GPUs"
-    most = int(ctx.hardware.cpu.memory.value * _HOST_SHARE) // (ctx.data_parallel_size * ctx.num_servers)
+    most = int(ctx.hardware.cpu.memory.value * _HOST_SHARE) // (ctx.parallelism.data_parallel_size * ctx.num_servers)
     if cache <= most:
         return cache // GIB, "as large as the cache on the GPUs"
     return most // GIB, f"half of the host's memory, {most / cache:.0%} of the cache on the GPUs"

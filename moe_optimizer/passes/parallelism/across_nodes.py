@@ -13,7 +13,7 @@ _TRIED_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AcrossMachines:
+class AcrossNodes:
     """How several machines share the work."""
 
     pipeline_parallel_size: int
@@ -34,21 +34,19 @@ class AcrossMachines:
         return ServeArguments("--pipeline-parallel-size", size, "--distributed-executor-backend", "ray")
 
 
-def across_machines(
-    ctx: PlanContext, tensor_parallel: int, data_parallel: int, expert_parallel: bool
-) -> AcrossMachines:
+def across_nodes(ctx: PlanContext, tensor_parallel: int, data_parallel: int, expert_parallel: bool) -> AcrossNodes:
     """Return replicas where one machine holds the model, else one server whose layers the machines share.
 
     Raises:
         UnsupportedError: a pipeline is asked for or needed together with data parallel copies, or of more machines
             than there are layers.
     """
-    nodes, wished = ctx.num_nodes, ctx.profile.passes.parallelism.across_nodes
+    nodes, wished = ctx.request.num_nodes, ctx.profile.passes.parallelism.across_nodes
     origin = ctx.profile_origin
-    if ctx.one_server:
+    if ctx.request.one_server:
         wished, origin = "pipeline", "--render ray"
     if nodes == 1:
-        return AcrossMachines(pipeline_parallel_size=1, replicas=1, reason="", rejected={})
+        return AcrossNodes(pipeline_parallel_size=1, replicas=1, reason="", rejected={})
     holds = ctx.memory(
         num_devices=tensor_parallel,
         data_parallel_size=data_parallel,
@@ -60,7 +58,7 @@ def across_machines(
         if not holds:
             why = f"each of {nodes} machines serves by itself, as {origin} asks"
         rejected = {"one server over all machines": "every token would wait for the network between them"}
-        return AcrossMachines(pipeline_parallel_size=1, replicas=nodes, reason=why, rejected=rejected)
+        return AcrossNodes(pipeline_parallel_size=1, replicas=nodes, reason=why, rejected=rejected)
     if data_parallel > 1:
         raise UnsupportedError(
             f"one server over {nodes} machines: data parallel copies ({data_parallel}) are planned on one machine only",
@@ -69,7 +67,7 @@ def across_machines(
     if nodes > ctx.model.num_layers:
         raise UnsupportedError(f"--nodes {nodes}: the model has {ctx.model.num_layers} layers to divide")
     why = "one machine does not hold the model" if not holds else f"as {origin} asks"
-    return AcrossMachines(
+    return AcrossNodes(
         pipeline_parallel_size=nodes,
         replicas=1,
         reason=f"{why}: its layers are divided over {nodes} machines, and only activations travel between them",

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from moe_optimizer.costs.fp8_blocks import block_of_slice
 from moe_optimizer.costs.weights import splits_over
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
-from moe_optimizer.passes.parallelism.across_nodes import AcrossMachines, across_machines
+from moe_optimizer.passes.parallelism.across_nodes import AcrossNodes, across_nodes
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.pass_params import ParallelismParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.cpu_cores import BINDING, core_lists
 from moe_optimizer.plan_context.expert_kernel import NOT_DATA_PARALLEL
 
 _FEW_GPUS = 8
+_ONE_DEVICE = ParallelismParams(tensor_parallel_size=1, data_parallel_size=1, expert_parallel=False)
 _DIVIDES_BLOCKS = (0, 29)
 """The first vLLM that takes slices of FP8 experts which are no whole number of blocks."""
 _RECORD = "benchmarks/records/2026-11-21_h200_layouts.json"
@@ -55,7 +57,7 @@ class Parallelism(OptimizationPass):
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """One device needs no split; more are supported where the model divides."""
         if (
-            ctx.num_nodes == 1
+            ctx.request.num_nodes == 1
             and _asked_size(ctx) in (None, 1)
             and _asked_data_parallel(ctx) == 1
             and _device_limit(ctx) == 1
@@ -67,7 +69,9 @@ class Parallelism(OptimizationPass):
     def why_setting_off(self, decision: Decision, setting: str) -> str:
         """Expert parallelism is on or has been rejected."""
         assert setting == "expert_parallel", setting
-        return "" if decision.params["expert_parallel"] else decision.rejected.get("EP", decision.reason)
+        if decision.params_as(ParallelismParams).expert_parallel:
+            return ""
+        return decision.rejected.get("EP", decision.reason)
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return the decision for one device.
@@ -75,17 +79,15 @@ class Parallelism(OptimizationPass):
         Raises:
             InputError: several machines are planned for.
         """
-        if ctx.num_nodes > 1:
+        if ctx.request.num_nodes > 1:
             raise InputError(
-                f"--nodes {ctx.num_nodes}: without parallelism, {reason}, one GPU of one machine serves",
+                f"--nodes {ctx.request.num_nodes}: without parallelism, {reason}, one GPU of one machine serves",
                 hint="give one of them",
             )
         warnings, limit = _ignored_wishes(ctx), _device_limit(ctx)
         if limit > 1:
             warnings += (f"{limit - 1} of {limit} GPUs stay unused: parallelism is {reason}",)
-        return self.decision(
-            ctx, Status.OFF, "TP=1", reason, Applier.NONE, params=_params(1, 1, False), warnings=warnings
-        )
+        return self.decision(ctx, Status.OFF, "TP=1", reason, Applier.NONE, params=_ONE_DEVICE, warnings=warnings)
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the split over the devices of the context.
@@ -115,7 +117,7 @@ class Parallelism(OptimizationPass):
         few_gpus_ep = expert_parallel and ctx.device == "cuda" and size * data_parallel <= _FEW_GPUS
         if few_gpus_ep:
             warnings += (_ep_warning(size * data_parallel),)
-        across = across_machines(ctx, size, data_parallel, expert_parallel)
+        across = across_nodes(ctx, size, data_parallel, expert_parallel)
         rejected |= across.rejected
         arguments = _vllm_args(size, data_parallel, expert_parallel) + across.vllm_args
         return self.decision(
@@ -128,8 +130,13 @@ class Parallelism(OptimizationPass):
             rejected=rejected,
             vllm_args=arguments,
             env=_environment(ctx, size * data_parallel) if arguments else {},
-            params=_params(size, data_parallel, expert_parallel)
-            | {"pipeline_parallel_size": across.pipeline_parallel_size, "replicas": across.replicas},
+            params=ParallelismParams(
+                tensor_parallel_size=size,
+                data_parallel_size=data_parallel,
+                expert_parallel=expert_parallel,
+                pipeline_parallel_size=across.pipeline_parallel_size,
+                replicas=across.replicas,
+            ),
             warnings=(*warnings, *across.warnings),
         )
 
@@ -299,7 +306,7 @@ def _split(size: int, data_parallel: int) -> str:
     return f"TP={size} DP={data_parallel}" if data_parallel > 1 else f"TP={size}"
 
 
-def _value(size: int, data_parallel: int, expert_parallel: bool, across: AcrossMachines) -> str:
+def _value(size: int, data_parallel: int, expert_parallel: bool, across: AcrossNodes) -> str:
     parts = [_split(size, data_parallel)]
     if expert_parallel:
         parts.append(f"EP={size * data_parallel}")
@@ -322,13 +329,3 @@ def _vllm_args(size: int, data_parallel: int, expert_parallel: bool) -> ServeArg
 def _environment(ctx: PlanContext, processes: int) -> dict[str, str]:
     """Return the cores of the CPU workers."""
     return {} if ctx.device == "cuda" else {BINDING: "|".join(core_lists(ctx.cpu.core_ids, processes))}
-
-
-def _params(size: int, data_parallel: int, expert_parallel: bool) -> dict[str, Any]:
-    return {
-        "tensor_parallel_size": size,
-        "data_parallel_size": data_parallel,
-        "expert_parallel": expert_parallel,
-        "pipeline_parallel_size": 1,
-        "replicas": 1,
-    }

@@ -13,9 +13,10 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.platforms import current_platform
 
 from moe_optimizer.ops import _load
+from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
-from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer, planned_ranges
+from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer
 from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
 from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, ExpertsCall, KernelWeights
@@ -69,7 +70,8 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         decision = session.wanted(EXPERTS_PASS)
         assert decision is not None, "the class is offered when the plan wants it"
         kind = cls.weight_kind(moe_config, keys)
-        return "" if planned_ranges(decision.params, kind) else f"the plan has no kernel of ours for {kind} weights"
+        planned = kind in decision.params_as(FlashDmoeParams).dispatch
+        return "" if planned else f"the plan has no kernel of ours for {kind} weights"
 
     @classmethod
     def weight_kind(cls, moe_config: Any, keys: QuantKeys) -> str:  # noqa: ARG003 - unquantised here
@@ -152,7 +154,8 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
             return self._layer
         session, decision = current_decision(EXPERTS_PASS)
         weights, kind = self.kernel_weights(w1, w2)
-        self._layer = CudaLayer(self._described(weights, expert_map), planned_ranges(decision.params, kind))
+        ranges = decision.params_as(FlashDmoeParams).dispatch.get(kind, ())
+        self._layer = CudaLayer(self._described(weights, expert_map), ranges)
         self._layer.check(session)
         return self._layer
 

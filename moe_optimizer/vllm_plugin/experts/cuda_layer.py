@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -20,13 +20,6 @@ from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 _CHECKED_TOKENS = 32
 """Chosen: most tokens of one self-check call; more would run the same tiles again."""
 _ALIGNMENT = 16
-
-
-def planned_ranges(params: Mapping[str, object], weights: str) -> tuple[TokenRange, ...]:
-    """Return the plan's dispatch for weights stored as `weights`; empty: vLLM's own kernel everywhere."""
-    tables = params.get("dispatch")
-    rows = tables.get(weights, []) if isinstance(tables, Mapping) else []
-    return tuple(TokenRange(up_to=row["up_to"], use=row["use"]) for row in rows)
 
 
 class CudaLayer:

@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_optimizer.errors import KernelUnavailableError, RequiredNotAppliedError, described
 from moe_optimizer.log import get_logger
+from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.vllm_plugin.experts.weight_format_fp8 import FP8_PASS
 from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.server_facts import world
@@ -26,7 +27,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         if session is None or decision is None or use_ue8m0 or list(block_size) != _BLOCK:
             return original(x, block_size, use_ue8m0)
         try:
-            result, used = _quantized(x, decision.params["quantizer"])
+            result, used = _quantized(x, decision.params_as(Fp8Params).quantizer)
             _note(session, used)
         except RequiredNotAppliedError:
             raise

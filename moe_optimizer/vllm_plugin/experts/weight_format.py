@@ -10,7 +10,6 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moe_optimizer.plan.decision import FORMAT_PARAM
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 
 if TYPE_CHECKING:
@@ -130,5 +129,5 @@ def weight_format(name: str) -> WeightFormat:
 def planned_format(session: PluginSession) -> WeightFormat:
     """Return the format that the plan wants the experts' weights in."""
     decisions = () if session.plan is None else session.plan.plugin_decisions
-    names = [decision.params[FORMAT_PARAM] for decision in decisions if FORMAT_PARAM in decision.params]
+    names = [decision.weight_format for decision in decisions if decision.weight_format is not None]
     return weight_format(names[0] if names else PLAIN)

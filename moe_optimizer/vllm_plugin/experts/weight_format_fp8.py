@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moe_optimizer.errors import described
+from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.specs.layer_name import decoder_layer
 from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, WeightFormat
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_decision
@@ -34,10 +34,11 @@ class Fp8Weights(WeightFormat):
             RequiredNotAppliedError: it cannot be converted, and the plan requires that it is.
         """
         session, decision = current_decision(FP8_PASS)
-        if decoder_layer(layer_name) in decision.params["kept_layers"]:
+        params = decision.params_as(Fp8Params)
+        if decoder_layer(layer_name) in params.excluded_layers:
             return _plain(w13, w2, "kept by the plan")
         try:
-            return _converted(w13, w2, decision.params)
+            return _converted(w13, w2, params)
         except Exception as error:  # noqa: BLE001 - vLLM is loading its model; the loaded weights do as well
             session.refused(FP8_PASS, f"{layer_name}: fallback: {described(error)}")
             return _plain(w13, w2, "could not be converted")
@@ -54,13 +55,13 @@ class Fp8Weights(WeightFormat):
         )
 
 
-def _converted(w13: torch.Tensor, w2: torch.Tensor, params: Mapping[str, Any]) -> KernelWeights:
+def _converted(w13: torch.Tensor, w2: torch.Tensor, params: Fp8Params) -> KernelWeights:
     from moe_optimizer.ops.fp8_error import experts_output_error
     from moe_optimizer.ops.fp8_quant import quantize_fp8
 
-    w13_fp8 = quantize_fp8(w13, granularity=params["granularity"])
-    w2_fp8 = quantize_fp8(w2, granularity=params["granularity"])
-    error, most = None, params["max_layer_error"]
+    w13_fp8 = quantize_fp8(w13, granularity=params.granularity)
+    w2_fp8 = quantize_fp8(w2, granularity=params.granularity)
+    error, most = None, params.max_layer_error
     if most is not None:
         error = experts_output_error(w13, w2, w13_fp8, w2_fp8)
         # Written so that an error that is not a number is too large.

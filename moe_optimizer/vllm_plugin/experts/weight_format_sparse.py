@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import described
+from moe_optimizer.plan.pass_params import Sparsity24Params
 from moe_optimizer.specs.activation_norms import hidden_norms_name, input_norms_name
 from moe_optimizer.specs.layer_name import decoder_layer
 from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, ExpertsCall, KernelWeights, WeightFormat
@@ -49,7 +50,7 @@ class SparseWeights(WeightFormat):
         """
         session, decision = current_decision(SPARSITY_PASS)
         try:
-            return _pruned(layer_name, w13, w2, decision.params["activation_norms"])
+            return _pruned(layer_name, w13, w2, decision.params_as(Sparsity24Params).activation_norms)
         except Exception as error:  # noqa: BLE001 - vLLM is loading its model; the loaded weights do as well
             session.refused(SPARSITY_PASS, f"{layer_name}: fallback: {described(error)}")
             return KernelWeights(format=PLAIN, w13=w13, w2=w2, why_plain="could not be pruned")

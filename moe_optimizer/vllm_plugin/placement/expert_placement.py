@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import RequiredNotAppliedError, described
+from moe_optimizer.plan.pass_params import ExpertPlacementParams
 from moe_optimizer.specs.layer_name import decoder_layer
 from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.session import PluginSession, current_session
@@ -93,17 +94,16 @@ def _planned(session: PluginSession, layer: Any) -> _Planned | None:
     """Return the plan's placement of a layer; None when it has none, as for the layers of a draft model."""
     decision = session.wanted(PLACEMENT_PASS)
     index = decoder_layer(layer.layer_name)
-    if decision is None or decision.params["mode"] != "initial" or index is None:
+    if decision is None or index is None:
         return None
-    params = decision.params
-    experts = params["experts"].get(str(index))
-    if experts is None:
+    params = decision.params_as(ExpertPlacementParams)
+    if index not in params.experts:
         return None
     return _Planned(
-        experts=tuple(map(int, experts.split())),
-        num_ranks=params["num_ranks"],
-        num_experts=params["num_experts"],
-        digest=params["digest"],
+        experts=tuple(map(int, params.experts[index].split())),
+        num_ranks=params.num_ranks,
+        num_experts=params.num_experts,
+        digest=params.digest,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from moe_optimizer.errors import described
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.decision import Decision
+from moe_optimizer.plan.pass_params import GraphCaptureParams
 from moe_optimizer.vllm_plugin.session import PluginSession
 
 logger = get_logger(__name__)
@@ -28,7 +29,7 @@ _awaited: _Awaited | None = None
 
 def captures_graphs(decision: Decision) -> bool:
     """Return whether a decision has vLLM capture graphs."""
-    return bool(decision.params.get("max_capture_size"))
+    return isinstance(decision.params, GraphCaptureParams) and decision.params.max_capture_size > 0
 
 
 def await_capture(session: PluginSession, decision: Decision) -> None:
@@ -49,7 +50,7 @@ def prove_captured(wrapper: Any) -> None:
         return
     session, decision = _awaited.session, _awaited.decision
     _awaited = None
-    planned = decision.params["max_capture_size"]
+    planned = decision.params_as(GraphCaptureParams).max_capture_size
     try:
         largest = largest_graph(wrapper.worker)
         mode = wrapper.worker.vllm_config.compilation_config.cudagraph_mode

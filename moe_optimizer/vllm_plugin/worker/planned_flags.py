@@ -13,6 +13,7 @@ from typing import Any
 from moe_optimizer.errors import described
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.decision import Decision
+from moe_optimizer.plan.pass_params import Fp8Params, GraphCaptureParams, KvCacheParams
 from moe_optimizer.plan.serve_args import Argument, ServeArguments, read_integer
 from moe_optimizer.proof.shown import flag_decisions, serves_fp8_checkpoint
 from moe_optimizer.vllm_plugin.session import PluginSession
@@ -113,12 +114,13 @@ def differences(
     planned = [each for each in decision.vllm_args.arguments if each.flag not in _SHOWN_OTHERWISE]
     given = {each.flag: each for each in (*planned, *own)}
     found = [_difference(each, shown[each.flag](config), config) for each in given.values()]
-    if decision.params.get("max_capture_size"):
-        found.append(_graphs_missing(decision.params["max_capture_size"], config))
-    if decision.params.get("kv_bits") == 8:
+    params = decision.params
+    if isinstance(params, GraphCaptureParams) and params.max_capture_size:
+        found.append(_graphs_missing(params.max_capture_size, config))
+    if isinstance(params, KvCacheParams) and params.kv_bits == 8:
         found.append(_wide_elements(cache_specs))
-    if decision.params.get("host_tier_gib") is not None and config.kv_transfer_config is None:
-        found.append("vLLM has no KV connector, which the tier in host memory needs")
+    if isinstance(params, KvCacheParams) and params.offload_gib is not None and config.kv_transfer_config is None:
+        found.append("vLLM has no KV connector, which offloading to host memory needs")
     return tuple(filter(None, found))
 
 
@@ -129,12 +131,12 @@ def unconverted(decision: Decision, parameters: Iterable[tuple[str, Any]]) -> tu
         decision: that of fp8, carried out by vLLM.
         parameters: of the loaded model, by name; torch tensors.
     """
-    kept = set(decision.params["kept_layers"])
+    params = decision.params_as(Fp8Params)
     experts: list[tuple[str, int]] = []
     linears: list[int] = []
     for name, weight in parameters:
         layer = _LAYER.search(name)
-        if layer is not None and int(layer[1]) in kept:
+        if layer is not None and int(layer[1]) in params.excluded_layers:
             continue
         if _EXPERT_WEIGHT.search(name):
             experts.append((name, weight.element_size()))
@@ -142,10 +144,10 @@ def unconverted(decision: Decision, parameters: Iterable[tuple[str, Any]]) -> tu
             linears.append(weight.element_size())
     found = []
     wide = [name for name, size in experts if size > 1]
-    if decision.params["expert_bits"] is not None and (wide or not experts):
+    if params.expert_bits is not None and (wide or not experts):
         first = f", {wide[0]} first" if wide else ""
         found.append(f"experts: {len(wide)} of {len(experts)} weights are not in FP8{first}")
-    if decision.params["linear_bits"] is not None and 1 not in linears:
+    if params.linear_bits is not None and 1 not in linears:
         found.append(f"linears: none of {len(linears)} matrices is in FP8")
     return tuple(found)
 

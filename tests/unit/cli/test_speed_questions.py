@@ -53,7 +53,7 @@ def test_with_zero_seconds_nothing_is_measured(measured: list[Any]) -> None:
 
 def test_a_plan_without_a_question_is_not_measured(measured: list[Any]) -> None:
     settled = plan()
-    decisions = tuple(dataclasses.replace(each, params={}) for each in settled.decisions)
+    decisions = tuple(dataclasses.replace(each, params=None) for each in settled.decisions)
     assert not speed_questions.measure_if_needed(settled.replace(decisions=decisions), 5.0, QUIET)
     assert measured == []
 

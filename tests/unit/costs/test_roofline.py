@@ -14,8 +14,6 @@ from moe_optimizer.costs.roofline import (
     expected_experts_hit,
     experts_read_ratio,
     memory_bandwidth,
-    moe_layer_floor_us,
-    moe_layer_flop,
     moe_layer_weight_bytes,
     peak_flops,
 )
@@ -23,26 +21,15 @@ from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
 from moe_optimizer.specs.quantity import Source
 
-# One layer of Qwen3-30B-A3B on H200: tokens, experts hit, MB in BF16, GFLOP, floor in us in BF16 and in FP8.
-FLOOR_TABLE = [
-    (1, 8.0, 75.5, 0.0755, 17.6, 8.8),
-    (8, 51.6, 487, 0.604, 113, 57),
-    (64, 125.9, 1189, 4.83, 277, 138),
-    (512, 128, 1208, 38.7, 281, 141),
-    (4096, 128, 1208, 309, 391, 196),
-]
+# One layer of Qwen3-30B-A3B: tokens, experts hit, MB in BF16.
+READ_TABLE = [(1, 8.0, 75.5), (8, 51.6, 487), (64, 125.9, 1189), (512, 128, 1208), (4096, 128, 1208)]
 
 
-@pytest.mark.parametrize(("tokens", "hit", "megabytes", "gflop", "bf16_us", "fp8_us"), FLOOR_TABLE)
-def test_floor_of_one_layer_is_within_one_per_cent_of_the_table(
-    qwen3_30b_a3b, h200_measured, tokens, hit, megabytes, gflop, bf16_us, fp8_us
-):
-    model, gpu = qwen3_30b_a3b, h200_measured
+@pytest.mark.parametrize(("tokens", "hit", "megabytes"), READ_TABLE)
+def test_what_one_layer_reads_is_within_one_per_cent_of_the_table(qwen3_30b_a3b, tokens, hit, megabytes):
     assert expected_experts_hit(128, 8, tokens) == pytest.approx(hit, rel=0.01)
-    assert moe_layer_weight_bytes(model, tokens, expert_bits=16) / 1e6 == pytest.approx(megabytes, rel=0.01)
-    assert moe_layer_flop(model, tokens) / 1e9 == pytest.approx(gflop, rel=0.01)
-    assert moe_layer_floor_us(model, gpu, tokens, expert_bits=16).value == pytest.approx(bf16_us, rel=0.01)
-    assert moe_layer_floor_us(model, gpu, tokens, expert_bits=8).value == pytest.approx(fp8_us, rel=0.01)
+    read = moe_layer_weight_bytes(qwen3_30b_a3b, tokens, expert_bits=16)
+    assert read / 1e6 == pytest.approx(megabytes, rel=0.01)
 
 
 def test_whole_model_floor_at_batch_one(qwen3_30b_a3b, h200_measured):
@@ -52,23 +39,6 @@ def test_whole_model_floor_at_batch_one(qwen3_30b_a3b, h200_measured):
     assert bf16.value == pytest.approx(1410, rel=0.01)
     assert fp8.value == pytest.approx(780, rel=0.01)
     assert bf16.source is Source.MODELLED
-
-
-def test_the_catalog_gives_the_same_floor_with_measured_rates(qwen3_30b_a3b, h200_measured):
-    gpu = load_catalog_entry("h200").gpu
-    for tokens in (1, 4096):
-        for bits in (16, 8):
-            measured = moe_layer_floor_us(qwen3_30b_a3b, gpu, tokens, expert_bits=bits, rates="measured")
-            assert measured.value == pytest.approx(
-                moe_layer_floor_us(qwen3_30b_a3b, h200_measured, tokens, expert_bits=bits).value
-            )
-
-
-def test_datasheet_rates_give_a_lower_floor_than_measured_ones(qwen3_30b_a3b):
-    gpu = load_catalog_entry("h200").gpu
-    sheet = moe_layer_floor_us(qwen3_30b_a3b, gpu, 64, expert_bits=16)
-    seen = moe_layer_floor_us(qwen3_30b_a3b, gpu, 64, expert_bits=16, rates="measured")
-    assert sheet.value < seen.value
 
 
 def test_gpu_without_fp8_computes_fp8_weights_at_its_bf16_rate():

@@ -5,11 +5,15 @@ from pathlib import Path
 from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE
 from moe_optimizer.launcher.tuned_config_use import TUNED_PASS, observed_use
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.pass_params import TunedConfigsParams
+from moe_optimizer.specs.triton_shape import TritonShape
 
 NAME = "E=64,N=1024,device_name=NVIDIA_H200.json"
+SHAPE = TritonShape(num_experts=64, width=1024, device_name="NVIDIA H200", dtype="", block=None)
 DECISION = Decision(
     pass_name=TUNED_PASS, wish=Wish.AUTO, wish_origin="profile balanced", status=Status.ON, value="tuned",
-    reason="there", applier=Applier.FILES, params={"file": NAME}, env={FOLDER_VARIABLE: "/cache"},
+    reason="there", applier=Applier.FILES, env={FOLDER_VARIABLE: "/cache"},
+    params=TunedConfigsParams(file=NAME, shape=SHAPE, dtype="bfloat16"),
 )  # fmt: skip
 READ = f"(EngineCore pid=8) INFO [fused_moe.py:1094] Using configuration from /cache/{NAME} for MoE layer.\n"
 NOT_READ = f"WARNING Using default MoE config. Config file not found at /cache/{NAME}\n"

@@ -61,7 +61,7 @@ def test_each_server_has_half_of_the_gpus_and_every_other_pass_plans_for_that():
     plan = on_gpus(4)
     assert plan.group is not None
     assert plan.decision("disaggregation").applier is Applier.SERVERS
-    assert plan.decision("parallelism").params["tensor_parallel_size"] == 2
+    assert plan.parallelism.tensor_parallel_size == 2
     assert [server.gpus for server in plan.group.servers] == [(0, 1), (2, 3)]
     assert plan.num_gpus == 4
     assert plan.memory == make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2))).memory

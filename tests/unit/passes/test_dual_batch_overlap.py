@@ -8,6 +8,7 @@ import pytest
 
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.pass_params import DualBatchOverlapParams
 from tests.builders import context, cpu_machine, decided_by, dense_model, gpus, profile_with, qwen3_30b_a3b, software
 from tests.builders import tiny_moe as tiny
 
@@ -31,7 +32,7 @@ def test_asked_for_with_data_and_expert_parallel_it_is_on():
 
 def test_the_profile_names_the_kernels():
     passes = DP_EP | {"dual_batch_overlap": {"all2all_backend": "deepep_high_throughput"}}
-    assert decide(passes=passes).params["all2all_backend"] == "deepep_high_throughput"
+    assert decide(passes=passes).params_as(DualBatchOverlapParams).all2all_backend == "deepep_high_throughput"
 
 
 def test_without_asking_it_stays_off():

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -10,13 +9,13 @@ from moe_optimizer.passes.expert_load import ExpertLoad
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
-from tests.builders import context, cpu_machine, decided_by, dense_model, gpus, qwen3_30b_a3b, tiny_moe
+from tests.builders import asking, context, cpu_machine, decided_by, dense_model, gpus, qwen3_30b_a3b, tiny_moe
 
 ROOT = Path(__file__).parents[3]
 
 
 def decide(ctx: PlanContext, *, wish: Wish = Wish.AUTO, **changes: object) -> Decision:
-    ctx = dataclasses.replace(ctx, wishes={"expert_load": (wish, "flag --test")}, **changes)  # pyright: ignore[reportArgumentType]
+    ctx = asking(ctx, wishes={"expert_load": (wish, "flag --test")}, **changes)
     return ExpertLoad().decide(decided_by(ctx, "parallelism"))
 
 
@@ -54,7 +53,7 @@ def test_a_dense_model_has_no_experts_to_count():
 
 def test_data_parallelism_is_refused():
     ctx = context(qwen3_30b_a3b(), gpus("h100_sxm", 2))
-    decision = decide(ctx, wish=Wish.ON, pinned=ServeArguments("-dp", "2", "-tp", "1"))
+    decision = decide(ctx, wish=Wish.ON, vllm_args=ServeArguments("-dp", "2", "-tp", "1"))
     assert decision.status is Status.REFUSED
     assert "data parallelism (2)" in decision.reason
 
@@ -62,5 +61,5 @@ def test_data_parallelism_is_refused():
 @pytest.mark.parametrize("flag", ["--enable-dbo", "--enable-return-routed-experts"])
 def test_arguments_that_take_its_place_are_named(flag: str):
     ctx = context(tiny_moe(), cpu_machine())
-    assert decide(ctx, wish=Wish.ON, pinned=ServeArguments(flag)).reason.startswith(flag)
-    assert decide(ctx, pinned=ServeArguments(f"--no-{flag[2:]}")).status is Status.ON
+    assert decide(ctx, wish=Wish.ON, vllm_args=ServeArguments(flag)).reason.startswith(flag)
+    assert decide(ctx, vllm_args=ServeArguments(f"--no-{flag[2:]}")).status is Status.ON

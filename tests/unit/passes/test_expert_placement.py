@@ -9,6 +9,7 @@ import pytest
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.pass_params import ExpertPlacementParams
 from tests.builders import (
     context,
     cpu_machine,
@@ -58,15 +59,15 @@ def test_a_measured_load_places_the_experts_of_every_layer():
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
     assert decision.value == "placed by load, EP=2"
     assert not decision.vllm_args
-    params = decision.params
-    assert (params["mode"], params["num_ranks"], params["num_experts"]) == ("initial", 2, 16)
-    assert list(params["experts"]) == ["0", "1", "2", "3"]
-    rows = [[int(expert) for expert in row.split()] for row in params["experts"].values()]
+    params = decision.params_as(ExpertPlacementParams)
+    assert (params.mode, params.num_ranks, params.num_experts) == ("initial", 2, 16)
+    assert list(params.experts) == [0, 1, 2, 3]
+    rows = [[int(expert) for expert in row.split()] for row in params.experts.values()]
     for row in rows:
         assert sorted(row) == list(range(16))
         assert row[:8] == sorted(row[:8]), "vLLM's loaders want the experts of a rank in ascending order"
     assert any(row != list(range(16)) for row in rows)
-    assert len(params["digest"]) == 16
+    assert len(params.digest) == 16
 
 
 def test_the_gain_is_that_on_load_that_was_not_used_to_place():
@@ -156,13 +157,13 @@ def test_without_a_load_nobody_gets_vllms_load_balancer_unasked():
 
 def test_our_kernel_and_a_load_place_at_the_start_on_gpus_too():
     decision = on_gpus(placement_load(qwen3_30b_a3b()))
-    assert decision.params["mode"] == "initial"
+    assert decision.params_as(ExpertPlacementParams).mode == "initial"
     assert "EPLB" in decision.rejected
 
 
 def test_asked_for_without_a_load_it_is_vllms_load_balancer_with_our_policy():
     decision = on_gpus(wishes=ON)
-    assert decision.params == {"mode": "eplb", "num_redundant_experts": 0}
+    assert decision.params == ExpertPlacementParams(mode="eplb", num_redundant_experts=0)
     assert decision.vllm_args.words == ("--enable-eplb", "--eplb-config", '{"num_redundant_experts": 0}')
     assert decision.gain is None
 
@@ -180,14 +181,14 @@ def test_redundant_experts_are_replicas_under_the_load_balancer():
 
 def test_replicas_are_rounded_up_to_as_many_on_every_gpu():
     decision = on_gpus(section={"redundant_experts": 3})
-    assert decision.params["num_redundant_experts"] == 8
+    assert decision.params_as(ExpertPlacementParams).num_redundant_experts == 8
     assert any("redundant_experts is 8 instead of 3" in warning for warning in decision.warnings)
 
 
 def test_the_users_own_replicas_are_those_of_the_plan():
     pinned = {"--enable-eplb": "", "--eplb-config": '{"window_size": 100, "num_redundant_experts": 8}'}
     decision = on_gpus(section={"redundant_experts": 16}, pinned=pinned)
-    assert decision.params["num_redundant_experts"] == 8
+    assert decision.params_as(ExpertPlacementParams).num_redundant_experts == 8
     assert decision.value == "EPLB, 8 replicas"
     # Without a number vLLM takes none, whatever the profile says.
     assert on_gpus(section={"redundant_experts": 16}, pinned={"--eplb-config": "{}"}).value == "EPLB, 0 replicas"
@@ -210,7 +211,7 @@ def test_replicas_that_vllm_would_end_on_are_an_error(config, message):
 
 def test_replicas_are_not_promised_on_the_cpu():
     decision = on_cpu(placement_load(tiny_moe()), section={"redundant_experts": 4})
-    assert decision.params["mode"] == "initial"
+    assert decision.params_as(ExpertPlacementParams).mode == "initial"
     assert any("redundant_experts is not used" in warning for warning in decision.warnings)
 
 

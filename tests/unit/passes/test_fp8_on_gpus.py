@@ -8,6 +8,7 @@ import re
 import pytest
 
 from moe_optimizer.plan.decision import Applier, Status
+from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.quantity import Source
 from tests.builders import (
@@ -147,7 +148,7 @@ def test_linears_whose_slices_are_no_whole_groups_stay_in_blocks_and_go_in_chann
     model = qwen3_30b_a3b(heads=64, head_dim=72)
     decision = on_gpu(model)
     assert decision.value == "experts in FP8"
-    assert decision.params["linear_bits"] is None
+    assert decision.params_as(Fp8Params).linear_bits is None
     assert decision.rejected["attention and dense linears"] == (
         "the attention heads of a device: 576 wide, vLLM needs a multiple of 128; they stay bfloat16, "
         "granularity channel converts them"
@@ -164,7 +165,7 @@ def test_a_dense_model_that_cannot_be_converted_in_blocks_is_refused():
 def test_experts_that_vllm_fills_up_to_blocks_are_counted_and_warned_about():
     # 768 / 8 = 96, filled up to 128.
     decision = on_gpu()
-    assert decision.params["stored_expert_bits"] == pytest.approx(8 * 128 / 96)
+    assert decision.params_as(Fp8Params).stored_expert_bits == pytest.approx(8 * 128 / 96)
     assert decision.warnings == ("fp8: vLLM fills the experts up to whole blocks: 1.33x",)
     profile = profile_with("aggressive", {"fp8": {"mode": "on"}})
     filled = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 8), profile)).memory
@@ -192,7 +193,7 @@ def test_float32_is_refused_on_a_gpu():
 def test_the_quantizer_on_gpus_is_the_one_asked_for_where_it_is_installed(asked, installed, used, warned):
     found = dataclasses.replace(software(), transformer_engine=installed)
     decision = on_gpu(settings={"quantizer": asked}, software=found)
-    assert decision.params["quantizer"] == used
+    assert decision.params_as(Fp8Params).quantizer == used
     assert f"quantizer: {used}" in decision.evidence
     assert decision.applier is (Applier.FLAGS if used == "vllm" else Applier.PLUGIN)
     assert decision.vllm_args  # vLLM converts in every case
@@ -202,5 +203,5 @@ def test_the_quantizer_on_gpus_is_the_one_asked_for_where_it_is_installed(asked,
 
 def test_per_channel_vllm_converts_with_its_own_quantizer():
     decision = on_gpu(settings={"quantizer": "builtin", "granularity": "channel"})
-    assert decision.params["quantizer"] == "vllm"
+    assert decision.params_as(Fp8Params).quantizer == "vllm"
     assert decision.warnings == ("fp8.quantizer builtin: per channel vLLM converts with its own",)

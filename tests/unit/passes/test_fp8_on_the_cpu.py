@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_optimizer.plan.decision import Applier, Status
+from moe_optimizer.plan.pass_params import FlashDmoeParams, Fp8Params
 from tests.builders import (
     cpu_machine,
     decided_by,
@@ -18,17 +19,17 @@ def test_on_the_cpu_the_plugin_converts_the_experts_and_the_linears_stay():
     decision = on_cpu()
     assert (decision.status, decision.applier, decision.value) == (Status.ON, Applier.PLUGIN, "experts in FP8")
     assert decision.vllm_args.words == ()
-    assert decision.params == {
-        "weight_format": "fp8",
-        "granularity": "block",
-        "quantizer": "builtin",
-        "kept_layers": [],
-        "max_layer_error": 0.08,
-        "expert_bits": 8,
-        "linear_bits": None,
-        "stored_expert_bits": 8,
-        "stored_linear_bits": None,
-    }
+    assert decision.params == Fp8Params(
+        weight_format="fp8",
+        granularity="block",
+        quantizer="builtin",
+        excluded_layers=(),
+        max_layer_error=0.08,
+        expert_bits=8,
+        linear_bits=None,
+        stored_expert_bits=8,
+        stored_linear_bits=None,
+    )
     assert (
         decision.rejected["attention and dense linears"] == "vLLM's CPU build cannot convert them; they stay bfloat16"
     )
@@ -36,8 +37,8 @@ def test_on_the_cpu_the_plugin_converts_the_experts_and_the_linears_stay():
 
 def test_settings_of_the_profile_reach_the_plugin():
     settings = {"granularity": "channel", "keep_bf16_layers": ["layers.2", "layers.0"], "max_layer_error": None}
-    params = on_cpu(settings=settings).params
-    assert (params["granularity"], params["kept_layers"], params["max_layer_error"]) == ("channel", [0, 2], None)
+    params = on_cpu(settings=settings).params_as(Fp8Params)
+    assert (params.granularity, params.excluded_layers, params.max_layer_error) == ("channel", (0, 2), None)
 
 
 def test_linears_asked_for_by_name_are_warned_about_on_the_cpu():
@@ -70,12 +71,12 @@ def test_on_the_cpu_our_kernel_is_on_where_the_experts_are_converted():
     ctx = decided_by(planned(tiny_moe(), cpu_machine()), "flash_dmoe")
     assert ctx.decided["flash_dmoe"].status is Status.ON
     assert ctx.decided["flash_dmoe"].value == "cpu kernel, fp8 weights"
-    assert "measure" not in ctx.decided["flash_dmoe"].params  # there is no other kernel to choose
+    assert not ctx.decided["flash_dmoe"].params_as(FlashDmoeParams).measure  # there is no other kernel to choose
 
 
 def test_on_the_cpu_the_builtin_quantizer_converts_whatever_is_asked_for():
     assert on_cpu().warnings == ()
     assert "quantizer: builtin" in on_cpu().evidence
     decision = on_cpu(settings={"quantizer": "transformer_engine"})
-    assert decision.params["quantizer"] == "builtin"
+    assert decision.params_as(Fp8Params).quantizer == "builtin"
     assert decision.warnings == ("fp8.quantizer transformer_engine: it converts on CUDA devices only; builtin is used",)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from moe_optimizer.plan.decision import Decision, Status, Wish
+from moe_optimizer.plan.pass_params import GraphCaptureParams
 from moe_optimizer.plan.serve_args import ServeArguments
 from tests.builders import context, cpu_machine, decided_by, gpus, profile_with, qwen3_30b_a3b, tiny_moe
 
@@ -44,7 +45,7 @@ def test_eager_is_a_setting_and_counts_no_graphs_in_memory(hardware):
     profile = profile_with(passes={"graph_capture": {"eager": True}})
     decision = decide(hardware=hardware, profile=profile)
     assert decision.vllm_args.words == ("--enforce-eager",)
-    assert decision.params == {"cuda_graphs": False, "max_capture_size": 0}
+    assert decision.params == GraphCaptureParams(cuda_graphs=False, max_capture_size=0)
 
 
 @pytest.mark.parametrize("origin", ["flag --enable-graph-capture", "flag --require graph-capture"])
@@ -70,7 +71,7 @@ def test_the_users_own_arguments_against_graphs_count_none_in_memory(words):
     decision = decide(pinned=ServeArguments(*words))
     assert (decision.status, decision.value) == (Status.OFF, "no graphs")
     assert decision.reason.endswith("is given after --")
-    assert decision.params["cuda_graphs"] is False
+    assert decision.params_as(GraphCaptureParams).cuda_graphs is False
 
 
 @pytest.mark.parametrize(
@@ -92,16 +93,17 @@ def test_the_users_own_sizes_are_what_is_captured_and_a_larger_batch_is_said(wor
 @pytest.mark.parametrize(("size", "captured"), [(1, 1), (3, 2), (7, 4), (100, 96), (255, 248), (256, 256), (300, 288)])
 def test_what_is_captured_of_a_size_is_what_vllm_makes_of_it(size, captured):
     profile = profile_with(passes={"graph_capture": {"max_capture_size": size}})
-    assert decide(1, profile=profile).params["max_capture_size"] == captured
+    assert decide(1, profile=profile).params_as(GraphCaptureParams).max_capture_size == captured
 
 
 def test_nothing_is_captured_beyond_the_tokens_of_a_step():
-    assert decide(64, pinned=ServeArguments("--max-num-batched-tokens", "100")).params["max_capture_size"] == 100
+    decision = decide(64, pinned=ServeArguments("--max-num-batched-tokens", "100"))
+    assert decision.params_as(GraphCaptureParams).max_capture_size == 100
 
 
 def test_with_the_scheduler_off_vllm_captures_for_its_own_number_of_requests():
     off = {"scheduler": (Wish.OFF, "flag --disable-scheduler")}
-    assert decide(8, wishes=off).params["max_capture_size"] == 512
+    assert decide(8, wishes=off).params_as(GraphCaptureParams).max_capture_size == 512
 
 
 def test_the_cpu_build_has_no_graphs():

@@ -9,7 +9,7 @@ import pytest
 from moe_optimizer.passes.registry import PASS_NAMES, all_passes
 from moe_optimizer.plan.decision import Decision, Status, Wish
 from moe_optimizer.plan_context.context import PlanContext
-from tests.builders import context, cpu_machine, decided_by, dense_model, gpus, qwen3_30b_a3b, tiny_moe
+from tests.builders import asking, context, cpu_machine, decided_by, dense_model, gpus, qwen3_30b_a3b, tiny_moe
 
 CONTEXTS = {
     "one H100": lambda: context(qwen3_30b_a3b(), gpus("h100_sxm", 1)),
@@ -21,7 +21,7 @@ CONTEXTS = {
 
 
 def decide(name: str, ctx: PlanContext, wish: Wish) -> Decision:
-    ctx = dataclasses.replace(ctx, wishes={name: (wish, f"flag --test-{name}")})
+    ctx = asking(ctx, wishes={name: (wish, f"flag --test-{name}")})
     return decided_by(ctx, *PASS_NAMES[: PASS_NAMES.index(name) + 1]).decided[name]
 
 
@@ -56,7 +56,7 @@ def test_a_pass_that_is_not_on_asks_for_nothing(name, machine):
 @pytest.mark.parametrize("wish", Wish)
 @pytest.mark.parametrize("name", PASS_NAMES)
 def test_whatever_is_wished_of_a_pass_the_later_ones_can_decide(name, wish, machine):
-    ctx = dataclasses.replace(CONTEXTS[machine](), wishes={name: (wish, "test")})
+    ctx = asking(CONTEXTS[machine](), wishes={name: (wish, "test")})
     assert tuple(decided_by(ctx, *PASS_NAMES).decided) == PASS_NAMES
 
 
@@ -70,7 +70,7 @@ def test_a_pass_states_title_limits_and_what_it_does(each):
 def test_a_flag_goes_before_the_profile():
     ctx = context(qwen3_30b_a3b(), gpus("h100_sxm", 1))
     assert ctx.wish("fp8") == (Wish.OFF, "profile balanced")
-    ctx = dataclasses.replace(ctx, wishes={"fp8": (Wish.ON, "flag --enable-fp8")})
+    ctx = asking(ctx, wishes={"fp8": (Wish.ON, "flag --enable-fp8")})
     assert ctx.wish("fp8") == (Wish.ON, "flag --enable-fp8")
 
 

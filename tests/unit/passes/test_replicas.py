@@ -10,6 +10,7 @@ import pytest
 
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status, Wish
+from moe_optimizer.plan.pass_params import KvCacheParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from tests.builders import (
@@ -87,7 +88,7 @@ def test_a_model_that_needs_two_gpus_gets_a_server_on_every_two():
     plan = make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 4), wishes=ON))
     assert plan.group is not None
     assert [server.gpus for server in plan.group.servers] == [(0, 1), (2, 3)]
-    assert plan.decision("parallelism").params["tensor_parallel_size"] == 2
+    assert plan.parallelism.tensor_parallel_size == 2
 
 
 def test_the_users_own_slices_say_how_many_gpus_a_server_has():
@@ -146,4 +147,4 @@ def test_a_tier_in_host_memory_is_shared_between_the_servers():
     wishes = resolve_wishes(["replicas", "kv-tiering"], [])
     # Half of the host's memory is for all of them.
     plan = make_plan(request(qwen3_30b_a3b(), machine, wishes=wishes))
-    assert plan.decision("kv_cache").params["host_tier_gib"] == 64 // 2 // 4
+    assert plan.decision("kv_cache").params_as(KvCacheParams).offload_gib == 64 // 2 // 4

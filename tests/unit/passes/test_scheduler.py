@@ -7,6 +7,7 @@ import pytest
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Decision, Wish
+from moe_optimizer.plan.pass_params import SchedulerParams
 from tests.builders import (
     context,
     cpu_machine,
@@ -80,13 +81,13 @@ def test_a_model_that_does_not_fit_still_gets_the_smallest_step():
 
 def test_the_users_own_values_are_what_memory_is_planned_with():
     decision = decide(pinned={"--max-num-seqs": "7", "--max-num-batched-tokens": "2K"})
-    assert decision.params == {"max_num_seqs": 7, "max_num_batched_tokens": 2048}
+    assert decision.params == SchedulerParams(max_num_seqs=7, max_num_batched_tokens=2048)
 
 
 def test_fewer_tokens_than_requests_are_so_many_requests_and_said():
     # vLLM does not start with more requests than tokens of a step.
     decision = decide(batch=64, pinned={"--max-num-batched-tokens": "16"})
-    assert decision.params == {"max_num_seqs": 16, "max_num_batched_tokens": 16}
+    assert decision.params == SchedulerParams(max_num_seqs=16, max_num_batched_tokens=16)
     assert decision.warnings[0].startswith("16 requests at once instead of 64")
 
 
@@ -97,9 +98,12 @@ def test_fewer_tokens_than_requests_by_the_user_are_a_contradiction():
 
 def test_a_prompt_that_may_not_be_read_in_parts_fits_into_a_step():
     whole = {"--enable-chunked-prefill": "false"}
-    assert decide(hardware=gpus("h200", 8), pinned=whole).params["max_num_batched_tokens"] == 40960
+    assert decide(hardware=gpus("h200", 8), pinned=whole).params_as(SchedulerParams).max_num_batched_tokens == 40960
     off = {"scheduler": (Wish.OFF, "flag --disable-scheduler")}
-    assert decide(hardware=gpus("h200", 8), pinned=whole, wishes=off).params["max_num_batched_tokens"] == 40960
+    assert (
+        decide(hardware=gpus("h200", 8), pinned=whole, wishes=off).params_as(SchedulerParams).max_num_batched_tokens
+        == 40960
+    )
 
 
 def test_the_users_own_mode_goes_before_the_profiles():
@@ -108,7 +112,7 @@ def test_the_users_own_mode_goes_before_the_profiles():
     assert "performance mode throughput" in decision.reason
     off = {"scheduler": (Wish.OFF, "flag --disable-scheduler")}
     decision = decide(hardware=gpus("h100_sxm", 8), pinned={"--performance-mode": "throughput"}, wishes=off)
-    assert decision.params == {"max_num_seqs": 2048, "max_num_batched_tokens": 16384}
+    assert decision.params == SchedulerParams(max_num_seqs=2048, max_num_batched_tokens=16384)
 
 
 def test_the_profiles_tokens_are_taken_but_never_fewer_than_requests():
@@ -160,11 +164,9 @@ def test_a_gpu_of_unknown_speed_has_no_floor_but_a_plan():
 
 def test_off_leaves_vllms_defaults_and_plans_memory_for_them():
     off = {"scheduler": (Wish.OFF, "flag --disable-scheduler")}
-    assert decide(wishes=off).params == {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
-    assert decide(tiny_moe(), cpu_machine(), wishes=off).params == {
-        "max_num_seqs": 128,
-        "max_num_batched_tokens": 2048,
-    }
+    assert decide(wishes=off).params == SchedulerParams(max_num_seqs=1024, max_num_batched_tokens=8192)
+    on_cpu = decide(tiny_moe(), cpu_machine(), wishes=off)
+    assert on_cpu.params == SchedulerParams(max_num_seqs=128, max_num_batched_tokens=2048)
 
 
 EXCHANGED = {"parallelism": {"data_parallel_size": 2, "expert_parallel": "on"}}

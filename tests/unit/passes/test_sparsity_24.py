@@ -10,6 +10,7 @@ import pytest
 from moe_optimizer.costs.weights import weight_parts
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.pass_params import Sparsity24Params
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.activation_norms import ActivationNormsFile
 from tests.builders import (
@@ -40,7 +41,7 @@ def decided(model=None, hardware=None, profile: Any = None, **changes: Any) -> D
 def test_asked_for_on_the_cpu_the_plugin_prunes():
     decision = decided()
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
-    assert decision.params == {"weight_format": "sparse_24", "stored_expert_bits": 9, "activation_norms": None}
+    assert decision.params == Sparsity24Params(weight_format="sparse_24", stored_expert_bits=9, activation_norms=None)
     assert "by magnitude alone" in decision.reason
     assert any("answers get worse" in warning for warning in decision.warnings)
 
@@ -48,7 +49,7 @@ def test_asked_for_on_the_cpu_the_plugin_prunes():
 def test_with_measured_norms_they_decide_too():
     decision = decided(activation_norms=NORMS)
     # The server may be started in another folder.
-    assert decision.params["activation_norms"] == str(Path.cwd() / "norms.safetensors")
+    assert decision.params_as(Sparsity24Params).activation_norms == str(Path.cwd() / "norms.safetensors")
     assert "magnitude x norm of the input" in decision.reason
     assert "norms.safetensors: norms on 4096 tokens" in decision.evidence
 

@@ -9,6 +9,8 @@ from moe_optimizer.inspection.tuned_configs import state_path
 from moe_optimizer.passes.registry import PASS_NAMES
 from moe_optimizer.passes.tuned_configs import TunedConfigs
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.pass_params import FlashDmoeParams, TunedConfigsParams
+from moe_optimizer.specs.kernel_speeds import TokenRange
 from moe_optimizer.specs.quantity import Source
 from tests.builders import (
     context,
@@ -63,7 +65,7 @@ def decide(model, hardware, location, folder=None, *, by_variable=False, **chang
 def test_the_name_is_the_one_vllm_looks_for(vllm, model, hardware, name):
     missing = decide(model, hardware, vllm)
     assert (missing.status, missing.value) == (Status.OFF, "missing")
-    assert missing.params["file"] == name
+    assert missing.params_as(TunedConfigsParams).file == name
     assert name in missing.reason
     assert "`moe-optimizer tune` with the same options on this GPU makes one" in missing.reason
     (vllm / SHIPPED / name).touch()
@@ -178,8 +180,9 @@ def test_where_our_kernels_compute_a_tuning_gains_nothing(vllm, folder):
     )
 
     def gain(*ranges: tuple[int, str]):
-        dispatch = {"bf16": [{"up_to": up_to, "use": use} for up_to, use in ranges]}
-        ours = dataclasses.replace(ctx.decided["flash_dmoe"], params={"dispatch": dispatch})
+        dispatch = {"bf16": tuple(TokenRange(up_to=up_to, use=use) for up_to, use in ranges)}
+        params = FlashDmoeParams(kernel="cuda", dispatch=dispatch)
+        ours = dataclasses.replace(ctx.decided["flash_dmoe"], params=params)
         return TunedConfigs().decide(dataclasses.replace(ctx, decided={**ctx.decided, "flash_dmoe": ours})).gain
 
     large = gain((256, "direct"))
@@ -229,7 +232,7 @@ def test_a_configuration_that_is_asked_for_by_name_and_missing_is_refused(vllm):
 def test_the_name_says_what_the_experts_are_computed_in(vllm, changes, ending):
     profile = {"profile": profile_with(passes={"fp8": {"mode": "off"}})}
     decision = decide(qwen3_30b_a3b(), gpus("h100_sxm"), vllm, **(profile | changes))
-    assert decision.params["file"].endswith(ending)
+    assert decision.params_as(TunedConfigsParams).file.endswith(ending)
 
 
 @pytest.mark.parametrize("method", ["compressed-tensors", "modelopt", "quark"])
@@ -237,12 +240,15 @@ def test_the_name_says_what_the_experts_are_computed_in(vllm, changes, ending):
 def test_fp8_experts_have_a_name_whatever_methods_files_hold_them(vllm, method, block, ending):
     model = qwen3_30b_a3b(quant_method=method, weight_bits=8.0, weight_block=block, expert_format="fp8")
     decision = decide(model, gpus("h100_sxm"), vllm)
-    assert decision.params["file"] == f"E=128,N=768,device_name=NVIDIA_H100_80GB_HBM3,dtype={ending}.json"
+    assert (
+        decision.params_as(TunedConfigsParams).file
+        == f"E=128,N=768,device_name=NVIDIA_H100_80GB_HBM3,dtype={ending}.json"
+    )
 
 
 def test_experts_that_a_quantised_checkpoint_leaves_as_they_are_have_their_dtypes_name(vllm):
     model = qwen3_30b_a3b(quant_method="modelopt", weight_bits=4.0, expert_format="dtype")
-    assert decide(model, gpus("h100_sxm"), vllm).params["file"] == NAME
+    assert decide(model, gpus("h100_sxm"), vllm).params_as(TunedConfigsParams).file == NAME
 
 
 def test_experts_of_fewer_bits_in_an_fp8_checkpoint_have_no_name(vllm):
@@ -259,13 +265,17 @@ def test_experts_of_fewer_bits_in_an_fp8_checkpoint_have_no_name(vllm):
 )
 def test_vllm_fills_converted_experts_up_to_whole_blocks(vllm, granularity, name):
     profile = profile_with(passes={"fp8": {"mode": "on", "granularity": granularity}})
-    assert decide(qwen3_30b_a3b(), gpus("h100_sxm", 4), vllm, profile=profile).params["file"] == name
+    assert (
+        decide(qwen3_30b_a3b(), gpus("h100_sxm", 4), vllm, profile=profile).params_as(TunedConfigsParams).file == name
+    )
 
 
 def test_where_experts_do_not_divide_the_first_gpus_have_one_more(vllm):
     model = qwen3_30b_a3b(num_experts=126)
     pinned = {"--enable-expert-parallel": ""}
-    assert decide(model, gpus("h200", 4), vllm, pinned=pinned).params["file"].startswith("E=32,N=768,")
+    assert (
+        decide(model, gpus("h200", 4), vllm, pinned=pinned).params_as(TunedConfigsParams).file.startswith("E=32,N=768,")
+    )
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def plan(kind: str, **changes: Any) -> Plan:
 def test_a_model_that_one_machine_holds_is_served_whole_on_each():
     made = plan("replicas")
     decision = made.decision("parallelism")
-    assert (decision.params["replicas"], decision.params["pipeline_parallel_size"]) == (2, 1)
+    assert (made.parallelism.replicas, made.parallelism.pipeline_parallel_size) == (2, 1)
     assert decision.value == "TP=8 on each of 2 machines"
     assert (made.num_gpus, made.num_nodes) == (16, 2)
     assert made.serve_args.value("--pipeline-parallel-size") is None
@@ -44,8 +44,7 @@ def test_a_model_that_one_machine_holds_is_served_whole_on_each():
 
 def test_a_model_that_one_machine_does_not_hold_is_divided_by_layers():
     made = plan("pipeline")
-    decision = made.decision("parallelism")
-    assert (decision.params["replicas"], decision.params["pipeline_parallel_size"]) == (1, 2)
+    assert (made.parallelism.replicas, made.parallelism.pipeline_parallel_size) == (1, 2)
     assert made.serve_args.value("--pipeline-parallel-size") == "2"
     assert made.serve_args.value("--distributed-executor-backend") == "ray"
     weights = 2 * deepseek_v3().total_params
@@ -85,10 +84,7 @@ def test_the_plan_travels_to_every_machine_whose_servers_read_it(kind):
     made = plan(kind, wishes=resolve_wishes(["expert-load"], []))
     assert made.decision("expert_load").applier is Applier.PLUGIN
     text = render_ray(made)
-    assert (
-        text.count("export MOE_OPTIMIZER_PLAN=RUN_DIR/plan.json")
-        == made.decision("parallelism").params["pipeline_parallel_size"]
-    )
+    assert text.count("export MOE_OPTIMIZER_PLAN=RUN_DIR/plan.json") == made.parallelism.pipeline_parallel_size
     assert "RUN_DIR/plan.json on every machine" in " ".join(text.replace("#", "").split())
     config, _, workers = yaml.safe_load_all(render_lws(made))
     assert Plan.from_json(config["data"]["plan.json"], origin="ConfigMap").digest == made.digest

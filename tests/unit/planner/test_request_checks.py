@@ -9,6 +9,7 @@ import pytest
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.pass_params import ExpertPlacementParams
 from moe_optimizer.planner import make_plan
 from tests.builders import gpus, qwen3_30b_a3b, request
 
@@ -64,4 +65,4 @@ def test_a_configuration_given_key_by_key_takes_the_place_of_the_plans():
     words = ("--eplb-config.num_redundant_experts", "8")
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 8), wishes=wishes, vllm_args=words))
     assert [word for word in plan.serve_args.words if word.startswith("--eplb-config")] == [words[0]]
-    assert plan.decision("expert_placement").params["num_redundant_experts"] == 8
+    assert plan.decision("expert_placement").params_as(ExpertPlacementParams).num_redundant_experts == 8

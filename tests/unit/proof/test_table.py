@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import LayerProof, PassProof, Proof
@@ -178,13 +179,15 @@ def test_layers_left_against_the_plan_are_shown_with_the_memory_it_does_not_coun
     why_plain: dict[str, str], more: str
 ) -> None:
     decision = FP8_PLAN.decision("fp8")
-    planned = dataclasses.replace(decision, params={**decision.params, "kept_layers": [1]})
+    params = dataclasses.replace(decision.params_as(Fp8Params), excluded_layers=(1,))
+    planned = dataclasses.replace(decision, params=params)
     assert layers_left(planned, [with_fp8(**why_plain)]).endswith(f"; {more} more than the memory plan counts")
 
 
 def test_layers_that_the_plan_keeps_are_in_its_memory() -> None:
     decision = FP8_PLAN.decision("fp8")
-    planned = dataclasses.replace(decision, params={**decision.params, "kept_layers": [1]})
+    params = dataclasses.replace(decision.params_as(Fp8Params), excluded_layers=(1,))
+    planned = dataclasses.replace(decision, params=params)
     kept = layers_left(planned, [with_fp8(**{"model.layers.1.mlp": "kept by the plan"})])
     assert kept.startswith("model.layers.1.mlp ")
     assert kept.endswith(": kept by the plan"), "no more memory than the plan counts"

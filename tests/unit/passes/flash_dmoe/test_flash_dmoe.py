@@ -6,7 +6,8 @@ from typing import Any, Literal
 import pytest
 
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
-from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds
+from moe_optimizer.plan.pass_params import FlashDmoeParams
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenRange, TokenSpeeds
 from moe_optimizer.specs.quantity import Quantity, Source
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.specs.workload import WorkloadSpec
@@ -36,9 +37,9 @@ def test_under_data_parallelism_it_is_left_to_vllm_because_the_plugin_would_refu
 def test_on_the_cpu_build_our_kernel_is_installed_by_the_plugin():
     decision = decide()
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
-    (question,) = decision.params["measure"]
-    assert question["device"] == "Test CPU (avx2), 4 threads"
-    assert decision.params == {"kernel": "cpu", "measure": [question]}
+    (question,) = decision.params_as(FlashDmoeParams).measure
+    assert question.device == "Test CPU (avx2), 4 threads"
+    assert decision.params == FlashDmoeParams(kernel="cpu", measure=(question,))
     assert decision.value == "cpu kernel, bf16 weights"
     assert not decision.required
 
@@ -122,7 +123,7 @@ def decide_on_h200(*tables: KernelSpeeds, model: Any = None, **changes: Any) -> 
 def test_on_gpus_it_is_used_for_the_numbers_of_tokens_at_which_it_was_faster():
     decision = decide_on_h200(speeds())
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
-    assert decision.params == {"kernel": "cuda", "dispatch": {"bf16": [{"up_to": 8, "use": "direct"}]}}
+    assert decision.params == FlashDmoeParams(kernel="cuda", dispatch={"bf16": (TokenRange(up_to=8, use="direct"),)})
     assert "tokens in a step 1-8: ours, direct (1.04-1.20x), above 8: vLLM's" in decision.reason
     assert decision.evidence == ("benchmarks/records/some.json",)
     assert decision.rejected == {"above 8 tokens": "vLLM's own kernel is as fast or faster there"}
@@ -164,25 +165,27 @@ def test_without_a_table_for_this_machine_it_stays_off_until_it_is_measured(tabl
     assert decision.status is Status.OFF
     assert why in decision.reason
     assert "--calibrate" in decision.reason
-    (question,) = decision.params["measure"]
-    assert (question["device"], question["weights"], question["vllm"]) == ("NVIDIA H200", "bf16", "0.32.0")
+    (question,) = decision.params_as(FlashDmoeParams).measure
+    assert (question.device, question.weights, question.vllm) == ("NVIDIA H200", "bf16", "0.32.0")
 
 
 def test_the_layer_is_looked_up_as_one_gpu_holds_it():
     pinned = {"--tensor-parallel-size": "2"}
-    (half,) = decide(qwen3_30b_a3b(), gpus("h200", 2), software=measured(), pinned=pinned).params["measure"]
-    assert half["shape"]["intermediate_size"] == 384
+    decision = decide(qwen3_30b_a3b(), gpus("h200", 2), software=measured(), pinned=pinned)
+    (half,) = decision.params_as(FlashDmoeParams).measure
+    assert half.shape.intermediate_size == 384
     apart = pinned | {"--enable-expert-parallel": ""}
-    (question,) = decide(qwen3_30b_a3b(), gpus("h200", 2), software=measured(), pinned=apart).params["measure"]
-    shape = question["shape"]
-    assert (shape["intermediate_size"], shape["num_experts"], shape["num_global_experts"]) == (768, 64, 128)
+    decision = decide(qwen3_30b_a3b(), gpus("h200", 2), software=measured(), pinned=apart)
+    (question,) = decision.params_as(FlashDmoeParams).measure
+    shape = question.shape
+    assert (shape.intermediate_size, shape.num_experts, shape.num_global_experts) == (768, 64, 128)
 
 
 def test_an_fp8_checkpoint_is_looked_up_with_both_kinds_of_scales():
-    asked = decide_on_h200(model=qwen3_30b_a3b_fp8()).params["measure"]
-    assert [question["weights"] for question in asked] == ["fp8_block", "fp8_channel"]
+    asked = decide_on_h200(model=qwen3_30b_a3b_fp8()).params_as(FlashDmoeParams).measure
+    assert [question.weights for question in asked] == ["fp8_block", "fp8_channel"]
     decision = decide_on_h200(speeds(weights="fp8_block"), model=qwen3_30b_a3b_fp8())
-    assert list(decision.params["dispatch"]) == ["fp8_block"]
+    assert list(decision.params_as(FlashDmoeParams).dispatch) == ["fp8_block"]
 
 
 def test_weights_that_vllm_converts_are_looked_up_in_both_forms():
@@ -190,12 +193,12 @@ def test_weights_that_vllm_converts_are_looked_up_in_both_forms():
                   wishes={"fp8": (Wish.ON, "flag --enable-fp8")})  # fmt: skip
     decided = decided_by(ctx, "parallelism", "fp8", "flash_dmoe").decided
     assert decided["fp8"].status is Status.ON
-    assert list(decided["flash_dmoe"].params["dispatch"]) == ["fp8_block", "bf16"]
+    assert list(decided["flash_dmoe"].params_as(FlashDmoeParams).dispatch) == ["fp8_block", "bf16"]
 
 
 def test_online_quantisation_by_the_user_is_looked_up():
-    (question,) = decide_on_h200(pinned={"--quantization": "fp8_per_block"}).params["measure"]
-    assert question["weights"] == "fp8_block"
+    (question,) = decide_on_h200(pinned={"--quantization": "fp8_per_block"}).params_as(FlashDmoeParams).measure
+    assert question.weights == "fp8_block"
     assert "found --quantization awq after --" in decide_on_h200(pinned={"--quantization": "awq"}).reason
 
 
@@ -241,7 +244,7 @@ def test_on_a_processor_where_ours_is_never_slower_it_is_used_with_the_measureme
     decision = decide(software=measured(cpu_speeds(1.0, 1.5), device="cpu"))
     assert decision.status is Status.ON
     assert "measured here, vLLM's time over ours: 1.00 at 1, 1.50 at 4 tokens" in decision.reason
-    assert "measure" not in decision.params
+    assert decision.params_as(FlashDmoeParams).measure == ()
 
 
 def test_experts_apart_on_the_cpu_need_it_whatever_was_measured():

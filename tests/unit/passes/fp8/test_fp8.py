@@ -9,6 +9,7 @@ import pytest
 
 from moe_optimizer.errors import InputError, RequiredNotAppliedError, UnsupportedError
 from moe_optimizer.plan.decision import Applier, Status, Wish
+from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.fp8_sensitivity import Fp8Sensitivity, Fp8SensitivityFile
 from tests.builders import (
@@ -98,16 +99,20 @@ MEASURED = {0: 0.02, 1: 0.09, 2: 0.03, 3: 0.081}
 
 def test_layers_that_were_measured_over_the_budget_stay():
     decision = on_cpu(fp8_sensitivity=sensitivity(MEASURED))
-    assert decision.params["kept_layers"] == [1, 3]
-    assert decision.params["max_layer_error"] is None  # decided here, not once more while loading
+    assert decision.params_as(Fp8Params).excluded_layers == (1, 3)
+    assert decision.params_as(Fp8Params).max_layer_error is None  # decided here, not once more while loading
     assert "s.json: FP8 changes the layers' outputs by 0.020 to 0.090 on 4096 tokens" in decision.evidence
 
 
 def test_measured_and_named_layers_stay_together():
     settings = {"keep_bf16_layers": ["layers.0"], "max_layer_error": 0.085}
-    assert on_cpu(settings=settings, fp8_sensitivity=sensitivity(MEASURED)).params["kept_layers"] == [0, 1]
+    assert on_cpu(settings=settings, fp8_sensitivity=sensitivity(MEASURED)).params_as(Fp8Params).excluded_layers == (
+        0,
+        1,
+    )
     settings["max_layer_error"] = None
-    assert on_cpu(settings=settings, fp8_sensitivity=sensitivity(MEASURED)).params["kept_layers"] == [0]
+    decision = on_cpu(settings=settings, fp8_sensitivity=sensitivity(MEASURED))
+    assert decision.params_as(Fp8Params).excluded_layers == (0,)
 
 
 def test_on_gpus_measured_layers_are_left_out_of_vllms_conversion():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from moe_optimizer.costs.memory import sequence_kv_bytes
 from moe_optimizer.plan.decision import Decision, Status, Wish
+from moe_optimizer.plan.pass_params import KvCacheParams
 from moe_optimizer.plan_context.context import PlanContext
 from tests.builders import (
     context,
@@ -39,14 +40,18 @@ def decide(model=None, hardware=None, **changes) -> Decision:
 
 def test_the_models_own_type_is_kept_unless_fp8_is_asked_for():
     decision = decide()
-    assert (decision.status, decision.vllm_args.words, decision.params["kv_bits"]) == (Status.OFF, (), 16)
+    assert (decision.status, decision.vllm_args.words, decision.params_as(KvCacheParams).kv_bits) == (
+        Status.OFF,
+        (),
+        16,
+    )
 
 
 @pytest.mark.parametrize("changes", [{"wishes": ON}, {"profile": profile_with("aggressive")}])
 def test_fp8_by_flag_or_by_the_aggressive_profile(changes):
     decision = decide(**changes)
     assert decision.vllm_args.words == ("--kv-cache-dtype", "fp8")
-    assert decision.params["kv_bits"] == 8
+    assert decision.params_as(KvCacheParams).kv_bits == 8
     assert decision.gain is not None
     assert decision.gain.ratio.value == 2.0
 
@@ -63,7 +68,7 @@ def test_fp8_by_flag_or_by_the_aggressive_profile(changes):
 def test_fp8_that_cannot_be_is_refused_by_name_and_left_out_by_profile(model, hardware, why):
     asked = decide(model, hardware, wishes=ON)
     assert asked.status is Status.REFUSED
-    assert asked.params["kv_bits"] == 16
+    assert asked.params_as(KvCacheParams).kv_bits == 16
     assert why in asked.reason
     profile = decide(model, hardware, profile=profile_with("aggressive"))
     assert profile.status is Status.OFF
@@ -72,27 +77,29 @@ def test_fp8_that_cannot_be_is_refused_by_name_and_left_out_by_profile(model, ha
 
 @pytest.mark.parametrize(("dtype", "bits"), [("fp8_e5m2", 8), ("auto", 16), ("bfloat16", 16)])
 def test_the_users_own_type_is_what_memory_is_planned_with(dtype, bits):
-    assert decide(pinned={"--kv-cache-dtype": dtype}).params["kv_bits"] == bits
+    assert decide(pinned={"--kv-cache-dtype": dtype}).params_as(KvCacheParams).kv_bits == bits
     off = decide(pinned={"--kv-cache-dtype": dtype}, wishes={"kv_cache": (Wish.OFF, "profile mine")})
-    assert (off.status, off.params["kv_bits"]) == (Status.OFF, bits)
+    assert (off.status, off.params_as(KvCacheParams).kv_bits) == (Status.OFF, bits)
 
 
 def test_a_length_that_fits_is_left_alone():
-    params = decide().params
-    assert (params["wanted_model_len"], params["max_model_len"]) == (40960, 40960)
+    params = decide().params_as(KvCacheParams)
+    assert (params.wanted_model_len, params.max_model_len) == (40960, 40960)
 
 
 def test_a_length_that_does_not_fit_is_cut_to_what_the_cache_holds():
-    params = decide(qwen3_30b_a3b(max_position=262144)).params
-    assert params["wanted_model_len"] == 262144
-    assert 100_000 < params["max_model_len"] < 137_000
-    assert params["max_model_len"] % 128 == 0
+    params = decide(qwen3_30b_a3b(max_position=262144)).params_as(KvCacheParams)
+    assert params.wanted_model_len == 262144
+    assert params.max_model_len is not None
+    assert 100_000 < params.max_model_len < 137_000
+    assert params.max_model_len % 128 == 0
 
 
 @given(wanted=st.integers(1, 4_000_000))
 def test_the_length_is_the_wish_or_fits_the_cache(wanted):
     ctx = before(qwen3_30b_a3b(), gpus("h100_sxm"), max_model_len=wanted)
-    length = decided_by(ctx, "kv_cache").decided["kv_cache"].params["max_model_len"]
+    length = decided_by(ctx, "kv_cache").decided["kv_cache"].params_as(KvCacheParams).max_model_len
+    assert length is not None
     assert 1 <= length <= wanted
     terms = ctx.memory_terms(16)
     assert sequence_kv_bytes(ctx.memory_request(**terms), length) <= ctx.memory(**terms).kv_cache_bytes
@@ -100,20 +107,21 @@ def test_the_length_is_the_wish_or_fits_the_cache(wanted):
 
 def test_the_cpu_build_gets_whole_gigabytes_for_the_workload_and_not_all_of_the_memory():
     decision = decide(tiny_moe(), cpu_machine(gib=16))
-    assert decision.params["host_cache_gib"] == 1
+    assert decision.params_as(KvCacheParams).host_cache_gib == 1
     large = decide(qwen3_30b_a3b(), cpu_machine(gib=256))
     # 256 requests of 1536 tokens at 96 KiB are 36 GiB.
-    assert large.params["host_cache_gib"] == 36
+    assert large.params_as(KvCacheParams).host_cache_gib == 36
 
 
 def test_the_cpu_build_takes_its_memory_from_one_numa_node():
     model = qwen3_30b_a3b()
-    cache_bytes = decide(model, cpu_machine(gib=256, node_gib=80)).params["host_cache_gib"] * 2**30
-    assert 0 < cache_bytes <= 80 * 2**30 - model.weight_bytes
+    cache_gib = decide(model, cpu_machine(gib=256, node_gib=80)).params_as(KvCacheParams).host_cache_gib
+    assert cache_gib is not None
+    assert 0 < cache_gib * 2**30 <= 80 * 2**30 - model.weight_bytes
 
 
 def test_fp32_on_the_cpu_needs_32_bits_an_element():
-    assert decide(tiny_moe(), cpu_machine(), dtype="float32").params["kv_bits"] == 32
+    assert decide(tiny_moe(), cpu_machine(), dtype="float32").params_as(KvCacheParams).kv_bits == 32
 
 
 def test_how_many_requests_the_cache_really_holds_is_said_where_it_is_fewer_than_planned():

@@ -11,6 +11,7 @@ from moe_optimizer.errors import InputError, RequiredNotAppliedError
 from moe_optimizer.passes.kv_cache import KvCache
 from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.pass_params import KvCacheParams
 from moe_optimizer.specs.quantity import Quantity, Source
 from tests.builders import (
     context,
@@ -50,7 +51,7 @@ def test_the_tier_is_as_large_as_the_cache_of_all_gpus():
     assert size is not None
     # Two H100 hold 61 GB of weights and 0.9 * 2 * 80 GB in all.
     assert 60 < int(size) < 85
-    assert decision.params["host_tier_gib"] == int(size)
+    assert decision.params_as(KvCacheParams).offload_gib == int(size)
     assert decision.vllm_args.value("--kv-offloading-backend") == "native"
     assert (decision.status, decision.applier) == (Status.ON, Applier.FLAGS)
     assert f"{size} GiB in host memory" in decision.value
@@ -140,18 +141,18 @@ def test_where_there_is_none_the_reason_is_said(model, hardware, changes, why):
     assert "--kv-offloading-size" not in decision.vllm_args
     assert why in decision.rejected["tiering"]
     assert why in decision.warnings[0]
-    assert decision.params["host_tier_gib"] is None
+    assert decision.params_as(KvCacheParams).offload_gib is None
 
 
 def test_disaggregation_that_is_refused_leaves_the_connector_to_the_tier():
     wishes = {**ASKED["wishes"], "disaggregation": (Wish.ON, "profile")}
-    assert decide(hardware=host(1000, count=1), wishes=wishes).params["host_tier_gib"] > 0
+    assert decide(hardware=host(1000, count=1), wishes=wishes).params_as(KvCacheParams).offload_gib is not None
 
 
 def test_the_users_own_size_decides():
     decision = decide(hardware=host(100), pinned={"--kv-offloading-size": "7.5"})
     assert decision.vllm_args.words == ("--kv-offloading-size", "7.5")  # the planner leaves the user's own in its place
-    assert decision.params["host_tier_gib"] == 8
+    assert decision.params_as(KvCacheParams).offload_gib == 8
 
 
 @pytest.mark.parametrize("text", ["", "many", "0", "-4", "nan", "inf"])

@@ -9,6 +9,7 @@ import pytest
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.plan.decision import Decision, Status, Wish
+from moe_optimizer.plan.pass_params import ParallelismParams
 from tests.builders import (
     context,
     cpu_machine,
@@ -30,8 +31,8 @@ def decide(model, hardware, **changes) -> Decision:
 
 
 def split(decision: Decision) -> tuple[int, int, bool]:
-    params = decision.params
-    return params["tensor_parallel_size"], params["data_parallel_size"], params["expert_parallel"]
+    params = decision.params_as(ParallelismParams)
+    return params.tensor_parallel_size, params.data_parallel_size, params.expert_parallel
 
 
 def test_one_gpu_needs_no_flag():
@@ -87,7 +88,7 @@ def test_expert_parallel_is_on_when_a_flag_asks_for_it():
 def test_expert_parallel_that_cannot_be_is_refused_aloud(model, why):
     wishes = {"parallelism.expert_parallel": (Wish.ON, "flag --enable-expert-parallel")}
     decision = decide(model, gpus("h100_sxm", 8), wishes=wishes)
-    assert not decision.params["expert_parallel"]
+    assert not decision.params_as(ParallelismParams).expert_parallel
     assert decision.warnings == (f"expert parallelism refused (flag --enable-expert-parallel): {why}",)
 
 
@@ -209,7 +210,7 @@ def test_more_processes_than_cores_are_refused():
 
 def test_the_users_own_expert_parallelism_is_left_to_vllm_where_it_copes():
     decision = decide(shaped_model(experts=100), gpus("h100_sxm", 8), pinned={"--enable-expert-parallel": ""})
-    assert decision.params["expert_parallel"]
+    assert decision.params_as(ParallelismParams).expert_parallel
     assert "13 whole experts" in decision.reason
 
 

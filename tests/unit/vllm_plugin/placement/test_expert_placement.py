@@ -5,6 +5,7 @@ Modules of vLLM and layers are stand-ins; what other ranks answer is put in the 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 
 from moe_optimizer.errors import RequiredNotAppliedError
+from moe_optimizer.plan.pass_params import ExpertPlacementParams
+from moe_optimizer.planner import make_plan
+from tests.builders import cpu_machine, request, tiny_moe
 
 torch = pytest.importorskip("torch")
 
@@ -19,7 +23,8 @@ from moe_optimizer.vllm_plugin.placement import expert_placement  # noqa: E402 -
 from moe_optimizer.vllm_plugin.placement.expert_placement import passes_of_placed, place_layer  # noqa: E402
 
 # Rank 0 has experts 1 and 3, rank 1 has 0 and 2; the plan may name them in any order within a rank.
-PARAMS = {"mode": "initial", "num_ranks": 2, "num_experts": 4, "experts": {"3": "3 1 0 2"}, "digest": "d1"}
+PARAMS = ExpertPlacementParams(mode="initial", num_ranks=2, num_experts=4, experts={3: "3 1 0 2"}, digest="d1")
+DECISION = make_plan(request(tiny_moe(), cpu_machine())).decision("expert_placement")
 
 
 class OurExperts:
@@ -58,14 +63,14 @@ class FakeLayer:
 
 
 class FakeSession:
-    def __init__(self, params: dict[str, Any] = PARAMS) -> None:
+    def __init__(self, params: ExpertPlacementParams = PARAMS) -> None:
         self.params = params
         self.said: list[str] = []
         entry = SimpleNamespace(digest="", layers=())
         self.proof = SimpleNamespace(passes={"expert_placement": entry})
 
     def wanted(self, name: str) -> Any:
-        return SimpleNamespace(params=self.params)
+        return dataclasses.replace(DECISION, params=self.params)
 
     def applied(self, name: str, *, kernel: str, isa: str) -> None:
         self.said.append("applied")
@@ -154,7 +159,7 @@ def test_a_loader_that_leaves_out_weights_by_expert_number_is_refused(config):
 def test_an_exception_is_a_no_that_the_other_ranks_hear(monkeypatch):
     answers = []
     monkeypatch.setattr(expert_placement, "all_ranks_can", lambda this_one: answers.append(this_one) or False)
-    session = FakeSession(PARAMS | {"experts": {"3": "0 1 2 2"}})
+    session = FakeSession(dataclasses.replace(PARAMS, experts={3: "0 1 2 2"}))
     place_layer(session, FakeLayer(0))  # type: ignore[arg-type]
     assert answers == [False]
     assert "fallback: AssertionError" in session.said[0]
@@ -176,7 +181,7 @@ def test_ranks_that_cannot_agree_leave_the_layer_alone(monkeypatch):
     [
         (PARAMS, "model.layers.4.mlp.experts"),
         (PARAMS, "draft.experts"),
-        ({"mode": "eplb"}, "model.layers.3.mlp.experts"),
+        (ExpertPlacementParams(mode="eplb"), "model.layers.3.mlp.experts"),
     ],
 )
 def test_layers_that_are_not_in_the_plan_stay_as_they_are(monkeypatch, params, name):

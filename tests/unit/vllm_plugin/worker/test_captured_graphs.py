@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moe_optimizer.plan.pass_params import GraphCaptureParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import PassProof
@@ -29,7 +30,7 @@ def planned(**passes: Any) -> Plan:
 
 
 PLAN = planned()
-SIZE = PLAN.decision(PASS).params["max_capture_size"]
+SIZE = PLAN.decision(PASS).params_as(GraphCaptureParams).max_capture_size
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Decision
+from moe_optimizer.plan.pass_params import SchedulerParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.shown import FLAG_PASSES, flag_decisions
@@ -21,8 +23,8 @@ from moe_optimizer.vllm_plugin.worker.planned_flags import (
     unconverted,
 )
 from tests.builders import cpu_machine, dense_model, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
+from tests.golden.stored import PLANS, read_plan
 
-GOLDEN = sorted((Path(__file__).parents[3] / "golden" / "plans").glob("*.json"))
 BF16 = {"layer.0": SimpleNamespace(dtype=torch.bfloat16)}
 FP8 = {"layer.0": SimpleNamespace(dtype=torch.uint8)}
 
@@ -146,7 +148,7 @@ def test_a_cache_that_is_called_fp8_but_keeps_wide_elements_is_named(plan: Plan)
 def test_a_tier_without_a_connector_is_named() -> None:
     wishes = resolve_wishes(["kv-tiering"], [])
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h200", 1), wishes=wishes))
-    size = float(plan.decision("kv_cache").params["host_tier_gib"])
+    size = float(plan.serve_args.values["--kv-offloading-size"])
     assert found(plan, "kv_cache", BF16, kv_offloading_size=size, kv_transfer_config=object()) == ()
     (text,) = found(plan, "kv_cache", BF16, kv_offloading_size=size)
     assert "no KV connector" in text
@@ -204,9 +206,9 @@ def test_eager_is_a_flag_like_others() -> None:
     assert text.startswith("--enforce-eager:")
 
 
-@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 def test_every_flag_of_a_golden_plan_can_be_shown(path: Path) -> None:
-    plan = Plan.load(path)
+    plan = read_plan(path)
     for decision in flag_decisions(plan):
         found(plan, decision.pass_name)
 
@@ -222,7 +224,8 @@ def scheduler_of(session: PluginSession) -> Decision:
 
 
 def worker(session: PluginSession, **changed: Any) -> Any:
-    return SimpleNamespace(vllm_config=vllm_config(**(dict(scheduler_of(session).params) | changed)))
+    planned = dataclasses.asdict(scheduler_of(session).params_as(SchedulerParams))
+    return SimpleNamespace(vllm_config=vllm_config(**(planned | changed)))
 
 
 def test_the_proof_says_that_a_worker_runs_with_the_flags(session: PluginSession) -> None:
