@@ -9,11 +9,8 @@ Run it:  python benchmarks/bench_placement.py --write
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import math
 import os
-import platform
 import statistics
 import sys
 import time
@@ -27,7 +24,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, write_record  # noqa: E402
+from benchmarks.record import cpu_slug, head, host, packages, parser_of, write_record  # noqa: E402
 from moe_optimizer.placement import imbalance, moves, place_experts  # noqa: E402
 
 
@@ -75,9 +72,8 @@ LOADS: dict[str, Callable[[np.random.Generator, Size], np.ndarray]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print tables, and with --write store the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, write=True)
     parser.add_argument("--samples", type=int, default=15, help="pairs of calls per case (default: 15)")
-    parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
 
     load_before = os.getloadavg()[0]
@@ -208,24 +204,16 @@ def measure_growth(size: Size, samples: int) -> dict[str, Any]:
 
 def make_record(cases: list[dict[str, Any]], growth: list[dict[str, Any]], *, load_before: float) -> dict[str, Any]:
     """Return the record: where, with what, every sample."""
-    import torch
+    from benchmarks.serving.plans import vllm_version
 
-    from moe_optimizer.inspection import find_vllm
-
-    vllm = find_vllm()
     return {
-        "subject": "placing experts: our solver and vLLM's default EPLB policy",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": "python benchmarks/bench_placement.py --write",
-        "checkout": checkout(),
+        **head("placing experts: our solver and vLLM's default EPLB policy"),
+        # This process is pinned to one of the cores.
         "environment": {
-            "cpu": cpu_name(),
+            **host(load_before),
             "cores": os.cpu_count(),
-            "load_before": load_before,
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "torch": str(torch.__version__),
-            "vllm": vllm.version if vllm else None,
+            "packages": packages("numpy", "torch"),
+            "vllm": vllm_version(),
         },
         "clock": "CPU time of the process, pinned to one core; ratios are of the two calls of a pair",
         "workload": f"loads from numpy's default_rng(0); changed: times log-normal(0, {CHANGE})",

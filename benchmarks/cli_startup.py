@@ -9,24 +9,20 @@ Run it on a quiet machine:  python benchmarks/cli_startup.py --write
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import RECORDS, checkout, command_line, cpu_name, cpu_slug, system_name, write_record  # noqa: E402
+from benchmarks.record import cpu_slug, head, host, packages, parser_of, write_record  # noqa: E402
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "interpreter alone": ("-c", "pass"),
@@ -45,9 +41,8 @@ PACKAGES = ("moe-optimizer", "typer", "rich", "pydantic", "PyYAML", "nvidia-ml-p
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, and with --write store the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, write=True)
     parser.add_argument("--samples", type=int, default=21, help="processes per variant (default: 21)")
-    parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
 
     load_before = os.getloadavg()[0]
@@ -99,19 +94,8 @@ def _run(arguments: Sequence[str]) -> Sample:
 def make_record(samples: dict[str, list[Sample]], *, load_before: float) -> dict[str, Any]:
     """Return the record: what was run, where, from which sources, every sample."""
     return {
-        "what": "wall and CPU time of fresh command line processes, start to end, in seconds",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": command_line(),
-        **checkout(),
-        "environment": {
-            "cpu": cpu_name(),
-            "cores": len(os.sched_getaffinity(0)),
-            "load_average_before": load_before,
-            "niceness": os.nice(0),
-            "system": system_name(),
-            "python": platform.python_version(),
-            "packages": {name: metadata.version(name) for name in PACKAGES},
-        },
+        **head("wall and CPU time of fresh command line processes, start to end, in seconds"),
+        "environment": {**host(load_before), "niceness": os.nice(0), "packages": packages(*PACKAGES)},
         "results": {
             name: {
                 "arguments": list(VARIANTS[name]),

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
+
+
+def parser_of(description: str | None, *, write: bool = False, commit: bool = False) -> argparse.ArgumentParser:
+    """Return a benchmark's command line, which has --write and --commit where they are asked for."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if write:
+        parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
+    if commit:
+        parser.add_argument("--commit", help="for the record, if the checkout has no .git; ends in +dirty if it is")
+    return parser
+
+
+def head(what: str, commit: str | None = None) -> dict[str, Any]:
+    """Return the first fields of a record: what was measured, when, with which command and sources."""
+    date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    return {"what": what, "date": date, "command": command_line(), **checkout(commit)}
+
+
+def packages(*names: str) -> dict[str, str]:
+    """Return the installed versions of distributions."""
+    return {name: metadata.version(name) for name in names}
 
 
 def checkout(named: str | None = None) -> dict[str, object]:

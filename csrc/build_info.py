@@ -30,10 +30,7 @@ CUDA_OPS = ("fused_experts", "flash_dmoe")
 
 def source_hash(compiler: str, cuda_archs: str) -> str:
     """Return a hash of everything the module depends on: sources, compilers, CUDA architectures, Python ABI."""
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in SOURCES for path in SOURCE_DIR.glob(pattern)):
-        digest.update(f"{path.relative_to(SOURCE_DIR)}\0".encode())
-        digest.update(path.read_bytes())
+    digest = _digest(SOURCES, SOURCE_DIR)
     digest.update(f"{compiler_version(compiler)}\0{nvcc_version()}\0{cuda_archs}\0".encode())
     digest.update(str(sysconfig.get_config_var("SOABI")).encode())
     return digest.hexdigest()
@@ -41,11 +38,15 @@ def source_hash(compiler: str, cuda_archs: str) -> str:
 
 def device_sources(device: str, folder: Path = SOURCE_DIR) -> str:
     """Return a hash of the sources of one device's kernels in a csrc folder; compilers do not count."""
+    return _digest(DEVICE_SOURCES[device], folder).hexdigest()
+
+
+def _digest(patterns: tuple[str, ...], folder: Path) -> hashlib._Hash:
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in DEVICE_SOURCES[device] for path in folder.glob(pattern)):
+    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         digest.update(f"{path.relative_to(folder)}\0".encode())
         digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return digest
 
 
 def compiler_version(compiler: str) -> str:
@@ -54,12 +55,17 @@ def compiler_version(compiler: str) -> str:
     return text.splitlines()[0].strip()
 
 
-def nvcc_version() -> str | None:
-    """Return nvcc's release (such as "13.0"), or None where CMake finds no nvcc: it looks in the same places."""
+def find_nvcc() -> str | None:
+    """Return nvcc's path, or None where CMake finds no nvcc: it looks in the same places."""
     folders = [f"{os.environ['CUDA_HOME']}/bin"] if os.environ.get("CUDA_HOME") else []
     folders += ["/usr/local/cuda/bin", os.environ.get("PATH", os.defpath)]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def nvcc_version() -> str | None:
+    """Return nvcc's release (such as "13.0"), or None where there is no nvcc."""
     try:
-        nvcc = shutil.which("nvcc", path=os.pathsep.join(folders))
+        nvcc = find_nvcc()
         if nvcc is None:
             return None
         text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout

@@ -87,18 +87,11 @@ def kernel_name(mangled: str) -> str:
     match = re.match(r"_ZN6moeopt(\d+)", mangled)
     if match is None:
         return mangled
-    start = match.end()
-    end = start + int(match[1])
-    name, rest = mangled[start:end], mangled[end:]
-    if not rest.startswith("I"):
-        return name
+    end = match.end() + int(match[1])
     # Template arguments: Li2E, Lb1E, LNS_11DecodePhaseE0E, one after the other, up to the closing E.
-    numbers = []
-    position = 1
-    while argument := re.compile(r"L(?:i|b|NS_\d+[A-Za-z]\w*?E)(\d+)E").match(rest, position):
-        numbers.append(argument[1])
-        position = argument.end()
-    return f"{name}<{', '.join(numbers)}>"
+    arguments = re.match(r"I((?:L(?:i|b|NS_\d+[A-Za-z]\w*?E)\d+E)+)E", mangled[end:])
+    numbers = re.findall(r"(\d+)E(?=L|$)", arguments[1]) if arguments else []
+    return mangled[match.end() : end] + (f"<{', '.join(numbers)}>" if numbers else "")
 
 
 if __name__ == "__main__":

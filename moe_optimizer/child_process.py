@@ -1,4 +1,4 @@
-"""A child process that does not outlive the block that needs it, whenever a signal ends the block."""
+"""Runs a child process for the length of a block and ends it with the block, also if a signal ends the block."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-# SIGINT last: it is handled again first, and the others' handlers are those of a block around this one.
+# SIGINT last: its handler is restored first, and the handlers of the others belong to a block around this one.
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 @contextlib.contextmanager
 def child_process(command: Sequence[str], *, grace_s: float, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Run a command in a session of its own for the block; if it still runs at the block's end, end it and its group.
+    """Run a command for the length of the block; at its end, end the command's process group if it still runs.
 
-    Its own session, so that Ctrl-C at the terminal ends the block here and not the process.
+    The command has a session of its own, so that Ctrl-C reaches only this process.
 
     Args:
         command: argument list, no shell.
@@ -38,13 +38,13 @@ def child_process(command: Sequence[str], *, grace_s: float, **options: Any) -> 
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Have signals handled at the block's end: one that raised while a process is started would leave it behind."""
+    """Delay signals to the end of the block: an exception while a process starts would leave it running."""
     held: list[int] = []
 
     def hold(number: int, _frame: FrameType | None) -> None:
         held.append(number)
 
-    # Handlers run in the main thread only, so nothing interrupts another one.
+    # Handlers run in the main thread only: other threads are not interrupted.
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in _SIGNALS if in_main_thread}
     handled = {number: handler for number, handler in before.items() if callable(handler)}
@@ -68,7 +68,7 @@ def _end(process: subprocess.Popen[Any], grace_s: float) -> None:
     except subprocess.TimeoutExpired:
         pass
     finally:
-        # After a second signal too, which ends the waiting.
+        # A second signal ends the waiting and comes here too.
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

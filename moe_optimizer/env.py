@@ -1,6 +1,6 @@
-"""The environment variables of this package, read in one place.
+"""Reads the environment variables of this package.
 
-An unknown `MOE_OPTIMIZER_*` variable is an error: a misspelt switch would otherwise be off in silence.
+An unknown `MOE_OPTIMIZER_*` variable is an error: otherwise a misspelt one would be ignored silently.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from moe_optimizer.near_match import did_you_mean
 PROFILE = "MOE_OPTIMIZER_PROFILE"
 """Plan with this profile inside a plain `vllm serve`."""
 PLAN = "MOE_OPTIMIZER_PLAN"
-"""Apply this plan.json inside a vLLM process (the launcher sets it)."""
+"""Apply this plan.json inside a vLLM process; the launcher sets it."""
 RUN_DIR = "MOE_OPTIMIZER_RUN_DIR"
 """Folder for plans, proofs and server logs."""
 DISABLE = "MOE_OPTIMIZER_DISABLE"
-"""1: the plugin changes nothing at all, whatever else is set."""
+"""1: the plugin changes nothing, whatever else is set."""
 HARDWARE = "MOE_OPTIMIZER_HARDWARE"
-"""Plan for this entry of configs/hardware instead of the machine at hand."""
+"""Plan for this entry of configs/hardware instead of this machine."""
 CALIBRATE = "MOE_OPTIMIZER_CALIBRATE"
-"""Seconds that `serve` may measure kernels for where no table of their speeds fits; 0: never."""
+"""Time limit in seconds for measuring kernels in `serve`, if no table of kernel speeds fits; 0: never."""
 
 NAMES = (PROFILE, PLAN, RUN_DIR, DISABLE, HARDWARE, CALIBRATE)
 _PREFIX = "MOE_OPTIMIZER_"
@@ -34,7 +34,7 @@ _FALSE = ("", "0", "false", "no", "off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The settings that came from environment variables; None where a variable is not set."""
+    """Settings from environment variables; None for a variable that is not set."""
 
     profile: str | None
     plan: Path | None
@@ -77,7 +77,7 @@ def _seconds(name: str, text: str) -> float | None:
 
 
 def seconds_in(text: str) -> float | None:
-    """Return the finite number of seconds, 0 or more, that "20", "2.5" or "20s" says; None: it says none."""
+    """Parse a finite number of seconds, 0 or more, as "20", "2.5" or "20s"; None if it is none."""
     try:
         value = float(text.strip().removesuffix("s"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Messages for people, on stderr. Data goes to stdout and never through here."""
+"""Configures logging: messages for people go to stderr. Data goes to stdout, not through a logger."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def get_logger(name: str) -> logging.Logger:
 def configure(*, verbose: bool) -> None:
     """Send this package's messages to stderr: warnings and up, or everything when verbose.
 
-    Only the command line calls this. Inside vLLM's processes the messages go through vLLM's own handler.
+    Only the command line calls this. Inside vLLM's processes vLLM's own handler takes the messages.
     """
     logger = logging.getLogger(LOGGER_NAME)
     logger.handlers.clear()

@@ -14,15 +14,27 @@ what="${1:-all}"
 case "$what" in all | lint | quick) ;; *) echo "check: got '$what', expected lint, quick or nothing" >&2; exit 2 ;; esac
 
 step() { printf '\n== %s\n' "$*"; "$@"; }
+# pyright takes one core for about a minute: it runs beside the first tests, whose processes often wait.
+types="$(mktemp)"
+pyright --level error >"$types" 2>&1 &
+pyright=$!
+trap 'kill "$pyright" 2>/dev/null || true; rm -f "$types"' EXIT
+await_types() {
+  local status=0
+  wait "$pyright" || status=$?
+  printf '\n== pyright --level error\n'
+  cat "$types"
+  return "$status"
+}
 step ruff check .
 step ruff format --check .
 step clang-format --dry-run --Werror csrc/{bindings,cpu,cpu/simd,include/moeopt,launch}/*.* tests/unit/ops/emulation/*
-step pyright --level error
 step lint-imports
-[ "$what" = lint ] && exit 0
+[ "$what" = lint ] && { await_types; exit; }
 # Two workers suit the two cores of a small CI machine. The tests that start vLLM run after the others, whose time
 # limits the servers' start-up would break; files that ask the same servers stay together (tests/conftest.py).
 workers=(-n "${PYTEST_WORKERS:-2}")
 step pytest -q "${workers[@]}" -m "not vllm"
+await_types
 [ "$what" = quick ] && exit 0
-step pytest -q "${workers[@]}" --dist loadfile -m vllm
+step pytest -q "${workers[@]}" --dist loadfile --no-loadscope-reorder -m vllm

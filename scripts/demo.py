@@ -1,15 +1,13 @@
-"""The main job on the bundled model: plan, serve through vLLM with the plugin, ask, show the proof, stop; and once
-more with FP8 weights, to compare.
+"""Plans and serves the bundled model, asks it, shows the proof and stops; then serves it with FP8 weights to compare.
 
-Uses the command a user would type, in a process of its own, and talks to it over HTTP only. Exits 0 when the
-servers became ready, answered, and stopped cleanly; otherwise 1 with the reason.
+Runs the command that a user would type and talks to it over HTTP only. Exit code 0: the servers became ready, answered
+and stopped cleanly; 1: they did not, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import json
 import os
 import selectors
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from demo_fp8 import Measured, comparison, measure
-from perplexity import PerplexityError
+from server_http import ServerError, answer_of, post_json
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "tiny-moe"
@@ -31,7 +29,6 @@ COMMAND = (sys.executable, str(ROOT / "run_optimizer.py"))
 HOST = "127.0.0.1"
 READY_TIMEOUT_S = 1200.0
 """vLLM's CPU build imports and compiles for about a minute on two cores; a busy machine takes several times that."""
-REQUEST_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 180.0
 EXPERT_LOAD_S = 4.0
 """The workers write their counts every 3 seconds."""
@@ -40,7 +37,7 @@ CHAT = [{"role": "user", "content": "Write a Python function that reads a file."
 
 
 class DemoError(Exception):
-    """A step of the demo did not do what it must."""
+    """A step of the demo failed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         _demo(options.model, options.serve_args)
-    except (DemoError, PerplexityError) as error:
+    except (DemoError, ServerError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -61,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _demo(model: str, more: Sequence[str]) -> None:
     port = _free_port()
-    # Strict: what the plan puts into the workers must be seen running in them, or the command fails.
-    # Asked for and not measured: the demo shows our kernels at work, on whatever processor it runs.
+    # Strict: the command fails unless everything planned for the workers is seen running in them.
+    # Enabled without measuring, so that the demo shows our kernels at work on every processor.
     kernels = ["--enable-flash-dmoe", "--calibrate", "0"]
     serve = [*COMMAND, "--model", model, "--port", str(port), "--strict", *kernels, *more]
     heldout = Path(model) / "heldout.txt"
@@ -71,15 +68,15 @@ def _demo(model: str, more: Sequence[str]) -> None:
         raise DemoError("planning failed; the reason is above")
     _heading("the server")
     with _serving(serve) as ready:
-        if _get(port, "/health") != http.client.OK:
-            raise DemoError("the command says the server is ready, but /health does not")
+        with answer_of(f"{ready['base_url']}/health"):
+            pass
         _heading("one completion")
-        _show_completion(port, ready["model"])
+        _show_completion(ready["base_url"], ready["model"])
         _heading("one streamed chat")
-        _show_chat(port, ready["model"])
+        _show_chat(ready["base_url"], ready["model"])
         without_fp8 = measure(ready, heldout)
         _heading("which experts the requests used")
-        _show_experts(port)
+        _show_experts(ready["base_url"])
         _heading("stopping")
     _heading("the same server with FP8 weights")
     with _serving([*serve, "--enable-fp8"]) as ready:
@@ -91,7 +88,7 @@ def _demo(model: str, more: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _serving(command: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Run the serve command for the block; yields what it printed when the server was ready."""
+    """Run the serve command for the length of the block; yields what it printed when the server was ready."""
     server = subprocess.Popen([*command, "--json"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     try:
         yield _wait_until_ready(server)
@@ -122,7 +119,7 @@ def _free_port() -> int:
 
 
 def _wait_until_ready(server: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """Return what the command prints on stdout once the server is healthy and its proofs are in."""
+    """Return the JSON that the command prints once the server is healthy and its proofs are read."""
     assert server.stdout is not None
     deadline, printed = time.monotonic() + READY_TIMEOUT_S, b""
     with selectors.DefaultSelector() as selector:
@@ -140,20 +137,9 @@ def _wait_until_ready(server: subprocess.Popen[bytes]) -> dict[str, Any]:
     raise DemoError(f"the server was not ready after {READY_TIMEOUT_S:g} s")
 
 
-def _get(port: int, path: str) -> int:
-    connection = http.client.HTTPConnection(HOST, port, timeout=REQUEST_TIMEOUT_S)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().status
-    except (OSError, http.client.HTTPException) as error:
-        raise DemoError(f"{path}: {type(error).__name__}: {error}") from error
-    finally:
-        connection.close()
-
-
-def _show_completion(port: int, model: str) -> None:
+def _show_completion(base_url: str, model: str) -> None:
     request = {"model": model, "prompt": PROMPT, "max_tokens": 48, "temperature": 0}
-    answer = json.loads(b"".join(_post(port, "/v1/completions", request)))
+    answer = post_json(f"{base_url}/v1/completions", request)
     text, usage = answer["choices"][0]["text"], answer["usage"]
     if not text or usage["completion_tokens"] < 1:
         raise DemoError(f"/v1/completions: an empty answer: {answer}")
@@ -161,51 +147,33 @@ def _show_completion(port: int, model: str) -> None:
     print(f"[{usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} completion tokens]")
 
 
-def _show_chat(port: int, model: str) -> None:
+def _show_chat(base_url: str, model: str) -> None:
     request = {"model": model, "messages": CHAT, "max_tokens": 48, "temperature": 0, "stream": True}
     print(f"user: {CHAT[0]['content']}\nassistant: ", end="", flush=True)
     chunks, text, ended = 0, "", False
-    for line in _post(port, "/v1/chat/completions", request):
-        data = line.strip().removeprefix(b"data: ")
-        if not data:
-            continue
-        if data == b"[DONE]":
-            ended = True
-            break
-        choices = json.loads(data)["choices"]
-        piece = choices[0]["delta"].get("content") or "" if choices else ""
-        print(piece, end="", flush=True)
-        text += piece
-        chunks += bool(piece)
+    with answer_of(f"{base_url}/v1/chat/completions", request) as lines:
+        for line in lines:
+            data = line.strip().removeprefix(b"data: ")
+            if not data:
+                continue
+            if data == b"[DONE]":
+                ended = True
+                break
+            choices = json.loads(data)["choices"]
+            piece = choices[0]["delta"].get("content") or "" if choices else ""
+            print(piece, end="", flush=True)
+            text += piece
+            chunks += bool(piece)
     print(f"\n[{chunks} chunks]")
     if not text or chunks < 2 or not ended:
         raise DemoError(f"/v1/chat/completions: {chunks} chunks, stream {'ended' if ended else 'cut off'}: {text!r}")
 
 
-def _show_experts(port: int) -> None:
+def _show_experts(base_url: str) -> None:
     time.sleep(EXPERT_LOAD_S)
-    experts = [sys.executable, "-m", "moe_optimizer", "experts", f"http://{HOST}:{port}"]
+    experts = [sys.executable, "-m", "moe_optimizer", "experts", base_url]
     if subprocess.run(experts, cwd=ROOT, check=False, timeout=300).returncode != 0:
         raise DemoError("the server does not show which experts it used; the reason is above")
-
-
-def _post(port: int, path: str, request: dict[str, Any]) -> Iterator[bytes]:
-    """Send one request and yield the body's lines as they arrive.
-
-    Raises:
-        DemoError: the server refused it or closed the connection.
-    """
-    connection = http.client.HTTPConnection(HOST, port, timeout=REQUEST_TIMEOUT_S)
-    try:
-        connection.request("POST", path, json.dumps(request), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != http.client.OK:
-            raise DemoError(f"{path}: got status {response.status}: {response.read(500).decode(errors='replace')}")
-        yield from response
-    except (OSError, http.client.HTTPException) as error:
-        raise DemoError(f"{path}: {type(error).__name__}: {error}") from error
-    finally:
-        connection.close()
 
 
 def _stop(server: subprocess.Popen[bytes]) -> int:
@@ -218,7 +186,7 @@ def _stop(server: subprocess.Popen[bytes]) -> int:
 
 
 def _kill(server: subprocess.Popen[bytes]) -> None:
-    """End the command if it still runs; it ends its own children when it is asked to terminate."""
+    """End the command if it still runs; on SIGTERM it ends its own children."""
     if server.poll() is None:
         server.terminate()
         try:

@@ -1,4 +1,4 @@
-"""The part of the demo that compares a server with FP8 experts to one without: memory, tokens, perplexity."""
+"""Compares a server with FP8 experts to one without for the demo: memory, tokens, perplexity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perplexity import perplexity, post_json
+from perplexity import perplexity
+from server_http import post_json
 
 PROMPTS = (
     "def __init__(self, name):",
@@ -20,14 +21,14 @@ MAX_TOKENS = 48
 
 @dataclass(frozen=True)
 class Measured:
-    """What one server takes and gives."""
+    """Memory and answers of one server."""
 
     expert_bytes: int
-    """Expert weights in all its workers, scales included, as their proofs say; 0 where they do not."""
+    """Expert weights in all its workers, scales included, according to their proofs; 0 if the proofs lack them."""
     answers: tuple[tuple[str, ...], ...]
     """Tokens of the greedy completions of `PROMPTS`."""
     perplexity: float | None
-    """Per token of the model's held-out text; None: its folder has none."""
+    """On the model's held-out text; None if its folder has no such text."""
 
 
 def measure(ready: dict[str, Any], heldout: Path) -> Measured:
@@ -38,7 +39,7 @@ def measure(ready: dict[str, Any], heldout: Path) -> Measured:
         heldout: text that the model was not trained on; it need not exist.
 
     Raises:
-        PerplexityError: the server does not answer as it should.
+        ServerError: the server does not answer as it should.
     """
     base_url, model = ready["base_url"], ready["model"]
     body = {"model": model, "prompt": list(PROMPTS), "max_tokens": MAX_TOKENS, "temperature": 0, "logprobs": 0}
@@ -58,7 +59,7 @@ def _expert_bytes(run_dir: Path) -> int:
 
 
 def comparison(off: Measured, on: Measured) -> list[str]:
-    """Return the lines that show one beside the other."""
+    """Return lines with the two servers side by side."""
     lines = [f"{'':16}{'off':>12}{'on':>12}"]
     if off.expert_bytes and on.expert_bytes:
         change = f"{on.expert_bytes / off.expert_bytes:.2f} times"

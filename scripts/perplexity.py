@@ -1,25 +1,18 @@
-"""Perplexity of a running server on a text, through its own HTTP API. Needs nothing but the standard library."""
+"""Computes the perplexity of a running server on a text, through its HTTP API. Needs only the standard library."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from server_http import ServerError, post_json
 
 START = "<|endoftext|>"
 """What every window begins with: the token that separated documents in training."""
-_TIMEOUT_S = 300.0
 _WINDOWS_PER_REQUEST = 8
-
-
-class PerplexityError(Exception):
-    """The server did not answer as a completion server with prompt logprobs does."""
 
 
 def perplexity(base_url: str, model: str, text: str, *, context_length: int = 512, start: str = START) -> float:
@@ -34,14 +27,12 @@ def perplexity(base_url: str, model: str, text: str, *, context_length: int = 51
         text: at least one token.
 
     Raises:
-        PerplexityError: the server refused, or answered without the log-likelihood of every token.
+        ServerError: the server refused, or answered without the log-likelihood of every token.
     """
     tokens = _tokenize(base_url, model, text)
     first = _tokenize(base_url, model, start)
     if len(first) != 1 or not tokens:
-        raise PerplexityError(
-            f"got {len(first)} tokens for {start!r} and {len(tokens)} for the text, expected 1 and more"
-        )
+        raise ServerError(f"got {len(first)} tokens for {start!r} and {len(tokens)} for the text, expected 1 and more")
     size = context_length - 1
     windows = [[*first, *tokens[begin : begin + size]] for begin in range(0, len(tokens), size)]
     nats = 0.0
@@ -62,27 +53,9 @@ def _log_likelihood(base_url: str, model: str, windows: list[list[int]]) -> floa
     for window, choice in zip(windows, choices, strict=True):
         given = choice.get("prompt_logprobs") or []
         if len(given) != len(window):
-            raise PerplexityError(f"got log-likelihoods of {len(given)} prompt tokens, expected {len(window)}")
+            raise ServerError(f"got log-likelihoods of {len(given)} prompt tokens, expected {len(window)}")
         total += sum(at[str(token)]["logprob"] for token, at in zip(window[1:], given[1:], strict=True))
     return total
-
-
-def post_json(url: str, body: dict[str, Any]) -> Any:
-    """Send one request and return the answer.
-
-    Raises:
-        PerplexityError: there is none, or it is not JSON.
-    """
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    # The server is on this machine: a proxy in the environment is ignored.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=_TIMEOUT_S) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        raise PerplexityError(f"{url}: status {error.code}: {error.read(300).decode(errors='replace')}") from error
-    except (OSError, ValueError) as error:
-        raise PerplexityError(f"{url}: {type(error).__name__}: {error}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         text = options.text.read_text(encoding="utf-8")
         value = perplexity(options.base_url, options.model, text, context_length=options.context_length)
-    except (OSError, UnicodeDecodeError, PerplexityError) as error:
+    except (OSError, UnicodeDecodeError, ServerError) as error:
         print(f"perplexity: {error}", file=sys.stderr)
         return 1
     print(f"{value:.4f}")

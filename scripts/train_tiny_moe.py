@@ -1,13 +1,13 @@
-"""Train the model in examples/tiny-moe, or measure it again.
+"""Trains the model in examples/tiny-moe, or measures it again.
 
     python scripts/train_tiny_moe.py                  train, measure, write the folder
     python scripts/train_tiny_moe.py --minutes 2      as many steps as fit
     python scripts/train_tiny_moe.py --evaluate       compute the numbers again and compare them with the card
     python scripts/train_tiny_moe.py --hidden-size 1024 --expert-width 512 --output DIR
-                                                      a larger one, for measurements: no card, no limit of size
+                                                      a larger one for measurements, without card and size limit
 
-Needs torch, transformers, tokenizers and safetensors. Uses a GPU when there is one. Exit code 1: the numbers computed
-by --evaluate are not those of metrics.json.
+Needs torch, transformers, tokenizers and safetensors. Uses a GPU if there is one. Exit code 1: --evaluate computed
+other numbers than those of metrics.json.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 MODEL_FOLDER = Path(__file__).resolve().parent.parent / "examples" / "tiny-moe"
 DEFAULT_STEPS = 1300
 THREADS = 2
-"""Fixed: sums split over another number of threads round differently, and the weights would not repeat."""
+"""Fixed: with another number of threads sums round differently, and training gives other weights."""
 MAX_FOLDER_BYTES = 8_000_000
 TOLERANCE = 1e-3
-"""Relative difference that --evaluate allows: other versions of torch round differently."""
+"""Relative difference that --evaluate accepts: versions of torch round differently."""
 
 
 def main() -> int:
-    """Parse the command line and do what it says; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description="Train or measure examples/tiny-moe.")
     parser.add_argument("--output", type=Path, default=MODEL_FOLDER, metavar="DIR", help="model folder")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order of the text (default 0)")
@@ -127,7 +127,7 @@ def train_folder(output: Path, sizes: dict[str, int], *, seed: int, steps: int, 
 
 
 def evaluate_folder(folder: Path) -> int:
-    """Measure the folder, print each number beside the recorded one; 1 when one differs by more than TOLERANCE."""
+    """Measure the folder and print each number beside the recorded one; 1 if one differs by more than TOLERANCE."""
     recorded = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     measured = _measure(folder, recorded["baselines"]["training_byte_counts"])
     agree = True
@@ -146,7 +146,7 @@ def evaluate_folder(folder: Path) -> int:
 
 
 def _measure(folder: Path, training_byte_counts: list[int]) -> dict[str, Any]:
-    """Everything that follows from the folder and the byte counts of the training text."""
+    """Return what can be computed from the folder and the byte counts of the training text."""
     from tiny_moe import evaluate
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -207,7 +207,7 @@ def _model_facts(result: TrainingResult) -> dict[str, Any]:
 
 
 def _sizes(shape: Shape) -> str:
-    """Return the options that say how the network differs from the bundled one."""
+    """Return the options for the sizes in which the network differs from the bundled one."""
     from tiny_moe.network import Shape
 
     usual = Shape(vocab_size=shape.vocab_size)

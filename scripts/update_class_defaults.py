@@ -1,8 +1,9 @@
-"""Write moe_optimizer/inspection/families/class_defaults.json: what config classes assume for absent fields.
+"""Writes moe_optimizer/inspection/families/class_defaults.json: the defaults of config classes for absent fields.
 
-Run it after moving to another transformers: `.venv/bin/python scripts/update_class_defaults.py`. Expert counts are
-kept apart under "(experts)": a file without a count describes a dense model, and the inspector only warns where a
-class would invent one.
+Run it after moving to another transformers, and when a family lists another model_type:
+`.venv/bin/python scripts/update_class_defaults.py`. Expert counts are
+under the key "(experts)": a config.json without a count describes a dense model, and the inspector warns if the class
+has a default count.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import transformers
-from transformers import CONFIG_MAPPING
+from moe_optimizer.inspection.families import find_by_model_type
 
 TARGET = Path(__file__).parent.parent / "moe_optimizer" / "inspection" / "families" / "class_defaults.json"
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers_block_type")
 TEXT_FIELDS = ("time_step_rank", "mamba_dt_rank", "hidden_act", "hidden_activation", "activation_function")
-# Numbers that no count depends on.
+# Fields that no parameter count depends on.
 IRRELEVANT = re.compile(
     r"token|dropout|range|eps$|factor|coef|use_cache|_id$|chunk_size_feed|return_dict|output_|is_encoder_decoder|theta"
     r"|scal|pretraining|initializer|loss|std|audio|vision|image|video|patch|mask|interleave|jitter|beam|problem|label"
@@ -32,12 +32,15 @@ IRRELEVANT = re.compile(
 
 
 def class_defaults() -> dict[str, dict[str, object]]:
-    """Return the defaults of every decoder's config class in the installed transformers, by model_type."""
+    """Return the defaults of the config classes in the installed transformers that a family lists, by model_type."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
     table: dict[str, dict[str, object]] = {"(transformers)": {"version": transformers.__version__}}
     for model_type in sorted(CONFIG_MAPPING):
         config_class = CONFIG_MAPPING[model_type]
         fields = {field.name: field.default for field in dataclasses.fields(config_class)}
-        if "vocab_size" in fields and any(name in fields for name in LAYER_COUNTS):
+        if find_by_model_type(model_type) and "vocab_size" in fields and any(name in fields for name in LAYER_COUNTS):
             table[model_type] = _row(fields)
     return table
 

@@ -2,13 +2,15 @@
 
     python scripts/write_kernel_speeds.py [RECORD...]
 
-Without arguments: every record of the CUDA benchmark. The tables of a record hold for the kernels of the commit that it
-names; a table for other kernels answers no plan. Where two records have the same layer, the later one is taken.
+Without arguments it reads every record of the CUDA benchmark. The tables of a record apply to the kernels of its commit,
+and to sources that compile to the same kernels (compare_kernels.py records those). Plans ignore tables for other
+kernels. If two records have the same layer, the later one is taken.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import io
 import json
@@ -31,7 +33,7 @@ RECORDS = ROOT / "benchmarks" / "records"
 _WEIGHTS = {"bf16": "bf16", "fp8": "fp8_block"}
 _STOCK = "vllm"
 _OURS = ("direct", "grouped-")
-"""How the names of our variants begin; what else was timed is vLLM's, or more than the experts."""
+"""First letters of our variants' names; the other timings are of vLLM's kernels, or of more than the experts."""
 
 
 def main(arguments: list[str]) -> int:
@@ -66,17 +68,18 @@ def _commit_time(commit: str) -> int:
 
 
 def _of_the_last_kernels(tables: tuple[KernelSpeeds, ...]) -> tuple[KernelSpeeds, ...]:
-    """Leave tables of earlier kernels out: they could answer no plan."""
+    """Leave out tables of earlier kernels: plans ignore them."""
     return tuple(table for table in tables if table.kernel_hash == tables[-1].kernel_hash)
 
 
 def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
     """Return one table per layer shape and weights of a record.
 
-    Real traffic lies between the routings that were timed at a number of tokens, so the geometric means of their times
-    count, and of our variants those that were slower than vLLM's in none of them.
+    Real traffic lies between the routings that were timed at a number of tokens: times are geometric means over them,
+    and a variant of ours is listed only if it was slower than vLLM's kernel in none of them.
     """
-    kernel_hash = record.get("cuda_sources") or sources_at(record["commit"])
+    measured = record.get("cuda_sources") or sources_at(record["commit"])
+    kernel_hash = same_kernels().get(measured, measured)
     driver = record["nvidia_smi"].split(",")[1].strip()
     timed: dict[tuple[str, str], dict[int, list[TokenSpeeds]]] = {}
     shapes: dict[str, dict[str, Any]] = {}
@@ -109,7 +112,7 @@ def _row(case: dict[str, Any]) -> TokenSpeeds:
 
 
 def _over_routings(rows: list[TokenSpeeds]) -> TokenSpeeds:
-    """Return one row for the routings of one number of tokens; where no variant holds in all, that of the worst one."""
+    """Return one row for the routings of one number of tokens; if no variant qualifies, that of the worst one."""
     in_all = set.intersection(*(set(row.ours_us) for row in rows))
     holding = sorted(name for name in in_all if all(row.ours_us[name] <= row.stock_us for row in rows))
     if not holding:
@@ -131,15 +134,28 @@ def _shape(shape: dict[str, Any]) -> LayerShape:
     )
 
 
+@functools.cache
+def same_kernels() -> dict[str, str]:
+    """Return, for sources that compile to the kernels of later ones, the hash of the last of those."""
+    newest: dict[str, str] = {}
+    for path in sorted(RECORDS.glob("*_same_kernels.json")):
+        last, *others = (tree["cuda_sources"] for tree in json.loads(path.read_text(encoding="utf-8"))["trees"])
+        for earlier, then in newest.items():
+            newest[earlier] = last if then in others else then
+        newest |= dict.fromkeys(others, last)
+    return newest
+
+
 def sources_at(commit: str) -> str:
     """Return the hash of the CUDA kernels' sources as they were at a commit."""
     archive = subprocess.run(["git", "archive", commit, "csrc"], cwd=ROOT, capture_output=True, check=True).stdout
     with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         tar.extractall(folder, filter="data")
-        return _build_info().device_sources("cuda", Path(folder) / "csrc")
+        return build_info().device_sources("cuda", Path(folder) / "csrc")
 
 
-def _build_info() -> ModuleType:
+def build_info() -> ModuleType:
+    """Return csrc/build_info.py, which is no part of a package."""
     spec = importlib.util.spec_from_file_location("build_info", ROOT / "csrc" / "build_info.py")
     assert spec is not None, "csrc/build_info.py"
     assert spec.loader is not None, "csrc/build_info.py"

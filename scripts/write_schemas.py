@@ -1,7 +1,7 @@
-"""Write the JSON Schemas of everything the command line prints with --json to docs/schemas.
+"""Writes the JSON Schemas of the command line's --json outputs to docs/schemas.
 
-The schemas are made from the types that are printed, so they cannot say something else; the committed files are the
-published contract, and a test compares the two. Run it after a deliberate change:  python scripts/write_schemas.py
+The schemas are generated from the printed types. The committed files are the published contract, and a test compares
+the two. Run it after a deliberate change:  python scripts/write_schemas.py
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _schema(kind: type, title: str) -> dict[str, Any]:
 
 
 def _strict(node: Any) -> Any:
-    """Every field of a dataclass is always printed, and nothing else is."""
+    """Require every field and allow no other: every field of a dataclass is always printed."""
     if isinstance(node, list):
         return [_strict(item) for item in node]
     if not isinstance(node, Mapping):

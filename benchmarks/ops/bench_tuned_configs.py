@@ -44,7 +44,7 @@ def main() -> int:
     identity = tuning["identity"]
     request = TuneRequest(
         **{name: identity[name] for name in ("shape", "num_experts", "top_k", "hidden_size", "dtype")},
-        tokens=[], budget_s=0.0, folder="", shipped_folder="",
+        tokens=(), budget_s=0.0, folder="", shipped_folder="",
     )  # fmt: skip
     bench, rows = TritonBench(request.experts, seed=77), read_rows(options.config)
     sizes = []

@@ -13,7 +13,6 @@ Run it on a quiet machine:  python benchmarks/serving/bench_disaggregation.py --
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import os
@@ -24,7 +23,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,10 +31,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import RECORDS, checkout, command_line, cpu_slug, host, write_record  # noqa: E402
+from benchmarks.record import cpu_slug, head, host, parser_of, write_record  # noqa: E402
+from benchmarks.serving.completions import streamed  # noqa: E402
 from benchmarks.serving.dummy_model import write_dummy_model  # noqa: E402
-from benchmarks.serving.plans import plan_here  # noqa: E402
-from moe_optimizer.inspection import find_vllm  # noqa: E402
+from benchmarks.serving.plans import plan_here, vllm_version  # noqa: E402
 from moe_optimizer.launcher.launch import ServerInfo, running  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
@@ -67,11 +65,10 @@ class Seen:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, and with --write store the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, write=True)
     parser.add_argument("--rounds", type=int, default=6, help="rounds (default: 6)")
     parser.add_argument("--tokens", type=int, default=100, help="tokens of a streamed answer (default: 100)")
     parser.add_argument("--pause", type=float, default=0.2, help="seconds before each long prompt (default: 0.2)")
-    parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
 
     load_before = os.getloadavg()[0]
@@ -170,22 +167,13 @@ def prompt_of(length: int, rng: random.Random) -> list[int]:
 
 def arrivals(server: ServerInfo, prompt: list[int], tokens: int) -> Iterator[tuple[float, int]]:
     """Yield when so many tokens had arrived, each time that more had."""
-    body = {
-        "model": server.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "logprobs": 1,
-    }  # fmt: skip
-    request = urllib.request.Request(
-        f"{server.base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
     had = 0
-    with urllib.request.urlopen(request, timeout=300) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                # The router does not pass on the running count of tokens; the probabilities are one for each.
-                new = tokens_in(json.loads(line[6:]))
-                if new:
-                    had += new
-                    yield time.perf_counter(), had
+    for chunk in streamed(server.base_url, server.model, prompt, tokens, logprobs=1):
+        # The router does not pass on the running count of tokens; the probabilities are one for each.
+        new = tokens_in(json.loads(chunk))
+        if new:
+            had += new
+            yield time.perf_counter(), had
     if had != tokens:
         raise RuntimeError(f"got {had} tokens, expected {tokens}")
 
@@ -249,16 +237,9 @@ def make_record(
     seen: dict[str, Seen], options: argparse.Namespace, *, plans: tuple[Plan, Plan], ran: str, load_before: float
 ) -> dict[str, Any]:
     """Return the record: what was run, where, every sample."""
-    vllm = find_vllm()
     return {
-        "what": "time between the tokens of an answer while long prompts arrive: one server against prefill and decode",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": command_line(),
-        **checkout(),
-        "environment": {
-            **host(load_before),
-            "vllm": vllm.version if vllm else None,
-        },
+        **head("time between the tokens of an answer while long prompts arrive: one server against prefill and decode"),
+        "environment": {**host(load_before), "vllm": vllm_version()},
         "workload": {
             "model": SHAPE | {"dtype": "bfloat16", "weights": "dummy", "compiled": False},
             "answer": {"prompt": SHORT, "tokens": options.tokens},

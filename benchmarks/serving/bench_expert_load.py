@@ -17,21 +17,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import RECORDS, checkout, command_line, cpu_slug, host, write_record  # noqa: E402
+from benchmarks.record import cpu_slug, head, host, packages, parser_of, write_record  # noqa: E402
 from benchmarks.serving.counting_work import added_shares, added_work  # noqa: E402
 from benchmarks.serving.decode_steps import (  # noqa: E402
     Rounds,
@@ -41,7 +38,7 @@ from benchmarks.serving.decode_steps import (  # noqa: E402
     whole_microseconds,
 )
 from benchmarks.serving.dummy_model import write_dummy_model  # noqa: E402
-from benchmarks.serving.plans import plan_here  # noqa: E402
+from benchmarks.serving.plans import free_port, plan_here, vllm_version  # noqa: E402
 from moe_optimizer.inspection import find_vllm, probe_hardware  # noqa: E402
 from moe_optimizer.launcher.launch import ServerInfo, required_passes  # noqa: E402
 from moe_optimizer.launcher.supervisor import Supervisor  # noqa: E402
@@ -59,20 +56,17 @@ GPU_SHARE = 0.46
 """Of the memory, for each of the two servers."""
 GPU_CACHE = "2G"
 """Stated: vLLM would measure what is free, while the other server takes memory and gives some back."""
-PACKAGES = ("moe-optimizer", "torch")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, and with --write store the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, write=True, commit=True)
     parser.add_argument("--layers", type=int, help="MoE layers of the model (default: 2 on the CPU, 48 on a GPU)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="requests at the same time")
     parser.add_argument("--rounds", type=int, default=40, help="rounds for each batch size (default: 40)")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of a request (default: 32)")
     parser.add_argument("--eager", action="store_true", help="without vLLM's compilation")
-    parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
     parser.add_argument("--out", type=Path, help="write the record to this file")
-    parser.add_argument("--commit", help="for the record, where the checkout came without its .git; +dirty when it is")
     options = parser.parse_args(arguments)
     gpu = on_gpu()
     options.layers = options.layers or (48 if gpu else 2)
@@ -135,9 +129,6 @@ def servers(model: Path, folder: Path, *, eager: bool) -> Iterator[tuple[ServerI
 
 def plan_of(model: Path, *, counting: bool, eager: bool) -> Plan:
     """Return the balanced profile's plan for `model` on this machine, with or without the pass."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return plan_here(
         model,
         *("--load-format", "dummy"),
@@ -145,14 +136,14 @@ def plan_of(model: Path, *, counting: bool, eager: bool) -> Plan:
         *(("--gpu-memory-utilization", str(GPU_SHARE), "--kv-cache-memory-bytes", GPU_CACHE) if on_gpu() else ()),
         wishes={"expert_load": (Wish.ON if counting else Wish.OFF, "benchmark")},
         dtype="bfloat16",
-        port=port,
+        port=free_port(),
         max_model_len=512,
         batch_size=16,
     )
 
 
 def on_gpu() -> bool:
-    """Whether vLLM serves on a GPU here."""
+    """Return whether vLLM serves on a GPU here."""
     vllm = find_vllm()
     return vllm is not None and vllm.device == "cuda"
 
@@ -165,17 +156,13 @@ def make_record(
     load_before: float,
 ) -> dict[str, Any]:
     """Return the record: what was run, where, from which sources, every sample."""
-    vllm = find_vllm()
     return {
-        "what": "time of a decode step with expert_load on over off, two servers, requests in turn",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": command_line(),
-        **checkout(options.commit),
+        **head("time of a decode step with expert_load on over off, two servers, requests in turn", options.commit),
         "environment": {
             "gpu": gpu_name(),
             **host(load_before),
-            "vllm": vllm.version if vllm else None,
-            "packages": {name: metadata.version(name) for name in PACKAGES},
+            "vllm": vllm_version(),
+            "packages": packages("moe-optimizer", "torch"),
         },
         "workload": {
             "model": SHAPE | {"num_hidden_layers": options.layers, "dtype": "bfloat16", "weights": "dummy"},

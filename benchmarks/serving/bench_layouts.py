@@ -9,23 +9,19 @@ all GPUs together: whole servers share them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import checkout, command_line  # noqa: E402
+from benchmarks.record import head, parser_of  # noqa: E402
 from benchmarks.serving.closed_loop import OUTPUT_TOKENS, PROMPT_TOKENS, load_at, table_of  # noqa: E402
 from benchmarks.serving.plans import plan_here, served  # noqa: E402
-from moe_optimizer.inspection import (  # noqa: E402
-    read_kernel_speeds,
-)
+from moe_optimizer.inspection import read_kernel_speeds  # noqa: E402
 from moe_optimizer.launcher.http_client import ServerClient  # noqa: E402
 from moe_optimizer.launcher.launch import running  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
@@ -45,23 +41,22 @@ REQUESTS = {1: 4, 16: 4, 128: 2}
 
 def main() -> int:
     """Serve, load and stop each side; print a table and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, commit=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpus", type=int, help="GPUs to use (default: all)")
-    parser.add_argument("--commit", help="for the record, where the checkout came without its .git; +dirty when it is")
     parser.add_argument("--sides", default=",".join(SIDES), help=f"default: {','.join(SIDES)}")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, vllm_args = parser.parse_args(sys.argv[1:at]), tuple(sys.argv[at + 1 :])
     if unknown := set(options.sides.split(",")) - set(SIDES):
         parser.error(f"--sides: got {sorted(unknown)}, expected some of {', '.join(SIDES)}")
     record: dict[str, Any] = {
-        "what": "one model on several GPUs in slices, with whole experts, and as whole servers behind a router: closed "
-        "loops of streamed completions, one after the other; weights are random where vLLM was told to "
-        "(--load-format dummy), so routing is nearly even",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": command_line(),
-        **checkout(options.commit),
+        **head(
+            "one model on several GPUs in slices, with whole experts, and as whole servers behind a router: closed "
+            "loops of streamed completions, one after the other; weights are random where vLLM was told to "
+            "(--load-format dummy), so routing is nearly even",
+            options.commit,
+        ),
         "prompt_tokens": PROMPT_TOKENS,
         "output_tokens": OUTPUT_TOKENS,
         "sides": {},

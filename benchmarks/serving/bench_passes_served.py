@@ -13,21 +13,18 @@ import argparse
 import json
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import checkout, command_line  # noqa: E402
+from benchmarks.record import head, parser_of  # noqa: E402
 from benchmarks.serving.closed_loop import OUTPUT_TOKENS, PROMPT_TOKENS, load_at, table_of  # noqa: E402
 from benchmarks.serving.plans import plan_here, served  # noqa: E402
 from moe_optimizer.cli.progress import ProgressLines  # noqa: E402
 from moe_optimizer.cli.speed_questions import measure_if_needed  # noqa: E402
-from moe_optimizer.inspection import (  # noqa: E402
-    read_kernel_speeds,
-)
+from moe_optimizer.inspection import read_kernel_speeds  # noqa: E402
 from moe_optimizer.launcher.http_client import ServerClient  # noqa: E402
 from moe_optimizer.launcher.launch import running  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
@@ -45,19 +42,18 @@ ROUNDS = {1: 4, 8: 3, 64: 2}
 
 def main() -> int:
     """Serve, load, stop, twice; print a table and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, commit=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", help="for the record, where the checkout came without its .git; +dirty when it is")
     parser.add_argument("--sides", default="stock,flash_dmoe", type=_sides, help="default: stock,flash_dmoe")
     own, rest = _split(sys.argv[1:])
     options = parser.parse_args(own)
     record: dict[str, Any] = {
-        "what": "decoding with the passes that each side names and without them: closed loops of streamed completions, "
-        "one GPU, one server after the other; weights are random where vLLM was told to (--load-format dummy)",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": command_line(),
-        **checkout(options.commit),
+        **head(
+            "decoding with the passes that each side names and without them: closed loops of streamed completions, "
+            "one GPU, one server after the other; weights are random where vLLM was told to (--load-format dummy)",
+            options.commit,
+        ),
         "prompt_tokens": PROMPT_TOKENS,
         "output_tokens": OUTPUT_TOKENS,
         "sides": {},

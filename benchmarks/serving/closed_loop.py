@@ -6,14 +6,14 @@ first to its last token over the tokens in between.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import threading
 import time
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
+
+from benchmarks.serving.completions import streamed
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
 SETTLED = 0.05
@@ -83,20 +83,11 @@ def _load(url: str, model: str, vocabulary: int, *, clients: int, requests: int,
 
 def _stream_one(url: str, model: str, prompt: list[int]) -> tuple[float, float]:
     """Return the milliseconds to the first token of one streamed completion, and per output token behind it."""
-    body = {
-        "model": model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0,
-        "stream": True,
-    }  # fmt: skip
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
     first = last = 0.0
     started = time.monotonic()
-    with urllib.request.urlopen(request, timeout=300) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                last = time.monotonic()
-                first = first or last
+    for _ in streamed(url, model, prompt, OUTPUT_TOKENS):
+        last = time.monotonic()
+        first = first or last
     return 1000 * (first - started), 1000 * (last - first) / (OUTPUT_TOKENS - 1)
 
 

@@ -7,9 +7,9 @@ import json
 import random
 import threading
 import time
-import urllib.request
 from typing import Any
 
+from benchmarks.serving.completions import streamed
 from moe_optimizer.launcher.launch import ServerInfo
 
 QUANTILES = (0.1, 0.25, 0.5)
@@ -53,21 +53,13 @@ def _round(server: ServerInfo, batch: int, tokens: int) -> list[float]:
 
 def _between_tokens(server: ServerInfo, tokens: int, number: int) -> list[float]:
     """Return the seconds from one token to the next; a chunk of several tokens counts as so many equal steps."""
-    body = {
-        "model": server.model, "prompt": [10 + number, 20, 30, 40], "max_tokens": tokens, "temperature": 0,
-        "ignore_eos": True, "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }  # fmt: skip
-    request = urllib.request.Request(
-        f"{server.base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    prompt = [10 + number, 20, 30, 40]
     arrivals: list[tuple[float, int]] = []
-    with urllib.request.urlopen(request, timeout=300) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                done = json.loads(line[6:])["usage"]["completion_tokens"]
-                if not arrivals or done > arrivals[-1][1]:
-                    arrivals.append((time.perf_counter(), done))
+    for chunk in streamed(server.base_url, server.model, prompt, tokens, stream_options=usage):
+        done = json.loads(chunk)["usage"]["completion_tokens"]
+        if not arrivals or done > arrivals[-1][1]:
+            arrivals.append((time.perf_counter(), done))
     if arrivals[-1][1] != tokens:
         raise RuntimeError(f"got {arrivals[-1][1]} tokens, expected {tokens}")
     steps = []

@@ -10,11 +10,8 @@ The bundled model's sums are one block of 128 long. --model DIR: another that sc
 
 from __future__ import annotations
 
-import argparse
 import collections
-import datetime
 import json
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,8 +25,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from perplexity import perplexity  # noqa: E402
 
-from benchmarks.record import checkout, command_line  # noqa: E402
-from benchmarks.serving.plans import plan_here  # noqa: E402
+from benchmarks.record import head, parser_of  # noqa: E402
+from benchmarks.serving.plans import free_port, plan_here  # noqa: E402
 from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
 from moe_optimizer.launcher.launch import running  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
@@ -73,9 +70,8 @@ SIDES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, commit=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", help="for the record, where the checkout came without its .git; +dirty when it is")
     parser.add_argument("--model", type=Path, default=TINY_MOE, help="default: examples/tiny-moe")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(SIDES)) as pool:
@@ -96,9 +92,6 @@ def plan_of(model: Path, side: Side) -> Plan:
     vllm, kernels = find_vllm(), read_kernel_inventory()
     if vllm is None or vllm.device != "cuda":
         sys.exit("needs a vLLM for CUDA")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     tables = () if side.kernel is None else (_winning(side.kernel, model, vllm, kernels),)
     wished = {"fp8": side.fp8 is not None, "flash_dmoe": side.kernel is not None}
     return plan_here(
@@ -111,7 +104,7 @@ def plan_of(model: Path, side: Side) -> Plan:
             wishes={name: (Wish.ON if wish else Wish.OFF, "benchmark") for name, wish in wished.items()},
             required=frozenset(name for name, wish in wished.items() if wish),
             dtype="bfloat16",
-            port=port,
+            port=free_port(),
             max_model_len=520,
             batch_size=8,
             num_gpus=1,
@@ -171,10 +164,7 @@ def make_record(results: dict[str, dict[str, Any]], model: Path, commit: str | N
     """Return the results with what they were measured on."""
     gpu = probe_hardware().gpu
     return {
-        "what": "perplexity of a small trained model in FP8 and in BF16, served by vLLM on one GPU",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": command_line(),
-        **checkout(commit),
+        **head("perplexity of a small trained model in FP8 and in BF16, served by vLLM on one GPU", commit),
         "gpu": gpu.name if gpu else None,
         "driver": probe_hardware().driver_version,
         "workload": {

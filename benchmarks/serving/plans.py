@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,19 @@ def plan_here(model: str | Path, *vllm_args: str, kernel_speeds: SpeedTables | N
             **(fields | request),
         )
     )
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def vllm_version() -> str | None:
+    """Return the version of the installed vLLM."""
+    vllm = find_vllm()
+    return vllm.version if vllm else None
 
 
 def served(plan: Plan, info: ServerInfo, passes: Collection[str]) -> dict[str, Any]:

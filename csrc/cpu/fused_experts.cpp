@@ -9,9 +9,8 @@
 //     ------------------------------------------------------- all threads meet
 //   last group, phase 2: sum --> out, rounded once
 //
-// Any thread may take any task: a tile of phase 1 belongs to one task, and a column of `sum` to one task
-// that adds the experts in ascending order. So the threads share skewed work, and the result is the same
-// bit for bit whatever their number.
+// Any thread may take any task: a tile of phase 1 belongs to one task, and a column of `sum` to one task that adds the
+// experts in ascending order. So skewed work is balanced, and the bits do not depend on the number of threads.
 #include <omp.h>
 
 #include <algorithm>
@@ -27,15 +26,15 @@
 namespace moeopt {
 namespace {
 
-// Bytes of intermediate per group: small enough for the last-level cache slice of a few cores, large enough
-// that the two meetings per group cost nothing beside its arithmetic.
+// Bytes of intermediate per group: small enough for the last-level cache slice of a few cores, large enough to make the
+// two barriers per group negligible.
 constexpr int64_t kGroupBytes = 1 << 20;
 constexpr int64_t kAlignment = 64;
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
-// Memory that grows and is kept: a fresh buffer per call would be page-faulted in every time.
+// A buffer that grows and is kept: a new one per call would cost page faults every time.
 class Scratch {
  public:
   char* reserve(int64_t bytes) {
@@ -65,8 +64,8 @@ int64_t tile_rows(int64_t rows, int64_t parallel_tiles, int threads) {
   return kSizeMultiple;
 }
 
-// Tokens of one pass. More would only cost memory: with this many, an expert's weights are read for dozens of
-// tokens already.
+// Tokens of one pass. More would only cost memory: with this many, each read of an expert's weights serves dozens of
+// tokens.
 constexpr int64_t kPassTokens = 2048;
 
 // The part of `args` for tokens [begin, end).

@@ -7,6 +7,12 @@
 // the result is that of the dense weights bit for bit, for any number of threads.
 #include "sparse_experts.h"
 
+#ifdef MOEOPT_X86
+#include <immintrin.h>
+#endif
+
+#include <cstring>
+
 #include "expert_kernels.h"
 
 namespace moeopt {
@@ -15,6 +21,9 @@ namespace {
 constexpr int64_t kUnitRows = kSizeMultiple;
 // Rows that start at different offsets from a power of two do not compete for the same lines of a cache.
 constexpr int64_t kRowPad = 32;
+
+// Writes one row with its zeros. `columns` is a multiple of kSizeMultiple. Reads columns / 2 values whatever the mask.
+using ExpandRow = void (*)(const uint16_t* values, const uint8_t* mask, int64_t columns, uint16_t* row);
 
 // One weight tensor. FusedExpertsArgs::w13 and w2 point to one of these while the functions below are the kernels.
 struct SparseWeight {
@@ -87,6 +96,51 @@ void down(const FusedExpertsArgs& args, const LayerBuffers& buffers, const Exper
   }
 }
 
+void expand_row_generic(const uint16_t* values, const uint8_t* mask, int64_t columns, uint16_t* row) {
+  for (int64_t k = 0; k < columns; k += 4) {
+    const int bits = mask[k / 8] >> (k % 8) & 15;
+    int64_t next = k / 2;
+    for (int n = 0; n < 4; ++n) {
+      const bool kept = (bits >> n & 1) && next < k / 2 + 2;
+      row[k + n] = kept ? values[next++] : 0;
+    }
+  }
+}
+
+#ifdef MOEOPT_X86
+// Words are widened first: AVX-512 F and BW expand dwords only.
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) void expand_row_avx512(const uint16_t* values,
+                                                                                     const uint8_t* mask,
+                                                                                     int64_t columns, uint16_t* row) {
+  for (int64_t k = 0; k < columns; k += 16) {
+    __mmask16 kept;
+    std::memcpy(&kept, mask + k / 8, sizeof(kept));
+    const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values + k / 2));
+    const __m512i dwords = _mm512_castsi256_si512(_mm256_cvtepu16_epi32(words));
+    const __m256i expanded = _mm512_cvtepi32_epi16(_mm512_maskz_expand_epi32(kept, dwords));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + k), expanded);
+  }
+}
+
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2"))) void expand_row_avx512_vbmi2(
+    const uint16_t* values, const uint8_t* mask, int64_t columns, uint16_t* row) {
+  int64_t k = 0;
+  for (; k + 32 <= columns; k += 32) {
+    __mmask32 kept;
+    std::memcpy(&kept, mask + k / 8, sizeof(kept));
+    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + k / 2));
+    _mm512_storeu_si512(row + k, _mm512_maskz_expand_epi16(kept, _mm512_castsi256_si512(words)));
+  }
+  if (k < columns) {
+    __mmask16 kept;
+    std::memcpy(&kept, mask + k / 8, sizeof(kept));
+    const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values + k / 2));
+    const __m256i expanded = _mm256_maskz_expand_epi16(kept, _mm256_castsi128_si256(words));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + k), expanded);
+  }
+}
+#endif
+
 ExpandRow expand_row_for(Isa isa) {
 #ifdef MOEOPT_X86
   if (isa >= Isa::kAvx512) {
@@ -99,17 +153,6 @@ ExpandRow expand_row_for(Isa isa) {
 }
 
 }  // namespace
-
-void expand_row_generic(const uint16_t* values, const uint8_t* mask, int64_t columns, uint16_t* row) {
-  for (int64_t k = 0; k < columns; k += 4) {
-    const int bits = mask[k / 8] >> (k % 8) & 15;
-    int64_t next = k / 2;
-    for (int n = 0; n < 4; ++n) {
-      const bool kept = (bits >> n & 1) && next < k / 2 + 2;
-      row[k + n] = kept ? values[next++] : 0;
-    }
-  }
-}
 
 bool sparse_experts_cpu(const FusedExpertsArgs& args, const SparseMasks& masks, Isa isa, RoutingError* error) {
   const ExpertKernels* dense = kernels_for(args, isa);

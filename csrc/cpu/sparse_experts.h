@@ -22,11 +22,4 @@ struct SparseMasks {
 // and w2 are the values, and all weight tensors are contiguous (the strides in `args` are not read).
 bool sparse_experts_cpu(const FusedExpertsArgs& args, const SparseMasks& masks, Isa isa, RoutingError* error);
 
-// Writes one row with its zeros. `columns` is a multiple of kSizeMultiple. Reads columns / 2 values whatever the mask.
-using ExpandRow = void (*)(const uint16_t* values, const uint8_t* mask, int64_t columns, uint16_t* row);
-
-void expand_row_generic(const uint16_t* values, const uint8_t* mask, int64_t columns, uint16_t* row);
-void expand_row_avx512(const uint16_t* values, const uint8_t* mask, int64_t columns, uint16_t* row);
-void expand_row_avx512_vbmi2(const uint16_t* values, const uint8_t* mask, int64_t columns, uint16_t* row);
-
 }  // namespace moeopt

@@ -1,8 +1,6 @@
 // Starts the direct path: router, direct_up_kernel, direct_down_kernel.
-#include "launch/arguments.h"
 #include "launch/cuda_kernels.h"
 #include "launch/launch.cuh"
-#include "launch/router.h"
 
 namespace moeopt {
 

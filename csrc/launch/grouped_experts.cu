@@ -1,9 +1,7 @@
 // Starts the grouped path: router, routing and token preparation, GEMMs, combine.
-#include "launch/arguments.h"
 #include "launch/cuda_kernels.h"
 #include "launch/grouped_gemm_sm90.cuh"
 #include "launch/launch.cuh"
-#include "launch/router.h"
 
 namespace moeopt {
 namespace {

@@ -1,10 +1,7 @@
 // Starts both grouped GEMMs. One translation unit per mode includes this and instantiates its token tiles.
 #pragma once
 
-#include "launch/arguments.h"
 #include "launch/launch.cuh"
-#include "launch/tensor_map.h"
-
 namespace moeopt {
 
 template <GemmMode kMode>

@@ -1,11 +1,13 @@
 // Launches a kernel: raises its shared-memory limit, sets the attributes, turns an error into an exception.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
-#include <cstdint>
 #include <stdexcept>
 #include <string>
+
+#include "launch/arguments.h"
 
 namespace moeopt {
 
@@ -43,5 +45,13 @@ void launch_kernel(const char* name, void (*kernel)(Parameters...), const Launch
   config.numAttrs = shape.cluster_blocks > 1 ? 2 : 1;
   check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), name);
 }
+
+// Starts the gate, the first launch of every call from logits. Returns the problem with the ids and weights it writes.
+Problem launch_router(const Problem& problem, int* topk_ids, float* topk_weights, cudaStream_t stream);
+
+// Encodes a tensor map for TMA: boxes of 128 rows x 128 bytes, 128-byte swizzle, zeros outside. Host work only (about a
+// microsecond). The driver's encoder is looked up at run time: nothing links against the driver library, so the
+// extension loads on a machine without one.
+CUtensorMap encode_tensor_map(const WeightView& view);
 
 }  // namespace moeopt

@@ -1,6 +1,3 @@
-#include "launch/router.h"
-
-#include "launch/arguments.h"
 #include "launch/launch.cuh"
 #include "moeopt/router.cuh"
 

@@ -1,5 +1,3 @@
-#include "launch/tensor_map.h"
-
 #include <string>
 
 #include "launch/launch.cuh"

@@ -1,4 +1,4 @@
-"""The command line: `moe-optimizer` and `run_optimizer.py`. One file per command."""
+"""Implements the commands `moe-optimizer` and `run_optimizer.py`: one file per command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands as one Typer application, and how a command line is run and refused."""
+"""Assembles the commands into one Typer application, runs a command line and reports its errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from moe_optimizer import __version__
-from moe_optimizer.cli import build, doctor, experts, inspect, messages, plan, serve, tune
+from moe_optimizer.cli import build, doctor, experts, inspect, measure, messages, plan, serve, tune
 from moe_optimizer.cli.arguments import check_consistency, split_at_separator, with_our_switches
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError
 from moe_optimizer.near_match import did_you_mean
@@ -51,16 +51,17 @@ app.command("serve", epilog=_SYNONYMS)(serve.command)
 app.command("inspect")(inspect.command)
 app.command("plan", epilog=_SYNONYMS)(plan.command)
 app.command("tune", epilog=_SYNONYMS)(tune.command)
+app.add_typer(measure.app, name="measure")
 app.command("doctor")(doctor.command)
 app.command("experts")(experts.command)
 app.command("build")(build.command)
 
 
 def run(arguments: Sequence[str], *, program: str, command: str | None) -> int:
-    """Run one command line; returns its exit code after writing what went wrong, if anything, to stderr.
+    """Run one command line and return its exit code; an expected error is written to stderr.
 
     Raises:
-        KeyboardInterrupt, OSError, Exception: what is neither the user's mistake nor an expected outcome.
+        KeyboardInterrupt, OSError, Exception: an interrupt, a failure of the system, or our bug.
     """
     messages.make_streams_safe()
     try:
@@ -73,34 +74,50 @@ def run(arguments: Sequence[str], *, program: str, command: str | None) -> int:
 def _run(arguments: list[str], *, program: str, command: str | None) -> int:
     own, vllm_args = split_at_separator(arguments)
     root: Any = typer.main.get_command(app)
-    name = command or (own[0] if own and not own[0].startswith("-") else None)
-    if name is not None and name not in root.commands:
-        raise InputError(
-            f"unknown command {name!r}, expected one of {', '.join(root.commands)}",
-            hint=did_you_mean(name, root.commands),
-        )
+    name, target = _named_command(root, own if command is None else [command])
     if vllm_args is not None and name not in serve.TAKES_VLLM_ARGS:
         raise InputError(f"--: {name or program} takes no arguments for vllm serve")
-    if name in serve.TAKES_VLLM_ARGS:
+    if any(option.startswith("--enable-") for option in _option_names(target)):
         own = with_our_switches(own)
     check_consistency(own)
-    runnable = root if command is None else root.commands[command]
-    if command is None and not own:
-        own = ["--help"]
+    if own == name.split() and hasattr(target, "commands"):
+        own = [*own, "--help"]
+    runnable = root if command is None else target
     try:
         parsed = runnable.main(args=own, prog_name=program, standalone_mode=False, obj=vllm_args)
     except typer.Abort:
         raise KeyboardInterrupt from None
     except _UsageError as error:
-        raise _input_error(error, runnable, name) from None
+        raise _input_error(error, target, name) from None
     if isinstance(parsed, functools.partial):
         return parsed()
     # An exit code: --help or --version has answered, or the parser itself was interrupted.
     return int(parsed or ExitCode.OK)
 
 
-def _input_error(error: Any, root: Any, name: str | None) -> InputError:
-    """Turn the parser's error into ours: one line, and the nearest option as hint."""
+def _named_command(root: Any, words: Sequence[str]) -> tuple[str, Any]:
+    """Return the name of the command in the first words ("measure speeds") and its parser; "" and `root` if none.
+
+    Raises:
+        InputError: there is no such command.
+    """
+    names: list[str] = []
+    target = root
+    for word in words:
+        if word.startswith("-") or not hasattr(target, "commands"):
+            break
+        if word not in target.commands:
+            raise InputError(
+                f"unknown command {' '.join([*names, word])!r}, expected one of {', '.join(target.commands)}",
+                hint=did_you_mean(word, target.commands),
+            )
+        names.append(word)
+        target = target.commands[word]
+    return " ".join(names), target
+
+
+def _input_error(error: Any, target: Any, name: str) -> InputError:
+    """Convert an error of the parser: one line, with the nearest option as hint."""
     option = getattr(error, "option_name", None)
     if option is None or not str(error.message).startswith("No such option"):
         message = " ".join(error.format_message().split())
@@ -109,7 +126,6 @@ def _input_error(error: Any, root: Any, name: str | None) -> InputError:
             message = f"{parameter.opts[0]}: {error.message}"
         extra = message.startswith("Got unexpected extra argument")
         return InputError(message, hint=_EXTRA_HINT if extra and name in serve.TAKES_VLLM_ARGS else None)
-    target = getattr(root, "commands", {}).get(name, root)
     hint = did_you_mean(option, _option_names(target)) or (_EXTRA_HINT if name in serve.TAKES_VLLM_ARGS else None)
     return InputError(f"unknown option {option}", hint=hint)
 

@@ -43,7 +43,7 @@ def _our_flag(flag: str) -> str:
 def check_consistency(arguments: Sequence[str]) -> None:
     """Refuse an option given twice, and --enable-X together with --disable-X.
 
-    Option parsers take the last one in silence; the user believes in the other.
+    Option parsers silently take the last one, which may not be the one that the user relies on.
 
     Raises:
         InputError: naming both options.

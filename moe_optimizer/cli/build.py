@@ -30,7 +30,7 @@ def command(options: BuildOptions) -> int:
     from moe_optimizer.inspection import read_kernel_inventory
 
     if not options.check:
-        _build(_SCRIPT)
+        run_build(_SCRIPT)
     inventory = read_kernel_inventory()
     messages.write_result(inventory, as_json=options.json, render=render_inventory)
     return ExitCode.OK if inventory.built else ExitCode.UNSUPPORTED
@@ -48,27 +48,27 @@ def render_inventory(inventory: KernelInventory) -> str:
     return f"kernels  built from sources {inventory.source_hash[:12]}\ncpu      {cpu}\ncuda     {cuda}"
 
 
-def _build(script: Path) -> None:
-    """Run build.sh to its end, its output on stderr; no process of it is left when this returns or raises.
+def run_build(script: Path) -> None:
+    """Run build.sh with its output on stderr. No process of the build outlives this call.
 
     Raises:
         UnsupportedError: there are no sources here, or the build failed.
     """
     if not script.is_file():
         raise UnsupportedError(
-            f"{script}: not found: an installed package carries its kernels ready built",
-            hint="to build them yourself, run this from a checkout",
+            f"{script}: not found: an installed package has its kernels compiled already",
+            hint="to compile them yourself, run this from a checkout",
         )
     sys.stderr.flush()
-    # On Ctrl-C the whole build is ended, compilers included.
+    # Ctrl-C ends the whole build, compilers included.
     command = ["bash", str(script)]
     with clean_termination(), child_process(command, grace_s=_GRACE_S, stdout=2, env=_build_environment()) as process:
         code = process.wait()
     if code != 0:
-        raise UnsupportedError(f"build.sh: ended with exit code {code}", hint="its last lines above say why")
+        raise UnsupportedError(f"build.sh: ended with exit code {code}", hint="see its last lines above")
 
 
 def _build_environment() -> dict[str, str]:
-    """The environment with this interpreter's folder first, so that pip's cmake, ninja and pybind11 are found."""
+    """Return the environment with this interpreter's folder first in PATH: pip installs cmake and ninja there."""
     folder = str(Path(sys.executable).parent)
     return os.environ | {"PATH": os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])}

@@ -10,11 +10,11 @@ from moe_optimizer.vllm_plugin.drift import Seam
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was looked at and what was found."""
+    """One thing that the doctor looked at, and what it found."""
 
     name: str
     status: Literal["ok", "note", "missing"]
-    """note: serving works without it, less well; missing: serving here does not work."""
+    """note: serving works, perhaps slower or without a feature; missing: serving does not work here."""
     detail: str
     hint: str | None = None
     """What to do about it; None when nothing is wrong."""
@@ -22,10 +22,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What `doctor --json` prints."""
+    """The output of `doctor --json`."""
 
     ok: bool
-    """Whether nothing that serving here needs is missing, and with --drift no seam has changed or gone."""
+    """False if something that serving needs is missing, or with --drift if a seam has changed or gone."""
     checks: tuple[Check, ...]
     seams: tuple[Seam, ...] | None
     """None without --drift."""

@@ -1,4 +1,4 @@
-"""Turns the options that a command declares as a dataclass into the signature that its parser is made from."""
+"""Gives a command function the signature from which Typer builds its parser."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from moe_optimizer.cli.options import SWITCHES, CommonOptions
+from moe_optimizer.cli.options import DECLARATION, SWITCHES, CommonOptions
 
 Options = TypeVar("Options", bound=CommonOptions)
 
@@ -20,50 +20,50 @@ Command = Callable[[], int]
 
 
 def takes(kind: type[Options]) -> Callable[[Callable[[Options], int]], Callable[..., Command]]:
-    """Give a command function the signature that `kind` declares; the parser's call returns it ready to run.
+    """Give a command function the signature that `kind` declares.
 
-    It is not run inside the parser, which would answer an interrupt or a closed pipe in its own way.
+    The parser returns the function with its options filled in and does not run it: inside the parser, Typer would
+    handle an interrupt or a closed pipe in its own way.
 
-    A field without a typer annotation is not an option of its own: `switches` becomes a pair --enable-X/--disable-X
-    for each of SWITCHES, `vllm_args` receives what followed `--`.
+    Fields without a declaration: `switches` becomes a pair --enable-X/--disable-X for each of SWITCHES, `vllm_args`
+    receives the arguments after `--`.
     """
-    hints = typing.get_type_hints(kind, include_extras=True)
-    fields = dataclasses.fields(kind)
-    parameters = {f.name: (hints[f.name], _default(f)) for f in fields if hasattr(hints[f.name], "__metadata__")}
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     # What every command takes comes last in its help.
-    common = {f.name: parameters.pop(f.name) for f in dataclasses.fields(CommonOptions)}
-    has_switches = any(f.name == "switches" for f in fields)
-    if has_switches:
-        parameters |= {_switch_field(flag): (_switch_type(flag), None) for flag in SWITCHES}
-    parameters |= common
+    common = [fields.pop(field.name) for field in dataclasses.fields(CommonOptions)]
+    switches = {_switch_field(flag): flag for flag in SWITCHES if "switches" in fields}
+    parameters = [
+        *(_parameter(field, hints[field.name]) for field in fields.values() if DECLARATION in field.metadata),
+        *(_keyword(name, None, _switch_type(flag)) for name, flag in switches.items()),
+        *(_parameter(field, hints[field.name]) for field in common),
+    ]
 
     def decorate(function: Callable[[Options], int]) -> Callable[..., Command]:
         def command(context: typer.Context, **values: Any) -> Command:
-            if has_switches:
-                given = {flag: values.pop(_switch_field(flag)) for flag in SWITCHES}
+            if switches:
+                given = {flag: values.pop(name) for name, flag in switches.items()}
                 values["switches"] = {flag: value for flag, value in given.items() if value is not None}
                 values["vllm_args"] = tuple(context.obj or ())
             return functools.partial(function, kind(**values))
 
-        annotations = {"context": typer.Context} | {name: hint for name, (hint, _) in parameters.items()}
-        command.__annotations__ = annotations
+        context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+        command.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in (context, *parameters)}
         command.__doc__, command.__name__ = function.__doc__, function.__name__
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
-            + [
-                inspect.Parameter(name, keyword, default=default, annotation=hint)
-                for name, (hint, default) in parameters.items()
-            ]
-        )
         return command
 
     return decorate
 
 
-def _default(declared: dataclasses.Field[Any]) -> Any:
-    factory = declared.default_factory
-    return declared.default if factory is dataclasses.MISSING else factory()
+def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+    factory = field.default_factory
+    default = field.default if factory is dataclasses.MISSING else factory()
+    return _keyword(field.name, default, Annotated[hint, field.metadata[DECLARATION]])
+
+
+def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _switch_field(flag: str) -> str:

@@ -14,7 +14,7 @@ from moe_optimizer.errors import InputError, ServerFailedError
 from moe_optimizer.launcher.metrics_page import samples
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
 
-_TIMEOUT_S = 20.0
+TIMEOUT_S = 20.0
 """Chosen: for the whole page; vLLM's metrics come in milliseconds, or seconds on a machine that does much else."""
 _MAX_BYTES = 1 << 26
 """Chosen: four times the page of a model of 100 layers with 1024 experts."""
@@ -36,12 +36,12 @@ def read_metrics(url: str) -> ExpertLoad:
     # time. A thread that still reads when the command has its answer ends with the process.
     threading.Thread(target=_read_page, args=(f"{base}/metrics", page), daemon=True).start()
     try:
-        text = page.get(timeout=_TIMEOUT_S)
+        text = page.get(timeout=TIMEOUT_S)
         if isinstance(text, Exception):
             raise text
     except queue.Empty:
         raise ServerFailedError(
-            f"{base}/metrics: no whole answer within {_TIMEOUT_S:g} s", hint="is it a vLLM server?"
+            f"{base}/metrics: no whole answer within {TIMEOUT_S:g} s", hint="is it a vLLM server?"
         ) from None
     except urllib.error.HTTPError as error:
         raise InputError(f"{base}/metrics: got status {error.code}, expected a vLLM server's metrics") from None

@@ -1,4 +1,4 @@
-"""What `experts --json` prints."""
+"""Defines the output of `experts --json`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from moe_optimizer.specs.expert_load import ExpertLoad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsOutput:
-    """The counts and what they say."""
+    """The token counts of the experts, and the figures computed from them."""
 
     load: ExpertLoad
     """The counts, as in the file expert_load.json."""
     report: LoadReport
-    """Their figures."""
+    """How uneven the counts are."""

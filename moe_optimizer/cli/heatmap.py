@@ -1,12 +1,15 @@
-"""Expert load as text: one row of blocks for each layer, and the figures below."""
+"""Renders expert load as text: one row of blocks for each layer, with figures below."""
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
+from moe_optimizer.cli import messages
 from moe_optimizer.costs.expert_imbalance import LoadFigures, LoadReport
 from moe_optimizer.errors import printable
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
@@ -32,16 +35,16 @@ def render_load(load: ExpertLoad, report: LoadReport, *, width: int, top: int, u
     lines = textwrap.wrap(_title(load), width, subsequent_indent="  ")
     if report.mean is None:
         return "\n".join([*lines, "", "no token was counted yet"])
-    lines += ["", *_heatmap(load, width, _BLOCKS if unicode else _ASCII), "", *_figures(report, report.mean)]
+    lines += ["", *_heatmap(load, width, _BLOCKS if unicode else _ASCII), "", _figures(report, report.mean)]
     if top:
-        lines += ["", "busiest experts", *_busiest(load, top)]
+        lines += ["", "busiest experts", *_busiest(load.layers, top)]
     return "\n".join(lines)
 
 
 def cell_loads(layer: LayerLoad, experts_per_cell: int) -> list[float]:
     """Return for each cell the load of its busiest expert, as a multiple of the mean over the layer's experts.
 
-    The busiest and not the sum: one overloaded expert must not vanish among quiet neighbours.
+    The busiest instead of the sum, so that one overloaded expert stays visible among quiet neighbours.
     """
     mean = layer.total / len(layer.tokens)
     starts = range(0, len(layer.tokens), experts_per_cell)
@@ -64,7 +67,8 @@ def _heatmap(load: ExpertLoad, width: int, blocks: str) -> Iterator[str]:
         shown += f", busiest of {per_cell}"
     yield f"layer  {shown:<{num_cells * cell_width}}  busiest"
     for layer in load.layers:
-        cells = "".join(_block(value, blocks) * cell_width for value in cell_loads(layer, per_cell))
+        shades = (bisect.bisect(_BOUNDS, value) + 1 if value else 0 for value in cell_loads(layer, per_cell))
+        cells = "".join(blocks[shade] * cell_width for shade in shades)
         busiest = f"{max(cell_loads(layer, 1)):.1f} x" if layer.total else "unused"
         yield f"{layer.index:>5}  {cells}  {busiest:>7}"
     low, even, high = _BOUNDS
@@ -72,43 +76,30 @@ def _heatmap(load: ExpertLoad, width: int, blocks: str) -> Iterator[str]:
     yield from textwrap.wrap(f"times the mean of the layer: blank {legend}", width)
 
 
-def _block(value: float, blocks: str) -> str:
-    if value == 0:
-        return blocks[0]
-    return blocks[1 + sum(value >= bound for bound in _BOUNDS)]
-
-
-def _figures(report: LoadReport, mean: LoadFigures) -> Iterator[str]:
+def _figures(report: LoadReport, mean: LoadFigures) -> str:
     used = sum(layer.figures is not None for layer in report.layers)
-    yield f"mean of {used} layer{'s' if used != 1 else ''}" if used > 1 else "figures"
     busiest = max(1, report.num_experts // 10)
-    rows = [
-        ("busiest expert", f"{mean.max_over_mean:.2f} x the mean of its layer"),
-        ("coefficient of variation", f"{mean.variation:.2f}"),
-        ("Gini coefficient", f"{mean.gini:.2f}"),
-        ("busiest tenth", f"{mean.busiest_share:.0%} of the tokens ({busiest} of {report.num_experts} experts)"),
-        ("experts without a token", f"{mean.unused} of {used * report.num_experts}"),
-    ]
-    rows += [
-        (f"EP on {ranks} ranks, in order", f"busiest rank {value:.2f} x the mean")
+    rows = {
+        "busiest expert": f"{mean.max_over_mean:.2f} x the mean of its layer",
+        "coefficient of variation": f"{mean.variation:.2f}",
+        "Gini coefficient": f"{mean.gini:.2f}",
+        "busiest tenth": f"{mean.busiest_share:.0%} of the tokens ({busiest} of {report.num_experts} experts)",
+        "experts without a token": f"{mean.unused} of {used * report.num_experts}",
+    } | {
+        f"EP on {ranks} ranks, in order": f"busiest rank {value:.2f} x the mean"
         for ranks, value in mean.rank_imbalance.items()
-    ]
-    size = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        yield f"  {name:<{size}}  {value}"
+    }
+    title = f"mean of {used} layers" if used > 1 else "figures"
+    return f"{title}\n{messages.two_columns((f'  {name}', text) for name, text in rows.items())}"
 
 
-def _busiest(load: ExpertLoad, top: int) -> Iterator[str]:
-    for layer, expert, tokens, times in _ranking(load.layers)[:top]:
-        yield f"  layer {layer:>3}, expert {expert:>4}: {times:.2f} x the mean, {tokens} tokens"
-
-
-def _ranking(layers: Sequence[LayerLoad]) -> list[tuple[int, int, int, float]]:
-    """Return (layer, expert, tokens, times the mean of the layer) of every used expert, the busiest first."""
-    rows = [
-        (layer.index, expert, tokens, tokens * len(layer.tokens) / layer.total)
+def _busiest(layers: Sequence[LayerLoad], top: int) -> Iterator[str]:
+    """Yield a line for each of the most used experts, relative to their layers."""
+    used = (
+        (-tokens * len(layer.tokens) / layer.total, layer.index, expert, tokens)
         for layer in layers
         for expert, tokens in enumerate(layer.tokens)
         if tokens
-    ]
-    return sorted(rows, key=lambda row: (-row[3], row[0], row[1]))
+    )
+    for times, layer, expert, tokens in heapq.nsmallest(top, used):
+        yield f"  layer {layer:>3}, expert {expert:>4}: {-times:.2f} x the mean, {tokens} tokens"

@@ -23,12 +23,9 @@ def command(options: ModelOptions) -> int:
         from moe_optimizer.inspection import ModelInspector, to_inspect_json
 
         spec = ModelInspector(trust_remote_code=options.trust_remote_code).inspect(options.model_name)
-    if options.json:
-        import json
-
-        messages.write_data(json.dumps(to_inspect_json(spec), indent=2))
-    else:
-        messages.write_data(render_model(spec, width=messages.output_width()))
+    messages.write_result(
+        to_inspect_json(spec), as_json=options.json, render=lambda _: render_model(spec, width=messages.output_width())
+    )
     messages.write_warnings(spec.warnings)
     return ExitCode.OK
 

@@ -24,7 +24,7 @@ _BUILD_TOOLS = ("cmake", "ninja", "nvcc")
 
 
 def machine_checks(hardware: HardwareSpec) -> Iterator[Check]:
-    """Yield one check for each thing of the machine that serving or building needs."""
+    """Yield the checks of what serving and building need from the machine."""
     yield _python()
     yield _glibc()
     yield _cpu(hardware)
@@ -67,7 +67,7 @@ def _cuda(hardware: HardwareSpec) -> Check:
 
 
 def _gpus(hardware: HardwareSpec) -> Iterator[Check]:
-    """One line per GPU with its memory, free and in all, as the driver says now."""
+    """Yield one check for each GPU, with its free and total memory as the driver reports them."""
     if hardware.gpu is None:
         yield Check("gpu memory", "note", "no GPU")
         return
@@ -82,7 +82,7 @@ def _gpus(hardware: HardwareSpec) -> Iterator[Check]:
             detail = f"{name}, {int(memory.free) / 2**30:.1f} of {int(memory.total) / 2**30:.1f} GiB free"
             yield Check(f"gpu {index}", "ok", detail)
     except pynvml.NVMLError as error:
-        yield Check("gpu memory", "note", f"the driver does not say: {error}", "see whether nvidia-smi works")
+        yield Check("gpu memory", "note", f"the driver does not report it: {error}", "check that nvidia-smi works")
 
 
 def find_compiler() -> str | None:
@@ -109,7 +109,7 @@ def _compilers() -> Iterator[Check]:
 
 
 def _tool_path() -> str:
-    """PATH, then this interpreter's own scripts (pip's cmake and ninja), then the CUDA toolkit's usual place."""
+    """Return PATH, this interpreter's scripts (pip's cmake and ninja) and the usual folder of the CUDA toolkit."""
     scripts = os.path.dirname(sys.executable)  # noqa: PTH120 - a virtual environment's link must not be resolved
     return os.pathsep.join([os.environ.get("PATH", os.defpath), scripts, "/usr/local/cuda/bin"])
 

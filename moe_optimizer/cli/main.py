@@ -1,7 +1,7 @@
-"""Entry point of `moe-optimizer` and `run_optimizer.py`: runs one command and turns every failure into an exit code.
+"""Runs one command of `moe-optimizer` or `run_optimizer.py` and turns every failure into an exit code.
 
-Nothing is imported at the top but what the interpreter has loaded by then, so that an interrupt during any other
-import is already caught here. One before that, in the interpreter's own start, is answered by Python.
+The module imports only what the interpreter has loaded already, so that an interrupt during any other import is caught
+here. Python itself handles an interrupt before that.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ PIPE_CLOSED = 128 + 13
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = "moe-optimizer", command: str | None = None) -> int:
-    """Run one command line and return its exit code; never raises for what a user or the system did.
+    """Run one command line and return its exit code. Errors of the user or the system are not raised.
 
     Args:
         argv: the arguments after the program's name; default: this process's.
         program: the name that help and errors show.
-        command: run this command with all of `argv` as its arguments; default: the first of `argv` names it.
+        command: the command to run with all of `argv`; default: the first of `argv` names it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         from moe_optimizer.cli.app import run
 
         code = run(arguments, program=program, command=command)
-        # Here, not at interpreter exit: a closed pipe or a full disk must still be able to change the exit code.
+        # Flush before the interpreter exits: a closed pipe or a full disk must still change the exit code.
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         import signal
 
-        # A second Ctrl-C must not tear the interpreter's own clean-up apart with a traceback.
+        # A second Ctrl-C must not interrupt the interpreter's own clean-up with a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return INTERRUPTED
     except BrokenPipeError:
@@ -46,12 +46,12 @@ def main(argv: Sequence[str] | None = None, *, program: str = "moe-optimizer", c
         return _system_failure(error)
     except ModuleNotFoundError as error:
         return _missing_package(error, arguments)
-    except Exception as error:  # noqa: BLE001 - the last resort: our bug, reported as one
+    except Exception as error:  # noqa: BLE001 - anything else is our bug
         return _our_bug(error, verbose=_asks_for_verbose(arguments))
 
 
 def _missing_package(error: ModuleNotFoundError, arguments: Sequence[str]) -> int:
-    """Answer for the interpreter of somebody who has not set up, or not chosen the environment that is."""
+    """Report a Python without the packages: set-up has not run, or another environment is active."""
     from moe_optimizer.cli.messages import write_error_lines
     from moe_optimizer.errors import ExitCode
 
@@ -70,7 +70,7 @@ def _system_failure(error: OSError) -> int:
     from moe_optimizer.cli.messages import write_error_lines
     from moe_optimizer.errors import ExitCode
 
-    # Without a file's name it was a stream that was given to this process.
+    # An error without a file name concerns stdout or stderr.
     full = error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
     try:
         if full:
@@ -80,7 +80,7 @@ def _system_failure(error: OSError) -> int:
         else:
             write_error_lines(f"the system refused an operation: {error}", hint=None)
     except OSError:
-        # It was stderr itself: the exit code is all that can be said.
+        # stderr itself is full: only the exit code can report it.
         _silence(sys.stderr)
     return ExitCode.BAD_INPUT if full else ExitCode.BUG
 
@@ -107,7 +107,7 @@ def _asks_for_verbose(arguments: Sequence[str]) -> bool:
 
 
 def _silence(stream: object) -> None:
-    """Point `stream` at nothing, so that the interpreter's flush at exit does not fail a second time."""
+    """Redirect `stream` to /dev/null, so that the interpreter's flush at exit does not fail again."""
     try:
         descriptor = stream.fileno()  # type: ignore[attr-defined]
     except (AttributeError, OSError, ValueError):

@@ -22,10 +22,10 @@ PLAIN_WIDTH = 80
 
 
 def make_streams_safe() -> None:
-    """Let stdout and stderr write any text: what their encoding lacks is escaped instead of raising.
+    """Make stdout and stderr escape characters that their encoding lacks, instead of raising an error.
 
-    A file name that is not valid UTF-8 would otherwise end the command inside its own error message. A stream that
-    was closed before the start (`>&-`) is replaced by one that takes everything.
+    Otherwise a file name that is not valid UTF-8 would fail inside its own error message. A stream that was closed
+    before the start (`>&-`) is replaced by /dev/null.
     """
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - open to the end
@@ -37,12 +37,12 @@ def make_streams_safe() -> None:
 
 
 def use_color(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that takes colours and nobody asked for none (NO_COLOR, TERM=dumb)."""
+    """Return whether `stream` is a terminal with colours, and neither NO_COLOR nor TERM=dumb is set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def output_width() -> int:
-    """Columns of stdout: the terminal's, or COLUMNS, or 80."""
+    """Return the columns of stdout: the terminal's, or COLUMNS, or 80."""
     return shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
 
 
@@ -52,7 +52,7 @@ def write_data(text: str) -> None:
 
 
 def write_result(result: Result, *, as_json: bool, render: Callable[[Result], str]) -> None:
-    """Write the result of a command to stdout, as JSON or as the text that `render` makes of it."""
+    """Write the result of a command to stdout, as JSON or as the text that `render` returns."""
     if not as_json:
         write_data(render(result))
         return
@@ -63,7 +63,7 @@ def write_result(result: Result, *, as_json: bool, render: Callable[[Result], st
     write_data(json.dumps(encode(result), indent=2))
 
 
-def two_columns(rows: Iterable[tuple[str, str]], *, width: int) -> str:
+def two_columns(rows: Iterable[tuple[str, str]], *, width: int = PLAIN_WIDTH) -> str:
     """Return a name and a text in each row, at most `width` wide except for long words such as paths."""
     import textwrap
 
@@ -84,9 +84,9 @@ def write_warnings(warnings: Iterable[str]) -> None:
 
 
 def write_error(error: MoeOptimizerError) -> None:
-    """Write the error to stderr: one line that says what is wrong, then the hint if there is one.
+    """Write the error to stderr: one line, then the hint if there is one.
 
-    A dead server's last log lines follow its first line as they were.
+    The last log lines of a dead server follow the first line unchanged.
     """
     if isinstance(error, ServerFailedError):
         first, _, rest = str(error).partition("\n")
@@ -119,11 +119,10 @@ class _Held(logging.Handler):
 
 @contextmanager
 def held_messages(*, verbose: bool, then: Callable[[Iterable[str]], None] = write_warnings) -> Iterator[None]:
-    """Keep this package's log messages back until the block has succeeded, and give them to `then`; drop them when it
-    raises.
+    """Hold this package's log messages until the block has succeeded, then pass them to `then`; drop them if it raises.
 
-    A command that fails says why in its first stderr line; a warning written on the way would push that line
-    down. With `verbose` everything is written at once instead, for the person who watches.
+    The first stderr line of a command that fails is its error: an earlier warning would push it down. With `verbose`
+    every message is written at once.
     """
     if verbose:
         log.configure(verbose=True)

@@ -1,4 +1,4 @@
-"""The doctor's checks of one model's files: present, readable and whole. Reads headers, never weights."""
+"""Checks the files of a model for the doctor: present, readable and whole. Reads headers, never weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model_checks(model: str) -> Iterator[Check]:
 
     try:
         folder = resolve_model(model)
-        # The code it may bring is not run here, so that it is there is no reason to stop looking.
+        # The model's own code is not run here, so its presence is no reason to stop.
         spec = ModelInspector(trust_remote_code=True).inspect(model)
     except MoeOptimizerError as error:
         yield Check("model", "missing", str(error), error.hint)
@@ -69,7 +69,7 @@ def _weights(folder: Path) -> Check:
         missing, tensors = missing_weights(folder), read_tensors(folder) or ()
         if missing:
             return Check("weights", "missing", missing, _DOWNLOAD)
-        # Also what is not served from here: another program's layout of the same weights.
+        # Includes files that vLLM does not load: the same weights in another program's layout.
         files = sorted(folder.glob("*.safetensors"))
         deque(read_files(files), maxlen=0)
         problem = _first_unlisted(folder, {tensor.name for tensor in tensors})
@@ -84,7 +84,7 @@ def _weights(folder: Path) -> Check:
 
 
 def missing_weights(folder: Path) -> str:
-    """Return which of a checkpoint's weight files are not there; "" when all are.
+    """Describe the weight files that a checkpoint lacks; "" if it lacks none.
 
     Raises:
         InputError, UnsupportedError: see `read_tensors`.
@@ -101,7 +101,7 @@ def missing_weights(folder: Path) -> str:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> file, as the index says; empty without an index."""
+    """Return the file of each tensor according to the index; empty without an index."""
     from moe_optimizer.inspection.json_file import read_json_object
     from moe_optimizer.inspection.safetensors_header import MAX_INDEX_BYTES
 
@@ -112,7 +112,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _first_unlisted(folder: Path, names: set[str]) -> str:
-    """What is wrong when the index and the headers name different tensors; "" when they agree."""
+    """Describe the first tensor that only the index or only a header names; "" if they agree."""
     listed = _weight_map(folder).keys()
     if listed and listed - names:
         return f"{_INDEX}: {min(listed - names)} is in no file"

@@ -1,4 +1,4 @@
-"""The values of options: read from text, refused with what was got and what is expected, completed by the shell."""
+"""Parses, checks and completes the values of options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_optimizer.synonyms import SWITCHES
 
 
 def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers in [lowest, highest] whose error says what was got and what is expected."""
+    """Return a parser of whole numbers in [lowest, highest]."""
 
     def parse(text: str) -> int:
         try:
@@ -36,7 +36,7 @@ def seconds(text: str) -> float:
 
 
 def seconds_or_none(text: str) -> float:
-    """Parse a finite number of seconds: 20 or 20s; 0 is "not at all"."""
+    """Parse a finite number of seconds, 0 included: 20 or 20s."""
     value = seconds_in(text)
     if value is None:
         raise typer.BadParameter(f"got {text!r}, expected a number of seconds, 0 or more")
@@ -49,7 +49,7 @@ def switch_name(text: str) -> str:
 
 
 def completes(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return what offers those of `values` that begin with the word so far; a function is asked for them only then."""
+    """Return a completion function: it offers those of `values` that begin with the typed part."""
 
     def complete(incomplete: str) -> list[str]:
         known = values() if callable(values) else values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -28,10 +28,13 @@ SWITCHES: Mapping[str, str] = {
     "replicas": "whole servers behind a router, each on its share of the GPUs",
     "dual-batch-overlap": "overlap expert exchange with computation",
 }
-"""X of --enable-X and --disable-X -> what it does. Written out, because asking the passes would slow --help down."""
+"""X of --enable-X and --disable-X -> what it does. Copied from the passes: importing them would slow --help down."""
 
+DECLARATION = "declaration"
+"""Key of a field's metadata: the typer option or argument that fills the field."""
 ENGINES = ("vllm", "embedded")
 RENDERINGS = ("ray", "lws")
+GRANULARITIES = ("block", "channel")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -51,41 +54,53 @@ def _hardware() -> Iterable[str]:
     return hardware_names()
 
 
-def _option(flag: str, metavar: str, text: str, parser: Callable[[str], Any] | None = None) -> Any:
-    """Return the declaration of an option that takes a value."""
-    return typer.Option(flag, metavar=metavar, help=text, parser=parser, show_default=False)
+def _flag(name: str, text: str) -> Any:
+    """Declare an option without a value."""
+    return field(default=False, metadata={DECLARATION: typer.Option(name, help=text)})
 
 
-def _choice(flag: str, metavar: str, text: str, values: Iterable[str] | Callable[[], Iterable[str]]) -> Any:
-    """Return the declaration of an option whose values the shell can complete."""
-    return typer.Option(flag, metavar=metavar, help=text, autocompletion=completes(values), show_default=False)
+def _argument(metavar: str, text: str) -> Any:
+    """Declare an argument that may be left out."""
+    return field(default=None, metadata={DECLARATION: typer.Argument(metavar=metavar, help=text, show_default=False)})
+
+
+def _option(
+    name: str,
+    metavar: str,
+    text: str,
+    parser: Callable[[str], Any] | None = None,
+    *,
+    values: Iterable[str] | Callable[[], Iterable[str]] = (),
+    default: Any = None,
+) -> Any:
+    """Declare an option with a value; the shell completes it from `values`."""
+    declared = typer.Option(
+        name, metavar=metavar, help=text, parser=parser, autocompletion=completes(values), show_default=False
+    )
+    return field(default=default, metadata={DECLARATION: declared})
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """What every command takes."""
+    """Options of every command."""
 
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print every message, and the traceback of an internal error.")
-    ] = False
+    json: bool = _flag("--json", "Print the result as JSON on stdout.")
+    verbose: bool = _flag("--verbose", "Print every message, and the traceback of an internal error.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MayNameModelOptions(CommonOptions):
-    """A command that a model may be named to, by argument or flag."""
+    """Options of a command that takes a model, as argument or flag."""
 
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
-    ] = None
-    model: Annotated[str | None, _option("--model", "MODEL", "Hugging Face id, or folder with config.json.")] = None
+    model_argument: str | None = _argument("MODEL", "The same as --model.")
+    model: str | None = _option("--model", "MODEL", "Hugging Face id, or folder with config.json.")
 
     @property
     def named_model(self) -> str | None:
-        """The model that was named, None where none was.
+        """The model, or None if none was given.
 
         Raises:
-            InputError: two different ones were, or one without a name.
+            InputError: two different models, or an empty name.
         """
         names = [name for name in (self.model_argument, self.model) if name is not None]
         if len(set(names)) > 1:
@@ -97,18 +112,16 @@ class MayNameModelOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(MayNameModelOptions):
-    """A command about one model."""
+    """Options of a command that needs a model."""
 
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let vLLM run Python code that comes with the model.")
-    ] = False
+    trust_remote_code: bool = _flag("--trust-remote-code", "Let vLLM run Python code that comes with the model.")
 
     @property
     def model_name(self) -> str:
-        """The model that was named.
+        """The model.
 
         Raises:
-            InputError: none was, or two different ones.
+            InputError: no model, two different models, or an empty name.
         """
         name = self.named_model
         if name is None:
@@ -118,185 +131,171 @@ class ModelOptions(MayNameModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(ModelOptions):
-    """Everything a plan depends on; None where the command line does not say."""
+    """Options that a plan depends on; None if not given."""
 
-    gpus: Annotated[int | None, _option("--gpus", "N", "GPUs to use.", whole_number(1, 65_536))] = None
-    profile: Annotated[
-        str | None,
-        _choice(
-            "--profile",
-            "NAME|FILE",
-            "conservative, balanced, aggressive, single_h100, or a YAML file.  [default: balanced]",
-            _profiles,
-        ),
-    ] = None
-    batch_size: Annotated[
-        int | None, _option("--batch-size", "B", "Requests decoded at the same time.", whole_number(1, 65_536))
-    ] = None
-    max_model_len: Annotated[
-        int | None,
-        _option("--max-model-len", "TOKENS", "Longest prompt plus completion.", whole_number(1, 16_777_216)),
-    ] = None
-    dtype: Annotated[str | None, _choice("--dtype", "DTYPE", f"{', '.join(DTYPES)}.  [default: auto]", DTYPES)] = None
-    host: Annotated[str | None, _option("--host", "HOST", f"Address to serve on.  [default: {DEFAULT_HOST}]")] = None
-    port: Annotated[
-        int | None,
-        _option("--port", "PORT", f"Port to serve on.  [default: {DEFAULT_PORT}]", whole_number(1, 65_535)),
-    ] = None
-    engine: Annotated[str | None, _choice("--engine", "|".join(ENGINES), "What serves.  [default: vllm]", ENGINES)] = (
-        None
+    gpus: int | None = _option("--gpus", "N", "GPUs to use.", whole_number(1, 65_536))
+    profile: str | None = _option(
+        "--profile",
+        "NAME|FILE",
+        "conservative, balanced, aggressive, single_h100, or a YAML file.  [default: balanced]",
+        values=_profiles,
     )
-    hardware: Annotated[
-        str | None,
-        _choice(
-            "--hardware",
-            "NAME",
-            "Plan for this machine of configs/hardware instead of the one at hand, for example h100_sxm; "
-            "cpu: this one without its GPUs.",
-            _hardware,
-        ),
-    ] = None
-    expert_load: Annotated[
-        str | None, _option("--expert-load", "FILE", "Place experts by this measured load (expert_load.json of a run).")
-    ] = None
-    expert_load_check: Annotated[
-        str | None,
-        _option(
-            "--expert-load-check",
-            "FILE",
-            "State the gain of the placement on this load, of other traffic than --expert-load.",
-        ),
-    ] = None
-    require: Annotated[
-        list[str],
-        typer.Option(
-            "--require",
-            parser=switch_name,
-            metavar="X",
-            help="Optimization that must run in every worker, or exit 6. May be repeated.",
-            autocompletion=completes(SWITCHES),
-        ),
-    ] = field(default_factory=list)
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="No fallback: a refused wish exits 3, a planned one that does not run 6."),
-    ] = False
-    show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print every setting with where it comes from, and stop.")
-    ] = False
+    batch_size: int | None = _option("--batch-size", "B", "Requests decoded at the same time.", whole_number(1, 65_536))
+    max_model_len: int | None = _option(
+        "--max-model-len", "TOKENS", "Longest prompt plus completion.", whole_number(1, 16_777_216)
+    )
+    dtype: str | None = _option("--dtype", "DTYPE", f"{', '.join(DTYPES)}.  [default: auto]", values=DTYPES)
+    host: str | None = _option("--host", "HOST", f"Address to serve on.  [default: {DEFAULT_HOST}]")
+    port: int | None = _option(
+        "--port", "PORT", f"Port to serve on.  [default: {DEFAULT_PORT}]", whole_number(1, 65_535)
+    )
+    engine: str | None = _option("--engine", "|".join(ENGINES), "Serving engine.  [default: vllm]", values=ENGINES)
+    hardware: str | None = _option(
+        "--hardware",
+        "NAME",
+        "Plan for this entry of configs/hardware, for example h100_sxm, instead of this machine; "
+        "cpu: this machine without its GPUs.",
+        values=_hardware,
+    )
+    expert_load: str | None = _option(
+        "--expert-load", "FILE", "Place experts by this measured load (expert_load.json of a run)."
+    )
+    expert_load_check: str | None = _option(
+        "--expert-load-check",
+        "FILE",
+        "Compute the gain of the placement on this load, measured on other traffic.",
+    )
+    require: list[str] = field(
+        default_factory=list,
+        metadata={
+            DECLARATION: typer.Option(
+                "--require",
+                metavar="X",
+                help="Exit 6 unless this optimization runs in every worker. May be repeated.",
+                parser=switch_name,
+                autocompletion=completes(SWITCHES),
+            )
+        },
+    )
+    strict: bool = _flag("--strict", "No fallback: exit 3 if a wished optimization is refused, 6 if one does not run.")
+    show_config: bool = _flag("--show-config", "Print every setting with its origin, and stop.")
     nodes: int = 1
-    """Machines; only `plan` plans for several."""
+    """Number of machines; only `plan` plans for several."""
     switches: Mapping[str, bool] = field(default_factory=dict)
-    """X of --enable-X (True) and --disable-X (False); absent where neither was given."""
+    """X of --enable-X (True) and --disable-X (False); absent if neither was given."""
     vllm_args: tuple[str, ...] = ()
-    """What followed `--`."""
+    """The arguments after `--`."""
 
     @property
     def one_server(self) -> bool:
-        """Whether one server over all machines is asked for."""
+        """Whether to plan one server over all machines."""
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommandOptions(PlanOptions):
-    """`moe-optimizer plan`."""
+    """Options of `moe-optimizer plan`."""
 
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Add evidence, rejected alternatives and limits of every decision.")
-    ] = False
-    nodes: Annotated[
-        int,
-        _option(
-            "--nodes",
-            "N",
-            "Machines to plan for, all alike; --gpus counts the GPUs of all of them.  [default: 1]",
-            whole_number(1, 1024),
-        ),
-    ] = 1
-    render: Annotated[
-        str | None,
-        _choice(
-            "--render",
-            "|".join(RENDERINGS),
-            "Print only what starts it: one server over all machines, through Ray; or a Kubernetes LeaderWorkerSet.",
-            RENDERINGS,
-        ),
-    ] = None
+    explain: bool = _flag("--explain", "Add evidence, rejected alternatives and limits of every decision.")
+    nodes: int = _option(
+        "--nodes",
+        "N",
+        "Number of equal machines to plan for; --gpus counts the GPUs of all.  [default: 1]",
+        whole_number(1, 1024),
+        default=1,
+    )
+    render: str | None = _option(
+        "--render",
+        "|".join(RENDERINGS),
+        "Print only what starts the plan: commands for one server through Ray, or a Kubernetes LeaderWorkerSet.",
+        values=RENDERINGS,
+    )
 
     @property
     def one_server(self) -> bool:
-        """`--render ray`: without one there is nothing for Ray to connect."""
+        """True for `--render ray`: Ray connects the machines of one server."""
         return self.render == "ray"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(PlanOptions):
-    """`moe-optimizer serve` and `run_optimizer.py`."""
+    """Options of `moe-optimizer serve` and `run_optimizer.py`."""
 
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the exact vLLM command, and stop.")] = (
-        False
+    dry_run: bool = _flag("--dry-run", "Print the plan and the exact vLLM command, and stop.")
+    run_dir: str | None = _option("--run-dir", "DIR", "Folder for plan, proofs, log.  [default: a new one in runs/]")
+    ready_timeout: float | None = _option(
+        "--ready-timeout",
+        "SECONDS",
+        f"Stop if the server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
+        seconds,
     )
-    run_dir: Annotated[
-        str | None, _option("--run-dir", "DIR", "Folder for plan, proofs, log.  [default: a new one in runs/]")
-    ] = None
-    ready_timeout: Annotated[
-        float | None,
-        _option(
-            "--ready-timeout",
-            "SECONDS",
-            f"Give up when the server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
-            seconds,
-        ),
-    ] = None
-    calibrate: Annotated[
-        float | None,
-        _option(
-            "--calibrate",
-            "SECONDS",
-            "Measure the expert kernels for at most so long before the start, where no table of their speeds "
-            f"fits this machine and model; 0: never.  [default: {DEFAULT_CALIBRATE_S:g}]",
-            seconds_or_none,
-        ),
-    ] = None
+    calibrate: float | None = _option(
+        "--calibrate",
+        "SECONDS",
+        "Time limit for measuring the expert kernels before the start, if no table of kernel speeds fits this "
+        f"machine and model; 0: never.  [default: {DEFAULT_CALIBRATE_S:g}]",
+        seconds_or_none,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(PlanOptions):
-    """`moe-optimizer tune`."""
+    """Options of `moe-optimizer tune`."""
 
-    budget: Annotated[float | None, _option("--budget", "SECONDS", "Time to spend.  [default: 600]", seconds)] = None
-    tokens: Annotated[
-        str | None, _option("--tokens", "N,N,...", "Numbers of tokens to tune for.  [default: powers of 2 up to 8192]")
-    ] = None
-    folder: Annotated[
-        str | None, _option("--folder", "DIR", "Where to write.  [default: where serve looks: the user's cache]")
-    ] = None
+    budget: float | None = _option("--budget", "SECONDS", "Time to spend.  [default: 600]", seconds)
+    tokens: str | None = _option(
+        "--tokens", "N,N,...", "Numbers of tokens to tune for.  [default: powers of 2 up to 8192]"
+    )
+    folder: str | None = _option("--folder", "DIR", "Where to write.  [default: the user's cache, where serve looks]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureSpeedsOptions(PlanOptions):
+    """Options of `moe-optimizer measure speeds`."""
+
+    budget: float | None = _option("--budget", "SECONDS", "Time to spend.  [default: 60]", seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureTextOptions(ModelOptions):
+    """Options of `moe-optimizer measure activation-norms`."""
+
+    text: str | None = _option("--text", "FILE", "UTF-8 text that is like the traffic to come.")
+    output: str | None = _option("--output", "FILE", "File to write.")
+    max_tokens: int | None = _option(
+        "--max-tokens", "N", "Tokens of the text to run.  [default: 4096]", whole_number(1, 16_777_216)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SensitivityOptions(MeasureTextOptions):
+    """Options of `moe-optimizer measure fp8-sensitivity`."""
+
+    granularity: str = _option(
+        "--granularity", "block|channel", "Scales of FP8.  [default: block]", values=GRANULARITIES, default="block"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(MayNameModelOptions):
-    """`moe-optimizer doctor`."""
+    """Options of `moe-optimizer doctor`."""
 
-    drift: Annotated[
-        bool, typer.Option("--drift", help="Also compare the places in vLLM that we build on with the installed vLLM.")
-    ] = False
+    drift: bool = _flag("--drift", "Also check the places in the installed vLLM that this package builds on.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsOptions(CommonOptions):
-    """`moe-optimizer experts`."""
+    """Options of `moe-optimizer experts`."""
 
-    source: Annotated[
-        str | None, typer.Argument(metavar="SOURCE", help="Run folder, expert_load.json, or URL.", show_default=False)
-    ] = None
-    png: Annotated[str | None, _option("--png", "FILE", "Also write the heatmap as a picture (needs pillow).")] = None
-    top: Annotated[
-        int, _option("--top", "N", "Name the N busiest experts.  [default: 5]", whole_number(0, 1_000_000))
-    ] = 5
+    source: str | None = _argument("SOURCE", "Run folder, expert_load.json, or URL.")
+    png: str | None = _option("--png", "FILE", "Also write the heatmap as a picture (needs pillow).")
+    top: int = _option(
+        "--top", "N", "Number of busiest experts to list.  [default: 5]", whole_number(0, 1_000_000), default=5
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(CommonOptions):
-    """`moe-optimizer build`."""
+    """Options of `moe-optimizer build`."""
 
-    check: Annotated[bool, typer.Option("--check", help="Only report what is built.")] = False
+    check: bool = _flag("--check", "Only report what is built.")

@@ -8,7 +8,9 @@ from importlib import metadata
 
 from moe_optimizer.cli.check import Check
 
-REQUIRED = ("typer", "rich", "pydantic", "PyYAML", "nvidia-ml-py", "huggingface_hub", "psutil", "numpy")
+REQUIRED = (
+    "typer", "rich", "pydantic", "PyYAML", "nvidia-ml-py", "huggingface_hub", "psutil", "prometheus-client", "numpy",
+)  # fmt: skip
 _OF_VLLM = ("torch", "transformers", "safetensors")
 OPTIONAL = {
     "vllm-router": (("vllm_router",), "disaggregation and replicas need it"),

@@ -1,4 +1,4 @@
-"""`moe-optimizer plan`: what would be done, and why."""
+"""Runs `moe-optimizer plan`: shows what serving would do, and why."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def _check_can_be_rendered(plan: Plan, render: str) -> None:
-    """Refuse a plan that what is printed would not start.
+    """Refuse a plan that the printed commands could not start.
 
     Raises:
-        InputError: one machine has nothing for Ray to connect.
-        UnsupportedError: there are no GPUs, or several servers before which a router stands.
+        InputError: Ray on one machine.
+        UnsupportedError: a plan without GPUs, or for servers behind a router.
     """
     if not plan.num_gpus:
         raise UnsupportedError("--render: several machines are planned for GPUs only")
@@ -35,8 +35,8 @@ def _check_can_be_rendered(plan: Plan, render: str) -> None:
 def command(options: PlanCommandOptions) -> int:
     """Show what serving would do, and why.
 
-    Prints the model, the hardware, the memory, every decision and the exact vLLM command. With --json it prints the
-    plan file that MOE_OPTIMIZER_PLAN takes, with --render what starts it on several machines. Arguments after -- go to
+    Prints the model, the hardware, the memory, every decision and the exact vLLM command. --json prints the plan file
+    that MOE_OPTIMIZER_PLAN takes, --render what starts the plan on several machines. Arguments after -- go to
     vllm serve.
     """
     from moe_optimizer.cli import planning

@@ -1,4 +1,4 @@
-"""From settings to a plan: inspect the model, read the hardware and software, load the profile, plan."""
+"""Makes the plan that a command line asks for, from profile, model, hardware and software."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 LOGGER = get_logger(__name__)
 _MEASURED_PASS = "flash_dmoe"
 _PLAIN_SHARE = 0.90
-"""Of a GPU's memory: what plain vLLM, which is told no other share, takes at the least (0.92 in vLLM 0.32)."""
+"""Share of a GPU's memory that stock vLLM takes at least without an argument (0.92 in vLLM 0.32)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan with what it was made from."""
+    """A plan, with the settings and the profile it was made from."""
 
     settings: Settings
     profile: Profile
@@ -60,7 +60,7 @@ def read_settings(options: PlanOptions) -> tuple[Settings, Profile]:
 
 @contextlib.contextmanager
 def _named_by(setting: Setting) -> Iterator[None]:
-    """Put who named a thing before what is wrong with it."""
+    """Prefix errors with the flag or variable that the value came from."""
     try:
         yield
     except InputError as error:
@@ -72,11 +72,11 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
 
     Args:
         options: the command line.
-        measure: given a first plan, may measure what it has no table for, and returns whether it did; then the plan is
-            made with what was found.
+        measure: is given a first plan, may measure what no table answers, and returns whether it did; the plan is then
+            made again with the new table.
 
     Raises:
-        InputError, UnsupportedError, DoesNotFitError: the first thing that is wrong, in the order above.
+        InputError, UnsupportedError, DoesNotFitError: the first problem found.
     """
     settings, profile = read_settings(options)
     if settings.disabled:
@@ -90,7 +90,7 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
     from moe_optimizer.planner import make_plan
 
     if measure is not None and not settings.disabled:
-        # What is required may be what cannot be decided before it is measured.
+        # A required pass may be undecided until its kernels are measured.
         first = dataclasses.replace(request, required=request.required - {_MEASURED_PASS})
         if measure(make_plan(first), settings):
             software = dataclasses.replace(request.software, kernel_speeds=read_kernel_speeds())
@@ -104,7 +104,7 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
 
 
 def _request(options: PlanOptions, settings: Settings, profile: Profile) -> PlanRequest:
-    """Return what is asked for, with the facts of model, hardware and software.
+    """Return the request to the planner, with the facts of model, hardware and software.
 
     Raises:
         InputError, UnsupportedError: a fact cannot be read.
@@ -143,7 +143,7 @@ def _request(options: PlanOptions, settings: Settings, profile: Profile) -> Plan
 
 
 def _read_expert_load(settings: Settings, profile: Profile) -> PlacementLoad | None:
-    """Read the loads that flags name, else those of the profile."""
+    """Read the loads named by flags, or else by the profile."""
     from moe_optimizer.inspection.expert_load import read_placement_load
 
     stated, key = profile.passes.expert_placement, f"profile {profile.name}: passes.expert_placement"
@@ -156,7 +156,7 @@ def _read_expert_load(settings: Settings, profile: Profile) -> PlacementLoad | N
 
 
 def refuse_unmet_wishes(plan: Plan, profile: Profile, wishes: Mapping[str, WishWithOrigin]) -> None:
-    """What --strict asks of a plan: everything that was wished on is on.
+    """Check for --strict that the plan has every optimization that was asked for.
 
     Raises:
         UnsupportedError: a wish was refused.
@@ -181,12 +181,12 @@ def refuse_unmet_wishes(plan: Plan, profile: Profile, wishes: Mapping[str, WishW
 
 
 def read_hardware(named: Setting, num_gpus: int | None, nodes: int = 1) -> HardwareSpec:
-    """Return the named machine, or this one when none is; `num_gpus` counts those of all machines.
+    """Return the named machine, or this one if none is named; `num_gpus` counts the GPUs of all machines.
 
-    A named machine has at most as many GPUs as there are made with: what is asked beyond is the planner's to refuse.
+    A named machine has at most the number of GPUs it is sold with; the planner refuses a request for more.
 
     Raises:
-        InputError: no hardware of that name, or GPUs are asked of one without.
+        InputError: no hardware of that name, or GPUs for hardware that has none.
     """
     from moe_optimizer.inspection import load_hardware, probe_hardware
 
@@ -201,7 +201,7 @@ def read_hardware(named: Setting, num_gpus: int | None, nodes: int = 1) -> Hardw
 
 
 def show_plan(plan: Plan, *, as_json: bool, explain: bool = False) -> None:
-    """Write the plan to stdout and its warnings to stderr, unless the terminal already shows them with the plan."""
+    """Write the plan to stdout, and its warnings to stderr unless a terminal shows them with the plan."""
     import sys
 
     if as_json:

@@ -1,4 +1,4 @@
-"""What is refused before a server is started: what is known to fail once processes run."""
+"""Refuses plans that are known to fail once processes run, before any is started."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def check_can_serve_here(plan: Plan, settings: Settings) -> None:
     """Refuse what is known to fail before any process is started.
 
     Raises:
-        InputError: the machine that was planned for is not this one, or weights or tokenizer are not all there.
-        UnsupportedError: no vLLM is installed, or one for other hardware than the plan's.
+        InputError: the plan is for another machine, or weights or tokenizer are incomplete.
+        UnsupportedError: vLLM is not installed, or built for other hardware than the plan's.
     """
     if plan.hardware.origin == "named":
         _check_same_hardware(plan, settings)
@@ -66,12 +66,12 @@ def _check_vllm(plan: Plan) -> None:
 
 
 def check_flags(vllm: VllmInstallation, arguments: ServeArguments) -> None:
-    """Refuse a flag that vLLM does not have: it would say so itself, ten seconds later.
+    """Refuse a flag that vLLM does not have. vLLM would refuse it ten seconds later.
 
     Raises:
-        InputError: with the flag, and a near one.
+        InputError: names the flag, and the nearest one as hint.
     """
-    from moe_optimizer.inspection.vllm_flags import known_flags, unknown_flags
+    from moe_optimizer.inspection.vllm_sources import known_flags, unknown_flags
     from moe_optimizer.near_match import did_you_mean
 
     folder = Path(vllm.location)
@@ -83,8 +83,8 @@ def check_flags(vllm: VllmInstallation, arguments: ServeArguments) -> None:
 
 
 def _check_quantization(plan: Plan, vllm_folder: Path) -> None:
-    """Refuse a checkpoint in a quantisation that vLLM does not have: it would say so itself, ten seconds later."""
-    from moe_optimizer.inspection.vllm_quantization import lacks_quantization
+    """Refuse a checkpoint in a quantisation that vLLM does not have. vLLM would refuse it ten seconds later."""
+    from moe_optimizer.inspection.vllm_sources import lacks_quantization
 
     method = plan.model.quant_method
     if method is None or "--quantization" in plan.serve_args:
@@ -97,7 +97,7 @@ def _check_quantization(plan: Plan, vllm_folder: Path) -> None:
 
 
 def _check_model_type(plan: Plan) -> None:
-    """Refuse a configuration that can be counted by its architecture, but that vLLM has no class to read it with."""
+    """Refuse a configuration that names its architecture but no model_type: vLLM cannot read it."""
     if not plan.model.model_type and not plan.model.needs_remote_code:
         raise InputError(
             f"model {plan.model.name}: config.json: model_type: is missing, expected the name of its configuration's "
@@ -106,7 +106,7 @@ def _check_model_type(plan: Plan) -> None:
 
 
 def _check_weights(plan: Plan) -> None:
-    """Refuse a folder that vLLM would find no or not all weights in; a hub id's are fetched by vLLM."""
+    """Refuse a model folder without all its weights; vLLM downloads those of a hub id."""
     from moe_optimizer.cli.model_checks import missing_weights
     from moe_optimizer.inspection.hub import is_offline
 
@@ -124,7 +124,7 @@ def _check_weights(plan: Plan) -> None:
 
 
 def _check_tokenizer(plan: Plan) -> None:
-    """Refuse a folder whose tokenizer is missing or broken; one named by hub id is fetched by vLLM."""
+    """Refuse a model folder whose tokenizer is missing or broken; vLLM downloads that of a hub id."""
     from moe_optimizer.cli.tokenizer_files import find_tokenizer
 
     folder = Path(plan.serve_args.value("--tokenizer") or plan.model.path)

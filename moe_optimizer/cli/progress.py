@@ -1,10 +1,13 @@
-"""Lines about what a command is doing, for the person who waits; never before an error that ends it."""
+"""Shows what a command is doing to the person who waits: lines, and a bar for what takes long."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
 
+from moe_optimizer.cli import messages
 from moe_optimizer.errors import printable
 
 
@@ -39,3 +42,44 @@ class ProgressLines:
         lines, self._held = self._held or (), None
         for text in lines:
             self.line(text)
+
+
+class ProgressBar:
+    """A bar on stderr where it is a terminal that takes colours; elsewhere one line for each thing done.
+
+    Args:
+        title: stands before the bar.
+        lines: takes the lines; they are released once something was done, since what ends the command then is no
+            refusal. None: without a terminal nothing is shown.
+    """
+
+    def __init__(self, title: str, *, lines: ProgressLines | None = None) -> None:
+        self._title = title
+        self._lines = lines
+        self._bar: Any = None
+
+    def __enter__(self) -> ProgressBar:
+        if messages.use_color(sys.stderr):
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn(self._title), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.add_task("starting", total=1.0)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, share: float, text: str) -> None:
+        """Show which share is done, and what was done last."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=share, description=printable(text))
+        elif self._lines is not None:
+            self._lines.line(f"{share:4.0%}  {text}")
+            if share > 0:
+                self._lines.release()

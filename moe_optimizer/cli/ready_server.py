@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmServer:
-    """One vLLM server of the run: the only one, or one behind the router."""
+    """A vLLM server of the run: the only one, or one behind the router."""
 
     name: str
     base_url: str
@@ -28,7 +28,7 @@ class ReadyServer:
 
     base_url: str
     model: str
-    """The name to use in requests."""
+    """The model's name in requests."""
     pid: int
     run_dir: str
     log: str

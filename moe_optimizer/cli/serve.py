@@ -1,4 +1,4 @@
-"""`moe-optimizer serve`, the main job: plan, start vLLM with the plugin, prove what runs."""
+"""Runs `moe-optimizer serve`: plans, starts vLLM with the plugin and proves what runs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ TAKES_VLLM_ARGS = ("serve", "plan", "tune")
 def command(options: ServeOptions) -> int:
     """Serve a model through vLLM with the optimizations that fit.
 
-    Shows which of them really run, and fails when a required one does not. Arguments after -- go to
-    vllm serve. Flags win over environment, environment over profile, profile over defaults.
+    Shows which optimizations really run, and fails if a required one does not. Arguments after -- go to
+    vllm serve. Flags override the environment, then come the profile and the defaults.
     """
     from moe_optimizer.cli import planning
 
@@ -43,7 +43,7 @@ def command(options: ServeOptions) -> int:
 
 
 def _show(options: ServeOptions) -> int:
-    """Print what a server would be started with."""
+    """Print the settings or the plan that a server would be started with."""
     from moe_optimizer.cli import planning
     from moe_optimizer.cli.show_config import shows_config
 
@@ -56,7 +56,7 @@ def _show(options: ServeOptions) -> int:
 
 
 def _measure(options: ServeOptions, progress: ProgressLines, plan: Plan, settings: Settings) -> bool:
-    """Measure what the plan needs to know of this machine, once nothing can refuse the start any more."""
+    """Measure the kernels that the plan has no table for, after every check that could refuse the start."""
     from moe_optimizer.cli.speed_questions import measure_if_needed
     from moe_optimizer.launcher import launch
 
@@ -80,12 +80,12 @@ def _launch(plan: Plan, options: ServeOptions, progress: ProgressLines, *, stric
         echo=watcher.echo,
         verbose=options.verbose,
     )
-    # Stopped before it ever served: that is an interrupt, not a run that was ended.
+    # Stopped before it was ready: that is an interrupt, not the end of a run.
     return code if watcher.ready else INTERRUPTED
 
 
 class _Watcher:
-    """Writes what the launcher has to say: messages to stderr, the ready server to stdout with --json."""
+    """Writes the launcher's messages to stderr, and with --json the ready server to stdout."""
 
     def __init__(self, plan: Plan, progress: ProgressLines, *, as_json: bool) -> None:
         self.ready = False
@@ -95,13 +95,13 @@ class _Watcher:
         self._warnings = plan.warnings
 
     def echo(self, line: str) -> None:
-        """Pass one message on; the plan's warnings go before the first, when something is about to start."""
+        """Pass one message on. The plan's warnings precede the first one."""
         self._progress.warn(self._warnings)
         self._warnings = ()
         self._progress.line(line)
 
     def on_ready(self, info: ServerInfo) -> None:
-        """Note that the server serves, and describe it on stdout with --json."""
+        """Record that the server is ready, and describe it on stdout with --json."""
         self.ready = True
         self._progress.release()
         if self._as_json:
@@ -112,7 +112,7 @@ class _Watcher:
 
 
 def _run_dir(plan: Plan, options: ServeOptions) -> Path:
-    """The folder that was named, or a name that no other run has: model, time and process."""
+    """Return the given folder, or a new one named after model, time and process."""
     import re
     import time
 

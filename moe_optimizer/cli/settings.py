@@ -51,7 +51,7 @@ _ALSO_VLLMS = {
     "max_model_len": "--max-model-len",
     "batch_size": "--max-num-seqs",
 }
-"""Settings with a flag of their own that is an argument of `vllm serve` too."""
+"""Settings that have a flag here and an argument of `vllm serve`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +64,21 @@ class Setting:
 
     @property
     def said_by(self) -> str:
-        """`origin` as errors begin with it: the flag itself, or "environment NAME"."""
+        """`origin` for the beginning of an error: the flag itself, or "environment NAME"."""
         return self.origin.removeprefix("flag ")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that flags and environment say, before the profile is read."""
+    """The settings from flags and environment, before the profile is read."""
 
     values: Mapping[str, Setting]
     wishes: Mapping[str, tuple[Wish, str]]
-    """Pass name, or "pass.setting" -> what a flag or the environment asks, and who; absent where neither does."""
+    """Pass name or "pass.setting" -> the wish of a flag or of the environment, with its origin."""
     required: frozenset[str]
-    """Names of the passes that must run."""
+    """Names of passes that must run."""
     disabled: bool
-    """The kill switch is on: plain vLLM is served."""
+    """Whether MOE_OPTIMIZER_DISABLE is set: stock vLLM is served."""
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name].value
@@ -88,8 +88,8 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
     """Merge flags over environment over defaults.
 
     Raises:
-        InputError: a value outside its choices, an unknown --require, or flags and environment that contradict.
-        UnsupportedError: the embedded engine, which this version does not have.
+        InputError: an unknown choice or --require, or contradicting flags and environment.
+        UnsupportedError: the embedded engine, which this version lacks.
     """
     check_choice("--engine", options.engine, ENGINES)
     check_choice("--dtype", options.dtype, DTYPES)
@@ -117,7 +117,7 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
 
 
 def _check_said_twice(values: Mapping[str, Setting]) -> None:
-    """Refuse a flag beside an argument after -- that says something else: whichever won, a wish would be lost."""
+    """Refuse a flag and an argument after -- that set the same thing to different values."""
     given = ServeArguments(*values["vllm_args"].value).values
     for name, flag in _ALSO_VLLMS.items():
         value, said_by = values[name].value, values[name].said_by
@@ -134,7 +134,7 @@ def _wishes(options: PlanOptions, environment: Environment) -> Mapping[str, tupl
         wanted += [f"--require {name}" for name in options.require]
         if wanted:
             raise InputError(f"{wanted[0]} contradicts {env.DISABLE}=1 in the environment", hint=f"unset {env.DISABLE}")
-        # How many GPUs hold the model is no optimization: with one instead of eight it may not fit.
+        # The number of GPUs is no optimization: on one instead of eight the model may not fit.
         off = [name for name in PASS_NAMES if name != "parallelism"]
         return dict.fromkeys([*off, "parallelism.expert_parallel"], (Wish.OFF, f"environment {env.DISABLE}"))
     return resolve_wishes(

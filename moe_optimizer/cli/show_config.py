@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.cli import messages
@@ -20,7 +20,7 @@ _FROM_PROFILE = {
     "expert_load": "passes.expert_placement.load",
     "expert_load_check": "passes.expert_placement.load_check",
 }
-"""Settings that a profile can also say, and under which key."""
+"""Settings that a profile has too, under this key."""
 
 
 def shows_config(options: PlanOptions) -> bool:
@@ -32,20 +32,19 @@ def shows_config(options: PlanOptions) -> bool:
     if not options.show_config:
         return False
     merged = effective_settings(*read_settings(options))
-    if options.json:
-        import json
-
-        rows = {name: {"value": setting.value, "origin": setting.origin} for name, setting in merged.items()}
-        messages.write_data(json.dumps(rows, indent=2))
-        return True
-    width = max(map(len, merged))
-    for name, setting in merged.items():
-        messages.write_data(printable(f"{name:<{width}}  {_text(setting.value)}  ({setting.origin})"))
+    messages.write_result(merged, as_json=options.json, render=_render)
     return True
 
 
+def _render(settings: Mapping[str, Setting]) -> str:
+    width = max(map(len, settings))
+    return "\n".join(
+        printable(f"{name:<{width}}  {_text(setting.value)}  ({setting.origin})") for name, setting in settings.items()
+    )
+
+
 def effective_settings(settings: Settings, profile: Profile) -> dict[str, Setting]:
-    """Return the value that wins for every setting, with its origin."""
+    """Return the effective value of every setting, with its origin."""
     stated = dict(_profile_settings(profile, f"profile {profile.name}"))
     from_profile = {name: stated.pop(key) for name, key in _FROM_PROFILE.items()}
     merged = {
@@ -60,7 +59,7 @@ def effective_settings(settings: Settings, profile: Profile) -> dict[str, Settin
 
 
 def _profile_settings(section: Section, origin: str, prefix: str = "") -> Iterator[tuple[str, Setting]]:
-    """Every leaf of the profile; what its file leaves out is a default."""
+    """Yield every setting of the profile; one that its file leaves out is a default."""
     from pydantic import BaseModel
 
     for field in type(section).model_fields:

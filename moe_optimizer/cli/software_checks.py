@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 """The kernels' sources; an installed package has none."""
 OPS = Path(__file__).resolve().parents[1] / "ops"
-"""Where the extension module lies."""
+"""Folder of the extension module."""
 _LOAD = """
 import ctypes, importlib.util, pathlib, sys
 torch = importlib.util.find_spec("torch")
-# torch brings the OpenMP runtime, and a worker imports torch first: a slim machine has no other.
+# torch ships the OpenMP runtime that a worker uses; a slim machine has no other.
 runtimes = pathlib.Path(torch.origin).parent.glob("lib/libgomp*") if torch else ()
 for library in (*runtimes, sys.argv[1]):
     ctypes.CDLL(str(library))
 """
 _DEFAULT_ARCHS = "sm_90a"
-"""What build.sh builds for when it is not told."""
+"""The default of build.sh."""
 
 
 def software_checks() -> Iterator[Check]:
@@ -59,7 +59,7 @@ def _kernels() -> Check:
     else:
         cuda = f"no CUDA kernels: {inventory.cuda_why_not}" if inventory.cuda_why_not else "no CUDA kernels"
     if _is_stale(inventory):
-        return Check("kernels", "note", "built from other sources than csrc/, or by other compilers than are here",
+        return Check("kernels", "note", "csrc/ or the compiler has changed since the build",
                      "run: moe-optimizer build")  # fmt: skip
     why_not = _why_not_loadable()
     if why_not:
@@ -68,7 +68,7 @@ def _kernels() -> Check:
 
 
 def _is_stale(inventory: KernelInventory) -> bool:
-    """Whether build.sh would compile again; never where there are no sources, or no compiler to compile them with."""
+    """Return whether build.sh would compile again; False without sources or compiler."""
     script = SOURCES / "build_info.py"
     compiler = find_compiler()
     if compiler is None or not script.is_file():
@@ -80,9 +80,9 @@ def _is_stale(inventory: KernelInventory) -> bool:
 
 
 def _why_not_loadable() -> str:
-    """Return why this Python cannot load the extension module, "" where it can or there is none.
+    """Return why this Python cannot load the extension module; "" if it can, or there is none.
 
-    A process of its own tries, without importing torch: a damaged file may kill it.
+    A separate process tries, because a damaged file may kill it; it does not import torch.
     """
     files = (OPS / f"_kernels{suffix}" for suffix in machinery.EXTENSION_SUFFIXES)
     extension = next(filter(Path.is_file, files), None)
@@ -107,14 +107,14 @@ def _vllm(vllm: VllmInstallation | None) -> Check:
 
 
 def _plugin() -> Check:
-    """Whether the entry point that vLLM loads in each of its processes is installed and not left out."""
+    """Check that the entry point that vLLM loads in each of its processes is installed and not disabled."""
     entries = metadata.entry_points(group=ENTRY_POINT_GROUP, name=ENTRY_POINT)
     if not entries:
         return Check("plugin", "missing", f"no entry point {ENTRY_POINT} in {ENTRY_POINT_GROUP}",
                      "install the package in this environment: pip install -e .")  # fmt: skip
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and ENTRY_POINT not in allowed.split(","):
-        return Check("plugin", "missing", f"VLLM_PLUGINS={allowed!r} leaves {ENTRY_POINT} out",
+        return Check("plugin", "missing", f"VLLM_PLUGINS={allowed!r} excludes {ENTRY_POINT}",
                      f"unset VLLM_PLUGINS, or add {ENTRY_POINT} to it")  # fmt: skip
     return Check("plugin", "ok", f"{next(iter(entries)).value} in {ENTRY_POINT_GROUP}")
 

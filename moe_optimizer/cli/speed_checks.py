@@ -1,4 +1,4 @@
-"""The doctor's check of the tables of kernel speeds: which of them hold on this machine."""
+"""Checks for the doctor which tables of kernel speeds apply to this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HINT = "`moe-optimizer serve` measures a model's layer before its first start (
 
 
 def kernel_speeds_check(hardware: HardwareSpec) -> Check:
-    """Return which tables answer a plan for this machine, its vLLM and the kernels that are built."""
+    """Check which tables were measured on this machine's processor, with its vLLM and its kernels."""
     from moe_optimizer.inspection import find_vllm, read_kernel_inventory, read_kernel_speeds
 
     speeds = read_kernel_speeds()
@@ -27,9 +27,9 @@ def kernel_speeds_check(hardware: HardwareSpec) -> Check:
     fitting = [table for table, reason in zip(speeds.tables, reasons, strict=True) if not reason]
     if not fitting:
         nearest = reasons[-1] if reasons else "there are none"
-        return Check(_NAME, "note", f"none of {len(speeds.tables)} tables holds here: {nearest}", _HINT)
+        return Check(_NAME, "note", f"none of {len(speeds.tables)} tables applies here: {nearest}", _HINT)
     layers = sorted({_layer(table) for table in fitting})
-    return Check(_NAME, "ok", f"{len(fitting)} of {len(speeds.tables)} tables hold here: {'; '.join(layers)}")
+    return Check(_NAME, "ok", f"{len(fitting)} of {len(speeds.tables)} tables apply here: {'; '.join(layers)}")
 
 
 def _layer(table: KernelSpeeds) -> str:
@@ -41,7 +41,7 @@ def _layer(table: KernelSpeeds) -> str:
 def _why_not(
     table: KernelSpeeds, hardware: HardwareSpec, vllm: VllmInstallation | None, kernels: KernelInventory
 ) -> str:
-    """Return why a table holds for no model here, or ""."""
+    """Return why a table does not apply here, or ""."""
     on_gpu = hardware.gpu is not None and not (vllm is not None and vllm.device == "cpu")
     if on_gpu:
         assert hardware.gpu is not None
@@ -50,9 +50,9 @@ def _why_not(
         here = hardware.cpu.name if hardware.cpu else "no processor"
         same, sources = table.device.startswith(f"{here} ("), kernels.cpu_sources
     if not same:
-        return f"they are of {table.device}, this is {here}"
+        return f"measured on {table.device}, this is {here}"
     if vllm is None or vllm.version.partition("+")[0] != table.vllm:
-        return f"they are of vLLM {table.vllm}, found {vllm.version if vllm else 'none'}"
+        return f"measured with vLLM {table.vllm}, installed is {vllm.version if vllm else 'none'}"
     if table.kernel_hash != sources:
-        return f"they are of other kernels ({table.kernel_hash[:12]}, built are {sources[:12] or 'none'})"
+        return f"measured with kernels {table.kernel_hash[:12]}, built are {sources[:12] or 'none'}"
     return ""

@@ -1,4 +1,4 @@
-"""Ending on SIGTERM or SIGHUP like on Ctrl-C: with what was started stopped, and temporary files removed."""
+"""Ends a block on SIGTERM or SIGHUP as on Ctrl-C: processes are stopped and temporary files removed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def clean_termination() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise SystemExit while the block lasts; by default they end Python where it stands.
+    """Make SIGTERM and SIGHUP raise SystemExit inside the block; by default they end Python at once.
 
-    A signal that is ignored (nohup) stays so. For the main thread.
+    An ignored signal (nohup) stays ignored. Call this in the main thread.
     """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     for number, handler in before.items():
@@ -28,5 +28,5 @@ def clean_termination() -> Iterator[None]:
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:
-    # As shells report the end by a signal.
+    # The exit code that shells report for an end by this signal.
     raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""Is a tokenizer among a model's files, and is it whole?"""
+"""Finds the tokenizer among the files of a model and checks that it is whole."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MAX_BYTES = 64 << 20
 _CONFIG = "tokenizer_config.json"
 _VOCABULARY = re.compile(r"tokenizer.*|tekken.*\.json|vocab.*|spiece.*|.*\.(tiktoken|model|model\.v\d+|spm|vocab|bpe)")
 _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
-"""Classes that take bytes or characters as they are."""
+"""Classes that work on bytes or characters."""
 
 
 def find_tokenizer(folder: Path) -> tuple[str, ...]:
-    """Return the names of the files that make the tokenizer of a model folder; empty when there is none.
+    """Return the names of the tokenizer's files in a model folder; empty if there are none.
 
-    A tokenizer that the model's own code makes, or that needs no vocabulary, is its configuration alone.
+    A tokenizer made by the model's own code, or without a vocabulary, has only its configuration.
 
     Raises:
         InputError: one of its JSON files is broken, or is no file.
@@ -28,7 +28,7 @@ def find_tokenizer(folder: Path) -> tuple[str, ...]:
     config = _read(folder, _CONFIG) if _CONFIG in names else {}
     found = tuple(name for name in names if _VOCABULARY.fullmatch(name) and name != _CONFIG)
     if "tokenizer.json" in found:
-        # transformers takes it before every other form, and does not fall back on them.
+        # transformers prefers it to every other form and does not fall back.
         tokenizer = _read(folder, "tokenizer.json")
         if tokenizer is not None and not isinstance(tokenizer.get("model"), dict):
             raise InputError("tokenizer.json: model: is missing, expected the object with the vocabulary")
@@ -43,7 +43,7 @@ def find_tokenizer(folder: Path) -> tuple[str, ...]:
 
 
 def _read(folder: Path, name: str) -> dict[str, object] | None:
-    """Return the object in a JSON file, None when it is too large to be read here."""
+    """Return the object in a JSON file, None if the file is too large to be read here."""
     path = folder / name
     if path.is_file() and path.stat().st_size > MAX_BYTES:
         return None

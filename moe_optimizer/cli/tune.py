@@ -1,9 +1,8 @@
-"""`moe-optimizer tune`: better launch parameters for vLLM's Triton MoE kernel, for one model on the GPU at hand."""
+"""Runs `moe-optimizer tune`: finds launch parameters of vLLM's Triton MoE kernel for one model on this GPU."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +26,9 @@ _MOST_TOKENS = 65_536
 def command(options: TuneOptions) -> int:
     """Tune vLLM's Triton MoE kernel for a model on this GPU.
 
-    Measures launch parameters for the model's experts as the plan splits them, and keeps those that beat vLLM's own
-    by a margin when both are timed in turns; every other number of tokens stays as it is in vLLM. A stopped tuning
-    goes on where it was. Serving finds the result by itself.
+    Measures launch parameters for the model's experts as the plan splits them. A set is kept if it beats vLLM's own
+    by a margin when both are timed in turns; vLLM's own serve all other batch sizes. A stopped tuning resumes where
+    it was. The serve command finds the result by itself.
     """
     from moe_optimizer.cli import planning
     from moe_optimizer.cli.show_config import shows_config
@@ -40,7 +39,7 @@ def command(options: TuneOptions) -> int:
         try:
             planned = planning.make(options)
         except UnsupportedError:
-            # Without a GPU nothing is tuned, whether the model would fit the rest of the machine or not.
+            # Without a GPU the reason is the GPU, even if the model does not fit this machine either.
             _check_can_tune_here()
             raise
         _check_can_tune_here()
@@ -51,15 +50,16 @@ def command(options: TuneOptions) -> int:
     file = Path(request["folder"]) / wanted.file
     verdicts = run_tuning(request, ProgressLines(verbose=options.verbose), log=file.with_suffix(".log"))
     written = file if file.is_file() else None
-    if options.json:
-        messages.write_data(json.dumps({"file": str(written) if written else None, "sizes": verdicts}, indent=2))
-    else:
-        messages.write_data(render(wanted.file, written, verdicts))
+    messages.write_result(
+        {"file": str(written) if written else None, "sizes": verdicts},
+        as_json=options.json,
+        render=lambda found: render(wanted.file, written, found["sizes"]),
+    )
     return ExitCode.OK
 
 
 def _check_can_tune_here() -> None:
-    """Refuse a machine on which nothing can be measured.
+    """Refuse a machine on which tuning cannot run.
 
     Raises:
         UnsupportedError: no GPU, or no vLLM for it.
@@ -120,12 +120,12 @@ def _tokens(text: str | None) -> tuple[int, ...]:
         return DEFAULT_TOKENS
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 1 <= int(part[:9]) <= _MOST_TOKENS for part in parts):
-        raise InputError(f"--tokens: got {text!r:.80}, expected numbers from 1 to {_MOST_TOKENS} with commas between")
+        raise InputError(f"--tokens: got {text!r:.80}, expected numbers from 1 to {_MOST_TOKENS}, separated by commas")
     return tuple(sorted({int(part) for part in parts}))
 
 
 def render(name: str, written: Path | None, verdicts: list[dict[str, Any]]) -> str:
-    """Return the sizes that were compared, and where the result is, as text."""
+    """Return the compared numbers of tokens, and the place of the result, as text."""
     lines = [name]
     if verdicts:
         lines += ["", f"  {'tokens':>7}  {'now':>9}  {'tuned':>9}  {'faster':>6}  used for"]
@@ -137,11 +137,11 @@ def render(name: str, written: Path | None, verdicts: list[dict[str, Any]]) -> s
         )
     lines.append("")
     if written is None:
-        lines.append("Nothing beat what vLLM takes now by enough: no file was written.")
+        lines.append("No configuration beat vLLM's own by the margin: no file was written.")
     else:
         lines += [
             f"Written: {written}",
-            "serve finds it there. Plain vLLM takes it with:",
+            "The serve command finds it there. Stock vLLM takes it with:",
             f"  VLLM_TUNED_CONFIG_FOLDER={written.parent}",
         ]
     return "\n".join(lines)

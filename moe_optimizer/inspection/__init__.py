@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from moe_optimizer.inspection.hardware_catalog import hardware_names
-    from moe_optimizer.inspection.hardware_probe import probe_hardware
+    from moe_optimizer.inspection.hardware_probe import load_hardware, probe_hardware
     from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory
     from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds
     from moe_optimizer.inspection.model_inspector import ModelInspector
-    from moe_optimizer.inspection.named_hardware import load_hardware
     from moe_optimizer.inspection.report import to_inspect_json
     from moe_optimizer.inspection.software import read_software
     from moe_optimizer.inspection.vllm_installation import find_vllm
@@ -35,7 +34,7 @@ _HOMES = {
     "ModelInspector": "model_inspector",
     "find_vllm": "vllm_installation",
     "hardware_names": "hardware_catalog",
-    "load_hardware": "named_hardware",
+    "load_hardware": "hardware_probe",
     "probe_hardware": "hardware_probe",
     "read_kernel_inventory": "kernel_inventory",
     "read_kernel_speeds": "kernel_speeds",

@@ -1,4 +1,4 @@
-"""Attention layers: what their fields are and how many parameters and cache elements they have."""
+"""Counts attention layers: their fields, parameters and cache elements."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ HEADS: Names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 KV_HEADS: Names = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "num_attention_groups")
 HEAD_DIM: Names = ("head_dim", "attention_head_dim", "hidden_size_per_head", "kv_channels")
 MAX_HEADS = 1 << 16
+_SINK_BIAS = ("attention_bias", "bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ class Attention:
         if isinstance(value, list):
             counts = config.integers(self.heads, minimum=1, maximum=MAX_HEADS) or ()
             if layer >= len(counts):
-                raise config.error(_first(self.heads), f"{len(counts)} entries", f"one for layer {layer}")
+                raise config.error(config.name_of(self.heads), f"{len(counts)} entries", f"one for layer {layer}")
             return counts[layer]
         return config.required(self.heads, maximum=MAX_HEADS)
 
@@ -115,7 +116,7 @@ class Attention:
         """Return the width of a query head: the field, or the hidden size shared out among the heads."""
         head_dim = (config.integer(self.head_dim, 0) if self.head_dim else 0) or hidden_size // heads
         if not head_dim:
-            raise config.error(_first(self.heads), heads, f"at most the hidden size {hidden_size}")
+            raise config.error(config.name_of(self.heads), heads, f"at most the hidden size {hidden_size}")
         return head_dim
 
     def _norms(self, config: Config, q: int, k: int, head_dim: int) -> int:
@@ -126,5 +127,35 @@ class Attention:
         return width * (2 if self.qk_norm_bias else 1) + (head_dim if self.v_norm else 0)
 
 
-def _first(names: Names) -> str:
-    return names if isinstance(names, str) else names[0]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkAttention:
+    """Pangu's: only keys are normalised, and every head has keys (and may have values) of its own for the sinks."""
+
+    def shape(self, site: Site) -> Mixer:
+        """Return the layer's shape."""
+        config, hidden_size = site.config, site.hidden_size
+        heads = config.required("num_attention_heads", maximum=MAX_HEADS)
+        kv_heads = config.integer(KV_HEADS, heads, minimum=1, maximum=MAX_HEADS) or heads
+        head_dim = config.required("qk_nope_dim") + config.required("qk_rope_dim")
+        value_dim = config.required("v_channels")
+        q, k, v = heads * head_dim, kv_heads * head_dim, kv_heads * value_dim
+        bias = _has_qkv_bias(config)
+        kv_params = (hidden_size + bias) * (k + v)
+        params = (hidden_size + bias) * q + kv_params + head_dim
+        params += heads * value_dim * hidden_size + hidden_size * config.any_flag(_SINK_BIAS)
+        sinks = config.integer("param_sink_number", 0) or 0
+        params += sinks * (k + v * config.flag("param_sink_with_value"))
+        return Mixer(
+            kind="attention",
+            params=params,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            cache_elements=k + v,
+            window=site.window,
+            kv_params=kv_params,
+        )
+
+
+def _has_qkv_bias(config: Config) -> bool:
+    return config.flag("qkv_bias") if config.has("qkv_bias") else config.any_flag(_SINK_BIAS)

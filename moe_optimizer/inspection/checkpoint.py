@@ -1,4 +1,4 @@
-"""What a checkpoint's headers say, laid beside what its configuration says."""
+"""Compares what a checkpoint's headers say with what its configuration says."""
 
 from __future__ import annotations
 

@@ -1,15 +1,19 @@
-"""Typed, checked access to the raw fields of a model configuration."""
+"""Gives typed, checked access to the raw fields of a model configuration."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.inspection.json_file import shown
 
 MAX_COUNT = 1 << 32
 """Largest accepted value of any size field; beyond it the arithmetic means nothing."""
+
+_MOST_NAMED = 5
+"""Fields that a message names of those that were looked for."""
 
 Names = str | Sequence[str]
 """One field name, or several in order of preference; "a.b" looks into a nested object."""
@@ -65,7 +69,7 @@ class Config:
         """
         value = self.integer(names, minimum=minimum, maximum=maximum)
         if value is None:
-            others = list(_each(names))[1:]
+            others = list(_each(names))[1:_MOST_NAMED]
             raise InputError(
                 f"{self.where}{next(_each(names))}: is missing, expected an integer of at least {minimum}",
                 hint=f"also looked for {', '.join(others)}" if others else None,
@@ -78,13 +82,10 @@ class Config:
         Raises:
             InputError: not a finite number.
         """
-        found = self._find(names)
-        if found is None:
-            return default
-        name, value = found
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise InputError(f"{self.where}{name}: got {shown(value)}, expected a finite number")
-        return float(value)
+        value = self._typed(names, (int, float), "a finite number")
+        if value is not None and not math.isfinite(value):
+            raise self.error(self.name_of(names), value, "a finite number")
+        return default if value is None else float(value)
 
     def flag(self, names: Names | bool, default: bool = False) -> bool:
         """Return a boolean field; a bool instead of a name is returned as it is, 0 and 1 count as booleans.
@@ -100,7 +101,7 @@ class Config:
         name, value = found
         if isinstance(value, bool) or value in (0, 1):
             return bool(value)
-        raise InputError(f"{self.where}{name}: got {shown(value)}, expected true or false")
+        raise self.error(name, value, "true or false")
 
     def any_flag(self, names: Names | bool) -> bool:
         """Return whether one of several boolean fields is on.
@@ -119,13 +120,8 @@ class Config:
         Raises:
             InputError: not a string.
         """
-        found = self._find(names)
-        if found is None:
-            return default
-        name, value = found
-        if not isinstance(value, str):
-            raise InputError(f"{self.where}{name}: got {shown(value)}, expected a string")
-        return value
+        value = self._typed(names, (str,), "a string")
+        return default if value is None else value
 
     def items(self, names: Names) -> list[object] | None:
         """Return an array field, or None where it is absent.
@@ -133,13 +129,7 @@ class Config:
         Raises:
             InputError: not an array.
         """
-        found = self._find(names)
-        if found is None:
-            return None
-        name, value = found
-        if not isinstance(value, list):
-            raise InputError(f"{self.where}{name}: got {shown(value)}, expected an array")
-        return value
+        return self._typed(names, (list,), "an array")
 
     def integers(self, names: Names, *, minimum: int = 0, maximum: int = MAX_COUNT) -> tuple[int, ...] | None:
         """Return an array of integers, or None where it is absent; a comma-separated string counts as one.
@@ -147,14 +137,12 @@ class Config:
         Raises:
             InputError: neither, or an element is not an integer in range.
         """
-        found = self._find(names)
-        if found is None:
+        value = self._typed(names, (list, str), "an array of integers")
+        if value is None:
             return None
-        name, value = found
         if isinstance(value, str):
             value = [_integer_text(part) for part in value.split(",") if part.strip()]
-        if not isinstance(value, list):
-            raise InputError(f"{self.where}{name}: got {shown(value)}, expected an array of integers")
+        name = self.name_of(names)
         return tuple(self._checked(f"{name}[{i}]", item, minimum, maximum) for i, item in enumerate(value))
 
     def per_layer(
@@ -175,9 +163,7 @@ class Config:
         if len(values) == 1:
             return values * num_layers
         if len(values) < num_layers:
-            raise InputError(
-                f"{self.where}{name}: got {len(values)} entries, expected one for each of {num_layers} layers"
-            )
+            raise self.too_few(name, len(values), num_layers)
         return values[:num_layers]
 
     def sub(self, name: str) -> Config | None:
@@ -190,7 +176,7 @@ class Config:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise InputError(f"{self.where}{name}: got {shown(value)}, expected an object")
+            raise self.error(name, value, "an object")
         return Config(value, where=f"{self.where}{name}.")
 
     def name_of(self, names: Names) -> str:
@@ -201,6 +187,12 @@ class Config:
     def error(self, name: str, got: object, expected: str) -> InputError:
         """Return (not raise) the error for a field whose value makes no sense."""
         return InputError(f"{self.where}{name}: got {shown(got)}, expected {expected}")
+
+    def too_few(self, names: Names, count: int, num_layers: int) -> InputError:
+        """Return (not raise) the error for an array that is shorter than the layers."""
+        return InputError(
+            f"{self.where}{self.name_of(names)}: got {count} entries, expected one for each of {num_layers} layers"
+        )
 
     def _find(self, names: Names) -> tuple[str, object] | None:
         for name in _each(names):
@@ -215,9 +207,16 @@ class Config:
                 return name, value
         return None
 
+    def _typed(self, names: Names, types: tuple[type, ...], expected: str) -> Any:
+        """Return a field of one of these types, or None where it is absent; a boolean is no number."""
+        found = self._find(names)
+        if found is not None and (isinstance(found[1], bool) or not isinstance(found[1], types)):
+            raise self.error(found[0], found[1], expected)
+        return None if found is None else found[1]
+
     def _checked(self, name: str, value: object, minimum: int, maximum: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            raise InputError(f"{self.where}{name}: got {shown(value)}, expected an integer from {minimum} to {maximum}")
+            raise self.error(name, value, f"an integer from {minimum} to {maximum}")
         return value
 
 

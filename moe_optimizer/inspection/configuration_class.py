@@ -1,4 +1,4 @@
-"""Whether vLLM can read a model's configuration without code of the model's own.
+"""Tells whether vLLM can read a model's configuration without code of the model's own.
 
 vLLM reads config.json through a class: one of its own, or one of transformers. Where neither has the model_type and the
 file names a class in `auto_map`, it refuses to start without --trust-remote-code, even if its registry has the model.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from moe_optimizer.inspection.servable import package_folder
+from moe_optimizer.inspection.vllm_installation import package_folder
 
 _PAIR = re.compile(r'(?:"([\w.-]+)"\s*[:,]|\b(\w+)\s*=)\s*"\w+Config"')
 """`("gpt2", "GPT2Config")`, `"gpt2": "GPT2Config"` and `gpt2="GPT2Config"`: every form that the tables have."""

@@ -1,4 +1,4 @@
-"""The host processor and memory that this process may use: affinity and cgroup limits respected."""
+"""Reads the host processor and memory that this process may use: affinity and cgroup limits respected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations from which vLLM and transformers would build different models; vLLM's rule is the one counted."""
+"""Tells where vLLM and transformers build different models from one configuration; vLLM's rule is the one counted."""
 
 from __future__ import annotations
 

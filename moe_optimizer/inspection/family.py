@@ -1,4 +1,4 @@
-"""A family of models: the rules by which its configurations turn into a decoder's shapes."""
+"""Turns a configuration into a decoder's shapes by the rules of its family."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Family:
         assumed = config.defaults.get("(experts)")
         if self.experts is not None and not has_experts and assumed and not config.has(self.experts.count):
             notes.append(
-                f"{config.where}{_first(self.experts.count)}: is missing, so the model is taken for dense; "
+                f"{config.where.rstrip('.: ')}: no number of experts, so the model is taken for dense; "
                 f"the config class of vLLM and transformers would assume {assumed} experts"
             )
         return tuple(notes)
@@ -170,7 +170,7 @@ class Family:
         if rule is None and kind in ("sliding", "chunked"):
             rule = self.mixers.get("attention")
         if rule is None:
-            raise config.error(_first(self.layers), kind, f"layers of kind {' or '.join(self.mixers)}")
+            raise config.error(config.name_of(self.layers), kind, f"layers of kind {' or '.join(self.mixers)}")
         return rule.shape(Site(config, hidden_size, layer, window))
 
     def _dense_params(
@@ -213,10 +213,6 @@ def _with_lone_expert(dense_params: int, entry: ExpertLayer | None) -> int:
     if entry is None:
         return dense_params
     return dense_params + entry.expert_params + entry.router_params + entry.shared_params + entry.latent_params
-
-
-def _first(names: Names) -> str:
-    return names if isinstance(names, str) else names[0]
 
 
 def _is_count(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Feed-forward layers: dense, routed experts, shared experts."""
+"""Counts feed-forward layers: dense, routed experts, shared experts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,35 @@ from moe_optimizer.inspection.shapes import ExpertLayer, Site
 MAX_EXPERTS = 1 << 16
 """More routed experts than this in a layer is taken for a mistake; the largest published count is under 1000."""
 
+COUNT: Names = (
+    "num_experts",
+    "n_routed_experts",
+    "num_local_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+    "num_moe_experts",
+    "n_experts",
+    "ffn_config.moe_num_experts",
+    "moe_config.num_experts",
+    "moe_config.moe_num_experts",
+)
+TOP_K: Names = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+    "experts_per_token",
+    "num_selected_experts",
+    "num_activated_experts",
+    "router_topk",
+    "moe_router_topk",
+    "n_activated_experts",
+    "ffn_config.moe_top_k",
+    "moe_config.moe_top_k",
+)
+SHARED_COUNT: Names = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 INTERMEDIATE: Names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "inner_dim", "intermediate_dim")
 
 
@@ -47,7 +76,7 @@ class Dense:
 class Shared:
     """Experts that every token uses."""
 
-    count: Names | int
+    count: Names | int = SHARED_COUNT
     """Field with their number, or the number where the architecture fixes it."""
     width: Names = ()
     """Field with the width; empty: the routed experts' width. Absent or 0 in the file: no shared expert."""
@@ -94,9 +123,9 @@ class Shared:
 class Experts:
     """Routed experts with their router."""
 
-    count: Names
-    top_k: Names
-    width: Names
+    count: Names = COUNT
+    top_k: Names = TOP_K
+    width: Names = "moe_intermediate_size"
     layers: ExpertRule = all_layers
     default_top_k: int | None = None
     """What the architecture uses when the file does not say."""

@@ -1,4 +1,4 @@
-"""The scales of a quantisation scheme's weights: blocks that share one, and whether it is FP8 that they scale."""
+"""Reads the scales of a quantisation scheme: blocks that share one, and whether it is FP8 that they scale."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.scheme_bits import algorithm_bits
 
 _STRATEGIES = ("tensor", "channel", "block")
 """What may share a scale, as compressed-tensors names it; its "group" is MXFP8, a power of two for 32 weights."""
@@ -28,21 +29,16 @@ def weight_block(scheme: Config) -> tuple[int, int] | None:
     return None
 
 
-def is_scaled_fp8(scheme: Config, method: str, algorithms: Mapping[str, float]) -> bool:
+def is_scaled_fp8(scheme: Config, method: str) -> bool:
     """Whether all that the scheme stores in 8 bits is FP8 (E4M3) with an FP32 scale per tensor, channel or block.
 
     False also where that cannot be told, and for ModelOpt's scales per channel and per block: vLLM's MoE layers read
     one scale for each tensor of its files (0.26 and 0.32).
-
-    Args:
-        scheme: the quantisation's object.
-        method: its name.
-        algorithms: ModelOpt's algorithms with the bits of a weight.
     """
     if method == "fp8":
         return True
     if method == "modelopt":
-        named = [name for name in _modelopt_algorithms(scheme) if algorithms.get(name) == 8]
+        named = [name for name in _modelopt_algorithms(scheme) if algorithm_bits(name) == 8]
         return set(named) == {"FP8"}
     if method == "compressed-tensors":
         groups = scheme.get("config_groups")

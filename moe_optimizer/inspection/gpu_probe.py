@@ -1,17 +1,20 @@
-"""The GPUs of this machine, through NVML (no CUDA context, no torch)."""
+"""Reads the GPUs of this machine through NVML (no CUDA context, no torch)."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moe_optimizer.inspection.hardware_catalog import catalog
 from moe_optimizer.inspection.hardware_file import CatalogEntry
-from moe_optimizer.specs.hardware import GpuSpec
+from moe_optimizer.specs.hardware import GpuSpec, HardwareSpec
 from moe_optimizer.specs.quantity import Quantity, Source
 
+NO_GPU = HardwareSpec(
+    origin="probed", gpu=None, num_gpus=0, cpu=None, driver_version=None, cuda_version=None, warnings=()
+)
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 # Two cards of one model differ by what their error correction and firmware set aside, not by more.
 _MEMORY_TOLERANCE = 0.10
@@ -28,21 +31,11 @@ _CORES_PER_SM = {(8, 0): 64}
 _FP32_PER_CORE_CLOCK = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuProbe:
-    """What NVML said."""
+def probe_gpus() -> HardwareSpec:
+    """Return the machine's visible GPUs, without its processor, as NVML knows them; of different ones the smallest.
 
-    gpu: GpuSpec | None
-    """The GPU to plan for: the smallest of those that are visible; None when there is none."""
-    num_gpus: int
-    driver_version: str | None
-    cuda_version: str | None
-    """Highest CUDA version that the driver serves, for example "13.0"."""
-    warnings: tuple[str, ...]
-
-
-def probe_gpus() -> GpuProbe:
-    """Ask NVML for the visible GPUs. No driver means no GPU, without a warning; a broken one is told."""
+    No driver means no GPU, without a warning; a broken one is told.
+    """
     try:
         import pynvml
     except ImportError:
@@ -61,15 +54,15 @@ def probe_gpus() -> GpuProbe:
         pynvml.nvmlShutdown()
 
 
-def _none(*warnings: str) -> GpuProbe:
-    return GpuProbe(gpu=None, num_gpus=0, driver_version=None, cuda_version=None, warnings=warnings)
+def _none(*warnings: str) -> HardwareSpec:
+    return NO_GPU if not warnings else replace(NO_GPU, warnings=warnings)
 
 
 def _driver_loaded() -> bool:
     return _DRIVER_FILE.exists()
 
 
-def _probe(nvml: Any) -> GpuProbe:
+def _probe(nvml: Any) -> HardwareSpec:
     warnings: list[str] = []
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     handles = _visible(nvml, handles, os.environ.get("CUDA_VISIBLE_DEVICES"), warnings)
@@ -90,7 +83,8 @@ def _probe(nvml: Any) -> GpuProbe:
     if gpu is not None and len(whole) > 1:
         gpu = _with_actual_link(nvml, whole, gpu, warnings)
     cuda = _optional(nvml, nvml.nvmlSystemGetCudaDriverVersion)
-    return GpuProbe(
+    return replace(
+        NO_GPU,
         gpu=gpu,
         num_gpus=len(specs),
         driver_version=_optional(nvml, nvml.nvmlSystemGetDriverVersion),

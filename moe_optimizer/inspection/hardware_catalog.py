@@ -1,4 +1,4 @@
-"""The GPUs this package knows, a file of configs/hardware for each."""
+"""Finds the GPUs this package knows, a file of configs/hardware for each."""
 
 from __future__ import annotations
 

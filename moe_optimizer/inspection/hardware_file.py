@@ -1,4 +1,4 @@
-"""One file of hardware facts, configs/hardware/<key>.yaml, read strictly.
+"""Reads one file of hardware facts, configs/hardware/<key>.yaml, strictly.
 
 Each fact is a mapping of value, unit, source and ref. An unknown, missing or ill-typed key is an error that
 names file and line: a misspelt fact would otherwise be absent in silence, and every estimate with it.

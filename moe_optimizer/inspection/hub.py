@@ -1,4 +1,4 @@
-"""From what the user named to the folder that holds config.json."""
+"""Finds the folder that holds config.json for what the user named."""
 
 from __future__ import annotations
 

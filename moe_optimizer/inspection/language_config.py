@@ -1,4 +1,4 @@
-"""Finding the language model inside a configuration that may hold several models."""
+"""Finds the language model inside a configuration that may hold several models."""
 
 from __future__ import annotations
 

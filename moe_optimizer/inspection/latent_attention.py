@@ -1,4 +1,4 @@
-"""Multi-head latent attention, with the indexer and the gates that later families put beside it."""
+"""Counts multi-head latent attention, with the indexer and the gates that later families put beside it."""
 
 from __future__ import annotations
 

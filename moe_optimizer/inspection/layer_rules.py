@@ -1,4 +1,4 @@
-"""Which layers are what: the ways in which configurations say so.
+"""Derives what each layer is, in the ways in which configurations say so.
 
 A rule is called with the configuration and the number of layers and returns one entry for each layer. Kind
 rules return the name of the layer's mixer, expert rules whether the layer has routed experts.
@@ -7,9 +7,12 @@ rules return the name of the layer's mixer, expert rules whether the layer has r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Concatenate, ParamSpec, TypeVar
 
 from moe_optimizer.inspection.config import Config, Names
 
+P = ParamSpec("P")
+T = TypeVar("T")
 KindRule = Callable[[Config, int], tuple[str, ...]]
 ExpertRule = Callable[[Config, int], tuple[bool, ...]]
 
@@ -32,122 +35,103 @@ LAYER_TYPE_KINDS: Mapping[str, str] = {
 """Names that a `layer_types` array uses, and the kind each stands for."""
 
 
+def _rule(
+    function: Callable[Concatenate[Config, int, P], tuple[T, ...]],
+) -> Callable[P, Callable[[Config, int], tuple[T, ...]]]:
+    """Turn a function into one that takes its further arguments and returns the rule that they make."""
+
+    def bound(*args: P.args, **kwargs: P.kwargs) -> Callable[[Config, int], tuple[T, ...]]:
+        return lambda config, num_layers: function(config, num_layers, *args, **kwargs)
+
+    return bound
+
+
 def every(kind: str) -> KindRule:
     """All layers are of one kind."""
     return lambda _, num_layers: (kind,) * num_layers
 
 
+@_rule
 def listed(
-    fields: Names = "layer_types", *, otherwise: KindRule, names: Mapping[str, str] = LAYER_TYPE_KINDS
-) -> KindRule:
+    config: Config,
+    num_layers: int,
+    fields: Names = "layer_types",
+    *,
+    otherwise: KindRule,
+    names: Mapping[str, str] = LAYER_TYPE_KINDS,
+) -> tuple[str, ...]:
     """An array names each layer's kind; without the array, another rule decides."""
-
-    def rule(config: Config, num_layers: int) -> tuple[str, ...]:
-        entries = config.items(fields)
-        if entries is None:
-            return otherwise(config, num_layers)
-        field = fields if isinstance(fields, str) else fields[0]
-        if len(entries) < num_layers:
-            raise config.error(field, f"{len(entries)} entries", f"one for each of {num_layers} layers")
-        kinds: list[str] = []
-        for i, entry in enumerate(entries[:num_layers]):
-            kind = names.get(entry) if isinstance(entry, str) else None
-            if kind is None:
-                raise config.error(f"{field}[{i}]", entry, f"one of {', '.join(names)}")
-            kinds.append(kind)
-        return tuple(kinds)
-
-    return rule
+    if config.items(fields) is None:
+        return otherwise(config, num_layers)
+    entries = _entries(config, num_layers, fields)
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, str) or entry not in names:
+            raise config.error(f"{config.name_of(fields)}[{i}]", entry, f"one of {', '.join(names)}")
+    return tuple(names[str(entry)] for entry in entries)
 
 
-def indexed(field: Names, kind: str, *, otherwise: str, one_based: bool = False) -> KindRule:
-    """An array holds the indices of the layers of one kind."""
-
-    def rule(config: Config, num_layers: int) -> tuple[str, ...]:
-        indices = set(config.integers(field) or ())
-        return tuple(kind if i + one_based in indices else otherwise for i in range(num_layers))
-
-    return rule
+@_rule
+def where(config: Config, num_layers: int, layers: ExpertRule, kind: str, *, otherwise: str) -> tuple[str, ...]:
+    """The layers that a rule for experts would choose are of one kind."""
+    return tuple(kind if chosen else otherwise for chosen in layers(config, num_layers))
 
 
-def periodic(period: Names, offset: Names | int, kind: str, *, otherwise: str) -> KindRule:
-    """Layer i is of `kind` when i % period == offset."""
-
-    def rule(config: Config, num_layers: int) -> tuple[str, ...]:
-        every_n = config.required(period)
-        first = offset if isinstance(offset, int) else config.integer(offset, 0) or 0
-        return tuple(kind if i % every_n == first % every_n else otherwise for i in range(num_layers))
-
-    return rule
-
-
-def last_of(period: Names, kind: str, *, otherwise: str, default: int | None = None) -> KindRule:
+@_rule
+def last_of(
+    config: Config, num_layers: int, period: Names, kind: str, *, otherwise: str, default: int | None = None
+) -> tuple[str, ...]:
     """Every period-th layer, counted from one, is of `kind`; so is the G in a repeated string of L and G."""
-
-    def rule(config: Config, num_layers: int) -> tuple[str, ...]:
-        letters = config.get(period)
-        if isinstance(letters, str) and letters and set(letters) <= {"L", "G"}:
-            return tuple(kind if letters[i % len(letters)] == "G" else otherwise for i in range(num_layers))
-        every_n = config.integer(period, default)
-        if not every_n:
-            return (kind,) * num_layers
-        return tuple(kind if (i + 1) % every_n == 0 else otherwise for i in range(num_layers))
-
-    return rule
+    letters = config.get(period)
+    if isinstance(letters, str) and letters and set(letters) <= {"L", "G"}:
+        return tuple(kind if letters[i % len(letters)] == "G" else otherwise for i in range(num_layers))
+    every_n = config.integer(period, default)
+    if not every_n:
+        return (kind,) * num_layers
+    return tuple(kind if (i + 1) % every_n == 0 else otherwise for i in range(num_layers))
 
 
-def windowed_when(flag: Names | bool, *, window: Names = "sliding_window") -> KindRule:
+@_rule
+def windowed_when(
+    config: Config, num_layers: int, flag: Names | bool, *, window: Names = "sliding_window"
+) -> tuple[str, ...]:
     """All layers are windowed when the flag is on and a window is given."""
-
-    def rule(config: Config, num_layers: int) -> tuple[str, ...]:
-        windowed = config.flag(flag) and bool(config.integer(window))
-        return ("sliding" if windowed else "attention",) * num_layers
-
-    return rule
+    windowed = config.flag(flag) and bool(config.integer(window))
+    return ("sliding" if windowed else "attention",) * num_layers
 
 
-def windowed_from(first: Names, *, flag: Names) -> KindRule:
+@_rule
+def windowed_from(config: Config, num_layers: int, first: Names, *, flag: Names) -> tuple[str, ...]:
     """Layers from index `first` on are windowed when the flag is on and the file names a window."""
-
-    def rule(config: Config, num_layers: int) -> tuple[str, ...]:
-        if not config.flag(flag) or not config.integer("sliding_window"):
-            return ("attention",) * num_layers
-        start = config.integer(first, num_layers) or 0
-        return tuple("sliding" if i >= start else "attention" for i in range(num_layers))
-
-    return rule
+    if not config.flag(flag) or not config.integer("sliding_window"):
+        return ("attention",) * num_layers
+    start = config.integer(first, num_layers) or 0
+    return tuple("sliding" if i >= start else "attention" for i in range(num_layers))
 
 
-def pattern(field: Names, letters: Mapping[str, str]) -> KindRule:
+@_rule
+def pattern(config: Config, num_layers: int, field: Names, letters: Mapping[str, str]) -> tuple[str, ...]:
     """A string holds one letter for each layer."""
-
-    def rule(config: Config, num_layers: int) -> tuple[str, ...]:
-        name = field if isinstance(field, str) else field[0]
-        text = config.text(field)
-        if len(text) < num_layers:
-            raise config.error(name, text, f"a letter for each of {num_layers} layers")
-        for i, letter in enumerate(text[:num_layers]):
-            if letter not in letters:
-                raise config.error(f"{name}[{i}]", letter, f"one of {' '.join(letters)}")
-        return tuple(letters[letter] for letter in text[:num_layers])
-
-    return rule
+    name, text = config.name_of(field), config.text(field)
+    if len(text) < num_layers:
+        raise config.error(name, text, f"a letter for each of {num_layers} layers")
+    for i, letter in enumerate(text[:num_layers]):
+        if letter not in letters:
+            raise config.error(f"{name}[{i}]", letter, f"one of {' '.join(letters)}")
+    return tuple(letters[letter] for letter in text[:num_layers])
 
 
-def numbered(field: Names, kinds: Mapping[int, str], *, otherwise: KindRule) -> KindRule:
+@_rule
+def numbered(
+    config: Config, num_layers: int, field: Names, kinds: Mapping[int, str], *, otherwise: KindRule
+) -> tuple[str, ...]:
     """An array holds a number for each layer; without it (or when it is empty) another rule decides."""
-
-    def rule(config: Config, num_layers: int) -> tuple[str, ...]:
-        name = field if isinstance(field, str) else field[0]
-        if not config.items(field):
-            return otherwise(config, num_layers)
-        numbers = config.per_layer(field, num_layers) or ()
-        for i, number in enumerate(numbers):
-            if number not in kinds:
-                raise config.error(f"{name}[{i}]", number, f"one of {', '.join(map(str, kinds))}")
-        return tuple(kinds[number] for number in numbers)
-
-    return rule
+    if not config.items(field):
+        return otherwise(config, num_layers)
+    numbers = config.per_layer(field, num_layers) or ()
+    for i, number in enumerate(numbers):
+        if number not in kinds:
+            raise config.error(f"{config.name_of(field)}[{i}]", number, f"one of {', '.join(map(str, kinds))}")
+    return tuple(kinds[number] for number in numbers)
 
 
 # --- layers with routed experts ---
@@ -158,141 +142,141 @@ def all_layers(config: Config, num_layers: int) -> tuple[bool, ...]:  # noqa: AR
     return (True,) * num_layers
 
 
-def after_first(field: Names, *, default: int = 0) -> ExpertRule:
+@_rule
+def after_first(config: Config, num_layers: int, field: Names, *, default: int = 0) -> tuple[bool, ...]:
     """The first layers, as many as the field says, are dense."""
-
-    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
-        first = config.integer(field, default) or 0
-        return tuple(i >= first for i in range(num_layers))
-
-    return rule
+    first = config.integer(field, default) or 0
+    return tuple(i >= first for i in range(num_layers))
 
 
-def multiples(field: Names) -> ExpertRule:
+@_rule
+def multiples(config: Config, num_layers: int, field: Names) -> tuple[bool, ...]:
     """Layer i has experts when i % field == 0 (a frequency that counts from layer zero)."""
-
-    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
-        frequency = config.integer(field, 1, minimum=1) or 1
-        return tuple(i % frequency == 0 for i in range(num_layers))
-
-    return rule
+    frequency = config.integer(field, 1, minimum=1) or 1
+    return tuple(i % frequency == 0 for i in range(num_layers))
 
 
-def sparse_step(field: Names, *, default: int = 1) -> ExpertRule:
+@_rule
+def sparse_step(config: Config, num_layers: int, field: Names, *, default: int = 1) -> tuple[bool, ...]:
     """Layer i has experts when (i + 1) % field == 0; a step of zero means none."""
-
-    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
-        step = config.integer(field, default)
-        return tuple(bool(step) and (i + 1) % (step or 1) == 0 for i in range(num_layers))
-
-    return rule
+    step = config.integer(field, default)
+    return tuple(bool(step) and (i + 1) % (step or 1) == 0 for i in range(num_layers))
 
 
-def every_offset(period: Names, offset: Names) -> ExpertRule:
+@_rule
+def every_offset(config: Config, num_layers: int, period: Names, offset: Names) -> tuple[bool, ...]:
     """Layer i has experts when i % period == offset."""
-
-    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
-        every_n, first = config.required(period), config.integer(offset, 0) or 0
-        return tuple(i % every_n == first for i in range(num_layers))
-
-    return rule
+    every_n, first = config.required(period), config.integer(offset, 0) or 0
+    return tuple(i % every_n == first for i in range(num_layers))
 
 
-def within(start: Names, end: Names, interval: Names) -> ExpertRule:
+@_rule
+def within(config: Config, num_layers: int, start: Names, end: Names, interval: Names) -> tuple[bool, ...]:
     """From index `start` to index `end` (-1: the last), every interval-th layer counted from one."""
-
-    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
-        first, last, every_n = _scalar(config, start, 0), _scalar(config, end, -1), _scalar(config, interval, 1)
-        last = num_layers - 1 if last == -1 else last
-        return tuple(first <= i <= last and bool(every_n) and (i + 1) % (every_n or 1) == 0 for i in range(num_layers))
-
-    return rule
+    first, last, every_n = _scalar(config, start, 0), _scalar(config, end, -1), _scalar(config, interval, 1)
+    last = num_layers - 1 if last == -1 else last
+    return tuple(first <= i <= last and bool(every_n) and (i + 1) % (every_n or 1) == 0 for i in range(num_layers))
 
 
-def after_first_every(first: Names, frequency: Names, *, default_first: int) -> ExpertRule:
+@_rule
+def after_first_every(
+    config: Config, num_layers: int, first: Names, frequency: Names, *, default_first: int
+) -> tuple[bool, ...]:
     """From layer `first` on, every frequency-th layer counted from there."""
-
-    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
-        start = config.integer(first, default_first) or 0
-        step = config.integer(frequency, 1, minimum=1) or 1
-        return tuple(i >= start and (i - start) % step == 0 for i in range(num_layers))
-
-    return rule
+    start = config.integer(first, default_first) or 0
+    step = config.integer(frequency, 1, minimum=1) or 1
+    return tuple(i >= start and (i - start) % step == 0 for i in range(num_layers))
 
 
-def except_indices(field: Names) -> ExpertRule:
+@_rule
+def except_indices(config: Config, num_layers: int, field: Names) -> tuple[bool, ...]:
     """The layers whose indices are listed are dense."""
-
-    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
-        dense = set(config.integers(field) or ())
-        return tuple(i not in dense for i in range(num_layers))
-
-    return rule
+    dense = set(config.integers(field) or ())
+    return tuple(i not in dense for i in range(num_layers))
 
 
-def only_indices(field: Names) -> ExpertRule:
-    """Only the layers whose indices are listed have experts."""
-
-    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
-        sparse = set(config.integers(field) or ())
-        return tuple(i in sparse for i in range(num_layers))
-
-    return rule
+@_rule
+def only_indices(config: Config, num_layers: int, field: Names, *, first: int = 0) -> tuple[bool, ...]:
+    """Only the layers whose indices, counted from `first`, are listed have experts."""
+    sparse = set(config.integers(field) or ())
+    return tuple(i + first in sparse for i in range(num_layers))
 
 
-def flags(field: Names) -> ExpertRule:
+@_rule
+def flags(config: Config, num_layers: int, field: Names) -> tuple[bool, ...]:
     """An array of 0 and 1, or of booleans, says it for each layer."""
-
-    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
-        entries = config.get(field)
-        if isinstance(entries, list) and len(entries) >= num_layers and all(type(entry) is bool for entry in entries):
-            return tuple(entries[:num_layers])
-        return tuple(bool(entry) for entry in config.per_layer(field, num_layers, 1) or ())
-
-    return rule
+    entries = config.get(field)
+    if isinstance(entries, list) and len(entries) >= num_layers and all(type(entry) is bool for entry in entries):
+        return tuple(entries[:num_layers])
+    return tuple(bool(entry) for entry in config.per_layer(field, num_layers, 1) or ())
 
 
-def unless_off(*switches: str) -> ExpertRule:
+@_rule
+def unless_off(config: Config, num_layers: int, *switches: str) -> tuple[bool, ...]:
     """No layer has experts when one of the switches is false."""
-
-    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
-        return (all(config.get(name) is not False for name in switches),) * num_layers
-
-    return rule
+    return (all(config.get(name) is not False for name in switches),) * num_layers
 
 
-def words(field: Names, word: str) -> ExpertRule:
+@_rule
+def words(config: Config, num_layers: int, field: Names, word: str) -> tuple[bool, ...]:
     """An array of words says it for each layer; `word` is the one for experts."""
-
-    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
-        name = field if isinstance(field, str) else field[0]
-        entries = config.items(field) or []
-        if len(entries) < num_layers:
-            raise config.error(name, f"{len(entries)} entries", f"one for each of {num_layers} layers")
-        return tuple(entry == word for entry in entries[:num_layers])
-
-    return rule
+    return tuple(entry == word for entry in _entries(config, num_layers, field))
 
 
-def first_given(*choices: tuple[Names, ExpertRule], otherwise: ExpertRule = all_layers) -> ExpertRule:
+@_rule
+def first_given(
+    config: Config, num_layers: int, *choices: tuple[Names, ExpertRule], otherwise: ExpertRule = all_layers
+) -> tuple[bool, ...]:
     """The first rule whose field is present decides."""
-
-    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
-        for field, choice in choices:
-            if config.get(field) is not None:
-                return choice(config, num_layers)
-        return otherwise(config, num_layers)
-
-    return rule
+    for field, choice in choices:
+        if config.get(field) is not None:
+            return choice(config, num_layers)
+    return otherwise(config, num_layers)
 
 
-def both(*rules: ExpertRule) -> ExpertRule:
+@_rule
+def both(config: Config, num_layers: int, *rules: ExpertRule) -> tuple[bool, ...]:
     """A layer has experts when all rules say so."""
+    return tuple(all(entry) for entry in zip(*(one(config, num_layers) for one in rules), strict=True))
 
-    def rule(config: Config, num_layers: int) -> tuple[bool, ...]:
-        return tuple(all(entry) for entry in zip(*(one(config, num_layers) for one in rules), strict=True))
 
-    return rule
+def by_fields(*, first_dense: int = 0) -> ExpertRule:
+    """The fields that most architectures share decide; where there is none, the first layers are dense, so many.
+
+    Args:
+        first_dense: what the architecture assumes for the number of dense layers before the first with experts.
+    """
+    one_list = first_given(
+        ("mlp_layer_types", words("mlp_layer_types", "sparse")),
+        ("moe_layers_enum", only_indices("moe_layers_enum")),
+        ("moe_layer_indices", only_indices("moe_layer_indices")),
+        ("is_moe_layer", flags("is_moe_layer")),
+        ("expert_layer_period", every_offset("expert_layer_period", "expert_layer_offset")),
+        ("interleave_moe_layer_step", sparse_step("interleave_moe_layer_step")),
+        ("moe_layer_interval", within("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")),
+        otherwise=both(
+            except_indices("mlp_only_layers"),
+            sparse_step("decoder_sparse_step"),
+            after_first(("first_k_dense_replace", "num_dense_layers"), default=first_dense),
+            multiples("moe_layer_freq"),
+        ),
+    )
+    listed_frequency = flags("moe_layer_freq")
+    return lambda config, num_layers: (
+        listed_frequency if isinstance(config.get("moe_layer_freq"), list) else one_list
+    )(config, num_layers)
+
+
+def _entries(config: Config, num_layers: int, field: Names) -> list[object]:
+    """Return an array's entries for the layers.
+
+    Raises:
+        InputError: there are fewer than layers.
+    """
+    entries = config.items(field) or []
+    if len(entries) < num_layers:
+        raise config.too_few(field, len(entries), num_layers)
+    return entries[:num_layers]
 
 
 def _scalar(config: Config, field: Names, default: int) -> int:

@@ -1,4 +1,4 @@
-"""The longest sequence that vLLM accepts for a model: the length its configuration states, times its RoPE scaling."""
+"""Computes the longest sequence that vLLM accepts: the length a configuration states, times its RoPE scaling."""
 
 from __future__ import annotations
 

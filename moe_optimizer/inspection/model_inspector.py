@@ -1,4 +1,4 @@
-"""Reading a model folder into a ModelSpec without running any of its code."""
+"""Reads a model folder into a ModelSpec without running any of its code."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _needs_remote_code(root: Config, *, served: bool | None) -> bool:
     auto_map.text("AutoConfig")  # vLLM reads it and would end with a TypeError
     classes = configuration_classes()
     if not served or classes is None or "AutoConfig" not in auto_map.raw:
-        return not served
+        return served is False or not _architectures(root)
     return not classes.has(root.text("model_type"), _architectures(root))
 
 

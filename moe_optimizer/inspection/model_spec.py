@@ -1,4 +1,4 @@
-"""Adding up a decoder's shapes into a ModelSpec."""
+"""Adds up a decoder's shapes into a ModelSpec."""
 
 from __future__ import annotations
 

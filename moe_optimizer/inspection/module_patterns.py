@@ -1,4 +1,4 @@
-"""Lists of module names and patterns, as quantisation schemes use them to name layers."""
+"""Matches module names against the lists of names and patterns that quantisation schemes have."""
 
 from __future__ import annotations
 

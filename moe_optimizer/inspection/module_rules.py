@@ -1,4 +1,4 @@
-"""Rules of a quantisation scheme that hold for single modules and go before what it says of all."""
+"""Reads the rules of a quantisation scheme that hold for single modules and go before what it says of all."""
 
 from __future__ import annotations
 

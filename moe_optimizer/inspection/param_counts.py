@@ -1,4 +1,4 @@
-"""The parameters of a decoder, part by part: sums over its layers."""
+"""Sums the parameters of a decoder, part by part, over its layers."""
 
 from __future__ import annotations
 

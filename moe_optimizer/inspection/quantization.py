@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are stored, part by part."""
+"""Holds how a checkpoint's weights are stored, part by part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding and reading a checkpoint's quantisation scheme, wherever the model's files have it."""
+"""Finds and reads a checkpoint's quantisation scheme, wherever the model's files have it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.inspection.module_patterns import ModulePatterns
 from moe_optimizer.inspection.module_rules import bits_of_type, left_out, patterns_by_bits
 from moe_optimizer.inspection.quantization import DTYPE_BITS, Group, Quantization
-from moe_optimizer.inspection.scheme_bits import ALGORITHM_BITS, TYPE_FIELDS, groups_of
+from moe_optimizer.inspection.scheme_bits import TYPE_FIELDS, groups_of
 
 _DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in DTYPE_BITS}
 """What a configuration may call the dtypes that vLLM computes in."""
@@ -73,7 +73,7 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
         expert_bits=bits_of_type(expert_dtype) if expert_dtype else None,
         scale_bytes_per_weight=_scale_bytes(scheme, method, min(group.bits for group in groups)),
         fp8=_is_fp8(scheme, method),
-        scaled_fp8=is_scaled_fp8(scheme, method, ALGORITHM_BITS),
+        scaled_fp8=is_scaled_fp8(scheme, method),
         weight_block=weight_block(scheme),
         warnings=tuple(warnings),
     )

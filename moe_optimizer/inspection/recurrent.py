@@ -1,9 +1,9 @@
-"""Token mixers with a state of fixed size: state space, linear attention and short convolution."""
+"""Counts token mixers with a state of fixed size: state space, linear attention and short convolution."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_optimizer.inspection.config import Config, Names
 from moe_optimizer.inspection.shapes import Mixer, MixerRule, Site
@@ -172,14 +172,4 @@ class Parallel:
         """Return the sum of both; it caches what the attention caches."""
         one = self.attention.shape(site)
         two = self.state.shape(site)
-        return Mixer(
-            kind=one.kind,
-            params=one.params + two.params,
-            num_heads=one.num_heads,
-            num_kv_heads=one.num_kv_heads,
-            head_dim=one.head_dim,
-            cache_elements=one.cache_elements,
-            window=one.window,
-            state_elements=two.state_elements,
-            kv_params=one.kv_params,
-        )
+        return replace(one, params=one.params + two.params, state_elements=two.state_elements)

@@ -1,4 +1,4 @@
-"""The published JSON form of an inspection (docs/schemas/inspect.schema.json)."""
+"""Converts a ModelSpec to the published JSON form of an inspection (docs/schemas/inspect.schema.json)."""
 
 from __future__ import annotations
 

@@ -24,30 +24,15 @@ MAX_INDEX_BYTES = 32 << 20
 MAX_DIMENSIONS = 16
 """Weights have up to five; a product of thousands of numbers takes longer to print than to refuse."""
 
-DTYPE_BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "I64": 64,
-    "U64": 64,
-    "F64": 64,
-    "C64": 64,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
+_TYPES = {
+    4: ("F4",),
+    6: ("F6_E2M3", "F6_E3M2"),
+    8: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
+    16: ("I16", "U16", "F16", "BF16"),
+    32: ("I32", "U32", "F32"),
+    64: ("I64", "U64", "F64", "C64"),
 }
+DTYPE_BITS = {name: bits for bits, names in _TYPES.items() for name in names}
 """Every type of the format (safetensors 0.8) -> bits of an element."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Endings of files whose loading runs code."""

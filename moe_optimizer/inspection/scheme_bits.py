@@ -1,7 +1,8 @@
-"""How many bits a quantisation scheme stores a weight in, wherever its method says it."""
+"""Reads how many bits a quantisation scheme stores a weight in, wherever its method says it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from moe_optimizer.inspection.config import Config
@@ -9,45 +10,9 @@ from moe_optimizer.inspection.module_patterns import ModulePatterns
 from moe_optimizer.inspection.module_rules import bits_of_type
 from moe_optimizer.inspection.quantization import Group
 
-METHOD_BITS: Mapping[str, float] = {
-    "fp8": 8,
-    "fbgemm_fp8": 8,
-    "ptpc_fp8": 8,
-    "mxfp8": 8,
-    "mxfp4": 4,
-    "gpt_oss_mxfp4": 4,
-    "nvfp4": 4,
-    "modelopt_fp4": 4,
-    "modelopt_mxfp8": 8,
-    "petit_nvfp4": 4,
-    "experts_int8": 8,
-    "tpu_int8": 8,
-    "eetq": 8,
-    "bitnet": 2,
-}
-"""Bits of a weight for methods whose name fixes them."""
-
-ALGORITHM_BITS: Mapping[str, float] = {
-    "FP8": 8,
-    "FP8_PB_WO": 8,
-    "FP8_PER_CHANNEL_PER_TOKEN": 8,
-    "MXFP8": 8,
-    "INT8": 8,
-    "INT8_SQ": 8,
-    "W8A8_SQ_PER_CHANNEL": 8,
-    "W8A16": 8,
-    "NVFP4": 4,
-    "W4A16_NVFP4": 4,
-    "NVFP4_AWQ": 4,
-    "MXFP4": 4,
-    "W4A16": 4,
-    "W4A16_AWQ": 4,
-    "INT4_AWQ": 4,
-    "W4A8_AWQ": 4,
-    "W4A8_NVFP4_FP8": 4,
-    "W4A8_MXFP4_FP8": 4,
-}
-"""Bits of a weight for the algorithms that ModelOpt names."""
+_UNNAMED_BITS: Mapping[str, float] = {"eetq": 8, "bitnet": 2}
+"""Bits of a weight for methods that fix them, but do not name them as fp8 and experts_int8 do."""
+_FIRST_NUMBER = re.compile(r"\d{1,2}")
 
 BITS_FIELDS = ("bits", "w_bit", "weight_bits", "num_bits", "nbits", "wbits", "weight_quant_params.nbits")
 TYPE_FIELDS = ("global_quant_config.weight.dtype", "quant_type.default._type", "quant_type", "weight_dtype", "weights")
@@ -59,9 +24,9 @@ def groups_of(scheme: Config, method: str) -> tuple[Group, ...]:
     layers = scheme.get(("quantized_layers", "quantization.quantized_layers"))
     if isinstance(layers, dict) and layers:
         return _layer_groups(layers)
-    algorithm = scheme.get(("quant_algo", "quantization.quant_algo"))
-    if isinstance(algorithm, str) and algorithm.upper() in ALGORITHM_BITS:
-        return (Group(ALGORITHM_BITS[algorithm.upper()], None),)
+    bits = algorithm_bits(scheme.get(("quant_algo", "quantization.quant_algo")))
+    if bits is not None:
+        return (Group(bits, None),)
     for name in (*BITS_FIELDS, *(f"weights.{name}" for name in BITS_FIELDS)):
         if scheme.get(name) is not None:
             return (Group(_sensible(scheme, name), None),)
@@ -70,16 +35,22 @@ def groups_of(scheme: Config, method: str) -> tuple[Group, ...]:
         return tuple(group for entry in named.values() if (group := _config_group(entry)) is not None)
     if method == "bitsandbytes":
         return (Group(4 if scheme.flag(("load_in_4bit", "_load_in_4bit")) else 8, None),)
-    bits = METHOD_BITS.get(method) or _bits_in_nested_type(scheme) or _codebook_bits(scheme)
+    bits = _UNNAMED_BITS.get(method) or bits_of_type(method) or _bits_in_nested_type(scheme) or _codebook_bits(scheme)
     return (Group(bits, None),) if bits else ()
+
+
+def algorithm_bits(algorithm: object) -> float | None:
+    """Return the bits of a weight for an algorithm that ModelOpt names: its first number ("W4A8_NVFP4_FP8": 4)."""
+    found = _FIRST_NUMBER.search(algorithm) if isinstance(algorithm, str) else None
+    return float(found[0]) if found and 1 <= int(found[0]) <= 32 else None
 
 
 def _layer_groups(layers: Mapping[str, object]) -> tuple[Group, ...]:
     names: dict[float, list[str]] = {}
     for name, entry in layers.items():
-        algorithm = str(entry.get("quant_algo")).upper() if isinstance(entry, dict) else ""
-        if algorithm in ALGORITHM_BITS:
-            names.setdefault(ALGORITHM_BITS[algorithm], []).append(name)
+        bits = algorithm_bits(entry.get("quant_algo") if isinstance(entry, dict) else None)
+        if bits is not None:
+            names.setdefault(bits, []).append(name)
     return tuple(Group(bits, ModulePatterns(entries)) for bits, entries in sorted(names.items()))
 
 

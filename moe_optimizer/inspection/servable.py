@@ -1,16 +1,13 @@
-"""Whether vLLM has a class for an architecture, read from its registry's source without importing it."""
+"""Reads from the source of vLLM's registry whether it has a class for an architecture, without importing it."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-TABLE = Path(__file__).with_name("vllm_architectures.json")
-"""The architectures of the vLLM that this package was made for, used where no vLLM is installed."""
+from moe_optimizer.inspection.vllm_installation import package_folder
 
 NOT_SERVED = ("_SPECULATIVE_DECODING_MODELS", "_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
 """Tables of the registry that are not architectures to serve: drafts, former ones, ones in separate plugins."""
@@ -18,25 +15,18 @@ NOT_SERVED = ("_SPECULATIVE_DECODING_MODELS", "_PREVIOUSLY_SUPPORTED_MODELS", "_
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """The architectures that a vLLM knows."""
+    """The architectures that the installed vLLM knows."""
 
     served: frozenset[str]
-    origin: str
-    """Which vLLM, for messages."""
     removed: dict[str, str]
     """Architectures that an earlier version served, and the last version that did."""
 
 
 @cache
-def vllm_registry() -> Registry:
-    """Return the installed vLLM's registry, or the shipped table of the version this package was made for."""
+def vllm_registry() -> Registry | None:
+    """Return the installed vLLM's registry; None where there is none, or it does not have the expected form."""
     folder = package_folder("vllm")
-    if folder is not None:
-        registry = parse_registry(folder / "model_executor" / "models" / "registry.py")
-        if registry is not None:
-            return registry
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
-    return Registry(frozenset(table["served"]), f"vLLM {table['version']} (shipped table)", table["removed"])
+    return None if folder is None else parse_registry(folder / "model_executor" / "models" / "registry.py")
 
 
 def parse_registry(path: Path) -> Registry | None:
@@ -57,21 +47,23 @@ def parse_registry(path: Path) -> Registry | None:
         elif name == "_PREVIOUSLY_SUPPORTED_MODELS":
             values = [item.value if isinstance(item, ast.Constant) else "" for item in value.values]
             removed.update({key: str(version) for key, version in zip(keys, values, strict=False)})
-    return Registry(frozenset(served), "the installed vLLM", removed) if served else None
+    return Registry(frozenset(served), removed) if served else None
 
 
 def is_servable(architectures: tuple[str, ...]) -> tuple[bool | None, str]:
-    """Return whether vLLM serves the first known of `architectures`, and why or why not."""
+    """Return whether vLLM serves the first known of `architectures`, None where that is not known, and why."""
     if not architectures:
         return None, "config.json names no architecture"
     registry = vllm_registry()
+    if registry is None:
+        return None, "there is no installed vLLM whose registry can be read"
     for name in architectures:
         if name in registry.served:
-            return True, f"{name} is in the registry of {registry.origin}"
+            return True, f"{name} is in the registry of the installed vLLM"
     first = architectures[0]
     if first in registry.removed:
-        return False, f"{first} was last served by vLLM {registry.removed[first]}, {registry.origin} has it no more"
-    return False, f"{first} is not in the registry of {registry.origin}"
+        return False, f"{first} was last served by vLLM {registry.removed[first]}, the installed vLLM has it no more"
+    return False, f"{first} is not in the registry of the installed vLLM"
 
 
 def runs_through_transformers(architecture: str, model_type: str) -> tuple[bool, str]:
@@ -91,12 +83,6 @@ def runs_through_transformers(architecture: str, model_type: str) -> tuple[bool,
     if f"\nclass {architecture}(" not in source or "_supports_attention_backend = True" not in source:
         return False, ""
     return True, f"{architecture} is not in vLLM's registry; its Transformers backend runs it"
-
-
-def package_folder(name: str) -> Path | None:
-    """Return where an installed package lies, found without importing it."""
-    spec = importlib.util.find_spec(name)
-    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
 def _assignment(statement: ast.stmt) -> tuple[str, ast.expr | None]:

@@ -1,4 +1,4 @@
-"""Shapes and parameter counts of a decoder's parts, as the families' rules derive them from a configuration."""
+"""Holds the shapes and parameter counts of a decoder's parts, as the families' rules derive them."""
 
 from __future__ import annotations
 

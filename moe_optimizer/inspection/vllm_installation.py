@@ -26,7 +26,7 @@ def find_vllm() -> VllmInstallation | None:
     The version comes from the distribution's metadata when that distribution owns the package, else from the
     package's own _version.py; "" when neither says.
     """
-    location = _package_folder()
+    location = package_folder("vllm")
     if location is None:
         return None
     name, version = _owning_distribution(location)
@@ -39,11 +39,12 @@ def find_vllm() -> VllmInstallation | None:
     )
 
 
-def _package_folder() -> Path | None:
+def package_folder(name: str) -> Path | None:
+    """Return where an installed package lies, found without importing it."""
     try:
-        spec = importlib.util.find_spec("vllm")
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
-        # ValueError: something put a module called vllm without a spec into sys.modules.
+        # ValueError: something put a module of that name without a spec into sys.modules.
         return None
     # No origin: a namespace package, for example an empty folder called vllm in the working directory.
     if spec is None or spec.origin is None:

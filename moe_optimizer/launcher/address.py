@@ -1,4 +1,4 @@
-"""Where a server listens, and whether it could."""
+"""Reads the address that a server listens on, checks that it is free, and reserves it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def server_address(serve_args: ServeArguments) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def reserved(addresses: Iterable[tuple[str, int]]) -> Iterator[None]:
-    """Keep every other launcher of this machine away from these hosts and ports while the block lasts.
+    """Keep other launchers of this machine away from these hosts and ports while the block lasts.
 
-    A server listens only once its model is loaded, and the kernel lets others have the port until then: the launcher
-    of a second server would take the first one's answers for its own server's.
+    A server listens only once its model is loaded, and until then others can have the port: the launcher of a second
+    server would take the first one's answers for its own server's.
 
     Raises:
         InputError: a port is taken or reserved, or a host is not an address of this machine.
@@ -46,7 +46,7 @@ def reserved(addresses: Iterable[tuple[str, int]]) -> Iterator[None]:
 
 
 def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Return what a socket for this host and port is bound to."""
+    """Return the family and the address of a socket for this host and port."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError, OverflowError) as error:
@@ -56,7 +56,7 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, in
 
 def _check_free(family: socket.AddressFamily, address: tuple[str, int], host: str, port: int) -> None:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As the server does: a port in TIME_WAIT after the last server is not taken.
+        # As the server does: a port in TIME_WAIT after the last server counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
@@ -69,10 +69,10 @@ def _check_free(family: socket.AddressFamily, address: tuple[str, int], host: st
 
 
 def _claimed(address: tuple[str, int], host: str, port: int) -> socket.socket:
-    """Return what holds the claim until it is closed, or this process ends, however it ends."""
+    """Return a socket that holds the claim until it is closed or this process ends."""
     claim = socket.socket(socket.AF_UNIX)
     try:
-        # Not a file: the leading zero makes it a name in the kernel, of the same network namespace as the port.
+        # No file: the leading zero makes it a name in the kernel, in the same network namespace as the port.
         claim.bind(f"\0moe-optimizer/{address[0]}/{port}")
     except OSError:
         claim.close()
@@ -83,12 +83,11 @@ def _claimed(address: tuple[str, int], host: str, port: int) -> socket.socket:
 
 
 def who_is_answered(host: str, key: str | None) -> str:
-    """Return a sentence on who can use a server that listens at `host`; "" where only this machine's users can.
+    """Return a sentence about who can use a server that listens at `host`; "" where only users of this machine can.
 
     Args:
         host: a name or address, as the server is given it.
-        key: the API key that it asks for. vLLM does so under /v1 and a few other paths (AuthenticationMiddleware in
-            vllm/entrypoints); the rest answers without it.
+        key: its API key, which vLLM asks for under /v1 and a few other paths only.
     """
     if key:
         return "the API key is asked for under /v1; what lies elsewhere, such as /metrics, answers without it"

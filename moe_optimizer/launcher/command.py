@@ -1,4 +1,4 @@
-"""The command and environment of the server process."""
+"""Builds the command and the environment of a server process."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def server_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str] |
             f"environment: {_UNSAFE}: got {environ[_UNSAFE]!r:.80}, expected it unset: it lets pickled code in",
             hint=f"unset {_UNSAFE}",
         )
-    # The launcher's own settings are in the plan by now; a profile left in would be a second, contradicting wish.
+    # The plan holds the launcher's own settings; a profile would be a second, contradicting wish.
     dropped = {env.PROFILE, env.RUN_DIR, env.HARDWARE}
     kept = {name: value for name, value in environ.items() if name not in dropped}
     return {"VLLM_NO_USAGE_STATS": "1", **kept, **plan.serve_env, env.PLAN: str(plan_path)}
 
 
 def check_plugin_visible(plan: Plan) -> None:
-    """Refuse to start a server that would not find the plugin although the plan needs it.
+    """Refuse to start a server that would not find the plugin that the plan needs.
 
     Raises:
         UnsupportedError: no installed distribution offers the entry point, or VLLM_PLUGINS leaves it out.

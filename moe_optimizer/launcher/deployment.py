@@ -1,4 +1,4 @@
-"""The processes of one run: a server, or a group of servers and the router before them."""
+"""Builds the processes of one run: a server, or a group of servers and the router before them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import RUN_DIR, ServerRole
 
 KV_FOLDER = "kv"
-"""Below the run folder: what a connector over a shared folder hands from one server to the other."""
+"""Below the run folder: the files that a connector over a shared folder hands from server to server."""
 _STOP_MARGIN_S = 20.0
 """Chosen: on top of the drain; stopping engine and workers takes 5 s on the CPU build."""
 
@@ -60,7 +60,7 @@ class Deployment:
         return [address for service in self.services for address in service.addresses]
 
     def check(self) -> None:
-        """Refuse what is known to fail before anything is started or written.
+        """Refuse, before anything is started or written, what is known to fail.
 
         Raises:
             InputError, UnsupportedError: an address is taken, or something that is needed is missing.
@@ -73,7 +73,7 @@ class Deployment:
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
-        """Have addresses and run folder for this run alone while the block lasts, with the plan in the folder.
+        """Reserve addresses and run folder for this run while the block lasts, and write the plan to the folder.
 
         Raises:
             InputError: one of them is in use, or the folder cannot be written.
@@ -89,14 +89,14 @@ class Deployment:
 
     @property
     def _hands_over(self) -> bool:
-        """Whether a server writes into the run folder what another reads."""
+        """Whether servers exchange files in the run folder."""
         servers = () if self._plan.group is None else self._plan.group.servers
         return any(RUN_DIR in word for server in servers for word in server.serve_args.words)
 
     def stop(self, hurry: Callable[[], bool]) -> None:
         """Stop everything that was started and wait until it is gone.
 
-        The router first: it ends when its requests are answered, for which it needs the servers.
+        The router stops first: it ends when its requests are answered, for which it needs the servers.
         """
         grace_s = self._plan.serve_args.drain_timeout_s() + _STOP_MARGIN_S
         if self.router is not None:
@@ -146,12 +146,12 @@ def _router(plan: Plan, run: RunFolder) -> Service:
 
 
 def _with_run_dir(arguments: ServeArguments, run: RunFolder) -> ServeArguments:
-    """Put the run folder where the plan has the placeholder, which stands only inside JSON."""
+    """Replace the plan's placeholder, which stands only inside JSON, by the run folder."""
     return ServeArguments(*(word.replace(RUN_DIR, json.dumps(str(run.path))[1:-1]) for word in arguments.words))
 
 
 def _visible_gpus(gpus: tuple[int, ...], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that shows a server only its own of the GPUs that this process may use."""
+    """Return the variable that restricts a server to its own of the GPUs that this process may use."""
     if not gpus:
         return {}
     visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

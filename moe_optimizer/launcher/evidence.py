@@ -1,4 +1,4 @@
-"""What the servers of a run have shown of the plan."""
+"""Collects the evidence of a run: the proofs of its servers, and what the launcher itself observes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from moe_optimizer.proof.verdict import (
 T = TypeVar("T")
 _POLL_S = 0.2
 _PROOF_WAIT_S = 20.0
-"""Chosen: proofs are written within a second of the first forward, and one request is all that can be missing."""
+"""Chosen: proofs are written within a second of the first forward, and at most one request is missing."""
 _WARM_UP_AFTER_S = 3.0
 _WARM_UP_TIMEOUT_S = 120.0
 """Chosen: for one token, the first of a server that may compile something for it."""
 
 
 class Evidence:
-    """The proofs of every server, and what the launcher saw of passes that no single process can prove."""
+    """The proofs of every server, and what the launcher observed of passes that no single process can prove."""
 
     def __init__(self, plan: Plan, deployment: Deployment) -> None:
         self._plan = plan
@@ -48,12 +48,12 @@ class Evidence:
         self._observed: dict[str, Observed] = {}
 
     def collect(self, pause: Callable[[float], None]) -> None:
-        """Wait until every worker has written a complete proof, or for a while; see whether a group works as one.
+        """Wait for a complete proof of every worker, within limits; observe whether the servers of a group work as one.
 
         Args:
-            pause: sleeps for some seconds, and raises when there is nothing more to wait for.
+            pause: sleeps for some seconds, and raises when waiting is pointless.
         """
-        # First: what the servers are asked here would be in their own caches afterwards.
+        # Before any other request, whose prompt would be in the servers' own caches.
         if self._plan.decision(TRANSFER_PASS).status is Status.ON:
             self._observed[TRANSFER_PASS] = _while_pausing(pause, lambda: observed_transfer(self._deployment))
         if self._plan.decision(REPLICAS_PASS).status is Status.ON:
@@ -102,7 +102,7 @@ class Evidence:
             )
 
     def require_not_refused(self, names: frozenset[str]) -> None:
-        """Look for the reason in the proofs of servers that have ended: a worker ends rather than run without a pass.
+        """Look in the proofs of servers that have ended: a worker ends rather than run without a required pass.
 
         Raises:
             RequiredNotAppliedError: one of the passes `names` was refused.
@@ -125,7 +125,7 @@ class Evidence:
             if all_holders_reported(proofs) and all(_refused(proofs, name) for name in missing):
                 return proofs
             if waited > _WARM_UP_AFTER_S and not warmed_up:
-                # vLLM's own warm-up runs the model on most builds; where it does not, one token does.
+                # Most builds of vLLM run the model while warming up; for the others, one token does it.
                 with contextlib.suppress(OSError):
                     _while_pausing(
                         pause, lambda: server.client.complete("a", max_tokens=1, timeout_s=_WARM_UP_TIMEOUT_S)
@@ -135,7 +135,7 @@ class Evidence:
 
 
 def _while_pausing(pause: Callable[[float], None], ask: Callable[[], T]) -> T:
-    """Return what `ask` returns, once it does; `pause` may raise before that: a stop does not wait for an answer."""
+    """Return the result of `ask`; `pause` may raise before, so that a stop does not wait for an answer."""
     executor = concurrent.futures.ThreadPoolExecutor(1)
     asked = executor.submit(ask)
     executor.shutdown(wait=False)

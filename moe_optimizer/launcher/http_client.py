@@ -1,4 +1,4 @@
-"""The few HTTP requests that the launcher makes of its own server."""
+"""Sends the HTTP requests that the launcher makes of its own server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIMEOUT_S = 30.0
 
 
 class ServerClient:
-    """Requests to one server. A proxy in the environment is ignored: the server is on this machine.
+    """Sends requests to one server. A proxy in the environment is ignored: the server is on this machine.
 
     Args:
         base_url: for example "http://127.0.0.1:8000".
@@ -28,7 +28,7 @@ class ServerClient:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        # The certificate is made out to the server's public name, which 127.0.0.1 is not.
+        # The certificate names the server's public name, not 127.0.0.1.
         context = ssl.create_default_context()
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
@@ -61,7 +61,7 @@ class ServerClient:
         return int(self._request("/v1/models")["data"][0]["max_model_len"])
 
     def metrics(self) -> str:
-        """Return what the server counts, in Prometheus' text form.
+        """Return the page of the server's metrics.
 
         Raises:
             OSError: it does not answer.
@@ -92,5 +92,5 @@ class ServerClient:
 
 
 def api_key() -> str | None:
-    """Return the key that the server will ask for, from vLLM's variable."""
+    """Return the key that the server asks for, from vLLM's variable."""
     return os.environ.get("VLLM_API_KEY") or None

@@ -1,4 +1,4 @@
-"""Serves a plan: the entry to starting, proving and stopping vLLM."""
+"""Serves a plan: starts vLLM, waits for the proofs, and stops it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def serve(
 ) -> ExitCode:
     """Serve `plan` until SIGINT or SIGTERM, then let the servers finish their requests and stop them.
 
-    A second signal stops them at once. Nothing of them is left when this returns or raises.
+    A second signal stops them at once. None of their processes is left when this returns or raises.
 
     Args:
         plan: one server, or a group of servers with a router.
@@ -60,7 +60,7 @@ def serve(
 
 
 def check(plan: Plan, *, run_dir: Path) -> None:
-    """Refuse what is known to fail before anything is started, and leave nothing behind.
+    """Refuse, before anything is started, what is known to fail; leave nothing behind.
 
     Raises:
         InputError, UnsupportedError: an address is taken, the folder is in use or cannot be written, or something

@@ -1,4 +1,4 @@
-"""The server's process and everything it starts: begun in a session of its own, and never left behind."""
+"""Starts a server in a session of its own, and stops it with every process that it started."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from moe_optimizer import env
 _PR_SET_PDEATHSIG = 1
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _KILL_WAIT_S = 30.0
-"""Chosen: what was killed gives its memory back first, which takes seconds where much else runs."""
+"""Chosen: a killed process first returns its memory, which takes seconds on a busy machine."""
 _TRACKER_WAIT_S = 10.0
-"""Chosen: a tracker ends in milliseconds once the others are gone; killed, it would leave what it was to remove."""
+"""Chosen: a tracker ends in milliseconds once the others are gone; killed, it would leave shared memory."""
 _POLL_S = 0.1
 
 
 class ServerProcess:
     """A running `vllm serve`, or the router before several.
 
-    vLLM's engine and workers are found by their session and by the plan in their environment, which they inherit
-    even when they change their session or lose their parent.
+    vLLM's engine and workers are found by their session, and by the plan in their environment, which they keep when
+    they change their session or lose their parent.
 
     Args:
         command: argument list, no shell.
@@ -45,8 +45,8 @@ class ServerProcess:
         libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: nothing may be allocated after it
 
         def die_with_launcher() -> None:
-            # A launcher that is killed with SIGKILL cannot stop the server; the kernel then asks it to. Until the
-            # server's own program runs, the launcher's handler would take that request and forget it.
+            # The kernel sends SIGTERM when the launcher is killed with SIGKILL. The launcher's handler, inherited until
+            # the server's own program runs, would ignore it.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != launcher:
@@ -80,8 +80,7 @@ class ServerProcess:
     def ask_to_stop(self) -> None:
         """Send SIGTERM to the API server, once: a second one would end it in the middle of its requests.
 
-        It finishes its requests and then stops the engine and the workers, which a signal of their own would end in
-        the middle of them.
+        It finishes its requests and then stops the engine and the workers, which get no signal of their own.
         """
         if self._asked_to_stop or self.poll() is not None:
             return
@@ -90,7 +89,7 @@ class ServerProcess:
             self._process.terminate()
 
     def stop(self, *, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Ask it to stop, wait up to `grace_s` seconds or until `hurry` says so, then kill what is left."""
+        """Ask it to stop, wait up to `grace_s` seconds or until `hurry` returns True, then kill what is left."""
         self.ask_to_stop()
         deadline = time.monotonic() + grace_s
         while self.poll() is None and time.monotonic() < deadline and not hurry():
@@ -100,8 +99,7 @@ class ServerProcess:
     def kill(self) -> None:
         """Kill every process of this server and wait until they are gone.
 
-        Python's resource trackers may end by themselves: they do once the others are gone, and remove the shared
-        memory that those left behind.
+        Python's resource trackers get time to end by themselves, since they remove the shared memory of the others.
         """
         now = time.monotonic()
         deadline, trackers_end = now + _KILL_WAIT_S, now + _TRACKER_WAIT_S
@@ -144,7 +142,7 @@ class ServerProcess:
 
 
 def _tracks_resources(process: psutil.Process) -> bool:
-    """Whether it is the process that multiprocessing starts to clean up behind the others."""
+    """Return whether it is the process that multiprocessing starts to clean up after the others."""
     try:
         return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
     except psutil.Error:

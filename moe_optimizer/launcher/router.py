@@ -1,4 +1,4 @@
-"""The router before the servers of a group: vllm-router, from the package index."""
+"""Builds the command of the router before a group of servers: vllm-router, from the package index."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ def check_group_can_run(plan: Plan, environ: Mapping[str, str] | None = None) ->
             hint="unset it, or serve one server",
         )
     if importlib.util.find_spec("vllm_router") is None:
-        raise UnsupportedError("several servers need vllm-router, which is not installed here",
-                               hint="run: pip install vllm-router")  # fmt: skip
+        raise UnsupportedError(
+            "several servers need vllm-router, which is not installed here", hint="run: pip install vllm-router"
+        )
     split = plan.decision("disaggregation").params
     nixl = isinstance(split, DisaggregationParams) and split.connector == "NixlConnector"
     if nixl and not any(importlib.util.find_spec(name) for name in _NIXL_MODULES):
-        raise UnsupportedError("disaggregation on GPUs needs NIXL, which is not installed here",
-                               hint="run: pip install nixl")  # fmt: skip
+        raise UnsupportedError(
+            "disaggregation on GPUs needs NIXL, which is not installed here", hint="run: pip install nixl"
+        )
 
 
 def router_command(router_args: ServeArguments) -> list[str]:
@@ -50,6 +52,6 @@ def router_command(router_args: ServeArguments) -> list[str]:
 def router_environment(plan_path: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the router's environment: this process's, with the plan by which its processes are found."""
     environ = os.environ if environ is None else environ
-    # The router would send this key to every server, and ask a proxy for servers that are on this machine.
+    # The router would send the key to every server, and reach servers on this machine through the proxy.
     kept = {name: value for name, value in environ.items() if name.upper() not in _NOT_FOR_THE_ROUTER}
     return {**kept, env.PLAN: str(plan_path)}

@@ -1,4 +1,4 @@
-"""The folder of one run: its plan, logs and proofs, and the lock that keeps a second run out."""
+"""Prepares the folder of one run for its plan, logs and proofs, and locks it against a second run."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class RunFolder:
 
     @property
     def plan_path(self) -> Path:
-        """What MOE_OPTIMIZER_PLAN names in the server's processes."""
+        """Path that MOE_OPTIMIZER_PLAN names in the server's processes."""
         return self.path / PLAN_FILE
 
     @property
     def log_path(self) -> Path:
-        """Where the server's output goes."""
+        """File of the server's output."""
         return self.path / LOG_FILE
 
     def prepare(self, plan: Plan) -> None:
-        """Write the plan and remove the proofs and counts of an earlier server, which would be taken for this one's.
+        """Write the plan, and remove the proofs and counts of an earlier server.
 
         Raises:
             InputError: the folder cannot be written.
@@ -68,8 +68,8 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Keep every other launcher out of the folder while the block lasts.
 
-        Processes are told apart by their plan's path, and proofs by their folder: two runs in one folder would stop
-        each other's servers and count each other's proofs. The lock ends with this process, however it ends.
+        Processes are told apart by their plan's path and proofs by their folder, so two runs in one folder would stop
+        each other's servers and count each other's proofs. The lock ends with this process.
 
         Raises:
             InputError: another launcher holds it, or the folder cannot be written.
@@ -113,13 +113,13 @@ class RunFolder:
         except OSError as error:
             raise self._refused(error) from None
         if not os.fstat(descriptor).st_nlink:
-            # Another launcher's `check` has removed the file since it was opened: a third one would lock a new one.
+            # Another launcher's `check` removed the file after it was opened: a third launcher would lock a new one.
             raise self._in_use(descriptor)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
 
     def _missing_folders(self) -> list[Path]:
-        """Return what would have to be made of this folder and its parents, the innermost first."""
+        """Return this folder and its parents as far as they do not exist, the innermost first."""
         return [folder for folder in (self.path, *self.path.parents) if not os.path.lexists(folder)]
 
     def _in_use(self, descriptor: int) -> InputError:

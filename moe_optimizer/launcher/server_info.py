@@ -1,4 +1,4 @@
-"""What a run says about itself once it is ready."""
+"""Describes a run that is ready."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class RunningServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """A run that is ready: its server, or the router of a group, and what was proven."""
+    """A run that is ready: its server, or the router of a group, and its proofs."""
 
     base_url: str
     pid: int
-    """What listens at `base_url`."""
+    """The process that listens at `base_url`."""
     model: str
     """The name to use in requests."""
     run_dir: Path

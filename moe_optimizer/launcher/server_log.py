@@ -1,4 +1,4 @@
-"""The server's log file: following it, and finding the reason of a failure in it."""
+"""Follows a server's log file, and finds the reason of a failure in it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _MAX_BYTES = 2**20
 _MAX_CAUSE = 500
 # "ValueError: ...", also behind vLLM's prefixes ("(Worker pid=1) ERROR 01-01 00:00:00 [file.py:1] ").
 _ERROR = re.compile(r"(?:^|\] |\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S.*)$")
-# What vLLM's outer processes raise when an inner one failed; the cause is elsewhere in the log.
+# vLLM's outer processes raise these when an inner one failed; the cause is elsewhere in the log.
 _CONSEQUENCES = ("initialization failed", "root cause", "died unexpectedly")
 # The last line that argparse writes: "api_server.py: error: argument --dtype: invalid choice: 'cheese' (...)".
 _USAGE_ERROR = re.compile(r"^\S+: error: (\S.*)$")
 _REFUSED = re.compile(r"(?:[a-z_]\w*\.)*(?:ValueError|ValidationError): ")
-# pydantic says what is wrong on the line after the error's name, and appends values that tell a user nothing.
+# pydantic explains on the line after the error's name, and appends values that do not help a user.
 _DETAIL = re.compile(r"^\s+(?:Value error, )?(.*?)(?: \[type=.*)?$")
 _READING = ("checkpoint shards", "Loading weights took", "Model loading took")
-"""Parts of the lines that vLLM writes while it reads weights and after: what fails then is not a refused argument."""
+"""Parts of lines that vLLM writes from when it reads weights; a later failure is not a refused argument."""
 
 
 def root_cause(log_path: Path) -> str:
-    """Return the last exception in the log that is not the consequence of an earlier one; "" when there is none."""
+    """Return the last exception in the log that does not follow from an earlier one; "" when there is none."""
     lines = _lines(log_path)
     causes = []
     for index, line in enumerate(lines):
@@ -38,10 +38,9 @@ def root_cause(log_path: Path) -> str:
 
 
 def refusal(log_path: Path, status: int) -> str:
-    """Return why vLLM did not take its arguments, "" when it ended for another reason.
+    """Return why vLLM refused its arguments, "" when it ended for another reason.
 
-    That is a usage error of its command line (exit status 2), or a value that its configuration refuses before
-    any weight is read.
+    It refuses by a usage error (exit status 2), or by an error of its configuration before it reads weights.
     """
     lines = _lines(log_path)
     if status == 2:

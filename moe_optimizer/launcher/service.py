@@ -1,4 +1,4 @@
-"""One process of a run that is started, watched and stopped: a vLLM server, or the router before two of them."""
+"""Starts, watches and stops one service of a run: a vLLM server, or the router before several."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LOG_LINES = 20
 
 @dataclass(slots=True, kw_only=True)
 class Service:
-    """One process of a run and everything it starts."""
+    """One server or router of a run, with every process that it starts."""
 
     title: str
-    """What messages call it: "server", "prefill server", "router"."""
+    """Its name in messages: "server", "prefill server", "router"."""
     addresses: tuple[tuple[str, int], ...]
     """Where it listens: host and port."""
     command: Sequence[str]
@@ -31,7 +31,7 @@ class Service:
     """Its plan, log and proofs."""
     client: ServerClient
     takes_user_arguments: bool
-    """Whether some of its arguments are the user's, so that refusing them is no failure of ours."""
+    """Whether some of its arguments are the user's: if it refuses them, that is bad input."""
     ready: bool = False
     """It has answered its health check."""
     _process: ServerProcess | None = field(default=None, init=False)
@@ -47,7 +47,7 @@ class Service:
         return self._process.pid
 
     def becomes_ready(self) -> bool:
-        """Whether it answers its health check, now or before."""
+        """Return whether it answers its health check, or has done so before."""
         self.ready = self.ready or self.client.healthy()
         return self.ready
 
@@ -66,22 +66,22 @@ class Service:
         return self.failed(f"ended {when} ({how}){f': {cause}' if cause else ''}")
 
     def failed(self, what: str) -> ServerFailedError:
-        """Return the error for a service that `what`, with the last lines of its log."""
+        """Return the error "TITLE WHAT" with the last lines of its log."""
         lines = [] if self._process is None else self._process.last_lines(_LOG_LINES)
         shown = "\n".join([f"last lines of {self.folder.log_path.name}:", *(f"  {line}" for line in lines)])
         return ServerFailedError(f"{self.title} {what}\n{shown}", hint=self.log_hint)
 
     def ask_to_stop(self) -> None:
-        """Tell it to finish its requests and end, without waiting for that."""
+        """Tell it to finish its requests and end; do not wait for it."""
         if self._process is not None:
             self._process.ask_to_stop()
 
     def stop(self, *, grace_s: float, hurry: Callable[[], bool]) -> None:
-        """Stop it and everything it started; `grace_s`: how long one that serves may finish its requests."""
+        """Stop it and everything it started; one that serves has `grace_s` seconds to finish its requests."""
         if self._process is not None:
             self._process.stop(grace_s=grace_s if self.ready else min(grace_s, _START_GRACE_S), hurry=hurry)
 
     @property
     def log_hint(self) -> str:
-        """Where to read more."""
+        """The hint of its errors: the path of the whole log."""
         return f"the whole log is {self.folder.log_path}"

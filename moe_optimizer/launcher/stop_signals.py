@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as something to look at, instead of an exception in the middle of anything."""
+"""Counts SIGINT and SIGTERM, so that they raise no exception in the middle of anything."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class StopRequestedError(Exception):
-    """Somebody wants the servers to stop; not a failure."""
+    """A stop of the servers was requested; not a failure."""
 
 
 class StopSignals:

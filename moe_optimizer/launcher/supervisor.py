@@ -1,4 +1,4 @@
-"""Starts the processes of a run, waits until they are ready, watches them, and leaves nothing behind."""
+"""Starts the processes of a run, waits until they are ready, watches them and stops them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _POLL_S = 0.2
 _HEALTH_INTERVAL_S = 0.5
 _LIVENESS_INTERVAL_S = 1.0
 _NOTICE_S = 15.0
-"""Chosen: vLLM notices a dead worker in about 5 s and ends by itself; after this it is taken to hang."""
+"""Chosen: vLLM notices a dead worker in about 5 s and ends by itself; after this it counts as hanging."""
 
 
 class Supervisor:
@@ -52,7 +52,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def started(self, signals: StopSignals | None, *, verbose: bool) -> Iterator[None]:
-        """Start the servers; whatever happens in the block, stop everything at the end."""
+        """Start the servers, and stop everything at the end of the block, however it ends."""
         self._signals = signals
         self._verbose = verbose
         self._deployment.check()
@@ -64,7 +64,7 @@ class Supervisor:
                     self._start(server)
                 yield
             finally:
-                # Ctrl-C also ends the reader of a pipe: what cannot be said any more must not keep the servers alive.
+                # Ctrl-C also ends the reader of a pipe: a failed message must not keep the servers alive.
                 try:
                     if signals is not None and signals.count:
                         self._echo("stopping; a second Ctrl-C does not wait for running requests")
@@ -158,7 +158,7 @@ class Supervisor:
                     self._await_end(server, f"hangs: its {proof.role} process {proof.pid} died")
 
     def _await_end(self, server: Service, otherwise: str) -> NoReturn:
-        """Give vLLM the time to notice that one of its processes died: it ends by itself then, which says more."""
+        """Give vLLM the time to notice that one of its processes died: its own end says more."""
         self._pause(_NOTICE_S)
         raise server.failed(otherwise)
 

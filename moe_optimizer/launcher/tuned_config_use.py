@@ -1,4 +1,4 @@
-"""Did vLLM read the tuned Triton configuration that the plan gives it? Seen in the server's own log."""
+"""Checks in the servers' logs that vLLM read the planned Triton configuration."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from moe_optimizer.plan.pass_params import TunedConfigsParams
 from moe_optimizer.proof.verdict import Observed
 
 TUNED_PASS = "tuned_configs"
-_SAID = "Using configuration from"
-"""What vLLM logs when it has read a configuration, followed by the path."""
+_READ_LINE = "Using configuration from"
+"""vLLM logs this with the path when it has read a configuration."""
 
 
 def observed_use(decision: Decision, logs: Iterable[Path]) -> Observed:
-    """Return whether every server said that it took the file of this decision.
+    """Return whether every server logged that it read the file of this decision.
 
     Args:
         decision: of the tuned_configs pass, status ON.
-        logs: one for each server, after it became ready: the profile run before that looks the file up.
+        logs: one for each server that is ready; vLLM looks the file up in its profile run before.
     """
-    # The whole path: vLLM may ship a file of this name too, and takes that one where our folder does not reach it.
+    # The whole path, because vLLM may ship a file of this name too.
     path = str(Path(decision.env[FOLDER_VARIABLE]) / decision.params_as(TunedConfigsParams).file)
     for log in logs:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        if not any(_SAID in line and path in line for line in lines):
+        if not any(_READ_LINE in line and path in line for line in lines):
             why = "vLLM did not take it: another MoE kernel than Triton's computes the experts"
             return Observed(ran="no", why_not=why)
     return Observed(ran="yes, read by vLLM")

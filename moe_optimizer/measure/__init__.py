@@ -1,1 +1,1 @@
-"""Everything that measures beside a server."""
+"""Measures kernels, layers and decode steps, without a server; `moe-optimizer measure` and `tune` run it."""

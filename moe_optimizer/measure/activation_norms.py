@@ -1,20 +1,17 @@
-"""Measures what the experts' matrices read on a text: python -m moe_optimizer.measure.activation_norms.
+"""Measures the norms of what the experts' matrices read on a text: a process of its own, see `measure.process`.
 
-`sparsity_24.activation_norms` of a profile names the file that it writes. Runs the model in this process, on vLLM's CPU
-build with our kernel.
+Runs the model on vLLM's CPU build with our kernel.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_optimizer.errors import MoeOptimizerError
-from moe_optimizer.measure.observed_text import add_arguments, check_arguments, observe_text
+from moe_optimizer.measure.observed_text import TextRequest, observe_text
+from moe_optimizer.measure.process import OnStep, answer_request
 from moe_optimizer.specs.activation_norms import hidden_norms_name, input_norms_name
 
 if TYPE_CHECKING:
@@ -58,7 +55,7 @@ class ActivationNorms:
     def by_address(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return the norms [H] and [E, I] of each layer, float32, by the address of its w13.
 
-        An expert that no token went to has ones: by them magnitude alone decides.
+        An expert that no token reached has ones, with which magnitude alone decides.
         """
         found = {}
         for address, squares in self._layers.items():
@@ -67,44 +64,23 @@ class ActivationNorms:
         return found
 
 
-def measure(model: str, text: str, output: Path, *, name: str, max_tokens: int) -> int:
-    """Run `text` through the model, write the norms of every layer and return the number of tokens.
-
-    `name` is the model's in the file.
-
-    Raises:
-        UnsupportedError: our CPU kernel does not compute this model's experts here.
-        OSError: `output` cannot be written.
-    """
+def measure(request: TextRequest, on_step: OnStep) -> int:
+    """Run the text through the model, write the norms of every layer and return the number of tokens."""
+    on_step(0.0, "starting vLLM")
     norms = ActivationNorms()
-    observed = observe_text(model, text, max_tokens=max_tokens, observe=norms.add)
+    observed = observe_text(request, observe=norms.add)
     from safetensors.torch import save_file
 
     tensors = {}
     for address, (x, h) in norms.by_address().items():
         layer = observed.layer_index(address)
         tensors |= {input_norms_name(layer): x, hidden_norms_name(layer): h}
-    metadata = {"model": name, "tokens": str(observed.tokens)}
+    output = Path(request.output)
     temporary = output.with_name(f".{output.name}.tmp")
-    save_file(tensors, temporary, metadata=metadata)
+    save_file(tensors, temporary, metadata={"model": request.name, "tokens": str(observed.tokens)})
     temporary.replace(output)
     return observed.tokens
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    add_arguments(parser)
-    options = parser.parse_args(arguments)
-    try:
-        name, text = check_arguments(options)
-        tokens = measure(options.model, text, options.output, name=name, max_tokens=options.max_tokens)
-    except (OSError, MoeOptimizerError) as error:
-        print(f"sparsity_norms: {error}", file=sys.stderr)
-        return int(getattr(error, "exit_code", 2))
-    print(f"{tokens} tokens; written to {options.output}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer_request(TextRequest, sys.argv[1:], measure))

@@ -1,30 +1,34 @@
-"""Measures how much FP8 changes each layer's experts on a text.
+"""Measures how much FP8 changes each layer's experts on a text: a process of its own, see `measure.process`.
 
-    python -m moe_optimizer.measure.fp8_sensitivity MODEL TEXT --output FILE
-
-`fp8.sensitivity` of a profile names the file that it writes. Runs the model in this process, on vLLM's CPU build with
-our kernel, and computes every layer of every step twice: with the loaded weights, whose output goes on, and with FP8.
-The model, FP8 copies of its experts and one sequence must fit.
+Runs the model on vLLM's CPU build with our kernel, and computes every layer of every step twice: with the loaded
+weights, whose output goes on, and with FP8. The model, FP8 copies of its experts and one sequence must fit.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from moe_optimizer.errors import MoeOptimizerError
 from moe_optimizer.files import write_atomically
-from moe_optimizer.measure.observed_text import add_arguments, check_arguments, observe_text
+from moe_optimizer.measure.observed_text import TextRequest, observe_text
+from moe_optimizer.measure.process import OnStep, answer_request
 from moe_optimizer.specs.fp8_sensitivity import Fp8Sensitivity
 
 if TYPE_CHECKING:
     import torch
 
     from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensitivityRequest(TextRequest):
+    """What is measured."""
+
+    granularity: Literal["block", "channel"]
+    """Of the scales."""
 
 
 @dataclass(slots=True)
@@ -81,43 +85,21 @@ class LayerErrors:
         }
 
 
-def measure(
-    model: str, text: str, *, name: str, granularity: Literal["block", "channel"], max_tokens: int
-) -> Fp8Sensitivity:
-    """Run `text` through the model and return the error of each layer; `name` is the model's in the result.
-
-    Raises:
-        UnsupportedError: our CPU kernel does not compute this model's experts here.
-    """
-    errors = LayerErrors(granularity)
-    observed = observe_text(model, text, max_tokens=max_tokens, observe=errors.add)
+def measure(request: SensitivityRequest, on_step: OnStep) -> Fp8Sensitivity:
+    """Run the text through the model, write the error of each layer and return it."""
+    on_step(0.0, "starting vLLM")
+    errors = LayerErrors(request.granularity)
+    observed = observe_text(request, observe=errors.add)
     found = {observed.layer_index(address): error for address, error in errors.by_address().items()}
-    return Fp8Sensitivity(
-        model=name,
-        granularity=granularity,
+    sensitivity = Fp8Sensitivity(
+        model=request.name,
+        granularity=request.granularity,
         tokens=observed.tokens,
         errors=dict(sorted(found.items())),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the errors, write the file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    add_arguments(parser)
-    parser.add_argument("--granularity", choices=("block", "channel"), default="block")
-    options = parser.parse_args(arguments)
-    try:
-        name, text = check_arguments(options)
-        found = measure(options.model, text, name=name, granularity=options.granularity, max_tokens=options.max_tokens)
-        write_atomically(options.output, found.to_json())
-    except (OSError, MoeOptimizerError) as error:
-        print(f"fp8_sensitivity: {error}", file=sys.stderr)
-        return int(getattr(error, "exit_code", 2))
-    for layer, error in found.errors.items():
-        print(f"layer {layer:>3}  {error:.4f}")
-    print(f"{found.tokens} tokens; written to {options.output}")
-    return 0
+    write_atomically(Path(request.output), sensitivity.to_json())
+    return sensitivity
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer_request(SensitivityRequest, sys.argv[1:], measure))

@@ -1,11 +1,11 @@
-"""Runs a text through a model in this process and shows every call of our expert kernel to an observer.
+"""Runs a text through a model in this process, and shows every call of our expert kernel to an observer.
 
-On vLLM's CPU build only: there the kernel is called from Python in every step.
+On vLLM's CPU build only, where Python calls the kernel in every step.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import os
 import tempfile
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.files import read_text
 from moe_optimizer.inspection import ModelInspector
 
 if TYPE_CHECKING:
@@ -24,64 +25,64 @@ name: observed_text
 passes: {flash_dmoe: {mode: on}, fp8: {mode: off}, sparsity_24: {mode: off}, expert_load: {mode: off}}
 """
 _WINDOW = 512
+_MAX_TEXT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """What is measured on which text; a request to a measuring process."""
+
+    model: str
+    """Folder."""
+    name: str
+    """The model's name in the file that is written."""
+    trust_remote_code: bool
+    text: str
+    """File of UTF-8 text."""
+    max_tokens: int
+    """Of the model's own tokenizer; the text is cut off after them."""
+    output: str
+    """File that is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedText:
-    """What was run."""
+    """A text that was run."""
 
     tokens: int
     layer_index: Callable[[int], int]
     """Address of a layer's w13 -> index of the decoder layer."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what every measurement on a text is told: the model, the text, and the file to write."""
-    parser.add_argument("model", help="model folder")
-    parser.add_argument("text", type=Path, help="file of UTF-8 text that is like the traffic to come")
-    parser.add_argument("--output", type=Path, required=True, help="file to write")
-    parser.add_argument("--max-tokens", type=int, default=4096)
-
-
-def check_arguments(options: argparse.Namespace) -> tuple[str, str]:
-    """Check them before vLLM is started, which takes long.
-
-    Returns:
-        The model's name for the file, without what is before the last slash, and the text.
+def check_request(request: TextRequest) -> TextRequest:
+    """Check a request before vLLM is started, which takes long; return it with the model's name.
 
     Raises:
-        InputError: there is no such model, no text in the file, no folder to write to, or nothing to run.
+        InputError: there is no such model, no text in the file, or no folder to write to.
         UnsupportedError: the model has no experts.
     """
-    if options.max_tokens < 1:
-        raise InputError(f"--max-tokens: got {options.max_tokens}, expected at least 1")
-    folder = options.output.absolute().parent
-    if options.output.is_dir() or not folder.is_dir():
-        got = "a folder" if options.output.is_dir() else f"no folder {folder}"
-        raise InputError(f"--output {options.output}: got {got}, expected a file in a folder that is there")
-    try:
-        text = options.text.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{options.text}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{options.text}: not UTF-8 text") from None
-    if not text:
-        raise InputError(f"{options.text}: the text is empty")
-    model = ModelInspector().inspect(options.model)
+    output = Path(request.output)
+    folder = output.absolute().parent
+    if output.is_dir() or not folder.is_dir():
+        got = "a folder" if output.is_dir() else f"no folder {folder}"
+        raise InputError(f"--output {output}: got {got}, expected a file in a folder that exists")
+    if not _text(request):
+        raise InputError(f"--text {request.text}: the text is empty")
+    model = ModelInspector(trust_remote_code=request.trust_remote_code).inspect(request.model)
     if not model.is_moe:
-        raise UnsupportedError(f"{options.model}: the model has no experts")
-    return model.name.rpartition("/")[2], text
+        raise UnsupportedError(f"{request.model}: the model has no experts")
+    return dataclasses.replace(request, model=model.path, name=model.name.rpartition("/")[2])
 
 
-def observe_text(
-    model: str, text: str, *, max_tokens: int, observe: Callable[[KernelWeights, ExpertsCall], None]
-) -> ObservedText:
-    """Run `text` through the model, in windows of 512 tokens.
+def _text(request: TextRequest) -> str:
+    return read_text(Path(request.text), max_bytes=_MAX_TEXT_BYTES, name=f"--text {request.text}")
+
+
+def observe_text(request: TextRequest, *, observe: Callable[[KernelWeights, ExpertsCall], None]) -> ObservedText:
+    """Run the text through the model in windows of 512 tokens.
 
     Args:
-        model: folder.
-        text: cut off after `max_tokens`.
-        max_tokens: of the model's own tokenizer.
+        request: what to run.
         observe: called after each call of the kernel, whose output is in `call.out` and goes on.
 
     Raises:
@@ -97,25 +98,29 @@ def observe_text(
             "MOE_OPTIMIZER_RUN_DIR": folder,
         }
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        return _observe(model, text, max_tokens, observe)
+        return _observe(request, observe)
 
 
-def _observe(
-    model: str, text: str, max_tokens: int, observe: Callable[[KernelWeights, ExpertsCall], None]
-) -> ObservedText:
+def _observe(request: TextRequest, observe: Callable[[KernelWeights, ExpertsCall], None]) -> ObservedText:
     import vllm
 
     from moe_optimizer.specs.layer_name import decoder_layer
     from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, weight_format
     from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_session
 
-    engine = vllm.LLM(model=model, enforce_eager=True, max_model_len=_WINDOW + 1, enable_prefix_caching=False)
-    tokens = engine.get_tokenizer().encode(text, add_special_tokens=False)[:max_tokens]
+    engine = vllm.LLM(
+        model=request.model,
+        trust_remote_code=request.trust_remote_code,
+        enforce_eager=True,
+        max_model_len=_WINDOW + 1,
+        enable_prefix_caching=False,
+    )
+    tokens = engine.get_tokenizer().encode(_text(request), add_special_tokens=False)[: request.max_tokens]
     session = current_session()
     proof = None if session is None else session.proof.passes.get(EXPERTS_PASS)
     if session is None or proof is None or not proof.layers:
         why = proof.why_not if proof is not None else "the plugin is not active"
-        raise UnsupportedError(f"{model}: our kernel computes none of its layers: {why}")
+        raise UnsupportedError(f"{request.model}: our kernel computes none of its layers: {why}")
     plain = weight_format(PLAIN)
     compute = plain.compute
 
@@ -129,7 +134,7 @@ def _observe(
         assert index is not None, f"{name}: no decoder layer"
         return index
 
-    # Only now: vLLM's warm-up ran on tokens that nobody would send.
+    # After vLLM's warm-up, which runs on dummy tokens.
     plain.compute = observed
     prompts: Any = [{"prompt_token_ids": tokens[at : at + _WINDOW]} for at in range(0, len(tokens), _WINDOW)]
     engine.generate(prompts, vllm.SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)

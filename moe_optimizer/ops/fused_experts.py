@@ -103,10 +103,7 @@ def check_inputs(inputs: Inputs, out: Tensor | None = None, *, op: str = "fused_
     if inputs.activation not in ACTIVATIONS:
         expected = " or ".join(ACTIVATIONS)
         raise TensorContractError(f"{op}: activation: got {inputs.activation!r}, expected {expected}")
-    check.shape("x", x, "T", "H")
-    check.dtype("x", x, *_X_DTYPES)
-    check.contiguous_rows("x", x)
-
+    check.tokens("x", x, *_X_DTYPES)
     check.shape("w2", w2, "E", "H", "I")
     check.bind("2I", 2 * w2.shape[2], "twice w2 dim 2")
     check.shape("w13", w13, "E", "2I", "H")
@@ -115,11 +112,7 @@ def check_inputs(inputs: Inputs, out: Tensor | None = None, *, op: str = "fused_
     check.contiguous_rows("w13", w13)
     check.contiguous_rows("w2", w2)
 
-    check.shape("topk_ids", inputs.topk_ids, "T", "k")
-    check.dtype("topk_ids", inputs.topk_ids, torch.int32, torch.int64)
-    check.shape("topk_weights", inputs.topk_weights, "T", "k")
-    check.dtype("topk_weights", inputs.topk_weights, torch.float32)
-    check.expert_map(inputs.expert_map)
+    check.routing(inputs.topk_weights, inputs.topk_ids, inputs.expert_map)
     if inputs.w13_bias is not None:
         check.shape("w13_bias", inputs.w13_bias, "E", "2I")
         check.dtype("w13_bias", inputs.w13_bias, torch.float32, x.dtype)
@@ -128,14 +121,8 @@ def check_inputs(inputs: Inputs, out: Tensor | None = None, *, op: str = "fused_
         check.dtype("w2_bias", inputs.w2_bias, torch.float32, x.dtype)
     _check_scales(check, w13, w2, inputs.w13_scale, inputs.w2_scale)
     if out is not None:
-        check.shape("out", out, "T", "H")
-        check.dtype("out", out, x.dtype)
-        check.contiguous_rows("out", out)
-
-    tensors = inputs._asdict() | {"out": out}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor):
-            check.device(name, tensor, x.device)
+        check.tokens("out", out, x.dtype)
+    check.devices(inputs._asdict() | {"out": out}, x.device)
 
 
 def _check_scales(

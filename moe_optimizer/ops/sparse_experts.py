@@ -93,9 +93,7 @@ def check_sparse_inputs(inputs: SparseInputs, out: Tensor | None = None) -> None
     check = TensorChecks("sparse_experts")
     if inputs.x.device.type != "cpu":
         raise check.error("x", "device", inputs.x.device, "cpu: there is no kernel for another")
-    check.shape("x", inputs.x, "T", "H")
-    check.dtype("x", inputs.x, torch.bfloat16)
-    check.contiguous_rows("x", inputs.x)
+    check.tokens("x", inputs.x, torch.bfloat16)
     if inputs.w2.dim() != 3:
         check.shape("w2", inputs.w2, "E", "H", "I / 2")
     hidden, width, _ = inputs.sizes
@@ -113,18 +111,10 @@ def check_sparse_inputs(inputs: SparseInputs, out: Tensor | None = None) -> None
         for each, tensor in ((name, values), (f"{name}_mask", mask)):
             if not tensor.is_contiguous():
                 raise check.error(each, "strides", list(tensor.stride()), "a contiguous tensor")
-    check.shape("topk_ids", inputs.topk_ids, "T", "k")
-    check.dtype("topk_ids", inputs.topk_ids, torch.int32, torch.int64)
-    check.shape("topk_weights", inputs.topk_weights, "T", "k")
-    check.dtype("topk_weights", inputs.topk_weights, torch.float32)
-    check.expert_map(inputs.expert_map)
+    check.routing(inputs.topk_weights, inputs.topk_ids, inputs.expert_map)
     if out is not None:
-        check.shape("out", out, "T", "H")
-        check.dtype("out", out, torch.bfloat16)
-        check.contiguous_rows("out", out)
-    for name, tensor in (inputs._asdict() | {"out": out}).items():
-        if isinstance(tensor, Tensor):
-            check.device(name, tensor, inputs.x.device)
+        check.tokens("out", out, torch.bfloat16)
+    check.devices(inputs._asdict() | {"out": out}, inputs.x.device)
 
 
 def run_sparse(inputs: SparseInputs, out: Tensor, *, isa: str = "") -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -86,6 +88,26 @@ class TensorChecks:
         # An empty tensor has no address, and to the kernels no address is no map: ids would count as local ones.
         if expert_map.shape[0] == 0:
             raise self.error("expert_map", "dim 0 (global experts)", 0, "at least 1")
+
+    def routing(self, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> None:
+        """Check what a router chose, and the map to local experts."""
+        self.shape("topk_ids", topk_ids, "T", "k")
+        self.dtype("topk_ids", topk_ids, torch.int32, torch.int64)
+        self.shape("topk_weights", topk_weights, "T", "k")
+        self.dtype("topk_weights", topk_weights, torch.float32)
+        self.expert_map(expert_map)
+
+    def tokens(self, name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+        """Check [T, H] with contiguous rows: the input or the output."""
+        self.shape(name, tensor, "T", "H")
+        self.dtype(name, tensor, *dtypes)
+        self.contiguous_rows(name, tensor)
+
+    def devices(self, tensors: Mapping[str, object], device: torch.device) -> None:
+        """Check that all tensors among the named arguments lie on `device`."""
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor):
+                self.device(name, tensor, device)
 
     def contiguous_rows(self, name: str, tensor: Tensor) -> None:
         """Check that the last dimension is contiguous and that no dimension overlaps or runs backwards."""

@@ -8,6 +8,8 @@ from moe_optimizer.plan_context.context import PlanContext
 FP8_WORDS = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """vLLM's names of types with 8 bits an element."""
 _FLAG = "--kv-cache-dtype"
+_CPU_ISA = {"avx512bw", "amx_bf16"}
+"""Instruction sets of a CPU, one of which vLLM asks for before it keeps an FP8 cache."""
 
 
 def cache_dtype(ctx: PlanContext) -> str:
@@ -44,4 +46,6 @@ def why_not_fp8(ctx: PlanContext) -> str:
     if ctx.device == "cuda" and not ctx.gpu.supports("fp8"):
         major, minor = ctx.gpu.compute_capability
         return f"needs FP8 matrix units (sm_89 or later), found sm_{major}{minor}"
+    if ctx.device == "cpu" and not _CPU_ISA & set(ctx.cpu.isa):
+        return "vLLM's CPU build needs AVX-512 or AMX for it"
     return ""

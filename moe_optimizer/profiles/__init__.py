@@ -1,4 +1,4 @@
-"""Profiles: what the user wishes for, as strict YAML. Nothing here knows a model or a machine."""
+"""Reads profiles: what the user wishes for, as strict YAML. Nothing here knows a model or a machine."""
 
 from __future__ import annotations
 

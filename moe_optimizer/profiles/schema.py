@@ -1,4 +1,4 @@
-"""What a profile may say. Every field is checked: an unknown key or a wrong type is an error.
+"""Defines what a profile may say. Every field is checked: an unknown key or a wrong type is an error.
 
 A profile is a wish. The planner resolves it into a Plan, a second type; the profile itself never changes.
 """

@@ -1,6 +1,6 @@
-"""The Proof: one file per vLLM process that says what was applied there and what really ran.
+"""Writes and reads the Proof: a file per vLLM process with what was applied there and what really ran.
 
-The launcher, tests and benchmarks read these files; nothing else counts as evidence that a pass is active.
+The launcher, tests and benchmarks accept nothing else as evidence that a pass is active.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 PROOF_DIR = "proof"
 """Folder of the proof files, beside plan.json."""
 _FLUSH_INTERVAL_S = 1.0
-"""Chosen: a reader sees counts at most this old, and a forward pass never waits for the disk."""
+"""Chosen: a reader sees counts that are at most this old, and no forward pass waits for the disk."""
 
 logger = get_logger(__name__)
 
@@ -37,29 +37,29 @@ class LayerProof:
     intermediate_size: int
     dtype: str
     expert_map: bool
-    """Whether only a part of the experts lives here (expert parallelism)."""
+    """Whether this process holds only a part of the experts (expert parallelism)."""
     calls: int = 0
     """Times the kernel ran for this layer, as seen from Python: replays of a CUDA graph are not counted."""
     tokens: int = 0
     """Tokens in those calls together, padding included."""
     weight_format: str = "plain"
-    """How the weights lie in memory: "plain" (as vLLM loads them, in `dtype`) or the format they were converted to."""
+    """Format of the weights in memory: "plain" (as vLLM loads them, in `dtype`) or the one they were converted to."""
     weight_dtype: str = ""
-    """Of the stored weights; "" where it is `dtype`."""
+    """Element type of the weights; "" where it is `dtype`."""
     loaded_bytes: int = 0
     """Bytes of the experts' weights as vLLM loaded them; 0: not known."""
     weight_bytes: int = 0
-    """Bytes that are kept of them, scales included."""
+    """Bytes of the weights in memory, scales included."""
     why_small_pages: str = ""
     """Why the weights are not on huge pages, which the CPU kernels read faster; "" where they are, or on a GPU."""
     output_error: float | None = None
-    """By what share the planned format changes the layer's output on calibration tokens; None: not measured."""
+    """Relative change of the layer's output by the planned format, on random tokens; None: not measured."""
     why_plain: str = ""
-    """Why the layer is not in the planned format."""
+    """Why the layer stays plain although the plan names another format; "" where it does not."""
     self_check_error: float | None = None
     """Largest error of the kernels on the layer's own weights, as a share of what was allowed; None: not checked."""
     calls_by_kernel: dict[str, int] = field(default_factory=dict)
-    """Calls seen by Python per kernel, vLLM's own included ("stock"); empty where there is one kernel."""
+    """Kernel -> calls as seen from Python, with vLLM's own as "stock"; empty where there is one kernel."""
 
     @property
     def num_weights(self) -> int:
@@ -75,21 +75,21 @@ class PassProof:
     """The decision's value."""
     applied: bool = False
     ran: bool = False
-    """The kernel computed at least one forward of every layer that it was given here."""
+    """The kernel computed at least one forward of every layer that it was given in this process."""
     why_not: str = ""
-    """Why it is not applied, or not for some layers; "" when there is nothing to say."""
+    """Why it is not applied, or not to some layers; "" when it is applied to all."""
     found: str = ""
-    """What ran, where the worker found that out, for example "up to 512"; "" where `ran` says all."""
+    """Detail of what ran, for example "up to 512"; "" where there is none."""
     kernel: str = ""
     """For example "fused_experts (cpu)"."""
     isa: str = ""
     """The instruction set that the kernel chose."""
     digest: str = ""
-    """Of what was applied, where the decision's params have one."""
+    """Digest of what was applied, where the decision has one."""
     rearrangements: int = 0
     """Times that experts were placed anew by the load of the serving model (vLLM's EPLB)."""
     moved_experts: int = 0
-    """Slots that those gave to another expert, all layers together."""
+    """Slots that got another expert by those, all layers together."""
     layers: tuple[LayerProof, ...] = ()
 
     @property
@@ -109,7 +109,7 @@ class PatchProof:
 
 @dataclass(slots=True, kw_only=True)
 class Proof:
-    """Everything one process says about itself."""
+    """The proof of one process."""
 
     role: str
     """"frontend", "engine", "worker" or "helper"."""
@@ -120,9 +120,9 @@ class Proof:
     versions: Mapping[str, str]
     """Distribution or module -> version, as loaded in this process."""
     world_size: int = 0
-    """Processes that hold a part of the model; 0 where none of it is held."""
+    """Number of processes that hold a part of the model; 0 in a process that holds none."""
     model_rank: int = -1
-    """This process's rank among them; -1 where nothing is held."""
+    """This process's rank among them; -1 in a process that holds none."""
     passes: dict[str, PassProof] = field(default_factory=dict)
     patches: tuple[PatchProof, ...] = ()
     schema_version: int = SCHEMA_VERSION
@@ -132,7 +132,7 @@ class ProofWriter:
     """Keeps this process's proof file up to date.
 
     Hot paths change the objects in `proof` and call `touch`; a daemon thread writes at most once a second.
-    A disk that refuses is logged once: evidence may be missing then, but vLLM keeps serving.
+    A file that cannot be written is logged once, and vLLM keeps serving.
     """
 
     def __init__(self, run_dir: Path, proof: Proof) -> None:
@@ -151,7 +151,7 @@ class ProofWriter:
         atexit.register(self.write)
 
     def touch(self) -> None:
-        """Say that the proof changed."""
+        """Have the thread write the changed proof."""
         self._dirty.set()
 
     def write(self) -> None:
@@ -202,7 +202,7 @@ def _read_proof(path: Path) -> Proof:
 
 
 def process_is_alive(proof: Proof) -> bool:
-    """Whether the process that wrote the proof still runs on this machine; one that nobody has waited for does not."""
+    """Return whether the process that wrote the proof still runs on this machine; a zombie does not."""
     import psutil
 
     try:

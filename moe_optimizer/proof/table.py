@@ -1,4 +1,4 @@
-"""Plan beside Proof, a row for each pass: what was requested, what is applied, what ran, and why not."""
+"""Shows the Plan beside the Proof: a row for each pass with requested, applied, ran and why not."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ class Row:
 
     pass_name: str
     requested: str
-    """What the plan says: the decision's value, or its status where it is not on."""
+    """The decision's value, or its status where it is not on."""
     applied: str
     """"yes", "no", "by flags", "2 of 4 workers" or "-"."""
     ran: str
-    """As `applied`, with the number of layers or what else the workers found; "-" for what vLLM carries out itself and
-    does not prove."""
+    """As `applied`, with the number of layers or another detail from the workers; "-" for what is not proven."""
     why_not: str
 
     @property
@@ -59,13 +58,13 @@ def proof_rows(
         plan: what was requested.
         proofs: those of one server.
         absent: why there is no proof at all.
-        observed: pass name -> what the launcher saw of it.
+        observed: pass name -> what the launcher observed of it.
     """
     return tuple(_row(plan, decision, proofs, absent, observed) for decision in plan.decisions)
 
 
 def joined_rows(tables: Mapping[str, Sequence[Row]]) -> tuple[Row, ...]:
-    """Return the rows of several servers as one table; where they differ, a cell says what holds on which.
+    """Return the rows of several servers as one table; where they differ, a cell names the servers.
 
     Args:
         tables: server -> its rows; the same passes in the same order.
@@ -122,8 +121,8 @@ def _share(answers: Sequence[bool]) -> str:
 
 
 def render_table(rows: Sequence[Row], *, width: int = 80) -> str:
-    """Return the table as text of at most `width` columns. Passes that are off are named in one line below it:
-    nothing was requested of them, and the plan has their reasons.
+    """Return the table as text of at most `width` columns. One line below it names the passes that are off; the plan
+    has their reasons.
     """
     shown = [row for row in rows if row.requested != Status.OFF.value]
     cells = [tuple(printable(cell) for cell in row.cells) for row in shown]

@@ -1,4 +1,4 @@
-"""Judges a pass by the proofs: did it run in every process that holds the model, and if not, why."""
+"""Judges by the proofs whether a pass ran in every process that holds the model, and if not, why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.pass_params import Fp8Params, Sparsity24Params
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import PassProof, Proof
-from moe_optimizer.proof.shown import is_stored_fp8, shown_by_workers
+from moe_optimizer.proof.shown import serves_fp8_checkpoint, shown_by_workers
 from moe_optimizer.specs.layer_name import decoder_layer
 from moe_optimizer.specs.quantity import bytes_in_words
 
@@ -20,12 +20,12 @@ NO_WORKER = "no worker process reported: the plugin was not loaded (is VLLM_PLUG
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What the launcher itself saw of a pass that several servers carry out together."""
+    """What the launcher itself observed of a pass that several servers carry out together."""
 
     ran: str
-    """"yes" and what was seen, or "no"."""
+    """"yes" with a detail, or "no"."""
     why_not: str = ""
-    """Why it did not work; "" when it did."""
+    """Why it did not run; "" when it did."""
 
 
 NOTHING_OBSERVED: Mapping[str, Observed] = MappingProxyType({})
@@ -37,11 +37,11 @@ def model_holders(proofs: Iterable[Proof]) -> tuple[Proof, ...]:
 
 
 def all_holders_reported(proofs: Iterable[Proof], *, copies: int = 1) -> bool:
-    """Whether every process that holds a part of the model has written a proof.
+    """Return whether every process that holds a part of the model has written a proof.
 
     Args:
         proofs: those of one server.
-        copies: engines that know nothing of each other, each with all ranks.
+        copies: number of independent engines, each with all ranks.
     """
     holders = model_holders(proofs)
     reported = Counter(proof.model_rank for proof in holders)
@@ -51,9 +51,7 @@ def all_holders_reported(proofs: Iterable[Proof], *, copies: int = 1) -> bool:
 
 
 def _engines(plan: Plan) -> int:
-    """Return how many engines of the server know nothing of each other: vLLM makes one of every data parallel copy of a
-    model without experts.
-    """
+    """Return the number of independent engines: one for each data parallel copy of a model without experts."""
     return 1 if plan.model.is_moe else plan.parallelism.data_parallel_size
 
 
@@ -67,9 +65,8 @@ def not_running(
 ) -> dict[str, str]:
     """Return those of the passes `names` that did not run in every process that holds the model, with the reason.
 
-    A pass that flags carry out must be shown by every worker too, as far as workers look at its flags, and so must an
-    FP8 checkpoint that is served as it is; one that files carry out counts as running when the plan has it on and
-    nobody saw otherwise.
+    Workers must show a pass of the plugin, one that vLLM's arguments carry out where workers check them, and an FP8
+    checkpoint. A pass that files carry out counts as running unless the launcher observed otherwise.
     """
     missing = {}
     for name in names:
@@ -86,7 +83,7 @@ def not_running(
 
 
 def why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str) -> str:
-    """Return why a pass that workers show did not run in each of them; "" when it did.
+    """Return why a pass that workers show did not run in all of them; "" when it did.
 
     Args:
         plan: what was requested.
@@ -96,7 +93,6 @@ def why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str)
     """
     foreign = next((proof for proof in proofs if proof.plan_digest != plan.digest), None)
     if foreign is not None:
-        # What ran under another plan proves nothing about this one.
         followed = foreign.plan_digest or "none"
         return f"{foreign.role} {foreign.rank} followed plan {followed}, expected {plan.digest}"
     entries = [proof.passes.get(name) for proof in model_holders(proofs)]
@@ -104,7 +100,7 @@ def why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str)
         entry and entry.ran and not entry.why_not for entry in entries
     ):
         return ""
-    # Processes without a part of the model can know why too, for example that this vLLM is too old.
+    # Processes without a part of the model can state a reason too, for example that this vLLM is too old.
     everyone = [proof.passes.get(name) for proof in proofs]
     stated = dict.fromkeys(entry.why_not for entry in everyone if entry and entry.why_not)
     if stated:
@@ -113,7 +109,7 @@ def why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str)
 
 
 def _what_is_missing(decision: Decision, proofs: Sequence[Proof], copies: int) -> str:
-    """Return what proofs of a pass lack in which no process says why it did not run."""
+    """Return what the proofs of a pass lack, where no process states why it did not run."""
     holders = model_holders(proofs)
     if not holders and decision.applier is Applier.PLUGIN:
         return "vLLM did not ask for a kernel of this kind for any layer of this model"
@@ -121,7 +117,7 @@ def _what_is_missing(decision: Decision, proofs: Sequence[Proof], copies: int) -
         reported = Counter(proof.model_rank for proof in holders).values()
         return f"{sum(min(copies, each) for each in reported)} of {copies * holders[0].world_size} workers reported"
     entries = [proof.passes.get(decision.pass_name) for proof in holders]
-    if is_stored_fp8(decision):
+    if serves_fp8_checkpoint(decision):
         return "no worker shows how it holds the weights"
     if decision.applier is Applier.FLAGS:
         applied = any(entry and entry.applied for entry in entries)
@@ -133,7 +129,7 @@ def _what_is_missing(decision: Decision, proofs: Sequence[Proof], copies: int) -
 
 
 def layers_left(decision: Decision, proofs: Iterable[Proof]) -> str:
-    """Return which layers a pass that converts weights left as they are loaded, and why; "" when it left none."""
+    """Return which layers a converting pass left as they were loaded, and why; "" when it left none."""
     if decision.weight_format is None:
         return ""
     entries = (entry for proof in model_holders(proofs) for entry in proof.passes.values())
@@ -148,9 +144,7 @@ def layers_left(decision: Decision, proofs: Iterable[Proof]) -> str:
 
 
 def _unplanned_bytes(decision: Decision, proof: Proof) -> int:
-    """Return by how much the weights of one worker are larger than planned, because of layers that were to be converted
-    and stayed as they were loaded.
-    """
+    """Return by how many bytes the weights of one worker exceed the plan, because of layers that were not converted."""
     if isinstance(decision.params, Fp8Params):
         kept, planned_bits = decision.params.excluded_layers, 8
     else:

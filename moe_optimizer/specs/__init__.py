@@ -1,1 +1,1 @@
-"""Frozen facts about models, hardware and workloads; no decisions, no I/O."""
+"""Holds frozen facts about models, hardware and workloads; no decisions, no I/O."""

@@ -1,4 +1,4 @@
-"""The models whose class in vLLM has the interface of its load balancer (EPLB)."""
+"""Lists the models whose class in vLLM has the interface of its load balancer (EPLB)."""
 
 from __future__ import annotations
 

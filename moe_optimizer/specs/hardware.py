@@ -1,4 +1,4 @@
-"""What a machine is: accelerators, processor and memory, each number with unit and source."""
+"""Holds what a machine is: accelerators, processor and memory, each number with unit and source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long our expert kernels and vLLM's own take on one device, and what follows for each number of tokens."""
+"""Holds how long our expert kernels and vLLM's own take on one device, and chooses by the number of tokens."""
 
 from __future__ import annotations
 

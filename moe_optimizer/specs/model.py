@@ -1,4 +1,4 @@
-"""What a model is: counts and shapes read from its configuration and weight headers."""
+"""Holds what a model is: counts and shapes read from its configuration and weight headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A number that says its unit and where it comes from."""
+"""Holds a number with its unit and where it comes from."""
 
 from __future__ import annotations
 

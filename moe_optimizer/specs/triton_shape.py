@@ -1,4 +1,4 @@
-"""What vLLM's Triton MoE kernel looks its configuration up by."""
+"""Names the file in which vLLM's Triton MoE kernel looks its configuration up."""
 
 from __future__ import annotations
 

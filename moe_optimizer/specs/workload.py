@@ -1,4 +1,4 @@
-"""What the server is expected to do."""
+"""Holds what the server is expected to do."""
 
 from __future__ import annotations
 

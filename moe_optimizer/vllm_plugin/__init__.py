@@ -1,5 +1,4 @@
-"""The part that touches vLLM: patches as data, the experts class, proof files, and the launcher.
+"""Runs inside vLLM's processes: carries out a Plan and writes the Proof. It decides nothing.
 
-Importing this package imports no vLLM; the modules that need it import it when they are used inside a
-vLLM process. Everything here carries out a Plan and decides nothing.
+Importing this package imports no vLLM; the modules that need it import it when they are used.
 """

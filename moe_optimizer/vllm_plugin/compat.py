@@ -1,4 +1,4 @@
-"""Which vLLM is supported, and the source text that patches are compared with."""
+"""Checks vLLM's version, and reads the source text that patches are compared with."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import textwrap
 from pathlib import Path
 
 MIN_VERSION = (0, 26)
-"""Oldest vLLM whose kernel oracle asks classes in order through one module-level function (read in 0.26.0)."""
+"""Oldest vLLM whose kernel choice asks classes in order through one module-level function."""
 
 
 def supported_version(version: str) -> tuple[bool, str]:
     """Return whether patches may be applied to this vLLM, and why not.
 
-    A version that does not parse (a source build) is left to the fingerprints.
+    A version that does not parse, as of a source build, is accepted: the fingerprints decide.
     """
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:

@@ -1,10 +1,9 @@
-"""Keeps compiled graphs with our parts in them apart from stock ones in vLLM's compile cache.
+"""Keeps compiled graphs with our parts in them apart from those of stock vLLM in its compile cache.
 
-vLLM caches compiled models on disk under a key made of its configuration and its environment variables. On CPU
-the MoE layer is part of the graph, but neither the class that computes it nor a counter in its router is part of the
-key: with and without the plugin it is the same. Loading the graph that a stock server left would make our kernel
-silently not run, and a stock server could load ours. vLLM 0.32's CPU build happens to fail when it loads such a file
-and compiles again; a version that loads it must find another key.
+vLLM caches compiled models on disk under a key made of its configuration and environment variables. On the CPU the MoE
+layer is part of the graph, but neither the class that computes it nor a counter in its router is part of the key.
+Without a factor of ours a worker could load the graph of stock vLLM, and our kernel would silently not run; stock vLLM
+could load ours.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ FACTOR = "MOE_OPTIMIZER_EXPERTS"
 
 
 def add_compile_factor() -> str:
-    """Add the factor to vLLM's table. Returns "" or why that cannot be done."""
+    """Add the factor to vLLM's table; return "" or why that cannot be done."""
     from vllm import envs
 
     variables = getattr(envs, "environment_variables", None)

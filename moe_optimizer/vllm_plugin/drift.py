@@ -1,4 +1,4 @@
-"""What the installed vLLM offers of the places this package builds on, read from its source without importing it."""
+"""Compares the places in vLLM that this package builds on (seams) with the installed one, without importing it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from enum import Enum
 from pathlib import Path
 
 from moe_optimizer.vllm_plugin import compat
-from moe_optimizer.vllm_plugin.experts.fp8_oracle import FP8_ORACLE
+from moe_optimizer.vllm_plugin.experts.kernel_choice import FP8_ORACLE, UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADING
 from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
-from moe_optimizer.vllm_plugin.experts.unquantized_oracle import UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.patch import Patch, probe
-from moe_optimizer.vllm_plugin.placement.routed_experts import ROUTED_EXPERTS
+from moe_optimizer.vllm_plugin.placement.expert_placement import ROUTED_EXPERTS
 from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
 from moe_optimizer.vllm_plugin.worker.model_loaded import WORKER_MODEL_LOADED
 
@@ -27,7 +26,7 @@ class SeamStatus(Enum):
 
     PRESENT = "present"
     CHANGED = "changed"
-    """It is there, but not as it was when it was read: what stands on it is not applied."""
+    """It is there, but differs from every known version: what builds on it is not applied."""
     GONE = "gone"
 
 
@@ -46,7 +45,7 @@ class Seam:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """A seam as it was read, and how to look for it."""
+    """A seam and how to look for it."""
 
     name: str
     look: Callable[[Path], tuple[SeamStatus, str]]
@@ -95,7 +94,7 @@ def _patched(patch: Patch) -> Callable[[Path], tuple[SeamStatus, str]]:
 
 
 def _abstract_methods(root: Path) -> tuple[SeamStatus, str]:
-    """Every abstract method of the experts interface must be one that our class provides."""
+    """Look for abstract methods of the experts interface that our classes do not define."""
     path = compat.module_path(root, "vllm.model_executor.layers.fused_moe.modular_kernel")
     asked: set[str] = set()
     for name in ("FusedMoEExperts", "FusedMoEExpertsModular"):
@@ -122,7 +121,7 @@ _PROVIDED_METHODS = frozenset(
         "apply",
     }
 )
-"""The abstract methods of vLLM's experts interface that `experts.MoeOptimizerExperts` and its subclasses define."""
+"""The abstract methods of vLLM's experts interface that our experts classes define."""
 
 
 def _abstract_names(class_source: str) -> set[str]:
@@ -137,7 +136,7 @@ def _abstract_names(class_source: str) -> set[str]:
 
 
 def _defined(module: str, name: str, *, arguments: tuple[str, ...] = ()) -> Callable[[Path], tuple[SeamStatus, str]]:
-    """Look for a name in a module; for a function also that it takes `arguments` first."""
+    """Look for a name in a module, and for a function that it takes `arguments` first."""
 
     def look(root: Path) -> tuple[SeamStatus, str]:
         source = compat.definition_source(compat.module_path(root, module), name)
@@ -207,7 +206,7 @@ _SEAMS = (
     _Known(
         name="Triton experts",
         look=_defined("vllm.model_executor.layers.fused_moe.experts.triton_moe", "TritonExperts"),
-        why="compute the numbers of tokens at which our CUDA kernels do not win",
+        why="compute the batch sizes at which our CUDA kernels do not win",
     ),
     _Known(
         name="output of the experts",
@@ -230,7 +229,7 @@ _SEAMS = (
     _Known(
         name="compile cache factors",
         look=_defined("vllm.envs", "compile_factors"),
-        why="keeps compiled graphs with our kernel apart from stock ones",
+        why="keeps compiled graphs with our kernel apart from those of stock vLLM",
         remove_when="vLLM's compile cache key covers the experts class",
     ),
     _Known(
@@ -239,7 +238,7 @@ _SEAMS = (
         why="the compile cache factors are read from it",
         remove_when="vLLM's compile cache key covers the experts class",
     ),
-    _flag("--moe-backend", "stock MoE backend choice"),
+    _flag("--moe-backend", "vLLM's choice of a MoE backend"),
     _flag("--kv-cache-dtype", "key/value cache in FP8"),
     _flag("--enable-eplb", "expert load balancing"),
     _flag("--eplb-config", "expert load balancing"),
@@ -253,18 +252,6 @@ _SEAMS = (
         name="VLLM_TUNED_CONFIG_FOLDER",
         look=_text("vllm.envs", '"VLLM_TUNED_CONFIG_FOLDER"', "environment variable"),
         why="tuned Triton configurations",
-    ),
-    _Known(
-        name="quantization registry",
-        look=_defined(
-            "vllm.model_executor.layers.quantization", "register_quantization_config", arguments=("quantization",)
-        ),
-        why="place for quantization methods; not used in this version",
-    ),
-    _Known(
-        name="pluggable layers",
-        look=_defined("vllm.model_executor.custom_op", "PluggableLayer.register_oot"),
-        why="place for whole layers; not used in this version",
     ),
     _Known(
         name="EPLB policies",

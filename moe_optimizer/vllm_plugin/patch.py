@@ -1,4 +1,4 @@
-"""A patch of vLLM as data: what it replaces, why, until when, and which source it was written for."""
+"""Applies patches of vLLM, which are data: what is replaced, why, until when, and the source it was written for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ORIGINAL = "__moe_optimizer_original__"
 
 
 class PatchState(Enum):
-    """Where a patch stands in this process."""
+    """State of a patch in this process."""
 
     ARMED = "armed"
     """Waiting: the module that it changes is not imported in this process."""
@@ -39,8 +39,7 @@ class Patch:
     why: str
     remove_when: str
     fingerprints: Mapping[str, str]
-    """vLLM versions -> `compat.fingerprint` of the target's source as it was read there. Any of them is accepted;
-    a source that is none of them is refused, because nobody has looked at it."""
+    """vLLM versions -> `compat.fingerprint` of the target's source there. The patch is refused on any other source."""
     replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
     """Makes the new function from the original one."""
 
@@ -55,7 +54,7 @@ class Patch:
         return self.target.partition(":")[2]
 
     def owner(self, module: ModuleType) -> tuple[Any, str]:
-        """Return what holds the function (the module, or a class in it) and the function's name there.
+        """Return the module or class that holds the function, and the function's name there.
 
         Raises:
             AttributeError: the class is gone.
@@ -66,7 +65,7 @@ class Patch:
 
 @dataclass(slots=True)
 class PatchReport:
-    """What became of one patch in this process."""
+    """The outcome of one patch in this process."""
 
     patch: Patch
     state: PatchState
@@ -75,20 +74,19 @@ class PatchReport:
 
 _reports: dict[str, PatchReport] = {}
 _waiting: dict[str, list[Callable[[PatchReport], None]]] = {}
-"""Target of an armed patch -> who wants to know what becomes of it: two passes may need one patch."""
+"""Target of an armed patch -> callbacks for its outcome; two passes may need one patch."""
 
 
 def patch_reports() -> tuple[PatchReport, ...]:
-    """Return every patch that was asked for in this process, in that order."""
+    """Return every patch that was requested in this process, in that order."""
     return tuple(_reports.values())
 
 
 def apply_when_imported(patch: Patch, *, on_change: Callable[[PatchReport], None] | None = None) -> PatchReport:
     """Apply `patch` now if its module is imported, else right after its import. Harmless when done twice.
 
-    The module is not imported here: the processes that never build a model (the API server) stay as fast and
-    as small as without us. Whatever goes wrong becomes the report's state, never an exception: the importing
-    process is vLLM's.
+    The module is not imported here, so that processes without a model, such as the API server, stay as fast and small
+    as without the plugin. A failure becomes the report's state, never an exception in vLLM's import.
     """
     known = _reports.get(patch.target)
     if known is not None and known.state in (PatchState.ARMED, PatchState.APPLIED):
@@ -112,7 +110,7 @@ def apply_when_imported(patch: Patch, *, on_change: Callable[[PatchReport], None
 
 
 def undo(target: str) -> bool:
-    """Put the original function back. Returns whether there was something to undo."""
+    """Put the original function back; return whether the patch was applied."""
     report = _reports.get(target)
     if report is None or report.state is not PatchState.APPLIED:
         return False
@@ -171,9 +169,7 @@ def _apply_now(report: PatchReport, module: ModuleType) -> None:
 
 
 def _rebind(patch: Patch, old: Any, new: Any) -> None:
-    """Put `new` wherever a module of the same package holds `old`: a module that was imported before the patch and has
-    the function by `from ... import` would call the original for ever.
-    """
+    """Replace `old` in every module of the same package: those that imported it by name would keep calling it."""
     package = patch.module.partition(".")[0]
     for name, module in list(sys.modules.items()):
         if name != package and not name.startswith(f"{package}."):

@@ -1,4 +1,4 @@
-"""Which of vLLM's processes this is."""
+"""Tells from its name which of vLLM's processes this is."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ProcessRole:
-    """A process's part in the server."""
+    """What a process does in the server."""
 
     role: str
     """"frontend" (API server or the user's own script), "engine", "worker" or "helper" (a short-lived one)."""
     rank: int
-    """Number among its kind, as far as its name tells; 0 where it does not."""
+    """Its number among the processes of its role; 0 where its name has none."""
 
 
 _HELPER_MODULES = ("vllm.model_executor.models.registry",)
@@ -23,12 +23,12 @@ _HELPER_MODULES = ("vllm.model_executor.models.registry",)
 
 
 def process_role() -> ProcessRole:
-    """Tell the role from the names that vLLM gives its processes ("EngineCore", "EngineCore_DP1", "VllmWorker-0")."""
+    """Return the role by the name that vLLM gave this process ("EngineCore", "EngineCore_DP1", "VllmWorker-0")."""
     return role_of(multiprocessing.current_process().name, _main_module())
 
 
 def role_of(process_name: str, main_module: str) -> ProcessRole:
-    """As `process_role`, for given names."""
+    """Return the role of a process by its name and its main module."""
     if main_module in _HELPER_MODULES:
         return ProcessRole("helper", 0)
     match = re.search(r"(EngineCore|Worker|ApiServer)\D*(\d+)?", process_name, re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""What the vLLM around us was started with. Only for use while it builds its model."""
+"""Reads what the vLLM around the plugin was started with, while it builds its model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What a running vLLM says about itself, for planning inside a plain `vllm serve`."""
+    """The configuration of a running vLLM, from which a plan is made under plain `vllm serve`."""
 
     model: str
     dtype: str

@@ -1,4 +1,4 @@
-"""What the plan means inside one vLLM process, and what has come of it so far."""
+"""Holds the plan and the proof of one vLLM process, and records what each pass did there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PluginSession:
     Args:
         run_dir: where plan.json and the proofs are.
         plan: the plan; None when it is made later, from what vLLM says about itself.
-        make_plan: makes it then.
+        make_plan: makes the plan then.
         on_plan: called with this session once such a plan is made.
     """
 
@@ -80,12 +80,12 @@ class PluginSession:
 
     @property
     def plans_itself(self) -> bool:
-        """Whether the plan is made here, in a vLLM that was started without it."""
+        """Whether the plan is made in this process, in a vLLM that was started without one."""
         return self._make_plan is not None
 
     @property
     def proof(self) -> Proof:
-        """The proof of this process, to be changed in place and then touched."""
+        """The proof of this process: change it in place, then call `writer.touch`."""
         return self.writer.proof
 
     def resolve_plan(self, facts: Callable[[], ServerFacts]) -> Plan | None:
@@ -118,7 +118,7 @@ class PluginSession:
         return plan
 
     def wanted(self, pass_name: str) -> Decision | None:
-        """Return the plan's decision of a pass if it is on and ours to carry out, else None."""
+        """Return the plan's decision of a pass if it is on and the plugin's to carry out, else None."""
         if self.plan is None:
             return None
         for decision in self.plan.plugin_decisions:
@@ -133,12 +133,12 @@ class PluginSession:
         self.writer.touch()
 
     def ran(self, pass_name: str) -> None:
-        """Note that a pass that owns no kernel did its work in a forward."""
+        """Note that a pass without a kernel of its own did its work in a forward."""
         self._pass(pass_name).ran = True
         self.writer.touch()
 
     def rearranged(self, pass_name: str, moved_experts: int) -> None:
-        """Note that experts were placed anew by the load of the serving model, and how many slots changed."""
+        """Note that experts were placed anew by their measured load, and how many slots changed."""
         entry = self._pass(pass_name)
         entry.rearrangements += 1
         entry.moved_experts += moved_experts
@@ -148,7 +148,7 @@ class PluginSession:
         """Note that a pass does not take effect for a layer, or at all.
 
         Raises:
-            RequiredNotAppliedError: the plan requires the pass; the server should not come up without it.
+            RequiredNotAppliedError: the plan requires the pass, so the server must not come up without it.
         """
         entry = self._pass(pass_name)
         if reason not in entry.why_not:
@@ -167,12 +167,12 @@ class PluginSession:
         self.writer.touch()
 
     def ask_of_layers(self, passes_of: Callable[[Any], tuple[str, ...]]) -> None:
-        """Have `passes_of` asked, for each loaded layer of our kernels, which further passes the layer counts for."""
+        """Call `passes_of` for each loaded layer of our kernels, to get further passes that the layer counts for."""
         if passes_of not in self._other_passes:
             self._other_passes.append(passes_of)
 
     def other_passes(self, layer: Any) -> tuple[str, ...]:
-        """Return the passes that a loaded vLLM layer counts for beside those of its kernel."""
+        """Return the passes that a loaded vLLM layer counts for besides those of its kernel."""
         return tuple(name for passes_of in self._other_passes for name in passes_of(layer))
 
     def layer_at(self, address: int) -> LayerProof:
@@ -186,7 +186,7 @@ class PluginSession:
     def called(
         self, address: int, tokens: int, describe: Callable[[], tuple[Sequence[str], LayerProof]], *, kernel: str = ""
     ) -> None:
-        """Note one run of our kernel. Called in every forward: it costs a few dictionary reads and additions.
+        """Note one run of our kernel. Called in every forward, so it is a few dictionary reads and additions.
 
         Args:
             address: of the layer's weights.
@@ -209,8 +209,8 @@ class PluginSession:
                 entry.ran = all(each.calls for each in entry.layers)
         self.writer.touch()
 
-    def left_to_stock(self, address: int) -> None:
-        """Note one forward of a layer of ours by vLLM's own kernel, as the plan says for that many tokens."""
+    def called_stock(self, address: int) -> None:
+        """Note one run of vLLM's own kernel for a layer of ours, as the plan says for that many tokens."""
         known = self._layers.get(address)
         if known is not None:
             counts = known.proof.calls_by_kernel
@@ -233,7 +233,7 @@ class PluginSession:
             self._pass(decision.pass_name).requested = decision.value
 
     def _report_unapplied(self, plan: Plan) -> None:
-        """Say what a plan that nobody is shown does not give: refused wishes, and flags that it comes too late for."""
+        """Log the decisions that cannot be applied under plain `vllm serve`: refused wishes, and vLLM arguments."""
         for warning in plan.warnings:
             logger.warning("%s", warning)
         for decision in plan.decisions:
@@ -269,7 +269,7 @@ _current: PluginSession | None = None
 
 
 def start_session(session: PluginSession) -> PluginSession:
-    """Make `session` this process's own and start its proof file. The first one stays."""
+    """Make `session` this process's own, unless it has one, and start its proof file."""
     global _current  # noqa: PLW0603 - one per process, as vLLM's own plugin state
     if _current is None:
         _current = session
@@ -288,7 +288,7 @@ def current_session() -> PluginSession | None:
 
 
 def current_decision(pass_name: str) -> tuple[PluginSession, Decision]:
-    """Return this process's session and its plan's decision about a pass, where the pass is known to be on."""
+    """Return this process's session and its plan's decision about a pass that is known to be on."""
     session = current_session()
     assert session is not None, f"{pass_name}: this process follows no plan"
     decision = session.wanted(pass_name)

@@ -1,1 +1,1 @@
-"""Parts of `train_tiny_moe.py`: corpus, tokenizer, network, training, checkpoint, evaluation and model card."""
+"""Holds the parts of `train_tiny_moe.py`: corpus, tokenizer, network, training, checkpoint, evaluation, model card."""

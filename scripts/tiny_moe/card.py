@@ -1,4 +1,4 @@
-"""The model card, written from metrics.json and nothing else: no number in it is typed by hand."""
+"""Writes the model card from metrics.json: no number in it is typed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write a trained network as a Hugging Face Qwen3-MoE folder, one tensor per expert matrix, in BF16."""
+"""Writes a trained network as a Hugging Face Qwen3-MoE folder, one tensor per expert matrix, in BF16."""
 
 from __future__ import annotations
 

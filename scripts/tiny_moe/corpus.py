@@ -1,4 +1,4 @@
-"""The text: source files of the running interpreter's standard library, split into training and held-out files."""
+"""Reads the text: source files of this interpreter's standard library, split into training and held-out files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure the saved folder on its held-out text, through transformers in FP32. Needs nothing but the folder."""
+"""Measures the saved folder on its held-out text, through transformers in FP32. Needs only the folder."""
 
 from __future__ import annotations
 

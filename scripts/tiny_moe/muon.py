@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is made orthogonal, for stacks of weight matrices.
+"""Implements Muon, momentum with orthogonal updates, for stacks of weight matrices.
 
 Source of the method and its constants: Keller Jordan and others, "Muon: an optimizer for hidden layers in neural
 networks", 2024. Chosen over AdamW alone because at equal time on two cores it reaches a lower held-out loss here.

@@ -1,4 +1,4 @@
-"""A Qwen3-MoE network written for training speed on a CPU; its weights are saved under the Hugging Face names.
+"""Defines a Qwen3-MoE network for fast training on a CPU; its weights are saved under the Hugging Face names.
 
 Tokens are sorted by expert and every expert multiplies one contiguous block, so a step is 3 * E matrix products per
 layer whatever the routing is, and no scatter-add whose order could change the result.

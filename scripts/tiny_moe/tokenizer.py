@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer with the ChatML special tokens, written as the files that AutoTokenizer reads."""
+"""Trains a byte-level BPE tokenizer with the ChatML special tokens and saves it for AutoTokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop: a fixed number of steps over shuffled sequences, the same weights for the same seed and steps."""
+"""Trains for a fixed number of steps over shuffled sequences; equal seed and steps give equal weights."""
 
 from __future__ import annotations
 

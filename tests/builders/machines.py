@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from moe_optimizer.inspection.named_hardware import load_hardware
+from moe_optimizer.inspection.hardware_probe import load_hardware
 from moe_optimizer.specs.hardware import CpuSpec, HardwareSpec
 from moe_optimizer.specs.quantity import Quantity, Source
 from moe_optimizer.specs.software import KernelInventory, SoftwareSpec, VllmInstallation

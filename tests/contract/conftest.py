@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +20,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN_OPTIMIZER = (str(ROOT / "run_optimizer.py"),)
+MOE_OPTIMIZER = ("-m", "moe_optimizer")
 _MARK = "MOE_TEST_MARK"
 _MAX_BYTES = 1 << 30
 _MAX_CPU_S = 10
@@ -66,18 +72,22 @@ def run(
     arguments: Sequence[str],
     *,
     cwd: Path,
-    program: Sequence[str] = (str(ROOT / "run_optimizer.py"),),
+    program: Sequence[str] = RUN_OPTIMIZER,
     env: Mapping[str, str] | None = None,
+    fresh: bool = False,
     interrupt_when: Callable[[list[int]], bool] | None = None,
     bounded: bool = True,
     timeout_s: float = 300.0,
 ) -> Finished:
     """Run `python PROGRAM ARGUMENTS` in `cwd` to its end and report what happened.
 
+    The package's own two programs run in a fork of a process that has imported them, where nothing speaks against it.
+
     Every descendant inherits a mark in its environment, so that one which outlives the command is found even
     when it has moved to a session of its own.
 
     Args:
+        fresh: start Python also for them. Of each kind of answer one test does.
         interrupt_when: asked about ten times a second with the ids of all running descendants; once it says yes,
             the command gets SIGINT.
         bounded: hold the command and each of its descendants to 1 GiB of address space and 10 s of processor time;
@@ -86,9 +96,13 @@ def run(
         timeout_s: end everything after this time; what still ran then is reported as left running.
     """
     mark = uuid.uuid4().hex
+    environment = {**clean_environment(), **NOT_MEASURED, **(env or {}), _MARK: mark}
+    if program in (RUN_OPTIMIZER, MOE_OPTIMIZER) and bounded and interrupt_when is None and not fresh:
+        code, stdout, stderr = _run_in_a_fork(program, arguments, cwd, environment, timeout_s)
+        return Finished(code, stdout, stderr, tuple(_kill_marked(mark)))
     process = subprocess.Popen(
         [sys.executable, *program, *arguments],
-        cwd=cwd, env={**clean_environment(), **NOT_MEASURED, **(env or {}), _MARK: mark}, start_new_session=True,
+        cwd=cwd, env=environment, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, encoding="utf-8", errors="replace",
     )  # fmt: skip
@@ -108,6 +122,37 @@ def run(
         left = _kill_marked(mark)
         stdout, stderr = process.communicate()
     return Finished(process.returncode, stdout, stderr, tuple(left))
+
+
+@functools.cache
+def _forks() -> tuple[subprocess.Popen[str], int]:
+    """Return the process that forks, and where its answers can be read."""
+    answers, theirs = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.contract.command_forks", str(theirs)],
+        cwd=ROOT, env=clean_environment(), pass_fds=[theirs], text=True, bufsize=1,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    os.close(theirs)
+    atexit.register(process.kill)
+    return process, answers
+
+
+def _run_in_a_fork(
+    program: Sequence[str], arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout_s: float
+) -> tuple[int, str, str]:
+    process, answers = _forks()
+    assert process.stdin is not None
+    with tempfile.NamedTemporaryFile() as stdout, tempfile.NamedTemporaryFile() as stderr:
+        request = {
+            "program": program, "arguments": arguments, "cwd": str(cwd), "env": environment,
+            "streams": [stdout.name, stderr.name],
+            "limits": {"bytes": _MAX_BYTES, "cpu_seconds": _MAX_CPU_S, "seconds": round(timeout_s)},
+        }  # fmt: skip
+        process.stdin.write(json.dumps(request) + "\n")
+        code = os.read(answers, 16)
+        assert code, "the process that forks has ended"
+        return int(code), stdout.read().decode(errors="replace"), stderr.read().decode(errors="replace")
 
 
 def _kill_marked(mark: str) -> list[int]:

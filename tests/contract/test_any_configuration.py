@@ -1,6 +1,7 @@
-"""Whatever config.json says, the command ends with a plan or a sentence, never with a bug.
+"""Whatever config.json says, the command ends with a consistent result or a sentence, never with a bug.
 
-Configurations of several families with a few fields replaced by anything JSON can hold, at any depth.
+Published configurations, and small ones of several families that fit every machine, with a few fields removed, taken
+from another configuration, or replaced by anything JSON can hold, at any depth.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ FAMILIES: tuple[dict[str, Any], ...] = (
                      "interleave_moe_layer_step": 2, "intermediate_size_mlp": 2048, "head_dim": 64, **COMMON}},
     {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **COMMON},
 )  # fmt: skip
+CONFIGS = Path(__file__).resolve().parents[1] / "data" / "model_configs"
+PUBLISHED = tuple(json.loads(path.read_text(encoding="utf-8")) for path in sorted(CONFIGS.glob("*.json")))
 OK, BAD_INPUT, UNSUPPORTED = 0, 2, 3
 
 NUMBERS = st.one_of(
@@ -58,8 +61,9 @@ NUMBERS = st.one_of(
     st.floats(), st.sampled_from([0.0, 0.5, 1e308, 1e-300]),
 )  # fmt: skip
 LEAVES = st.one_of(
-    st.none(), st.booleans(), NUMBERS, st.text(max_size=8), st.sampled_from(["", "silu", "\x1b[2J", "0,1"])
-)
+    st.none(), st.booleans(), NUMBERS, st.text(max_size=8),
+    st.sampled_from(["", "silu", "\x1b[2J", "0,1", "fp8", "full_attention", "sparse", "M*-E", "1,2,x", "attention"]),
+)  # fmt: skip
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
 )
@@ -89,31 +93,65 @@ def replace(config: Any, path: tuple[Any, ...], value: Any, *, remove: bool) -> 
 
 
 @st.composite
-def changed_configs(draw: st.DrawFn) -> str:
-    config = copy.deepcopy(draw(st.sampled_from(FAMILIES)))
+def changed_configs(draw: st.DrawFn) -> bytes:
+    bases = st.sampled_from(FAMILIES) | st.sampled_from(PUBLISHED)
+    config, other = copy.deepcopy(draw(bases)), draw(bases)
     every = sorted(places(config), key=repr)
-    for _ in range(draw(st.integers(1, 3))):
-        replace(config, draw(st.sampled_from(every)), draw(VALUES), remove=draw(st.booleans()))
-    return json.dumps(config)
+    for _ in range(draw(st.integers(1, 4))):
+        if draw(st.booleans()):
+            replace(config, draw(st.sampled_from(every)), draw(VALUES), remove=draw(st.booleans()))
+        else:
+            key = draw(st.sampled_from(sorted(other)))
+            config[key] = copy.deepcopy(other[key])
+    return json.dumps(config).encode()
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["plan", "--hardware", "h200", "--gpus", "8"]], ids=lambda c: c[0])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(changed=changed_configs())
-def test_any_configuration_gives_a_result_or_a_sentence(command: list[str], changed: str) -> None:
+NO_CONFIGS = st.binary(max_size=200) | st.text(max_size=200).map(str.encode) | VALUES.map(json.dumps).map(str.encode)
+
+
+def run_on(config: bytes, command: list[str]) -> tuple[int, str]:
+    """Return the exit code and what was printed, held to what every answer must be."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(changed, encoding="utf-8")
+        (Path(folder) / "config.json").write_bytes(config)
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main([*command, "--model", folder, "--json"])
     message = err.getvalue()
     assert code in (OK, BAD_INPUT, UNSUPPORTED), message
     assert "\x1b" not in message
-    if code == OK:
-        json.loads(out.getvalue())
-    else:
+    if code != OK:
         assert out.getvalue() == ""
         assert message.startswith("error: ")
+        assert len([line for line in message.splitlines() if line and not line.startswith("hint: ")]) == 1
+    return code, out.getvalue()
+
+
+INSPECT, PLAN = ["inspect"], ["plan", "--hardware", "h200", "--gpus", "8"]
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(changed=changed_configs())
+def test_any_configuration_is_counted_consistently_or_refused_in_a_sentence(changed: bytes) -> None:
+    code, printed = run_on(changed, INSPECT)
+    if code == OK:
+        model = json.loads(printed)
+        assert 0 <= model["active_params"] <= model["total_params"]
+        assert model["top_k"] <= model["num_experts"] + 10_000
+        assert model["is_moe"] == (model["num_experts"] > 0)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(changed=changed_configs())
+def test_any_configuration_gives_a_plan_or_a_sentence(changed: bytes) -> None:
+    code, printed = run_on(changed, PLAN)
+    if code == OK:
+        json.loads(printed)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(content=NO_CONFIGS)
+def test_what_is_no_configuration_is_refused(content: bytes) -> None:
+    assert run_on(content, INSPECT)[0] != OK
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config["model_type"])

@@ -1,7 +1,7 @@
 """Bad input: a sentence and an exit code, whatever the input; nothing left behind.
 
-Each case runs the real command as a user would, to serve (not as a dry run), within 1 GiB
-of address space and 10 s of processor time.
+Each case runs the real command as a user would, to serve (not as a dry run), in a process of its own, within 1 GiB
+of address space and 10 s of processor time. One of each kind starts Python for it (`fresh`), the others are forks.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def test_a_broken_configuration_is_refused(name: str, tmp_path: Path, run_comman
     content, words = BAD_CONFIGS[name]
     raw, change = (content, None) if isinstance(content, bytes) else (None, content)
     model = make_model(tmp_path, change, raw)
-    refused(run_command, tmp_path, ["--model", str(model)], *words, codes=(BAD_INPUT, UNSUPPORTED))
+    fresh = name in ("truncated", "deep nesting in a small file", "a billion layers")
+    refused(run_command, tmp_path, ["--model", str(model)], *words, codes=(BAD_INPUT, UNSUPPORTED), fresh=fresh)
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
@@ -229,7 +230,8 @@ def test_an_argument_of_vllm_that_cannot_work_is_refused(
 def test_a_flag_that_vllm_does_not_have_is_refused_before_vllm_starts(tmp_path: Path, run_command: Any) -> None:
     arguments = ["--model", str(TINY_MOE), "--", "--max-num-sqes", "4"]
     finished = refused(run_command, tmp_path, arguments, "--max-num-sqes", codes=(BAD_INPUT,))
-    assert finished.hints == ["hint: did you mean --max-num-seqs?"]
+    (hint,) = finished.hints
+    assert "--max-num-seqs" in hint
 
 
 def test_code_of_the_models_own_needs_to_be_trusted(tmp_path: Path, run_command: Any) -> None:
@@ -295,14 +297,14 @@ def test_a_wrong_flag_is_refused(
 ) -> None:
     finished = refused(
         run_command, tmp_path, ["--model", str(TINY_MOE), *arguments]
-        if "--modle" not in arguments else arguments, *words, codes=(BAD_INPUT,),
+        if "--modle" not in arguments else arguments, *words, codes=(BAD_INPUT,), fresh="--modle" in arguments,
     )  # fmt: skip
     assert hint in "".join(finished.hints)
 
 
 def test_the_embedded_engine_is_said_to_be_missing(tmp_path: Path, run_command: Any) -> None:
     arguments = ["--model", str(TINY_MOE), "--engine", "embedded"]
-    refused(run_command, tmp_path, arguments, "not available in this version", codes=(UNSUPPORTED,))
+    refused(run_command, tmp_path, arguments, "embedded", codes=(UNSUPPORTED,))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +312,8 @@ def test_the_embedded_engine_is_said_to_be_missing(tmp_path: Path, run_command: 
     [{"MOE_OPTIMIZER_PROFLE": "balanced"}, {"MOE_OPTIMIZER_PROFILE": "balancd"}, {"MOE_OPTIMIZER_DISABLE": "x"}],
 )
 def test_a_wrong_environment_variable_is_refused(variables: dict[str, str], tmp_path: Path, run_command: Any) -> None:
-    refused(run_command, tmp_path, ["--model", str(TINY_MOE)], codes=(BAD_INPUT,), env=variables)
+    fresh = "MOE_OPTIMIZER_PROFILE" in variables
+    refused(run_command, tmp_path, ["--model", str(TINY_MOE)], codes=(BAD_INPUT,), env=variables, fresh=fresh)
 
 
 def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path, run_command: Any) -> None:

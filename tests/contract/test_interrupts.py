@@ -41,7 +41,7 @@ MOMENTS = (
     "tiny-moe/config.json",
     "moe_optimizer/inspection/__pycache__/hardware_probe",
     "/proc/cpuinfo",
-    "moe_optimizer/passes/__pycache__/parallelism",
+    "moe_optimizer/passes/parallelism/__pycache__/parallelism",
     "moe_optimizer/plan/__pycache__/explain",
 )
 
@@ -52,7 +52,7 @@ def test_an_interrupt_while_planning_is_quiet(moment: str, tmp_path: Path, run_c
     (tmp_path / "hook" / "sitecustomize.py").write_text(INTERRUPTER.format(moment=moment), encoding="utf-8")
     environ = {"PYTHONPATH": f"{tmp_path / 'hook'}:{ROOT}"}
     before = sorted(tmp_path.rglob("*"))
-    finished = run_command(["--model", str(TINY_MOE), "--dry-run"], cwd=tmp_path, env=environ)
+    finished = run_command(["--model", str(TINY_MOE), "--dry-run"], cwd=tmp_path, env=environ, fresh=True)
     assert finished.code == INTERRUPTED, finished
     assert (finished.stdout, finished.stderr) == ("", "")
     assert finished.left_running == ()

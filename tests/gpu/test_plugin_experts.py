@@ -51,7 +51,7 @@ def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dispatch: dict[str
 
     @dataclasses.dataclass
     class Plan:
-        decisions: tuple[Decision, ...]
+        plugin_decisions: tuple[Decision, ...]
         digest: str = ""
 
     decision = Decision(

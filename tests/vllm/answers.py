@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from moe_optimizer.proof.record import Proof
 from moe_optimizer.proof.verdict import model_holders
-from tests.vllm.conftest import Answer, Served
+from tests.vllm.conftest import Answer
 
 
-def assert_ours_ran(served: Served, *, workers: int, dtype: str, expert_map: bool = False) -> None:
-    assert served.info is not None
-    holders = model_holders(served.info.proofs)
+def assert_ours_ran(proofs: Sequence[Proof], *, workers: int, dtype: str, expert_map: bool = False) -> None:
+    holders = model_holders(proofs)
     assert [proof.model_rank for proof in holders] == list(range(workers))
     for proof in holders:
         entry = proof.passes["flash_dmoe"]

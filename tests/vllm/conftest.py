@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -25,9 +26,13 @@ from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import PlanRequest, make_plan
 from moe_optimizer.profiles import load_profile
+from moe_optimizer.proof.record import Proof, read_proofs
+from moe_optimizer.proof.verdict import model_holders
 from moe_optimizer.specs.placement_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
-from tests.free_ports import free_port
+from tests.builders import placement_load, tiny_moe
+from tests.eventually import eventually
+from tests.free_ports import four_free_ports, free_port
 from tests.vllm.counted import Counted, count_one_request
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,8 +63,12 @@ class Served:
     """What a server answered, and what it said about itself."""
 
     answers: tuple[Answer, ...]
-    info: ServerInfo | None
+    proofs: tuple[Proof, ...]
+    run_dir: Path
+    info: ServerInfo | None = None
     """None for a server that was not started by the launcher."""
+    again: tuple[tuple[Answer, ...], ...] = ()
+    """What was answered when everything was asked again, once for each further server behind a router."""
     counted: Counted | None = None
     """What it counted for one more request; None where nobody asked."""
 
@@ -132,14 +141,16 @@ def _answer(logprobs: dict[str, Any]) -> Answer:
 
 @pytest.fixture(scope="session", autouse=True)
 def _server_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing from outside, no network, and one compile cache of the tests' own for all servers."""
+    """Nothing from outside, no network, and one compile cache of the tests' own for the servers of all workers."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith("MOE_OPTIMIZER_"):
                 patch.delenv(name)
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
-        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm_cache")))
+        patch.setenv("VLLM_CACHE_ROOT", str(shared / "vllm_cache"))
         yield
 
 
@@ -160,7 +171,9 @@ def serve_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served
                 patch.setenv(name, value)
             run_dir = tmp_path_factory.mktemp("run")
             with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
-                return Served(ask(info.base_url), info, count_one_request(info) if count else None)
+                answers, *again = [ask(info.base_url) for _ in info.servers]
+                counted = count_one_request(info) if count else None
+                return Served(answers, info.proofs, info.run_dir, info, tuple(again), counted)
 
     return serve
 
@@ -191,56 +204,88 @@ def plain_server(*arguments: str, **environment: str) -> Iterator[str]:
         process.wait(timeout=120)
 
 
-STOCK_ARGS = ("--logprobs-mode", "raw_logits", "--max-num-seqs", "8")
+def compiled_fp32_plan() -> Plan:
+    """Return a plan that changes nothing of vLLM's defaults but what is served, so that both sides compile alike."""
+    plan = tiny_plan()
+    return plan.replace(serve_args=plan.plain_args + ServeArguments("--max-num-seqs", "8"))
 
 
 @pytest.fixture(scope="session")
-def stock_fp32() -> Served:
-    """vLLM with nothing of ours set; compiled, as by default."""
-    with plain_server("--dtype", "float32", *STOCK_ARGS) as url:
-        return Served(ask(url), None)
+def stock_fp32(serve_once: Callable[..., Served]) -> Served:
+    """Stock vLLM: the plan is there, and the kill switch too. Compiled, as by default."""
+    return serve_once(compiled_fp32_plan(), MOE_OPTIMIZER_DISABLE="1")
 
 
 @pytest.fixture(scope="session")
 def ours_fp32(stock_fp32: Served, serve_once: Callable[..., Served]) -> Served:
-    """Our kernel in the same configuration, after stock has filled vLLM's compile cache."""
-    plan = tiny_plan()
-    return serve_once(plan.replace(serve_args=plan.plain_args + ServeArguments("--max-num-seqs", "8")), count=True)
+    """Our kernel in the same configuration, after stock vLLM has filled the compile cache."""
+    return serve_once(compiled_fp32_plan(), count=True)
 
 
 @pytest.fixture(scope="session")
 def ours_expert_parallel(serve_once: Callable[..., Served]) -> Served:
-    """Our kernel on two workers with half of the experts each."""
-    plan = tiny_plan("--enforce-eager", "--tensor-parallel-size", "2", "--enable-expert-parallel")
+    """Our kernel on two workers with half of the experts each, placed by load."""
+    plan = tiny_plan(
+        "--enforce-eager", "--tensor-parallel-size", "2", "--enable-expert-parallel",
+        required=("expert_placement",), expert_load=placement_load(tiny_moe()),
+    )  # fmt: skip
     return serve_once(plan, count=True)
 
 
-@pytest.fixture(scope="session")
-def ours_tensor_parallel(serve_once: Callable[..., Served]) -> Served:
-    """Our kernel on two workers with half of every expert each; without counting, which the other servers have."""
-    plan = tiny_plan("--enforce-eager", "--tensor-parallel-size", "2", disabled=("expert-load",))
-    return serve_once(plan)
+PROFILE_WITHOUT_COUNTS = "name: no_counts\npasses: {expert_load: {mode: off}}\n"
 
 
 @pytest.fixture(scope="session")
-def stock_bf16(serve_once: Callable[..., Served]) -> Served:
-    """The plan is there, and the kill switch too."""
-    return serve_once(tiny_plan("--enforce-eager", dtype="bfloat16"), MOE_OPTIMIZER_DISABLE="1")
+def plain_tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Plain vLLM that finds a profile and plans by itself: two workers with half of every expert each."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "profile.yaml").write_text(PROFILE_WITHOUT_COUNTS)
+    cores = sorted(os.sched_getaffinity(0))
+    environment = {
+        "MOE_OPTIMIZER_PROFILE": str(folder / "profile.yaml"), "MOE_OPTIMIZER_RUN_DIR": str(folder / "run"),
+        "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
+    }  # fmt: skip
+
+    def workers_that_ran() -> int:
+        return sum(proof.passes["flash_dmoe"].ran for proof in model_holders(read_proofs(folder / "run")))
+
+    arguments = ("--dtype", "float32", "--enforce-eager", "--logprobs-mode", "raw_logits")
+    with plain_server(*arguments, "--tensor-parallel-size", "2", **environment) as url:
+        answers = ask(url)
+        # Nobody has waited for them as the launcher does, and a process that is ended writes no more.
+        eventually(lambda: workers_that_ran() == 2, "our kernel did not run in both workers")
+    return Served(answers, read_proofs(folder / "run"), folder / "run")
+
+
+# Stands in for the op's module in every process of the server, before anybody imports the real one.
+_BROKEN_KERNEL = """
+import sys, types
+broken = types.ModuleType("moe_optimizer.ops.fused_experts")
+def fused_experts(*args, **kwargs):
+    raise RuntimeError("injected")
+broken.fused_experts = fused_experts
+broken.why_reference = lambda *args: None
+sys.modules[broken.__name__] = broken
+"""
+
+
+@pytest.fixture(scope="session")
+def broken_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a server in whose processes our kernel raises."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "sitecustomize.py").write_text(_BROKEN_KERNEL)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+
+@pytest.fixture(scope="session")
+def fallback_bf16(serve_once: Callable[..., Served], broken_kernel: dict[str, str]) -> Served:
+    """Our kernel is broken: vLLM's own computes."""
+    return serve_once(tiny_plan("--enforce-eager", dtype="bfloat16"), **broken_kernel)
 
 
 @pytest.fixture(scope="session")
 def ours_bf16(serve_once: Callable[..., Served]) -> Served:
-    """Our kernel as it is planned by default."""
-    return serve_once(tiny_plan("--enforce-eager", dtype="bfloat16"))
-
-
-@pytest.fixture
-def injected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Runs Python code at the start of every process that a server consists of."""
-
-    def inject(code: str) -> None:
-        (tmp_path / "site").mkdir()
-        (tmp_path / "site" / "sitecustomize.py").write_text(code)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-
-    return inject
+    """Our kernel as it is planned by default, on two servers behind the router where that is installed."""
+    group = ("replicas",) if importlib.util.find_spec("vllm_router") is not None else ()
+    plan = tiny_plan("--enforce-eager", "--port", str(four_free_ports()), dtype="bfloat16", required=group)
+    return serve_once(plan)

@@ -1,12 +1,17 @@
-"""Loads a model as a vLLM worker does and prints what that costs in memory. Run in a process of its own:
+"""Loads a model as a vLLM worker does, once per plan, and writes what that costs in memory beside the plan.
 
-python loading_memory.py MODEL_FOLDER PORT [LOAD_FORMAT]   ->   as the last line
-{"peak_bytes", "end_bytes", "expert_bytes", "types": the type of each part's weights}
+    python -m tests.vllm.loading_memory MODEL_FOLDER PLAN=LOAD_FORMAT...
+
+loading_memory.json: {"peak_bytes", "end_bytes", "expert_bytes", "types": the type of each part's weights}.
+
+Each load has a process of its own, forked from one that has imported vLLM: nothing of another load is in it. A fork is
+safe where no other thread can hold a lock, so there may be none: OPENBLAS_NUM_THREADS=1 keeps numpy from starting any.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,6 +24,8 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 from vllm.plugins import load_general_plugins
+
+from tests.free_ports import free_port
 
 _SAMPLE_INTERVAL_S = 0.002
 
@@ -58,7 +65,23 @@ class Peak:
         self.bytes = max(self.bytes, anonymous_bytes())
 
 
-def main(model: str, port: str, load_format: str = "auto") -> None:
+def main(model: str, *loads: str) -> int:
+    """Load one after the other; stop at the first that fails."""
+    for load in loads:
+        plan, load_format = load.split("=")
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        assert threads == 1, f"{threads} threads, expected one: a fork of this process may hang"
+        pid = os.fork()
+        if pid == 0:
+            measure(model, Path(plan), load_format)
+            os._exit(0)
+        if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            return status
+    return 0
+
+
+def measure(model: str, plan: Path, load_format: str) -> None:
+    os.environ["MOE_OPTIMIZER_PLAN"] = str(plan)
     load_general_plugins()
     # As vLLM's CPU worker does: there is no accelerator whose cache could be emptied.
     torch.accelerator.empty_cache = lambda: None
@@ -72,7 +95,7 @@ def main(model: str, port: str, load_format: str = "auto") -> None:
     )
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
         initialize_model_parallel(1, 1)
         before, peak = anonymous_bytes(), Peak()
         with peak.watched():
@@ -87,8 +110,8 @@ def main(model: str, port: str, load_format: str = "auto") -> None:
                 for name, tensor in loaded.named_parameters()
             },
         }
-    print(f"\n{json.dumps(measured)}")
+    plan.with_name("loading_memory.json").write_text(json.dumps(measured))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

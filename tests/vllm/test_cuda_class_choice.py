@@ -30,11 +30,10 @@ def test_without_a_table_for_its_weights_a_layer_is_left_to_vllm(
     monkeypatch.setattr(experts_cuda.MoeOptimizerCudaExperts, "_supports_current_device", staticmethod(lambda: True))
     cls = offered("cuda", "MoeOptimizerCudaExperts")
     config = moe_config(in_dtype=torch.bfloat16)
-    assert cls.is_supported_config(cls, config, None, None, cls.activation_format()) == (
-        False,
-        "the plan has no kernel of ours for bf16 weights",
-    )
-    assert session.proof.passes[PASS].why_not == "the plan has no kernel of ours for bf16 weights"
+    supported, why_not = cls.is_supported_config(cls, config, None, None, cls.activation_format())
+    assert not supported
+    assert "bf16" in why_not
+    assert session.proof.passes[PASS].why_not == why_not
 
 
 def without(stock: Any, question: str) -> Any:
@@ -45,20 +44,20 @@ def without(stock: Any, question: str) -> Any:
 @pytest.mark.parametrize(
     ("changes", "stock", "built", "reason"),
     [
-        ({"has_bias": True}, lambda own: (own,), {"cuda_grouped": None}, "kernel does not support biases"),
-        ({}, lambda own: (own, own), {"cuda_grouped": None}, "vLLM has 2 kernels for this layer, known is one"),
+        ({"has_bias": True}, lambda own: (own,), {"cuda_grouped": None}, "biases"),
+        ({}, lambda own: (own, own), {"cuda_grouped": None}, "2 kernels"),
         (
             {},
             lambda own: (without(own, "_supports_quant_scheme"),),
             {"cuda_grouped": None},
-            "vLLM's own kernel, needed beside ours, does not support it: kernel does not support quantization scheme",
+            "quantization scheme",
         ),
-        ({}, lambda own: (own,), {}, "built without CUDA kernels"),
+        ({}, lambda own: (own,), {}, "built without"),
         (
             {"in_dtype": torch.float16},
             lambda own: (own,),
             {"cuda_grouped": None},
-            "kernel does not support torch.float",
+            "torch.float16",
         ),
     ],
     ids=["bias", "two kernels of vLLM's", "no kernel of vLLM's", "not built", "float16"],
@@ -75,7 +74,7 @@ def test_what_the_cuda_class_does_not_do_is_left_to_vllm_with_the_reason(
     config = moe_config(**{"in_dtype": torch.bfloat16} | changes)
     supported, why_not = cls.is_supported_config(cls, config, None, None, cls.activation_format())
     assert not supported
-    assert why_not.startswith(reason)
+    assert reason in why_not
     assert session.proof.passes[PASS].why_not == why_not
 
 

@@ -147,7 +147,8 @@ def test_a_wrong_kernel_leaves_the_layer_to_vllm_with_the_reason(
     for tokens in (1, 3, 6):
         torch.testing.assert_close(*forward(kernel, weights, tokens))
     proof = session.proof.passes[PASS]
-    assert "self-check failed: grouped-bf16-n16: error" in proof.why_not
+    assert "self-check failed" in proof.why_not
+    assert "grouped-bf16-n16" in proof.why_not
     assert proof.layers == ()
     assert not proof.ran
 
@@ -172,7 +173,7 @@ def test_a_first_forward_inside_a_graph_capture_is_left_to_vllm(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     torch.testing.assert_close(*forward(kernel, weights, 1))
     assert kernels.runs == []
-    assert "before a CUDA graph was captured" in session.proof.passes[PASS].why_not
+    assert "CUDA graph" in session.proof.passes[PASS].why_not
 
 
 def test_with_an_expert_map_only_local_experts_are_computed(kernel: Any, weights: Any) -> None:

@@ -67,8 +67,7 @@ def test_expert_parallel_workers_count_once(ours_expert_parallel: Served) -> Non
 
 
 def assert_proven(served: Served, *, workers: int) -> None:
-    assert served.info is not None
-    holders = model_holders(served.info.proofs)
+    holders = model_holders(served.proofs)
     assert len(holders) == workers
     for proof in holders:
         entry = proof.passes["expert_load"]
@@ -83,10 +82,10 @@ def test_the_same_request_uses_the_same_experts_with_one_worker_and_with_two(
     assert counted(ours_fp32).request == counted(ours_expert_parallel).request
 
 
-def test_off_means_no_patch_of_the_step_and_no_counts(ours_tensor_parallel: Served) -> None:
-    assert ours_tensor_parallel.info is not None
-    for proof in ours_tensor_parallel.info.proofs:
+def test_off_means_no_patch_of_the_step_and_no_counts(plain_tensor_parallel: Served) -> None:
+    assert plain_tensor_parallel.proofs
+    for proof in plain_tensor_parallel.proofs:
         assert "expert_load" not in proof.passes
         assert WORKER_EXECUTE_MODEL.target not in {patch.target for patch in proof.patches}
-    names = {path.name for path in ours_tensor_parallel.info.run_dir.iterdir()}
+    names = {path.name for path in plain_tensor_parallel.run_dir.iterdir()}
     assert not any("expert_load" in name for name in names), names

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from moe_optimizer.passes.registry import resolve_wishes
-from tests.vllm.conftest import TINY_MOE, free_port, plan_here
+from tests.vllm.conftest import ROOT, TINY_MOE, plan_here
 
 pytestmark = pytest.mark.vllm
 LAYERS, EXPERTS, WIDTH = 8, 32, 512
 BF16_BYTES = LAYERS * EXPERTS * 3 * WIDTH * WIDTH * 2
-SCRIPT = Path(__file__).parent / "loading_memory.py"
 
 
 @pytest.fixture(scope="module")
@@ -55,27 +54,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loaded(model: Path, run_dir: Path, *enabled: str, load_format: str = "auto") -> dict[str, Any]:
-    """Load the model under a plan and return what it cost, and the type of each part's weights."""
-    plan = plan_here(model=model, batch_size=1, max_model_len=128, wishes=resolve_wishes(enabled, ()))
-    run_dir.mkdir()
-    (run_dir / "plan.json").write_text(plan.to_json())
-    environment = {**os.environ, "MOE_OPTIMIZER_PLAN": str(run_dir / "plan.json"), "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [sys.executable, str(SCRIPT), str(model), str(free_port()), load_format]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+LOADS = {
+    "bf16": ((), "auto"),
+    "fp8": (("fp8",), "auto"),
+    "made up": (("fp8",), "dummy"),
+    "sparse": (("sparsity",), "auto"),
+}
+"""The passes that are switched on, and vLLM's load format."""
 
 
 @pytest.fixture(scope="module")
 def memory(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("runs")
-    return {
-        "bf16": loaded(model, folder / "bf16"),
-        "fp8": loaded(model, folder / "fp8", "fp8"),
-        "made up": loaded(model, folder / "made_up", "fp8", load_format="dummy"),
-        "sparse": loaded(model, folder / "sparse", "sparsity"),
-    }
+    """What each load of the model cost, and the type of each part's weights."""
+    folders = {name: tmp_path_factory.mktemp("run") for name in LOADS}
+    loads = []
+    for name, (enabled, load_format) in LOADS.items():
+        plan = plan_here(model=model, batch_size=1, max_model_len=128, wishes=resolve_wishes(enabled, ()))
+        (folders[name] / "plan.json").write_text(plan.to_json())
+        loads.append(f"{folders[name] / 'plan.json'}={load_format}")
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.loading_memory", str(model), *loads],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: json.loads((folder / "loading_memory.json").read_text()) for name, folder in folders.items()}
 
 
 def test_the_expert_weights_halve(memory: dict[str, dict[str, Any]]) -> None:

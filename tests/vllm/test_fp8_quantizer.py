@@ -88,7 +88,7 @@ def test_the_transformer_engine_says_once_why_it_is_not_used(
     for _ in range(3):
         deep_gemm.per_block_cast_to_fp8(weight())
     assert session.proof.passes["fp8"].kernel == "FP8 quantizer builtin"
-    assert caplog.text.count("Transformer Engine: it converts tensors on CUDA devices, found cpu") == 1
+    assert caplog.text.count("found cpu") == 1
 
 
 def test_other_scales_are_vllms_own(deep_gemm: Any, activate: Callable[..., PluginSession]) -> None:

@@ -31,4 +31,4 @@ def test_a_loaded_layer_is_on_huge_pages_or_the_proof_says_why_not(session: Plug
 def test_weights_too_small_for_a_huge_page_are_said_to_be(session: PluginSession) -> None:
     make_cpu_experts().process_weights_after_loading(make_layer(16))
     (entry,) = session.proof.passes[PASS].layers
-    assert entry.why_small_pages == "the tensor is smaller than a huge page"
+    assert "smaller" in entry.why_small_pages

@@ -14,7 +14,7 @@ from moe_optimizer.vllm_plugin import install
 from moe_optimizer.vllm_plugin import patch as patches
 from moe_optimizer.vllm_plugin import session as sessions
 from moe_optimizer.vllm_plugin.experts import kernel, kernel_choice
-from moe_optimizer.vllm_plugin.experts.unquantized_oracle import UNQUANTIZED_ORACLE
+from moe_optimizer.vllm_plugin.experts.kernel_choice import UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.patch import PatchState
 from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.vllm.conftest import tiny_plan
@@ -195,7 +195,7 @@ def test_a_kernel_that_computes_something_else_is_refused(
     replace_op(monkeypatch, swapped_experts)
     session = activate()
     assert chosen(oracle) == "CPUUnquantizedExperts"
-    assert "self-test failed: wrong result" in why_not(session)
+    assert "self-test failed" in why_not(session)
 
 
 def test_a_kernel_that_ignores_the_expert_map_is_refused(

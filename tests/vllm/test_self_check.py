@@ -55,7 +55,7 @@ def forward(experts: Any, layer: Any, *, weighted_input: bool = False) -> tuple[
         w2=layer.w2_weight,
         topk_weights=weights,
         topk_ids=ids.int(),
-        session=experts.moe_config.session,
+        activation=experts.moe_config.activation,
         global_num_experts=16,
         expert_map=layer.expert_map,
         a1q_scale=None,
@@ -139,15 +139,15 @@ def test_with_an_expert_map_there_is_nothing_to_hand_it_to(
 def test_the_check_costs_little_beside_loading(session: PluginSession) -> None:
     """A layer of 64 experts reads the weights of four of them."""
     calls: list[int] = []
-    from moe_optimizer.vllm_plugin.experts.weight_format import PlainWeights
+    from moe_optimizer.vllm_plugin.experts.weight_format import WeightFormat
 
-    original: Callable[..., Any] = PlainWeights.dense_expert
+    original: Callable[..., Any] = WeightFormat.dense_expert
 
     def counted(self: Any, weights: Any, expert: int) -> Any:
         calls.append(expert)
         return original(self, weights, expert)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PlainWeights, "dense_expert", counted)
+        patch.setattr(WeightFormat, "dense_expert", counted)
         make_cpu_experts().process_weights_after_loading(make_layer())
     assert len(calls) == 4

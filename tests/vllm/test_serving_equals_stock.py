@@ -10,6 +10,15 @@ from tests.vllm.conftest import MAX_TOKENS, PROMPTS, Served
 pytestmark = pytest.mark.vllm
 
 
+def test_the_kill_switch_leaves_no_trace(stock_fp32: Served) -> None:
+    assert stock_fp32.info is not None
+    assert stock_fp32.proofs == ()
+    (row,) = [row for row in stock_fp32.info.rows if row.pass_name == "flash_dmoe"]
+    assert (row.applied, row.ran) == ("no", "no")
+    assert "MOE_OPTIMIZER_DISABLE" in row.why_not
+    assert "moe_optimizer" not in stock_fp32.info.log_path.read_text()
+
+
 def tokens(served: Served) -> list[tuple[int, ...]]:
     return [answer.tokens for answer in served.answers]
 
@@ -17,7 +26,7 @@ def tokens(served: Served) -> list[tuple[int, ...]]:
 def test_compiled_fp32_equals_stock_although_the_compile_cache_holds_its_graph(
     stock_fp32: Served, ours_fp32: Served
 ) -> None:
-    assert_ours_ran(ours_fp32, workers=1, dtype="float32")
+    assert_ours_ran(ours_fp32.proofs, workers=1, dtype="float32")
     assert tokens(ours_fp32) == tokens(stock_fp32)
 
 
@@ -32,12 +41,12 @@ def test_fp32_logits_equal_stock_up_to_rounding(stock_fp32: Served, ours_fp32: S
     assert compared > len(PROMPTS) * MAX_TOKENS
 
 
-def test_fp32_with_tensor_parallelism_equals_stock(stock_fp32: Served, ours_tensor_parallel: Served) -> None:
-    assert_ours_ran(ours_tensor_parallel, workers=2, dtype="float32")
-    assert tokens(ours_tensor_parallel) == tokens(stock_fp32)
+def test_fp32_with_tensor_parallelism_equals_stock(stock_fp32: Served, plain_tensor_parallel: Served) -> None:
+    assert_ours_ran(plain_tensor_parallel.proofs, workers=2, dtype="float32")
+    assert tokens(plain_tensor_parallel) == tokens(stock_fp32)
 
 
 def test_fp32_with_expert_parallelism_equals_stock(stock_fp32: Served, ours_expert_parallel: Served) -> None:
     # Stock itself cannot be compared with here: its CPU kernel ignores the expert map and crashes.
-    assert_ours_ran(ours_expert_parallel, workers=2, dtype="float32", expert_map=True)
+    assert_ours_ran(ours_expert_parallel.proofs, workers=2, dtype="float32", expert_map=True)
     assert tokens(ours_expert_parallel) == tokens(stock_fp32)

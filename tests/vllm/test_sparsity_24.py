@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from moe_optimizer.launcher.launch import ServerInfo, running
+from moe_optimizer.launcher.launch import running
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.proof.record import PassProof
 from moe_optimizer.proof.verdict import model_holders
@@ -28,17 +28,12 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Served, float]:
         max_model_len=520,
     )
     with running(plan, run_dir=tmp_path_factory.mktemp("sparse"), ready_timeout_s=READY_TIMEOUT_S) as info:
-        return Served(ask(info.base_url), info), heldout_perplexity(info)
-
-
-def server_info(pruned: tuple[Served, float]) -> ServerInfo:
-    assert isinstance(pruned[0].info, ServerInfo)
-    return pruned[0].info
+        return Served(ask(info.base_url), info.proofs, info.run_dir, info), heldout_perplexity(info)
 
 
 @pytest.fixture
 def entry(pruned: tuple[Served, float]) -> PassProof:
-    (holder,) = model_holders(server_info(pruned).proofs)
+    (holder,) = model_holders(pruned[0].proofs)
     return holder.passes["sparsity_24"]
 
 
@@ -58,13 +53,14 @@ def test_the_experts_take_nine_sixteenths_of_the_memory(entry: PassProof) -> Non
 
 
 def test_the_layers_were_pruned_while_loading(pruned: tuple[Served, float]) -> None:
-    (holder,) = model_holders(server_info(pruned).proofs)
+    (holder,) = model_holders(pruned[0].proofs)
     (patch,) = [each for each in holder.patches if each.target.endswith(":UnquantizedFusedMoEMethod.create_weights")]
     assert (patch.state, patch.detail) == ("applied", "")
 
 
 def test_the_table_of_the_launcher_shows_it(pruned: tuple[Served, float]) -> None:
-    (row,) = [row for row in server_info(pruned).rows if row.pass_name == "sparsity_24"]
+    assert pruned[0].info is not None
+    (row,) = [row for row in pruned[0].info.rows if row.pass_name == "sparsity_24"]
     assert row.cells == ("sparsity_24", "experts 2:4 sparse", "yes", "yes, 4 layers", "")
 
 
@@ -76,8 +72,7 @@ def test_perplexity_is_worse_and_of_a_model_that_still_speaks(pruned: tuple[Serv
 
 
 def test_off_nothing_of_it_is_there(ours_bf16: Served) -> None:
-    assert ours_bf16.info is not None
-    for holder in model_holders(ours_bf16.info.proofs):
+    for holder in model_holders(ours_bf16.proofs):
         assert "sparsity_24" not in holder.passes
         assert all(layer.weight_format == "plain" for layer in holder.passes["flash_dmoe"].layers)
         assert not any("create_weights" in patch.target for patch in holder.patches)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.inspection import find_vllm
-from moe_optimizer.inspection.vllm_quantization import lacks_quantization
+from moe_optimizer.inspection.vllm_sources import lacks_quantization
 
 pytestmark = pytest.mark.vllm
 

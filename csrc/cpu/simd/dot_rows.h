@@ -1,15 +1,13 @@
 // Dot products of many tokens, more than one register tile takes, with 16 rows of weights.
 //
-// Four rows at a time: they stay in the L1 cache while the tokens pass over them, a register tile of tokens at
-// a time. From ten tokens on eight rows, where a Format has registers for it: tokens are then read half as often. FP8
-// rows are decoded first, into a buffer that stays in L1 as well.
-// Meanwhile the rows some way ahead are fetched, by every step its share of what the tiles together read once: memory
-// works all the time the multipliers do.
-// K is cut into blocks, so that a tile's activations stay in L1; the partial sums wait in `state` between blocks.
-// This and dot_streams.h add the products of a (token, row) in the same order, so a token's result does not depend on
-// the rest of the batch.
+// Four rows at a time: they stay in the L1 cache while the tokens pass over them, one register tile of tokens after the
+// other. From ten tokens on, eight rows where a Format has registers for it: tokens are then read half as often. FP8
+// rows are first decoded into a buffer in L1. Meanwhile every step prefetches its share of the next rows, so memory is
+// never idle. K is cut into blocks, so that a tile's activations stay in L1; partial sums wait in `state` between
+// blocks.
 //
-// Internal linkage: see number_formats.h.
+// This header and dot_streams.h add the products of a (token, row) in the same order, so a token's result does not
+// depend on the rest of the batch. Internal linkage: see number_formats.h.
 #pragma once
 
 #include "register_tile.h"
@@ -17,16 +15,15 @@
 namespace moeopt {
 namespace {
 
-// Tokens that eight rows are for. Fewer make three tiles or less, and fetching the next eight rows meanwhile would take
+// Fewest tokens for eight rows. With fewer, at most three tiles would have to prefetch the next eight rows, which takes
 // more than two lines per step.
 constexpr int64_t kWideFromTokens = 10;
-// Columns per block of K. Chosen by measurement on a core with 48 KiB of L1 and 1 MiB of L2: shorter blocks spend
-// more on saving partial sums than the L1 gives back.
+// Columns per block of K. Measured on a core with 48 KiB of L1 and 1 MiB of L2: shorter blocks lose more by saving
+// partial sums than they gain from L1.
 constexpr int64_t kBlockColumns = 2048;
 // Tokens that pass over the rows together. Rows are decoded once for all of them.
 constexpr int64_t kChunkTokens = 128;
-// How far ahead rows are fetched. Chosen by measurement: FP8 rows of 2 KiB gain from more than four rows, BF16 rows
-// of 4 KiB lose with more.
+// Prefetch distance. Measured: FP8 rows of 2 KiB gain from more than four rows, BF16 rows of 4 KiB lose with more.
 constexpr int64_t kAheadBytes = 8192;
 
 template <typename Format, int R, Ahead kAhead>
@@ -47,7 +44,7 @@ struct DotScratch {
   int64_t decoded_stride;
 };
 
-// Memory to fetch meanwhile: `bytes` from `cursor` on; null: none.
+// Memory to prefetch: `bytes` from `cursor` on; null: none.
 struct Fetch {
   const char* cursor;
   int64_t bytes;
@@ -60,7 +57,7 @@ void dot_many(const char* const* x, int64_t tokens, const WeightRows<Format>& ro
   constexpr int kTokens = R == kTileRows ? Format::kTileTokens : Format::kWideTokens;
   const int64_t tiles = (tokens + kTokens - 1) / kTokens;
   const int64_t step_bytes = fetch.bytes / (tiles * (rows.columns / Format::kStep) + 1) + 1;
-  // Two lines per step must do; more would leave gaps.
+  // At most two lines per step are prefetched; a longer step would leave gaps.
   const char* ahead = step_bytes <= 2 * kLineBytes ? fetch.cursor : nullptr;
   for (int64_t begin = 0; begin < rows.columns; begin += kBlockColumns) {
     Block<Format> block{};

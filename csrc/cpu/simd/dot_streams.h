@@ -3,9 +3,8 @@
 //   rows    | quarter 0 | quarter 1 | quarter 2 | quarter 3 |      a tile: one row of each quarter,
 //             ^ r ->      ^           ^           ^                then the next row of each
 //
-// So few tokens take less time than their weights take to arrive, and memory is read fastest as a few long streams:
-// the processor sees each of the four and fetches ahead by itself. Four rows side by side with hints to fetch ahead
-// were measured slower.
+// So few tokens are multiplied faster than their weights arrive, and memory is read fastest as a few long streams: the
+// processor recognises each of the four and prefetches by itself. Four adjacent rows with prefetch hints were slower.
 //
 // Internal linkage: see number_formats.h.
 #pragma once

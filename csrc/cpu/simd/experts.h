@@ -6,12 +6,9 @@
 //   h [pair, I] ------ rows of w2 --> y [n, rows] -- + bias, x router weight
 //                                     sum [token, as many columns] += (FP32)
 //
-// Few tokens of an expert, one register tile of them, take all rows of a task at once (dot_streams.h: memory is the
-// limit). More go through 16 rows after 16 rows, n = kChunkTokens at a time (dot_rows.h: arithmetic is the limit). All
-// of this lies in the L1 and L2 caches of one core.
-// FP8 rows are decoded exactly, so where they are decoded does not change a result.
-//
-// Internal linkage: see number_formats.h.
+// Few tokens of an expert, at most one register tile, take all rows of a task at once (dot_streams.h: memory is the
+// limit). More tokens take 16 rows at a time, n = kChunkTokens tokens at a time (dot_rows.h: arithmetic is the limit).
+// All buffers fit the L1 and L2 caches of one core. Decoding FP8 is exact. Internal linkage: see number_formats.h.
 #pragma once
 
 #include "../number_formats.h"

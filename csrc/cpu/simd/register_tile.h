@@ -1,7 +1,7 @@
 // The inner loop: a register tile of M tokens over R rows of weights.
 //
-// A dot product keeps its partial sums in the lanes of one register, lanes along K. So the rows are read as
-// they lie in memory, and nothing is ever repacked:
+// A dot product keeps its partial sums in the lanes of one register, lanes along K, so the rows are read as they are
+// stored and nothing is repacked:
 //
 //               k ->
 //   x rows    |====|====|====|   M tokens --+
@@ -23,7 +23,7 @@ constexpr int kTileRows = 4;
 constexpr int kWideRows = 8;
 constexpr int64_t kLineBytes = 64;
 
-// Hints of __builtin_prefetch. Rows that one tile of tokens reads are not wanted in L2 afterwards.
+// Hints of __builtin_prefetch. Rows that a single tile of tokens reads are not needed in L2 afterwards.
 constexpr int kIntoL1Only = 0, kIntoL2 = 2, kIntoL1AndL2 = 3;
 
 // What to fetch while multiplying.
@@ -37,7 +37,7 @@ enum class Ahead {
 // Which rows of a tile have the same factors.
 enum class Scaling { kNone, kShared, kPerRow };
 
-// One block of K of a register tile, and what is needed around it.
+// One block of K of a register tile.
 template <typename Format>
 struct Block {
   const typename Format::Weight* w;  // first row, at k = 0
@@ -51,8 +51,8 @@ struct Block {
   int64_t steps() const { return (end - begin) / Format::kStep; }
 };
 
-// Loads `value` once. Left alone, the compiler reads an activation again for each row, as the memory operand
-// of the multiplication, and the loads become the limit.
+// Loads `value` once. Otherwise the compiler reads an activation again for each row, as the memory operand of the
+// multiplication, and loads become the limit.
 template <typename Operand>
 inline __attribute__((always_inline)) void keep_in_register(Operand& value) {
   asm("" : "+v"(value));

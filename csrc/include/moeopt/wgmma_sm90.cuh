@@ -72,44 +72,35 @@ MOEOPT_DEVICE uint64_t advance_descriptor(uint64_t descriptor, int bytes) {
                : MOEOPT_OUT_##registers                                                                        \
                : __VA_ARGS__, "r"(accumulate))
 
-// n columns, n / 2 registers; i .. m: the operand numbers after the accumulators.
-#define MOEOPT_WGMMA_BF16(n, registers, i, j, k)                                                                     \
-  MOEOPT_DEVICE void wgmma_bf16(float (&d)[registers], uint64_t a, uint64_t b, int accumulate) {                     \
-    MOEOPT_WGMMA("m64n" #n "k16.f32.bf16.bf16", registers, k, "%" #i ", %" #j ", keep, 1, 1, 0, 0", "l"(a), "l"(b)); \
+// n columns; i = n / 2 accumulators, so i .. last are the numbers of the operands after them. a in shared memory:
+#define MOEOPT_WGMMA_SHARED(n, i, j, last)                                                                      \
+  MOEOPT_DEVICE void wgmma_bf16(float (&d)[i], uint64_t a, uint64_t b, int accumulate) {                        \
+    MOEOPT_WGMMA("m64n" #n "k16.f32.bf16.bf16", i, last, "%" #i ", %" #j ", keep, 1, 1, 0, 0", "l"(a), "l"(b)); \
+  }                                                                                                             \
+  MOEOPT_DEVICE void wgmma_e4m3(float (&d)[i], uint64_t a, uint64_t b, int accumulate) {                        \
+    MOEOPT_WGMMA("m64n" #n "k32.f32.e4m3.e4m3", i, last, "%" #i ", %" #j ", keep, 1, 1", "l"(a), "l"(b));       \
   }
-#define MOEOPT_WGMMA_BF16_REGISTERS(n, registers, i, j, k, l, m, last)                                            \
-  MOEOPT_DEVICE void wgmma_bf16(float (&d)[registers], const uint32_t (&a)[4], uint64_t b, int accumulate) {      \
-    MOEOPT_WGMMA("m64n" #n "k16.f32.bf16.bf16", registers, last,                                                  \
+// a in registers, BF16:
+#define MOEOPT_WGMMA_REGISTERS(n, i, j, k, l, m, last)                                                            \
+  MOEOPT_DEVICE void wgmma_bf16(float (&d)[i], const uint32_t (&a)[4], uint64_t b, int accumulate) {              \
+    MOEOPT_WGMMA("m64n" #n "k16.f32.bf16.bf16", i, last,                                                          \
                  "{%" #i ", %" #j ", %" #k ", %" #l "}, %" #m ", keep, 1, 1, 0", "r"(a[0]), "r"(a[1]), "r"(a[2]), \
                  "r"(a[3]), "l"(b));                                                                              \
   }
-#define MOEOPT_WGMMA_E4M3(n, registers, i, j, k)                                                               \
-  MOEOPT_DEVICE void wgmma_e4m3(float (&d)[registers], uint64_t a, uint64_t b, int accumulate) {               \
-    MOEOPT_WGMMA("m64n" #n "k32.f32.e4m3.e4m3", registers, k, "%" #i ", %" #j ", keep, 1, 1", "l"(a), "l"(b)); \
-  }
 
-MOEOPT_WGMMA_BF16(16, 8, 8, 9, 10)
-MOEOPT_WGMMA_BF16(32, 16, 16, 17, 18)
-MOEOPT_WGMMA_BF16(48, 24, 24, 25, 26)
-MOEOPT_WGMMA_BF16(64, 32, 32, 33, 34)
-MOEOPT_WGMMA_BF16(80, 40, 40, 41, 42)
-MOEOPT_WGMMA_BF16(96, 48, 48, 49, 50)
-MOEOPT_WGMMA_BF16(112, 56, 56, 57, 58)
-MOEOPT_WGMMA_BF16(128, 64, 64, 65, 66)
-MOEOPT_WGMMA_BF16(144, 72, 72, 73, 74)
-MOEOPT_WGMMA_BF16(160, 80, 80, 81, 82)
-MOEOPT_WGMMA_BF16_REGISTERS(16, 8, 8, 9, 10, 11, 12, 13)
-MOEOPT_WGMMA_BF16_REGISTERS(32, 16, 16, 17, 18, 19, 20, 21)
-MOEOPT_WGMMA_BF16_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37)
-MOEOPT_WGMMA_E4M3(16, 8, 8, 9, 10)
-MOEOPT_WGMMA_E4M3(32, 16, 16, 17, 18)
-MOEOPT_WGMMA_E4M3(48, 24, 24, 25, 26)
-MOEOPT_WGMMA_E4M3(64, 32, 32, 33, 34)
-MOEOPT_WGMMA_E4M3(80, 40, 40, 41, 42)
-MOEOPT_WGMMA_E4M3(96, 48, 48, 49, 50)
-MOEOPT_WGMMA_E4M3(112, 56, 56, 57, 58)
-MOEOPT_WGMMA_E4M3(128, 64, 64, 65, 66)
-MOEOPT_WGMMA_E4M3(144, 72, 72, 73, 74)
+MOEOPT_WGMMA_SHARED(16, 8, 9, 10)
+MOEOPT_WGMMA_SHARED(32, 16, 17, 18)
+MOEOPT_WGMMA_SHARED(48, 24, 25, 26)
+MOEOPT_WGMMA_SHARED(64, 32, 33, 34)
+MOEOPT_WGMMA_SHARED(80, 40, 41, 42)
+MOEOPT_WGMMA_SHARED(96, 48, 49, 50)
+MOEOPT_WGMMA_SHARED(112, 56, 57, 58)
+MOEOPT_WGMMA_SHARED(128, 64, 65, 66)
+MOEOPT_WGMMA_SHARED(144, 72, 73, 74)
+MOEOPT_WGMMA_SHARED(160, 80, 81, 82)
+MOEOPT_WGMMA_REGISTERS(16, 8, 9, 10, 11, 12, 13)
+MOEOPT_WGMMA_REGISTERS(32, 16, 17, 18, 19, 20, 21)
+MOEOPT_WGMMA_REGISTERS(64, 32, 33, 34, 35, 36, 37)
 
 #undef MOEOPT_WGMMA
 }  // namespace moeopt

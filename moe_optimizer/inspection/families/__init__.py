@@ -1,4 +1,4 @@
-"""The families of models: a table of rules, looked up by a configuration's model_type or architecture."""
+"""Finds the family of a model, the rules for its configuration, by model_type or architecture."""
 
 from __future__ import annotations
 
@@ -7,41 +7,37 @@ from functools import cache
 from pathlib import Path
 
 from moe_optimizer.inspection.families import (
-    compressed,
     deepseek_like,
     dense,
+    dense_layer_norm,
+    expert_layers,
     gemma,
-    gemma_nested,
     generic,
     hunyuan,
     hybrid,
     inkling,
     latent,
-    mixtral_like,
     nemotron,
-    older,
     qwen,
-    rare,
     sigmoid_routed,
+    sparse_attention,
 )
 from moe_optimizer.inspection.family import Family
 
 _TABLES = (
     dense,
+    dense_layer_norm,
     gemma,
-    gemma_nested,
-    older,
     qwen,
-    mixtral_like,
-    deepseek_like,
+    expert_layers,
     sigmoid_routed,
+    deepseek_like,
     latent,
-    compressed,
+    sparse_attention,
     hunyuan,
     nemotron,
     inkling,
     hybrid,
-    rare,
 )
 
 

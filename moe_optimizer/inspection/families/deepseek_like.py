@@ -1,4 +1,4 @@
-"""DeepSeek and families with its experts: sigmoid routing, dense first layers, latent or grouped attention."""
+"""DeepSeek, and decoders with its experts: dense first layers, latent or grouped attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_optimizer.inspection.disagreements import (
 from moe_optimizer.inspection.family import VOCAB, Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
-from moe_optimizer.inspection.layer_rules import after_first, both, first_given, multiples, words
+from moe_optimizer.inspection.layer_rules import after_first, by_fields
 from moe_optimizer.inspection.shapes import Site
 
 
@@ -25,19 +25,10 @@ def _norm_after_experts(site: Site) -> int:
     return site.hidden_size * (site.layer >= (site.config.integer("first_k_dense_replace", 0) or 0))
 
 
-FREQUENCY = both(after_first("first_k_dense_replace"), multiples("moe_layer_freq"))
-FIRST_DENSE = first_given(
-    ("mlp_layer_types", words("mlp_layer_types", "sparse")), otherwise=after_first("first_k_dense_replace")
-)
-
 EXPERTS = Experts(
-    count=("n_routed_experts", "num_local_experts", "num_experts"),
-    top_k=("num_experts_per_tok",),
-    width=("moe_intermediate_size",),
-    layers=FREQUENCY,
-    shared=Shared(count=("n_shared_experts",)),
+    layers=by_fields(),
+    shared=Shared(),
 )
-EXPERTS_FIRST_DENSE = replace(EXPERTS, layers=FIRST_DENSE)
 
 
 def _latent_or_plain(config: Config, num_layers: int) -> tuple[str, ...]:
@@ -96,7 +87,7 @@ FAMILIES = (
         model_types=("mistral4",),
         architectures=("Mistral4ForCausalLM",),
         mixers={"attention": LatentAttention()},
-        experts=replace(EXPERTS, layers=after_first("first_k_dense_replace")),
+        experts=EXPERTS,
     ),
     Family(
         model_types=("deepseek_v32",),
@@ -109,13 +100,13 @@ FAMILIES = (
         model_types=("glm_moe_dsa",),
         architectures=("GlmMoeDsaForCausalLM",),
         mixers={"attention": LatentAttention(indexer=True)},
-        experts=EXPERTS_FIRST_DENSE,
+        experts=EXPERTS,
     ),
     Family(
         model_types=("glm4_moe_lite",),
         architectures=("Glm4MoeLiteForCausalLM",),
         mixers={"attention": LatentAttention()},
-        experts=EXPERTS_FIRST_DENSE,
+        experts=EXPERTS,
         defaults={"first_k_dense_replace": 1},
     ),
     Family(
@@ -124,7 +115,7 @@ FAMILIES = (
         disagreement=norm_after_experts,
         mixers={"attention": LatentAttention()},
         layer_extra=_norm_after_experts,
-        experts=replace(EXPERTS, layers=after_first("first_k_dense_replace")),
+        experts=EXPERTS,
     ),
     Family(
         model_types=("youtu",),
@@ -147,8 +138,6 @@ FAMILIES = (
         dense=Dense(width=("ffn_hidden_size", "intermediate_size"), bias=False, copies=2),
         norms=4,
         experts=Experts(
-            count=("n_routed_experts",),
-            top_k=("moe_topk", "num_experts_per_tok"),
             width=("expert_ffn_hidden_size", "moe_intermediate_size"),
             router_bias="router_bias",
             zero_experts=("zero_expert_num",),

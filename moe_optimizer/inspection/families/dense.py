@@ -1,9 +1,10 @@
-"""Dense families with rotary positions and, mostly, RMS norms: Llama and its relatives."""
+"""Dense decoders with rotary positions and, mostly, RMS norms."""
 
 from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
-from moe_optimizer.inspection.families.common_parts import NO_BIAS, PLAIN_MLP
+from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, NO_BIAS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense
 from moe_optimizer.inspection.layer_rules import every, last_of, listed, windowed_when
@@ -12,27 +13,70 @@ LLAMA_MLP = Dense(bias="mlp_bias")
 BIASED_MLP = Dense(bias="use_bias", gated=False)
 
 
+def _one_for_all_queries(config: Config, heads: int) -> int:
+    if not config.flag("multi_query_attention"):
+        return heads
+    return config.integer("multi_query_group_num", 1, minimum=1) or 1
+
+
+def _halves(_: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(width // 2 for width in widths)
+
+
 FAMILIES = (
+    # Nothing but fields that say what there is: the class defaults are those of the model_type, of no other here.
     Family(
-        model_types=("llama", "cwm", "internlm3", "telechat3", "nanbeige", "solar_pro", "iquestcoder"),
-        architectures=(
-            "LlamaForCausalLM",
-            "LLaMAForCausalLM",
-            "InternLM3ForCausalLM",
-            "IQuestCoderForCausalLM",
-            "TeleChat3ForCausalLM",
-            "NanbeigeForCausalLM",
-            "CwmForCausalLM",
+        model_types=(
+            "aquila",
+            "baichuan",
+            "cwm",
+            "exaone",
+            "granite",
+            "internlm3",
+            "iquestcoder",
+            "llama",
+            "ministral",
+            "ministral3",
+            "mistral",
+            "nanbeige",
+            "phi3",
+            "phi3_v",
+            "phi4-siglip",
+            "phi4_multimodal",
+            "phi4mm",
+            "smollm3",
+            "solar",
+            "solar_pro",
+            "step1",
+            "telechat3",
+            "teleflm",
         ),
-        kinds=listed(otherwise=every("attention")),
-        dense=LLAMA_MLP,
-    ),
-    Family(
-        model_types=("mistral", "ministral", "ministral3"),
-        architectures=("MistralForCausalLM", "Ministral3ForCausalLM"),
+        architectures=(
+            "AquilaForCausalLM",
+            "AquilaModel",
+            "BaiChuanForCausalLM",
+            "BaichuanForCausalLM",
+            "CwmForCausalLM",
+            "ExaoneForCausalLM",
+            "GraniteForCausalLM",
+            "IQuestCoderForCausalLM",
+            "InternLM3ForCausalLM",
+            "LLaMAForCausalLM",
+            "LlamaForCausalLM",
+            "Ministral3ForCausalLM",
+            "MistralForCausalLM",
+            "NanbeigeForCausalLM",
+            "Phi3ForCausalLM",
+            "Phi3VForCausalLM",
+            "Phi4MMForCausalLM",
+            "SmolLM3ForCausalLM",
+            "SolarForCausalLM",
+            "Step1ForCausalLM",
+            "TeleChat3ForCausalLM",
+            "TeleFLMForCausalLM",
+        ),
         kinds=listed(otherwise=windowed_when(True)),
-        mixers={"attention": NO_BIAS},
-        dense=PLAIN_MLP,
+        dense=LLAMA_MLP,
     ),
     Family(
         model_types=("arcee",),
@@ -47,12 +91,6 @@ FAMILIES = (
         layer_extra=2,  # the two learned slopes of xIELU
     ),
     Family(
-        model_types=("smollm3",),
-        architectures=("SmolLM3ForCausalLM",),
-        kinds=listed(otherwise=every("attention")),
-        dense=LLAMA_MLP,
-    ),
-    Family(
         model_types=("seed_oss",),
         architectures=("SeedOssForCausalLM",),
         mixers={"attention": Attention(o_bias="attention_out_bias")},
@@ -62,10 +100,8 @@ FAMILIES = (
         model_types=("exaone4", "exaone4_5_text"),
         architectures=("Exaone4ForCausalLM",),
         kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding")),
-        mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head")},
-        dense=PLAIN_MLP,
+        mixers={"attention": HEAD_NORMED},
     ),
-    Family(model_types=("granite",), architectures=("GraniteForCausalLM",), dense=LLAMA_MLP),
     Family(
         model_types=("granite_swa",),
         architectures=("GraniteSWAForCausalLM",),
@@ -79,26 +115,12 @@ FAMILIES = (
         norms=lambda config: 4 if config.flag("use_post_norm") else 2,
         dense=LLAMA_MLP,
     ),
-    Family(
-        model_types=("helium",),
-        architectures=("HeliumForCausalLM",),
-        mixers={"attention": Attention(o_bias=False)},
-        dense=LLAMA_MLP,
-    ),
-    Family(model_types=("olmo",), architectures=("OlmoForCausalLM",), norm="none", dense=PLAIN_MLP),
+    Family(model_types=("olmo",), architectures=("OlmoForCausalLM",), norm="none"),
     Family(
         model_types=("olmo2", "olmo3"),
         architectures=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
         kinds=listed(otherwise=every("attention")),
         mixers={"attention": Attention(qk_norm="width")},
-        dense=PLAIN_MLP,
-    ),
-    Family(
-        model_types=("phi3", "phi3_v", "phi4mm", "phi4-siglip", "phi4_multimodal"),
-        architectures=("Phi3ForCausalLM", "Phi3VForCausalLM", "Phi4MMForCausalLM"),
-        kinds=windowed_when(True),
-        mixers={"attention": NO_BIAS},
-        dense=PLAIN_MLP,
     ),
     Family(
         model_types=("phi",),
@@ -121,7 +143,6 @@ FAMILIES = (
                 qkv_bias="use_qkv_bias", o_bias=False, qk_norm="each_head", qk_norm_when="qk_layernorm"
             )
         },
-        dense=PLAIN_MLP,
         norms=lambda config: 1 if config.flag("use_parallel_residual") else 2,
         norm="layer",
     ),
@@ -134,35 +155,27 @@ FAMILIES = (
         norm="layer",
     ),
     Family(
-        model_types=("cohere",),
-        architectures=("CohereForCausalLM",),
-        mixers={"attention": Attention(qk_norm="each_head", qk_norm_when="use_qk_norm")},
-        dense=PLAIN_MLP,
-        norms=1,
-    ),
-    Family(
-        model_types=("cohere2", "cohere_compass_text"),
-        architectures=("Cohere2ForCausalLM",),
+        model_types=("cohere2", "cohere_compass_text", "cohere"),
+        architectures=("Cohere2ForCausalLM", "CohereForCausalLM"),
         kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
-        dense=PLAIN_MLP,
+        mixers={"attention": Attention(qk_norm="each_head", qk_norm_when="use_qk_norm")},
         norms=1,
     ),
     Family(
-        model_types=("glm",),
-        architectures=("GlmForCausalLM",),
+        model_types=("glm", "helium"),
+        architectures=("GlmForCausalLM", "HeliumForCausalLM"),
         mixers={"attention": Attention(o_bias=False)},
-        dense=PLAIN_MLP,
+        dense=LLAMA_MLP,
     ),
     Family(
         model_types=("glm4", "glm4v_text", "glm_ocr_text"),
         architectures=("Glm4ForCausalLM",),
         mixers={"attention": Attention(o_bias=False)},
-        dense=PLAIN_MLP,
         norms=4,
     ),
     Family(
-        model_types=("nemotron",),
-        architectures=("NemotronForCausalLM",),
+        model_types=("nemotron", "jais2"),
+        architectures=("NemotronForCausalLM", "Jais2ForCausalLM"),
         dense=Dense(gated=False, bias="mlp_bias"),
         norm="layer",
     ),
@@ -176,7 +189,6 @@ FAMILIES = (
         model_types=("hunyuan_v1_dense", "hunyuan_dense"),
         architectures=("HunYuanDenseV1ForCausalLM",),
         mixers={"attention": Attention(qk_norm="head", qk_norm_when="use_qk_norm")},
-        dense=PLAIN_MLP,
         defaults={"use_qk_norm": True},
     ),
     Family(
@@ -185,50 +197,21 @@ FAMILIES = (
         mixers={"attention": Attention(qkv_bias=True, o_bias=False)},
     ),
     Family(
-        model_types=("internlm2",),
-        architectures=("InternLM2ForCausalLM",),
+        model_types=("internlm", "internlm2"),
+        architectures=("InternLMForCausalLM", "InternLM2ForCausalLM"),
         mixers={"attention": Attention(qkv_bias="bias", o_bias="bias")},
-        dense=PLAIN_MLP,
-    ),
-    Family(
-        model_types=("internlm",),
-        architectures=("InternLMForCausalLM",),
-        mixers={"attention": Attention(qkv_bias="bias", o_bias="bias")},
-        dense=PLAIN_MLP,
-    ),
-    Family(
-        model_types=("exaone",),
-        architectures=("ExaoneForCausalLM",),
-        mixers={"attention": NO_BIAS},
-        dense=PLAIN_MLP,
-    ),
-    Family(
-        model_types=("baichuan", "aquila", "teleflm", "step1"),
-        architectures=(
-            "BaichuanForCausalLM",
-            "BaiChuanForCausalLM",
-            "AquilaForCausalLM",
-            "AquilaModel",
-            "TeleFLMForCausalLM",
-            "Step1ForCausalLM",
-        ),
-        mixers={"attention": NO_BIAS},
-        dense=PLAIN_MLP,
     ),
     Family(
         model_types=(),
         architectures=("OrionForCausalLM",),
         norm="layer",
         mixers={"attention": NO_BIAS},
-        dense=PLAIN_MLP,
     ),
     Family(
         model_types=("telechat", "telechat2"),
         architectures=("TeleChatForCausalLM", "TeleChat2ForCausalLM"),
         mixers={"attention": Attention(qkv_bias=False, o_bias=True)},
-        dense=Dense(bias=False),
     ),
-    Family(model_types=("solar",), architectures=("SolarForCausalLM",), dense=LLAMA_MLP),
     Family(
         model_types=("nanochat",),
         architectures=("NanoChatForCausalLM",),
@@ -236,9 +219,28 @@ FAMILIES = (
         dense=Dense(gated=False, bias=False),
     ),
     Family(
-        model_types=("jais2",),
-        architectures=("Jais2ForCausalLM",),
-        norm="layer",
-        dense=Dense(gated=False, bias="mlp_bias"),
+        model_types=("chatglm",),
+        architectures=("ChatGLMModel", "ChatGLMForConditionalGeneration"),
+        mixers={
+            "attention": Attention(
+                kv_heads=_one_for_all_queries, qkv_bias=("add_qkv_bias", "add_bias_linear"), o_bias="add_bias_linear"
+            )
+        },
+        dense=Dense(width=("ffn_hidden_size",), bias="add_bias_linear"),
+    ),
+    Family(
+        model_types=("qwen",),
+        architectures=("QWenLMHeadModel",),
+        mixers={"attention": Attention(qkv_bias=True, o_bias=False)},
+        dense=Dense(bias=False, adjust=_halves),
+    ),
+    Family(
+        model_types=("PanguEmbedded", "pangu_embedded"),
+        architectures=("PanguEmbeddedForCausalLM",),
+        kinds=windowed_when(True, window="interleaved_sliding_window"),
+        mixers={
+            "attention": Attention(qkv_bias=("qkv_bias", "attention_bias", "bias"), o_bias=("attention_bias", "bias"))
+        },
+        dense=Dense(bias="mlp_bias"),
     ),
 )

@@ -27,12 +27,10 @@ FAMILIES = (
             "borrowing": Attention(qk_norm="head", qk_norm_when="use_qk_norm", borrows_cache=True),
         },
         experts=Experts(
-            count=("num_experts", "num_local_experts"),
-            top_k=("moe_topk", "num_experts_per_tok"),
             width=("moe_intermediate_size", "intermediate_size"),
             layers=after_first("moe_layer_num_skipped"),
             arrays=True,
-            shared=Shared(count=("num_shared_expert",)),
+            shared=Shared(),
         ),
         defaults={"use_qk_norm": True, "num_shared_expert": 1},
     ),

@@ -1,24 +1,19 @@
-"""Hybrids: attention in some layers, a state or a convolution in the others (or beside it)."""
+"""Hybrids: attention in some layers, a state, a recurrence or a convolution in the others (or beside it)."""
 
 from __future__ import annotations
 
-from moe_optimizer.inspection.attention import Attention
-from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.families.common_parts import NO_BIAS, STATE_KINDS
-from moe_optimizer.inspection.family import Family
-from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
-from moe_optimizer.inspection.layer_rules import (
-    after_first,
-    every,
-    every_offset,
-    indexed,
-    last_of,
-    listed,
-    periodic,
-)
-from moe_optimizer.inspection.recurrent import GatedDeltaNet, Mamba1, Mamba2, Parallel, ShortConv
+from dataclasses import dataclass
 
-LFM2_MIXERS = {"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head"), "conv": ShortConv()}
+from moe_optimizer.inspection.attention import MAX_HEADS, Attention
+from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, NO_BIAS, STATE_KINDS
+from moe_optimizer.inspection.family import Family
+from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared, mlp_params
+from moe_optimizer.inspection.layer_rules import by_fields, every, every_offset, last_of, listed, only_indices, where
+from moe_optimizer.inspection.recurrent import GatedDeltaNet, Mamba1, Mamba2, Parallel, ShortConv
+from moe_optimizer.inspection.shapes import Mixer, Site
+
+LFM2_MIXERS = {"attention": HEAD_NORMED, "conv": ShortConv()}
 
 
 def _lfm2_widths(config: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
@@ -30,18 +25,84 @@ def _lfm2_widths(config: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(multiple * -(-int(scale * int(2 * width / 3)) // multiple) for width in widths)
 
 
+ZAMBA_MAMBA = Mamba2(head_dim=("mamba_headdim",), bias="add_bias_linear", conv_bias=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBlockSite:
+    """A state-space layer in front of which one of a few shared attention blocks runs, with adapters of its own."""
+
+    def shape(self, site: Site) -> Mixer:
+        """Return the layer's own parameters; the shared blocks are counted once, outside the layers."""
+        config, hidden_size = site.config, site.hidden_size
+        state = ZAMBA_MAMBA.shape(site)
+        heads = config.required("num_attention_heads", maximum=MAX_HEADS)
+        kv_heads = config.integer("num_key_value_heads", heads, minimum=1, maximum=MAX_HEADS) or heads
+        rank, width = config.required("adapter_rank"), _zamba_width(config, hidden_size)
+        adapters = hidden_size * rank + rank * 2 * width
+        if config.flag("use_shared_attention_adapter"):
+            adapters += 3 * 2 * 2 * hidden_size * rank
+        head_dim = 2 * hidden_size // heads
+        return Mixer(
+            kind="attention",
+            params=state.params + hidden_size * hidden_size + adapters,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            cache_elements=2 * kv_heads * head_dim,
+            state_elements=state.state_elements,
+        )
+
+
+def _zamba_width(config: Config, hidden_size: int) -> int:
+    return config.integer("intermediate_size", 0) or 4 * hidden_size
+
+
+def _zamba_shared(config: Config, hidden_size: int) -> int:
+    """The shared blocks: attention over the states and the embeddings side by side, feed-forward, two norms."""
+    heads = config.required("num_attention_heads", maximum=MAX_HEADS)
+    kv_heads = config.integer("num_key_value_heads", heads, minimum=1) or heads
+    head_dim = 2 * hidden_size // heads
+    attention = 2 * hidden_size * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden_size
+    width, bias = _zamba_width(config, hidden_size), config.flag("add_bias_linear")
+    block = attention + mlp_params(hidden_size, width, gated=True, bias=bias) + 3 * hidden_size
+    return block * config.required("num_mem_blocks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedRecurrence:
+    """A linear recurrence with input and decay gates for each block of channels, behind a short convolution."""
+
+    def shape(self, site: Site) -> Mixer:
+        """Return the layer's shape."""
+        config, hidden_size = site.config, site.hidden_size
+        heads = config.required("num_attention_heads", maximum=MAX_HEADS)
+        width = config.integer("lru_width", hidden_size) or hidden_size
+        block, kernel = width // heads, config.required("conv1d_width")
+        params = 3 * hidden_size * width + 2 * width + hidden_size + width * kernel + width
+        params += width + 2 * heads * (block * block + block)
+        return Mixer(kind="state", params=params, state_elements=width * kernel)
+
+
+def _griffin_kinds(config: Config, num_layers: int) -> tuple[str, ...]:
+    """The listed types, repeated."""
+    types = config.items("block_types") or ["recurrent", "recurrent", "attention"]
+    return tuple("sliding" if types[i % len(types)] == "attention" else "recurrent" for i in range(num_layers))
+
+
+def _halves(_: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(width // 2 for width in widths)
+
+
 FAMILIES = (
     Family(
         model_types=("jamba",),
         architectures=("JambaForCausalLM",),
-        kinds=periodic("attn_layer_period", "attn_layer_offset", "attention", otherwise="mamba"),
+        kinds=where(every_offset("attn_layer_period", "attn_layer_offset"), "attention", otherwise="mamba"),
         mixers={"attention": NO_BIAS, "mamba": Mamba1(inner_norms=True)},
-        dense=Dense(bias=False),
         experts=Experts(
-            count=("num_experts",),
-            top_k=("num_experts_per_tok",),
             width=("intermediate_size",),
-            layers=every_offset("expert_layer_period", "expert_layer_offset"),
+            layers=by_fields(),
         ),
     ),
     Family(
@@ -63,7 +124,7 @@ FAMILIES = (
     Family(
         model_types=("bamba",),
         architectures=("BambaForCausalLM",),
-        kinds=indexed("attn_layer_indices", "attention", otherwise="mamba"),
+        kinds=where(only_indices("attn_layer_indices"), "attention", otherwise="mamba"),
         mixers={"attention": Attention(), "mamba": Mamba2()},
         dense=Dense(bias="mlp_bias"),
     ),
@@ -74,8 +135,6 @@ FAMILIES = (
         mixers={"attention": Attention(), "mamba": Mamba2()},
         dense=Dense(width=("shared_intermediate_size",), bias=False),
         experts=Experts(
-            count=("num_local_experts", "num_experts"),
-            top_k=("num_experts_per_tok",),
             width=("intermediate_size",),
             shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
             one_is_dense=False,
@@ -95,28 +154,44 @@ FAMILIES = (
     Family(
         model_types=("lfm2",),
         architectures=("Lfm2ForCausalLM",),
-        kinds=listed(otherwise=indexed("full_attn_idxs", "attention", otherwise="conv")),
+        kinds=listed(otherwise=where(only_indices("full_attn_idxs"), "attention", otherwise="conv")),
         mixers=LFM2_MIXERS,
         dense=Dense(width=("block_ff_dim", "intermediate_size"), bias=False, adjust=_lfm2_widths),
     ),
     Family(
         model_types=("lfm2_moe",),
         architectures=("Lfm2MoeForCausalLM",),
-        kinds=listed(otherwise=indexed("full_attn_idxs", "attention", otherwise="conv")),
+        kinds=listed(otherwise=where(only_indices("full_attn_idxs"), "attention", otherwise="conv")),
         mixers=LFM2_MIXERS,
-        dense=Dense(bias=False),
-        experts=Experts(
-            count=("num_experts",),
-            top_k=("num_experts_per_tok",),
-            width=("moe_intermediate_size",),
-            layers=after_first("num_dense_layers"),
-        ),
+        experts=Experts(layers=by_fields()),
     ),
     Family(
         model_types=("olmo_hybrid",),
         architectures=("OlmoHybridForCausalLM",),
         kinds=listed(otherwise=last_of((), "attention", otherwise="linear", default=4)),
         mixers={"attention": Attention(qk_norm="width"), "linear": GatedDeltaNet()},
-        dense=Dense(bias=False),
+    ),
+    Family(
+        model_types=("zamba2",),
+        architectures=("Zamba2ForCausalLM",),
+        kinds=listed(
+            ("layers_block_type", "layer_types"),
+            otherwise=every("mamba"),
+            names={"mamba": "mamba", "linear_attention": "mamba", "hybrid": "shared", "m": "mamba", "g": "shared"},
+        ),
+        mixers={"mamba": ZAMBA_MAMBA, "shared": SharedBlockSite()},
+        dense=None,
+        norms=1,
+        model_extra=_zamba_shared,
+        defaults={"mamba_headdim": "auto"},
+    ),
+    Family(
+        model_types=("recurrent_gemma",),
+        architectures=("RecurrentGemmaForCausalLM",),
+        kinds=_griffin_kinds,
+        mixers={"attention": Attention(o_bias=True), "recurrent": GatedRecurrence()},
+        window="attention_window_size",
+        dense=Dense(bias=True, adjust=_halves),
+        defaults={"tie_word_embeddings": True},
     ),
 )

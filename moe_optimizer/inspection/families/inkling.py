@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config, Names
+from moe_optimizer.inspection.families.common_parts import HEAD_NORMED
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import after_first, first_given, listed, words
@@ -29,17 +30,8 @@ class RelativeAttention:
         relative = config.required("d_rel")
         params = base.params + hidden_size * base.num_heads * relative + relative * config.required(self.extent)
         params += base.cache_elements * config.required(KERNEL)
-        return Mixer(
-            kind=base.kind,
-            params=params,
-            num_heads=base.num_heads,
-            num_kv_heads=base.num_kv_heads,
-            head_dim=base.head_dim,
-            cache_elements=base.cache_elements,
-            window=base.window,
-            state_elements=base.cache_elements * (config.required(KERNEL) - 1),
-            kv_params=base.kv_params,
-        )
+        state_elements = base.cache_elements * (config.required(KERNEL) - 1)
+        return replace(base, params=params, state_elements=state_elements)
 
 
 def _windowed(config: Config, num_layers: int) -> tuple[str, ...]:
@@ -60,9 +52,7 @@ FAMILIES = (
         architectures=("InklingForCausalLM", "InklingForConditionalGeneration"),
         kinds=listed(otherwise=_windowed, names={"hybrid_sliding": "sliding", "hybrid": "attention"}),
         mixers={
-            "attention": RelativeAttention(
-                attention=Attention(qkv_bias=False, o_bias=False, qk_norm="head"), extent="rel_extent"
-            ),
+            "attention": RelativeAttention(attention=HEAD_NORMED, extent="rel_extent"),
             "sliding": RelativeAttention(
                 attention=Attention(
                     heads=("swa_num_attention_heads",),
@@ -80,14 +70,11 @@ FAMILIES = (
         layer_extra=_convolutions,
         dense=Dense(width=("dense_intermediate_size", "intermediate_size"), bias=False),
         experts=Experts(
-            count=("n_routed_experts",),
-            top_k=("num_experts_per_tok",),
-            width=("moe_intermediate_size",),
             layers=first_given(
                 ("mlp_layer_types", words("mlp_layer_types", "sparse")), otherwise=after_first("dense_mlp_idx")
             ),
             routes_shared=True,
-            shared=Shared(count=("n_shared_experts",)),
+            shared=Shared(),
         ),
     ),
 )

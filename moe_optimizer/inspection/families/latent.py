@@ -1,32 +1,19 @@
-"""Further families with latent attention: sparse choices shared between layers, gates, linear layers between."""
+"""Decoders with latent attention and more: choices shared between layers, gates, linear layers between."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.attention import Attention, SinkAttention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.families.common_parts import SPARSE_WORDS, hyper_head
-from moe_optimizer.inspection.families.deepseek_like import EXPERTS, FREQUENCY
+from moe_optimizer.inspection.families.common_parts import hyper_head, pair_hyper, square_hyper
+from moe_optimizer.inspection.families.deepseek_like import EXPERTS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
-from moe_optimizer.inspection.layer_rules import (
-    KindRule,
-    after_first,
-    both,
-    every,
-    except_indices,
-    first_given,
-    indexed,
-    last_of,
-    listed,
-    sparse_step,
-)
+from moe_optimizer.inspection.layer_rules import KindRule, by_fields, every, last_of, listed, only_indices, where
 from moe_optimizer.inspection.recurrent import KimiDeltaAttention
-from moe_optimizer.inspection.shapes import Site
-from moe_optimizer.inspection.sink_attention import SinkAttention
 
 INDEXED_KINDS = {"indexed_attention": "attention", "full_attention": "attention", "linear_attention": "linear"}
 GATES = {"headwise": "head", "head_wise": "head", "elementwise": "width", "element_wise": "width"}
@@ -35,24 +22,6 @@ GATES = {"headwise": "head", "head_wise": "head", "elementwise": "width", "eleme
 def _gate(field: str, *, default: str) -> Callable[[Config], str]:
     """How wide an output gate is, by a field that names it."""
     return lambda config: GATES.get(config.text(field), default)
-
-
-def _hyper_connections(config: Config, hidden_size: int, *, outputs: int, scales: int) -> int:
-    """Mixing of the residual streams before attention and before the feed-forward part."""
-    streams = config.required("hc_mult")
-    return 2 * (outputs * streams * hidden_size + outputs + scales)
-
-
-def _pair_hyper(site: Site) -> int:
-    """Two outputs for each stream."""
-    streams = site.config.required("hc_mult")
-    return _hyper_connections(site.config, site.hidden_size, outputs=2 * streams, scales=2)
-
-
-def _square_hyper(site: Site) -> int:
-    """A matrix between the streams and two outputs for each."""
-    streams = site.config.required("hc_mult")
-    return _hyper_connections(site.config, site.hidden_size, outputs=(2 + streams) * streams, scales=3)
 
 
 def _looks_back(config: Config) -> bool:
@@ -67,6 +36,7 @@ def _last_of_each_group(config: Config, num_layers: int) -> tuple[str, ...]:
     return tuple("attention" if (i + 1) % group == 0 or i >= whole else "linear" for i in range(num_layers))
 
 
+FULL_ATTENTION = only_indices("linear_attn_config.full_attn_layers", first=1)
 LAST_OF_GROUP: KindRule = _last_of_each_group
 
 FAMILIES = (
@@ -74,16 +44,9 @@ FAMILIES = (
         model_types=("hy_v4",),
         architectures=("HYV4ForCausalLM",),
         mixers={"attention": LatentAttention(indexer=True, gate="width", sinks=True)},
-        layer_extra=_pair_hyper,
+        layer_extra=pair_hyper,
         model_extra=hyper_head,
-        experts=replace(
-            EXPERTS,
-            layers=first_given(
-                SPARSE_WORDS,
-                ("first_k_dense_replace", after_first("first_k_dense_replace")),
-                otherwise=after_first((), default=1),
-            ),
-        ),
+        experts=replace(EXPERTS, layers=by_fields(first_dense=1)),
         defaults={"index_topk_freq": 4},
     ),
     Family(
@@ -94,15 +57,8 @@ FAMILIES = (
             names=INDEXED_KINDS,
         ),
         mixers={"attention": LatentAttention(indexer=True), "linear": KimiDeltaAttention()},
-        layer_extra=_square_hyper,
-        experts=replace(
-            EXPERTS,
-            layers=first_given(
-                SPARSE_WORDS,
-                ("first_k_dense_replace", after_first("first_k_dense_replace")),
-                otherwise=after_first((), default=3),
-            ),
-        ),
+        layer_extra=square_hyper,
+        experts=replace(EXPERTS, layers=by_fields(first_dense=3)),
     ),
     Family(
         model_types=("dots3_note",),
@@ -124,10 +80,7 @@ FAMILIES = (
         architectures=("PanguUltraMoEForCausalLM",),
         mixers={"attention": LatentAttention(bias=False)},
         norms=lambda config: 4 if config.flag("sandwich_norm") else 2,
-        experts=replace(
-            EXPERTS,
-            layers=after_first("first_k_dense_replace"),
-        ),
+        experts=EXPERTS,
     ),
     Family(
         model_types=("pangu_pro_moe_v2",),
@@ -135,7 +88,7 @@ FAMILIES = (
         mixers={"attention": SinkAttention()},
         norms=lambda config: 4 if config.flag("sandwich_norm") else 2,
         dense=Dense(bias="mlp_bias"),
-        experts=replace(EXPERTS, layers=after_first("first_k_dense_replace")),
+        experts=EXPERTS,
     ),
     Family(
         model_types=("bailing_hybrid_v3", "bailing_moe_v3"),
@@ -151,11 +104,8 @@ FAMILIES = (
         },
         dense=Dense(bias="use_bias"),
         experts=Experts(
-            count=("num_experts",),
-            top_k=("num_experts_per_tok",),
-            width=("moe_intermediate_size",),
-            layers=after_first("first_k_dense_replace"),
-            shared=Shared(count=("num_shared_experts",), width=("moe_shared_expert_intermediate_size",)),
+            layers=by_fields(),
+            shared=Shared(width=("moe_shared_expert_intermediate_size",)),
         ),
         defaults={"short_conv_kernel_size": 4},
     ),
@@ -163,7 +113,9 @@ FAMILIES = (
         model_types=("kimi_linear",),
         architectures=("KimiLinearForCausalLM",),
         kinds=listed(
-            otherwise=indexed("linear_attn_config.full_attn_layers", "attention", otherwise="linear", one_based=True)
+            otherwise=where(
+                only_indices("linear_attn_config.full_attn_layers", first=1), "attention", otherwise="linear"
+            )
         ),
         mixers={
             "attention": LatentAttention(
@@ -173,15 +125,11 @@ FAMILIES = (
         },
         layer_extra=lambda site: 4 * site.hidden_size * _looks_back(site.config),
         model_extra=lambda config, hidden_size: 2 * hidden_size * _looks_back(config),
-        dense=Dense(bias=False),
         experts=Experts(
-            count=("num_experts", "num_local_experts"),
-            top_k=("num_experts_per_token", "num_experts_per_tok"),
-            width=("moe_intermediate_size",),
-            layers=first_given(SPARSE_WORDS, otherwise=FREQUENCY),
+            layers=by_fields(),
             latent=("routed_expert_hidden_size",),
             latent_norm="latent_moe_use_norm",
-            shared=Shared(count=("num_shared_experts", "n_shared_experts")),
+            shared=Shared(),
         ),
     ),
     Family(
@@ -195,12 +143,9 @@ FAMILIES = (
             )
         },
         experts=Experts(
-            count=("num_experts",),
-            top_k=("num_experts_per_tok",),
-            width=("moe_intermediate_size",),
-            layers=both(except_indices("mlp_only_layers"), sparse_step("decoder_sparse_step")),
+            layers=by_fields(),
             router_bias="moe_gate_bias",
-            shared=Shared(count=("num_shared_experts",)),
+            shared=Shared(),
         ),
     ),
 )

@@ -1,6 +1,8 @@
-"""Nemotron-H: every layer is one of a state-space mixer, attention, a feed-forward part or experts."""
+"""Nemotron-H and Nemotron-NAS: layers that differ in what they have, as a list or a pattern in the file says."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
@@ -10,6 +12,7 @@ from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import listed, pattern
 from moe_optimizer.inspection.recurrent import Mamba2
+from moe_optimizer.inspection.shapes import NO_MIXER, Mixer, Site
 
 PATTERN = "hybrid_override_pattern"
 TYPES = ("layers_block_type", "layer_types")
@@ -51,6 +54,51 @@ def _spread_blocks(config: Config) -> Config:
     return Config({**config.raw, **arrays}, where=config.where).with_defaults(config.defaults)
 
 
+def _block(config: Config, layer: int, part: str) -> Config:
+    """Return one part of one layer's settings in block_configs."""
+    blocks = config.items("block_configs") or []
+    entry = blocks[layer] if layer < len(blocks) else None
+    inner = entry.get(part) if isinstance(entry, dict) else None
+    if not isinstance(inner, dict):
+        raise config.error(f"block_configs[{layer}].{part}", inner, "an object")
+    return Config(inner, where=f"{config.where}block_configs[{layer}].{part}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchedAttention:
+    """Attention whose groups differ from layer to layer, or that a layer leaves out."""
+
+    def shape(self, site: Site) -> Mixer:
+        """Return the layer's shape."""
+        block = _block(site.config, site.layer, "attention")
+        if block.flag("no_op"):
+            return NO_MIXER
+        if block.flag("replace_with_linear"):
+            return Mixer(kind="none", params=site.hidden_size * site.hidden_size)
+        group = block.required("n_heads_in_group")
+        return Attention(kv_heads=lambda _, heads: max(heads // group, 1)).shape(site)
+
+
+def _searched_widths(config: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Each layer's multiple of two thirds of the hidden size, rounded up to 256."""
+    hidden_size = config.required("hidden_size")
+    found: list[int] = []
+    for layer in range(len(widths)):
+        block = _block(config, layer, "ffn")
+        if block.flag("no_op"):
+            found.append(0)
+            continue
+        own = block.integer("intermediate_size", 0) or 0
+        found.append(own or 256 * -(-int(2 * block.number("ffn_mult", 0.0) * hidden_size / 3) // 256))
+    return tuple(found)
+
+
+def _searched_norms(site: Site) -> int:
+    """A norm for each part that the layer has."""
+    parts = (_block(site.config, site.layer, name) for name in ("attention", "ffn"))
+    return site.hidden_size * sum(not part.flag("no_op") for part in parts)
+
+
 FAMILIES = (
     Family(
         model_types=("nemotron_h", "nemotron_h_puzzle"),
@@ -67,9 +115,6 @@ FAMILIES = (
         dense=Dense(gated=False, bias="mlp_bias"),
         feed_forward=_has_mlp,
         experts=Experts(
-            count=("n_routed_experts",),
-            top_k=("num_experts_per_tok",),
-            width=("moe_intermediate_size",),
             layers=_sparse,
             gated=False,
             arrays=True,
@@ -82,5 +127,13 @@ FAMILIES = (
                 bias="mlp_bias",
             ),
         ),
+    ),
+    Family(
+        model_types=("nemotron-nas", "deci"),
+        architectures=("DeciLMForCausalLM",),
+        mixers={"attention": SearchedAttention()},
+        norms=0,
+        layer_extra=_searched_norms,
+        dense=Dense(width=(), multiple_of_hidden=1, adjust=_searched_widths),
     ),
 )

@@ -7,18 +7,14 @@ from dataclasses import replace
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Experts, Shared
-from moe_optimizer.inspection.layer_rules import both, except_indices, last_of, listed, sparse_step, windowed_from
+from moe_optimizer.inspection.layer_rules import by_fields, last_of, listed, windowed_from
 from moe_optimizer.inspection.recurrent import GatedDeltaNet
 
-SPARSE = both(except_indices("mlp_only_layers"), sparse_step("decoder_sparse_step"))
 WINDOW = listed(otherwise=windowed_from("max_window_layers", flag="use_sliding_window"))
 HYBRID = listed(otherwise=last_of("full_attention_interval", "attention", otherwise="linear", default=4))
 
 QWEN2_EXPERTS = Experts(
-    count=("num_experts", "num_local_experts"),
-    top_k=("num_experts_per_tok",),
-    width=("moe_intermediate_size",),
-    layers=SPARSE,
+    layers=by_fields(),
     shared=Shared(count=1, width=("shared_expert_intermediate_size",), width_is_total=True, gate=True),
 )
 QWEN3_EXPERTS = replace(QWEN2_EXPERTS, shared=None)
@@ -78,6 +74,6 @@ FAMILIES = (
         architectures=("Qwen3_5MoeForCausalLM",),
         kinds=HYBRID,
         mixers=HYBRID_MIXERS,
-        experts=replace(QWEN2_EXPERTS, layers=except_indices("mlp_only_layers")),
+        experts=QWEN2_EXPERTS,
     ),
 )

@@ -1,4 +1,4 @@
-"""Grouped-query attention with DeepSeek's kind of experts: correction bias, shared experts, dense first layers."""
+"""Decoders with grouped-query attention, a correction bias in the router, shared experts and dense first layers."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from dataclasses import replace
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import shared_all_the_same, windowed_heads
-from moe_optimizer.inspection.families.common_parts import MOE_WIDTH, PER_TOKEN, SPARSE_WORDS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
 from moe_optimizer.inspection.layer_rules import (
-    after_first,
     after_first_every,
     all_layers,
+    by_fields,
     every,
     first_given,
-    flags,
     last_of,
     listed,
     numbered,
-    only_indices,
     within,
+    words,
 )
 from moe_optimizer.inspection.recurrent import LightningAttention
 from moe_optimizer.inspection.shapes import ExpertLayer
@@ -32,14 +30,10 @@ BAILING_ATTENTION = Attention(
 )
 BAILING_LINEAR = LightningAttention(qk_norm="use_qk_norm", qkv_bias=("use_qkv_bias", "use_bias"), o_bias="use_bias")
 BAILING_EXPERTS = Experts(
-    count=("num_experts", "num_local_experts"),
-    top_k=PER_TOKEN,
-    width=MOE_WIDTH,
-    layers=after_first("first_k_dense_replace"),
+    layers=by_fields(),
     bias="use_bias",
-    shared=Shared(count=("num_shared_experts",), width=("moe_shared_expert_intermediate_size",), bias="use_bias"),
+    shared=Shared(width=("moe_shared_expert_intermediate_size",), bias="use_bias"),
 )
-STEP_LAYERS = first_given(("moe_layers_enum", only_indices("moe_layers_enum")), otherwise=after_first((), default=1))
 
 
 def _head_or_width(config: Config) -> str:
@@ -91,10 +85,9 @@ FAMILIES = (
         model_types=("param2moe",),
         architectures=("Param2MoEForCausalLM",),
         mixers={"attention": BAILING_ATTENTION},
-        dense=Dense(bias=False),
         experts=replace(
             BAILING_EXPERTS,
-            layers=after_first("first_k_dense_replace", default=1),
+            layers=by_fields(first_dense=1),
             bias=False,
             shared=Shared(
                 count=("num_shared_experts",), width=("moe_shared_expert_intermediate_size",), width_is_total=True
@@ -106,7 +99,6 @@ FAMILIES = (
         model_types=("sarvam_moe",),
         architectures=("SarvamMoEForCausalLM",),
         mixers={"attention": BAILING_ATTENTION},
-        dense=Dense(bias=False),
         experts=replace(
             BAILING_EXPERTS,
             layers=after_first_every("first_k_dense_replace", "moe_layer_freq", default_first=1),
@@ -118,7 +110,6 @@ FAMILIES = (
         model_types=("sarvam_mla",),
         architectures=("SarvamMLAForCausalLM",),
         mixers={"attention": LatentAttention(bias=False)},
-        dense=Dense(bias=False),
         experts=replace(
             BAILING_EXPERTS,
             layers=after_first_every("first_k_dense_replace", "moe_layer_freq", default_first=1),
@@ -155,14 +146,12 @@ FAMILIES = (
         dense=Dense(bias="use_bias"),
         head_bias="use_bias",
         experts=Experts(
-            count=("moe_num_experts",),
-            top_k=("moe_k", *PER_TOKEN),
-            width=MOE_WIDTH,
             layers=first_given(
-                SPARSE_WORDS, otherwise=within("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+                ("mlp_layer_types", words("mlp_layer_types", "sparse")),
+                otherwise=within("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
             ),
             correction_bias=True,
-            shared=Shared(count=("moe_num_shared_experts",), bias="use_bias"),
+            shared=Shared(bias="use_bias"),
         ),
         defaults={"moe_layer_start_index": 1},
     ),
@@ -185,14 +174,8 @@ FAMILIES = (
             ),
         },
         window=("sliding_window", "sliding_window_size"),
-        dense=Dense(bias=False),
         experts=Experts(
-            count=("n_routed_experts", "num_local_experts"),
-            top_k=PER_TOKEN,
-            width=MOE_WIDTH,
-            layers=first_given(
-                SPARSE_WORDS, ("moe_layer_freq", flags("moe_layer_freq")), otherwise=after_first((), default=1)
-            ),
+            layers=by_fields(first_dense=1),
         ),
         defaults={"add_swa_attention_sink_bias": True},
     ),
@@ -205,12 +188,8 @@ FAMILIES = (
                 heads=("num_attention_heads_per_layer", "num_attention_heads"), qk_norm="head", gate=_head_or_width
             )
         },
-        dense=Dense(bias=False),
         experts=Experts(
-            count=("num_experts", "num_local_experts"),
-            top_k=PER_TOKEN,
-            width=MOE_WIDTH,
-            layers=first_given(SPARSE_WORDS, otherwise=after_first((), default=1)),
+            layers=by_fields(first_dense=1),
             correction_bias=True,
             shared=Shared(count=1, width=("shared_expert_intermediate_size",), width_is_total=True),
         ),
@@ -223,11 +202,9 @@ FAMILIES = (
         dense=Dense(width=("prefix_dense_intermediate_size", "intermediate_size"), bias=False),
         norms=1,
         experts=Experts(
-            count=("num_experts", "num_local_experts"),
-            top_k=PER_TOKEN,
             width=("intermediate_size",),
-            layers=first_given(SPARSE_WORDS, otherwise=after_first("first_k_dense_replace")),
-            shared=Shared(count=("num_shared_experts",)),
+            layers=by_fields(),
+            shared=Shared(),
         ),
     ),
     Family(
@@ -237,15 +214,9 @@ FAMILIES = (
         mixers={"attention": Attention(qk_norm="head")},
         dense=Dense(bias="mlp_bias"),
         experts=Experts(
-            count=("num_experts", "num_local_experts"),
-            top_k=PER_TOKEN,
             width=("moe_intermediate_size", "expert_hidden_dim"),
-            layers=first_given(
-                SPARSE_WORDS,
-                ("first_k_dense_replace", after_first("first_k_dense_replace")),
-                otherwise=after_first((), default=1),
-            ),
-            shared=Shared(count=("num_shared_experts",), bias="mlp_bias"),
+            layers=by_fields(first_dense=1),
+            shared=Shared(bias="mlp_bias"),
         ),
     ),
     Family(
@@ -254,11 +225,8 @@ FAMILIES = (
         mixers={"attention": Attention(o_bias=False)},
         dense=None,
         experts=Experts(
-            count=("n_routed_experts", "num_local_experts"),
-            top_k=PER_TOKEN,
-            width=MOE_WIDTH,
             layers=all_layers,
-            shared=Shared(count=("n_shared_experts",)),
+            shared=Shared(),
         ),
     ),
     Family(
@@ -266,12 +234,7 @@ FAMILIES = (
         architectures=("MellumForCausalLM",),
         kinds=listed(otherwise=every("attention")),
         mixers={"attention": Attention(qk_norm="head")},
-        experts=Experts(
-            count=("num_experts", "num_local_experts"),
-            top_k=PER_TOKEN,
-            width=MOE_WIDTH,
-            layers=first_given(SPARSE_WORDS, otherwise=all_layers),
-        ),
+        experts=Experts(layers=by_fields()),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Profiles decode steps of vLLM in a process of its own, started with the path of a request file.
+"""Profiles decode steps of vLLM: a process of its own, see `measure.process`.
 
 The process follows the plan that its environment names, as a server would, and stock vLLM without one. The engine runs
 in this process, so that one profiler sees every kernel, replays of CUDA graphs included.
@@ -6,17 +6,15 @@ in this process, so that one profiler sees every kernel, replays of CUDA graphs 
 
 from __future__ import annotations
 
-import json
 import os
+import random
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from moe_optimizer.files import write_atomically
-from moe_optimizer.plan.json_codec import decode, encode
+from moe_optimizer.measure.process import OnStep, answer_request
 
 _SETTLING_STEPS = 8
 """Chosen: the first decode steps after a prompt still overlap with host work of the prompt."""
@@ -35,8 +33,6 @@ class StepsRequest:
     """Tokens of a sequence when the counted steps begin."""
     steps: int
     """Counted steps of each batch."""
-    result: str
-    """Path of the file that is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,28 +65,23 @@ class ProfiledSteps:
     profiles: tuple[StepProfile, ...]
 
 
-def main(arguments: list[str]) -> int:
-    """Profile what the request file says and write the result."""
-    text = Path(arguments[0]).read_text(encoding="utf-8")
-    request = decode(StepsRequest, json.loads(text), origin=arguments[0])
+def _measure(request: StepsRequest, on_step: OnStep) -> ProfiledSteps:
     # The engine in this process; vLLM would start another one for it.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
     import vllm
 
     engine = _engine(request)
-    profiles = []
+    profiles: list[StepProfile] = []
     for batch in request.batches:
         profiles.append(_profile(engine, batch, request))
-        print(json.dumps({"batch": batch, "step_us": round(profiles[-1].step_us, 1)}), flush=True)
-    found = ProfiledSteps(
+        on_step(len(profiles) / len(request.batches), f"{batch} sequences: {profiles[-1].step_us:.1f} us a step")
+    return ProfiledSteps(
         device=torch.cuda.get_device_name(),
         vllm=str(vllm.__version__),
         torch=str(torch.__version__),
         profiles=tuple(profiles),
     )
-    write_atomically(Path(request.result), json.dumps(encode(found)))
-    return 0
 
 
 def _engine(request: StepsRequest) -> Any:
@@ -132,10 +123,13 @@ def _start(engine: Any, batch: int, context: int, tokens: int) -> None:
     """Begin so many sequences and run their prompts."""
     from vllm import SamplingParams
 
+    vocabulary = engine.model_config.get_vocab_size()
+
     for index in range(batch):
-        # Another first token each, so that no prompt is found in the prefix cache.
-        prompt = {"prompt_token_ids": [1 + index, *(2 + (7 * position) % 997 for position in range(context - 1))]}
-        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        # Random tokens, and sampled answers: equal or alike sequences would all be routed to the same experts.
+        generator = random.Random(1000 * batch + index)
+        prompt = {"prompt_token_ids": [generator.randrange(1, vocabulary) for _ in range(context)]}
+        sampling = SamplingParams(temperature=1.0, seed=None, max_tokens=tokens, ignore_eos=True)
         engine.add_request(f"batch{batch}-{index}", prompt, sampling)
     answered: set[str] = set()
     while len(answered) < batch:
@@ -156,4 +150,4 @@ def _kernels(profiler: Any, steps: int) -> tuple[KernelTime, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(answer_request(StepsRequest, sys.argv[1:], _measure))

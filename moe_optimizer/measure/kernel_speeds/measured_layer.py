@@ -1,9 +1,4 @@
-"""One MoE layer with random weights, as a server would run it: once with vLLM's own experts, once with each of ours.
-
-For measurements before a server starts; needs vLLM.
-"""
-
-# The abstract methods and arguments are vLLM's.
+"""Builds one MoE layer with random weights, and runs it as a server would, with vLLM's own experts or with ours."""
 
 from __future__ import annotations
 
@@ -27,12 +22,12 @@ from moe_optimizer.specs.kernel_speeds import LayerShape, SpeedQuestion
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _CPU_BYTES = 512 << 20
-"""Chosen: largest copy of the experts on a CPU; there are two, ours and vLLM's. Fewer experts are made beyond that."""
+"""Chosen: largest copy of the experts on a CPU, of which there are two; a larger layer gets fewer experts."""
 _CPU_SPARE_EXPERTS = 4
 
 
 class MeasuredLayer:
-    """Weights of one layer, and functions that run it.
+    """The weights of one layer, and functions that run it.
 
     Args:
         question: the layer.
@@ -85,7 +80,7 @@ class MeasuredLayer:
         )
 
     def inputs(self, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return activations, routing weights and ids: random, every expert as likely as any other."""
+        """Return random activations, routing weights and ids; all experts are equally likely."""
         generator = torch.Generator(device=self.device).manual_seed(seed)
         x = torch.randn(tokens, self.shape.hidden_size, device=self.device, generator=generator).to(self.dtype)
         scores = torch.rand(tokens, self.shape.num_global_experts, device=self.device, generator=generator)
@@ -95,7 +90,7 @@ class MeasuredLayer:
     def runner(self, experts: Any) -> Callable[[int, int], Callable[[], Any]]:
         """Return what makes a call of the layer with these experts, for (tokens, seed)."""
         kernel = mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts)
-        # Where the weights are packed for vLLM's kernel, the packed ones are its own.
+        # vLLM's CPU kernel reads a packed copy of the weights.
         w13, w2 = getattr(experts, "packed", (self.w13, self.w2))
 
         def make_call(tokens: int, seed: int) -> Callable[[], Any]:
@@ -116,9 +111,7 @@ class MeasuredLayer:
 
 
 def fewer_experts(question: SpeedQuestion) -> LayerShape:
-    """Return the layer with as many experts as a measurement on a CPU may hold. Only the experts that are hit are read,
-    and more of them than the caches hold stay.
-    """
+    """Return the layer with as many experts as a measurement on a CPU may hold, which are more than its caches hold."""
     shape = question.shape
     each = 3 * shape.hidden_size * shape.intermediate_size * DTYPES[question.weights].itemsize
     most = max(_CPU_BYTES // each, _CPU_SPARE_EXPERTS * shape.top_k)

@@ -1,4 +1,4 @@
-"""The kernels that a measurement compares on one layer: vLLM's own, and each of ours that covers it."""
+"""Lists the kernels that are compared on one layer: vLLM's own, and each of ours that covers it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import torch
 
 from moe_optimizer.measure.kernel_speeds.measured_layer import MeasuredLayer
 from moe_optimizer.ops import use_huge_pages
-from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange
+from moe_optimizer.specs.kernel_speeds import STOCK
 
 MakeCall = Callable[[int, int], Callable[[], torch.Tensor]]
 """(tokens, seed) -> a call of the layer."""
-_ANY_NUMBER = 1 << 30
 
 
 def sides_for(layer: MeasuredLayer, tokens: int) -> dict[str, MakeCall]:
-    """Return every kernel to be compared at this many tokens, by its name in the tables."""
+    """Return every kernel that is compared at this many tokens, by its name in the tables."""
     return _cuda_sides(layer, tokens) if layer.device == "cuda" else _cpu_sides(layer)
 
 
@@ -45,16 +44,13 @@ def _cuda_sides(layer: MeasuredLayer, tokens: int) -> dict[str, MakeCall]:
 def _ours_on_cuda(layer: MeasuredLayer, variant: str, stock: type) -> Any:
     """Return our experts class with one kernel for any number of tokens, outside any plan."""
     from moe_optimizer.vllm_plugin.experts.cuda import MoeOptimizerCudaExperts
-    from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer, LayerFacts
     from moe_optimizer.vllm_plugin.experts.fp8_cuda import MoeOptimizerFp8CudaExperts
 
     fp8 = layer.w13.dtype == torch.float8_e4m3fn
     base = MoeOptimizerFp8CudaExperts if fp8 else MoeOptimizerCudaExperts
     offered = type("Measured", (base,), {"stock_classes": (stock,)})
     experts = offered(layer.moe_config, layer.quant_config)
-    weights, form, _ = experts.kernel_weights(layer.w13, layer.w2)
-    facts = LayerFacts(name="measured", dtype=layer.dtype, top_k=layer.shape.top_k, expert_map=layer.expert_map)
-    experts.use_layer(CudaLayer(weights, form, facts, (TokenRange(up_to=_ANY_NUMBER, use=variant),)))
+    experts.use_kernel(layer.w13, layer.w2, layer.expert_map, variant)
     return experts
 
 

@@ -1,12 +1,7 @@
-"""Measures our kernels and vLLM's own in a process of its own, started with the path of a request file.
-
-The launcher starts it before a server, in its own process: what it allocates and compiles is gone afterwards. REQUEST
-is a JSON file (see `Request`). Each line on stdout is one step done; the tables are written as a whole at the end.
-"""
+"""Measures the expert kernels of a layer, ours and vLLM's own: a process of its own, see `measure.process`."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -17,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.inspection.kernel_speeds import write_tables
-from moe_optimizer.plan.json_codec import decode
+from moe_optimizer.measure.process import OnStep, answer_request
 from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, SpeedQuestion, TokenSpeeds
 
 if TYPE_CHECKING:
@@ -27,7 +22,7 @@ ORDER = {
     "cuda": (1, 8, 64, 4, 2, 16, 32, 128, 256, 512, 1024, 2048, 4096, 8192),
     "cpu": (1, 16, 256, 4, 64),
 }
-"""Numbers of tokens, those that say most first: the budget may not reach the last."""
+"""Numbers of tokens in order of importance: the budget may not reach the last."""
 _CALLS = 8
 """Calls of one sample, each with its own routing."""
 _REPETITIONS = 7
@@ -37,42 +32,35 @@ _MAX_LAYERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class SpeedRequest:
     """What to measure and for how long."""
 
     device: str
     """"cuda" or "cpu"."""
     questions: tuple[SpeedQuestion, ...]
     seconds: float
-    """For all of it, without start-up."""
+    """For everything, without start-up."""
     threads: int
-    """On the CPU."""
+    """Of a measurement on the CPU."""
     tables: str
-    """File for the tables."""
+    """File that gets the tables, whole or not at all."""
 
 
-def main(arguments: list[str]) -> int:
-    """Measure what the request says; 0 when at least one number of tokens was measured for each question."""
-    request = decode(Request, json.loads(Path(arguments[0]).read_text(encoding="utf-8")), origin=arguments[0])
+def _measure(request: SpeedRequest, on_step: OnStep) -> None:
     _prepare(request)
-    tables, total = [], len(request.questions) * len(ORDER[request.device])
+    tables, sizes = [], ORDER[request.device]
     for index, question in enumerate(request.questions):
         deadline = time.monotonic() + request.seconds / len(request.questions)
         rows: list[TokenSpeeds] = []
-        for done, row in enumerate(_rows(question, request.device, deadline), start=1):
+        for row in _rows(question, request.device, deadline):
             rows.append(row)
-            _say(index * len(ORDER[request.device]) + done, total, f"{row.tokens} tokens, {question.weights}")
+            done = (index + len(rows) / len(sizes)) / len(request.questions)
+            on_step(done, f"{row.tokens} tokens, {question.weights}")
         tables.append(_table(question, rows))
     write_tables(Path(request.tables), tuple(tables))
-    _say(total, total, "done")
-    return 0
 
 
-def _say(done: int, total: int, text: str) -> None:
-    print(json.dumps({"done": done, "of": total, "text": text}), flush=True)
-
-
-def _prepare(request: Request) -> None:
+def _prepare(request: SpeedRequest) -> None:
     import torch
 
     if request.device == "cpu":
@@ -101,7 +89,7 @@ def _table(question: SpeedQuestion, rows: list[TokenSpeeds]) -> KernelSpeeds:
 
 
 def _rows(question: SpeedQuestion, device: str, deadline: float) -> Iterator[TokenSpeeds]:
-    """Measure until the time is over, at least one number of tokens."""
+    """Measure until the time is over, but at least one number of tokens."""
     layers = _layers(question, device)
     for index, tokens in enumerate(ORDER[device]):
         if index and time.monotonic() > deadline:
@@ -123,7 +111,7 @@ def _layers(question: SpeedQuestion, device: str) -> list[MeasuredLayer]:
 
 
 def _medians_us(layers: list[MeasuredLayer], tokens: int, deadline: float) -> dict[str, float]:
-    """Return the median time of one call per side: the sides take turns, every call has a routing of its own."""
+    """Return the median time of a call of each kernel; kernels take turns, and every call has a routing of its own."""
     from moe_optimizer.measure.kernel_speeds.measured_sides import sides_for
 
     per_layer = [sides_for(layer, tokens) for layer in layers]
@@ -154,7 +142,7 @@ def _cpu_sampler(calls: dict[str, list[Any]]) -> Any:
 
 
 def _cuda_sampler(calls: dict[str, list[Any]]) -> Any:
-    """Capture each side's calls in one graph: what a server replays while it decodes."""
+    """Capture the calls of each kernel in one graph, as a server replays them while it decodes."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -184,4 +172,4 @@ def _cuda_sampler(calls: dict[str, list[Any]]) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(answer_request(SpeedRequest, sys.argv[1:], _measure))

@@ -1,7 +1,7 @@
-"""Timing vLLM's Triton MoE kernel with given launch parameters, on a GPU.
+"""Times vLLM's Triton MoE kernel with given launch parameters, on a GPU.
 
-One measurement is the replay of a CUDA graph of several calls, each with routing of its own (and, where all weights
-would stay in the L2 cache, with weights of its own), so that weights are read from memory as they are while serving.
+One measurement is the replay of a CUDA graph of several calls. Each call has its own routing, and where all weights
+would stay in the L2 cache its own weights, so that weights are read from memory as they are while serving.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MAX_ERROR = 2e-2
-"""Of the largest output: more than reordering sums in BF16 can do, less than a lost tile."""
+"""As a share of the largest output: sums in another order differ by less in BF16, a lost tile by more."""
 _REPLAY_US = 1500.0
 """Chosen: length of one replay, long beside the timer's resolution."""
 _CALLS = (4, 32)
@@ -72,7 +72,7 @@ class TritonBench:
         return triton.__version__
 
     def stock_row(self, tokens: int) -> Row:
-        """Return what vLLM takes now, its own file's row or its default."""
+        """Return the row that vLLM takes now: its own file's or its default."""
         experts = self.experts
         weights = self._weights[0]
         row = self._fused_moe.try_get_optimal_moe_config(
@@ -93,9 +93,9 @@ class TritonBench:
         return statistics.median(self._replay(graph, self._calls(tokens)) for _ in range(5))
 
     def interleaved_us(self, rows: Sequence[Row], tokens: int, *, rounds: int = 15) -> list[list[float]] | None:
-        """Return microseconds of one call for every row and round; rows take turns, so a drifting clock meets all.
+        """Return microseconds of one call for every row and round; rows take turns, so a drifting clock affects all.
 
-        None when one of them does not work.
+        None when a row does not work.
         """
         graphs = [self._captured(row, tokens) for row in rows]
         whole = [graph for graph in graphs if graph is not None]
@@ -116,7 +116,7 @@ class TritonBench:
         torch.cuda.empty_cache()
 
     def _copies(self) -> int:
-        """Return how many sets of weights make sure that none stays in the L2 cache."""
+        """Return the number of sets of weights with which none stays in the L2 cache."""
         experts = self.experts
         size = experts.local_experts * 3 * experts.width * experts.hidden_size
         size *= 1 if experts.scheme else self._dtype.itemsize
@@ -145,7 +145,7 @@ class TritonBench:
         return torch.empty(shape, dtype=self._dtype, device="cuda").normal_(std=fan_in**-0.5)
 
     def _to_fp8(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert with scales of one: timing asks for the types and shapes, not for accuracy."""
+        """Convert with scales of one: times depend on types and shapes, not on values."""
         block = self.experts.block
         scale_shape = (weight.shape[0],)
         if block:
@@ -153,7 +153,7 @@ class TritonBench:
         return weight.to(torch.float8_e4m3fn), torch.ones(scale_shape, dtype=torch.float32, device="cuda")
 
     def _calls(self, tokens: int) -> int:
-        """Return the calls in one graph: the more, the shorter one is expected to be."""
+        """Return the number of calls in one graph, by the expected time of a call."""
         expected = 30.0 + tokens * 0.3
         return max(_CALLS[0], min(_CALLS[1], round(_REPLAY_US / expected)))
 

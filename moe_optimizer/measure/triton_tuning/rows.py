@@ -1,4 +1,4 @@
-"""From tuned sizes to a configuration file that leaves every other size as it was."""
+"""Makes a configuration file of tuned sizes that leaves every other size as it was."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 from moe_optimizer.inspection.tuned_configs import Row
 
 LARGEST_TOKENS = 131_072
-"""Beyond what one step of a server takes."""
+"""More than one step of a server takes."""
 
 Stock = Callable[[int], Row]
 """The row that vLLM takes now for a number of tokens."""
@@ -17,7 +17,7 @@ Stock = Callable[[int], Row]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Win:
-    """A row that was faster than stock at a size, and the sizes that it may be used for: [low, high]."""
+    """A row that was faster than vLLM's at a size, and the sizes that it may be used for: [low, high]."""
 
     tokens: int
     row: Row

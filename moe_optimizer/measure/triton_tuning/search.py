@@ -1,4 +1,4 @@
-"""Which launch parameters to try, in which order. Knows nothing of GPUs: a function measures."""
+"""Searches launch parameters: which to try, in which order. A function measures them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALUES: Mapping[str, tuple[int, ...]] = {
     "BLOCK_SIZE_M": (16, 32, 64, 128, 256),
     "GROUP_SIZE_M": (1, 8, 16, 32, 64),
 }
-"""What each parameter may be, those that matter most first."""
+"""The values of each parameter, the parameters that matter most first."""
 SHARED_MEMORY_BYTES = 227 * 1024
 """What a block of a data-centre GPU from Hopper on can have; more fails to launch, after seconds of compilation."""
 _NUM_SEEDS = 10

@@ -1,8 +1,7 @@
-"""What a tuning has measured so far: kept beside the configuration, so that a stopped one goes on where it was."""
+"""Keeps what a tuning has measured beside the configuration, so that a stopped one goes on where it was."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +11,14 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.inspection.tuned_configs import Row
+from moe_optimizer.plan.json_codec import decode, encode
 
 _MAX_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One size: the best row found beside the one that vLLM takes now, timed in turns in one run."""
+    """The best row of one size against the one that vLLM takes now, timed in turns in one run."""
 
     tokens: int
     stock: Row
@@ -31,11 +31,11 @@ class Verdict:
     """Median over the rounds of stock / row: above 1 the row is faster."""
     low: int
     high: int
-    """Sizes [low, high] that the row is used for; high < low: none."""
+    """The row is used for the sizes [low, high]; high < low: for none."""
 
     @property
     def won(self) -> bool:
-        """Whether the row replaces stock somewhere."""
+        """Whether the row replaces vLLM's for any size."""
         return self.low <= self.high
 
 
@@ -44,17 +44,17 @@ class TuneState:
     """Everything measured for one shape on one GPU with one vLLM and one Triton."""
 
     identity: dict[str, Any]
-    """What the measurements are valid for; another identity starts anew."""
+    """What the measurements hold for; another identity starts anew."""
     measured: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """Tokens -> `key_of` a row -> microseconds, None where it does not work."""
-    trying: list[str] | None = None
-    """Tokens and row being measured; still there in a file: the process died on it."""
+    trying: tuple[str, str] | None = None
+    """Tokens and row being measured; a file that still has them is of a process that died on the row."""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     """Tokens -> the last comparison."""
 
     def store(self, path: Path) -> None:
         """Write it atomically."""
-        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        write_atomically(path, json.dumps(encode(self), indent=1) + "\n")
 
 
 def load_state(path: Path, identity: dict[str, Any]) -> TuneState:
@@ -71,9 +71,8 @@ def load_state(path: Path, identity: dict[str, Any]) -> TuneState:
     if data.get("identity") != identity:
         return TuneState(identity=identity)
     try:
-        state = TuneState(**{name: data[name] for name in ("identity", "measured", "trying", "verdicts")})  # type: ignore[arg-type]
-        state.verdicts = {key: Verdict(**entry) for key, entry in dict(data["verdicts"]).items()}  # type: ignore[call-overload]
-    except (KeyError, TypeError) as error:
+        state = decode(TuneState, data, origin="state")
+    except InputError as error:
         raise InputError(
             f"{path}: not a tuning of this version: {error}", hint="delete the file to start anew"
         ) from None

@@ -1,4 +1,4 @@
-"""Counts in a vLLM worker how many tokens each expert is given: puts a counter into every router of the model."""
+"""Counts the tokens of each expert in a vLLM worker, by a counter in every router of the model."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ class Counting:
 
     @contextlib.contextmanager
     def step(self, scheduler_output: Any) -> Iterator[None]:
-        """Count the tokens of a forward in the block; the rows after them are padding.
+        """Count the tokens of the forward in the block, without the padding after them.
 
-        Before the first such block nothing is counted: vLLM starts by running the model on made-up tokens. Later it
-        does so for data parallelism only.
+        Nothing is counted before the first block: vLLM warms up on dummy tokens.
         """
         with self._guarded():
             rows = scheduler_output.total_num_scheduled_tokens
-            # Decoding steps mostly have as many tokens as the one before: then the device need not be told.
+            # Most decode steps have as many tokens as the one before: then nothing is written to the device.
             if rows != self._rows:
                 self._counter.count_rows(rows)
                 self._rows = rows
@@ -63,7 +62,7 @@ class Counting:
 
 
 def current_counting() -> Counting | None:
-    """Return what counts in this process; None where nothing does."""
+    """Return the counting of this process, None where there is none."""
     return _counting
 
 
@@ -71,7 +70,7 @@ def start_counting(session: PluginSession, worker: Any) -> None:
     """Put a counter into the routers of a worker's model. Called before its first forward, which may be compiled.
 
     Raises:
-        RequiredNotAppliedError: it cannot be counted, and the plan requires it. Whatever else goes wrong leaves the
+        RequiredNotAppliedError: the load cannot be counted, and the plan requires it. Any other failure leaves the
             model as it is, with the reason in the proof.
     """
     global _counting  # noqa: PLW0603 - one model per process
@@ -106,7 +105,7 @@ def _why_not(vllm_config: Any) -> str:
 
 
 def _bound(session: PluginSession, worker: Any) -> tuple[Counting | None, str]:
-    """Return what counts the worker's model, or None and why nothing does."""
+    """Return the counting of the worker's model, or None and why it is not counted."""
     from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter, part_path
     from moe_optimizer.vllm_plugin.server_facts import world
 
@@ -128,7 +127,7 @@ def _bound(session: PluginSession, worker: Any) -> tuple[Counting | None, str]:
         model=session.plan.model.name,
         layers=tuple(layers.items()),
         since=datetime.now(UTC).isoformat(timespec="seconds"),
-        # The ranks of a tensor parallel group route the same tokens: the first one's counts are everybody's.
+        # The ranks of a tensor parallel group route the same tokens: only the first one writes its counts.
         path=part_path(session.run_dir, rank) if rank % worker.parallel_config.tensor_parallel_size == 0 else None,
         on_seen=lambda: session.ran(LOAD_PASS),
     )
@@ -149,7 +148,7 @@ def _counter_for(worker: Any, layer_ids: tuple[int, ...], num_experts: int) -> E
 
 
 def _routed_layers(model: torch.nn.Module) -> Iterator[tuple[int, str]]:
-    """Yield (number of the decoder layer, name) of every layer that routes tokens, in the model's order.
+    """Yield the number and the name of every layer that routes tokens, in the model's order.
 
     Raises:
         ValueError: two have the same number.
@@ -166,7 +165,7 @@ def _routed_layers(model: torch.nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def _set_capture(model: torch.nn.Module, counter: ExpertCounter) -> str:
-    """Have vLLM call the counter in every router. Returns "" or why it does not."""
+    """Have vLLM call the counter in every router; return "" or why it does not."""
     capturer = _vllms_own_binding()
     if capturer is not None:
         try:

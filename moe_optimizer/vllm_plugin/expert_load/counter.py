@@ -1,4 +1,4 @@
-"""Counting routed tokens where the router leaves them: on the device, without a read of device data on the host.
+"""Counts routed tokens on the device, without reading device data on the host.
 
 A step gives `limit`, the number of its rows that are tokens; the rows after them are padding of a CUDA graph.
 Before the first served step it is 0, so profiling, warm-up and graph capture run the counting and add nothing. It is a
@@ -10,32 +10,15 @@ Tensors: L layers, E experts, T rows of a step, K experts of a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
-
-
-class ExpertCounter(Protocol):
-    """Counts of all layers of one process."""
-
-    def count_rows(self, num_rows: int) -> None:
-        """Let the next forward count its first `num_rows` rows."""
-        ...
-
-    def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        """Count the logical expert ids [T, K] that a layer's router chose. What vLLM calls in every forward."""
-        ...
-
-    def table(self) -> torch.Tensor:
-        """Return a copy of the table on the host: int64 [L, E + 2], see `expert_columns`."""
-        ...
 
 
 def expert_columns(topk_ids: torch.Tensor, limit: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Return the table's column for every id of [..., T, K], as int64.
 
-    Expert e counts in column e + 1. Columns 0 and E + 1 take what is no token of a routed expert: rows from
-    `limit` on, ids below 0 (dropped by the router) and ids from E on (experts that compute nothing).
+    Expert e counts in column e + 1. Rows from `limit` on and ids below 0, which the router dropped, count in column 0;
+    ids from E on, which are experts that compute nothing, in column E + 1.
     """
     rows = torch.arange(topk_ids.shape[-2], device=topk_ids.device).unsqueeze(-1)
     return torch.where(rows < limit, topk_ids.clamp(-1, num_experts), -1).to(torch.int64) + 1
@@ -44,8 +27,8 @@ def expert_columns(topk_ids: torch.Tensor, limit: torch.Tensor, num_experts: int
 class LayerwiseCounter:
     """Adds to the table in every layer: for the CPU, where vLLM compiles the router into its graph.
 
-    Each layer has a tensor of its own that enters the graph as an argument. Slices of one table would be aliased
-    arguments, which the compiler copies, and a layer number in the graph would make every layer's a different one.
+    Each layer has a tensor of its own, which is an argument of the graph. The compiler would copy slices of one table,
+    and a layer number in the graph would make every layer's graph a different one.
     """
 
     def __init__(self, layer_ids: Sequence[int], num_experts: int) -> None:
@@ -58,12 +41,12 @@ class LayerwiseCounter:
         self._limit.fill_(num_rows)
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        """Add a layer's ids to its counts."""
+        """Count the logical expert ids [T, K] that a layer's router chose; vLLM calls it in every forward."""
         columns = expert_columns(topk_ids, self._limit, self._num_experts).reshape(-1)
         self._counts[layer_id].scatter_add_(0, columns, torch.ones_like(columns))
 
     def table(self) -> torch.Tensor:
-        """Return a copy of the table."""
+        """Return a copy of the table on the host: int64 [L, E + 2], see `expert_columns`."""
         return torch.stack(list(self._counts.values()))
 
 
@@ -74,7 +57,7 @@ class StepwiseCounter:
     takes six launches in all. vLLM runs the router outside of its compiled graphs there, so Python may keep state.
 
     Args:
-        max_rows: as many as a step has at most, as far as is known; with more, counting takes a launch more.
+        max_rows: the most rows that a step is known to have; with more, counting takes one more launch.
     """
 
     def __init__(self, layer_ids: Sequence[int], num_experts: int, device: torch.device, *, max_rows: int) -> None:
@@ -83,7 +66,7 @@ class StepwiseCounter:
         self._positions = {layer_id: position for position, layer_id in enumerate(layer_ids)}
         self._counts = torch.zeros(len(layer_ids), num_experts + 2, dtype=torch.int64, device=device)
         self._rows = torch.arange(max_rows, device=device)
-        # Not of dimension 0: it decides the type of a sum with smaller integers.
+        # Of dimension 1: it then decides the type of a sum with smaller integers.
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         self._step: dict[int, torch.Tensor] = {}
         self._captured: list[tuple[torch.Tensor, ...]] = []
@@ -108,7 +91,7 @@ class StepwiseCounter:
             for each, ids in step.items():
                 self._add(ids.unsqueeze(0), self._counts[each : each + 1])
         if topk_ids.is_cuda and torch.cuda.is_current_stream_capturing():
-            # A replay writes the ids where the capture did. Were they freed, a later layer would reuse the place
+            # A replay writes the ids where the capture did. If they were freed, a later layer would overwrite them
             # before they are counted.
             self._captured.append(tuple(step.values()))
 
@@ -133,3 +116,7 @@ class StepwiseCounter:
             reader.wait_stream(self._stream)
             with torch.cuda.stream(reader):
                 return self._counts.cpu()
+
+
+ExpertCounter = LayerwiseCounter | StepwiseCounter
+"""Counts the tokens of all layers of one process."""

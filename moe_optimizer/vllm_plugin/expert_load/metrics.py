@@ -1,4 +1,4 @@
-"""Expert load on the /metrics page of vLLM's API server."""
+"""Shows the expert load on the /metrics page of vLLM's API server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _shown: set[Path] = set()
 def show_on_metrics(run_dir: Path) -> None:
     """Add the counts in `run_dir` to this process's metrics. Harmless when repeated."""
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-        # Several API servers: vLLM's page is then made of files that they share, and shows no collectors.
+        # With several API servers vLLM makes the page of files that they share, without collectors.
         logger.warning("expert load is not on /metrics with several API servers; it is in %s", run_dir)
         return
     if run_dir not in _shown:

@@ -17,11 +17,11 @@ from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR, ExpertLoad, La
 from moe_optimizer.vllm_plugin.expert_load.counter import ExpertCounter
 
 _INTERVAL_S = 3.0
-"""Chosen: encoding 61 layers of 256 experts takes a few milliseconds of the interpreter, so a thousandth of it."""
+"""Chosen: encoding 61 layers of 256 experts takes a few milliseconds, a thousandth of this."""
 _UNSEEN_INTERVAL_S = 0.5
-"""Chosen: how soon after vLLM's own warm-up the proof says that every layer is counted."""
+"""Chosen: delay after vLLM's warm-up until the proof says that every layer is counted."""
 _STOP_WAIT_S = 5.0
-"""Chosen: a write takes milliseconds; one that hangs does not keep the process."""
+"""Chosen: a write takes milliseconds; a process does not wait for one that hangs."""
 
 logger = get_logger(__name__)
 
@@ -57,7 +57,7 @@ class ExpertLoadWriter:
         self._thread: threading.Thread | None = None
 
     def stepped(self) -> None:
-        """Note one served step. Called in every one: it costs an addition and a look at a flag."""
+        """Note one served step. Called in each, so it is an addition and a test of a flag."""
         self._steps += 1
         if not self._wake.is_set():
             self._wake.set()
@@ -68,7 +68,7 @@ class ExpertLoadWriter:
         if self._thread is None:
             self._thread = threading.Thread(target=self._keep_writing, name="moe-optimizer-expert-load", daemon=True)
             self._thread.start()
-            # Python's own end would end the thread wherever it is; inside torch that aborts the process.
+            # Otherwise Python's exit ends the thread wherever it is; inside torch that aborts the process.
             atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -84,7 +84,7 @@ class ExpertLoadWriter:
         Raises:
             OSError: the run folder does not take them.
         """
-        # Before the table: a step in between is then written once more, and not taken for written.
+        # Read before the table: a step in between is then written once more instead of never.
         steps = self._steps
         table = self._counter.table()
         if not self._seen and bool(table.any(dim=1).all()):
@@ -94,12 +94,12 @@ class ExpertLoadWriter:
             return
         write_atomically(self._path, self._load(table, steps).to_json())
         self._written_steps = steps
-        # Every process writes the merged file after its own: the last one to write has seen all.
+        # Every process writes the merged file after its own, so the last one has merged all.
         run_dir = self._path.parent.parent
         write_atomically(run_dir / LOAD_FILE, read_run_load(run_dir).to_json())
 
     def _load(self, table: torch.Tensor, steps: int) -> ExpertLoad:
-        # The first and the last column are what is no routed expert.
+        # The first and the last column are not experts.
         rows = table[:, 1:-1].tolist()
         layers = (
             LayerLoad(index=index, name=name, tokens=tuple(tokens))
@@ -117,7 +117,7 @@ class ExpertLoadWriter:
         while True:
             stepped = self._wake.wait(None if self._seen else _UNSEEN_INTERVAL_S)
             self._wake.clear()
-            # Looked at before the write: that of a process that ends has its last steps too.
+            # Read before the write, so that the last write of a process has its last steps too.
             stopping = self._stop.is_set()
             try:
                 self.write()

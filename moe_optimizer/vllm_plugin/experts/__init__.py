@@ -1,1 +1,1 @@
-"""Our experts classes inside vLLM: which kernel computes a layer, in which weight format, and whether it is right."""
+"""The experts classes that vLLM can choose: their kernels, their weight formats, and the checks before they serve."""

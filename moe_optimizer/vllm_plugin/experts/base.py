@@ -1,11 +1,10 @@
-"""vLLM's experts interface over this package's kernels: what the classes for CPU and CUDA have in common.
+"""Implements vLLM's experts interface over this package's kernels, as far as the classes for CPU and CUDA share it.
 
-Inside vLLM only. A class answers for what it was shown to compute; a "no" carries a reason and leaves the layer to
+A class accepts only layers that its kernels were shown to compute. A refusal carries a reason and leaves the layer to
 the next class in vLLM's order.
 """
 
-# The signatures are vLLM's; it passes their arguments by name.
-# ruff: noqa: ARG002, N803, PLR0917, PLW0211
+# ruff: noqa: PLW0211 - vLLM's own shape of is_supported_config
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
 from moe_optimizer.vllm_plugin.experts.weight_format import planned_format
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session
 
-# SwiGLU variants that vLLM parametrises on the layer: silently ignoring one would change the model.
+# Parameters of SwiGLU variants on vLLM's layer: ignoring one would change the model.
 _SWIGLU_PARAMETERS = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
 
 QuantKeys = tuple[Any, Any]
@@ -32,14 +31,14 @@ QuantKeys = tuple[Any, Any]
 class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
     """SwiGLU experts, with or without an expert map, on weights that vLLM hands over as it loads them.
 
-    [E, 2 I, H] with the gate rows first and [E, H, I]; the stock classes pack or shuffle them in their own
-    `process_weights_after_loading`, which does not run when this class is chosen.
+    They are [E, 2 I, H] with the gate rows first, and [E, H, I]: vLLM's own classes pack or shuffle them only in their
+    `process_weights_after_loading`.
     """
 
     dtypes: ClassVar[tuple[torch.dtype, ...]]
     """Of the activations."""
     stock_classes: ClassVar[tuple[type[mk.FusedMoEExperts], ...]] = ()
-    """vLLM's own classes for the same backend, in its order; set when the class is offered."""
+    """vLLM's classes for the same backend, in its order; set when the class is offered."""
 
     @classmethod
     @abstractmethod
@@ -49,7 +48,7 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
     @classmethod
     @abstractmethod
     def why_not(cls, moe_config: Any, keys: QuantKeys, session: PluginSession) -> str:
-        """Return why a layer that passed vLLM's own questions is still not ours, or ""."""
+        """Return why the kernel does not compute a layer that passed vLLM's own questions, or ""."""
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -100,7 +99,7 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
                 return True, None
         except RequiredNotAppliedError:
             raise
-        except Exception as error:  # noqa: BLE001 - vLLM is choosing a kernel; stock must stay reachable
+        except Exception as error:  # noqa: BLE001 - vLLM is choosing a kernel; its own must stay reachable
             reason = f"fallback: {described(error)}"
         for pass_name in pass_names:
             session.refused(pass_name, reason)
@@ -116,71 +115,27 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        # Tensor and expert parallelism were compared with stock. Data parallelism adds a dispatch between the
-        # ranks, and EPLB moves weights under the kernel: neither was.
+        # Tensor and expert parallelism were compared with stock vLLM. Data parallelism, which exchanges tokens between
+        # ranks, and EPLB, which moves weights while serving, were not.
         return moe_parallel_config.dp_size == 1 and not getattr(moe_parallel_config, "enable_eplb", False)
 
     @staticmethod
     def _supports_batch_invariance() -> bool:
-        # The op's contract: bit for bit the same for any other tokens in the batch.
+        # By the op's contract a token's result does not depend on the other tokens of the batch.
         return True
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: mk.ExpertTokensMetadata | None,
-        activation: MoEActivation,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    def workspace_shapes(self, *sizes: Any, **_named: Any) -> Any:
         """No workspace: the kernel keeps its own scratch. Output: one row of the model width per token."""
-        return (0,), (0,), (M, K)
+        tokens, _, hidden, *_ = sizes
+        return (0,), (0,), (tokens, hidden)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
-        """Nothing is left to do: the kernel weights and sums the experts of a token."""
+        """Return what does nothing: the kernel weights and sums the experts of a token."""
         return TopKWeightAndReduceNoOP()
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: mk.ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> Any:
+    def apply(self, *arguments: Any, **named: Any) -> Any:
         """Pass vLLM's arguments to `compute` as one."""
-        return self.compute(
-            VllmCall(
-                output,
-                hidden_states,
-                w1,
-                w2,
-                topk_weights,
-                topk_ids,
-                activation,
-                global_num_experts,
-                expert_map,
-                a1q_scale,
-                a2_scale,
-                workspace13,
-                workspace2,
-                expert_tokens_meta,
-                apply_router_weight_on_input,
-            )
-        )
+        return self.compute(VllmCall(*arguments, **named))
 
     @abstractmethod
     def compute(self, call: VllmCall) -> Any:

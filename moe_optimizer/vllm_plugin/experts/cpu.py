@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -11,13 +12,13 @@ from vllm.platforms import current_platform
 
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.ops import use_huge_pages
-from moe_optimizer.proof.record import LayerProof
 from moe_optimizer.vllm_plugin.experts import kernel
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
-from moe_optimizer.vllm_plugin.experts.op import dtype_name, run_experts
-from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, CheckResult, LayerUnderCheck, check_layer
+from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
+from moe_optimizer.vllm_plugin.experts.op import run_experts
+from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, check_layer
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
-from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, planned_format, weight_format
+from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, planned_format
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session
 
 _CHECKED_TOKENS = 4
@@ -28,8 +29,8 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
     """SwiGLU experts in FP32, BF16 or FP16 on the CPU; the plan may want the weights in another format."""
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    weights: KernelWeights | None = None
-    """Set once the layer is loaded."""
+    weights = KernelWeights(format=PLAIN, w13=torch.empty(0, device="cpu"), w2=torch.empty(0, device="cpu"))
+    """The layer's, once it is loaded; until then it computes with what vLLM hands over."""
     _stock: Any = None
     """vLLM's own experts, for a layer that our kernel computes wrongly."""
 
@@ -40,7 +41,7 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
 
     @classmethod
     def why_not(cls, moe_config: Any, keys: QuantKeys, session: PluginSession) -> str:  # noqa: ARG003
-        """Return why the kernel cannot compute this layer here, or "": the last question tries it."""
+        """Return why the kernel cannot compute this layer here, or "" after it has computed a small one."""
         if importlib.util.find_spec(_CPU_ROUTER) is None:
             return "vLLM's CPU build routes tokens inside its own kernel before 0.30"
         not_covered = kernel.why_not_covered(
@@ -64,39 +65,40 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
         return weight_key is None and activation_key is None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Bring the weights into the planned format and try the kernel on them; name the layer in the proof.
+        """Convert the weights to the planned format, check the kernel on them, and enter the layer in the proof.
 
-        A layer that the kernel computes wrongly is handed to vLLM's own class, with the reason in the proof.
+        vLLM's own class gets a layer that the kernel computes wrongly, with the reason in the proof.
 
         Raises:
-            RequiredNotAppliedError: it is, and the plan requires the kernel or vLLM's own cannot compute the layer.
+            RequiredNotAppliedError: the kernel is wrong, and the plan requires it or vLLM has no other for the layer.
         """
         session = current_session()
         loaded = (layer.w13_weight, layer.w2_weight)
         if session is None or not all(isinstance(weight, torch.Tensor) for weight in loaded):
             return
         name = str(getattr(layer, "layer_name", ""))
-        expert_map = getattr(layer, "expert_map", None)
-        weights = planned_format(session).convert(name, *loaded)
-        result = self._checked(name, weights, expert_map, loaded)
+        ours = ExpertsLayer(
+            name=name,
+            weights=planned_format(session).convert(name, *loaded),
+            dtype=self.moe_config.in_dtype,
+            top_k=self.moe_config.experts_per_token,
+            expert_map=getattr(layer, "expert_map", None),
+            w13_bias=self.w1_bias,
+            w2_bias=self.w2_bias,
+        )
+        weights, form = ours.weights, ours.format
+        kernels = {kernel.NAME: CheckedKernel(run=functools.partial(form.compute, weights), tokens=_CHECKED_TOKENS)}
+        result = check_layer(ours, kernels)
         if result.reason:
-            for pass_name in _passes_of(weights):
+            for pass_name in form.passes:
                 session.refused(pass_name, f"{name}: self-check failed: {result.reason}")
-            self._hand_to_stock(layer, name, expert_map)
+            self._hand_to_stock(layer, name, ours.expert_map)
             return
         self.weights = weights
         if weights.w13 is not loaded[0]:
             replace_parameter(layer, "w13_weight", weights.w13)
             replace_parameter(layer, "w2_weight", weights.w2)
-        entry = LayerProof(
-            name=name,
-            num_local_experts=loaded[0].shape[0],
-            hidden_size=loaded[1].shape[1],
-            intermediate_size=loaded[1].shape[2],
-            dtype=dtype_name(loaded[0].dtype),
-            expert_map=expert_map is not None,
-            weight_format=weights.format,
-            weight_dtype="" if weights.format == PLAIN else dtype_name(weights.w13.dtype),
+        entry = ours.proof(
             loaded_bytes=sum(weight.nbytes for weight in loaded),
             weight_bytes=weights.nbytes,
             why_small_pages=_why_small_pages(weights),
@@ -104,30 +106,7 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             why_plain=weights.why_plain,
             self_check_error=result.error,
         )
-        session.add_layer((*_passes_of(weights), *session.other_passes(layer)), layer.w13_weight.data_ptr(), entry)
-
-    def _checked(
-        self,
-        name: str,
-        weights: KernelWeights,
-        expert_map: torch.Tensor | None,
-        loaded: tuple[torch.Tensor, torch.Tensor],
-    ) -> CheckResult:
-        form = weight_format(weights.format)
-        under_check = LayerUnderCheck(
-            name=name,
-            format=form,
-            weights=weights,
-            dtype=self.moe_config.in_dtype,
-            hidden_size=loaded[1].shape[1],
-            num_local_experts=loaded[0].shape[0],
-            top_k=self.moe_config.experts_per_token,
-            expert_map=expert_map,
-            w13_bias=self.w1_bias,
-            w2_bias=self.w2_bias,
-        )
-        tried = CheckedKernel(run=lambda call: form.compute(weights, call), tokens=_CHECKED_TOKENS)
-        return check_layer(under_check, {kernel.NAME: tried})
+        session.add_layer((*form.passes, *session.other_passes(layer)), layer.w13_weight.data_ptr(), entry)
 
     def _hand_to_stock(self, layer: torch.nn.Module, name: str, expert_map: torch.Tensor | None) -> None:
         if expert_map is not None:
@@ -155,13 +134,13 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             call.weights_to_apply.to(torch.float32),
             call.topk_ids,
             call.expert_map,
-            None if weights is None else weights.w13_scale,
-            None if weights is None else weights.w2_scale,
-            None if weights is None else weights.w13_mask,
-            None if weights is None else weights.w2_mask,
+            weights.w13_scale,
+            weights.w2_scale,
+            weights.w13_mask,
+            weights.w2_mask,
             self.w1_bias,
             self.w2_bias,
-            PLAIN if weights is None else weights.format,
+            weights.format,
         )
 
 
@@ -169,8 +148,3 @@ def _why_small_pages(weights: KernelWeights) -> str:
     """Move the weights to huge pages, in place; return why some are not, or ""."""
     outcomes = {use_huge_pages(tensor) for tensor in (weights.w13, weights.w2)}
     return "; ".join(sorted(reason for done, reason in outcomes if not done))
-
-
-def _passes_of(weights: KernelWeights) -> tuple[str, ...]:
-    """Return the passes that a layer in this format counts for."""
-    return weight_format(weights.format).passes

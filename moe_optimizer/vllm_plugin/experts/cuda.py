@@ -1,8 +1,5 @@
 """The experts class for unquantised layers on CUDA: our kernels where the plan's table has them, Triton elsewhere."""
 
-# The signatures are vLLM's; it passes their arguments by name.
-# ruff: noqa: N803, PLR0917
-
 from __future__ import annotations
 
 import dataclasses
@@ -13,38 +10,33 @@ from typing import Any, ClassVar
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.platforms import current_platform
 
 from moe_optimizer.ops import _load
 from moe_optimizer.plan.pass_params import FlashDmoeParams
-from moe_optimizer.specs.kernel_speeds import STOCK
+from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
-from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer, LayerFacts
+from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer
+from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
-from moe_optimizer.vllm_plugin.experts.weight_format import (
-    PLAIN,
-    ExpertsCall,
-    KernelWeights,
-    WeightFormat,
-    weight_format,
-)
+from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, ExpertsCall, KernelWeights
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_decision
 
 _CAPABILITY = 90
 _WEIGHTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ANY_NUMBER = 1 << 30
 
 
 class MoeOptimizerCudaExperts(MoeOptimizerExperts):
     """SwiGLU experts on a Hopper GPU.
 
-    Which kernel computes a forward is a matter of its number of tokens and settled in Python: in a CUDA graph once,
-    when it is captured. vLLM's own experts are always at hand, on the same weights.
+    Python chooses the kernel of a forward by its number of tokens; for a CUDA graph, once, when it is captured. vLLM's
+    own experts are kept beside ours, on the same weights.
     """
 
     dtypes = (torch.bfloat16,)
     unnamed: ClassVar[Any] = itertools.count()
-    """Numbers layers where vLLM does not say their names: in the order of their first forward."""
+    """Numbers layers, in the order of their first forward, where vLLM does not say their names."""
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)
@@ -61,7 +53,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
 
     @classmethod
     def why_not(cls, moe_config: Any, keys: QuantKeys, session: PluginSession) -> str:
-        """Return why this layer is left to vLLM altogether, or ""."""
+        """Return why vLLM computes this layer alone, or ""."""
         available, reason = _load.kernels_available()
         if not available:
             return reason
@@ -83,7 +75,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
 
     @classmethod
     def weight_kind(cls, moe_config: Any, keys: QuantKeys) -> str:  # noqa: ARG003 - unquantised here
-        """Return under which name the plan has its dispatch for this layer's weights."""
+        """Return the name of this layer's weights in the plan's dispatch."""
         return _WEIGHTS[moe_config.in_dtype]
 
     @staticmethod
@@ -99,34 +91,22 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         # Another number of tokens may be computed by another kernel.
         return False
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: mk.ExpertTokensMetadata | None,
-        activation: MoEActivation,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    def workspace_shapes(self, *sizes: Any, **named: Any) -> Any:
         """As vLLM's own experts, whichever kernel runs: vLLM sizes its workspace once, from the largest forward, and a
         smaller one may be theirs.
         """
-        return self.stock.workspace_shapes(
-            M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
-        )
+        return self.stock.workspace_shapes(*sizes, **named)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         """Return what writes the layer's output."""
         return self._output
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Learn the layer's name, where this vLLM asks; the weights stay as they are."""
+        """Note the layer's name; the weights stay as they are."""
         self._name = str(getattr(layer, "layer_name", ""))
 
     def compute(self, call: VllmCall) -> Any:
-        """Compute the routed experts of every token: ours when vLLM says where to write, vLLM's into `call.output`."""
+        """Compute the routed experts of every token: ours once vLLM names the output, vLLM's into `call.output`."""
         layer = self._layer_of(call.w1, call.w2, call.expert_map)
         use = layer.use_for(call.hidden_states.shape[0])
         if use == STOCK or not layer.covers(call.hidden_states):
@@ -150,27 +130,32 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         """Return the activations and their scale as vLLM's own experts expect them."""
         return x, None
 
-    def kernel_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[KernelWeights, WeightFormat, str]:
-        """Return the layer's weights for our kernels, their format, and their name in the plan's dispatch."""
-        return KernelWeights(format=PLAIN, w13=w1, w2=w2), weight_format(PLAIN), _WEIGHTS[w1.dtype]
+    def kernel_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[KernelWeights, str]:
+        """Return the layer's weights for our kernels, and their name in the plan's dispatch."""
+        return KernelWeights(format=PLAIN, w13=w1, w2=w2), _WEIGHTS[w1.dtype]
 
-    def use_layer(self, layer: CudaLayer) -> None:
-        """Run this layer as it is, outside any plan: for measurements."""
-        self._layer = layer
+    def use_kernel(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None, name: str) -> None:
+        """Run one kernel for any number of tokens, unchecked and outside any plan: for measurements."""
+        weights, _ = self.kernel_weights(w1, w2)
+        self._layer = CudaLayer(self._described(weights, expert_map), (TokenRange(up_to=_ANY_NUMBER, use=name),))
 
-    def _layer_of(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> CudaLayer:
-        """Return the layer, checked: in its first forward, which is vLLM's own run to measure memory."""
-        if self._layer is not None and self._layer.address == w1.data_ptr():
-            return self._layer
-        session, decision = current_decision(EXPERTS_PASS)
-        weights, form, kind = self.kernel_weights(w1, w2)
-        facts = LayerFacts(
+    def _described(self, weights: KernelWeights, expert_map: torch.Tensor | None) -> ExpertsLayer:
+        return ExpertsLayer(
             name=self._name or f"MoE layer {next(self.unnamed)}",
+            weights=weights,
             dtype=self.moe_config.in_dtype,
             top_k=self.moe_config.experts_per_token,
             expert_map=expert_map,
         )
-        self._layer = CudaLayer(weights, form, facts, decision.params_as(FlashDmoeParams).dispatch.get(kind, ()))
+
+    def _layer_of(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> CudaLayer:
+        """Return the layer, which is checked in its first forward: vLLM's own, to measure memory."""
+        if self._layer is not None and self._layer.address == w1.data_ptr():
+            return self._layer
+        session, decision = current_decision(EXPERTS_PASS)
+        weights, kind = self.kernel_weights(w1, w2)
+        ranges = decision.params_as(FlashDmoeParams).dispatch.get(kind, ())
+        self._layer = CudaLayer(self._described(weights, expert_map), ranges)
         self._layer.check(session)
         return self._layer
 
@@ -180,10 +165,10 @@ def _run_into(layer: CudaLayer, use: str, call: ExpertsCall, out: torch.Tensor) 
 
 
 class _Output(mk.TopKWeightAndReduce):
-    """Where a layer's output is written.
+    """Writes a layer's output.
 
-    vLLM has the experts write into its workspace and copies from there into the layer's output. Our kernels wait until
-    it names that output and write there: one launch less per layer.
+    vLLM's experts write into its workspace, which is then copied into the layer's output. Our kernels are launched here
+    instead, where vLLM names that output: one launch less per layer.
     """
 
     def __init__(self, stock: Any) -> None:
@@ -191,23 +176,13 @@ class _Output(mk.TopKWeightAndReduce):
         self.pending: Callable[[torch.Tensor], None] | None = None
 
     def apply(
-        self,
-        output: torch.Tensor | None,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
+        self, output: torch.Tensor | None, fused_expert_output: torch.Tensor, *arguments: Any, **named: Any
     ) -> torch.Tensor:
-        """Run what is pending into the layer's output, or finish what vLLM's own experts computed."""
+        """Run the pending kernel into the layer's output, or finish what vLLM's own experts computed."""
         run, self.pending = self.pending, None
         if run is None:
-            return self._stock.finalize_weight_and_reduce_impl().apply(
-                output=output,
-                fused_expert_output=fused_expert_output,
-                topk_weights=topk_weights,
-                topk_ids=topk_ids,
-                apply_router_weight_on_input=apply_router_weight_on_input,
-            )
+            theirs = self._stock.finalize_weight_and_reduce_impl()
+            return theirs.apply(output, fused_expert_output, *arguments, **named)
         target = fused_expert_output if output is None else output
         run(target)
         return target

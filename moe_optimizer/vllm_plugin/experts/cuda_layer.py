@@ -1,13 +1,9 @@
-"""One MoE layer on our CUDA kernels: which kernel for how many tokens, checked once, then called.
-
-Knows vLLM by nothing but the tensors that it hands over.
-"""
+"""Runs one MoE layer on our CUDA kernels: each planned kernel is checked once before it is called."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -16,9 +12,9 @@ from moe_optimizer.ops.cuda_variants import rounds_activations, variant_named
 from moe_optimizer.ops.kernel_arguments import CudaProblem
 from moe_optimizer.proof.record import LayerProof
 from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange, kernel_for
-from moe_optimizer.vllm_plugin.experts.op import dtype_name
-from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, LayerUnderCheck, check_layer
-from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, WeightFormat
+from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
+from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, check_layer
+from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 
 _CHECKED_TOKENS = 32
@@ -26,34 +22,17 @@ _CHECKED_TOKENS = 32
 _ALIGNMENT = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerFacts:
-    """What is known of a layer besides its weights."""
-
-    name: str
-    dtype: torch.dtype
-    top_k: int
-    expert_map: torch.Tensor | None
-    w13_bias: torch.Tensor | None = None
-    w2_bias: torch.Tensor | None = None
-
-
 class CudaLayer:
-    """A layer's weights with the kernels that the plan gives it.
+    """A layer with the kernels that the plan gives it.
 
     Args:
-        weights: in place, as vLLM keeps them; scales in the form that the kernels take.
-        form: their format.
+        layer: its weights are in place, as vLLM keeps them; scales in the form that the kernels take.
         ranges: the plan's dispatch; a layer that fails its check has none.
     """
 
-    def __init__(
-        self, weights: KernelWeights, form: WeightFormat, facts: LayerFacts, ranges: Sequence[TokenRange]
-    ) -> None:
-        self.address = weights.w13.data_ptr()
-        self._weights = weights
-        self._form = form
-        self._facts = facts
+    def __init__(self, layer: ExpertsLayer, ranges: Sequence[TokenRange]) -> None:
+        self.address = layer.weights.w13.data_ptr()
+        self._layer = layer
         self._ranges = tuple(ranges)
         self._error: float | None = None
         self._session: PluginSession | None = None
@@ -63,9 +42,9 @@ class CudaLayer:
         return kernel_for(self._ranges, tokens)
 
     def check(self, session: PluginSession) -> None:
-        """Run each planned kernel once on the layer's own weights; a wrong one leaves the layer to vLLM.
+        """Run each planned kernel once on the layer's own weights; if one is wrong, vLLM computes the layer.
 
-        Not while a graph is captured: it reads results on the host.
+        Not while a graph is captured, because it reads results on the host.
 
         Raises:
             RequiredNotAppliedError: a kernel is wrong, and the plan requires ours.
@@ -76,7 +55,7 @@ class CudaLayer:
         if torch.cuda.is_current_stream_capturing():
             self._refuse(session, "it was not tried before a CUDA graph was captured")
             return
-        cuda_dispatch.prepare_device(self._weights.w13.device)
+        cuda_dispatch.prepare_device(self._layer.weights.w13.device)
         kernels = {
             each.use: CheckedKernel(
                 run=functools.partial(self.run, each.use),
@@ -86,7 +65,7 @@ class CudaLayer:
             for each in self._ranges
             if each.use != STOCK
         }
-        result = check_layer(self._under_check(), kernels)
+        result = check_layer(self._layer, kernels)
         if result.reason:
             self._refuse(session, f"self-check failed: {result.reason}")
             return
@@ -95,20 +74,8 @@ class CudaLayer:
         session.add_layer(pass_names, self.address, entry)
 
     def proof_entry(self) -> tuple[tuple[str, ...], LayerProof]:
-        """Return the passes that the layer counts for, and its facts for the proof."""
-        weights, facts = self._weights, self._facts
-        entry = LayerProof(
-            name=facts.name,
-            num_local_experts=weights.w13.shape[0],
-            hidden_size=weights.w2.shape[1],
-            intermediate_size=weights.w2.shape[2],
-            dtype=dtype_name(facts.dtype),
-            expert_map=facts.expert_map is not None,
-            weight_format=weights.format,
-            weight_dtype=dtype_name(weights.w13.dtype),
-            self_check_error=self._error,
-        )
-        return (EXPERTS_PASS,), entry
+        """Return the passes that the layer counts for, and its entry in the proof."""
+        return (EXPERTS_PASS,), self._layer.proof(self_check_error=self._error)
 
     def covers(self, x: torch.Tensor) -> bool:
         """Return whether the kernels can read these activations in place: they copy 16 bytes at a time."""
@@ -116,16 +83,17 @@ class CudaLayer:
 
     def run(self, name: str, call: ExpertsCall) -> None:
         """Enqueue a kernel on the current stream; capturable."""
+        weights = self._layer.weights
         problem = CudaProblem(
             x=call.x,
-            w13=self._weights.w13,
-            w2=self._weights.w2,
+            w13=weights.w13,
+            w2=weights.w2,
             out=call.out,
             topk_weights=call.topk_weights.to(torch.float32).contiguous(),
             topk_ids=call.topk_ids.contiguous(),
             expert_map=call.expert_map,
-            w13_scale=self._weights.w13_scale,
-            w2_scale=self._weights.w2_scale,
+            w13_scale=weights.w13_scale,
+            w2_scale=weights.w2_scale,
         )
         cuda_dispatch.run(problem, variant_named(name))
 
@@ -134,25 +102,10 @@ class CudaLayer:
         if self._session is None:
             return
         if name == STOCK:
-            self._session.left_to_stock(self.address)
+            self._session.called_stock(self.address)
         else:
             self._session.called(self.address, x.shape[0], self.proof_entry, kernel=name)
 
-    def _under_check(self) -> LayerUnderCheck:
-        facts = self._facts
-        return LayerUnderCheck(
-            name=facts.name,
-            format=self._form,
-            weights=self._weights,
-            dtype=facts.dtype,
-            hidden_size=self._weights.w2.shape[1],
-            num_local_experts=self._weights.w13.shape[0],
-            top_k=facts.top_k,
-            expert_map=facts.expert_map,
-            w13_bias=facts.w13_bias,
-            w2_bias=facts.w2_bias,
-        )
-
     def _refuse(self, session: PluginSession, reason: str) -> None:
         self._ranges = ()
-        session.refused(EXPERTS_PASS, f"{self._facts.name}: {reason}")
+        session.refused(EXPERTS_PASS, f"{self._layer.name}: {reason}")

@@ -1,4 +1,4 @@
-"""The experts class for FP8 layers on CUDA: BF16 activations on FP8 weights, where vLLM's kernel rounds both."""
+"""The experts class for FP8 layers on CUDA: our kernels keep the activations in BF16, vLLM's round them to FP8 too."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8StaticTensorSym,
 )
 
-from moe_optimizer.ops.reference import SCALE_BLOCK, dequantize
+from moe_optimizer.ops.reference import SCALE_BLOCK
 from moe_optimizer.vllm_plugin.experts.base import QuantKeys
 from moe_optimizer.vllm_plugin.experts.cuda import MoeOptimizerCudaExperts
-from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights, PlainWeights, WeightFormat
+from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights
+from moe_optimizer.vllm_plugin.experts.weight_format_fp8 import FORMAT
 
 _BLOCK, _CHANNEL = "fp8_block", "fp8_channel"
 _KINDS = {kFp8Static128BlockSym: _BLOCK, kFp8StaticChannelSym: _CHANNEL, kFp8StaticTensorSym: _CHANNEL}
-"""Weights -> their name in the plan's dispatch. One scale per expert is one per channel, repeated."""
+"""Weights -> their name in the plan's dispatch. A scale per expert is repeated for each channel."""
 
 
 class MoeOptimizerFp8CudaExperts(MoeOptimizerCudaExperts):
     """SwiGLU experts with E4M3 weights on a Hopper GPU, for BF16 activations.
 
-    vLLM's own experts quantise the activations too. Where they compute a forward, this class does that for them.
+    vLLM's own experts expect quantised activations; where they compute a forward, this class quantises for them.
     """
 
     @classmethod
     def weight_kind(cls, moe_config: Any, keys: QuantKeys) -> str:  # noqa: ARG003 - BF16 activations, see `dtypes`
-        """Return under which name the plan has its dispatch for this layer's weights."""
+        """Return the name of this layer's weights in the plan's dispatch."""
         return _KINDS[keys[0]]
 
     @staticmethod
@@ -44,29 +45,16 @@ class MoeOptimizerFp8CudaExperts(MoeOptimizerCudaExperts):
             x, config.a1_scale, config.quant_dtype, config.per_act_token_quant, config.block_shape
         )
 
-    def kernel_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[KernelWeights, WeightFormat, str]:
-        """Return the layer's weights with a scale per block or per channel, their format and their name in the plan."""
+    def kernel_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[KernelWeights, str]:
+        """Return the layer's weights with a scale per block or per channel, and their name in the plan's dispatch."""
         weights = KernelWeights(
-            format=Fp8CheckpointWeights.name,
+            format=FORMAT,
             w13=w1,
             w2=w2,
             w13_scale=_scales(self.w1_scale, w1, self.block_shape),
             w2_scale=_scales(self.w2_scale, w2, self.block_shape),
         )
-        return weights, Fp8CheckpointWeights(), _CHANNEL if self.block_shape is None else _BLOCK
-
-
-class Fp8CheckpointWeights(PlainWeights):
-    """FP8 as vLLM loaded or converted it."""
-
-    name = "fp8"
-
-    def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the expert's two matrices in float32."""
-        return (
-            dequantize(weights.w13, weights.w13_scale, expert, torch.float32),
-            dequantize(weights.w2, weights.w2_scale, expert, torch.float32),
-        )
+        return weights, _CHANNEL if self.block_shape is None else _BLOCK
 
 
 def _scales(scale: torch.Tensor | None, weight: torch.Tensor, block: list[int] | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What our classes answer where vLLM chooses the kernel of a MoE layer; shared by the patches of its oracles."""
+"""Offers our experts classes first where vLLM chooses the kernel of a MoE layer."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moe_optimizer.errors import RequiredNotAppliedError, described
+from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.server_facts import server_facts, uses_lora, world
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session
 
-WHY = (
+_WHY = (
     "vLLM asks a fixed list of classes which of them computes a MoE layer; there is no way to register one from outside"
 )
-REMOVE_WHEN = "vLLM lets out-of-tree MoE backends register (pull request 53897); the classes stay as they are"
+_REMOVE_WHEN = "vLLM lets out-of-tree MoE backends register (pull request 53897); the classes stay as they are"
 
 
-def offering(load_class: Mapping[str, Callable[[], type]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _offering(load_class: Mapping[str, Callable[[], type]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return what makes vLLM's `backend_to_kernel_cls` name a class of ours first.
 
     Args:
-        load_class: name of a vLLM backend -> imports and returns our class for it. Only backends under which vLLM hands
-            the weights on in their loaded layout: under the others it swaps, pads or shuffles them for the stock kernel
-            before ours would see them.
+        load_class: name of a vLLM backend -> imports and returns our class for it. Only backends that hand the weights
+            on as they were loaded: the others swap, pad or shuffle them for vLLM's own kernel first.
     """
 
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +37,7 @@ def offering(load_class: Mapping[str, Callable[[], type]]) -> Callable[[Callable
                 return [*_offered_classes(session, load, classes), *classes]
             except RequiredNotAppliedError:
                 raise
-            except Exception as error:  # noqa: BLE001 - vLLM is choosing a kernel; stock must stay reachable
+            except Exception as error:  # noqa: BLE001 - vLLM is choosing a kernel; its own must stay reachable
                 session.refused(EXPERTS_PASS, f"fallback: {described(error)}")
                 return classes
 
@@ -58,3 +58,46 @@ def _offered_classes(session: PluginSession, load: Callable[[], type], stock: Se
     offered = load()
     offered.stock_classes = tuple(stock)  # type: ignore[attr-defined]
     return [offered]
+
+
+def _cpu_class() -> type:
+    from moe_optimizer.vllm_plugin.experts.cpu import MoeOptimizerCpuExperts
+
+    return MoeOptimizerCpuExperts
+
+
+def _cuda_class() -> type:
+    from moe_optimizer.vllm_plugin.experts.cuda import MoeOptimizerCudaExperts
+
+    return MoeOptimizerCudaExperts
+
+
+def _fp8_cuda_class() -> type:
+    from moe_optimizer.vllm_plugin.experts.fp8_cuda import MoeOptimizerFp8CudaExperts
+
+    return MoeOptimizerFp8CudaExperts
+
+
+UNQUANTIZED_ORACLE = Patch(
+    target="vllm.model_executor.layers.fused_moe.oracle.unquantized:backend_to_kernel_cls",
+    why=_WHY,
+    remove_when=_REMOVE_WHEN,
+    fingerprints={
+        "0.26 to 0.27": "4f8ac45abed86ca6",
+        "0.28 to 0.30": "89a607bc5f183ec7",
+        "0.31 to 0.32": "259b71de159bb70d",
+        "0.33": "f0914422b8321d51",
+    },
+    replacement=_offering({"CPU": _cpu_class, "TRITON": _cuda_class}),
+)
+FP8_ORACLE = Patch(
+    target="vllm.model_executor.layers.fused_moe.oracle.fp8:backend_to_kernel_cls",
+    why=_WHY,
+    remove_when=_REMOVE_WHEN,
+    fingerprints={
+        "0.26 to 0.30": "93d904bd592f4ea8",
+        "0.31 to 0.32": "4be97248bb34cafb",
+        "0.33": "4b482574a5636522",
+    },
+    replacement=_offering({"TRITON": _fp8_cuda_class}),
+)

@@ -1,21 +1,21 @@
-"""Has vLLM finish each layer of unquantised experts as soon as its weights are loaded, as it does for its own
-online quantisation.
+"""Has vLLM finish each layer of unquantised experts as soon as its weights are loaded.
 
-vLLM allocates all layers first and converts weights after the last of them is loaded. Experts that are converted to
-fewer bytes would then need the memory of the whole model as the checkpoint stores it. On the meta device nothing is
-allocated; vLLM's layerwise loading allocates a layer once all its weights have been seen, fills it, and calls
-`process_weights_after_loading`, in which our experts class converts it and lets the loaded tensors go.
+Without it vLLM allocates all layers first and converts weights after the last of them is loaded: experts that are
+converted to fewer bytes would need the memory of the whole model as the checkpoint stores it. vLLM's layerwise loading,
+made for its own online quantisation, keeps a layer on the meta device until all its weights have been seen, then
+allocates and fills it and calls `process_weights_after_loading`. There our experts class converts the layer and frees
+the loaded tensors.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from moe_optimizer.errors import described
 from moe_optimizer.log import get_logger
-from moe_optimizer.vllm_plugin.experts.freed_memory import return_freed_memory
 from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, planned_format
 from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.session import current_session
@@ -52,13 +52,13 @@ def _layerwise_loading_of(method: Any) -> Callable[[Any], None] | None:
             return None
         from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
     except Exception as error:  # noqa: BLE001 - vLLM is building its model; without this it takes more memory
-        logger.warning("experts are converted after loading, not while: %s", described(error))
+        logger.warning("experts are converted after all are loaded, which takes more memory: %s", described(error))
         return None
     return initialize_online_processing
 
 
 def _converts(method: Any) -> bool:
-    """Whether this layer's experts are ours and will be converted."""
+    """Return whether our class computes this layer's experts and will convert them."""
     from vllm.config import get_current_vllm_config
 
     from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts
@@ -75,16 +75,27 @@ def _converts(method: Any) -> bool:
 
 
 def _once(method: Any) -> None:
-    """Make `process_weights_after_loading` run once: vLLM calls it again after the last layer."""
+    """Have `process_weights_after_loading` run once: vLLM calls it again after the last layer."""
     process = method.process_weights_after_loading
 
     @functools.wraps(process)
     def process_weights_after_loading(layer: Any) -> None:
         if method.moe_kernel is None:
             process(layer)
-            return_freed_memory()
+            _return_freed_memory()
 
     method.process_weights_after_loading = process_weights_after_loading
+
+
+def _return_freed_memory() -> None:
+    """Have glibc give freed blocks back to the system; does nothing with another C library.
+
+    It keeps freed blocks of up to 32 MB for the next allocation. The weights of a layer before its conversion have
+    that size, and together they would hold the memory that the conversion saves.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 LAYERWISE_LOADING = Patch(

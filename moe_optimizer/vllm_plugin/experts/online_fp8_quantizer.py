@@ -1,4 +1,4 @@
-"""Puts another quantiser of 128x128 blocks under vLLM's online FP8."""
+"""Patches vLLM's online FP8 to use the planned quantiser of 128x128 blocks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _quantized(matrix: Any, quantizer: Any) -> tuple[Any, str]:
-    """Return the matrix with its scales, and which quantiser made them."""
+    """Return the matrix with its scales, and the name of the quantiser that made them."""
     from moe_optimizer.ops.fp8_quant import quantize_fp8
 
     try:

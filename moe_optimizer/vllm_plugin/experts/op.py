@@ -1,16 +1,16 @@
-"""The torch custom op through which vLLM's forward pass reaches the kernel on the CPU.
+"""Registers the torch custom op through which vLLM's forward pass reaches the kernel on the CPU.
 
-There vLLM compiles the whole MoE layer into its graph, so only an op can carry Python code (the call count of
-the proof) to run time. Layers are told apart by the address of their weights, not by an argument: a constant
-per layer would make otherwise equal subgraphs different and each would be compiled again.
+vLLM compiles the whole MoE layer into its graph there, so only an op can run Python code (the proof counts calls).
+Layers are told apart by the address of their weights: a constant argument per layer would make equal subgraphs
+different, and each would be compiled anew.
 """
 
 from __future__ import annotations
 
 import torch
 
-from moe_optimizer.proof.record import LayerProof
-from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, weight_format
+from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
+from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_session
 
 _SCHEMA = (
@@ -57,14 +57,12 @@ def _run_experts(  # noqa: PLR0917 - the op's schema
         w13_bias=w13_bias,
         w2_bias=w2_bias,
     )
-    weight_format(format_name).compute(weights, call)
+    # Its name matters for a layer that was not named while loading, because vLLM has moved its weights since.
+    layer = ExpertsLayer(name="", weights=weights, dtype=x.dtype, top_k=topk_ids.shape[1], expert_map=expert_map)
+    layer.format.compute(weights, call)
     session = current_session()
     if session is not None:
-        session.called(
-            w13.data_ptr(),
-            x.shape[0],
-            lambda: ((EXPERTS_PASS,), _unnamed_layer(weights, has_map=expert_map is not None)),
-        )
+        session.called(w13.data_ptr(), x.shape[0], lambda: ((EXPERTS_PASS,), layer.proof()))
 
 
 def _run_experts_fake(*_args: torch.Tensor | str | None) -> None:
@@ -75,21 +73,3 @@ _library.impl("run_experts", _run_experts, "CPU")
 torch.library.register_fake("moe_optimizer_vllm::run_experts", _run_experts_fake, lib=_library)
 
 run_experts = torch.ops.moe_optimizer_vllm.run_experts
-
-
-def _unnamed_layer(weights: KernelWeights, *, has_map: bool) -> LayerProof:
-    """Return the proof entry of a layer that was not named while loading (vLLM moved its weights since)."""
-    return LayerProof(
-        name="",
-        num_local_experts=weights.w13.shape[0],
-        hidden_size=weights.w2.shape[1],
-        intermediate_size=weights.w13.shape[1] // 2,
-        dtype=dtype_name(weights.w13.dtype),
-        expert_map=has_map,
-        weight_format=weights.format,
-    )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype as the proof writes it: "bfloat16"."""
-    return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""Runs a kernel on a few experts of a layer's own weights and compares it with plain torch.
+"""Compares kernels with plain torch on a few experts of a layer's own weights, before the layer serves.
 
-A kernel can be right on the sizes it was tested on and wrong on these: another tile path, weights in a layout it does
-not expect, scales of another meaning. So nothing is served before each layer has been computed once in both ways.
+A kernel that is right on the tested sizes can be wrong on these: another path through its tiles, weights in a layout
+that it does not expect, scales of another meaning.
 """
 
 from __future__ import annotations
@@ -15,41 +15,24 @@ from typing import Any
 import torch
 
 from moe_optimizer.errors import described
-from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, WeightFormat
+from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
+from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall
 
 NUM_EXPERTS = 4
-"""Chosen: experts of a layer that are tried. Their weights are all that is read, whatever the layer's size."""
+"""Chosen: experts of a layer that are tried; no other weights are read."""
 _GROUP = 128
-# Said everywhere: vLLM loads weights with its own default dtype and device.
+# Always stated: vLLM loads weights with its own default dtype and device.
 _ON_HOST: Any = {"dtype": torch.float32, "device": "cpu"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerUnderCheck:
-    """One layer, ready to run. E local experts, H hidden size, I expert width."""
-
-    name: str
-    """Seeds the choice of experts and inputs: every layer is tried with others, the same at every start."""
-    format: WeightFormat
-    weights: KernelWeights
-    dtype: torch.dtype
-    """Of the activations."""
-    hidden_size: int
-    num_local_experts: int
-    top_k: int
-    expert_map: torch.Tensor | None = None
-    w13_bias: torch.Tensor | None = None
-    w2_bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What came of it."""
+    """The outcome of a comparison."""
 
     error: float
     """Largest error as a share of the allowed one; infinite for an exception or a result that is not finite."""
     reason: str
-    """"" when it may be used."""
+    """What is wrong; "" when the kernel may be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,21 +42,21 @@ class CheckedKernel:
     run: Callable[[ExpertsCall], None]
     """Writes `call.out`."""
     tokens: int
-    """In its call."""
+    """Tokens in its call."""
     rounds_activations: bool = False
     """It quantises the activations of both products to E4M3."""
 
 
-def check_layer(layer: LayerUnderCheck, kernels: dict[str, CheckedKernel]) -> CheckResult:
+def check_layer(layer: ExpertsLayer, kernels: dict[str, CheckedKernel]) -> CheckResult:
     """Run every kernel once and return the worst result.
 
-    The bound: twice the error of torch in the layer's dtype, plus the spacing of that dtype at the largest output
-    (of FP32, 16 times that: there the order of the sum makes as much). Where a kernel rounds the activations, so does
+    The bound is twice the error of torch in the layer's dtype, plus the spacing of that dtype at the largest output
+    (16 times that for FP32, where the order of a sum changes as much). Where a kernel rounds the activations, so does
     torch.
 
     Args:
-        layer: what to run on.
-        kernels: by name.
+        layer: its name seeds the choice of experts and inputs, which is the same at every start.
+        kernels: name -> kernel.
     """
     device = layer.weights.w13.device
     generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(layer.name.encode()))
@@ -113,7 +96,7 @@ class _Routing:
     weights: torch.Tensor
 
 
-def _route(layer: LayerUnderCheck, experts: list[int], tokens: int, generator: torch.Generator) -> _Routing:
+def _route(layer: ExpertsLayer, experts: list[int], tokens: int, generator: torch.Generator) -> _Routing:
     choice = torch.randint(len(experts), (tokens, layer.top_k), generator=generator, device="cpu")
     local_ids = torch.tensor(experts, device="cpu")[choice]
     weights = torch.rand(tokens, layer.top_k, generator=generator, **_ON_HOST)
@@ -132,7 +115,7 @@ def _route(layer: LayerUnderCheck, experts: list[int], tokens: int, generator: t
 
 
 def _compared(
-    layer: LayerUnderCheck,
+    layer: ExpertsLayer,
     call: ExpertsCall,
     local_ids: torch.Tensor,
     dense: dict[int, tuple[torch.Tensor, torch.Tensor]],
@@ -142,7 +125,7 @@ def _compared(
     exact = torch.float64 if layer.dtype == torch.float32 else torch.float32
     want = _in_torch(layer, call, local_ids, dense, exact).double()
     in_dtype = _in_torch(layer, call, local_ids, dense, layer.dtype, rounded=rounded).double()
-    # Where the exact result is no number or too large for the dtype, nothing can be said of the kernel.
+    # Where the exact result is not a number or too large for the dtype, it says nothing about the kernel.
     finite = want.abs() <= torch.finfo(layer.dtype).max / 2
     if not bool(finite.any()):
         return CheckResult(0.0, "")
@@ -159,7 +142,7 @@ def _compared(
 
 
 def _in_torch(
-    layer: LayerUnderCheck,
+    layer: ExpertsLayer,
     call: ExpertsCall,
     local_ids: torch.Tensor,
     dense: dict[int, tuple[torch.Tensor, torch.Tensor]],

@@ -1,4 +1,4 @@
-"""One call that vLLM makes to an experts class."""
+"""The arguments of a call that vLLM makes to an experts class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 
 class VllmCall(NamedTuple):
-    """The arguments of vLLM's `FusedMoEExpertsModular.apply`, in its order: its own experts take them as they are.
+    """The arguments of vLLM's `FusedMoEExpertsModular.apply` under its names and in its order.
 
     T tokens, H hidden, I expert width, E local experts, k slots per token.
     """
@@ -39,7 +39,5 @@ class VllmCall(NamedTuple):
 
     @property
     def weights_to_apply(self) -> torch.Tensor:
-        """What the experts' outputs are multiplied with: ones where vLLM's prepare step has multiplied the input with
-        the weights of the router already; a second time would square them.
-        """
+        """Factors of the experts' outputs: ones where vLLM has multiplied the input by the router's weights already."""
         return torch.ones_like(self.topk_weights) if self.apply_router_weight_on_input else self.topk_weights

@@ -1,14 +1,14 @@
-"""How the experts' weights of a layer lie in memory once they are loaded, and which kernel reads them.
+"""Defines the formats of the experts' weights in memory: how a layer is converted, and which kernel reads it.
 
-The plan names a format; `plain` is as vLLM loads them. A format that stores fewer bytes converts a layer once, after
-loading, and is then all that is left of it.
+The plan names a format; `plain` is as vLLM loads them. Another format converts a layer once, after loading, and
+replaces the loaded weights.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 
 WEIGHT_FORMATS = {
-    PLAIN: "moe_optimizer.vllm_plugin.experts.weight_format:PlainWeights",
+    PLAIN: "moe_optimizer.vllm_plugin.experts.weight_format:WeightFormat",
     "fp8": "moe_optimizer.vllm_plugin.experts.weight_format_fp8:Fp8Weights",
     "sparse_24": "moe_optimizer.vllm_plugin.experts.weight_format_sparse:SparseWeights",
 }
@@ -27,24 +27,24 @@ WEIGHT_FORMATS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelWeights:
-    """What a kernel reads of one layer. E local experts, H hidden size, I expert width."""
+    """The tensors of one layer that a kernel reads. E local experts, H hidden size, I expert width."""
 
     format: str
-    """Name of the format that these tensors are in: a format may leave a layer plain."""
+    """Name of these tensors' format; a planned format may leave a layer plain."""
     w13: torch.Tensor
-    """Takes the place of the layer's w13_weight; plain: [E, 2I, H], gate rows first."""
+    """Replaces the layer's w13_weight; plain: [E, 2I, H], gate rows first."""
     w2: torch.Tensor
-    """Takes the place of the layer's w2_weight; plain: [E, H, I]."""
+    """Replaces the layer's w2_weight; plain: [E, H, I]."""
     w13_scale: torch.Tensor | None = None
-    """Of fp8: float32, as `ops.fused_experts` takes it."""
+    """fp8: float32, as `ops.fused_experts` takes it."""
     w2_scale: torch.Tensor | None = None
     w13_mask: torch.Tensor | None = None
-    """Of sparse_24: a bit for each weight that w13 still has, as `ops.sparse_experts` takes it."""
+    """sparse_24: a bit for each weight that w13 still has, as `ops.sparse_experts` takes it."""
     w2_mask: torch.Tensor | None = None
     output_error: float | None = None
-    """By what share the planned format changes the layer's output; None: not measured."""
+    """Relative change of the layer's output by the planned format; None: not measured."""
     why_plain: str = ""
-    """Why the layer is not in the planned format; "" where it is."""
+    """Why the layer stays plain although the plan names another format; "" where it does not."""
 
     @property
     def nbytes(self) -> int:
@@ -70,50 +70,30 @@ class ExpertsCall:
     w2_bias: torch.Tensor | None
 
 
-class WeightFormat(Protocol):
-    """A format of the experts' weights. Created once per layer kind, holds no state of a layer."""
+class WeightFormat:
+    """The plain format, with the weights as vLLM loads them; others override what differs.
 
-    name: str
-    passes: tuple[str, ...]
-    """Passes that are applied when a layer is in this format."""
-
-    def why_not(self, moe_config: Any) -> str:
-        """Return why layers of this vLLM FusedMoEConfig cannot be in this format, or "". Before loading."""
-        ...
-
-    def convert(self, layer_name: str, w13: torch.Tensor, w2: torch.Tensor) -> KernelWeights:
-        """Return a layer's weights ([E, 2I, H], [E, H, I] as loaded) in this format; the inputs stay as they are."""
-        ...
-
-    def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return w13 [2I, H] and w2 [H, I] of one local expert as float32: what the kernel is to compute with."""
-        ...
-
-    def compute(self, weights: KernelWeights, call: ExpertsCall) -> None:
-        """Write the weighted sum of the experts of every token into `call.out`."""
-        ...
-
-
-class PlainWeights:
-    """As vLLM loads them."""
+    Created once per layer kind, holds no state of a layer.
+    """
 
     name: str = PLAIN
     passes: tuple[str, ...] = (EXPERTS_PASS,)
+    """Passes that are applied when a layer is in this format."""
 
-    def why_not(self, moe_config: Any) -> str:  # noqa: ARG002 - the experts class has checked the sizes
-        """Every layer can be plain."""
+    def why_not(self, moe_config: Any) -> str:  # noqa: ARG002 - every layer can be plain
+        """Return why layers of this vLLM FusedMoEConfig cannot be in this format, or ""; asked before loading."""
         return ""
 
     def convert(self, layer_name: str, w13: torch.Tensor, w2: torch.Tensor) -> KernelWeights:  # noqa: ARG002
-        """Return the tensors themselves."""
+        """Return a layer's weights ([E, 2I, H], [E, H, I] as loaded) in this format; the inputs stay as they are."""
         return KernelWeights(format=PLAIN, w13=w13, w2=w2)
 
     def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the expert's two matrices in float32."""
+        """Return w13 [2I, H] and w2 [H, I] of one local expert as float32."""
         return weights.w13[expert].float(), weights.w2[expert].float()
 
     def compute(self, weights: KernelWeights, call: ExpertsCall) -> None:
-        """Run `ops.fused_experts`."""
+        """Write the weighted sum of the experts of every token into `call.out`."""
         from moe_optimizer.ops.fused_experts import fused_experts
 
         fused_experts(
@@ -138,7 +118,7 @@ def weight_format(name: str) -> WeightFormat:
     """Return the format of this name.
 
     Raises:
-        KeyError: there is none; a plan that passed its checks does not name one.
+        KeyError: there is none of this name.
     """
     if name not in _created:
         module, _, class_name = WEIGHT_FORMATS[name].partition(":")

@@ -1,4 +1,4 @@
-"""Experts in FP8: a weight format that the plugin converts a layer's weights to."""
+"""Converts the experts' weights of a layer to FP8."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from moe_optimizer.errors import described
 from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.specs.layer_name import decoder_layer
-from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, PlainWeights
+from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, WeightFormat
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_decision
 
 if TYPE_CHECKING:
@@ -17,11 +17,11 @@ FP8_PASS = "fp8"
 FORMAT = "fp8"
 
 
-class Fp8Weights(PlainWeights):
+class Fp8Weights(WeightFormat):
     """E4M3 weights with FP32 scales; `ops.fused_experts` reads them in place.
 
-    A layer stays plain where the plan keeps it and where the change of its output exceeds the plan's budget. It stays
-    plain too where it cannot be converted, for example because a weight is not finite; that counts as refused.
+    A layer stays plain where the plan keeps it, and where its output would change by more than the plan's budget. One
+    that cannot be converted, for example because a weight is not finite, stays plain too and counts as refused.
     """
 
     name = FORMAT

@@ -1,4 +1,4 @@
-"""Experts pruned to two of every four weights: a weight format that the plugin converts a layer's weights to."""
+"""Prunes the experts' weights of a layer to two of every four."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe_optimizer.errors import described
 from moe_optimizer.plan.pass_params import Sparsity24Params
 from moe_optimizer.specs.activation_norms import hidden_norms_name, input_norms_name
 from moe_optimizer.specs.layer_name import decoder_layer
-from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, ExpertsCall, KernelWeights
+from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, ExpertsCall, KernelWeights, WeightFormat
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_decision
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ SPARSITY_PASS = "sparsity_24"
 FORMAT = "sparse_24"
 
 
-class SparseWeights:
+class SparseWeights(WeightFormat):
     """BF16 weights without their zeros; `ops.sparse_experts` reads them in place.
 
     A layer that cannot be converted, for example because a weight is not finite, stays plain and counts as refused.
     """
 
-    name: str = FORMAT
-    passes: tuple[str, ...] = (EXPERTS_PASS, SPARSITY_PASS)
+    name = FORMAT
+    passes = (EXPERTS_PASS, SPARSITY_PASS)
 
     def why_not(self, moe_config: Any) -> str:
         """Return why layers of this vLLM FusedMoEConfig cannot be in this format, or ""."""

@@ -1,10 +1,9 @@
-"""vLLM's NixlConnector, taking a prompt's cache only for that prompt.
+"""Subclasses vLLM's NixlConnector so that a cache is read only for the prompt that it was computed from.
 
-vLLM names this class by --kv-transfer-config, with this module. The prefill server's answer names one place where a
-cache lies, also when the request had several prompts or wanted several answers, and the decode server gives that place
-to all of them. As it is, every prompt after the first is answered from the first one's cache. Here the place comes with
-a digest of the prompt's tokens: a prompt with another digest, and a second reader of the same place, is computed by the
-decode server itself. The answer is the right one, only later.
+--kv-transfer-config names this class and module. The prefill server's answer names one place of a cache even if the
+request has several prompts or wants several answers, and vLLM's decode server answers all of them from that cache.
+Here the place comes with a digest of the prompt's tokens. The decode server itself computes a prompt with another
+digest, and one whose place has been read already: the answer is right, only later.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ logger = get_logger(__name__)
 
 
 class NixlConnector(_Stock):
-    """Keeps vLLM's name: vLLM asks by name whether the connector is NIXL's."""
+    """Has the name of vLLM's class, by which vLLM recognises NIXL."""
 
     # vLLM looks for this argument's name before it makes a connector that is not its own.
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -37,19 +36,19 @@ class NixlConnector(_Stock):
         self._readers: dict[str, str] = {}
 
     def on_new_request(self, request: Request) -> None:
-        """Note a prompt that another server will read, or let this server compute one that is not the one noted."""
+        """Add the digest of a prompt whose cache another server will read; refuse a cache of another prompt."""
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode"):
             params[_DIGEST] = _digest(request)
         elif params and params.get("do_remote_prefill") and not self._may_read(request, params):
             logger.info(
-                "request %s: its prompt is computed here, the other server's cache is another's", request.request_id
+                "request %s: its prompt is computed here, the offered cache is of another one", request.request_id
             )
             request.kv_transfer_params = None
         super().on_new_request(request)
 
     def _may_read(self, request: Request, params: dict[str, Any]) -> bool:
-        """Whether the cache is of this prompt, and this is the request that reads it: after one it is given up."""
+        """Return whether the cache is of this prompt and has not been read; it is freed after one reader."""
         place = str(params.get("remote_request_id"))
         if params.get(_DIGEST) != _digest(request) or place in self._readers.values():
             return False

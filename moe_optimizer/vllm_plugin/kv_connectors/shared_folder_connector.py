@@ -1,14 +1,14 @@
-"""vLLM's ExampleConnector made safe for two servers that share a folder.
+"""Subclasses vLLM's ExampleConnector for disaggregation on the CPU: two servers that share a folder.
 
-vLLM names this class by --kv-transfer-config. Its example keeps a prompt's cache in a folder named after the prompt's
-tokens, in whole blocks. As it is, it ends the server in four cases, each of which is kept from happening here:
+--kv-transfer-config names this class and module. The example keeps a prompt's cache in a folder named after the
+prompt's tokens, in whole blocks, and ends the server in four cases, which are prevented here:
 
 - a prompt of a whole number of blocks and one token is looked up by one folder and read from another;
 - a prompt that is read in several steps is written in part, and later read as if it were whole;
 - the decode server finds a folder while the prefill server is still writing it;
 - a server that has more of a prompt in its own prefix cache than there is in the folder is told of negative tokens.
 
-What is not handed over is computed again by the decode server: the answer is the same, only later.
+The decode server computes what is not handed over: the answer is the same, only later.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SharedFolderConnector(ExampleConnector):
         return read >= len(request.prompt_token_ids or ())
 
     def _found_match_for_prompt(self, prompt_token_ids: list[int], mm_hashes: list[str]) -> bool:
-        """Whether there is nothing to write for a prompt, or something to read."""
+        """Return, for a writer, whether there is nothing to write for a prompt; for a reader, whether it can read."""
         length = len(prompt_token_ids)
         if length <= self._block_size or (length - 1) % self._block_size == 0:
             return self._writes
@@ -78,7 +78,7 @@ class SharedFolderConnector(ExampleConnector):
         return folder + _PARTIAL
 
     def wait_for_save(self) -> None:
-        """Let the other server see what this step has written, each prompt at once."""
+        """Give the prompts that this step has written their final names, which the other server looks for."""
         while self._unfinished:
             folder = self._unfinished.pop()
             if Path(folder).exists():

@@ -1,7 +1,4 @@
-"""Our placement solver as the policy of vLLM's expert load balancer (EPLB)."""
-
-# The signature is vLLM's.
-# ruff: noqa: PLR0917
+"""Puts our placement solver under vLLM's expert load balancer (EPLB) as its policy."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ logger = get_logger(__name__)
 def register_policy(session: PluginSession) -> None:
     """Put our policy in the place of vLLM's default one, in processes that hold a part of the model.
 
-    A table or an interface other than the one this was written for is left alone, with the reason in the proof.
+    A vLLM with another table of policies or another interface is left as it is, with the reason in the proof.
     """
     if session.proof.role == "frontend":
         return
@@ -72,44 +69,32 @@ def make_policy(interface: type, stock: type) -> type:
         made_by_moe_optimizer = True
 
         @classmethod
-        def rebalance_experts(
-            cls,
-            weight: torch.Tensor,
-            num_replicas: int,
-            num_groups: int,
-            num_nodes: int,
-            num_ranks: int,
-            old_global_expert_indices: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            """Return the expert of each slot, int64 [layers, replicas], from the tokens of each [layers, experts]."""
+        def rebalance_experts(cls, *arguments: Any, **named: Any) -> torch.Tensor:
+            """Return the expert of each slot, int64 [layers, replicas]; the arguments are those of `_ARGUMENTS`."""
             session = current_session()
             try:
-                placement = _rebalance(
-                    weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices
-                )
+                asked = dict(zip(_ARGUMENTS, arguments, strict=False)) | named
+                placement = _rebalance(**asked)
                 if session is not None:
-                    _note(session, weight, old_global_expert_indices, placement)
+                    _note(session, asked["weight"], asked.get("old_global_expert_indices"), placement)
             except Exception as error:  # noqa: BLE001 - vLLM is serving, and its own policy can still answer
                 # Every rank computes the same from the same numbers, so all of them come here.
                 logger.warning("expert placement: vLLM's own policy is used: %s", described(error))
                 if session is not None:
                     with contextlib.suppress(RequiredNotAppliedError):
                         session.refused(PLACEMENT_PASS, f"fallback: {described(error)}")
-                return stock.rebalance_experts(  # type: ignore[attr-defined]
-                    weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices
-                )
+                return stock.rebalance_experts(*arguments, **named)  # type: ignore[attr-defined]
             return placement
 
     return MoeOptimizerEplbPolicy
 
 
 def _note(session: PluginSession, load: torch.Tensor, old: torch.Tensor | None, placement: torch.Tensor) -> None:
-    """Say in the proof that vLLM asked, and what a placement by a real load changed.
+    """Write into the proof that vLLM asked, and what a placement by a real load changed.
 
-    vLLM asks for the first time while it measures its memory, before it has served anything: that shows that the
-    policy is in place, and moves nothing.
+    vLLM first asks while it measures its memory: that shows that the policy is in place, and moves nothing.
     """
-    # A process that computes the layers with vLLM's own kernels has not said yet that it holds a part of the model.
+    # Where vLLM's own kernels compute the layers, nothing else has noted that this process holds a part of the model.
     session.proof.model_rank, session.proof.world_size = world()
     session.ran(PLACEMENT_PASS)
     if old is not None and old.shape == placement.shape and bool(load.any()):
@@ -117,21 +102,17 @@ def _note(session: PluginSession, load: torch.Tensor, old: torch.Tensor | None, 
 
 
 def _rebalance(
+    *,
     weight: torch.Tensor,
     num_replicas: int,
     num_groups: int,
     num_nodes: int,
     num_ranks: int,
-    old: torch.Tensor | None,
+    old_global_expert_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    # After a change of the number of ranks the old placement is of another size, and nothing can be kept from it.
-    keeps_size = old is not None and tuple(old.shape) == (weight.shape[0], num_replicas)
-    placement = place_experts(
-        weight.double().cpu().numpy(),
-        num_ranks,
-        num_replicas,
-        num_nodes,
-        num_groups,
-        old.cpu().numpy() if old is not None and keeps_size else None,
-    )
-    return torch.from_numpy(placement)
+    old = old_global_expert_indices
+    if old is not None and tuple(old.shape) != (weight.shape[0], num_replicas):
+        old = None  # of another number of ranks: nothing can be kept from it
+    kept = None if old is None else old.cpu().numpy()
+    load = weight.double().cpu().numpy()
+    return torch.from_numpy(place_experts(load, num_ranks, num_replicas, num_nodes, num_groups, kept))

@@ -1,9 +1,9 @@
-"""Carries a placement of experts out by expert maps, before weights are loaded.
+"""Gives each MoE layer the expert map of the plan, before its weights are loaded through that map.
 
-A layer's expert map says which of its experts live in this process and in which slot. vLLM loads weights through the
-map and routes tokens through it, so a layer whose map is changed before loading keeps both together. All ranks must
-take the same placement, or experts would be missing: they agree on each layer before one of them changes it. They
-ask each other even where nothing is planned, because a rank that failed to plan must not leave the others waiting.
+A layer's expert map says which experts live in this process and in which slot. vLLM loads weights and routes tokens
+through it, so both follow a map that is changed before loading. All ranks must take the same placement, or experts
+would be missing: they agree on each layer before one of them changes it. They ask each other even where nothing is
+planned, because a rank that failed to plan must not leave the others waiting.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from moe_optimizer.errors import RequiredNotAppliedError, described
 from moe_optimizer.plan.pass_params import ExpertPlacementParams
 from moe_optimizer.specs.layer_name import decoder_layer
-from moe_optimizer.vllm_plugin.session import PluginSession
+from moe_optimizer.vllm_plugin.patch import Patch
+from moe_optimizer.vllm_plugin.session import PluginSession, current_session
 
 if TYPE_CHECKING:
     import torch
@@ -30,17 +31,17 @@ _PLACED = "placed_by_moe_optimizer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
-    """What the plan says of one layer."""
+    """The plan's placement of one layer."""
 
     experts: tuple[int, ...]
-    """By rank, as many for each."""
+    """In the order of the ranks, equally many for each."""
     num_ranks: int
     num_experts: int
     digest: str
 
 
 class _PlacedLayer:
-    """A map of ours: remembers which of its experts were asked for while loading."""
+    """A layer with a map of ours; remembers which experts vLLM asked the map for while loading."""
 
     def __init__(self, expert_map: torch.Tensor, map_global_to_local: Callable[[int], int], load_format: str) -> None:
         self.expert_map = expert_map
@@ -49,7 +50,7 @@ class _PlacedLayer:
         self._original = map_global_to_local
 
     def map_global_to_local(self, global_id: int) -> int:
-        """As vLLM's ExpertMapManager: which slot an expert is loaded into, -1 for none."""
+        """Return the slot that an expert is loaded into, -1 for none; vLLM's ExpertMapManager has this method."""
         self.asked.add(global_id)
         return self._original(global_id)
 
@@ -58,8 +59,8 @@ def place_layer(session: PluginSession, layer: Any) -> None:
     """Give a vLLM RoutedExperts its expert map, if the plan has one and every rank can.
 
     Raises:
-        RequiredNotAppliedError: it cannot be, and the plan requires it. Whatever else goes wrong leaves the layer of
-            every rank as vLLM made it, with the reason in the proof.
+        RequiredNotAppliedError: the layer cannot be placed, and the plan requires it. Any other failure leaves the
+            layer of every rank as vLLM made it, with the reason in the proof.
     """
     if layer.expert_map_manager.expert_map is None:
         # No expert parallelism in this layer.
@@ -90,7 +91,7 @@ def place_layer(session: PluginSession, layer: Any) -> None:
 
 
 def _planned(session: PluginSession, layer: Any) -> _Planned | None:
-    """Return what the plan says of a layer; None when it places nothing, or has not this layer (a draft model's)."""
+    """Return the plan's placement of a layer; None when it has none, as for the layers of a draft model."""
     decision = session.wanted(PLACEMENT_PASS)
     index = decoder_layer(layer.layer_name)
     if decision is None or index is None:
@@ -107,7 +108,7 @@ def _planned(session: PluginSession, layer: Any) -> _Planned | None:
 
 
 def _confirm_when_loaded(session: PluginSession, layer: Any) -> None:
-    """Check the layer once vLLM has loaded it. Where its kernel does not count calls for us, that is all the proof."""
+    """Check the layer once vLLM has loaded it: the only proof of a layer whose kernel does not count calls for us."""
     method = layer.quant_method
     original = method.process_weights_after_loading
 
@@ -181,11 +182,11 @@ def _expert_map(layer: Any, planned: _Planned) -> torch.Tensor:
 
 
 def all_ranks_can(this_one: bool) -> bool:
-    """Whether every rank of the expert parallel group says yes. Each of them must ask for each layer, in order."""
+    """Return whether every rank of the expert parallel group can. Each rank must ask for each layer, in order."""
     import torch
     from vllm.distributed import get_ep_group
 
-    # On the CPU, whatever vLLM builds its model on: that is where the group's messages go.
+    # On the CPU, over which the group's messages go, whatever device vLLM builds its model on.
     answer = torch.tensor([int(this_one)], device="cpu")
     torch.distributed.all_reduce(answer, op=torch.distributed.ReduceOp.MIN, group=get_ep_group().cpu_group)
     return bool(answer.item())
@@ -195,14 +196,14 @@ def passes_of_placed(layer: Any) -> tuple[str, ...]:
     """Return the pass that a loaded layer counts for: ("expert_placement",) if it was placed here, else ().
 
     Raises:
-        RequiredNotAppliedError: its weights were not loaded through its map. It would compute with wrong experts.
+        RequiredNotAppliedError: its weights were not loaded through its map, so it would compute with wrong experts.
     """
     placed: _PlacedLayer | None = getattr(layer, _PLACED, None)
     if placed is None:
         return ()
     local = set((placed.expert_map >= 0).nonzero().flatten().tolist())
     unasked = local - placed.asked
-    # Made-up weights are not loaded at all.
+    # Dummy weights are not loaded through the map.
     if unasked and placed.load_format != "dummy":
         raise RequiredNotAppliedError(
             f"{PLACEMENT_PASS}: {layer.layer_name}: vLLM loaded {len(unasked)} of {len(local)} experts without asking "
@@ -215,3 +216,31 @@ def passes_of_placed(layer: Any) -> tuple[str, ...]:
             hint="serve with --disable-expert-placement",
         )
     return (PLACEMENT_PASS,)
+
+
+def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - the method that is replaced
+        # Afterwards vLLM has chosen the kernel of the layer, and no weight has been loaded.
+        original(self, *args, **kwargs)
+        session = current_session()
+        if session is not None:
+            place_layer(session, self)
+
+    return __init__
+
+
+ROUTED_EXPERTS = Patch(
+    target="vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts.__init__",
+    why="vLLM places experts in order or round robin; there is no argument for a placement of one's own",
+    remove_when="--expert-placement-strategy takes a placement, or EPLB starts from one",
+    fingerprints={
+        "0.26": "f563625bf2f1a6a3",
+        "0.27": "70ffacbd1db90651",
+        "0.28 to 0.29": "037e874b705f7f81",
+        "0.30 to 0.31": "17346878a9d9ec0c",
+        "0.32": "7e213af372b96d20",
+        "0.33": "451b9be5729f2d63",
+    },
+    replacement=_replacement,
+)

@@ -1,1 +1,1 @@
-"""Runs in a vLLM worker: proves what became of the plan's flags, and tells that a model is loaded or a step begins."""
+"""Watches a vLLM worker: proves what became of the plan's arguments, once the model is loaded and in its first step."""

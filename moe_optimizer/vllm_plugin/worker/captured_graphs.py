@@ -1,7 +1,7 @@
-"""Which CUDA graphs a worker's vLLM has really captured, looked at when it is given its first requests.
+"""Checks which CUDA graphs a worker's vLLM has captured, in its first step.
 
-After a model is loaded vLLM may give up graphs, for example for an attention kernel that cannot be captured, with no
-more than a line in its log.
+vLLM may give up graphs after the model is loaded, for example because an attention kernel cannot be captured, and says
+so only in its log.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _awaited: _Awaited | None = None
 
 
 def captures_graphs(decision: Decision) -> bool:
-    """Return whether a decision has vLLM capture graphs, whose sizes a worker can show."""
+    """Return whether a decision has vLLM capture graphs."""
     return isinstance(decision.params, GraphCaptureParams) and decision.params.max_capture_size > 0
 
 
 def await_capture(session: PluginSession, decision: Decision) -> None:
-    """Have the next step of this process look at what was captured: that is done before any request is taken."""
+    """Have the next step of this process check what was captured; vLLM captures before it takes a request."""
     global _awaited  # noqa: PLW0603 - one model per process
     _awaited = _Awaited(session, decision)
 
 
 def prove_captured(wrapper: Any) -> None:
-    """Write into the proof up to which size this worker's vLLM has captured graphs. Called before every step of served
-    requests; from the second on it does nothing.
+    """Write into the proof up to which size this worker's vLLM has captured graphs. Called before every step; from the
+    second on it does nothing.
 
     Args:
         wrapper: vLLM's WorkerWrapperBase.
@@ -68,14 +68,14 @@ def prove_captured(wrapper: Any) -> None:
 
 
 def largest_graph(worker: Any) -> int:
-    """Return the most tokens of a step that this worker's vLLM runs from a CUDA graph; 0 where it captured none.
+    """Return the size of the largest CUDA graph that this worker's vLLM captured, in tokens; 0 where there is none.
 
     Raises:
         AttributeError: this vLLM keeps its graphs in another place.
     """
     runner = worker.model_runner
     if hasattr(runner, "cudagraph_dispatcher"):
-        described_graphs = runner.cudagraph_dispatcher.cudagraph_keys
+        graphs_by_mode = runner.cudagraph_dispatcher.cudagraph_keys
     else:  # the runner that vLLM calls V2
-        described_graphs = runner.cudagraph_manager._capture_descs
-    return max((graph.num_tokens for graphs in described_graphs.values() for graph in graphs), default=0)
+        graphs_by_mode = runner.cudagraph_manager._capture_descs
+    return max((graph.num_tokens for graphs in graphs_by_mode.values() for graph in graphs), default=0)

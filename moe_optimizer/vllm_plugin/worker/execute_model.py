@@ -1,4 +1,4 @@
-"""Tells us of every served step: how many of its tokens are real, and that vLLM has captured its graphs."""
+"""Patches a worker's step: experts are counted for its real tokens, and the first one proves the captured graphs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
 
 WORKER_EXECUTE_MODEL = Patch(
     target="vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model",
-    why="a router sees the padding of CUDA graphs, warm-up and profiling as tokens; only the scheduler knows how many "
-    "of them are real, and this is where its answer reaches a worker; and the first call is the first sign that the "
-    "graphs are captured",
+    why="a router sees padding, warm-up and profiling as tokens; here the scheduler's number of real tokens reaches a "
+    "worker, and the first call is the first sign that the CUDA graphs are captured",
     remove_when="vLLM gives the number of real tokens to its routed experts callback, and tells which graphs it has",
     fingerprints={"0.26 to 0.33": "6707bb946f6f4074"},
     replacement=_replacement,

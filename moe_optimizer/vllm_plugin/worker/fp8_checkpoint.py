@@ -1,8 +1,8 @@
-"""Whether a worker holds the weights of an FP8 checkpoint in FP8.
+"""Checks that a worker holds the weights of an FP8 checkpoint in FP8.
 
-vLLM may read such a checkpoint and compute with something else: its emulations give a device without the kernels BF16
-weights. Kernels that want their own order of bytes (Marlin) have FP8 in tensors of integers, so that the element type
-says nothing there; then what vLLM configured the layer's kernel for does.
+vLLM may read such a checkpoint and compute with something else: on a device without FP8 kernels it emulates them with
+BF16 weights. Kernels with an order of bytes of their own (Marlin) keep FP8 in tensors of integers; there the element
+type says nothing, and the configuration of the layer's kernel does.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from moe_optimizer.specs.model import ExpertFormat
 _EXPERT_WEIGHT = re.compile(r"^w(13|2)_weight(_packed)?$")
 _FP8 = frozenset({"float8_e4m3fn", "float8_e4m3fnuz"})
 _FP8_KERNELS = _FP8 | {"mxfp8"}
-"""What vLLM's kernels are configured for where weights are FP8; mxfp8: FP8 with a scale per 32."""
+"""vLLM's names for FP8 weights in a kernel's configuration; mxfp8 has a scale per 32 elements."""
 _PACKED = frozenset({"uint8", "int8", "int32"})
 _UNQUANTIZED = "UnquantizedFusedMoEMethod"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredFp8:
-    """What became of an FP8 checkpoint in one worker."""
+class Fp8InMemory:
+    """How one worker holds the weights of an FP8 checkpoint."""
 
     found: str = ""
-    """The element type that the weights have: "float8_e4m3fn", "FP8 in int32"; "" where `why_not` says more."""
+    """The weights' element type, for example "float8_e4m3fn" or "FP8 in int32"; "" where they are not shown in FP8."""
     why_not: str = ""
-    """What was found in place of FP8, or why that cannot be told; "" when the weights are in FP8."""
+    """What was found instead of FP8, or why it cannot be told; "" when the weights are in FP8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,18 @@ class _Weight:
     """vLLM's quantisation method of its layer."""
 
 
-def stored_fp8(model: Any, expert_format: ExpertFormat) -> StoredFp8:
+def fp8_in_memory(model: Any, expert_format: ExpertFormat) -> Fp8InMemory:
     """Return whether a loaded model holds in FP8 what its checkpoint has in FP8.
 
     Args:
-        model: as a worker has it once vLLM has processed the weights; a torch module.
-        expert_format: how the checkpoint stores the routed experts. fp8: all of them must be in FP8. other: those that
-            vLLM has neither unquantised nor in another format than FP8. Where that leaves none, the linears show it.
+        model: a torch module, whose weights vLLM has processed.
+        expert_format: how the checkpoint stores the routed experts. "fp8": all experts must be in FP8. "other": those
+            must be that vLLM keeps neither unquantised nor in a format that is not FP8. If none is left, the linears
+            are checked.
     """
     experts = list(_expert_weights(model))
     if expert_format == "fp8" and not experts:
-        return StoredFp8(why_not="cannot be shown: the loaded model has no weights of routed experts that we know")
+        return Fp8InMemory(why_not="cannot be shown: the loaded model has no weights of routed experts that we know")
     if expert_format == "other":
         experts = [each for each in experts if each.method != _UNQUANTIZED and not _is_of_another_format(each)]
     if experts and expert_format in ("fp8", "other"):
@@ -62,19 +63,19 @@ def stored_fp8(model: Any, expert_format: ExpertFormat) -> StoredFp8:
     return _of_linears(model)
 
 
-def _of_experts(weights: list[_Weight]) -> StoredFp8:
+def _of_experts(weights: list[_Weight]) -> Fp8InMemory:
     wrong = [each for each in weights if each.in_fp8 is False]
     if wrong:
         first = f"{wrong[0].name} first: {wrong[0].detail}"
-        return StoredFp8(why_not=f"experts: {len(wrong)} of {len(weights)} weights are not in FP8, {first}")
+        return Fp8InMemory(why_not=f"experts: {len(wrong)} of {len(weights)} weights are not in FP8, {first}")
     untold = next((each for each in weights if each.in_fp8 is None), None)
     if untold is not None:
-        return StoredFp8(why_not=f"cannot be shown: {untold.name} is {untold.detail}")
-    return StoredFp8(found=", ".join(dict.fromkeys(each.detail for each in weights)))
+        return Fp8InMemory(why_not=f"cannot be shown: {untold.name} is {untold.detail}")
+    return Fp8InMemory(found=", ".join(dict.fromkeys(each.detail for each in weights)))
 
 
-def _of_linears(model: Any) -> StoredFp8:
-    """Return it of a model without routed experts in FP8: one matrix in FP8 shows it, as some always stay."""
+def _of_linears(model: Any) -> Fp8InMemory:
+    """Check a model without routed experts in FP8: one linear in FP8 is enough, because some always stay wide."""
     matrices = [
         (f"{prefix}.{name}".lstrip("."), _name(value.dtype))
         for prefix, module in model.named_modules()
@@ -83,13 +84,13 @@ def _of_linears(model: Any) -> StoredFp8:
     ]
     narrow = next((dtype for _, dtype in matrices if dtype in _FP8), None)
     if narrow is not None:
-        return StoredFp8(found=f"linears {narrow}")
+        return Fp8InMemory(found=f"linears {narrow}")
     packed = next((each for each in matrices if each[1] in _PACKED), None)
     if packed is not None:
-        return StoredFp8(why_not=f"cannot be shown: {packed[0]} is {packed[1]}, which may hold FP8 or something else")
+        return Fp8InMemory(why_not=f"cannot be shown: {packed[0]} is {packed[1]}, which may hold FP8 or something else")
     types = Counter(dtype for _, dtype in matrices)
     what = ", ".join(f"{count} {dtype}" for dtype, count in types.most_common()) or "none"
-    return StoredFp8(why_not=f"linears: no matrix is in FP8, found {what}")
+    return Fp8InMemory(why_not=f"linears: no matrix is in FP8, found {what}")
 
 
 def _expert_weights(model: Any) -> Iterator[_Weight]:
@@ -123,5 +124,5 @@ def _is_of_another_format(weight: _Weight) -> bool:
 
 
 def _name(dtype: Any) -> str:
-    """Return a torch dtype, or vLLM's word for one that torch has not, as a word; "" for None."""
+    """Return the name of a torch dtype, or of one that only vLLM knows; "" for None."""
     return "" if dtype is None else str(dtype).removeprefix("torch.")

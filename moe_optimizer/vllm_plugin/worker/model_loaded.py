@@ -1,4 +1,4 @@
-"""Tells us that a worker's model is loaded, before the first forward."""
+"""Patches what vLLM asks a worker right after its model is loaded, before the first forward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether a worker's vLLM runs with what the flags of the plan say.
+"""Checks in each worker that the planned vLLM arguments took effect.
 
-vLLM may change or drop a flag that its parser takes, with no more than a line in its log: then nothing but its
-configuration inside the worker tells. An FP8 checkpoint needs no flag, and what vLLM makes of it is looked at here too.
+vLLM may change or drop an argument that its parser accepts and say so only in its log, so its configuration in the
+worker is compared with the plan. An FP8 checkpoint needs no argument; its weights are checked here too.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from moe_optimizer.log import get_logger
 from moe_optimizer.plan.decision import Decision
 from moe_optimizer.plan.pass_params import Fp8Params, GraphCaptureParams, KvCacheParams
 from moe_optimizer.plan.serve_args import Argument, ServeArguments, read_integer
-from moe_optimizer.proof.shown import flag_decisions, is_stored_fp8
+from moe_optimizer.proof.shown import flag_decisions, serves_fp8_checkpoint
 from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker.captured_graphs import await_capture, captures_graphs
-from moe_optimizer.vllm_plugin.worker.fp8_checkpoint import stored_fp8
+from moe_optimizer.vllm_plugin.worker.fp8_checkpoint import fp8_in_memory
 
 logger = get_logger(__name__)
 
 _SHOWN_OTHERWISE = ("--max-cudagraph-capture-size", "--quantization", "--quantization-config")
-"""Flags that are not compared with vLLM's configuration: it cuts the size, and the weights themselves show FP8."""
+"""Flags that are not compared with vLLM's configuration: it lowers the size, and the weights themselves show FP8."""
 _EXPERT_WEIGHT = re.compile(r"\bw(13|2)_weight$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -53,17 +53,16 @@ _SHOWN_BY: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
         "--kv-offloading-backend": lambda config: config.cache_config.kv_offloading_backend,
     },
 }
-"""Pass -> flag -> what has become of it in vLLM's configuration. The size of graphs is compared apart: vLLM cuts it,
-and what is captured is known only later (`captured_graphs`)."""
+"""Pass -> flag -> its value in vLLM's configuration."""
 _SAME_TYPE = {"fp8": "fp8_e4m3"}
-"""A short word for a cache's type -> its name; the width of the elements is looked at apart."""
+"""A short word for a cache's type -> its name; the width of the elements is compared apart."""
 
 
 def prove_flags(session: PluginSession, worker: Any, cache_specs: Mapping[str, Any]) -> None:
     """Write into the proof which of the plan's flags this worker's vLLM runs with.
 
     Args:
-        session: this process's. A plan that was made in a running vLLM gave it no flags, and its proof says so.
+        session: this process's. A plan that is made in a running vLLM gives it no flags.
         worker: vLLM's.
         cache_specs: layer -> what vLLM will allocate as its cache.
     """
@@ -72,8 +71,8 @@ def prove_flags(session: PluginSession, worker: Any, cache_specs: Mapping[str, A
     for decision in flag_decisions(session.plan):
         held = ""
         try:
-            if is_stored_fp8(decision):
-                stored = stored_fp8(worker.model_runner.get_model(), session.plan.model.expert_format)
+            if serves_fp8_checkpoint(decision):
+                stored = fp8_in_memory(worker.model_runner.get_model(), session.plan.model.expert_format)
                 reason, held = stored.why_not, stored.found
             else:
                 found = differences(decision, session.plan.serve_args, worker.vllm_config, cache_specs)
@@ -84,12 +83,12 @@ def prove_flags(session: PluginSession, worker: Any, cache_specs: Mapping[str, A
             reason = f"cannot be shown: {described(error)}"
         if reason:
             logger.warning("%s (%s): %s", decision.pass_name, decision.value, reason)
-            refuse_flags(session, (decision,), reason)
+            session.refused(decision.pass_name, reason)
         else:
             session.applied(decision.pass_name, kernel="", isa="")
             if captures_graphs(decision):
                 await_capture(session, decision)
-            # Under data parallelism requests are one rank's: the others show what was configured, until theirs come.
+            # Under data parallelism a rank may get no request: it shows what is configured until one comes.
             if not captures_graphs(decision) or worker.vllm_config.parallel_config.data_parallel_size > 1:
                 session.ran(decision.pass_name)
         entry = session.proof.passes[decision.pass_name]
@@ -99,16 +98,16 @@ def prove_flags(session: PluginSession, worker: Any, cache_specs: Mapping[str, A
 def differences(
     decision: Decision, serve_args: ServeArguments, config: Any, cache_specs: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Return in which points vLLM runs otherwise than a decision says.
+    """Return every difference between a decision and the configuration that vLLM runs with.
 
     Args:
         decision: one of `flag_decisions`.
-        serve_args: the plan's: what the user gives in place of a decision's arguments is only there.
+        serve_args: the plan's, which have the arguments that the user gave in place of the decision's.
         config: vLLM's VllmConfig as a worker has it.
         cache_specs: as for `prove_flags`.
 
     Raises:
-        AttributeError: this vLLM's configuration has not what is looked for.
+        AttributeError: this vLLM's configuration lacks a field.
     """
     shown = _SHOWN_BY.get(decision.pass_name, {})
     own = [each for each in serve_args.arguments if each.flag in shown]
@@ -126,7 +125,7 @@ def differences(
 
 
 def unconverted(decision: Decision, parameters: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
-    """Return which weights of a loaded model are wider than the plan's FP8, or nothing.
+    """Return which weights of a loaded model are wider than the planned FP8.
 
     Args:
         decision: that of fp8, carried out by vLLM.
@@ -162,7 +161,7 @@ def _difference(argument: Argument, got: Any, config: Any) -> str:
 
 
 def _same(got: Any, wanted: str, flag: str) -> bool:
-    """Whether a value in vLLM's configuration is that of an argument, which may leave the choice to vLLM."""
+    """Return whether a value in vLLM's configuration is that of an argument; "auto" leaves the choice to vLLM."""
     if isinstance(got, float):
         return got == float(wanted)
     if isinstance(got, int) and not isinstance(got, bool):
@@ -171,8 +170,8 @@ def _same(got: Any, wanted: str, flag: str) -> bool:
 
 
 def _is_one_of_several_engines(argument: Argument, got: Any, config: Any) -> bool:
-    """Whether this is a copy of a model without experts: vLLM makes an engine of each, which knows of no other. How
-    many there are shows in the proofs of all (`proof_verdict`).
+    """Return whether this is one copy of a model without experts: vLLM makes an engine of each, which knows of no
+    other. The proofs of all show how many there are (`proof.verdict`).
     """
     return argument.flag == "--data-parallel-size" and got == 1 and not config.model_config.is_moe
 
@@ -185,9 +184,3 @@ def _graphs_missing(size: int, config: Any) -> str:
 def _wide_elements(cache_specs: Mapping[str, Any]) -> str:
     wide = sorted(name for name, spec in cache_specs.items() if spec.dtype.itemsize > 1)
     return f"cache: {len(wide)} of {len(cache_specs)} layers keep wider elements, {wide[0]} first" if wide else ""
-
-
-def refuse_flags(session: PluginSession, decisions: tuple[Decision, ...], reason: str) -> None:
-    """Write into the proof that what these flags became cannot be said, or is not what the plan says."""
-    for decision in decisions:
-        session.refused(decision.pass_name, reason)

@@ -28,6 +28,6 @@ if "pid_file" in request:
     new.rename(request["pid_file"])
     time.sleep(600)
 if "dies" in request:
-    os.write(events, b'{"done": [')
+    os.write(events, b'{"result": [')
     sys.exit("an illegal memory access was encountered")
-report({"done": request["verdicts"]})
+report({"result": request["verdicts"]})

@@ -25,17 +25,17 @@ def script(folder: Path, text: str) -> Path:
 
 def test_a_failed_build_is_unsupported_here(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="exit code 4"):
-        build._build(script(tmp_path, "exit 4"))
+        build.run_build(script(tmp_path, "exit 4"))
 
 
 def test_a_missing_script_says_where_kernels_come_from(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        build._build(tmp_path / "build.sh")
+        build.run_build(tmp_path / "build.sh")
     assert "checkout" in (caught.value.hint or "")
 
 
 def test_the_output_of_the_build_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    build._build(script(tmp_path, "echo compiling"))
+    build.run_build(script(tmp_path, "echo compiling"))
     assert capfd.readouterr() == ("", "compiling\n")
 
 
@@ -44,7 +44,7 @@ def test_an_interrupt_ends_the_compilers_too(tmp_path: Path) -> None:
     thread = threading.Thread(target=_interrupt_when, args=(tmp_path / "pid",))
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        build._build(path)
+        build.run_build(path)
     thread.join()
     compiler = int((tmp_path / "pid").read_text(encoding="utf-8"))
     assert eventually(lambda: not is_running(compiler))

@@ -17,7 +17,7 @@ from moe_optimizer.cli import doctor, machine_checks, package_checks, software_c
 from moe_optimizer.cli.check import Check
 from moe_optimizer.cli.main import main
 from moe_optimizer.cli.speed_checks import kernel_speeds_check
-from moe_optimizer.inspection.named_hardware import load_hardware
+from moe_optimizer.inspection.hardware_probe import load_hardware
 from moe_optimizer.launcher.command import ENTRY_POINT_GROUP
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenSpeeds
 from moe_optimizer.specs.software import KernelInventory, VllmInstallation
@@ -82,7 +82,7 @@ def test_kernels_of_other_sources_are_a_note(
 ) -> None:
     (tmp_path / "build_info.py").write_text(f"print({digest!r})", encoding="utf-8")
     check = software(monkeypatch, kernels=BUILT)["kernels"]
-    assert (check.status, "other sources" in check.detail) == (status, status == "note")
+    assert (check.status, "csrc/" in check.detail) == (status, status == "note")
 
 
 def test_kernels_without_sources_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,19 +110,19 @@ def test_kernels_that_cannot_be_loaded_are_missing(
     (tmp_path / f"_kernels{EXTENSION_SUFFIXES[0]}").write_bytes(content)
     check = software(monkeypatch, kernels=BUILT)["kernels"]
     assert check.status == "missing"
-    assert check.detail.startswith("built, but cannot be loaded: ")
-    assert check.detail.endswith(reason)
+    assert reason in check.detail
 
 
 def test_kernels_that_are_not_built_are_a_note_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     check = software(monkeypatch)["kernels"]
-    assert (check.status, check.detail) == ("note", "not built: build.sh was not run")
+    assert (check.status, NOT_BUILT.reason in check.detail) == ("note", True)
 
 
 def test_why_there_are_no_cuda_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = dataclasses.replace(BUILT, cuda_why_not="no nvcc found")
     check = software(monkeypatch, kernels=kernels)["kernels"]
-    assert check.detail == "cpu: fused_experts; no CUDA kernels: no nvcc found"
+    assert check.status == "ok"
+    assert kernels.cuda_why_not in check.detail
 
 
 def test_cuda_kernels_that_never_ran_are_not_called_running(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,23 +294,26 @@ def speeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Check:
 
 
 def test_tables_that_hold_on_this_machine_are_named_by_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert speeds(monkeypatch) == Check("kernel speeds", "ok", "1 of 1 tables hold here: H=64 I=32 E=8 top-2 bf16")
+    check = speeds(monkeypatch)
+    assert (check.status, check.hint) == ("ok", None)
+    assert "H=64 I=32 E=8 top-2 bf16" in check.detail
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "other", "here"),
     [
-        ({"device": "NVIDIA H100"}, "they are of NVIDIA H100, this is NVIDIA H200"),
-        ({"vllm": "0.26.0"}, "they are of vLLM 0.26.0, found 0.32.0+cu130"),
-        ({"kernel_hash": "old"}, "they are of other kernels (old, built are abc)"),
+        ({"device": "NVIDIA H100"}, "NVIDIA H100", "NVIDIA H200"),
+        ({"vllm": "0.26.0"}, "0.26.0", "0.32.0+cu130"),
+        ({"kernel_hash": "old"}, "old", "abc"),
     ],
 )
 def test_tables_of_something_else_are_a_note_with_the_difference(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, str], why: str
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, str], other: str, here: str
 ) -> None:
     check = speeds(monkeypatch, **change)
     assert check.status == "note"
-    assert check.detail == f"none of 1 tables holds here: {why}"
+    assert other in check.detail
+    assert here in check.detail
     assert "--calibrate" in (check.hint or "")
 
 
@@ -324,6 +327,6 @@ def test_the_model_is_an_argument_or_a_flag(
         checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
         assert (checks["model"]["status"], checks["weights"]["status"]) == ("ok", "ok")
     assert main(["doctor", tiny_moe, "--model", "other"]) == 2
-    assert capsys.readouterr().err.startswith("error: two models: got ")
+    assert "'other'" in capsys.readouterr().err
     assert main(["doctor", ""]) == 2
     assert capsys.readouterr().err.startswith("error: --model: got ''")

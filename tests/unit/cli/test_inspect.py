@@ -23,8 +23,8 @@ def tiny() -> ModelSpec:
 
 def test_experts_of_a_moe_model_are_shown(tiny: ModelSpec) -> None:
     shown = render_model(tiny, width=80)
-    assert "mixture of experts, 4 MoE layers (every layer)" in shown
-    assert "16 per MoE layer, 4 used by each token" in shown
+    assert "4 MoE layers" in shown
+    assert "16 per MoE layer, 4 used" in shown
 
 
 def test_a_dense_model_shows_no_experts(tiny: ModelSpec) -> None:
@@ -37,7 +37,9 @@ def test_a_dense_model_shows_no_experts(tiny: ModelSpec) -> None:
 
 def test_parameters_in_all_and_of_one_token_are_told_apart(tiny: ModelSpec) -> None:
     large = dataclasses.replace(tiny, total_params=30_532_122_624, active_params=3_345_000_000)
-    assert "30.5 G, of which one token uses 3.35 G" in render_model(large, width=80)
+    (parameters,) = [line for line in render_model(large, width=80).splitlines() if line.startswith("parameters")]
+    assert "30.5 G" in parameters
+    assert "3.35 G" in parameters
 
 
 def test_a_model_that_needs_code_of_its_own_says_with_which_flag(tiny: ModelSpec) -> None:

@@ -14,7 +14,8 @@ from moe_optimizer.errors import InputError
 def test_a_number_outside_the_range_is_refused_with_the_range(text: str) -> None:
     with pytest.raises(typer.BadParameter) as caught:
         whole_number(1, 65_535)(text)
-    assert caught.value.message == f"got {text!r}, expected a whole number from 1 to 65535"
+    assert repr(text) in caught.value.message
+    assert "from 1 to 65535" in caught.value.message
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", 1), ("65535", 65_535)])
@@ -29,8 +30,9 @@ def test_a_time_may_have_its_unit(text: str, value: float) -> None:
 
 @pytest.mark.parametrize("text", ["0", "-3", "nan", "inf", "soon", "s", "20m"])
 def test_a_time_that_is_not_positive_and_finite_is_refused(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="positive number of seconds"):
+    with pytest.raises(typer.BadParameter) as caught:
         seconds(text)
+    assert repr(text) in caught.value.message
 
 
 def test_a_near_miss_is_the_hint() -> None:

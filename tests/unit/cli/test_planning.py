@@ -36,7 +36,7 @@ def test_switched_off_tuned_configurations_of_the_users_own_environment_do_not_r
     assert "VLLM_TUNED_CONFIG_FOLDER" not in planning.make(options).plan.serve_env
     off = planning.make(dataclasses.replace(options, switches={"tuned-configs": False})).plan
     assert off.serve_env["VLLM_TUNED_CONFIG_FOLDER"] == ""
-    assert "tuned_configs: VLLM_TUNED_CONFIG_FOLDER is set, and vLLM does not get it" in off.warnings
+    assert any("VLLM_TUNED_CONFIG_FOLDER" in warning for warning in off.warnings)
 
 
 def test_a_flag_that_the_installed_vllm_does_not_have_makes_no_plan(
@@ -48,7 +48,7 @@ def test_a_flag_that_the_installed_vllm_does_not_have_makes_no_plan(
     monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
     arguments = ("--tensor-paralel-size", "2")
     options = PlanOptions(model=TINY_MOE, hardware="h100_sxm", gpus=2, vllm_args=arguments)
-    with pytest.raises(InputError, match=r"--tensor-paralel-size: vLLM 0\.32\.0 has no such flag") as caught:
+    with pytest.raises(InputError, match=r"--tensor-paralel-size") as caught:
         planning.make(options)
     assert caught.value.hint == "did you mean --tensor-parallel-size?"
 
@@ -56,5 +56,5 @@ def test_a_flag_that_the_installed_vllm_does_not_have_makes_no_plan(
 def test_strict_refuses_a_cache_whose_type_is_not_as_asked_for_though_its_tier_is() -> None:
     wishes = resolve_wishes(["kv-cache", "kv-tiering"], [])
     asked = request(deepseek_v3(), gpus("h200", 8), wishes=wishes)
-    with pytest.raises(UnsupportedError, match=r"^--strict: kv_cache \(flag --enable-kv-cache\): mla attention keeps"):
+    with pytest.raises(UnsupportedError, match=r"^--strict: kv_cache \(flag --enable-kv-cache\): mla"):
         planning.refuse_unmet_wishes(make_plan(asked), asked.profile, wishes)

@@ -18,7 +18,7 @@ from moe_optimizer.inspection import load_hardware
 from moe_optimizer.launcher import launch
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.launcher.server_info import RunningServer
-from moe_optimizer.measure.kernel_speeds import calibration
+from moe_optimizer.measure.kernel_speeds import tables
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.specs.software import VllmInstallation
 from tests.free_ports import free_port
@@ -103,14 +103,14 @@ def test_warnings_wait_until_nothing_can_refuse_the_start(
 def test_a_server_that_dies_before_it_is_ready_is_the_first_line_after_all_that_was_done(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(request: Any, *, on_step: Any) -> str:
-        return ""
+    def measure(request: Any, *, on_step: Any) -> None:
+        pass
 
     def die(_: Any, values: dict[str, Any]) -> ExitCode:
         values["echo"]("starting vLLM")
         raise ServerFailedError("server ended during start-up\n  last line", hint="its log")
 
-    monkeypatch.setattr(calibration, "calibrate", measure)
+    monkeypatch.setattr(tables, "measure_speeds", measure)
     monkeypatch.setenv("MOE_OPTIMIZER_PLAN", "/old/plan.json")
     code, _ = launched(monkeypatch, die, "--gpus", "3", "--enable-flash-dmoe")
     assert code == ExitCode.SERVER_FAILED
@@ -124,7 +124,7 @@ def test_what_refuses_the_start_is_found_before_kernels_are_measured(
     wrong: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured: list[Any] = []
-    monkeypatch.setattr(calibration, "calibrate", lambda request, *, on_step: measured.append(request) or "")
+    monkeypatch.setattr(tables, "measure_speeds", lambda request, **_: measured.append(request))
     monkeypatch.delenv("MOE_OPTIMIZER_CALIBRATE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -168,11 +168,8 @@ def test_strict_refuses_a_plan_that_does_not_meet_a_wish(
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--enable-kv-tiering", "--strict: tiering of kv_cache (flag --enable-kv-tiering): vLLM moves cache blocks"),
-        (
-            "--enable-expert-parallel",
-            "--strict: expert_parallel of parallelism (flag --enable-expert-parallel): one CPU",
-        ),
+        ("--enable-kv-tiering", "tiering of kv_cache"),
+        ("--enable-expert-parallel", "expert_parallel of parallelism"),
     ],
 )
 def test_strict_refuses_a_plan_that_does_not_meet_the_wish_for_a_part_of_a_pass(
@@ -180,7 +177,7 @@ def test_strict_refuses_a_plan_that_does_not_meet_the_wish_for_a_part_of_a_pass(
 ) -> None:
     code, given = launched(monkeypatch, becomes_ready, "--strict", flag)
     assert (code, given) == (ExitCode.UNSUPPORTED, {})
-    assert said in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"error: --strict: {said} (flag {flag}): ")
 
 
 def test_without_strict_an_unmet_wish_is_a_decision_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +212,7 @@ def test_a_plan_file_in_the_environment_is_said_to_be_unused(
 ) -> None:
     monkeypatch.setenv("MOE_OPTIMIZER_PLAN", "/old/plan.json")
     launched(monkeypatch, becomes_ready)
-    assert "warning: MOE_OPTIMIZER_PLAN is not used: this command makes a plan of its own" in capsys.readouterr().err
+    assert "warning: MOE_OPTIMIZER_PLAN" in capsys.readouterr().err
 
 
 def test_an_empty_run_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from moe_optimizer.cli import speed_questions
 from moe_optimizer.cli.progress import ProgressLines
-from moe_optimizer.measure.kernel_speeds import calibration
+from moe_optimizer.errors import MoeOptimizerError
+from moe_optimizer.measure.kernel_speeds import tables
 from moe_optimizer.planner import make_plan
 from tests.builders import cpu_machine, request, tiny_moe
 
@@ -18,15 +19,14 @@ QUIET = ProgressLines(verbose=False)
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The requests that would have been measured; `calibrate` says that all went well."""
+    """The requests that would have been measured, without an error."""
     seen: list[Any] = []
 
-    def calibrate(asked: Any, *, on_step: Any) -> str:
-        on_step(1, 2, "1 tokens")
+    def measure(asked: Any, *, on_step: Any) -> None:
+        on_step(0.5, "1 tokens")
         seen.append(asked)
-        return ""
 
-    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    monkeypatch.setattr(tables, "measure_speeds", measure)
     return seen
 
 
@@ -58,9 +58,12 @@ def test_a_plan_without_a_question_is_not_measured(measured: list[Any]) -> None:
     assert measured == []
 
 
-def test_what_cannot_be_measured_is_a_warning_and_the_start_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "calibrate", lambda request, *, on_step: "exit 1: out of memory")
-    warned: list[str] = []
-    monkeypatch.setattr(speed_questions._LOGGER, "warning", lambda text, *args: warned.append(text % args))
+def test_what_cannot_be_measured_is_a_warning_and_the_start_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(request: Any, *, on_step: Any) -> None:
+        raise MoeOptimizerError("exit 1: out of memory")
+
+    monkeypatch.setattr(tables, "measure_speeds", fail)
     assert not speed_questions.measure_if_needed(plan(), 5.0, QUIET)
-    assert warned == ["kernels are not measured: exit 1: out of memory"]
+    assert "out of memory" in caplog.text

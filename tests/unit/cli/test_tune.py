@@ -27,9 +27,11 @@ VERDICT = {
 }  # fmt: skip
 
 
+FAKE = "tests.unit.cli.fake_tuning"
+
+
 @pytest.fixture(autouse=True)
-def _fake_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_process, "_MODULE", "tests.unit.cli.fake_tuning")
+def _no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_TUNED_CONFIG_FOLDER", raising=False)
 
 
@@ -37,7 +39,7 @@ def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: load_hardware("cpu"), raising=False)
     for arguments in ([], ["--hardware", "h200"]):
         assert main(["tune", TINY_MOE, *arguments]) == ExitCode.UNSUPPORTED
-        assert capsys.readouterr().err.startswith("error: tune: needs a GPU, and this machine has none\n")
+        assert capsys.readouterr().err.startswith("error: tune: needs a GPU")
 
 
 def test_that_there_is_no_gpu_comes_before_what_does_not_fit(
@@ -106,12 +108,12 @@ def test_experts_that_triton_does_not_run_are_refused(
 
 
 def test_nothing_that_won_is_said() -> None:
-    assert "no file was written" in tune.render("E=1.json", None, [{**VERDICT, "low": 8, "high": 7}])
+    assert "no file" in tune.render("E=1.json", None, [{**VERDICT, "low": 8, "high": 7}])
 
 
 def test_the_process_reports_progress_and_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "new" / "tuning.log"
-    assert run_tuning({"verdicts": [VERDICT]}, ProgressLines(verbose=False), log=log) == [VERDICT]
+    assert run_tuning({"verdicts": [VERDICT]}, ProgressLines(verbose=False), log=log, module=FAKE) == [VERDICT]
     assert "50%  8 tokens: 12 rows tried" in capsys.readouterr().err
     assert log.read_text(encoding="utf-8") == "vLLM said something\n"
 
@@ -119,7 +121,7 @@ def test_the_process_reports_progress_and_verdicts(tmp_path: Path, capsys: pytes
 def test_a_refusal_comes_before_the_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     request = {"refused": "too little memory", "exit_code": 3, "progress": 0.0}
     with pytest.raises(UnsupportedError):
-        run_tuning(request, ProgressLines(verbose=False), log=tmp_path / "log")
+        run_tuning(request, ProgressLines(verbose=False), log=tmp_path / "log", module=FAKE)
     assert capsys.readouterr().err == ""
 
 
@@ -127,14 +129,17 @@ def test_a_refusal_comes_before_the_progress(tmp_path: Path, capsys: pytest.Capt
 def test_a_refusal_of_the_process_is_the_commands(code: int, kind: type[MoeOptimizerError], tmp_path: Path) -> None:
     with pytest.raises(kind, match="too little memory"):
         run_tuning(
-            {"refused": "too little memory", "exit_code": code}, ProgressLines(verbose=False), log=tmp_path / "log"
+            {"refused": "too little memory", "exit_code": code},
+            ProgressLines(verbose=False),
+            log=tmp_path / "log",
+            module=FAKE,
         )
 
 
 def test_a_process_that_dies_in_the_middle_of_a_word_leaves_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(MoeOptimizerError, match="illegal memory access") as error:
-        run_tuning({"dies": True}, ProgressLines(verbose=False), log=tmp_path / "log")
-    assert "goes on from what was measured" in str(error.value.hint)
+        run_tuning({"dies": True}, ProgressLines(verbose=False), log=tmp_path / "log", module=FAKE)
+    assert str(tmp_path / "log") in str(error.value.hint)
 
 
 @pytest.mark.usefixtures("heeded_signals")
@@ -151,6 +156,6 @@ def test_a_signal_leaves_no_process(number: int, raised: type[BaseException], tm
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(raised):
-        run_tuning({"pid_file": str(pid_file)}, ProgressLines(verbose=False), log=tmp_path / "log")
+        run_tuning({"pid_file": str(pid_file)}, ProgressLines(verbose=False), log=tmp_path / "log", module=FAKE)
     thread.join()
     assert not is_running(int(pid_file.read_text()))

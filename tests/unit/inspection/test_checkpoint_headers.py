@@ -308,7 +308,7 @@ def test_a_type_that_the_format_does_not_have_is_refused(tmp_path: Path) -> None
     header = {"t": {"dtype": "I3", "shape": [8], "data_offsets": [0, 3]}}
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(3))
-    with pytest.raises(InputError, match=r"model\.safetensors: tensor 't': dtype: got 'I3', expected one of BOOL, U8"):
+    with pytest.raises(InputError, match=r"model\.safetensors: tensor 't': dtype: got 'I3', expected one of .*BOOL"):
         read_tensors(tmp_path)
 
 

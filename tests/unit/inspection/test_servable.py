@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_optimizer.inspection import servable
 from moe_optimizer.inspection.servable import (
-    TABLE,
     is_servable,
     parse_registry,
     runs_through_transformers,
     vllm_registry,
 )
+from moe_optimizer.specs.model import ModelSpec
 
 REGISTRY = """
 import something_that_is_not_here
@@ -86,21 +87,19 @@ def test_registry_of_another_form_is_not_guessed_at(text: str, tmp_path: Path) -
     assert parse_registry(tmp_path / "missing.py") is None
 
 
-def test_shipped_table_answers_where_no_vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servable.importlib.util, "find_spec", lambda name: None)
+@pytest.fixture
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(servable, "package_folder", lambda name: None)
     vllm_registry.cache_clear()
-    try:
-        served, reason = is_servable(("Qwen3MoeForCausalLM",))
-    finally:
-        vllm_registry.cache_clear()
-    assert served
-    assert "shipped table" in reason
+    yield
+    vllm_registry.cache_clear()
 
 
-def test_shipped_table_is_the_registry_of_the_vllm_it_names() -> None:
-    vllm_version = pytest.importorskip("vllm.version").__version__
-    table = json.loads(TABLE.read_text())
-    if not vllm_version.startswith(f"{table['version']}."):
-        pytest.skip(f"vLLM {vllm_version} is installed, the table is of {table['version']}")
-    assert vllm_registry().served == set(table["served"])
-    assert vllm_registry().removed == table["removed"]
+@pytest.mark.usefixtures("no_vllm")
+def test_without_a_vllm_it_is_not_known_what_is_served(
+    load_config: Callable[[str], dict[str, Any]], inspect_config: Callable[..., ModelSpec]
+) -> None:
+    spec = inspect_config({**load_config("qwen3_moe"), "auto_map": {"AutoConfig": "configuration.Config"}})
+    assert spec.servable is None
+    assert "no installed vLLM" in spec.servable_reason
+    assert not spec.needs_remote_code

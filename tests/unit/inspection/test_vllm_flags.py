@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_optimizer.inspection.vllm_flags import known_flags, unknown_flags
+from moe_optimizer.inspection.vllm_sources import known_flags, unknown_flags
 from moe_optimizer.plan.serve_args import ServeArguments
 
 SOURCE = """

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_optimizer.inspection.vllm_quantization import lacks_quantization
+from moe_optimizer.inspection.vllm_sources import lacks_quantization
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ REFUSALS = {
 METRICS = """\
 vllm:cache_config_info{block_size="16",engine="0"} 1.0
 vllm:external_prefix_cache_hits_total{engine="0"} %d.0
+vllm:prompt_tokens_total{engine="0"} %d.0
 """
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
@@ -95,11 +96,11 @@ def serve(port: int, behaviour: set[str]) -> None:
     last_paths = {path for name, path in last.items() if name in behaviour}
 
     class Handler(BaseHTTPRequestHandler):
-        received = 0
+        received = asked = 0
 
         def do_GET(self) -> None:
             if self.path == "/metrics":
-                self.answer("" if "countless" in behaviour else METRICS % Handler.received)
+                self.answer("" if "countless" in behaviour else METRICS % (Handler.received, Handler.asked))
                 return
             cut_off = 9 if "break" in behaviour else 0
             self.answer(json.dumps({"data": [{"id": "fake", "max_model_len": 64}]}), cut_off)
@@ -108,6 +109,7 @@ def serve(port: int, behaviour: set[str]) -> None:
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
+            Handler.asked += 1
             if "mute" in behaviour:
                 print("asked", flush=True)
                 time.sleep(600)

@@ -38,7 +38,9 @@ def test_servers_that_all_take_a_request_are_running() -> None:
 
 def test_a_server_that_gets_nothing_is_named() -> None:
     seen = observed_traffic(deployment(Server("a server"), Server("b server"), dealt_to=(0, 0)))
-    assert (seen.ran, seen.why_not) == ("no", "the router gave no request to: b server")
+    assert seen.ran == "no"
+    assert "b server" in seen.why_not
+    assert "a server" not in seen.why_not
 
 
 def test_servers_without_counts_show_nothing() -> None:
@@ -54,7 +56,7 @@ def test_a_router_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) 
         raise ConnectionRefusedError("no router")
 
     monkeypatch.setattr(broken.router.client, "complete", refuse)
-    assert observed_traffic(broken).why_not == "a request through the router failed: no router"
+    assert observed_traffic(broken).why_not.endswith(": no router")
 
 
 def test_the_counts_of_all_engines_are_added_and_others_are_not() -> None:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from moe_optimizer.measure.fp8_sensitivity import LayerErrors  # noqa: E402
 from moe_optimizer.ops.fp8_quant import dequantize_fp8, quantize_fp8  # noqa: E402
-from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, PlainWeights  # noqa: E402
+from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, WeightFormat  # noqa: E402
 
 GENERATOR = torch.Generator().manual_seed(5)
 
@@ -30,7 +30,7 @@ def computed(weights: KernelWeights, tokens: int = 16) -> ExpertsCall:
         w13_bias=None,
         w2_bias=None,
     )
-    PlainWeights().compute(weights, call)
+    WeightFormat().compute(weights, call)
     return call
 
 
@@ -47,7 +47,7 @@ def test_the_error_is_over_all_calls_of_a_layer() -> None:
     difference, size = 0.0, 0.0
     for call in calls:
         exact = call.out.clone()
-        PlainWeights().compute(fp8, call)
+        WeightFormat().compute(fp8, call)
         difference += float((call.out - exact).square().sum())
         size += float(exact.square().sum())
     assert errors.by_address()[weights.w13.data_ptr()] == pytest.approx((difference / size) ** 0.5, rel=1e-3)

@@ -34,7 +34,7 @@ class FakeHopper:
     """A GPU of compute capability 9.0 whose kernels are the emulation; remembers which ran."""
 
     def __init__(self, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.capability = (9, 0)
+        self.capability: tuple[int, int] = (9, 0)
         self.ran: list[tuple[str, dict]] = []
         module = SimpleNamespace(
             cuda_direct=lambda *structs: self._run("cuda_direct", emulator, structs),
@@ -162,7 +162,7 @@ def test_without_cuda_kernels_the_reference_runs_and_why_reference_says_so(gpu, 
 
 def test_float16_runs_the_reference(gpu: FakeHopper):
     case = make_case(3, 2, 4, 64, 32)
-    half = {name: value.half() if value is not None and value.dtype == torch.bfloat16 else value
+    half: dict[str, Any] = {name: value.half() if value is not None and value.dtype == torch.bfloat16 else value
             for name, value in on_gpu(case).items()}  # fmt: skip
     out = fused_experts(**half).as_subclass(Tensor)
     torch.testing.assert_close(out.float(), case.reference().float(), rtol=0.05, atol=0.05)

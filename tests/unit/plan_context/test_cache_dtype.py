@@ -4,7 +4,7 @@ import pytest
 
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
-from tests.builders import context, deepseek_v3, gpus, profile_with, qwen3_30b_a3b
+from tests.builders import context, cpu_machine, deepseek_v3, gpus, profile_with, qwen3_30b_a3b, tiny_moe
 
 ON = {"kv_cache": (Wish.ON, "flag --enable-kv-cache")}
 OFF = {"kv_cache": (Wish.OFF, "flag --disable-kv-cache")}
@@ -29,6 +29,14 @@ def test_the_users_own_type_goes_before_what_is_wished(changes, dtype):
 @pytest.mark.parametrize(("model", "machine"), [(deepseek_v3(), gpus("h200")), (qwen3_30b_a3b(), gpus("a100_80gb"))])
 def test_a_cache_that_cannot_be_fp8_keeps_its_type(model, machine):
     assert cache_dtype(context(model, machine, wishes=ON)) == "auto"
+
+
+@pytest.mark.parametrize(
+    ("isa", "dtype"),
+    [(("avx2",), "auto"), (("avx2", "avx512f", "avx512bw", "avx512vl"), "fp8"), (("avx2", "amx_bf16"), "fp8")],
+)
+def test_on_a_cpu_an_fp8_cache_needs_avx_512_or_amx(isa, dtype):
+    assert cache_dtype(context(tiny_moe(), cpu_machine(isa=isa), wishes=ON)) == dtype
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_every_copy_of_a_model_without_experts_is_an_engine_whose_workers_must_r
     plan = make_plan(request(dense_model(), gpus("h200", 2), profile))
     entry = PassProof(requested="DP=2", applied=True, ran=True)
     copy = dataclasses.replace(worker(0, 1), plan_digest=plan.digest, passes={"parallelism": entry})
-    assert not_running(plan, [copy], ["parallelism"]) == {"parallelism": "1 of 2 workers reported"}
+    assert "1 of 2" in not_running(plan, [copy], ["parallelism"])["parallelism"]
     assert not_running(plan, [copy, dataclasses.replace(copy, pid=2)], ["parallelism"]) == {}
 
 
@@ -84,7 +84,7 @@ def test_a_worker_that_followed_another_plan_proves_nothing(plan: Plan) -> None:
     stranger = worker(1)
     stranger.plan_digest = "0123456789abcdef"
     reason = not_running(plan, [worker(0), stranger], [PASS])[PASS]
-    assert reason == f"worker 1 followed plan 0123456789abcdef, expected {plan.digest}"
+    assert all(word in reason for word in ("worker 1", "0123456789abcdef", plan.digest))
 
 
 def test_a_pass_that_the_plan_has_off_is_not_running(plan: Plan) -> None:
@@ -189,7 +189,8 @@ def test_layers_that_the_plan_keeps_are_in_its_memory() -> None:
     params = dataclasses.replace(decision.params_as(Fp8Params), excluded_layers=(1,))
     planned = dataclasses.replace(decision, params=params)
     kept = layers_left(planned, [with_fp8(**{"model.layers.1.mlp": "kept by the plan"})])
-    assert kept == "model.layers.1.mlp stays as loaded: kept by the plan"
+    assert kept.startswith("model.layers.1.mlp ")
+    assert kept.endswith(": kept by the plan"), "no more memory than the plan counts"
 
 
 def test_the_kernel_in_use_is_named_once(plan: Plan) -> None:

@@ -9,6 +9,7 @@ from moe_optimizer.inspection.tuned_configs import TunedSize, nearest, read_rows
 from moe_optimizer.measure.triton_tuning.search import key_of
 from moe_optimizer.measure.triton_tuning.state import load_state
 from moe_optimizer.measure.triton_tuning.tune import MARGIN, TuneRequest, tune
+from moe_optimizer.specs.triton_shape import TritonShape
 
 STOCK = {
     "BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1, "SPLIT_K": 1, "num_warps": 4,
@@ -56,15 +57,15 @@ class FakeBench:
 
 
 def request(folder, tokens=(8, 64, 512), budget_s=1000.0):
-    shape = {"num_experts": 8, "width": 256, "device_name": "NVIDIA H200", "dtype": "", "block": None}
+    shape = TritonShape(num_experts=8, width=256, device_name="NVIDIA H200", dtype="", block=None)
     return TuneRequest(
-        shape=shape, num_experts=8, top_k=2, hidden_size=64, dtype="bfloat16", tokens=list(tokens), budget_s=budget_s,
+        shape=shape, num_experts=8, top_k=2, hidden_size=64, dtype="bfloat16", tokens=tokens, budget_s=budget_s,
         folder=str(folder), shipped_folder=str(folder / "shipped"),
     )  # fmt: skip
 
 
 def run(bench, folder, **changes):
-    return tune(request(folder, **changes), bench, lambda _: None, now=lambda: bench.clock)
+    return tune(request(folder, **changes), bench, lambda *_: None, now=lambda: bench.clock)
 
 
 def test_rows_that_win_are_written_and_every_other_size_is_as_in_vllm(tmp_path):
@@ -187,6 +188,6 @@ def test_measurements_that_cannot_be_read_are_an_error(tmp_path, state):
 
 def test_a_broken_state_is_the_users_to_delete(tmp_path):
     path = state_path(tmp_path / NAME)
-    path.write_text(json.dumps({"identity": {}, "measured": {}}), encoding="utf-8")
+    path.write_text(json.dumps({"identity": {}, "measured": []}), encoding="utf-8")
     with pytest.raises(InputError, match="not a tuning of this version"):
         load_state(path, {})

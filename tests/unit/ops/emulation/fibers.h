@@ -5,6 +5,7 @@
 // second does not wait for the first, as where programmatic dependent launch lets it start.
 #pragma once
 
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -70,7 +71,9 @@ struct Block {
 };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t first;  // where it starts
+  jmp_buf context;
+  bool started = false;
   char* stack = nullptr;
   Block* block = nullptr;
   int thread = 0;
@@ -90,7 +93,7 @@ struct Machine {
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::function<void()>> in_flight;  // copies of the copy engine
   Fiber* current = nullptr;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   std::string failure;
 
   uint64_t random() {
@@ -108,10 +111,23 @@ inline Machine*& machine() {
 
 inline void made_progress() { ++machine()->progress; }
 
+// Unlike swapcontext, the jumps do not ask the system for the signal mask: the switches are most of a run.
+inline void resume(Machine& m, Fiber* fiber) {
+  m.current = fiber;
+  if (_setjmp(m.scheduler)) return;
+  if (fiber->started) _longjmp(fiber->context, 1);
+  fiber->started = true;
+  setcontext(&fiber->first);
+}
+
+inline void leave(Machine& m) {
+  if (!_setjmp(m.current->context)) _longjmp(m.scheduler, 1);
+}
+
 inline void yield(const char* waits_for) {
   Machine& m = *machine();
   m.current->waits_for = waits_for;
-  swapcontext(&m.current->context, &m.scheduler);
+  leave(m);
 }
 
 inline void fail(const std::string& message) {
@@ -121,7 +137,7 @@ inline void fail(const std::string& message) {
                 ": " + message;
   }
   m.current->done = true;
-  swapcontext(&m.current->context, &m.scheduler);
+  leave(m);
 }
 
 inline void fiber_main() {
@@ -130,7 +146,7 @@ inline void fiber_main() {
   if (!m.current->open_copies.empty() || !m.current->wgmma_groups.empty()) fail("ends with asynchronous work pending");
   m.current->done = true;
   made_progress();
-  swapcontext(&m.current->context, &m.scheduler);
+  leave(m);
 }
 
 inline void land_copies(Machine& m, bool all) {
@@ -175,11 +191,11 @@ inline void add_blocks(Machine& m, const Grid& grid) {
       fiber->thread = t;
       fiber->stack = static_cast<char*>(
           mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-      getcontext(&fiber->context);
-      fiber->context.uc_stack.ss_sp = fiber->stack;
-      fiber->context.uc_stack.ss_size = kStackBytes;
-      fiber->context.uc_link = &m.scheduler;
-      makecontext(&fiber->context, fiber_main, 0);
+      getcontext(&fiber->first);
+      fiber->first.uc_stack.ss_sp = fiber->stack;
+      fiber->first.uc_stack.ss_size = kStackBytes;
+      fiber->first.uc_link = nullptr;  // fiber_main does not return
+      makecontext(&fiber->first, fiber_main, 0);
       m.fibers.push_back(std::move(fiber));
     }
     m.blocks.push_back(std::move(block));
@@ -206,8 +222,7 @@ inline std::string launch_together(const std::vector<Grid>& grids, uint64_t seed
     for (size_t i = 0; i < ready.size() && m.failure.empty(); ++i) {
       const size_t at = (start + (backwards ? ready.size() - i : i)) % ready.size();
       if (ready[at]->done) continue;
-      m.current = ready[at];
-      swapcontext(&m.scheduler, &m.current->context);
+      resume(m, ready[at]);
     }
     land_copies(m, idle_rounds > 1);
     size_t kept = 0;

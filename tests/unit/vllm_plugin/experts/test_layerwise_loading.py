@@ -10,7 +10,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from moe_optimizer.vllm_plugin.experts import layerwise_loading
+from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADING
+
+
+class Experts:
+    """Stands in for our class, which needs vLLM."""
 
 
 class Method:
@@ -19,7 +23,8 @@ class Method:
     uses_meta_device = False
     moe_kernel: object | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, experts_cls: type) -> None:
+        self.experts_cls = experts_cls
         self.devices: list[str] = []
         self.processed: list[Any] = []
 
@@ -34,25 +39,34 @@ class Method:
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Layers whose loading was begun by vLLM's function."""
-    layers: list[Any] = []
-    monkeypatch.setattr(layerwise_loading, "_layerwise_loading_of", lambda _method: layers.append)
-    return layers
+def vllm(activate_pass: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A plan with FP8 experts; stand-ins for vLLM's configuration and for what begins the loading of a layer."""
+    session = activate_pass("fp8", on=True, required=False)
+    begun: list[Any] = []
+    load_config = SimpleNamespace(load_format="auto")
+    config = SimpleNamespace(load_config=load_config)
+    for name, module in {
+        "vllm": ModuleType("vllm"),
+        "vllm.config": SimpleNamespace(get_current_vllm_config=lambda: config),
+        "vllm.model_executor.model_loader.reload.layerwise": SimpleNamespace(initialize_online_processing=begun.append),
+        "moe_optimizer.vllm_plugin.experts.base": SimpleNamespace(MoeOptimizerExperts=Experts),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return SimpleNamespace(session=session, begun=begun, load_config=load_config)
 
 
-def created() -> Method:
-    method = Method()
-    layerwise_loading.LAYERWISE_LOADING.replacement(Method.create_weights)(method, "layer", num_experts=2)
+def created(experts_cls: type = Experts) -> Method:
+    method = Method(experts_cls)
+    LAYERWISE_LOADING.replacement(Method.create_weights)(method, "layer", num_experts=2)
     return method
 
 
-def test_nothing_is_allocated_until_the_layer_is_loaded(begun: list[Any]) -> None:
+def test_nothing_is_allocated_until_the_layer_is_loaded(vllm: Any) -> None:
     method = created()
-    assert (method.devices, begun, method.uses_meta_device) == (["meta"], ["layer"], True)
+    assert (method.devices, vllm.begun, method.uses_meta_device) == (["meta"], ["layer"], True)
 
 
-def test_the_weights_are_processed_once_although_vllm_asks_twice(begun: list[Any]) -> None:
+def test_the_weights_are_processed_once_although_vllm_asks_twice(vllm: Any) -> None:
     method = created()
     method.process_weights_after_loading("layer")
     method.process_weights_after_loading("layer")
@@ -60,38 +74,26 @@ def test_the_weights_are_processed_once_although_vllm_asks_twice(begun: list[Any
 
 
 @pytest.mark.parametrize(
-    ("load_format", "layerwise"),
-    [("auto", True), ("safetensors", True), ("dummy", True), ("tensorizer", False), ("sharded_state", False)],
+    ("load_format", "device"),
+    [("auto", "meta"), ("safetensors", "meta"), ("dummy", "meta"), ("tensorizer", "cpu"), ("sharded_state", "cpu")],
 )
 def test_layers_are_converted_while_loading_by_the_loaders_that_fill_them_one_by_one(
-    load_format: str, layerwise: bool, activate_pass: Any, monkeypatch: pytest.MonkeyPatch
+    vllm: Any, load_format: str, device: str
 ) -> None:
-    class Experts:
-        """In the place of our class, which needs vLLM."""
-
-    activate_pass("fp8", on=True, required=False)
-    config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace(get_current_vllm_config=lambda: config))
-    monkeypatch.setitem(
-        sys.modules, "moe_optimizer.vllm_plugin.experts.base", SimpleNamespace(MoeOptimizerExperts=Experts)
-    )
-    assert layerwise_loading._converts(SimpleNamespace(experts_cls=Experts)) is layerwise
+    vllm.load_config.load_format = load_format
+    assert created().devices == [device]
 
 
-def test_a_layer_that_is_not_converted_is_created_as_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layerwise_loading, "_converts", lambda _method: False)
+@pytest.mark.parametrize("planned", [False, True], ids=["plain format", "vLLM's experts"])
+def test_a_layer_that_is_not_converted_is_created_as_by_vllm(vllm: Any, planned: bool) -> None:
+    if not planned:
+        vllm.session.plan = None
+    method = created(object if planned else Experts)
+    assert (method.devices, vllm.begun, method.uses_meta_device) == (["cpu"], [], False)
+
+
+def test_a_failure_of_ours_leaves_the_layer_to_vllm(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    del vllm.load_config.load_format
     method = created()
     assert (method.devices, method.uses_meta_device) == (["cpu"], False)
-
-
-def test_a_failure_of_ours_leaves_the_layer_to_vllm(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def raising(_method: Any) -> bool:
-        raise RuntimeError("injected")
-
-    monkeypatch.setattr(layerwise_loading, "_converts", raising)
-    method = created()
-    assert (method.devices, method.uses_meta_device) == (["cpu"], False)
-    assert "converted after loading, not while: RuntimeError: injected" in caplog.text
+    assert "AttributeError" in caplog.text

@@ -10,8 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, CheckResult, LayerUnderCheck, check_layer  # noqa: E402
-from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, PlainWeights  # noqa: E402
+from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer  # noqa: E402
+from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, CheckResult, check_layer  # noqa: E402
+from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, WeightFormat  # noqa: E402
 
 HIDDEN, WIDTH, EXPERTS = 64, 32, 8
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -19,20 +20,17 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 def layer(
     *, seed: int = 0, dtype: str = "bfloat16", scale: float = 0.2, expert_map: Any = None, bias: bool = False
-) -> LayerUnderCheck:
+) -> ExpertsLayer:
     generator = torch.Generator().manual_seed(seed)
     kind = getattr(torch, dtype)
 
     def randn(*shape: int) -> Any:
         return (torch.randn(*shape, generator=generator) * scale).to(kind)
 
-    return LayerUnderCheck(
+    return ExpertsLayer(
         name=f"layers.{seed}",
-        format=PlainWeights(),
         weights=KernelWeights(format="plain", w13=randn(EXPERTS, 2 * WIDTH, HIDDEN), w2=randn(EXPERTS, HIDDEN, WIDTH)),
         dtype=kind,
-        hidden_size=HIDDEN,
-        num_local_experts=EXPERTS,
         top_k=2,
         expert_map=expert_map,
         w13_bias=randn(EXPERTS, 2 * WIDTH) if bias else None,
@@ -45,7 +43,7 @@ def every_other_expert() -> Any:
 
 
 def checked(
-    under_check: LayerUnderCheck,
+    under_check: ExpertsLayer,
     change: Callable[[KernelWeights, ExpertsCall], tuple[KernelWeights, ExpertsCall]] | None = None,
 ) -> CheckResult:
     """Check the package's kernel, called with something else than it should be."""
@@ -167,21 +165,20 @@ def test_the_first_wrong_kernel_of_several_is_named() -> None:
     assert result.reason.startswith("silent: error nan")
 
 
-def test_only_a_few_experts_are_read() -> None:
-    """Weights of the other experts are not numbers: reading one of them would show."""
-    under_check = layer()
+def test_only_a_few_experts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[int] = set()
+    dense_expert = WeightFormat.dense_expert
 
-    class Recording(PlainWeights):
-        def dense_expert(self, weights: KernelWeights, expert: int) -> Any:
-            seen.add(expert)
-            return super().dense_expert(weights, expert)
+    def recording(self: WeightFormat, weights: KernelWeights, expert: int) -> Any:
+        seen.add(expert)
+        return dense_expert(self, weights, expert)
 
-    assert checked(dataclasses.replace(under_check, format=Recording())).reason == ""
+    monkeypatch.setattr(WeightFormat, "dense_expert", recording)
+    assert checked(layer()).reason == ""
     assert len(seen) == 4
 
 
-def rounding(under_check: LayerUnderCheck, share: float) -> CheckedKernel:
+def rounding(under_check: ExpertsLayer, share: float) -> CheckedKernel:
     """A kernel that quantises the activations, and multiplies its result by something."""
 
     def run(call: ExpertsCall) -> None:

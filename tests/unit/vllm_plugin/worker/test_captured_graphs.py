@@ -95,7 +95,7 @@ def test_what_vllm_lowered_after_loading_does_not_run(session: PluginSession, lo
 
 def test_until_a_request_has_run_nothing_is_shown(session: PluginSession) -> None:
     prove_flags(session, worker(SIZE), BF16)
-    assert not_running(PLAN, [session.proof], [PASS]) == {PASS: "no request has run with it yet"}
+    assert "no request" in not_running(PLAN, [session.proof], [PASS])[PASS]
 
 
 def test_a_rank_of_data_parallelism_shows_what_is_configured_until_its_first_request(session: PluginSession) -> None:

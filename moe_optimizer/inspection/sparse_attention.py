@@ -1,4 +1,4 @@
-"""Attention that caches one entry for several tokens, or is itself routed."""
+"""Counts attention of compressed, routed or factorised kinds."""
 
 from __future__ import annotations
 

@@ -1,39 +1,15 @@
-"""Families with compressed, sparse, factorised or routed attention."""
+"""Decoders whose attention compresses, chooses, factorises or routes."""
 
 from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
-from moe_optimizer.inspection.compressed_attention import CompressedAttention, FactorizedAttention, RoutedAttention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import shared_all_the_same
-from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, MOE_WIDTH, PER_TOKEN, SPARSE_WORDS, hyper_head
+from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, hyper_head, square_hyper
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
-from moe_optimizer.inspection.layer_rules import (
-    after_first,
-    all_layers,
-    every,
-    first_given,
-    flags,
-    last_of,
-    listed,
-    numbered,
-    only_indices,
-)
-from moe_optimizer.inspection.shapes import Site
-
-STEP_LAYERS = first_given(
-    ("moe_layers_enum", only_indices("moe_layers_enum")),
-    ("first_k_dense_replace", after_first("first_k_dense_replace")),
-    otherwise=after_first((), default=1),
-)
-
-
-def _hyper_connections(site: Site) -> int:
-    """Mixing of the residual streams before attention and before the experts."""
-    streams = site.config.required("hc_mult")
-    outputs = (2 + streams) * streams
-    return 2 * (outputs * streams * site.hidden_size + outputs + 3)
+from moe_optimizer.inspection.layer_rules import by_fields, every, last_of, listed, numbered
+from moe_optimizer.inspection.sparse_attention import CompressedAttention, FactorizedAttention, RoutedAttention
 
 
 def _other_heads(config: Config, heads: int) -> int:
@@ -53,13 +29,10 @@ FAMILIES = (
         kinds=every("sliding"),
         mixers={"sliding": CompressedAttention()},
         dense=None,
-        layer_extra=_hyper_connections,
+        layer_extra=square_hyper,
         model_extra=hyper_head,
         experts=Experts(
-            count=("n_routed_experts", "num_local_experts"),
-            top_k=PER_TOKEN,
-            width=MOE_WIDTH,
-            shared=Shared(count=("n_shared_experts",)),
+            shared=Shared(),
         ),
     ),
     Family(
@@ -85,23 +58,17 @@ FAMILIES = (
         },
         dense=Dense(width=("dense_intermediate_size",), bias=False),
         experts=Experts(
-            count=("num_local_experts",),
-            top_k=PER_TOKEN,
             width=("intermediate_size", "moe_intermediate_size"),
-            layers=first_given(SPARSE_WORDS, ("moe_layer_freq", flags("moe_layer_freq")), otherwise=all_layers),
-            shared=Shared(count=("n_shared_experts",), total_width=("shared_intermediate_size",)),
+            layers=by_fields(),
+            shared=Shared(total_width=("shared_intermediate_size",)),
         ),
     ),
     Family(
         model_types=("step3_text",),
         architectures=("Step3TextForCausalLM",),
         mixers={"attention": FactorizedAttention()},
-        dense=Dense(bias=False),
         experts=Experts(
-            count=("moe_num_experts",),
-            top_k=("moe_top_k",),
-            width=MOE_WIDTH,
-            layers=STEP_LAYERS,
+            layers=by_fields(first_dense=1),
             shared=Shared(count=1, width=("share_expert_dim",), width_is_total=True),
         ),
     ),
@@ -121,12 +88,8 @@ FAMILIES = (
                 gate_when="use_head_wise_attn_gate",
             ),
         },
-        dense=Dense(bias=False),
         experts=Experts(
-            count=("moe_num_experts", "num_experts"),
-            top_k=("moe_top_k", *PER_TOKEN),
-            width=MOE_WIDTH,
-            layers=STEP_LAYERS,
+            layers=by_fields(first_dense=1),
             shared=Shared(count=1, width=("share_expert_dim",), width_is_total=True),
         ),
     ),
@@ -137,8 +100,6 @@ FAMILIES = (
         dense=None,
         layer_extra=lambda site: site.hidden_size,  # a bias on the experts' sum
         experts=Experts(
-            count=("num_local_experts", "moe_num_experts"),
-            top_k=(*PER_TOKEN, "moe_top_k"),
             width=("intermediate_size", "ffn_hidden_size"),
             one_is_dense=False,
         ),

@@ -1,4 +1,4 @@
-"""Older dense families: learned or ALiBi positions, layer norms with biases, fused projections."""
+"""Dense decoders with layer norms, most of them with learned or ALiBi positions and biases."""
 
 from __future__ import annotations
 
@@ -46,24 +46,16 @@ def _opt_projections(config: Config, hidden_size: int) -> int:
 
 FAMILIES = (
     Family(
-        model_types=("gpt2",),
-        architectures=("GPT2LMHeadModel",),
-        mixers={"attention": BIASED},
-        dense=WIDE_MLP,
-        norm="layer",
-        positions=("n_positions", "max_position_embeddings"),
-    ),
-    Family(
-        model_types=("gpt_bigcode",),
-        architectures=("GPTBigCodeForCausalLM",),
+        model_types=("gpt2", "gpt_bigcode"),
+        architectures=("GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
         mixers={"attention": Attention(kv_heads=_one_if_multi_query, qkv_bias=True, o_bias=True)},
         dense=WIDE_MLP,
         norm="layer",
         positions=("n_positions", "max_position_embeddings"),
     ),
     Family(
-        model_types=("gptj",),
-        architectures=("GPTJForCausalLM",),
+        model_types=("gptj", "codegen"),
+        architectures=("GPTJForCausalLM", "CodeGenForCausalLM"),
         mixers={"attention": NO_BIAS},
         dense=WIDE_MLP,
         norms=1,
@@ -120,15 +112,6 @@ FAMILIES = (
         norm="layer",
         norm_bias=False,
         defaults={"tie_word_embeddings": True},
-    ),
-    Family(
-        model_types=("codegen",),
-        architectures=("CodeGenForCausalLM",),
-        mixers={"attention": NO_BIAS},
-        dense=WIDE_MLP,
-        norms=1,
-        norm="layer",
-        head_bias=True,
     ),
     Family(
         model_types=("persimmon",),

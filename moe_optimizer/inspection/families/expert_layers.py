@@ -1,31 +1,27 @@
-"""Families with ordinary attention whose layers are all, or by a simple rule, experts."""
+"""Decoders with ordinary attention and experts in all layers, in every n-th, or after the first."""
 
 from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.disagreements import bias_ignored, interleaving_listed
-from moe_optimizer.inspection.families.common_parts import NO_BIAS, PER_TOKEN
+from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, NO_BIAS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import (
     after_first,
+    by_fields,
     every,
-    first_given,
-    flags,
     last_of,
     listed,
     numbered,
     sparse_step,
     windowed_when,
-    words,
 )
 from moe_optimizer.inspection.recurrent import LightningAttention
 from moe_optimizer.inspection.shapes import Site
 
 LOCAL = ("num_local_experts", "num_experts")
 GRANITE_EXPERTS = Experts(
-    count=LOCAL,
-    top_k=PER_TOKEN,
     width=("intermediate_size",),
     shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
 )
@@ -44,19 +40,13 @@ FAMILIES = (
         architectures=("MixtralForCausalLM", "QuantMixtralForCausalLM"),
         kinds=windowed_when(True),
         mixers={"attention": NO_BIAS},
-        experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",)),
+        experts=Experts(width=("intermediate_size",)),
     ),
     Family(
-        model_types=("olmoe",),
-        architectures=("OlmoeForCausalLM",),
+        model_types=("olmoe", "flex_olmo"),
+        architectures=("OlmoeForCausalLM", "FlexOlmoForCausalLM"),
         mixers={"attention": Attention(qk_norm="width")},
-        experts=Experts(count=("num_experts",), top_k=PER_TOKEN, width=("intermediate_size",)),
-    ),
-    Family(
-        model_types=("flex_olmo",),
-        architectures=("FlexOlmoForCausalLM",),
-        mixers={"attention": Attention(qk_norm="width")},
-        experts=Experts(count=("num_experts",), top_k=PER_TOKEN, width=("intermediate_size",)),
+        experts=Experts(width=("intermediate_size",)),
     ),
     Family(
         model_types=("phimoe",),
@@ -64,12 +54,12 @@ FAMILIES = (
         kinds=windowed_when(True),
         norm="layer",
         head_bias="lm_head_bias",
-        experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",)),
+        experts=Experts(width=("intermediate_size",)),
     ),
     Family(
         model_types=("granitemoe",),
         architectures=("GraniteMoeForCausalLM",),
-        experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",)),
+        experts=Experts(width=("intermediate_size",)),
     ),
     Family(
         model_types=("granitemoeshared",),
@@ -89,8 +79,6 @@ FAMILIES = (
         kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
         mixers={"attention": Attention(sinks=True)},
         experts=Experts(
-            count=LOCAL,
-            top_k=(*PER_TOKEN, "experts_per_token"),
             width=("intermediate_size",),
             bias=True,
             router_bias=True,
@@ -104,8 +92,6 @@ FAMILIES = (
         norm_bias=False,
         dense=None,
         experts=Experts(
-            count=("ffn_config.moe_num_experts",),
-            top_k=("ffn_config.moe_top_k",),
             width=("ffn_config.ffn_hidden_size",),
             default_top_k=1,
             one_is_dense=False,
@@ -123,8 +109,6 @@ FAMILIES = (
         ),
         mixers={"attention": NO_BIAS, "linear": LightningAttention()},
         experts=Experts(
-            count=LOCAL,
-            top_k=PER_TOKEN,
             width=("intermediate_size",),
             shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
         ),
@@ -133,7 +117,7 @@ FAMILIES = (
         model_types=("minimax_m2",),
         architectures=("MiniMaxM2ForCausalLM",),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="width", qk_norm_when="use_qk_norm")},
-        experts=Experts(count=LOCAL, top_k=PER_TOKEN, width=("intermediate_size",)),
+        experts=Experts(width=("intermediate_size",)),
         defaults={"use_qk_norm": True},
     ),
     Family(
@@ -141,8 +125,6 @@ FAMILIES = (
         architectures=("ArcticForCausalLM",),
         layer_extra=_arctic_residual,
         experts=Experts(
-            count=LOCAL,
-            top_k=PER_TOKEN,
             width=("intermediate_size",),
             layers=sparse_step("moe_layer_frequency", default=2),
         ),
@@ -154,8 +136,6 @@ FAMILIES = (
         norms=4,
         dense=Dense(width=("intermediate_size",)),
         experts=Experts(
-            count=("num_local_experts", "num_experts"),
-            top_k=("num_experts_per_tok", "num_selected_experts"),
             width=("moe_intermediate_size", "intermediate_size"),
             dense_beside="residual_moe",
         ),
@@ -169,12 +149,9 @@ FAMILIES = (
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head", gate="width")},
         norms=4,
         experts=Experts(
-            count=("num_experts",),
-            top_k=PER_TOKEN,
-            width=("moe_intermediate_size",),
-            layers=after_first("num_dense_layers"),
+            layers=by_fields(),
             correction_bias=True,
-            shared=Shared(count=("num_shared_experts",)),
+            shared=Shared(),
         ),
     ),
     Family(
@@ -190,10 +167,8 @@ FAMILIES = (
         ),
         dense=Dense(width=("intermediate_size_mlp",), bias=False),
         experts=Experts(
-            count=LOCAL,
-            top_k=PER_TOKEN,
             width=("intermediate_size",),
-            layers=sparse_step("interleave_moe_layer_step"),
+            layers=by_fields(),
             shared=Shared(count=1),
         ),
     ),
@@ -201,27 +176,74 @@ FAMILIES = (
         model_types=("exaone_moe",),
         architectures=("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
         kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
-        mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head")},
+        mixers={"attention": HEAD_NORMED},
         experts=Experts(
-            count=("num_experts",),
-            top_k=PER_TOKEN,
-            width=("moe_intermediate_size",),
-            layers=first_given(
-                ("is_moe_layer", flags("is_moe_layer")),
-                ("mlp_layer_types", words("mlp_layer_types", "sparse")),
-                otherwise=after_first("first_k_dense_replace"),
-            ),
-            shared=Shared(count=("num_shared_experts",)),
+            layers=by_fields(),
+            shared=Shared(),
         ),
     ),
     Family(
         model_types=("aria_text",),
         architectures=("AriaTextForCausalLM",),
         experts=Experts(
-            count=("moe_num_experts",),
-            top_k=("moe_topk",),
             width=("intermediate_size", "moe_intermediate_size"),
-            shared=Shared(count=("moe_num_shared_experts",), bias="mlp_bias"),
+            shared=Shared(bias="mlp_bias"),
         ),
+    ),
+    Family(
+        model_types=("minicpm",),
+        architectures=("MiniCPMForCausalLM",),
+        mixers={"attention": NO_BIAS},
+        experts=Experts(width=("intermediate_size",)),
+        defaults={"tie_word_embeddings": True},
+    ),
+    Family(
+        model_types=("skywork_moe",),
+        architectures=("SkyworkForCausalLM",),
+        mixers={"attention": NO_BIAS},
+        experts=Experts(
+            width=("intermediate_size",),
+            arrays=True,
+        ),
+    ),
+    Family(
+        model_types=("xverse",),
+        architectures=("XverseForCausalLM", "XverseMoeForCausalLM"),
+        mixers={"attention": NO_BIAS},
+        experts=Experts(
+            width=("intermediate_size",),
+            shared=Shared(),
+        ),
+    ),
+    Family(
+        model_types=("moondream3_text", "moondream3"),
+        architectures=("Moondream3ForCausalLM", "HfMoondream"),
+        mixers={"attention": Attention(heads=("n_heads",), kv_heads=("n_kv_heads",), qkv_bias=True, o_bias=True)},
+        dense=Dense(width=("ff_dim",), gated=False, bias=True),
+        norm="layer",
+        norms=1,
+        head_bias=True,
+        experts=Experts(
+            count=("moe.n_experts", "moe_num_experts"),
+            top_k=("moe.n_experts_per_tok", "moe_experts_per_token"),
+            width=("moe.expert_inner_dim", "moe_expert_inner_dim"),
+            layers=after_first(("moe.start_layer", "moe_start_layer")),
+            router_bias=True,
+        ),
+        # The published file names the class and no size at all; every model of this class has these experts.
+        defaults={
+            "dim": 2048,
+            "ff_dim": 8192,
+            "n_layers": 24,
+            "n_heads": 32,
+            "n_kv_heads": 32,
+            "vocab_size": 51200,
+            "max_context": 4096,
+            "moe_start_layer": 4,
+            "moe_num_experts": 64,
+            "moe_experts_per_token": 8,
+            "moe_expert_inner_dim": 1024,
+            "tie_word_embeddings": False,
+        },
     ),
 )

@@ -1,0 +1,61 @@
+"""Reads from vLLM's sources which flags and quantisation methods it can know: asking it takes ten seconds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from moe_optimizer.plan.serve_args import ServeArguments
+
+# Where vLLM defines the arguments of its server: as literals, and as fields of dataclasses.
+_FLAG_SOURCES = ("engine/arg_utils.py", "utils/argparse_utils.py", "entrypoints/**/cli_args.py", "platforms/*.py")
+_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_-]+")
+_FLAG = re.compile(r"[\"'](--[a-z][a-z0-9-]+)[\"']")
+_PLATFORM_PLUGINS = "vllm.platform_plugins"
+# Where vLLM lists its quantisation methods, and where it turns the names in checkpoints into them.
+_METHOD_SOURCES = ("model_executor/layers/quantization/**/*.py", "config/*.py", "transformers_utils/**/*.py")
+_METHOD = re.compile(r"[\"']([A-Za-z][A-Za-z0-9_/.-]*)[\"']")
+_GENERAL_PLUGINS = "vllm.general_plugins"
+_KNOWN_PLUGINS = ("vllm.", "moe_optimizer.")
+"""Modules whose plugins register no quantisation: vLLM's own, and ours."""
+
+
+def unknown_flags(vllm_folder: Path, arguments: ServeArguments) -> tuple[str, ...]:
+    """Return those long flags of `arguments` that no word in vLLM's own sources starts with.
+
+    A flag that is returned is certainly refused by vLLM; one that is not may still be. Returns nothing where the
+    sources do not say it: they are not where they are expected, or a platform plugin may add flags of its own.
+    """
+    words = {_plain(word) for word in _found(vllm_folder, _FLAG_SOURCES, _WORD)}
+    if not words or importlib.metadata.entry_points(group=_PLATFORM_PLUGINS):
+        return ()
+    # argparse takes any beginning of a flag.
+    names = {flag: flag.removeprefix("--").lower() for flag in arguments.values if flag.startswith("--")}
+    return tuple(flag for flag, name in names.items() if not any(word.startswith(name) for word in words))
+
+
+def known_flags(vllm_folder: Path) -> tuple[str, ...]:
+    """Return the flags that stand as literals in vLLM's sources, sorted: enough to name a near match."""
+    return tuple(sorted(_found(vllm_folder, _FLAG_SOURCES, _FLAG)))
+
+
+def lacks_quantization(vllm_folder: Path, method: str) -> bool:
+    """Return whether no word in vLLM's own sources is `method`, so that vLLM certainly refuses it.
+
+    False where the sources do not say it: they are not where they are expected, or another plugin may register more.
+    """
+    plugins = importlib.metadata.entry_points(group=_GENERAL_PLUGINS)
+    words = {_plain(word) for word in _found(vllm_folder, _METHOD_SOURCES, _METHOD)}
+    others = [entry for entry in plugins if not entry.value.startswith(_KNOWN_PLUGINS)]
+    return bool(words) and not others and _plain(method) not in words
+
+
+def _found(vllm_folder: Path, sources: Iterable[str], pattern: re.Pattern[str]) -> set[str]:
+    paths = [path for source in sources for path in vllm_folder.glob(source) if path.is_file()]
+    return {word for path in paths for word in pattern.findall(path.read_text(encoding="utf-8", errors="replace"))}
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("_", "-")

@@ -1,0 +1,71 @@
+"""A measuring process and the one that waits for it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.errors import InputError, MoeOptimizerError, UnsupportedError
+from moe_optimizer.measure.process import MeasurementError, run_measurement
+from tests.eventually import is_running
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, list[Any]]:
+    """Run a program whose `events` writes to the pipe, and `request` is what it was asked."""
+    head = "import json, os, sys, time\nrequest = json.load(open(sys.argv[1]))\nevents = int(sys.argv[2])\n"
+    (tmp_path / "program.py").write_text(head + program)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    steps: list[Any] = []
+    result = run_measurement(
+        "program", {"wanted": 3}, on_step=lambda *step: steps.append(step), log=tmp_path / "log", **options
+    )
+    return result, steps
+
+
+def event(text: str) -> str:
+    return f"os.write(events, b'{text}')\n"
+
+
+def test_steps_and_the_result_come_back_and_what_libraries_print_goes_to_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "print('vLLM says something')\n" + event('{"progress": 0.5, "text": "half"}\\n')
+    program += "os.write(events, (json.dumps({'result': request}) + chr(10)).encode())\n"
+    assert run(tmp_path, program, monkeypatch) == ({"wanted": 3}, [(0.5, "half")])
+    assert (tmp_path / "log").read_text() == "vLLM says something\n"
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, InputError), (3, UnsupportedError)])
+def test_a_refusal_is_raised_as_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[MoeOptimizerError]
+) -> None:
+    program = event(f'{{"refused": "too little memory", "hint": "h", "exit_code": {code}}}\\n') + f"sys.exit({code})"
+    with pytest.raises(kind, match="too little memory") as caught:
+        run(tmp_path, program, monkeypatch)
+    assert caught.value.hint == "h"
+
+
+def test_a_process_that_dies_in_the_middle_of_an_event_leaves_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = event('{"result": [') + "sys.exit('an illegal memory access')"
+    with pytest.raises(MeasurementError, match="exit 1: an illegal memory access"):
+        run(tmp_path, program, monkeypatch)
+
+
+def test_a_process_that_hangs_is_killed_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "open('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    monkeypatch.chdir(tmp_path)
+    begin = time.monotonic()
+    with pytest.raises(MeasurementError, match="not done after 2 s"):
+        run(tmp_path, program, monkeypatch, timeout_s=2.0)
+    assert time.monotonic() - begin < 60
+    # On a machine that does much else it may not have come that far.
+    if (tmp_path / "pid").is_file():
+        assert not is_running(int((tmp_path / "pid").read_text()))
