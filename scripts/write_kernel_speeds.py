@@ -2,9 +2,9 @@
 
     python scripts/write_kernel_speeds.py [RECORD...]
 
-Without arguments it reads every record of the CUDA benchmark. The tables of a record apply to the kernels of its commit,
-and to sources that compile to the same kernels (compare_kernels.py records those). Plans ignore tables for other
-kernels. If two records have the same layer, the later one is taken.
+Without arguments it reads every record of the CUDA benchmark. The tables of a record apply to its commit's kernels and
+to sources that compile to the same kernels (compare_kernels.py records those). Plans ignore tables for other kernels.
+If two records have the same layer, the later one is taken.
 """
 
 from __future__ import annotations
