@@ -296,3 +296,13 @@ def test_the_table_of_layouts_is_that_of_the_record():
         (row,) = (line for line in text.splitlines() if line.startswith(f"| {words} ("))
         cells = [f"{load['tpot_ms_median']:.2f} ms, {load['output_tokens_per_s']:.0f}/s" for load in loads.values()]
         assert row.endswith(f" | {' | '.join(cells)} |")
+
+
+def test_the_percentages_of_replicas_are_those_of_the_record():
+    text = (ROOT / "docs" / "passes" / "replicas.md").read_text()
+    assert LAYOUTS in text
+    pairs = list(zip(measured()["slices"].values(), measured()["replicas"].values(), strict=True))
+    longer = [f"{ours['tpot_ms_median'] / slices['tpot_ms_median'] - 1:.0%}" for slices, ours in pairs]
+    fewer = [f"{1 - ours['output_tokens_per_s'] / slices['output_tokens_per_s']:.0%}" for slices, ours in pairs]
+    for name, percentages in (("longer time per output token", longer), ("fewer tokens per second", fewer)):
+        assert f"| {name} | {' | '.join(each.replace('%', ' %') for each in percentages)} |" in text
