@@ -1,1 +1,1 @@
-"""What things cost: bytes, time and rates, each number with unit and source. Nothing here decides."""
+"""Computes costs: bytes, time and rates, each number with unit and source. Nothing here decides."""

@@ -1,4 +1,4 @@
-"""The least time of the collective that tensor parallelism adds to each layer."""
+"""Computes the least time of the all-reduce that tensor parallelism adds to each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic on quantities that keeps their origin: the weaker source, and both references.
+"""Computes with quantities and keeps their origin: the weaker source, and both references.
 
 A result of arithmetic is never stronger than MODELLED: it is what a formula says, not what was seen.
 """

@@ -1,4 +1,4 @@
-"""How unevenly experts are used, and what that means for ranks that hold whole experts."""
+"""Computes how unevenly experts are used, and the imbalance of ranks that hold whole experts."""
 
 from __future__ import annotations
 

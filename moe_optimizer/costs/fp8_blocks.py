@@ -1,4 +1,4 @@
-"""Where the slices of a model's matrices do not divide into FP8 blocks, as vLLM handles them."""
+"""Finds slices of a model's matrices that are no whole number of FP8 blocks, and what vLLM makes of them."""
 
 from __future__ import annotations
 

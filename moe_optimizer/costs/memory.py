@@ -1,4 +1,4 @@
-"""The memory of one device: weights, activations, workspace, and what is left for the key/value cache.
+"""Plans the memory of one device: weights, activations, workspace, and what is left for the key/value cache.
 
 The terms follow vLLM's own start-up accounting: it may use gpu_memory_utilization * total, loads the weights,
 measures the peak of one forward pass at max_num_batched_tokens and of one sampling step at max_num_seqs, and

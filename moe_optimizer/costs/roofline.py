@@ -1,4 +1,4 @@
-"""The least time a step can take: the larger of bytes over bandwidth and operations over peak rate.
+"""Computes the least time of a step: the larger of bytes over bandwidth and operations over peak rate.
 
 Floors, not predictions: no launch latency, no imperfect overlap, each hit expert read once.
 """

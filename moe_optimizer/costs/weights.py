@@ -1,4 +1,4 @@
-"""How a model's weights divide into parts, and what one device of a parallel group holds of them."""
+"""Divides a model's weights into parts, and the parts between the devices of a parallel group."""
 
 from __future__ import annotations
 

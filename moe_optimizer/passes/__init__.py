@@ -1,1 +1,1 @@
-"""The optimizations as decisions: each pass says what it would do and why. Nothing here touches anything."""
+"""Decides on optimizations: each pass states what it would do and why. Nothing here applies a decision."""

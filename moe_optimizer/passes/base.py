@@ -1,4 +1,4 @@
-"""The life of a decision: what every pass is."""
+"""Defines what every pass is: a name, a flag, and the steps in which it decides."""
 
 from __future__ import annotations
 

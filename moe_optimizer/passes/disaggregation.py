@@ -1,4 +1,4 @@
-"""Prefill and decode in separate servers."""
+"""Decides whether prefill and decode get servers of their own, and plans the two."""
 
 from __future__ import annotations
 

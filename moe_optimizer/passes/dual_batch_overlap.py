@@ -1,4 +1,4 @@
-"""Two half batches that overlap communication with computation."""
+"""Decides whether two half batches overlap communication with computation."""
 
 from __future__ import annotations
 

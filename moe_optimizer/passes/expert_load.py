@@ -1,4 +1,4 @@
-"""Counting which experts the traffic uses."""
+"""Decides whether the tokens of each expert are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPU holds which expert."""
+"""Decides which GPU holds which expert, by their measured load."""
 
 from __future__ import annotations
 

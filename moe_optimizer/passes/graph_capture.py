@@ -1,4 +1,4 @@
-"""CUDA graphs and compilation."""
+"""Chooses the batch sizes that vLLM captures as CUDA graphs."""
 
 from __future__ import annotations
 

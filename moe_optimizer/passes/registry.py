@@ -1,4 +1,4 @@
-"""All passes in planning order, and the flags that switch them. Passes are imported when first asked for."""
+"""Lists all passes in planning order and the flags that switch them. Passes are imported when first asked for."""
 
 from __future__ import annotations
 

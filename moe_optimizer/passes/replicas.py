@@ -1,4 +1,4 @@
-"""Several whole servers on one machine."""
+"""Decides whether several whole servers share a machine, and plans them."""
 
 from __future__ import annotations
 

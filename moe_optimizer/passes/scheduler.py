@@ -1,4 +1,4 @@
-"""How many requests and tokens one step takes."""
+"""Chooses the requests and tokens of one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts pruned to two of four weights."""
+"""Decides whether experts are pruned to two of four weights."""
 
 from __future__ import annotations
 

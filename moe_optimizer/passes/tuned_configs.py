@@ -1,4 +1,4 @@
-"""The Triton configuration of vLLM's own MoE kernel for this shape and GPU."""
+"""Finds the tuned Triton configuration of vLLM's own MoE kernel for this shape and GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FP8_FLAGS = {"fp8": False, "fp8_per_tensor": False, "fp8_per_channel": False, "
 
 
 class TunedConfigs(OptimizationPass):
-    """Is there a tuned configuration for these experts on this GPU?
+    """Use of a tuned configuration for these experts on this GPU, where there is one.
 
     vLLM looks for a file named by the experts on one GPU, their width there, device, dtype and block of scales;
     without one it takes a default and warns. This pass looks for the same name in the user's folder (what the profile

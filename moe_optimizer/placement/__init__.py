@@ -1,4 +1,4 @@
-"""Which rank holds which expert, from the measured load of each. Pure numpy.
+"""Places experts on ranks by their measured load. Pure numpy.
 
 A rank is one device with whole experts; a replica is one copy of an expert on one rank; a placement is an array
 [layers, replicas] of expert ids in rank order, `replicas / ranks` slots to each rank, as vLLM keeps it.

@@ -1,4 +1,4 @@
-"""How good a placement is: the load of each rank, the traffic between nodes, the moves from another placement."""
+"""Measures a placement: the load of each rank, the traffic between nodes, the moves from another placement."""
 
 # L layers, E experts, S slots (replicas), R ranks, N nodes, G groups.
 # ruff: noqa: N803, N806

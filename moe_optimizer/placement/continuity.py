@@ -1,4 +1,4 @@
-"""Names and slots that keep as many experts as possible where they already are."""
+"""Finds names and slots with which as many experts as possible stay where they are."""
 
 # B rows, U units (ranks of a node, or nodes), P slots of a unit.
 # ruff: noqa: N803, N806

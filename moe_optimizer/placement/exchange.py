@@ -1,4 +1,4 @@
-"""Exchanges of replicas between a full and an empty rank, as long as the fuller of the two gets lighter."""
+"""Exchanges replicas between a full and an empty rank, as long as the fuller of the two gets lighter."""
 
 # B rows, S slots, R ranks, A active rows, N pairs of ranks in them, P places looked at.
 # ruff: noqa: N803, N806

@@ -1,4 +1,4 @@
-"""Replicas for the busiest experts, and replicas to ranks: the two greedy steps of DeepSeek's EPLB, all rows at once.
+"""Replicates the busiest experts and packs replicas on ranks, all rows at once: DeepSeek's two greedy steps.
 
 The results carry the same loads as vLLM's default policy: what follows only improves on them, which is how a placement
 is never worse than that policy's. Equal loads are taken in the order of their experts; that policy takes them in an

@@ -1,1 +1,1 @@
-"""The Plan: frozen decisions with reasons, as data. Nothing here decides or applies anything."""
+"""Holds the Plan: frozen decisions with reasons, as data. Nothing here decides or applies anything."""

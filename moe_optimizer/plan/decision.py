@@ -1,4 +1,4 @@
-"""One decision of a plan: what, why, on what evidence."""
+"""Defines one decision of a plan: what, why, on what evidence."""
 
 from __future__ import annotations
 

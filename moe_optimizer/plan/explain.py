@@ -1,4 +1,4 @@
-"""The Plan as text for people: model, hardware, memory, decisions, command. ASCII only, apart from names."""
+"""Renders the Plan for people: model, hardware, memory, decisions, command. ASCII only, apart from names."""
 
 from __future__ import annotations
 

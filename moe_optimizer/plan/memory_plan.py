@@ -1,4 +1,4 @@
-"""The memory of one GPU (or of the host, on the CPU build) under a plan."""
+"""Defines the memory of one GPU (or of the host, on the CPU build) under a plan."""
 
 from __future__ import annotations
 

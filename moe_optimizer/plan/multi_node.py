@@ -1,4 +1,4 @@
-"""A plan for several machines as what starts it: commands for vLLM's own start through Ray, or a LeaderWorkerSet.
+"""Renders a plan for several machines as commands for vLLM's start through Ray, or as a LeaderWorkerSet.
 
 Nothing here runs anything. Where machines are replicas, each runs the plan's one command by itself.
 """

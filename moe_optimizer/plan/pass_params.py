@@ -1,4 +1,4 @@
-"""Defines what each pass decides for whoever carries it out, and for the passes after it: one dataclass per pass."""
+"""Defines the params of each pass: what carries out its decision, and the passes after it, need to know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Plan, its digest and its JSON form."""
+"""Defines the Plan with its digest and its JSON form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several servers that answer as one, behind a router."""
+"""Defines several servers that answer as one, behind a router."""
 
 from __future__ import annotations
 

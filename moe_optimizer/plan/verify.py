@@ -1,4 +1,4 @@
-"""Is a Plan whole? A plan that fails here is our bug, so every check is an assertion with its values."""
+"""Checks that a Plan is whole. A plan that fails here is our bug, so every check is an assertion with its values."""
 
 from __future__ import annotations
 

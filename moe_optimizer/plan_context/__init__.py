@@ -1,1 +1,1 @@
-"""What a pass is given, and what several of its questions come to for model, machine and software together."""
+"""Holds what a pass is given, and answers questions that several passes ask of it."""

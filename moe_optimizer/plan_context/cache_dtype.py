@@ -1,4 +1,4 @@
-"""Which element type the key/value cache will have; asked by the pass that decides it and by those before it."""
+"""Finds the element type of the key/value cache, for the pass that decides it and those before it."""
 
 from __future__ import annotations
 

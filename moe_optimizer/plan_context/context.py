@@ -1,4 +1,4 @@
-"""What a pass is given: the facts, what is asked for, and the decisions before it."""
+"""Defines what a pass is given: the request, the device, and the decisions before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cores of the CPU a process of vLLM's CPU build takes."""
+"""Divides the cores of the CPU between processes of vLLM's CPU build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decode step of a plan: how many requests it has, and the least time that the GPUs need for it."""
+"""Computes the requests of a decode step and the least time that the GPUs need for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way experts can be placed: once at the start, or by vLLM's load balancer (EPLB) while it serves."""
+"""Finds the way in which experts can be placed: once at the start, or by vLLM's load balancer (EPLB)."""
 
 from __future__ import annotations
 

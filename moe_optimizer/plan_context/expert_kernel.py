@@ -1,4 +1,4 @@
-"""What our expert kernel can compute and where it is built; asked by every pass that needs it."""
+"""Tells what our expert kernel can compute and where it is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The request for a plan: everything it is made from."""
+"""Defines the request for a plan: everything it is made from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several servers behind one router have in common, whoever divides the work between them."""
+"""Makes the arguments, ports and environments of several servers behind one router."""
 
 from __future__ import annotations
 

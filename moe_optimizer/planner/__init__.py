@@ -1,4 +1,4 @@
-"""The planner: from a model, a machine and a profile to one Plan."""
+"""Makes one Plan from a model, a machine and a profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices a plan may use, and how many it uses."""
+"""Chooses the devices that a plan may use, and counts those it uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the first pass is given: the request, with every value that has a default filled in."""
+"""Makes the context of the first pass: the request, with every value that has a default filled in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory under all decisions, and the error where it is not enough."""
+"""Plans the memory under all decisions, and refuses a plan that does not fit."""
 
 from __future__ import annotations
 

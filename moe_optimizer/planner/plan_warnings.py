@@ -1,4 +1,4 @@
-"""What a plan warns of."""
+"""Collects the warnings of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a model, a machine and a profile to one Plan. Reads nothing, starts nothing."""
+"""Makes a Plan by asking each pass in turn. Reads nothing, starts nothing."""
 
 from __future__ import annotations
 

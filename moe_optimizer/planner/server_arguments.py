@@ -1,4 +1,4 @@
-"""The arguments and environment that vLLM is started with."""
+"""Puts together the arguments and environment that vLLM is started with."""
 
 from __future__ import annotations
 

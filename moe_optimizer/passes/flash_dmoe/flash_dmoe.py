@@ -1,4 +1,4 @@
-"""Our expert kernels in place of vLLM's."""
+"""Decides where our expert kernels replace vLLM's."""
 
 from __future__ import annotations
 

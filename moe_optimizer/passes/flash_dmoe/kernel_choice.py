@@ -1,4 +1,4 @@
-"""What the measured kernel speeds say for the layers of a plan."""
+"""Looks up the measured kernel speeds for the layers of a plan, and chooses kernels by them."""
 
 from __future__ import annotations
 

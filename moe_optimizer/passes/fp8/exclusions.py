@@ -1,4 +1,4 @@
-"""What FP8 leaves in the checkpoint's type: parts by name, and layers by name or by their measured change."""
+"""Lists what FP8 leaves in the checkpoint's type: parts by name, and layers by name or by their measured change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""8-bit floating point weights: which tensors, in which scheme, converted by whom."""
+"""Decides which weights are served in FP8, in which scheme, and who converts them."""
 
 from __future__ import annotations
 

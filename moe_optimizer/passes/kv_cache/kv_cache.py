@@ -1,4 +1,4 @@
-"""The key/value cache: element type, how much of it, and the longest sequence it allows."""
+"""Sizes the key/value cache: element type, memory, and the longest sequence it holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of the parallelism pass that spreads a model over several machines."""
+"""Spreads a model over several machines: as replicas, or as one server with pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor, expert and data parallelism for the GPUs at hand."""
+"""Splits the model over the GPUs of a machine by tensor, expert and data parallelism."""
 
 from __future__ import annotations
 

@@ -288,13 +288,21 @@ def test_what_was_measured_on_few_gpus_with_expert_parallel_is_said_of_nothing_e
     assert decision.evidence == ()
 
 
-@pytest.mark.parametrize("page", ["parallelism", "replicas"])
-def test_the_tables_of_layouts_are_those_of_the_record(page):
-    text = (ROOT / "docs" / "passes" / f"{page}.md").read_text()
+def test_the_table_of_layouts_is_that_of_the_record():
+    text = (ROOT / "docs" / "passes" / "parallelism.md").read_text()
     assert LAYOUTS in text
-    sides = measured() if page == "parallelism" else {side: measured()[side] for side in ("slices", "replicas")}
-    for side, loads in sides.items():
+    for side, loads in measured().items():
         words = "whole experts" if side == "experts" else side
         (row,) = (line for line in text.splitlines() if line.startswith(f"| {words} ("))
         cells = [f"{load['tpot_ms_median']:.2f} ms, {load['output_tokens_per_s']:.0f}/s" for load in loads.values()]
         assert row.endswith(f" | {' | '.join(cells)} |")
+
+
+def test_the_percentages_of_replicas_are_those_of_the_record():
+    text = (ROOT / "docs" / "passes" / "replicas.md").read_text()
+    assert LAYOUTS in text
+    pairs = list(zip(measured()["slices"].values(), measured()["replicas"].values(), strict=True))
+    longer = [f"{ours['tpot_ms_median'] / slices['tpot_ms_median'] - 1:.0%}" for slices, ours in pairs]
+    fewer = [f"{1 - ours['output_tokens_per_s'] / slices['output_tokens_per_s']:.0%}" for slices, ours in pairs]
+    for name, percentages in (("longer time per output token", longer), ("fewer tokens per second", fewer)):
+        assert f"| {name} | {' | '.join(each.replace('%', ' %') for each in percentages)} |" in text
