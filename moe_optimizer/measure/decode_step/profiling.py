@@ -7,14 +7,18 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from moe_optimizer.errors import ServerFailedError, UnsupportedError
+from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError, UnsupportedError
+from moe_optimizer.launcher.command import check_plugin_visible
 from moe_optimizer.measure.decode_step.profiled_steps import ProfiledSteps, StepsRequest
 from moe_optimizer.measure.process import MeasurementError, run_measurement
 from moe_optimizer.plan.json_codec import decode
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.proof.record import read_proofs
+from moe_optimizer.proof.verdict import not_running
 
 _MODULE = "moe_optimizer.measure.decode_step.profiled_steps"
 _GRACE_S = 10.0
+_IN_EVERY_STEP = ("flash_dmoe", "fp8", "sparsity_24")
 
 Side = Literal["ours", "stock"]
 
@@ -33,7 +37,9 @@ def profile_steps(
         timeout_s: for the whole process.
 
     Raises:
-        UnsupportedError: the plan is not for one GPU: only there one process holds the whole model.
+        UnsupportedError: the plan is not for one GPU: only there one process holds the whole model; or vLLM would not
+            find the plugin.
+        RequiredNotAppliedError: what the plan has on did not run, so that the profile is not the plan's.
         ServerFailedError: the process ended without a result, or took too long.
     """
     if plan.num_gpus != 1 or plan.group is not None:
@@ -49,6 +55,7 @@ def profile_steps(
     with tempfile.TemporaryDirectory(prefix="moe-optimizer-step-") as name:
         folder = Path(name)
         if side == "ours":
+            check_plugin_visible(plan)
             (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
             environment |= {**plan.serve_env, "MOE_OPTIMIZER_PLAN": str(folder / "plan.json")}
         try:
@@ -63,4 +70,13 @@ def profile_steps(
             )
         except MeasurementError as error:
             raise ServerFailedError(f"decode steps are not profiled: {error}") from None
+        missing = not_running(plan, read_proofs(folder), _kernel_passes(plan)) if side == "ours" else {}
+    if missing:
+        name, why = next(iter(missing.items()))
+        raise RequiredNotAppliedError(f"{name}: the plan has it on, but it did not run in the profiled steps: {why}")
     return decode(ProfiledSteps, found, origin="profiled steps")
+
+
+def _kernel_passes(plan: Plan) -> tuple[str, ...]:
+    """Return the passes of the plugin that change what a decode step computes."""
+    return tuple(each.pass_name for each in plan.plugin_decisions if each.pass_name in _IN_EVERY_STEP)
