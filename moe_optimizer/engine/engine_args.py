@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import torch
+from pydantic import Field, model_validator
 from transformers import AutoConfig, PreTrainedConfig
 
+from moe_optimizer.engine.arguments import Arguments
 from moe_optimizer.engine.weights import LoadFormat
 from moe_optimizer.errors import InputError
 from moe_optimizer.log import get_logger
-from moe_optimizer.near_match import did_you_mean
 
 _log = get_logger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["fp8"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineArgs:
+class EngineArgs(Arguments):
     """The arguments of `LLM`, `AsyncLLM` and the server, named as vLLM names them where it has them."""
 
     model: str
@@ -33,66 +31,42 @@ class EngineArgs:
     """Token ids in, token ids out."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
-    dtype: DtypeName = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto is the checkpoint's, and float32 on a CPU that has no instructions for it."""
     load_format: LoadFormat = "auto"
-    quantization: Quantization | None = None
+    quantization: Literal["fp8"] | None = None
     """fp8 converts the experts' weights while loading."""
-    max_model_len: int | None = None
+    max_model_len: int | None = Field(default=None, ge=1)
     """Longest sequence, prompt and output; None is the model's own limit, as far as the KV cache holds it."""
-    max_num_seqs: int = 256
+    max_num_seqs: int = Field(default=256, ge=1)
     """Sequences computed at the same time."""
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
     """Tokens computed in one step."""
-    max_waiting_requests: int = 4096
-    """Requests that may wait; more are refused."""
-    block_size: int = 16
+    max_waiting_requests: int = Field(default=4096, ge=1)
+    """Requests that may wait in `AsyncLLM`; more are refused."""
+    block_size: int = Field(default=16, ge=1)
     """Tokens per block of the KV cache."""
-    num_gpu_blocks_override: int | None = None
+    num_gpu_blocks_override: int | None = Field(default=None, ge=1)
     """Blocks of the KV cache; None sizes it from the memory."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Part of a GPU's memory that the engine may use."""
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
     """Size of the KV cache; None sizes it from the memory."""
-    swap_space: float = 0.0
+    swap_space: float = Field(default=0.0, ge=0, le=1 << 20)
     """GiB of host memory for preempted sequences; above 0 they are swapped instead of computed again."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    attention_backend: str = "auto"
+    attention_backend: Literal["auto", "sdpa"] = "auto"
     seed: int = 0
 
-    @classmethod
-    def of(cls, model: str, **arguments: Any) -> EngineArgs:
-        """Return the arguments.
-
-        Raises:
-            InputError: there is no argument of that name.
-        """
-        known = [field.name for field in fields(cls)]
-        for name in arguments:
-            if name not in known:
-                raise InputError(f"got the unknown argument {name!r}", hint=did_you_mean(name, known))
-        return cls(model=model, **arguments)
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "block_size"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
-        _at_least("swap_space", self.swap_space, 0)
-        _one_of("dtype", self.dtype, get_args(DtypeName))
-        _one_of("load_format", self.load_format, get_args(LoadFormat))
-        _one_of("quantization", self.quantization, (None, *get_args(Quantization)))
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise InputError(
-                f"gpu_memory_utilization: got {self.gpu_memory_utilization}, expected above 0 and at most 1"
-            )
+    @model_validator(mode="after")
+    def _agree(self) -> EngineArgs:
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise InputError(
+            raise ValueError(
                 f"max_num_batched_tokens: got {self.max_num_batched_tokens}, expected at least max_num_seqs "
                 f"({self.max_num_seqs}): each running sequence computes one token a step"
             )
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +133,10 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: DtypeName, hf_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+def _dtype(name: str, hf_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
     if name != "auto":
         return _DTYPES[name]
-    stored = hf_config.dtype if hf_config.dtype in _DTYPES.values() else torch.float32
+    stored = hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else torch.float32
     if device.type != "cpu" or stored is torch.float32 or _multiplies(stored):
         return stored
     _log.warning(
@@ -178,13 +152,3 @@ def _multiplies(dtype: torch.dtype) -> bool:
     has = torch.cpu.get_capabilities()
     names = ("avx512_bf16", "amx_bf16", "bf16") if dtype is torch.bfloat16 else ("avx512_fp16", "amx_fp16", "fp16")
     return any(has.get(name, False) for name in names)
-
-
-def _at_least(name: str, value: float, lowest: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < lowest:
-        raise InputError(f"{name}: got {value!r}, expected at least {lowest}")
-
-
-def _one_of(name: str, value: object, known: tuple[object, ...]) -> None:
-    if value not in known:
-        raise InputError(f"{name}: got {value!r}, expected one of {', '.join(map(str, known))}")

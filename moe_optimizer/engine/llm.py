@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any, cast
 
@@ -29,7 +28,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **arguments: Any) -> None:
-        self.llm_engine = LLMEngine(EngineArgs.of(model, **arguments))
+        self.llm_engine = LLMEngine(EngineArgs(model=model, **arguments))
         self._ids = count()
 
     def generate(
@@ -60,7 +59,7 @@ class LLM:
         try:
             for prompt, each, number in zip(several, params, priorities, strict=True):
                 request_id = str(next(self._ids))
-                final = replace(each, output_kind=RequestOutputKind.FINAL_ONLY)
+                final = each.model_copy(update={"output_kind": RequestOutputKind.FINAL_ONLY})
                 self.llm_engine.add_request(request_id, prompt, final, priority=number)
                 request_ids.append(request_id)
             outputs = self._run(len(request_ids), use_tqdm=use_tqdm)

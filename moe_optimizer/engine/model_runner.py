@@ -34,7 +34,7 @@ class ModelRunner:
         self.config = config
         self.sampler = sampler or TorchSampler(config.hf_config.vocab_size, config.device, config.args.seed)
         self.model = load_model(config)
-        backend = make_backend(config.args.attention_backend, config.device, config.dtype)
+        backend = make_backend(config.args.attention_backend, config.device)
         for attention in self.model.attention_layers():
             attention.backend = backend
         self.cache_size = fit_cache(config, self.model, self._peak_bytes())

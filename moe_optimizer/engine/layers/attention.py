@@ -59,7 +59,7 @@ class Attention(nn.Module):
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rope), rotate(k, *rope)
-        out = self.backend.attend(q, k, v, self.kv_cache, context, self.head_dim**-0.5)
+        out = self.backend.attend(q, k, v, self.kv_cache, context)
         return self.o_proj(out.flatten(-2))
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> torch.Size:

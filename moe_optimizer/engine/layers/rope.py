@@ -20,6 +20,9 @@ class RotaryEmbedding(nn.Module):
         UnsupportedError: the configuration asks for a kind that is none of default, linear, llama3 and yarn.
     """
 
+    cos_Ld: Tensor
+    sin_Ld: Tensor
+
     def __init__(self, config: PreTrainedConfig, head_dim: int, max_positions: int, dtype: torch.dtype) -> None:
         super().__init__()
         inv_freq, factor = _frequencies(config, head_dim)

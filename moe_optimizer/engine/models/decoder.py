@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from moe_optimizer.engine.attention.context import AttentionContext
-from moe_optimizer.engine.layers.attention import Attention
+from moe_optimizer.engine.layers.attention import Attention, QKNorm
 from moe_optimizer.engine.layers.embedding import Embedding
 from moe_optimizer.engine.layers.layer import Shard
 from moe_optimizer.engine.layers.linear import Linear
@@ -79,12 +79,13 @@ class CausalLM(nn.Module, ABC):
     """What a checkpoint calls the matrices of an expert."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Parts of a checkpoint's names, and what they are called here."""
+    qk_norm: ClassVar[QKNorm] = "none"
 
     def __init__(self, config: PreTrainedConfig, max_positions: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
         layers = [
-            DecoderLayer(config.hidden_size, config.rms_norm_eps, self.attention(index), self.mlp(index))
+            DecoderLayer(config.hidden_size, config.rms_norm_eps, self.attention(), self.mlp(index))
             for index in range(config.num_hidden_layers)
         ]
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -93,12 +94,21 @@ class CausalLM(nn.Module, ABC):
         self.rope = RotaryEmbedding(config, self.head_dim, max_positions, dtype)
 
     @abstractmethod
-    def attention(self, layer: int) -> Attention:
-        """Return the attention of a layer."""
-
-    @abstractmethod
     def mlp(self, layer: int) -> nn.Module:
-        """Return the feed-forward layer of a layer: `MLP` or `MoE`."""
+        """Return the feed-forward part of a layer: `MLP` or `MoE`."""
+
+    def attention(self) -> Attention:
+        """Return the attention of a layer."""
+        return Attention(
+            self.config.hidden_size,
+            num_heads=self.config.num_attention_heads,
+            num_kv_heads=self.config.num_key_value_heads,
+            head_dim=self.head_dim,
+            bias=getattr(self.config, "attention_bias", False),
+            qk_norm=self.qk_norm,
+            eps=self.config.rms_norm_eps,
+            clip=getattr(self.config, "clip_qkv", None),
+        )
 
     @property
     def head_dim(self) -> int:

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from torch import nn
 
-from moe_optimizer.engine.layers.attention import Attention
 from moe_optimizer.engine.layers.moe import MoE
 from moe_optimizer.engine.models.decoder import CausalLM
 
@@ -18,17 +17,8 @@ class MixtralForCausalLM(CausalLM):
     expert_matrices: ClassVar[Mapping[str, str]] = {"w1": "gate", "w3": "up", "w2": "down"}
     renamed: ClassVar[Mapping[str, str]] = {".block_sparse_moe.": ".mlp."}
 
-    def attention(self, layer: int) -> Attention:
-        """See `CausalLM`."""
-        return Attention(
-            self.config.hidden_size,
-            num_heads=self.config.num_attention_heads,
-            num_kv_heads=self.config.num_key_value_heads,
-            head_dim=self.head_dim,
-        )
-
     def mlp(self, layer: int) -> nn.Module:
-        """See `CausalLM`."""
+        """Return the same for every layer."""
         return MoE(
             self.config.hidden_size,
             self.config.intermediate_size,

@@ -12,7 +12,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     """`model_type` qwen3_moe."""
 
     def mlp(self, layer: int) -> nn.Module:
-        """See `CausalLM`. Some layers may be dense."""
+        """Return experts, or in the layers that the configuration says a dense MLP."""
         config = self.config
         dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step
         if dense or not config.num_experts:
