@@ -65,7 +65,12 @@ def decode_logits(folder: Path, token_ids: list[int], num_prompt: int, **argumen
 
 def _engine(folder: Path, *, sampler: Any = None, dtype: Any = "float32", **arguments: Any) -> LLMEngine:
     args = EngineArgs(
-        model=str(folder), dtype=dtype, skip_tokenizer_init=True, num_gpu_blocks_override=64, max_num_seqs=4, **arguments
+        model=str(folder),
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        num_gpu_blocks_override=64,
+        max_num_seqs=4,
+        **arguments,
     )
     return LLMEngine(args, sampler=sampler)
 
@@ -103,18 +108,14 @@ def test_the_trained_model_has_the_logits_of_transformers() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-head-dim-80", "qwen3-yarn"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_dense_prompt_is_bit_equal_in_half_precision(
-    name: str, dtype: str, tiny_model: Callable[..., Path]
-) -> None:
+def test_a_dense_prompt_is_bit_equal_in_half_precision(name: str, dtype: str, tiny_model: Callable[..., Path]) -> None:
     folder, token_ids = tiny_model(name), some_tokens(100)
     want = reference_logits(folder, token_ids, getattr(torch, dtype))
     assert torch.equal(prefill_logits(folder, token_ids, dtype=dtype), want)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "olmoe"])
-def test_experts_in_bfloat16_are_as_exact_as_those_of_transformers(
-    name: str, tiny_model: Callable[..., Path]
-) -> None:
+def test_experts_in_bfloat16_are_as_exact_as_those_of_transformers(name: str, tiny_model: Callable[..., Path]) -> None:
     # The expert kernel rounds once, at its end; transformers rounds after each product. Neither is the other's
     # reference, so both are compared with float32.
     folder, token_ids = tiny_model(name), some_tokens(100)
