@@ -16,7 +16,7 @@ if importlib.util.find_spec("transformers") is None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", action="store_true", help="drive the block manager for 100,000 steps")
+    parser.addoption("--soak", action="store_true", help="random traffic for 100,000 steps")
 
 
 @pytest.fixture(scope="session")
