@@ -13,7 +13,7 @@ from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.llm_engine import LLMEngine, Prompt
 from moe_optimizer.engine.outputs import RequestOutput
 from moe_optimizer.engine.sampling_params import RequestOutputKind, SamplingParams
-from moe_optimizer.errors import MoeOptimizerError, ServerFailedError
+from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
 from moe_optimizer.log import get_logger
 
 _log = get_logger(__name__)
@@ -106,23 +106,26 @@ class AsyncLLM:
                 f"got {len(self._streams)} requests under way, expected fewer than {self._max_requests}",
                 hint="try again later, or raise max_waiting_requests",
             )
-        stream, loop = OutputStream(request_id or f"request-{next(self._ids)}"), asyncio.get_running_loop()
+        request_id = request_id or f"request-{next(self._ids)}"
+        if request_id in self._streams:
+            raise InputError(f"request_id: got {request_id!r}, which is in use, expected a new one")
+        stream, loop = OutputStream(request_id), asyncio.get_running_loop()
         added: asyncio.Future[None] = loop.create_future()
+        self._streams[request_id] = (stream, loop)
 
         def add() -> None:
             try:
-                self.engine.add_request(stream.request_id, prompt, params, priority=priority)
+                self.engine.add_request(request_id, prompt, params, priority=priority)
+                _call_in(loop, _settle, added, None)
             except Exception as error:  # noqa: BLE001  (it is raised where the request came from)
+                self._streams.pop(request_id, None)
                 _call_in(loop, _settle, added, error)
-                return
-            self._streams[stream.request_id] = (stream, loop)
-            _call_in(loop, _settle, added, None)
 
         self._commands.put(add)
         try:
             await added
         except asyncio.CancelledError:
-            self.abort(stream.request_id)
+            self.abort(request_id)
             raise
         return stream
 
@@ -153,8 +156,8 @@ class AsyncLLM:
             while self._obey():
                 for output in self.engine.step():
                     self._deliver(output)
-        except Exception as error:
-            _log.exception("the engine has stopped")
+        except Exception as error:  # noqa: BLE001  (whatever it is, it is told to every request)
+            _log.error("the engine has stopped", exc_info=True)
             failure = self._failure = ServerFailedError(f"the engine has stopped: {_guidance(error)}")
         for stream, loop in self._streams.values():
             _call_in(loop, stream.put, failure)

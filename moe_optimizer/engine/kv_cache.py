@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -24,13 +25,12 @@ class KVCache:
         block_size = config.args.block_size
         self.layers: list[Tensor] = []
         self.host_layers: list[Tensor] = []
-        pinned = config.device.type == "cuda"
         for attention in model.attention_layers():
             shape = attention.kv_cache_shape(size.num_blocks, block_size)
-            attention.kv_cache = torch.zeros(shape, dtype=config.dtype, device=config.device)
+            attention.kv_cache = _zeros(shape, config.dtype, config.device)
             self.layers.append(attention.kv_cache)
             host_shape = attention.kv_cache_shape(size.num_host_blocks, block_size)
-            self.host_layers.append(torch.zeros(host_shape, dtype=config.dtype, device="cpu", pin_memory=pinned))
+            self.host_layers.append(_zeros(host_shape, config.dtype, torch.device("cpu")))
 
     def move(self, step: SchedulerOutput) -> None:
         """Make a step's moves, in the order that the scheduler relies on."""
@@ -75,6 +75,14 @@ def bytes_per_block(config: EngineConfig, model: CausalLM) -> int:
     """Return what one block takes in all layers together."""
     elements = sum(layer.kv_cache_shape(1, config.args.block_size).numel() for layer in model.attention_layers())
     return elements * config.dtype.itemsize
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros: what lies behind a context is read, multiplied by 0, and must not be NaN."""
+    if device.type != "cpu" or not shape.numel():
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch writes its zeros; those of numpy take no memory before they are used.
+    return torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _copy_blocks(sources: list[Tensor], targets: list[Tensor], copies: Copies) -> None:

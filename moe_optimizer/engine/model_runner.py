@@ -32,7 +32,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, sampler: Sampler | None = None) -> None:
         self.config = config
-        self.sampler = sampler or TorchSampler(config.hf_config.vocab_size, config.device, config.args.seed)
+        self.sampler = sampler or TorchSampler(config.device, config.args.seed)
         self.model = load_model(config)
         backend = make_backend(config.args.attention_backend, config.device)
         for attention in self.model.attention_layers():

@@ -21,8 +21,7 @@ class TorchSampler:
     generator of its own, so its samples do not depend on the batch.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, seed: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, device: torch.device, seed: int) -> None:
         self._generator = torch.Generator(device=device).manual_seed(seed)
         self._filters: tuple[list[SamplingParams], SamplingFilters] | None = None
 

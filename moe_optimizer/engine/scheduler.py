@@ -101,7 +101,7 @@ class Scheduler:
         budget -= len(step.decodes)
         for sequence in prefilling:
             budget -= self._schedule_chunk(step, sequence, budget)
-        # After a preemption there is no room; and a host block that is given up now must not be reused at once.
+        # Who has just been preempted would only take the room that was made.
         if not step.preempted:
             self._admit(step, budget)
         step.sampled = step.decodes + [

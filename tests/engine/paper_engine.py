@@ -36,6 +36,7 @@ def paper_engine(
         swap=num_host_blocks > 0,
     )
     executor = PaperExecutor(num_blocks, block_size, num_host_blocks=num_host_blocks, max_model_len=max_model_len)
+    executor.blocks = blocks.blocks
     return LLMEngine(args, executor=executor, scheduler=scheduler)
 
 

@@ -10,6 +10,7 @@ import zlib
 
 import numpy as np
 
+from moe_optimizer.engine.block import Block
 from moe_optimizer.engine.cache_size import CacheSize
 from moe_optimizer.engine.outputs import SampledToken
 from moe_optimizer.engine.scheduler_output import Copies, SchedulerOutput
@@ -29,6 +30,8 @@ class PaperExecutor:
         self.cache = np.full((num_blocks, block_size), -1)
         self.host = np.full((num_host_blocks, block_size), -1)
         self.num_computed = 0
+        self.blocks: list[Block] = []
+        """The block manager's, to see that nobody writes into a block that others read."""
 
     def execute(self, step: SchedulerOutput) -> list[SampledToken]:
         _move(self.cache, self.host, step.swap_out)
@@ -44,6 +47,7 @@ class PaperExecutor:
     def _compute(self, sequence: Sequence, count: int) -> None:
         for position in range(sequence.num_computed_tokens, sequence.num_computed_tokens + count):
             block = sequence.block_table.block_ids[position // self.block_size]
+            assert not self.blocks or self.blocks[block].writable, f"block {block} is written while others read it"
             self.cache[block, position % self.block_size] = sequence.token_ids[position]
 
     def _sample(self, sequence: Sequence) -> int:
