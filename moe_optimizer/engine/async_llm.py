@@ -24,20 +24,20 @@ class QueueFullError(MoeOptimizerError):
 
 
 class OutputStream:
-    """The outputs of one request. A reader that falls behind gets them merged, so they take no memory."""
+    """The outputs of one request. Those that a slow reader has not taken are merged, so they take no memory."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self._output: RequestOutput | Exception | None = None
+        self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
+        self._output: RequestOutput | Exception | None = None
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Add an output; only in the event loop's thread."""
-        if isinstance(self._output, RequestOutput) and isinstance(output, RequestOutput):
-            self._output.add(output)
-        else:
-            self._output = output
-        self._ready.set()
+        """Add an output, from any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._put, output)
+        except RuntimeError:
+            _log.debug("an output of %s came after its event loop was closed", self.request_id)
 
     async def next(self) -> RequestOutput:
         """Return what is new, as soon as there is something."""
@@ -48,6 +48,13 @@ class OutputStream:
             raise output
         assert output is not None, "an output stream was woken for nothing"
         return output
+
+    def _put(self, output: RequestOutput | Exception) -> None:
+        if isinstance(self._output, RequestOutput) and isinstance(output, RequestOutput):
+            self._output.add(output)
+        else:
+            self._output = output
+        self._ready.set()
 
 
 class AsyncLLM:
@@ -61,10 +68,10 @@ class AsyncLLM:
     def __init__(self, args: EngineArgs, *, engine: LLMEngine | None = None) -> None:
         self.engine = engine or LLMEngine(args)
         self._max_requests = args.max_waiting_requests + args.max_num_seqs
-        self._streams: dict[str, tuple[OutputStream, asyncio.AbstractEventLoop]] = {}
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, OutputStream] = {}
+        self._commands: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._ids = count()
-        self._failure: Exception | None = None
+        self._failure: ServerFailedError | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -72,7 +79,7 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of a request as they come. Leaving the loop early aborts it."""
-        stream = await self.add_request(prompt, params, request_id, priority=priority)
+        stream = self.add_request(prompt, params, request_id, priority=priority)
         finished = False
         try:
             while not finished:
@@ -90,17 +97,16 @@ class AsyncLLM:
         final = params.model_copy(update={"output_kind": RequestOutputKind.FINAL_ONLY})
         return [output async for output in self.generate(prompt, final, request_id, priority=priority)][-1]
 
-    async def add_request(
+    def add_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, priority: int = 0
     ) -> OutputStream:
-        """Hand a request to the engine, and return its outputs.
+        """Hand a request to the engine, and return its outputs; called in an event loop.
 
         Raises:
             InputError: as `LLMEngine.add_request`.
             QueueFullError: too many wait.
             ServerFailedError: the engine has stopped.
         """
-        self.check_health()
         if len(self._streams) >= self._max_requests:
             raise QueueFullError(
                 f"got {len(self._streams)} requests under way, expected fewer than {self._max_requests}",
@@ -109,41 +115,21 @@ class AsyncLLM:
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._streams:
             raise InputError(f"request_id: got {request_id!r}, which is in use, expected a new one")
-        stream, loop = OutputStream(request_id), asyncio.get_running_loop()
-        added: asyncio.Future[None] = loop.create_future()
-        self._streams[request_id] = (stream, loop)
-
-        def add() -> None:
-            try:
-                self.engine.add_request(request_id, prompt, params, priority=priority)
-                _call_in(loop, _settle, added, None)
-            except Exception as error:  # noqa: BLE001  (it is raised where the request came from)
-                self._streams.pop(request_id, None)
-                _call_in(loop, _settle, added, error)
-
-        self._commands.put(add)
-        try:
-            await added
-        except asyncio.CancelledError:
-            self.abort(request_id)
-            raise
+        group = self.engine.make_group(request_id, prompt, params, priority)
+        stream = self._streams[request_id] = OutputStream(request_id)
+        self._commands.put(lambda: self.engine.add_group(group))
+        # Behind the two lines above: an engine that stops either finds the stream, or is found stopped here.
+        self.check_health()
         return stream
 
     def abort(self, request_id: str) -> None:
         """End a request and free what it holds; its stream gets its last output. Unknown ones are ignored."""
-
-        def abort() -> None:
-            output = self.engine.abort_request(request_id)
-            if output is not None:
-                self._deliver(output)
-            self._streams.pop(request_id, None)
-
-        self._commands.put(abort)
+        self._commands.put(lambda: self._deliver(self.engine.abort_request(request_id)))
 
     def check_health(self) -> None:
         """Raise ServerFailedError if the engine has stopped."""
-        if self._failure is not None or not self._thread.is_alive():
-            raise ServerFailedError(f"the engine has stopped: {self._failure or 'it was shut down'}")
+        if self._failure is not None:
+            raise self._failure
 
     def shutdown(self) -> None:
         """Stop the thread. Requests under way get a ServerFailedError."""
@@ -151,16 +137,17 @@ class AsyncLLM:
         self._thread.join()
 
     def _run(self) -> None:
-        failure: Exception = ServerFailedError("the engine was shut down")
+        failure = "it was shut down"
         try:
             while self._obey():
                 for output in self.engine.step():
                     self._deliver(output)
-        except Exception as error:  # noqa: BLE001  (whatever it is, it is told to every request)
+        except Exception as error:  # noqa: BLE001  (whatever it is, every request is told)
             _log.error("the engine has stopped", exc_info=True)
-            failure = self._failure = ServerFailedError(f"the engine has stopped: {_guidance(error)}")
-        for stream, loop in self._streams.values():
-            _call_in(loop, stream.put, failure)
+            failure = _guidance(error)
+        self._failure = ServerFailedError(f"the engine has stopped: {failure}")
+        for stream in list(self._streams.values()):
+            stream.put(self._failure)
 
     def _obey(self) -> bool:
         """Carry out what was asked for, and wait while there is nothing to compute; return False to stop."""
@@ -173,34 +160,14 @@ class AsyncLLM:
                 return False
             command()
 
-    def _deliver(self, output: RequestOutput) -> None:
-        found = self._streams.get(output.request_id)
-        if found is None:
+    def _deliver(self, output: RequestOutput | None) -> None:
+        if output is None:
             return
-        stream, loop = found
-        if output.finished:
-            del self._streams[output.request_id]
-        _call_in(loop, stream.put, output)
+        stream = self._streams.pop(output.request_id) if output.finished else self._streams[output.request_id]
+        stream.put(output)
 
 
 def _guidance(error: Exception) -> str:
     if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
         return f"out of memory: lower max_num_seqs, max_num_batched_tokens or gpu_memory_utilization ({error})"
     return f"{type(error).__name__}: {error}"
-
-
-def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
-    if future.cancelled():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    """Call in the loop's thread; a loop that was closed has nobody who listens."""
-    try:
-        loop.call_soon_threadsafe(function, *arguments)
-    except RuntimeError:
-        _log.debug("an output came after its event loop was closed")

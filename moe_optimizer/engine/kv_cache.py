@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
-from moe_optimizer.engine.cache_size import CacheSize
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.models.decoder import CausalLM
 from moe_optimizer.engine.scheduler_output import Copies, SchedulerOutput
@@ -16,6 +17,18 @@ from moe_optimizer.errors import DoesNotFitError
 _GIB = 1 << 30
 _SHARE_OF_HOST = 0.5
 """Chosen: the part of free host memory that the cache of a CPU may take. Pages never written to cost nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSize:
+    """Decided once the model is loaded and the memory that is left is known."""
+
+    num_blocks: int
+    """On the device."""
+    num_host_blocks: int
+    """In host memory, for sequences that are swapped out."""
+    max_model_len: int
+    """Longest sequence that the cache holds, at most what was asked for."""
 
 
 class KVCache:

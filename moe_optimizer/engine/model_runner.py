@@ -58,7 +58,7 @@ class ModelRunner:
             *(
                 prefill.end - 1
                 for prefill, (sequence, _) in zip(context.prefills, step.prefills, strict=True)
-                if prefill.context_length == sequence.num_tokens
+                if prefill.num_computed + prefill.end - prefill.begin == sequence.num_tokens
             ),
         ]
         rows = torch.tensor(last_tokens, dtype=torch.int64, device=hidden_TH.device)
@@ -85,7 +85,6 @@ class ModelRunner:
             num_decodes=len(step.decodes),
             block_tables_DN=torch.from_numpy(tables_DN).to(device),
             context_lengths_D=torch.from_numpy(decode_positions + 1).to(device),
-            max_context_length=int(decode_positions.max()) + 1 if step.decodes else 0,
             prefills=tuple(prefills),
             block_size=size,
         )

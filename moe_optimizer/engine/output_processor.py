@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from moe_optimizer.engine.detokenizer import Detokenizer, decode
-from moe_optimizer.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SampledToken
+from moe_optimizer.engine.outputs import CompletionOutput, Logprob, RequestOutput, SampledToken
 from moe_optimizer.engine.sampling_params import RequestOutputKind
 from moe_optimizer.engine.sequence import Sequence, SequenceGroup
 
@@ -43,7 +42,6 @@ class OutputProcessor:
             outputs=[make(index, sequence) for index, sequence in enumerate(sequences)],
             finished=finished,
             num_cached_tokens=group.num_cached_tokens,
-            metrics=RequestMetrics(group.arrival_time, group.first_token_time, time.monotonic()),
         )
 
     def _check_end(self, sequence: Sequence, token_id: int) -> None:
@@ -117,14 +115,14 @@ class OutputProcessor:
                 if final.startswith(detokenizer.text[: detokenizer.num_shown]):
                     detokenizer.text = final
             text = detokenizer.show(finished=sequence.finished)
-        begin, sequence.num_reported = sequence.num_prompt_tokens + sequence.num_reported, sequence.num_output_tokens
+        begin, sequence.num_reported = sequence.num_reported, sequence.num_output_tokens
         shows_logprobs = sequence.params.logprobs is not None
         return CompletionOutput(
             index=index,
             text=text,
-            token_ids=sequence.token_ids[begin:],
+            token_ids=sequence.output_token_ids[begin:],
             cumulative_logprob=sequence.cumulative_logprob if shows_logprobs else None,
-            logprobs=sequence.logprobs[begin - sequence.num_prompt_tokens :] if shows_logprobs else None,
+            logprobs=sequence.logprobs[begin:] if shows_logprobs else None,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -60,7 +60,6 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache."""
-    metrics: RequestMetrics | None = field(default=None, repr=False)
 
     def add(self, later: RequestOutput) -> None:
         """Append a later output of the kind DELTA to this one."""
@@ -70,13 +69,4 @@ class RequestOutput:
                 mine[output.index].add(output)
             else:
                 self.outputs.append(output)
-        self.finished, self.metrics = later.finished, later.metrics
-
-
-@dataclass(frozen=True, slots=True)
-class RequestMetrics:
-    """Times of a request, in seconds of `time.monotonic`."""
-
-    arrival_time: float
-    first_token_time: float | None
-    last_token_time: float
+        self.finished = later.finished

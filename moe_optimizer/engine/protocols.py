@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moe_optimizer.engine.cache_size import CacheSize
+from moe_optimizer.engine.kv_cache import CacheSize
 from moe_optimizer.engine.outputs import SampledToken
 from moe_optimizer.engine.scheduler_output import Copies, SchedulerOutput
 from moe_optimizer.engine.sequence import Sequence

@@ -87,7 +87,7 @@ def _penalize(logits_V: Tensor, sequence: Sequence) -> None:
         logits_V[unique] = torch.where(
             values > 0, values / params.repetition_penalty, values * params.repetition_penalty
         )
-    generated, counts = seen[sequence.num_prompt_tokens :].unique(return_counts=True)
+    generated, counts = seen[len(sequence.group.prompt_token_ids) :].unique(return_counts=True)
     logits_V[generated] -= params.presence_penalty + params.frequency_penalty * counts
 
 

@@ -5,16 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import Any
 
 from moe_optimizer.engine.block import BlockTable
 from moe_optimizer.engine.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from torch import Generator
-
-    from moe_optimizer.engine.detokenizer import Detokenizer
-    from moe_optimizer.engine.outputs import Logprob
 
 
 class Status(Enum):
@@ -28,49 +22,32 @@ class Status(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One sample: the prompt, what was generated, and where its keys and values are.
 
     Tokens [0, num_computed_tokens) are in the KV cache, [num_computed_tokens, num_tokens) are to be computed.
     """
 
-    __slots__ = (
-        "block_table",
-        "cumulative_logprob",
-        "detokenizer",
-        "finish_reason",
-        "generator",
-        "group",
-        "index",
-        "logprobs",
-        "num_computed_tokens",
-        "num_prompt_tokens",
-        "num_reported",
-        "num_tokens",
-        "order",
-        "status",
-        "stop_reason",
-        "token_ids",
-    )
-
-    def __init__(self, group: SequenceGroup, index: int) -> None:
-        self.group = group
-        self.index = index
-        self.token_ids = list(group.prompt_token_ids)
-        self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
-        self.num_computed_tokens = 0
-        self.num_reported = 0
-        """Output tokens that a streaming client has."""
-        self.block_table = BlockTable()
-        self.order = (group.priority, group.arrival, index)
-        """Earlier ones are served first and preempted last."""
-        self.status = Status.WAITING
-        self.cumulative_logprob = 0.0
-        self.logprobs: list[dict[int, Logprob]] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.detokenizer: Detokenizer | None = None
-        self.generator: Generator | None = None
+    group: SequenceGroup
+    index: int
+    """Among the group's samples."""
+    token_ids: list[int]
+    num_tokens: int
+    order: tuple[int, int, int]
+    """Earlier ones are served first and preempted last."""
+    num_computed_tokens: int = 0
+    block_table: BlockTable = field(default_factory=BlockTable)
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float = 0.0
+    logprobs: list[Any] = field(default_factory=list)
+    num_reported: int = 0
+    """Output tokens that a streaming client has."""
+    detokenizer: Any = None
+    generator: Any = None
+    """Of random numbers, where the request has a seed."""
 
     def append(self, token_id: int) -> None:
         """Add a sampled token."""
@@ -85,12 +62,12 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
-        return self.num_tokens - self.num_prompt_tokens
+        return self.num_tokens - len(self.group.prompt_token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
         """The tokens generated so far."""
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.token_ids[len(self.group.prompt_token_ids) :]
 
     @property
     def finished(self) -> bool:
@@ -98,7 +75,7 @@ class Sequence:
         return self.status is Status.FINISHED
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class SequenceGroup:
     """One request and its samples. The first sample computes the prompt; the others are forked from it."""
 
@@ -106,14 +83,13 @@ class SequenceGroup:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    end_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a sample."""
     priority: int = 0
     """Lower is served first."""
     arrival: int = 0
     """Count of requests before it."""
-    end_token_ids: frozenset[int] = frozenset()
-    """Tokens that end a sample."""
     arrival_time: float = field(default_factory=time.monotonic)
-    first_token_time: float | None = None
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values another request had left behind."""
     sequences: list[Sequence] = field(init=False)
@@ -121,8 +97,10 @@ class SequenceGroup:
     """Whether the samples behind the first have been given to the scheduler."""
 
     def __post_init__(self) -> None:
-        self.sequences = [Sequence(self, index) for index in range(self.params.num_samples)]
-        self.forked = len(self.sequences) == 1
+        prompt, key = self.prompt_token_ids, (self.priority, self.arrival)
+        indices = range(self.params.num_samples)
+        self.sequences = [Sequence(self, index, list(prompt), len(prompt), (*key, index)) for index in indices]
+        self.forked = len(indices) == 1
 
     @property
     def finished(self) -> bool:

@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 
 from moe_optimizer.engine.block import Block
-from moe_optimizer.engine.cache_size import CacheSize
+from moe_optimizer.engine.kv_cache import CacheSize
 from moe_optimizer.engine.outputs import SampledToken
 from moe_optimizer.engine.scheduler_output import Copies, SchedulerOutput
 from moe_optimizer.engine.sequence import Sequence

@@ -19,7 +19,9 @@ PROMPT = "def add(a, b):\n"
 
 
 def sequence(params: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None) -> Sequence:
-    each = SequenceGroup("0", None, prompt or [0], params, end_token_ids=frozenset({0})).sequences[0]
+    each = SequenceGroup(
+        request_id="0", prompt=None, prompt_token_ids=prompt or [0], params=params, end_token_ids=frozenset({0})
+    ).sequences[0]
     for token_id in output or []:
         each.append(token_id)
     return each

@@ -19,8 +19,6 @@ class AttentionBackend(Protocol):
     Legend: T tokens, H query heads, K key/value heads, d head size, B blocks, S block size.
     """
 
-    name: str
-
     def attend(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, context: AttentionContext
     ) -> Tensor:
@@ -33,9 +31,9 @@ class AttentionBackend(Protocol):
 
 def store(k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, slots_T: Tensor) -> None:
     """Write keys and values into their slots of the cache."""
-    flat = cache_2BSKd.flatten(1, 2)
-    flat[0].index_copy_(0, slots_T, k_TKd)
-    flat[1].index_copy_(0, slots_T, v_TKd)
+    keys, values = cache_2BSKd.flatten(1, 2)
+    keys.index_copy_(0, slots_T, k_TKd)
+    values.index_copy_(0, slots_T, v_TKd)
 
 
 def make_backend(name: str, device: torch.device) -> AttentionBackend:
@@ -43,5 +41,5 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
     from moe_optimizer.engine.attention.sdpa import SdpaAttention
 
     if name == "auto" and device.type == "cuda":
-        _log.warning("attention runs through torch's SDPA: each step gathers the KV blocks it reads")
+        _log.warning("attention runs through torch's SDPA: each step gathers the KV blocks that it reads")
     return SdpaAttention()

@@ -1,6 +1,6 @@
 """`AttentionContext`: where the tokens of one step stand, for every attention layer.
 
-Legend: T tokens of the step, D decodes, P prefills, L longest context, N most blocks of a sequence.
+Legend: T tokens of the step, D decodes, L longest context, N most blocks of a sequence.
 The decodes come first: tokens [0, D) are one of each decoding sequence, tokens [D, T) the packed prefills.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Prefill:
     """One sequence of which several tokens are computed."""
 
@@ -23,12 +23,7 @@ class Prefill:
     num_computed: int
     """Its tokens before the step's: already in the KV cache."""
     block_ids: Tensor
-    """Blocks that hold all of its tokens, the step's included."""
-
-    @property
-    def context_length(self) -> int:
-        """Tokens that its last token attends to."""
-        return self.num_computed + self.end - self.begin
+    """Blocks that hold its tokens up to the step's last."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +37,6 @@ class AttentionContext:
     """Blocks of each decoding sequence; what lies behind its context may be any block."""
     context_lengths_D: Tensor
     """Tokens that each decoding sequence attends to, the step's included."""
-    max_context_length: int
-    """Of the decodes."""
     prefills: tuple[Prefill, ...]
     block_size: int
 
@@ -52,16 +45,3 @@ class AttentionContext:
         """True where a decoding sequence has a token, up to the end of the last block."""
         positions = torch.arange(self.block_tables_DN.shape[1] * self.block_size, device=self.slots_T.device)
         return (positions < self.context_lengths_D[:, None])[:, None, None, :]
-
-    @cached_property
-    def prefill_cu_seqlens(self) -> tuple[Tensor, Tensor]:
-        """Offsets of each prefill's queries and contexts in their packed forms: int32 [P + 1] each."""
-        queries = [prefill.end - prefill.begin for prefill in self.prefills]
-        contexts = [prefill.context_length for prefill in self.prefills]
-        return _offsets(queries, self.slots_T.device), _offsets(contexts, self.slots_T.device)
-
-
-def _offsets(lengths: list[int], device: torch.device) -> Tensor:
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    torch.cumsum(torch.tensor(lengths), 0, out=offsets[1:])
-    return offsets.to(device)

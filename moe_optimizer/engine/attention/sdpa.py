@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from moe_optimizer.engine.attention.base import store
 from moe_optimizer.engine.attention.context import AttentionContext, Prefill
@@ -13,24 +13,18 @@ from moe_optimizer.engine.attention.context import AttentionContext, Prefill
 class SdpaAttention:
     """Prefills one sequence at a time; decodes all at once, over their gathered and padded contexts."""
 
-    name = "sdpa"
-
     def attend(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, context: AttentionContext
     ) -> Tensor:
         """See `AttentionBackend`."""
         store(k_TKd, v_TKd, cache_2BSKd, context.slots_T)
-        out_THd = torch.empty_like(q_THd)
+        outputs = []
         if context.num_decodes:
-            decodes = slice(0, context.num_decodes)
-            out_THd[decodes] = _decode(q_THd[decodes], cache_2BSKd, context)
+            outputs.append(_decode(q_THd[: context.num_decodes], cache_2BSKd, context))
         for prefill in context.prefills:
             rows = slice(prefill.begin, prefill.end)
-            if prefill.num_computed:
-                out_THd[rows] = _prefill_behind(q_THd[rows], cache_2BSKd, prefill)
-            else:
-                out_THd[rows] = _prefill(q_THd[rows], k_TKd[rows], v_TKd[rows])
-        return out_THd
+            outputs.append(_prefill(q_THd[rows], k_TKd[rows], v_TKd[rows], cache_2BSKd, prefill))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _decode(q_DHd: Tensor, cache_2BSKd: Tensor, context: AttentionContext) -> Tensor:
@@ -42,22 +36,17 @@ def _decode(q_DHd: Tensor, cache_2BSKd: Tensor, context: AttentionContext) -> Te
         for half in cache_2BSKd
     )
     q_DKGd = q_DHd.view(num, kv_heads, heads // kv_heads, size)
-    out = F.scaled_dot_product_attention(q_DKGd, keys, values, attn_mask=context.decode_mask_D11L)
-    return out.reshape(num, heads, size)
+    return scaled_dot_product_attention(q_DKGd, keys, values, context.decode_mask_D11L).reshape(num, heads, size)
 
 
-def _prefill(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-    """A whole prompt, or its first chunk."""
+def _prefill(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, prefill: Prefill) -> Tensor:
+    """A prompt or a chunk of one; keys and values of tokens before it are read from the cache."""
+    mask = None
+    if prefill.num_computed:
+        length = prefill.num_computed + len(q_THd)
+        k_TKd, v_TKd = (half.index_select(0, prefill.block_ids).flatten(0, 1)[:length] for half in cache_2BSKd)
+        mask = torch.ones(len(q_THd), length, dtype=torch.bool, device=q_THd.device).tril(prefill.num_computed)
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q_THd, k_TKd, v_TKd))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return out[0].transpose(0, 1)
-
-
-def _prefill_behind(q_THd: Tensor, cache_2BSKd: Tensor, prefill: Prefill) -> Tensor:
-    """A chunk behind tokens that are in the cache."""
-    length = prefill.context_length
-    keys, values = (half.index_select(0, prefill.block_ids).flatten(0, 1)[:length] for half in cache_2BSKd)
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q_THd, keys, values))
-    mask = torch.ones(q_THd.shape[0], length, dtype=torch.bool, device=q.device).tril(prefill.num_computed)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    shared = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=shared)
     return out[0].transpose(0, 1)

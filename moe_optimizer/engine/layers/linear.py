@@ -1,4 +1,4 @@
-"""`Linear`, and `MergedLinear`: several projections of the same input as one matrix product."""
+"""`Linear`, `MergedLinear` and `Embedding`, on a `Layer` that knows how a checkpoint becomes its parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_optimizer.engine.layers.layer import Layer, Shard, copy_checked
+from moe_optimizer.errors import InputError
+
+Shard = str | tuple[str, int] | None
+"""Which part of a parameter a tensor is: a name, a name and an expert, or all of it."""
+
+
+class Layer(nn.Module):
+    """A layer whose parameters are stored as one tensor each; others override `load_weight`."""
+
+    def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> None:
+        """Copy a tensor of the checkpoint into `shard` of the parameter `name`."""
+        assert shard is None, f"{type(self).__name__}.{name} has no shard {shard!r}"
+        copy_checked(self.get_parameter(name), tensor)
+
+
+def copy_checked(target: Tensor, source: Tensor) -> None:
+    """Copy, converting the dtype.
+
+    Raises:
+        InputError: the shapes differ.
+    """
+    if target.shape != source.shape:
+        raise InputError(f"got shape {list(source.shape)}, expected {list(target.shape)} by config.json")
+    target.data.copy_(source)
 
 
 class Linear(Layer):
@@ -22,20 +45,32 @@ class Linear(Layer):
         return F.linear(x, self.weight, self.bias)
 
 
-class MergedLinear(Linear):
-    """Projections that a checkpoint stores apart, their rows one behind the other in the order of `sizes`."""
+class MergedLinear(Layer):
+    """Projections of one input that a checkpoint stores apart: one product, their rows in the order of `sizes`."""
 
     def __init__(self, in_size: int, sizes: dict[str, int], *, bias: bool = False) -> None:
-        super().__init__(in_size, sum(sizes.values()), bias=bias)
+        super().__init__()
         self.sizes = sizes
+        self.weight = nn.Parameter(torch.empty(sum(sizes.values()), in_size))
+        self.bias = nn.Parameter(torch.empty(sum(sizes.values()))) if bias else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return each projection of the last dimension."""
-        return super().forward(x).split(list(self.sizes.values()), dim=-1)
+        return F.linear(x, self.weight, self.bias).split(list(self.sizes.values()), dim=-1)
 
     def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> None:
         """Copy one projection into its rows."""
-        names = list(self.sizes)
-        assert shard in names, f"got shard {shard!r}, expected one of {names}"
-        begin = sum(self.sizes[before] for before in names[: names.index(shard)])
-        copy_checked(self.get_parameter(name)[begin : begin + self.sizes[shard]], tensor, f"{shard}.{name}")
+        rows = self.get_parameter(name).split(list(self.sizes.values()))
+        copy_checked(rows[list(self.sizes).index(str(shard))], tensor)
+
+
+class Embedding(Layer):
+    """One vector per token of the vocabulary."""
+
+    def __init__(self, vocab_size: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, size))
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Return the vectors of the tokens."""
+        return F.embedding(token_ids, self.weight)

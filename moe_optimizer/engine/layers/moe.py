@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_optimizer import ops
-from moe_optimizer.engine.layers.layer import Layer, Shard, copy_checked
-from moe_optimizer.engine.layers.linear import Linear
+from moe_optimizer.engine.layers.linear import Layer, Linear, Shard, copy_checked
 
 
 class MoE(nn.Module):
@@ -57,7 +56,7 @@ class Experts(Layer):
         matrix, expert = shard
         half = self.intermediate_size
         rows = {"gate": slice(0, half), "up": slice(half, 2 * half), "down": slice(None)}[matrix]
-        copy_checked(self.get_parameter(name)[expert, rows], tensor, f"expert {expert} {matrix}")
+        copy_checked(self.get_parameter(name)[expert, rows], tensor)
 
     def to_fp8(self) -> None:
         """Hold the weights in FP8 (E4M3) with one float32 scale for each 128x128 block."""

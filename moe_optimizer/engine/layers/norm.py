@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_optimizer.engine.layers.layer import Layer
+from moe_optimizer.engine.layers.linear import Layer
 
 
 class RMSNorm(Layer):

@@ -17,9 +17,7 @@ from transformers import PreTrainedConfig
 
 from moe_optimizer.engine.attention.context import AttentionContext
 from moe_optimizer.engine.layers.attention import Attention, QKNorm
-from moe_optimizer.engine.layers.embedding import Embedding
-from moe_optimizer.engine.layers.layer import Shard
-from moe_optimizer.engine.layers.linear import Linear
+from moe_optimizer.engine.layers.linear import Embedding, Linear, Shard
 from moe_optimizer.engine.layers.norm import RMSNorm
 from moe_optimizer.engine.layers.rope import RotaryEmbedding
 

@@ -50,7 +50,7 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check_model(body.model, model_name)
         params, prompts = body.sampling_params(defaults), body.prompts()
-        echo = [_text(llm, prompt) for prompt in prompts] if body.echo else []
+        echo = [_text(llm, prompt) for prompt in prompts] if body.echo else None
         reply = Reply(model_name, chat=False, n=params.n, echo=echo)
         return await answer(prompts, params, reply, body, request)
 
@@ -70,8 +70,9 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
         merged = _merge(streams)
         # The first output before the first byte: what is wrong with the request is still a 4xx.
         first = await anext(merged)
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
-        return StreamingResponse(_events(first, merged, reply, with_usage=with_usage), media_type="text/event-stream")
+        return StreamingResponse(
+            _events(first, merged, reply, with_usage=body.stream_options.include_usage), media_type="text/event-stream"
+        )
 
     @app.exception_handler(RequestValidationError)
     async def _(_request: Request, error: RequestValidationError) -> Response:
@@ -81,7 +82,7 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
 
     @app.exception_handler(MoeOptimizerError)
     async def _(_request: Request, error: MoeOptimizerError) -> Response:
-        metrics.num_failed += 1
+        metrics.counts["request_failed_total"] += 1
         status = 404 if isinstance(error, _UnknownModelError) else 400 if isinstance(error, ValueError) else 500
         status = 503 if isinstance(error, (QueueFullError, ServerFailedError)) else status
         return _error(status, f"{error}" + (f"; hint: {error.hint}" if error.hint else ""))

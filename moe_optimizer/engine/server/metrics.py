@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 
 from moe_optimizer.engine.llm_engine import LLMEngine
 from moe_optimizer.engine.outputs import RequestOutput
 
 _PREFIX = "moe_optimizer:"
+_COUNTERS = (
+    "prompt_tokens_total", "prompt_tokens_cached_total", "generation_tokens_total", "request_success_total",
+    "request_aborted_total", "request_failed_total", "time_to_first_token_seconds_sum",
+    "e2e_request_latency_seconds_sum",
+)  # fmt: skip
 
 
 class Metrics:
@@ -16,52 +22,40 @@ class Metrics:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self.num_failed = 0
-        self._num_finished = self._num_aborted = 0
-        self._num_prompt_tokens = self._num_cached_tokens = self._num_output_tokens = 0
-        self._first_token_s = self._request_s = 0.0
+        self.counts: Counter[str] = Counter()
 
     async def watch(self, stream: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
         """Yield what the stream yields, and count it."""
-        started, first, finished = time.monotonic(), None, False
+        counts, started, first = self.counts, time.monotonic(), True
+        outcome = "request_aborted_total"
         try:
             async for output in stream:
-                first = first or time.monotonic()
-                finished = output.finished
-                self._num_output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-                if finished:
-                    self._num_finished += 1
-                    self._num_prompt_tokens += len(output.prompt_token_ids)
-                    self._num_cached_tokens += output.num_cached_tokens
-                    self._first_token_s += first - started
-                    self._request_s += time.monotonic() - started
+                if first:
+                    counts["time_to_first_token_seconds_sum"] += time.monotonic() - started  # type: ignore[operator]
+                first = False
+                counts["generation_tokens_total"] += sum(len(sample.token_ids) for sample in output.outputs)
+                if output.finished:
+                    outcome = "request_success_total"
+                    counts["prompt_tokens_total"] += len(output.prompt_token_ids)
+                    counts["prompt_tokens_cached_total"] += output.num_cached_tokens
+                    counts["e2e_request_latency_seconds_sum"] += time.monotonic() - started  # type: ignore[operator]
                 yield output
         finally:
-            self._num_aborted += not finished
+            counts[outcome] += 1
             await stream.aclose()  # type: ignore[attr-defined]
 
     def text(self) -> str:
         """Return all of them."""
         scheduler = self._engine.scheduler
-        held = 1 - scheduler.blocks.num_available / scheduler.blocks.num_blocks
-        gauges = {
+        values: dict[str, float] = {
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": scheduler.num_waiting,
-            "kv_cache_usage_perc": held,
-        }
-        counters = {
-            "prompt_tokens_total": self._num_prompt_tokens,
-            "prompt_tokens_cached_total": self._num_cached_tokens,
-            "generation_tokens_total": self._num_output_tokens,
-            "request_success_total": self._num_finished,
-            "request_aborted_total": self._num_aborted,
-            "request_failed_total": self.num_failed,
+            "kv_cache_usage_perc": 1 - scheduler.blocks.num_available / scheduler.blocks.num_blocks,
             "num_preemptions_total": scheduler.num_preemptions,
-            "time_to_first_token_seconds_sum": self._first_token_s,
-            "e2e_request_latency_seconds_sum": self._request_s,
+            **{name: self.counts[name] for name in _COUNTERS},
         }
         lines = []
-        for kind, values in (("gauge", gauges), ("counter", counters)):
-            for name, value in values.items():
-                lines += [f"# TYPE {_PREFIX}{name} {kind}", f"{_PREFIX}{name} {value}"]
+        for name, value in values.items():
+            kind = "counter" if name.endswith(("_total", "_sum")) else "gauge"
+            lines += [f"# TYPE {_PREFIX}{name} {kind}", f"{_PREFIX}{name} {value}"]
         return "\n".join(lines) + "\n"

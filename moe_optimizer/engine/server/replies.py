@@ -1,18 +1,17 @@
-"""Replies of the OpenAI API, made from the engine's outputs."""
+"""`Reply`: a reply of the OpenAI API, made from the engine's outputs."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from moe_optimizer.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
 
-@dataclass
 class Reply:
-    """One reply, whole or in chunks. Its prompts' samples are numbered through.
+    """One reply, whole or in chunks. The samples of all its prompts are numbered through.
 
     Args:
         model: name the client knows the model by.
@@ -21,20 +20,11 @@ class Reply:
         echo: the prompts, where they are repeated before the samples.
     """
 
-    model: str
-    chat: bool
-    n: int
-    echo: list[str] = field(default_factory=list)
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_cached_tokens: int = 0
-    reply_id: str = ""
-    created: int = 0
-
-    def __post_init__(self) -> None:
-        self.reply_id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
+    def __init__(self, model: str, *, chat: bool, n: int, echo: list[str] | None = None) -> None:
+        self._chat, self._n, self._echo = chat, n, echo
+        self._head = {"id": f"{'chat' * chat}cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._begun: set[int] = set()
+        self._num_prompt = self._num_output = self._num_cached = 0
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Return the reply that waits for the end."""
@@ -42,64 +32,56 @@ class Reply:
         for position, output in enumerate(outputs):
             self._count(output)
             for sample in output.outputs:
-                text = self._echoed(position, sample.index) + sample.text
-                content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+                text = (self._echo[position] if self._echo else "") + sample.text
+                content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
                 choices.append(self._choice(position, sample, content))
-        return {**self._head(chunk=False), "choices": choices, "usage": self.usage()}
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
 
     def chunk(self, position: int, output: RequestOutput) -> dict[str, Any] | None:
         """Return a chunk of a streamed reply; None if nothing is new."""
         self._count(output)
         choices = []
         for sample in output.outputs:
-            index = position * self.n + sample.index
-            text, first = sample.text, index not in self._begun
-            if not (text or sample.finish_reason or (self.chat and first)):
+            index = position * self._n + sample.index
+            first = index not in self._begun
+            if not (sample.text or sample.finish_reason or (self._chat and first)):
                 continue
             self._begun.add(index)
-            if first:
-                text = self._echoed(position, sample.index) + text
-            content: dict[str, Any] = {"text": text}
-            if self.chat:
-                content = {"delta": {"role": "assistant", "content": text} if first else {"content": text}}
+            text = (self._echo[position] if self._echo and first else "") + sample.text
+            role = {"role": "assistant"} if first else {}
+            content = {"delta": {**role, "content": text}} if self._chat else {"text": text}
             choices.append(self._choice(position, sample, content))
-        return {**self._head(chunk=True), "choices": choices} if choices else None
+        return self._chunk(choices) if choices else None
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a client that asks for `include_usage`."""
-        return {**self._head(chunk=True), "choices": [], "usage": self.usage()}
+        return {**self._chunk([]), "usage": self._usage()}
 
-    def usage(self) -> dict[str, Any]:
-        """Return how many tokens were read and written."""
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices}
+
+    def _usage(self) -> dict[str, Any]:
         return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": self.num_output_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_output,
+            "total_tokens": self._num_prompt + self._num_output,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }
 
-    def _echoed(self, position: int, sample: int) -> str:
-        return self.echo[position] if self.echo and sample < self.n else ""
-
     def _count(self, output: RequestOutput) -> None:
-        self.num_output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        self._num_output += sum(len(sample.token_ids) for sample in output.outputs)
         if output.finished:
-            self.num_prompt_tokens += len(output.prompt_token_ids)
-            self.num_cached_tokens += output.num_cached_tokens
-
-    def _head(self, *, chunk: bool) -> dict[str, Any]:
-        kind = "text_completion" if not self.chat else "chat.completion.chunk" if chunk else "chat.completion"
-        return {"id": self.reply_id, "object": kind, "created": self.created, "model": self.model}
+            self._num_prompt += len(output.prompt_token_ids)
+            self._num_cached += output.num_cached_tokens
 
     def _choice(self, position: int, sample: CompletionOutput, content: dict[str, Any]) -> dict[str, Any]:
-        logprobs = None
-        if sample.logprobs is not None:
-            make = _chat_logprobs if self.chat else _completion_logprobs
-            logprobs = make(sample.token_ids, sample.logprobs)
+        make = _chat_logprobs if self._chat else _completion_logprobs
         return {
-            "index": position * self.n + sample.index,
+            "index": position * self._n + sample.index,
             **content,
-            "logprobs": logprobs,
+            "logprobs": None if sample.logprobs is None else make(sample.token_ids, sample.logprobs),
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
         }
@@ -110,20 +92,21 @@ def _chat_logprobs(token_ids: list[int], logprobs: list[dict[int, Logprob]]) -> 
         token = logprob.decoded_token or ""
         return {"token": token, "logprob": logprob.logprob, "bytes": list(token.encode())}
 
+    chosen = zip(token_ids, logprobs, strict=True)
     return {
         "content": [
             {**entry(each[token_id]), "top_logprobs": [entry(other) for other in each.values()]}
-            for token_id, each in zip(token_ids, logprobs, strict=True)
+            for token_id, each in chosen
         ]
     }
 
 
 def _completion_logprobs(token_ids: list[int], logprobs: list[dict[int, Logprob]]) -> dict[str, Any]:
-    tokens = [each[token_id].decoded_token or "" for token_id, each in zip(token_ids, logprobs, strict=True)]
-    offsets = [sum(len(token) for token in tokens[:place]) for place in range(len(tokens))]
+    chosen = [each[token_id] for token_id, each in zip(token_ids, logprobs, strict=True)]
+    tokens = [each.decoded_token or "" for each in chosen]
     return {
         "tokens": tokens,
-        "token_logprobs": [each[token_id].logprob for token_id, each in zip(token_ids, logprobs, strict=True)],
+        "token_logprobs": [each.logprob for each in chosen],
         "top_logprobs": [{other.decoded_token or "": other.logprob for other in each.values()} for each in logprobs],
-        "text_offset": offsets,
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
     }

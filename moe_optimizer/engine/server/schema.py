@@ -1,4 +1,4 @@
-"""What a request of the OpenAI API may say. Fields that are not here are an error."""
+"""What a request of the OpenAI API may say; what else it says is for `SamplingParams` to know or refuse."""
 
 from __future__ import annotations
 
@@ -7,63 +7,40 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from moe_optimizer.engine.sampling_params import RequestOutputKind, SamplingParams
-
-# Fields of the API that mean the same in SamplingParams, and are left to it to check.
-_SAMPLING = (
-    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-    "skip_special_tokens",
-)  # fmt: skip
+from moe_optimizer.errors import InputError
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BaseModel, extra="forbid"):
     """`stream_options`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
 
 
-class _Request(BaseModel):
+class ApiRequest(BaseModel):
     """What both kinds of requests share."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     user: str | None = None
     priority: int = 0
-    n: int | None = None
-    best_of: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    skip_special_tokens: bool | None = None
+    max_tokens: int | None = None
 
     def _sampling_params(self, defaults: SamplingParams, **values: Any) -> SamplingParams:
         """Return the parameters; what the request leaves open is as in `defaults`.
 
         Raises:
-            InputError: a value is outside its range.
+            InputError: a value is outside its range, or there is no parameter of a name.
         """
-        chosen = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         recommended = {name: getattr(defaults, name) for name in defaults.model_fields_set}
-        return SamplingParams(**{**recommended, **chosen, **values, "output_kind": kind})
+        asked = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        return SamplingParams(**{**recommended, **asked, **values, "output_kind": kind})
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(ApiRequest):
     """`POST /v1/completions`."""
 
     prompt: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
@@ -72,14 +49,13 @@ class CompletionRequest(_Request):
     echo: bool = False
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """See `_Request`."""
+        """See `ApiRequest`."""
         return self._sampling_params(defaults, max_tokens=self.max_tokens, logprobs=self.logprobs)
 
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[Any]:
         """Return one prompt or several as several."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[return-value]
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else list(self.prompt)
 
 
 class ChatMessage(BaseModel):
@@ -92,20 +68,19 @@ class ChatMessage(BaseModel):
 
     def plain(self) -> dict[str, Any]:
         """Return the message as templates read it: parts of text as one text."""
-        content = self.content
-        if isinstance(content, list):
-            others = [part.get("type") for part in content if part.get("type") != "text"]
-            if others:
-                raise ValueError(f"messages: got content of type {others[0]!r}, expected text")
+        content = self.content or ""
+        if not isinstance(content, str):
+            for part in content:
+                if part.get("type") != "text":
+                    raise InputError(f"messages: got content of type {part.get('type')!r}, expected text")
             content = "".join(str(part.get("text", "")) for part in content)
-        return {**self.model_dump(exclude_none=True), "content": content or ""}
+        return {**self.model_dump(exclude_none=True), "content": content}
 
 
-class ChatRequest(_Request):
+class ChatRequest(ApiRequest):
     """`POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -114,8 +89,7 @@ class ChatRequest(_Request):
     response_format: dict[Literal["type"], Literal["text"]] | None = None
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """See `_Request`."""
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return self._sampling_params(
-            defaults, max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None
-        )
+        """See `ApiRequest`."""
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling_params(defaults, max_tokens=limit, logprobs=logprobs)

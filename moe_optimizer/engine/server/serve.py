@@ -1,8 +1,10 @@
-"""Starts the server: `serve`, which the command line calls, and `python -m moe_optimizer.engine.server`."""
+"""Starts the server."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import argparse
+import json
+from typing import Any
 
 import uvicorn
 
@@ -25,7 +27,33 @@ def serve(args: EngineArgs, *, host: str = "127.0.0.1", port: int = 8000, served
     """
     llm = AsyncLLM(args)
     try:
-        app = create_app(llm, served_model_name or str(Path(args.model)))
+        app = create_app(llm, served_model_name or args.model)
         uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=30)
     finally:
         llm.shutdown()
+
+
+def main() -> None:
+    """Serve as the command line says: every argument of `EngineArgs` is an option.
+
+    Raises:
+        MoeOptimizerError: as `serve`, or an argument is wrong.
+    """
+    parser = argparse.ArgumentParser(prog="python -m moe_optimizer.engine.server")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--served-model-name")
+    for name, field in EngineArgs.model_fields.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, dest=name, type=_value, required=field.is_required(), default=argparse.SUPPRESS)
+    given = vars(parser.parse_args())
+    server = {name: given.pop(name) for name in ("host", "port", "served_model_name")}
+    serve(EngineArgs(**given), **server)
+
+
+def _value(text: str) -> Any:
+    """Return a number or true/false as such, anything else as text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
