@@ -52,7 +52,9 @@ def main() -> None:
             run(requests)
             samples[name].append(sum(count for _, count in requests) / (time.perf_counter() - started))
     medians = {name: round(statistics.median(values), 1) for name, values in samples.items()}
-    ratios = {f"engine / {name}": round(medians["engine"] / each, 2) for name, each in medians.items() if name != "engine"}
+    ratios = {
+        f"engine / {name}": round(medians["engine"] / each, 2) for name, each in medians.items() if name != "engine"
+    }
     print(json.dumps({"workload": vars(args), "output_tokens_per_s": medians, "ratios": ratios, "samples": samples}))
 
 

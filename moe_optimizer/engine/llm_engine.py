@@ -54,7 +54,7 @@ class LLMEngine:
         self.executor = executor or ModelRunner(config, sampler)
         self.scheduler = scheduler or _make_scheduler(args, self.executor.cache_size)
         self.max_model_len = self.executor.cache_size.max_model_len
-        self.tokenizer = None if config.tokenizer_folder is None else load_tokenizer(config.tokenizer_folder)
+        self.tokenizer: Any = config.tokenizer_folder and load_tokenizer(config.tokenizer_folder)
         self.outputs = OutputProcessor(self.tokenizer, self.max_model_len)
         self.groups: dict[str, SequenceGroup] = {}
         self._eos_ids = end_token_ids(config.hf_config, config.folder, self.tokenizer)
@@ -88,12 +88,14 @@ class LLMEngine:
         """
         if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
             raise InputError("prompt or stop: got text without a tokenizer, expected token ids")
-        text = prompt if isinstance(prompt, str) else None
-        tokens: Any = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
+        if isinstance(prompt, str):
+            text, tokens = prompt, self.tokenizer.encode(prompt)
+        else:
+            text, tokens = None, prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
         return SequenceGroup(
             request_id=request_id,
             prompt=text,
-            prompt_token_ids=self._checked(tokens if text is None else self.tokenizer.encode(text)),
+            prompt_token_ids=self._checked(tokens),
             params=params,
             end_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
             priority=priority,

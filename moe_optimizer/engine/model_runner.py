@@ -62,7 +62,7 @@ class ModelRunner:
             ),
         ]
         rows = torch.tensor(last_tokens, dtype=torch.int64, device=hidden_TH.device)
-        return self.model.logits(hidden_TH[rows]).float()
+        return self.model.logits(hidden_TH.index_select(0, rows)).float()
 
     def prepare(self, step: SchedulerOutput) -> tuple[Tensor, Tensor, AttentionContext]:
         """Return the token ids and positions of a step, decodes first, and where attention finds them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,10 @@ def _fill_at_random(model: CausalLM, seed: int) -> None:
 def _tensors(folder: Path, load_format: LoadFormat) -> Iterator[tuple[str, Tensor]]:
     if load_format == "pt":
         for path in _files(folder, "pytorch_model.bin"):
-            yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
+            try:
+                yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
+            except (pickle.UnpicklingError, RuntimeError) as error:
+                raise InputError(f"{path}: cannot be read as tensors: {str(error).splitlines()[0]}") from None
         return
     for path in _files(folder, "model.safetensors"):
         try:

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 @pytest.fixture(scope="module")
 def reference() -> dict[str, list[int]]:
     """What transformers generates, one prompt at a time."""
-    model = AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     tokenizer = AutoTokenizer.from_pretrained(TINY_MOE)
     tokens = {}

@@ -75,8 +75,8 @@ def _engine(folder: Path, *, sampler: Any = None, dtype: Any = "float32", **argu
     return LLMEngine(args, sampler=sampler)
 
 
-def some_tokens(count: int, vocabulary: int = 97) -> list[int]:
-    return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+def some_tokens(count: int, vocabulary: int = 97, *, seed: int = 1) -> list[int]:
+    return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def assert_equal_up_to_rounding(got: Tensor, want: Tensor) -> None:
@@ -117,10 +117,12 @@ def test_a_dense_prompt_is_bit_equal_in_half_precision(name: str, dtype: str, ti
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "olmoe"])
 def test_experts_in_bfloat16_are_as_exact_as_those_of_transformers(name: str, tiny_model: Callable[..., Path]) -> None:
     # The expert kernel rounds once, at its end; transformers rounds after each product. Neither is the other's
-    # reference, so both are compared with float32; by the median, as a router's near tie that falls the other way
-    # changes a few tokens by much.
-    folder, token_ids = tiny_model(name), some_tokens(100)
-    exact = reference_logits(folder, token_ids)
-    theirs = (reference_logits(folder, token_ids, torch.bfloat16) - exact).abs()
-    ours = (prefill_logits(folder, token_ids, dtype="bfloat16") - exact).abs()
-    assert ours.median() <= 1.25 * theirs.median()
+    # reference, so both are compared with float32. Several texts, as a router's near tie that falls the other way
+    # changes some tokens by much.
+    folder, theirs, ours = tiny_model(name), 0.0, 0.0
+    for seed in range(3):
+        token_ids = some_tokens(100, seed=seed)
+        exact = reference_logits(folder, token_ids)
+        theirs += (reference_logits(folder, token_ids, torch.bfloat16) - exact).abs().mean().item()
+        ours += (prefill_logits(folder, token_ids, dtype="bfloat16") - exact).abs().mean().item()
+    assert ours <= 1.25 * theirs

@@ -146,7 +146,7 @@ def test_best_of_returns_the_most_likely_samples(tiny_moe_llm: LLM) -> None:
 def test_a_stop_string_ends_the_text(tiny_moe_llm: LLM, included: bool) -> None:
     free = tiny_moe_llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)[0].outputs[0]
     stop = free.text[10:13]
-    params = SamplingParams(temperature=0, max_tokens=30, stop=stop, include_stop_str_in_output=included)
+    params = SamplingParams(temperature=0, max_tokens=30, stop=[stop], include_stop_str_in_output=included)
     sample = tiny_moe_llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
     end = free.text.index(stop)
     assert sample.text == free.text[: end + len(stop)] if included else free.text[:end]

@@ -66,7 +66,7 @@ def test_a_completion_is_what_the_engine_generates(url: str, tiny_moe_llm: LLM) 
 def test_a_streamed_completion_is_the_whole_one_in_pieces(url: str, stop: list[str] | None) -> None:
     body = {"prompt": [PROMPT, "import os\n"], "n": 2, "seed": 3, "max_tokens": 20, "logprobs": 1, "stop": stop}
     whole = post(url, "completions", **body).json()
-    texts, reasons = {}, {}
+    texts, reasons, usage = {}, {}, None
     for event in events(url, "completions", **body, stream_options={"include_usage": True}):
         for choice in event["choices"]:
             texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]

@@ -1,6 +1,6 @@
 """`AttentionContext`: where the tokens of one step stand, for every attention layer.
 
-Legend: T tokens of the step, D decodes, L longest context, N most blocks of a sequence.
+Legend: T tokens of the step, D decodes, G decodes of a group, L longest context, N most blocks of a sequence.
 The decodes come first: tokens [0, D) are one of each decoding sequence, tokens [D, T) the packed prefills.
 """
 
@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+_MOST_PADDING = 1.25
+"""Chosen: a group costs some operations per layer, padding costs reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,17 @@ class Prefill:
     """Its tokens before the step's: already in the KV cache."""
     block_ids: Tensor
     """Blocks that hold its tokens up to the step's last."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decodes of similar length."""
+
+    rows_G: Tensor
+    """Their places in the step."""
+    block_tables_GN: Tensor
+    mask_G11L: Tensor
+    """True where a sequence has a token, up to the end of the group's last block."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,19 @@ class AttentionContext:
     block_size: int
 
     @cached_property
-    def decode_mask_D11L(self) -> Tensor:
-        """True where a decoding sequence has a token, up to the end of the last block."""
-        positions = torch.arange(self.block_tables_DN.shape[1] * self.block_size, device=self.slots_T.device)
-        return (positions < self.context_lengths_D[:, None])[:, None, None, :]
+    def decode_groups(self) -> list[DecodeGroup]:
+        """The decodes by length: padded to the longest of a group, they read a quarter more than they have."""
+        order_D = self.context_lengths_D.argsort()
+        num_blocks = [-(-length // self.block_size) for length in self.context_lengths_D[order_D].tolist()]
+        begins = [0]
+        for place, number in enumerate(num_blocks):
+            if number > _MOST_PADDING * num_blocks[begins[-1]]:
+                begins.append(place)
+        return [
+            self._group(order_D[begin:end], num_blocks[end - 1]) for begin, end in pairwise([*begins, len(num_blocks)])
+        ]
+
+    def _group(self, rows_G: Tensor, num_blocks: int) -> DecodeGroup:
+        positions = torch.arange(num_blocks * self.block_size, device=rows_G.device)
+        mask = (positions < self.context_lengths_D[rows_G, None])[:, None, None, :]
+        return DecodeGroup(rows_G, self.block_tables_DN[rows_G, :num_blocks], mask)

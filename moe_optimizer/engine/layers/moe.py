@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from moe_optimizer import ops
 from moe_optimizer.engine.layers.linear import Layer, Linear, Shard, copy_checked
+from moe_optimizer.errors import InputError
 
 
 class MoE(nn.Module):
@@ -55,6 +56,8 @@ class Experts(Layer):
         assert isinstance(shard, tuple), f"got shard {shard!r}, expected (gate, up or down, expert)"
         matrix, expert = shard
         half = self.intermediate_size
+        if expert >= len(self.w13):
+            raise InputError(f"got expert {expert}, expected {len(self.w13)} experts by config.json")
         rows = {"gate": slice(0, half), "up": slice(half, 2 * half), "down": slice(None)}[matrix]
         copy_checked(self.get_parameter(name)[expert, rows], tensor)
 

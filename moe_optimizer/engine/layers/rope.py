@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -33,7 +34,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of the positions, [T, 1, d] each."""
-        return self.cos_Ld[positions_T][:, None], self.sin_Ld[positions_T][:, None]
+        return F.embedding(positions_T, self.cos_Ld)[:, None], F.embedding(positions_T, self.sin_Ld)[:, None]
 
 
 def rotate(x_TNd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
