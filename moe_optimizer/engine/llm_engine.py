@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
 from itertools import count
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from moe_optimizer.engine import protocols
 from moe_optimizer.engine.block_manager import BlockManager
@@ -86,12 +86,12 @@ class LLMEngine:
             InputError: the prompt is empty, too long, or has a token that the model does not know; or an argument
                 needs a tokenizer and there is none.
         """
-        if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
+        text = prompt if isinstance(prompt, str) else None
+        if self.tokenizer is None and (text is not None or params.stop):
             raise InputError("prompt or stop: got text without a tokenizer, expected token ids")
-        if isinstance(prompt, str):
-            text, tokens = prompt, self.tokenizer.encode(prompt)
-        else:
-            text, tokens = None, prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
+        tokens: Any = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
+        if text is not None:
+            tokens = cast(Any, self.tokenizer).encode(text)
         return SequenceGroup(
             request_id=request_id,
             prompt=text,
