@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -53,60 +53,55 @@ class ModelRunner:
         """Compute a step; return the logits [S, V] of `step.sampled`, in float32."""
         token_ids, positions, context = self.prepare(step)
         hidden_TH = self.model(token_ids, positions, context)
-        last_tokens = [
-            *range(len(step.decodes)),
-            *(
-                prefill.end - 1
-                for prefill, (sequence, _) in zip(context.prefills, step.prefills, strict=True)
-                if prefill.num_computed + prefill.end - prefill.begin == sequence.num_tokens
-            ),
-        ]
-        rows = torch.tensor(last_tokens, dtype=torch.int64, device=hidden_TH.device)
-        return self.model.logits(hidden_TH.index_select(0, rows)).float()
+        places = list(range(len(step.decodes)))
+        for prefill, (sequence, count) in zip(context.prefills, step.prefills, strict=True):
+            if sequence.num_computed_tokens + count == sequence.num_tokens:
+                places.append(prefill.end - 1)
+        return self.model.logits(hidden_TH.index_select(0, self._tensor(places))).float()
 
     def prepare(self, step: SchedulerOutput) -> tuple[Tensor, Tensor, AttentionContext]:
         """Return the token ids and positions of a step, decodes first, and where attention finds them."""
-        device = self.config.device
-        decode_ids, decode_positions, tables_DN = self._prepare_decodes(step.decodes)
-        chunks = [self._prepare_prefill(sequence, count) for sequence, count in step.prefills]
-        token_ids = np.concatenate([decode_ids, *(ids for ids, _, _ in chunks)])
-        positions = np.concatenate([decode_positions, *(places for _, places, _ in chunks)])
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
         size = self.config.args.block_size
-        tables = [(decode_positions, tables_DN), *((places, table[None]) for _, places, table in chunks)]
-        slots = np.concatenate([_slots(places, table, size) for places, table in tables])
-
-        begin, prefills = len(step.decodes), []
-        for (sequence, count), (_, _, table) in zip(step.prefills, chunks, strict=True):
-            block_ids = torch.from_numpy(table).to(device)
-            prefills.append(Prefill(begin, begin + count, sequence.num_computed_tokens, block_ids))
-            begin += count
+        for sequence, count in [*((sequence, 1) for sequence in step.decodes), *step.prefills]:
+            span = range(sequence.num_computed_tokens, sequence.num_computed_tokens + count)
+            blocks = sequence.block_table.block_ids
+            token_ids += sequence.token_ids[span.start : span.stop]
+            positions += span
+            slots += [blocks[position // size] * size + position % size for position in span]
+        lengths, tables_DN = self.prepare_decode(step.decodes)
         context = AttentionContext(
-            slots_T=torch.from_numpy(slots).to(device),
+            slots_T=self._tensor(slots),
             num_decodes=len(step.decodes),
-            block_tables_DN=torch.from_numpy(tables_DN).to(device),
-            context_lengths_D=torch.from_numpy(decode_positions + 1).to(device),
-            prefills=tuple(prefills),
+            block_tables_DN=tables_DN,
+            context_lengths_D=lengths,
+            prefills=tuple(self.prepare_prefill(step)),
             block_size=size,
         )
-        return torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device), context
+        return self._tensor(token_ids), self._tensor(positions), context
 
-    def _prepare_decodes(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the last token and its position of each sequence, and the block tables, padded with zeros."""
-        token_ids = np.array([sequence.token_ids[-1] for sequence in sequences], dtype=np.int64)
-        positions = np.array([sequence.num_computed_tokens for sequence in sequences], dtype=np.int64)
-        lengths = np.array([len(sequence.block_table.block_ids) for sequence in sequences], dtype=np.int64)
-        tables = np.zeros((len(sequences), int(lengths.max()) if sequences else 0), dtype=np.int32)
-        block_ids = chain.from_iterable(sequence.block_table.block_ids for sequence in sequences)
-        tables[np.arange(tables.shape[1]) < lengths[:, None]] = np.fromiter(block_ids, np.int32, int(lengths.sum()))
-        return token_ids, positions, tables
+    def prepare_decode(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+        """Return the context lengths and the block tables, padded with zeros."""
+        tables = [sequence.block_table.block_ids for sequence in sequences]
+        padded = np.zeros((len(tables), max(map(len, tables), default=0)), dtype=np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        lengths = [sequence.num_computed_tokens + 1 for sequence in sequences]
+        return self._tensor(lengths), torch.from_numpy(padded).to(self.config.device)
 
-    def _prepare_prefill(self, sequence: Sequence, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the next `count` tokens of a sequence, their positions and the blocks up to their end."""
-        begin = sequence.num_computed_tokens
-        end = begin + count
-        num_blocks = -(-end // self.config.args.block_size)
-        table = np.array(sequence.block_table.block_ids[:num_blocks], dtype=np.int32)
-        return np.array(sequence.token_ids[begin:end], dtype=np.int64), np.arange(begin, end), table
+    def prepare_prefill(self, step: SchedulerOutput) -> Iterator[Prefill]:
+        """Yield where the prefills of a step begin and end, and the blocks up to their end."""
+        begin = len(step.decodes)
+        for sequence, count in step.prefills:
+            num_blocks = -(-(sequence.num_computed_tokens + count) // self.config.args.block_size)
+            block_ids = torch.tensor(sequence.block_table.block_ids[:num_blocks], dtype=torch.int32)
+            yield Prefill(begin, begin + count, sequence.num_computed_tokens, block_ids.to(self.config.device))
+            begin += count
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.config.device)
 
     def _peak_bytes(self) -> int:
         """Return what the largest step needs beside weights and cache; 0 where that is host memory."""
@@ -116,12 +111,6 @@ class ModelRunner:
         hidden = self.config.args.max_num_batched_tokens * self.config.hf_config.hidden_size
         # Logits in float32 and the sampler's copies of them; some thirty activations as wide as the hidden state.
         return 5 * 4 * vocabulary + 30 * 4 * hidden
-
-
-def _slots(positions: np.ndarray, tables: np.ndarray, block_size: int) -> np.ndarray:
-    """Return the cache slot of each position; row i of `tables` is position i's, or its one row everybody's."""
-    rows = np.arange(len(positions)) if len(tables) == len(positions) else 0
-    return tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
 
 
 def load_model(config: EngineConfig) -> CausalLM:

@@ -34,12 +34,11 @@ class OutputProcessor:
         if not finished and (kind is RequestOutputKind.FINAL_ONLY or selecting):
             return None
         sequences = _best(group.sequences, group.params.n) if selecting else group.sequences
-        make = self._delta if kind is RequestOutputKind.DELTA else self._whole
         return RequestOutput(
             request_id=group.request_id,
             prompt=group.prompt,
             prompt_token_ids=group.prompt_token_ids,
-            outputs=[make(index, sequence) for index, sequence in enumerate(sequences)],
+            outputs=[self._completion(index, sequence) for index, sequence in enumerate(sequences)],
             finished=finished,
             num_cached_tokens=group.num_cached_tokens,
         )
@@ -71,61 +70,45 @@ class OutputProcessor:
             sequence.detokenizer = Detokenizer(self.tokenizer, sequence.group.prompt_token_ids, sequence.params)
         return sequence.detokenizer
 
-    def _whole(self, index: int, sequence: Sequence) -> CompletionOutput:
-        """Everything so far."""
+    def _completion(self, index: int, sequence: Sequence) -> CompletionOutput:
+        """Return a sample: everything so far, or with DELTA what is new since the output before."""
+        delta = sequence.params.output_kind is RequestOutputKind.DELTA
+        begin = sequence.num_reported if delta else 0
+        sequence.num_reported = sequence.num_output_tokens
         shows_logprobs = sequence.params.logprobs is not None
         return CompletionOutput(
             index=index,
-            text=self._text(sequence),
-            token_ids=sequence.output_token_ids,
-            cumulative_logprob=sequence.cumulative_logprob if shows_logprobs else None,
-            logprobs=list(sequence.logprobs) if shows_logprobs else None,
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-        )
-
-    def _text(self, sequence: Sequence) -> str:
-        if self.tokenizer is None or not sequence.params.detokenize:
-            return ""
-        if not sequence.finished and sequence.detokenizer is not None:
-            sequence.detokenizer.num_shown = 0
-            return sequence.detokenizer.show(finished=False)
-        return self._final_text(sequence)
-
-    def _final_text(self, sequence: Sequence) -> str:
-        """The text of a finished sample, incomplete characters at its end included."""
-        if isinstance(sequence.stop_reason, str) and sequence.detokenizer is not None:
-            return sequence.detokenizer.text
-        token_ids, params = sequence.output_token_ids, sequence.params
-        ended_by_token = sequence.finish_reason == "stop" and not params.include_stop_str_in_output
-        return decode(
-            self.tokenizer,
-            sequence.group.prompt_token_ids,
-            token_ids[:-1] if ended_by_token else token_ids,
-            skip_special_tokens=params.skip_special_tokens,
-        )
-
-    def _delta(self, index: int, sequence: Sequence) -> CompletionOutput:
-        """What is new since the output before."""
-        text = ""
-        detokenizer = sequence.detokenizer
-        if detokenizer is not None:
-            if sequence.finished:
-                final = self._final_text(sequence)
-                if final.startswith(detokenizer.text[: detokenizer.num_shown]):
-                    detokenizer.text = final
-            text = detokenizer.show(finished=sequence.finished)
-        begin, sequence.num_reported = sequence.num_reported, sequence.num_output_tokens
-        shows_logprobs = sequence.params.logprobs is not None
-        return CompletionOutput(
-            index=index,
-            text=text,
+            text=self._text(sequence, delta=delta),
             token_ids=sequence.output_token_ids[begin:],
             cumulative_logprob=sequence.cumulative_logprob if shows_logprobs else None,
             logprobs=sequence.logprobs[begin:] if shows_logprobs else None,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
         )
+
+    def _text(self, sequence: Sequence, *, delta: bool) -> str:
+        if self.tokenizer is None or not sequence.params.detokenize:
+            return ""
+        detokenizer = sequence.detokenizer
+        if detokenizer is None:
+            return self._final_text(sequence)
+        if not delta:
+            detokenizer.num_shown = 0
+        if sequence.finished:
+            final = self._final_text(sequence)
+            if final.startswith(detokenizer.text[: detokenizer.num_shown]):
+                detokenizer.text = final
+        return detokenizer.show(finished=sequence.finished)
+
+    def _final_text(self, sequence: Sequence) -> str:
+        """The text of a finished sample, incomplete characters at its end included."""
+        if isinstance(sequence.stop_reason, str):
+            return sequence.detokenizer.text
+        token_ids, params = sequence.output_token_ids, sequence.params
+        if sequence.finish_reason == "stop" and not params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]
+        prompt = sequence.group.prompt_token_ids
+        return decode(self.tokenizer, prompt, token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def _named(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
         if self.tokenizer is None:

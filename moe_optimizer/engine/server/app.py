@@ -22,6 +22,8 @@ from moe_optimizer.engine.server.replies import Reply
 from moe_optimizer.engine.server.schema import ChatRequest, CompletionRequest
 from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
 
+Indexed = tuple[int, RequestOutput]
+"""An output, and the position of its prompt."""
 _CLIENT_GONE = 499
 """Nobody reads it: nginx's code for a client that closed the connection, for the access log."""
 
@@ -50,8 +52,7 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check_model(body.model, model_name)
         params, prompts = body.sampling_params(defaults), body.prompts()
-        echo = [_text(llm, prompt) for prompt in prompts] if body.echo else None
-        reply = Reply(model_name, chat=False, n=params.n, echo=echo)
+        reply = Reply(model_name, chat=False, n=params.n, echo=_texts(llm, prompts) if body.echo else None)
         return await answer(prompts, params, reply, body, request)
 
     @app.post("/v1/chat/completions")
@@ -70,9 +71,8 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
         merged = _merge(streams)
         # The first output before the first byte: what is wrong with the request is still a 4xx.
         first = await anext(merged)
-        return StreamingResponse(
-            _events(first, merged, reply, with_usage=body.stream_options.include_usage), media_type="text/event-stream"
-        )
+        events = _events(merged, first, reply, body.stream_options.include_usage)
+        return StreamingResponse(events, media_type="text/event-stream")
 
     @app.exception_handler(RequestValidationError)
     async def _(_request: Request, error: RequestValidationError) -> Response:
@@ -100,8 +100,12 @@ def _check_model(asked: str | None, served: str) -> None:
 
 
 def _error(status: int, message: str) -> Response:
+    return JSONResponse(_error_body(status, message), status)
+
+
+def _error_body(status: int, message: str) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 def _templated(llm: AsyncLLM, body: ChatRequest) -> list[int]:
@@ -119,10 +123,8 @@ def _templated(llm: AsyncLLM, body: ChatRequest) -> list[int]:
         raise InputError(f"messages: {error}") from None
 
 
-def _text(llm: AsyncLLM, prompt: Any) -> str:
-    if isinstance(prompt, str) or llm.engine.tokenizer is None:
-        return prompt if isinstance(prompt, str) else ""
-    return llm.engine.tokenizer.decode(prompt)
+def _texts(llm: AsyncLLM, prompts: list[Any]) -> list[str]:
+    return [prompt if isinstance(prompt, str) else llm.engine.tokenizer.decode(prompt) for prompt in prompts]
 
 
 async def _last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
@@ -146,7 +148,7 @@ async def _unless_client_leaves(request: Request, outputs: asyncio.Future[Any]) 
         outputs.cancel()
 
 
-async def _merge(streams: list[AsyncIterator[RequestOutput]]) -> AsyncIterator[tuple[int, RequestOutput]]:
+async def _merge(streams: list[AsyncIterator[RequestOutput]]) -> AsyncIterator[Indexed]:
     """Yield the outputs of several streams with their position, as they come. All are closed at the end."""
     pending: dict[asyncio.Future[RequestOutput], int] = {}
     try:
@@ -168,24 +170,18 @@ async def _merge(streams: list[AsyncIterator[RequestOutput]]) -> AsyncIterator[t
             await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def _events(
-    first: tuple[int, RequestOutput],
-    others: AsyncIterator[tuple[int, RequestOutput]],
-    reply: Reply,
-    *,
-    with_usage: bool,
-) -> AsyncIterator[str]:
-    async with aclosing(others):  # type: ignore[type-var]
+async def _events(outputs: AsyncIterator[Indexed], first: Indexed, reply: Reply, usage: bool) -> AsyncIterator[str]:
+    async with aclosing(outputs):  # type: ignore[type-var]
+        if chunk := reply.chunk(*first):
+            yield _event(chunk)
         try:
-            if chunk := reply.chunk(*first):
-                yield _event(chunk)
-            async for position, output in others:
-                if chunk := reply.chunk(position, output):
+            async for output in outputs:
+                if chunk := reply.chunk(*output):
                     yield _event(chunk)
         except MoeOptimizerError as error:
-            yield _event({"error": {"message": str(error), "type": "server_error", "code": 500}})
+            yield _event(_error_body(500, str(error)))
             return
-        if with_usage:
+        if usage:
             yield _event(reply.usage_chunk())
         yield "data: [DONE]\n\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 import uvicorn
@@ -11,6 +12,7 @@ import uvicorn
 from moe_optimizer.engine.async_llm import AsyncLLM
 from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.server.app import create_app
+from moe_optimizer.errors import MoeOptimizerError
 
 
 def serve(args: EngineArgs, *, host: str = "127.0.0.1", port: int = 8000, served_model_name: str | None = None) -> None:
@@ -33,12 +35,8 @@ def serve(args: EngineArgs, *, host: str = "127.0.0.1", port: int = 8000, served
         llm.shutdown()
 
 
-def main() -> None:
-    """Serve as the command line says: every argument of `EngineArgs` is an option.
-
-    Raises:
-        MoeOptimizerError: as `serve`, or an argument is wrong.
-    """
+def main() -> int:
+    """Serve as the command line says, where every argument of `EngineArgs` is an option; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_optimizer.engine.server")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
@@ -48,7 +46,12 @@ def main() -> None:
         parser.add_argument(option, dest=name, type=_value, required=field.is_required(), default=argparse.SUPPRESS)
     given = vars(parser.parse_args())
     server = {name: given.pop(name) for name in ("host", "port", "served_model_name")}
-    serve(EngineArgs(**given), **server)
+    try:
+        serve(EngineArgs(**given), **server)
+    except MoeOptimizerError as error:
+        print(f"error: {error}" + (f"\n\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
+        return int(error.exit_code)
+    return 0
 
 
 def _value(text: str) -> Any:
