@@ -140,6 +140,18 @@ def test_bad_input_is_the_clients_mistake(url: str, path: str, body: dict[str, A
         assert reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_one_bad_prompt_ends_those_beside_it(url: str, llm: AsyncLLM, stream: bool) -> None:
+    reply = post(url, "completions", prompt=["x", "x " * 5000], max_tokens=1500, ignore_eos=True, stream=stream)
+    assert reply.status_code == 400
+    generated = "moe_optimizer:request_success_total"
+    before = httpx.get(f"{url}/metrics").text
+    eventually(lambda: not llm.engine.groups)
+    after = httpx.get(f"{url}/metrics").text
+    line = next(line for line in before.split("\n") if line.startswith(generated))
+    assert line in after, "the first prompt was computed to its end"
+
+
 def test_a_body_that_is_no_json_is_the_clients_mistake(url: str) -> None:
     assert httpx.post(f"{url}/v1/completions", content=b"{not json").status_code == 400
 

@@ -65,10 +65,10 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
         prompts: Any, params: SamplingParams, reply: Reply, body: CompletionRequest | ChatRequest, request: Request
     ) -> Response:
         streams = [metrics.watch(llm.generate(prompt, params, priority=body.priority)) for prompt in prompts]
-        if not body.stream:
-            outputs = await _unless_client_leaves(request, asyncio.gather(*(_last(stream) for stream in streams)))
-            return Response(status_code=_CLIENT_GONE) if outputs is None else JSONResponse(reply.whole(outputs))
         merged = _merge(streams)
+        if not body.stream:
+            outputs = await _unless_client_leaves(request, asyncio.ensure_future(_finished(merged)))
+            return Response(status_code=_CLIENT_GONE) if outputs is None else JSONResponse(reply.whole(outputs))
         # The first output before the first byte: what is wrong with the request is still a 4xx.
         first = await anext(merged)
         events = _events(merged, first, reply, body.stream_options.include_usage)
@@ -127,9 +127,10 @@ def _texts(llm: AsyncLLM, prompts: list[Any]) -> list[str]:
     return [prompt if isinstance(prompt, str) else llm.engine.tokenizer.decode(prompt) for prompt in prompts]
 
 
-async def _last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
-    async with aclosing(stream):  # type: ignore[type-var]
-        return [output async for output in stream][-1]
+async def _finished(outputs: AsyncIterator[Indexed]) -> list[RequestOutput]:
+    async with aclosing(outputs):  # type: ignore[type-var]
+        found = {position: output async for position, output in outputs}
+    return [found[position] for position in sorted(found)]
 
 
 async def _unless_client_leaves(request: Request, outputs: asyncio.Future[Any]) -> Any:
