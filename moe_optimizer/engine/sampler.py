@@ -30,8 +30,11 @@ class TorchSampler:
         params = [sequence.params for sequence in sequences]
         reported = [row for row, each in enumerate(params) if _reports_logprob(each)]
         logprobs_RV = logits_SV[reported].log_softmax(-1) if reported else None
-        self._forbid_early_end(logits_SV, sequences)
-        self._penalize(logits_SV, sequences)
+        for logits_V, sequence in zip(logits_SV, sequences, strict=True):
+            if sequence.num_output_tokens < sequence.params.min_tokens:
+                logits_V[sorted(sequence.group.end_token_ids)] = float("-inf")
+            if sequence.params.penalized:
+                _penalize(logits_V, sequence)
         token_ids = self._choose(logits_SV, sequences, params).tolist()
         tokens = [SampledToken(token_id, None, None) for token_id in token_ids]
         if logprobs_RV is not None:
@@ -66,16 +69,6 @@ class TorchSampler:
             if sequence.params.seed is not None:
                 noise[row].exponential_(generator=_generator_of(sequence, like_SV.device))
         return noise.log_().neg_()
-
-    def _forbid_early_end(self, logits_SV: Tensor, sequences: list[Sequence]) -> None:
-        for row, sequence in enumerate(sequences):
-            if sequence.num_output_tokens < sequence.params.min_tokens:
-                logits_SV[row, sorted(sequence.group.end_token_ids)] = float("-inf")
-
-    def _penalize(self, logits_SV: Tensor, sequences: list[Sequence]) -> None:
-        for row, sequence in enumerate(sequences):
-            if sequence.params.penalized:
-                _penalize(logits_SV[row], sequence)
 
 
 def _penalize(logits_V: Tensor, sequence: Sequence) -> None:

@@ -6,6 +6,7 @@ Legend: S sequences, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,27 +21,23 @@ class SamplingFilters:
     temperature_S1: Tensor
     scheduled: bool
     """Whether a temperature changes with the number of tokens."""
-    top_k_S: Tensor | None
+    top_k_S1: Tensor | None
     top_p_S1: Tensor | None
     min_p_S1: Tensor | None
 
     @classmethod
     def of(cls, params: list[SamplingParams], device: torch.device) -> SamplingFilters:
         """Return the filters of a batch."""
-        every = 1 << 31
 
-        def column(values: list[float], neutral: float) -> Tensor | None:
-            return torch.tensor(values, device=device) if any(value != neutral for value in values) else None
+        def column(values: list[Any]) -> Tensor:
+            return torch.tensor(values, device=device)[:, None]
 
-        top_k = column([each.top_k if each.top_k > 0 else every for each in params], every)
-        top_p = column([float(each.top_p) for each in params], 1.0)
-        min_p = column([float(each.min_p) for each in params], 0.0)
         return cls(
-            temperature_S1=torch.tensor([float(each.temperature) for each in params], device=device)[:, None],
+            temperature_S1=column([float(each.temperature) for each in params]),
             scheduled=any(each.temperature_schedule for each in params),
-            top_k_S=top_k,
-            top_p_S1=None if top_p is None else top_p[:, None],
-            min_p_S1=None if min_p is None else min_p[:, None],
+            top_k_S1=column([each.top_k for each in params]) if any(each.top_k > 0 for each in params) else None,
+            top_p_S1=column([float(each.top_p) for each in params]) if any(each.top_p < 1 for each in params) else None,
+            min_p_S1=column([float(each.min_p) for each in params]) if any(each.min_p > 0 for each in params) else None,
         )
 
     def apply(self, scores_SV: Tensor) -> Tensor:
@@ -48,22 +45,18 @@ class SamplingFilters:
         if self.min_p_S1 is not None:
             floor = scores_SV.amax(-1, keepdim=True) + self.min_p_S1.log()
             scores_SV = scores_SV.masked_fill(scores_SV < floor, float("-inf"))
-        if self.top_k_S is not None:
-            scores_SV = _top_k(scores_SV, self.top_k_S)
+        if self.top_k_S1 is not None:
+            scores_SV = _top_k(scores_SV, self.top_k_S1)
         if self.top_p_S1 is not None:
             scores_SV = _top_p(scores_SV, self.top_p_S1)
         return scores_SV
 
 
-def _top_k(scores_SV: Tensor, top_k_S: Tensor) -> Tensor:
-    size = scores_SV.shape[-1]
-    largest = int(top_k_S.where(top_k_S < size, 0).max())
-    if not largest:
-        return scores_SV
-    sorted_SK = scores_SV.topk(largest, dim=-1).values
-    kth_S1 = sorted_SK.gather(1, (top_k_S.clamp(max=largest) - 1)[:, None])
-    limit_S1 = torch.where((top_k_S < size)[:, None], kth_S1, float("-inf"))
-    return scores_SV.masked_fill(scores_SV < limit_S1, float("-inf"))
+def _top_k(scores_SV: Tensor, top_k_S1: Tensor) -> Tensor:
+    top_k_S1 = top_k_S1.clamp(max=scores_SV.shape[-1])
+    best_SK = scores_SV.topk(int(top_k_S1.max()), dim=-1).values
+    kth_S1 = best_SK.gather(1, top_k_S1.clamp(min=1) - 1)
+    return scores_SV.masked_fill((scores_SV < kth_S1) & (top_k_S1 > 0), float("-inf"))
 
 
 def _top_p(scores_SV: Tensor, top_p_S1: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 
 from moe_optimizer.engine.protocols import BlockManager
 from moe_optimizer.engine.scheduler_output import SchedulerOutput
@@ -84,11 +83,6 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether there is anything to compute."""
         return bool(self.running or self.swapped or self._next_waiting())
-
-    def sequences(self) -> Iterator[Sequence]:
-        """Yield every sequence that may hold blocks."""
-        yield from self.running
-        yield from self.swapped
 
     # One step
 
