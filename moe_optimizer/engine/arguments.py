@@ -1,0 +1,36 @@
+"""`Arguments`: named values that are checked when they are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.near_match import did_you_mean
+
+
+class Arguments(BaseModel):
+    """Frozen; nothing is converted but integers to floats.
+
+    Raises:
+        InputError: a value is of another type or outside its range, or there is no argument of that name.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _input_error(error, list(type(self).model_fields)) from None
+
+
+def _input_error(error: ValidationError, known: list[str]) -> InputError:
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return InputError(f"got the unknown argument {name!r}", hint=did_you_mean(name, known))
+    if first["type"] == "value_error":
+        return InputError(first["msg"].removeprefix("Value error, "))
+    return InputError(f"{name}: got {first['input']!r}, {first['msg'].replace('Input should be', 'expected')}")

@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache: what every backend is given, and one file for each."""

@@ -1,0 +1,65 @@
+"""Attention through torch's `scaled_dot_product_attention`: on every device, in every dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from moe_optimizer.engine.attention.base import store
+from moe_optimizer.engine.attention.context import AttentionContext, DecodeGroup, Prefill
+
+
+class SdpaAttention:
+    """Prefills one sequence at a time; decodes those of similar length together, over their gathered contexts."""
+
+    def __init__(self) -> None:
+        self._workspace = torch.empty(0)
+
+    def attend(
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, context: AttentionContext
+    ) -> Tensor:
+        """See `AttentionBackend`."""
+        store(k_TKd, v_TKd, cache_2BSKd, context.slots_T)
+        out_THd = torch.empty_like(q_THd)
+        if context.num_decodes:
+            for group in context.decode_groups:
+                out_THd.index_copy_(
+                    0, group.rows_G, self._decode(q_THd.index_select(0, group.rows_G), cache_2BSKd, group)
+                )
+        for prefill in context.prefills:
+            rows = slice(prefill.begin, prefill.end)
+            out_THd[rows] = _prefill(q_THd[rows], k_TKd[rows], v_TKd[rows], cache_2BSKd, prefill)
+        return out_THd
+
+    def _decode(self, q_GHd: Tensor, cache_2BSKd: Tensor, group: DecodeGroup) -> Tensor:
+        """One query per sequence. Query heads that share a key/value head are its rows, so nothing is repeated."""
+        num, heads, size = q_GHd.shape
+        kv_heads = cache_2BSKd.shape[3]
+        gathered = self._gather(cache_2BSKd, group.block_tables_GN.flatten())
+        keys, values = gathered.view(2, num, -1, kv_heads, size).transpose(2, 3)
+        q_GKRd = q_GHd.view(num, kv_heads, heads // kv_heads, size)
+        return scaled_dot_product_attention(q_GKRd, keys, values, group.mask_G11L).reshape(num, heads, size)
+
+    def _gather(self, cache_2BSKd: Tensor, block_ids: Tensor) -> Tensor:
+        """Copy blocks into a buffer that is kept: fresh memory of this size costs more than the copy."""
+        num_elements = cache_2BSKd[:, 0].numel() * len(block_ids)
+        if self._workspace.numel() < num_elements:
+            self._workspace = cache_2BSKd.new_empty(num_elements)
+        gathered = self._workspace[:num_elements].view(2, len(block_ids), *cache_2BSKd.shape[2:])
+        for half, target in zip(cache_2BSKd, gathered, strict=True):
+            torch.index_select(half, 0, block_ids, out=target)
+        return gathered
+
+
+def _prefill(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, prefill: Prefill) -> Tensor:
+    """A prompt or a chunk of one; keys and values of tokens before it are read from the cache."""
+    mask = None
+    if prefill.num_computed:
+        length = prefill.num_computed + len(q_THd)
+        k_TKd, v_TKd = (half.index_select(0, prefill.block_ids).flatten(0, 1)[:length] for half in cache_2BSKd)
+        mask = torch.ones(len(q_THd), length, dtype=torch.bool, device=q_THd.device).tril(prefill.num_computed)
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q_THd, k_TKd, v_TKd))
+    shared = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=shared)
+    return out[0].transpose(0, 1)

@@ -1,0 +1,219 @@
+"""`BlockManager`: which sequence holds which block of the KV cache, and which blocks can be found again."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from moe_optimizer.engine.block import Block
+from moe_optimizer.engine.block_hash import block_hash
+from moe_optimizer.engine.scheduler_output import Copies
+from moe_optimizer.engine.sequence import Sequence
+
+
+class BlockManager:
+    """Hands out blocks, shares those with equal content, and takes them back.
+
+    A block is in one of three places: held (ref_count > 0), cached (not held, its content may be found by a prompt;
+    the least recently used is evicted first) or free.
+
+    Args:
+        num_blocks: on the device.
+        num_host_blocks: in host memory, for sequences that are swapped out.
+        block_size: tokens per block.
+        prefix_caching: let prompts find blocks of earlier ones.
+    """
+
+    def __init__(
+        self, num_blocks: int, *, num_host_blocks: int = 0, block_size: int = 16, prefix_caching: bool = True
+    ) -> None:
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.blocks = [Block(number) for number in range(num_blocks)]
+        self.num_host_blocks = num_host_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._by_content: dict[bytes, int] = {}
+        self._free_host = list(range(num_host_blocks - 1, -1, -1))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks on the device."""
+        return len(self.blocks)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out: the free and the cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_available_host(self) -> int:
+        """Blocks in host memory that can be handed out."""
+        return len(self._free_host)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold `num_tokens`."""
+        return -(-num_tokens // self.block_size)
+
+    # Prefix caching
+
+    def take_prefix(self, sequence: Sequence) -> None:
+        """Give a sequence without blocks those that hold the beginning of its tokens.
+
+        At least the last token is left to be computed: its logits are needed.
+        """
+        if not self.prefix_caching:
+            return
+        table = sequence.block_table
+        before = b""
+        for start in range(0, sequence.num_tokens - self.block_size, self.block_size):
+            before = block_hash(before, sequence.token_ids[start : start + self.block_size])
+            block_id = self._by_content.get(before)
+            if block_id is None:
+                break
+            self._hold(block_id)
+            table.block_ids.append(block_id)
+            table.contents.append(before)
+        sequence.num_computed_tokens = table.num_slots = len(table.block_ids) * self.block_size
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let prompts find the sequence's blocks that have become full."""
+        if not self.prefix_caching:
+            return
+        table, size = sequence.block_table, self.block_size
+        before = table.contents[-1] if table.contents else b""
+        for index in range(len(table.contents), sequence.num_computed_tokens // size):
+            before = block_hash(before, sequence.token_ids[index * size : (index + 1) * size])
+            table.contents.append(before)
+            block = self.blocks[table.block_ids[index]]
+            if block.content is None and before not in self._by_content:
+                block.content = before
+                self._by_content[before] = block.block_id
+
+    # Holding and letting go
+
+    def make_room(self, sequence: Sequence, num_tokens: int, copies: Copies) -> bool:
+        """Give the sequence blocks for `num_tokens` more than are computed; return whether there were enough.
+
+        A block that others read is not written to: it is replaced, and `copies` says what to copy before.
+        """
+        table = sequence.block_table
+        end = sequence.num_computed_tokens + num_tokens
+        written = sequence.num_computed_tokens // self.block_size
+        shared = written < len(table.block_ids) and not self.blocks[table.block_ids[written]].writable
+        num_new = self.blocks_for(end) - len(table.block_ids)
+        if num_new + shared > self.num_available:
+            return False
+        if shared:
+            source, target = table.block_ids[written], self._take()
+            copies.append((source, target))
+            table.block_ids[written] = target
+            self._release(source)
+        for _ in range(num_new):
+            table.block_ids.append(self._take())
+        table.num_slots = len(table.block_ids) * self.block_size
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` share the blocks of `parent`; its last prompt token is computed again, for its own sample."""
+        for block_id in parent.block_table.block_ids:
+            self._hold(block_id)
+        child.block_table.block_ids = array("i", parent.block_table.block_ids)
+        child.block_table.contents = parent.block_table.contents[: (child.num_tokens - 1) // self.block_size]
+        child.num_computed_tokens = child.num_tokens - 1
+        # Both must ask before they write next.
+        parent.block_table.num_slots = child.block_table.num_slots = 0
+
+    def free(self, sequence: Sequence) -> None:
+        """Take back every block, on the device and in host memory."""
+        table = sequence.block_table
+        # The end first: of a prompt that is used again, the beginning is worth most.
+        for block_id in reversed(table.block_ids):
+            self._release(block_id)
+        table.clear()
+        self._free_host.extend(table.host_ids)
+        table.host_ids = []
+        sequence.num_computed_tokens = 0
+
+    # Swapping
+
+    def swap_out(self, sequence: Sequence, copies: Copies) -> bool:
+        """Move the sequence to host memory, the copies still to be made; return whether there was room."""
+        table = sequence.block_table
+        if len(table.block_ids) > len(self._free_host):
+            return False
+        table.host_ids = [self._free_host.pop() for _ in table.block_ids]
+        copies.extend(zip(table.block_ids, table.host_ids, strict=True))
+        for block_id in reversed(table.block_ids):
+            self._release(block_id)
+        table.clear()
+        return True
+
+    def swap_in(self, sequence: Sequence, copies: Copies) -> bool:
+        """Move the sequence back to the device; return whether there was room, for its next token too."""
+        table = sequence.block_table
+        if max(len(table.host_ids), self.blocks_for(sequence.num_tokens)) > self.num_available:
+            return False
+        table.block_ids = array("i", [self._take() for _ in table.host_ids])
+        table.num_slots = len(table.block_ids) * self.block_size
+        copies.extend(zip(table.host_ids, table.block_ids, strict=True))
+        self._free_host.extend(table.host_ids)
+        table.host_ids = []
+        return True
+
+    # One block
+
+    def _take(self) -> int:
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id, _ = self._cached.popitem(last=False)
+            self._forget(self.blocks[block_id])
+        self.blocks[block_id].ref_count = 1
+        return block_id
+
+    def _hold(self, block_id: int) -> None:
+        block = self.blocks[block_id]
+        if block.ref_count == 0:
+            del self._cached[block_id]
+        block.ref_count += 1
+
+    def _release(self, block_id: int) -> None:
+        block = self.blocks[block_id]
+        block.ref_count -= 1
+        if block.ref_count:
+            return
+        if block.content is None:
+            self._free.append(block_id)
+        else:
+            self._cached[block_id] = None
+
+    def _forget(self, block: Block) -> None:
+        assert block.content is not None, f"cached block {block.block_id} has no content"
+        del self._by_content[block.content]
+        block.content = None
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Assert that every block is in exactly one place, and held as often as `sequences` (all there are) hold it."""
+        held = [0] * self.num_blocks
+        host: list[int] = list(self._free_host)
+        for sequence in sequences:
+            for block_id in sequence.block_table.block_ids:
+                held[block_id] += 1
+            host.extend(sequence.block_table.host_ids)
+        counts = [block.ref_count for block in self.blocks]
+        assert counts == held, f"reference counts {counts}, block tables hold {held}"
+        num_used = sum(count > 0 for count in counts)
+        places = (len(self._free), num_used, len(self._cached))
+        assert sum(places) == self.num_blocks, (
+            f"free {places[0]} + used {places[1]} + cached {places[2]} != {self.num_blocks}"
+        )
+        assert all(counts[block_id] == 0 for block_id in (*self._free, *self._cached)), "a free block is held"
+        assert sorted(host) == list(range(self.num_host_blocks)), (
+            f"host blocks {sorted(host)} of {self.num_host_blocks}"
+        )
+        found = {block.block_id: block.content for block in self.blocks if block.content is not None}
+        assert found == {number: content for content, number in self._by_content.items()}, (
+            "contents differ from the index"
+        )

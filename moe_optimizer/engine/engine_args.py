@@ -1,0 +1,154 @@
+"""`EngineArgs`: what the user asks for. `EngineConfig`: the same with every choice made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from transformers import AutoConfig, PreTrainedConfig
+
+from moe_optimizer.engine.arguments import Arguments
+from moe_optimizer.engine.weights import LoadFormat
+from moe_optimizer.errors import InputError
+from moe_optimizer.log import get_logger
+
+_log = get_logger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class EngineArgs(Arguments):
+    """The arguments of `LLM`, `AsyncLLM` and the server, named as vLLM names them where it has them."""
+
+    model: str
+    """Folder of the model; `~` is the home folder."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer; None is the model's."""
+    skip_tokenizer_init: bool = False
+    """Token ids in, token ids out."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto is the checkpoint's, and float32 on a CPU that has no instructions for it."""
+    load_format: LoadFormat = "auto"
+    quantization: Literal["fp8"] | None = None
+    """fp8 converts the experts' weights while loading."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Longest sequence, prompt and output; None is the model's own limit, as far as the KV cache holds it."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Sequences computed at the same time."""
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    """Tokens computed in one step."""
+    max_waiting_requests: int = Field(default=4096, ge=1)
+    """Requests that may wait in `AsyncLLM`; more are refused."""
+    block_size: int = Field(default=16, ge=1)
+    """Tokens per block of the KV cache."""
+    num_gpu_blocks_override: int | None = Field(default=None, ge=1)
+    """Blocks of the KV cache; None sizes it from the memory."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Part of a GPU's memory that the engine may use."""
+    kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
+    """Size of the KV cache; None sizes it from the memory."""
+    swap_space: float = Field(default=0.0, ge=0, le=1 << 20)
+    """GiB of host memory for preempted sequences; above 0 they are swapped instead of computed again."""
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    attention_backend: Literal["auto", "sdpa"] = "auto"
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _agree(self) -> EngineArgs:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens: got {self.max_num_batched_tokens}, expected at least max_num_seqs "
+                f"({self.max_num_seqs}): each running sequence computes one token a step"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine runs with: no "auto" is left but the size of the KV cache, which the loaded model decides."""
+
+    args: EngineArgs
+    folder: Path
+    tokenizer_folder: Path | None
+    hf_config: PreTrainedConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+
+    @classmethod
+    def resolve(cls, args: EngineArgs) -> EngineConfig:
+        """Read the model's configuration and make every choice.
+
+        Raises:
+            InputError: the model cannot be read, or arguments contradict each other or the model.
+        """
+        folder = Path(args.model).expanduser()
+        if not (folder / "config.json").is_file():
+            raise InputError(
+                f"model: got {args.model!r}, expected a folder with config.json",
+                hint="`hf download NAME --local-dir FOLDER` fetches a model",
+            )
+        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        device = _device(args.device)
+        max_model_len = args.max_model_len or hf_config.max_position_embeddings
+        if max_model_len > hf_config.max_position_embeddings:
+            raise InputError(
+                f"max_model_len: got {max_model_len}, expected at most {hf_config.max_position_embeddings}, "
+                "the model's max_position_embeddings"
+            )
+        if not args.enable_chunked_prefill and args.max_num_batched_tokens < max_model_len:
+            raise InputError(
+                f"max_num_batched_tokens: got {args.max_num_batched_tokens} without chunked prefill, expected at "
+                f"least max_model_len ({max_model_len})"
+            )
+        tokenizer = None if args.skip_tokenizer_init else Path(args.tokenizer or args.model).expanduser()
+        return cls(
+            args=args,
+            folder=folder,
+            tokenizer_folder=tokenizer,
+            hf_config=hf_config,
+            device=device,
+            dtype=_dtype(args.dtype, hf_config, device),
+            max_model_len=max_model_len,
+        )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0)
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"device: got {name!r}, expected auto, cpu, cuda, cuda:N or mps") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device: got {name!r}, and torch finds no CUDA device", hint="device='cpu' runs everywhere")
+    return device
+
+
+def _dtype(name: str, hf_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    stored = hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else torch.float32
+    if device.type != "cpu" or stored is torch.float32 or _multiplies(stored):
+        return stored
+    _log.warning(
+        "this CPU has no instructions for %s: the weights are held in float32, twice the memory; dtype='bfloat16' "
+        "keeps them as they are, and matrix products become many times slower",
+        str(stored).removeprefix("torch."),
+    )
+    return torch.float32
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of `dtype` natively."""
+    has = torch.cpu.get_capabilities()
+    names = ("avx512_bf16", "amx_bf16", "bf16") if dtype is torch.bfloat16 else ("avx512_fp16", "amx_fp16", "fp16")
+    return any(has.get(name, False) for name in names)

@@ -1,0 +1,113 @@
+"""`KVCache`: the keys and values of all layers, in blocks, on the device and in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from moe_optimizer.engine.engine_args import EngineConfig
+from moe_optimizer.engine.models.decoder import CausalLM
+from moe_optimizer.engine.scheduler_output import Copies, SchedulerOutput
+from moe_optimizer.errors import DoesNotFitError
+
+_GIB = 1 << 30
+_SHARE_OF_HOST = 0.5
+"""Chosen: the part of free host memory that the cache of a CPU may take. Pages never written to cost nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSize:
+    """Decided once the model is loaded and the memory that is left is known."""
+
+    num_blocks: int
+    """On the device."""
+    num_host_blocks: int
+    """In host memory, for sequences that are swapped out."""
+    max_model_len: int
+    """Longest sequence that the cache holds, at most what was asked for."""
+
+
+class KVCache:
+    """One tensor [2, blocks, block size, KV heads, head dim] per layer, and its like in host memory."""
+
+    def __init__(self, config: EngineConfig, model: CausalLM, size: CacheSize) -> None:
+        block_size = config.args.block_size
+        self.layers: list[Tensor] = []
+        self.host_layers: list[Tensor] = []
+        for attention in model.attention_layers():
+            shape = attention.kv_cache_shape(size.num_blocks, block_size)
+            attention.kv_cache = _zeros(shape, config.dtype, config.device)
+            self.layers.append(attention.kv_cache)
+            host_shape = attention.kv_cache_shape(size.num_host_blocks, block_size)
+            self.host_layers.append(_zeros(host_shape, config.dtype, torch.device("cpu")))
+
+    def move(self, step: SchedulerOutput) -> None:
+        """Make a step's moves, in the order that the scheduler relies on."""
+        _copy_blocks(self.layers, self.host_layers, step.swap_out)
+        _copy_blocks(self.layers, self.layers, step.copies)
+        _copy_blocks(self.host_layers, self.layers, step.swap_in)
+
+
+def fit_cache(config: EngineConfig, model: CausalLM, peak_bytes: int = 0) -> CacheSize:
+    """Return the size of the cache that the arguments and the memory allow.
+
+    Args:
+        config: the engine's.
+        model: loaded.
+        peak_bytes: what a step needs beside weights and cache, on a GPU.
+
+    Raises:
+        DoesNotFitError: the longest sequence asked for does not fit.
+    """
+    args = config.args
+    block_bytes = bytes_per_block(config, model)
+    needed = -(-config.max_model_len // args.block_size)
+    if args.num_gpu_blocks_override is not None:
+        num_blocks = args.num_gpu_blocks_override
+    elif args.kv_cache_memory_bytes is not None:
+        num_blocks = args.kv_cache_memory_bytes // block_bytes
+    else:
+        num_blocks = min(needed * args.max_num_seqs, _free_bytes(config, peak_bytes) // block_bytes)
+    longest = min(config.max_model_len, num_blocks * args.block_size)
+    if num_blocks < 1 or (args.max_model_len is not None and longest < args.max_model_len):
+        raise DoesNotFitError(
+            f"KV cache: got room for {max(num_blocks, 0) * args.block_size} tokens, expected at least "
+            f"{config.max_model_len} (max_model_len), {needed * block_bytes / _GIB:.2f} GiB",
+            hint="lower max_model_len, or raise gpu_memory_utilization or kv_cache_memory_bytes",
+        )
+    return CacheSize(
+        num_blocks=num_blocks, num_host_blocks=int(args.swap_space * _GIB) // block_bytes, max_model_len=longest
+    )
+
+
+def bytes_per_block(config: EngineConfig, model: CausalLM) -> int:
+    """Return what one block takes in all layers together."""
+    elements = sum(layer.kv_cache_shape(1, config.args.block_size).numel() for layer in model.attention_layers())
+    return elements * config.dtype.itemsize
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros: what lies behind a context is read, multiplied by 0, and must not be NaN."""
+    if device.type != "cpu" or not shape.numel():
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch writes its zeros; those of numpy take no memory before they are used.
+    return torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def _copy_blocks(sources: list[Tensor], targets: list[Tensor], copies: Copies) -> None:
+    if not copies:
+        return
+    froms, tos = (torch.tensor(numbers) for numbers in zip(*copies, strict=True))
+    for source, target in zip(sources, targets, strict=True):
+        target[:, tos.to(target.device)] = source[:, froms.to(source.device)].to(target.device)
+
+
+def _free_bytes(config: EngineConfig, peak_bytes: int) -> int:
+    if config.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(config.device)
+        return int(free - (1 - config.args.gpu_memory_utilization) * total) - peak_bytes
+    return int(_SHARE_OF_HOST * psutil.virtual_memory().available)

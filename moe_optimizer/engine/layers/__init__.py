@@ -1,0 +1,1 @@
+"""The layers that the model families share. Each loads its own weights: `Layer.load_weight`."""

@@ -1,0 +1,23 @@
+"""`RMSNorm`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_optimizer.engine.layers.linear import Layer
+
+
+class RMSNorm(Layer):
+    """Divides by the root of the mean square, in float32, and multiplies by a weight, in the model's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)

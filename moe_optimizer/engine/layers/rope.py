@@ -1,0 +1,57 @@
+"""`RotaryEmbedding`: turns queries and keys by an angle that grows with their position."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from moe_optimizer.errors import UnsupportedError
+
+# Those whose frequencies do not depend on the length of the sequence.
+_SCALED = ("linear", "llama3", "yarn")
+
+
+class RotaryEmbedding(nn.Module):
+    """Tables of cosines and sines, computed in float32 and cast to the model's dtype.
+
+    Raises:
+        UnsupportedError: the configuration asks for a kind that is none of default, linear, llama3 and yarn.
+    """
+
+    cos_Ld: Tensor
+    sin_Ld: Tensor
+
+    def __init__(self, config: PreTrainedConfig, head_dim: int, max_positions: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        inv_freq, factor = _frequencies(config, head_dim)
+        angles = torch.arange(max_positions, dtype=torch.float32, device="cpu")[:, None] * inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos_Ld", (angles.cos() * factor).to(dtype), persistent=False)
+        self.register_buffer("sin_Ld", (angles.sin() * factor).to(dtype), persistent=False)
+
+    def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the positions, [T, 1, d] each."""
+        return F.embedding(positions_T, self.cos_Ld)[:, None], F.embedding(positions_T, self.sin_Ld)[:, None]
+
+
+def rotate(x_TNd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
+    """Turn the heads of each token: the first half of a head's elements pairs with the second."""
+    first, second = x_TNd.chunk(2, dim=-1)
+    return x_TNd * cos_T1d + torch.cat((-second, first), dim=-1) * sin_T1d
+
+
+def _frequencies(config: PreTrainedConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Return the inverse frequencies, float32 [d / 2], and the factor of the tables."""
+    kind = config.rope_parameters["rope_type"]
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedError("config.json: rope: got a partial_rotary_factor, expected heads that turn as a whole")
+    with torch.device("cpu"):
+        if kind == "default":
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+        if kind in _SCALED:
+            return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    raise UnsupportedError(f"config.json: rope_type: got {kind!r}, expected one of default, {', '.join(_SCALED)}")

@@ -1,0 +1,128 @@
+"""`LLM`: generate for a list of prompts, and wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from moe_optimizer.engine.engine_args import EngineArgs
+from moe_optimizer.engine.llm_engine import LLMEngine, Prompt
+from moe_optimizer.engine.outputs import RequestOutput
+from moe_optimizer.engine.sampling_params import RequestOutputKind, SamplingParams, one_per_prompt
+from moe_optimizer.engine.tokenizer import generation_defaults
+from moe_optimizer.errors import InputError
+
+Message = dict[str, Any]
+
+
+class LLM:
+    """An engine for offline use.
+
+    Args:
+        model: folder of the model.
+        arguments: those of `EngineArgs`.
+    """
+
+    def __init__(self, model: str, **arguments: Any) -> None:
+        self.llm_engine = LLMEngine(EngineArgs(model=model, **arguments))
+        self._ids = count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Return the outputs, in the order of the prompts.
+
+        Args:
+            prompts: text or token ids, or several of them.
+            sampling_params: for all prompts, or one for each; None is `get_default_sampling_params`.
+            use_tqdm: show progress and tokens per second.
+            priority: of each prompt; lower is served first.
+
+        Raises:
+            InputError: a prompt or a parameter is wrong; nothing is computed then.
+        """
+        several = _several(prompts)
+        params = one_per_prompt(sampling_params, len(several), self.get_default_sampling_params())
+        priorities = [0] * len(several) if priority is None else list(priority)
+        if len(priorities) != len(several):
+            raise InputError(f"priority: got {len(priorities)}, expected as many as prompts ({len(several)})")
+        request_ids: list[str] = []
+        try:
+            for prompt, each, number in zip(several, params, priorities, strict=True):
+                request_id = str(next(self._ids))
+                final = each.model_copy(update={"output_kind": RequestOutputKind.FINAL_ONLY})
+                self.llm_engine.add_request(request_id, prompt, final, priority=number)
+                request_ids.append(request_id)
+            outputs = self._run(len(request_ids), use_tqdm=use_tqdm)
+        except BaseException:
+            for request_id in request_ids:
+                self.llm_engine.abort_request(request_id)
+            raise
+        return [outputs[request_id] for request_id in request_ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template_arguments: Any,
+    ) -> list[RequestOutput]:
+        """Return the answers to one conversation, or to several, through the model's chat template."""
+        several = [messages] if messages and isinstance(messages[0], dict) else messages
+        tokenizer = self.get_tokenizer()
+        prompts = [
+            tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False, **template_arguments)
+            for each in several
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer of transformers.
+
+        Raises:
+            InputError: the engine was made without one.
+        """
+        if self.llm_engine.tokenizer is None:
+            raise InputError("tokenizer: got none with skip_tokenizer_init=True, expected one")
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters that generation_config.json recommends."""
+        return default_sampling_params(self.llm_engine)
+
+    def _run(self, total: int, *, use_tqdm: bool) -> dict[str, RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        num_tokens, started = 0, time.perf_counter()
+        with tqdm(total=total, desc="Generating", unit="req", disable=not use_tqdm) as bar:
+            while self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.step():
+                    outputs[output.request_id] = output
+                    num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+                    bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - started):.0f} tok/s", refresh=False)
+                    bar.update()
+        return outputs
+
+
+def default_sampling_params(engine: LLMEngine) -> SamplingParams:
+    """Return the parameters that the model's generation_config.json recommends."""
+    defaults = generation_defaults(engine.config.folder)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: defaults[name] for name in names if defaults.get(name) is not None}
+    if defaults.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return SamplingParams(**found)
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    one = isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [cast(Prompt, prompts)] if one else list(cast(Sequence[Prompt], prompts))

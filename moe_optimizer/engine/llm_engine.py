@@ -1,0 +1,176 @@
+"""`LLMEngine`: requests in, one step at a time, outputs out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+from itertools import count
+from typing import Any, TypedDict, cast
+
+from moe_optimizer.engine import protocols
+from moe_optimizer.engine.block_manager import BlockManager
+from moe_optimizer.engine.engine_args import EngineArgs, EngineConfig
+from moe_optimizer.engine.kv_cache import CacheSize
+from moe_optimizer.engine.model_runner import ModelRunner
+from moe_optimizer.engine.output_processor import OutputProcessor
+from moe_optimizer.engine.outputs import RequestOutput, SampledToken
+from moe_optimizer.engine.sampling_params import SamplingParams
+from moe_optimizer.engine.scheduler import Scheduler
+from moe_optimizer.engine.sequence import Sequence, SequenceGroup
+from moe_optimizer.engine.tokenizer import end_token_ids, load_tokenizer
+from moe_optimizer.errors import InputError
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is tokenized already."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | Sequences[int] | TokensPrompt
+
+
+class LLMEngine:
+    """Holds the requests under way. Only `make_group` may be called from another thread than the rest.
+
+    Args:
+        args: what the user asks for.
+        executor: in place of a `ModelRunner`.
+        scheduler: in place of a `Scheduler`, with its block manager.
+        sampler: in place of a `TorchSampler`.
+
+    Raises:
+        MoeOptimizerError: the model cannot be loaded, or does not fit.
+    """
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        *,
+        executor: protocols.Executor | None = None,
+        scheduler: protocols.Scheduler | None = None,
+        sampler: protocols.Sampler | None = None,
+    ) -> None:
+        self.config = config = EngineConfig.resolve(args)
+        self.executor = executor or ModelRunner(config, sampler)
+        self.scheduler = scheduler or _make_scheduler(args, self.executor.cache_size)
+        self.max_model_len = self.executor.cache_size.max_model_len
+        self.tokenizer: Any = config.tokenizer_folder and load_tokenizer(config.tokenizer_folder)
+        self.outputs = OutputProcessor(self.tokenizer, self.max_model_len)
+        self.groups: dict[str, SequenceGroup] = {}
+        self._eos_ids = end_token_ids(config.hf_config, config.folder, self.tokenizer)
+        self._arrivals = count()
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one batch of tokens; return what became of the requests in it."""
+        step = self.scheduler.schedule()
+        tokens = self.executor.execute(step)
+        self.scheduler.commit(step)
+        return self._accept(step.sampled, tokens)
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> None:
+        """Let a request wait for its turn; those of lower `priority` numbers go first.
+
+        Raises:
+            InputError: as `make_group`, or the request id is in use.
+        """
+        if request_id in self.groups:
+            raise InputError(f"request_id: got {request_id!r}, which is in use, expected a new one")
+        self.add_group(self.make_group(request_id, prompt, params or SamplingParams(), priority))
+
+    def make_group(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> SequenceGroup:
+        """Return a request as the engine holds it.
+
+        Raises:
+            InputError: the prompt is empty, too long, or has a token that the model does not know; or an argument
+                needs a tokenizer and there is none.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        if self.tokenizer is None and (text is not None or params.stop):
+            raise InputError("prompt or stop: got text without a tokenizer, expected token ids")
+        tokens: Any = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
+        if text is not None:
+            tokens = cast(Any, self.tokenizer).encode(text)
+        return SequenceGroup(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=self._checked(tokens),
+            params=params,
+            end_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
+            priority=priority,
+            arrival=next(self._arrivals),
+        )
+
+    def add_group(self, group: SequenceGroup) -> None:
+        """Let a request of `make_group` wait for its turn."""
+        self.groups[group.request_id] = group
+        self.scheduler.add(group.sequences[0])
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request now and free what it holds; return its last output, None if there is no such request."""
+        group = self.groups.pop(request_id, None)
+        if group is None:
+            return None
+        for sequence in group.sequences:
+            if not sequence.finished:
+                sequence.finish_reason = "abort"
+                self.scheduler.finish(sequence)
+        return self.outputs.output(group)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether there is anything to compute."""
+        return self.scheduler.has_unfinished
+
+    def check_integrity(self) -> None:
+        """Assert that the block manager's books are right."""
+        self.scheduler.blocks.check_integrity(each for group in self.groups.values() for each in group.sequences)
+
+    def _accept(self, sequences: list[Sequence], tokens: list[SampledToken]) -> list[RequestOutput]:
+        groups: dict[str, SequenceGroup] = {}
+        for sequence, token in zip(sequences, tokens, strict=True):
+            group = groups[sequence.group.request_id] = sequence.group
+            if not group.forked:
+                self._fork(group)
+            self.outputs.accept(sequence, token)
+            if sequence.finish_reason is not None:
+                self.scheduler.finish(sequence)
+        for request_id, group in groups.items():
+            if group.finished:
+                del self.groups[request_id]
+        return [output for group in groups.values() if (output := self.outputs.output(group)) is not None]
+
+    def _fork(self, group: SequenceGroup) -> None:
+        """Start the samples behind the first, whose prompt is computed now."""
+        for other in group.sequences[1:]:
+            self.scheduler.fork(group.sequences[0], other)
+        group.forked = True
+
+    def _checked(self, tokens: Sequences[int]) -> list[int]:
+        token_ids, vocab_size = list(tokens), self.config.hf_config.vocab_size
+        if not 0 < len(token_ids) < self.max_model_len:
+            raise InputError(
+                f"prompt: got {len(token_ids)} tokens, expected at least 1 and fewer than {self.max_model_len} "
+                "(max_model_len): there must be room for one more",
+                hint="shorten the prompt, or raise max_model_len up to what the model and the KV cache allow",
+            )
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                raise InputError(f"prompt: got token {token_id!r}, expected an integer from 0 to {vocab_size - 1}")
+        return token_ids
+
+
+def _make_scheduler(args: EngineArgs, size: CacheSize) -> Scheduler:
+    blocks = BlockManager(
+        size.num_blocks,
+        num_host_blocks=size.num_host_blocks,
+        block_size=args.block_size,
+        prefix_caching=args.enable_prefix_caching,
+    )
+    return Scheduler(
+        blocks,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        chunked_prefill=args.enable_chunked_prefill,
+        swap=size.num_host_blocks > 0,
+    )

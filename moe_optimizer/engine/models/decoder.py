@@ -1,0 +1,144 @@
+"""`CausalLM`: a stack of decoder layers between embedding and logits, the same for every family.
+
+Legend: T tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from moe_optimizer.engine.attention.context import AttentionContext
+from moe_optimizer.engine.layers.attention import Attention, QKNorm
+from moe_optimizer.engine.layers.linear import Embedding, Linear, Shard
+from moe_optimizer.engine.layers.norm import RMSNorm
+from moe_optimizer.engine.layers.rope import RotaryEmbedding
+
+_PACKED: dict[str, tuple[str, str]] = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "gate_proj": ("gate_up_proj", "gate"),
+    "up_proj": ("gate_up_proj", "up"),
+}
+"""Module of a checkpoint: the module that holds its rows, and which rows."""
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a feed-forward layer, each added to its input."""
+
+    def __init__(self, hidden_size: int, eps: float, attention: Attention, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden_size, eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps)
+        self.mlp = mlp
+
+    def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
+        """Transform every token."""
+        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), rope, context)
+        return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
+
+
+class Decoder(nn.Module):
+    """Everything before the logits. The names of its parts are those of the checkpoints."""
+
+    def __init__(self, embedding: Embedding, layers: list[DecoderLayer], norm: RMSNorm) -> None:
+        super().__init__()
+        self.embed_tokens = embedding
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+
+    def forward(self, token_ids_T: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
+        """Return the last hidden state of every token."""
+        x_TH = self.embed_tokens(token_ids_T)
+        for layer in self.layers:
+            x_TH = layer(x_TH, rope, context)
+        return self.norm(x_TH)
+
+
+class CausalLM(nn.Module, ABC):
+    """A model that predicts the next token. A family says what its layers are and what its weights are called.
+
+    Args:
+        config: as transformers reads it.
+        max_positions: longest sequence.
+        dtype: of the weights; set as torch's default while the model is built.
+    """
+
+    expert_matrices: ClassVar[Mapping[str, str]] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+    """What a checkpoint calls the matrices of an expert."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Parts of a checkpoint's names, and what they are called here."""
+    qk_norm: ClassVar[QKNorm] = "none"
+
+    def __init__(self, config: PreTrainedConfig, max_positions: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        layers = [
+            DecoderLayer(config.hidden_size, config.rms_norm_eps, self.attention(), self.mlp(index))
+            for index in range(config.num_hidden_layers)
+        ]
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.model = Decoder(Embedding(config.vocab_size, config.hidden_size), layers, norm)
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.rope = RotaryEmbedding(config, self.head_dim, max_positions, dtype)
+
+    @abstractmethod
+    def mlp(self, layer: int) -> nn.Module:
+        """Return the feed-forward part of a layer: `MLP` or `MoE`."""
+
+    def attention(self) -> Attention:
+        """Return the attention of a layer."""
+        return Attention(
+            self.config.hidden_size,
+            num_heads=self.config.num_attention_heads,
+            num_kv_heads=self.config.num_key_value_heads,
+            head_dim=self.head_dim,
+            bias=getattr(self.config, "attention_bias", False),
+            qk_norm=self.qk_norm,
+            eps=self.config.rms_norm_eps,
+            clip=getattr(self.config, "clip_qkv", None),
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of an attention head."""
+        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
+        """Return the last hidden state [T, H] of every token."""
+        return self.model(token_ids_T, self.rope(positions_T), context)
+
+    def logits(self, hidden_TH: Tensor) -> Tensor:
+        """Return the logits [T, V] of the tokens behind these."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(hidden_TH, head.weight)
+
+    def attention_layers(self) -> Iterator[Attention]:
+        """Yield the layers that have a KV cache."""
+        yield from (module for module in self.modules() if isinstance(module, Attention))
+
+    def destination(self, name: str) -> tuple[str, Shard] | None:
+        """Return the parameter that a checkpoint's tensor belongs to and the part of it; None to leave it out."""
+        if name.endswith("rotary_emb.inv_freq") or (self.lm_head is None and name == "lm_head.weight"):
+            return None
+        for theirs, ours in self.renamed.items():
+            name = name.replace(theirs, ours)
+        if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name):
+            matrix = self.expert_matrices.get(match[3])
+            if matrix is not None:
+                return f"{match[1]}.{'w2' if matrix == 'down' else 'w13'}", (matrix, int(match[2]))
+        module, _, parameter = name.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        if last in _PACKED:
+            target, shard = _PACKED[last]
+            return f"{parent}.{target}.{parameter}", shard
+        return name, None

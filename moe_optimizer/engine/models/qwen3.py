@@ -1,0 +1,21 @@
+"""Qwen3, dense: queries and keys are normalized head by head."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from moe_optimizer.engine.layers.attention import QKNorm
+from moe_optimizer.engine.layers.mlp import MLP
+from moe_optimizer.engine.models.decoder import CausalLM
+
+
+class Qwen3ForCausalLM(CausalLM):
+    """`model_type` qwen3."""
+
+    qk_norm: ClassVar[QKNorm] = "head"
+
+    def mlp(self, layer: int) -> nn.Module:
+        """Return the same for every layer."""
+        return MLP(self.config.hidden_size, self.config.intermediate_size)

@@ -1,0 +1,26 @@
+"""Qwen3-MoE: Qwen3 with experts in most layers."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from moe_optimizer.engine.layers.moe import MoE
+from moe_optimizer.engine.models.qwen3 import Qwen3ForCausalLM
+
+
+class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
+    """`model_type` qwen3_moe."""
+
+    def mlp(self, layer: int) -> nn.Module:
+        """Return experts, or in the layers that the configuration says a dense MLP."""
+        config = self.config
+        dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step
+        if dense or not config.num_experts:
+            return super().mlp(layer)
+        return MoE(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            renormalize=config.norm_topk_prob,
+        )

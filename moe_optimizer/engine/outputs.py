@@ -1,0 +1,72 @@
+"""`RequestOutput` and `CompletionOutput`: what a request gets back, named as vLLM names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """Log-probability of one token at one place, before temperature, penalties and filters."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    decoded_token: str | None = None
+
+
+class SampledToken(NamedTuple):
+    """What the sampler chose for one sequence."""
+
+    token_id: int
+    logprob: float | None
+    """None unless the request asks for log-probabilities or draws more samples than it returns."""
+    logprobs: dict[int, Logprob] | None
+    """Of the token and its most likely alternatives; None unless the request asks for them."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sample."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    """stop, length or abort; None while tokens come."""
+    stop_reason: int | str | None = None
+    """The stop string or token that ended it; None for an end-of-sequence token."""
+
+    def add(self, later: CompletionOutput) -> None:
+        """Append what came after this one."""
+        self.text += later.text
+        self.token_ids.extend(later.token_ids)
+        if later.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *later.logprobs]
+        self.cumulative_logprob = later.cumulative_logprob
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One request: its prompt and its samples, the best first if more were drawn than are returned."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache."""
+
+    def add(self, later: RequestOutput) -> None:
+        """Append a later output of the kind DELTA to this one."""
+        mine = {output.index: output for output in self.outputs}
+        for output in later.outputs:
+            if output.index in mine:
+                mine[output.index].add(output)
+            else:
+                self.outputs.append(output)
+        self.finished = later.finished

@@ -1,0 +1,216 @@
+"""`Scheduler`: which sequences the next step computes, and how many tokens of each."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+
+from moe_optimizer.engine.protocols import BlockManager
+from moe_optimizer.engine.scheduler_output import SchedulerOutput
+from moe_optimizer.engine.sequence import Sequence, Status
+
+# Chosen: the part of the blocks that stays free when a prompt is admitted, for the sequences that already run: each
+# needs a block soon, and a prompt that takes the last one is preempted for it.
+_RESERVED_SHARE = 0.01
+
+
+class Scheduler:
+    """Fills each step up to a budget of tokens: decodes first, then prompts under way, then new ones.
+
+    Sequences are served by priority, and in the order of arrival within one. When blocks run out, the sequence that
+    is served last gives up its own; it comes back by computing its tokens again, or from host memory.
+
+    Args:
+        blocks: the block manager.
+        max_num_seqs: sequences in one step.
+        max_num_batched_tokens: tokens in one step.
+        chunked_prefill: compute long prompts in several steps, beside decodes.
+        swap: move a preempted sequence to host memory while there is room, instead of computing it again.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        chunked_prefill: bool = True,
+        swap: bool = False,
+    ) -> None:
+        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.chunked_prefill = chunked_prefill
+        self.swap = swap
+        self.running: list[Sequence] = []
+        """In the order they are served."""
+        self.swapped: list[Sequence] = []
+        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
+        self._num_reserved = int(_RESERVED_SHARE * blocks.num_blocks)
+        self.num_preemptions = 0
+
+    # Requests come and go
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn."""
+        sequence.status = Status.WAITING
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Run another sample of a prompt that `parent` has computed; without a seat it waits like a new one."""
+        if len(self.running) >= self.max_num_seqs or parent.status is not Status.RUNNING:
+            self.add(child)
+            return
+        self.blocks.fork(parent, child)
+        self._run(child)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and its blocks back."""
+        if sequence.status is Status.RUNNING:
+            self.running.pop(bisect_left(self.running, sequence.order, key=_order))
+        elif sequence.status is Status.SWAPPED:
+            self.swapped.remove(sequence)
+        # One that waits stays in the heap and is dropped when its turn comes.
+        sequence.status = Status.FINISHED
+        self.blocks.free(sequence)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a seat or in host memory."""
+        return sum(not sequence.finished for _, sequence in self._waiting) + len(self.swapped)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self.running or self.swapped or self._next_waiting())
+
+    # One step
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide what the next step computes, and make room for it."""
+        step = SchedulerOutput()
+        self._preempt_for_priority(step)
+        budget = self.max_num_batched_tokens
+        prefilling = self._schedule_decodes(step)
+        budget -= len(step.decodes)
+        for sequence in prefilling:
+            budget -= self._schedule_chunk(step, sequence, budget)
+        # Who has just been preempted would only take the room that was made.
+        if not step.preempted:
+            self._admit(step, budget)
+        step.sampled = step.decodes + [
+            sequence for sequence, n in step.prefills if sequence.num_computed_tokens + n == sequence.num_tokens
+        ]
+        return step
+
+    def commit(self, step: SchedulerOutput) -> None:
+        """Account for the tokens that the step has computed."""
+        size = self.blocks.block_size
+        for sequence in step.decodes:
+            sequence.num_computed_tokens += 1
+            if sequence.num_computed_tokens % size == 0:
+                self.blocks.publish(sequence)
+        for sequence, count in step.prefills:
+            sequence.num_computed_tokens += count
+            self.blocks.publish(sequence)
+
+    def _schedule_decodes(self, step: SchedulerOutput) -> list[Sequence]:
+        """Schedule every running sequence with one token to compute; return the others."""
+        prefilling: list[Sequence] = []
+        position = 0
+        while position < len(self.running):
+            sequence = self.running[position]
+            if sequence.num_tokens - sequence.num_computed_tokens > 1:
+                prefilling.append(sequence)
+            elif sequence.num_tokens <= sequence.block_table.num_slots or self._make_room(step, sequence):
+                step.decodes.append(sequence)
+            position += 1
+        # Some may have been preempted for a decode.
+        return [sequence for sequence in prefilling if sequence.status is Status.RUNNING]
+
+    def _make_room(self, step: SchedulerOutput, sequence: Sequence) -> bool:
+        """Make room for one token, at the cost of those served after `sequence`, or of itself."""
+        while not self.blocks.make_room(sequence, 1, step.copies):
+            victim = self.running[-1]
+            self._preempt(step, victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _schedule_chunk(self, step: SchedulerOutput, sequence: Sequence, budget: int) -> int:
+        """Schedule as much of a prompt as the budget allows, whose blocks it has; return how much."""
+        count = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+        if count > 0:
+            step.prefills.append((sequence, count))
+        return count
+
+    def _admit(self, step: SchedulerOutput, budget: int) -> None:
+        """Let sequences in, in their order, while there are seats, blocks and budget."""
+        while budget > 0 and len(self.running) < self.max_num_seqs:
+            waiting = self._next_waiting()
+            if self.swapped and (waiting is None or self.swapped[0].order < waiting.order):
+                if not self.blocks.swap_in(self.swapped[0], step.swap_in):
+                    return
+                self._run(self.swapped.pop(0))
+                continue
+            if waiting is None or not self._take_blocks(step, waiting):
+                return
+            count = waiting.num_tokens - waiting.num_computed_tokens
+            if count > budget and not self.chunked_prefill:
+                self.blocks.free(waiting)
+                return
+            heapq.heappop(self._waiting)
+            self._run(waiting)
+            if waiting.num_output_tokens == 0 and waiting.index == 0:
+                waiting.group.num_cached_tokens = waiting.num_computed_tokens
+            budget -= self._schedule_chunk(step, waiting, budget)
+
+    def _take_blocks(self, step: SchedulerOutput, sequence: Sequence) -> bool:
+        """Give a waiting sequence blocks for all its tokens, so that its prompt is not cut off half-way."""
+        reserved = self._num_reserved if self.running else 0
+        if self.blocks.num_available <= reserved:
+            return False
+        self.blocks.take_prefix(sequence)
+        count = sequence.num_tokens - sequence.num_computed_tokens
+        room = self.blocks.num_available - reserved
+        needed = self.blocks.blocks_for(sequence.num_tokens) - len(sequence.block_table.block_ids)
+        if needed <= room and self.blocks.make_room(sequence, count, step.copies):
+            return True
+        self.blocks.free(sequence)
+        return False
+
+    def _preempt_for_priority(self, step: SchedulerOutput) -> None:
+        """Take the seats and blocks of less urgent sequences for a more urgent one that waits."""
+        urgent = self._next_waiting()
+        if urgent is None:
+            return
+        while self.running and self.running[-1].group.priority > urgent.group.priority:
+            needed = self.blocks.blocks_for(urgent.num_tokens) + self._num_reserved
+            if len(self.running) < self.max_num_seqs and needed <= self.blocks.num_available:
+                return
+            self._preempt(step, self.running[-1])
+
+    def _preempt(self, step: SchedulerOutput, sequence: Sequence) -> None:
+        """Take the blocks of a running sequence that the step does not compute."""
+        self.running.pop(bisect_left(self.running, sequence.order, key=_order))
+        step.preempted.append(sequence)
+        self.num_preemptions += 1
+        if self.swap and self.blocks.swap_out(sequence, step.swap_out):
+            sequence.status = Status.SWAPPED
+            insort(self.swapped, sequence, key=_order)
+        else:
+            self.blocks.free(sequence)
+            self.add(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=_order)
+
+    def _next_waiting(self) -> Sequence | None:
+        while self._waiting and self._waiting[0][1].finished:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
+
+def _order(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.order

@@ -1,0 +1,108 @@
+"""`Sequence`: the tokens of one sample. `SequenceGroup`: the samples of one request."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from moe_optimizer.engine.block import BlockTable
+from moe_optimizer.engine.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """Where a sequence is."""
+
+    WAITING = auto()
+    """For a seat in the batch; it holds no blocks."""
+    RUNNING = auto()
+    SWAPPED = auto()
+    """Its blocks are in host memory."""
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample: the prompt, what was generated, and where its keys and values are.
+
+    Tokens [0, num_computed_tokens) are in the KV cache, [num_computed_tokens, num_tokens) are to be computed.
+    """
+
+    group: SequenceGroup
+    index: int
+    """Among the group's samples."""
+    token_ids: list[int]
+    num_tokens: int
+    order: tuple[int, int, int]
+    """Earlier ones are served first and preempted last."""
+    num_computed_tokens: int = 0
+    block_table: BlockTable = field(default_factory=BlockTable)
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float = 0.0
+    logprobs: list[Any] = field(default_factory=list)
+    num_reported: int = 0
+    """Output tokens that a streaming client has."""
+    detokenizer: Any = None
+    generator: Any = None
+    """Of random numbers, where the request has a seed."""
+
+    def append(self, token_id: int) -> None:
+        """Add a sampled token."""
+        self.token_ids.append(token_id)
+        self.num_tokens += 1
+
+    @property
+    def params(self) -> SamplingParams:
+        """The request's sampling parameters."""
+        return self.group.params
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - len(self.group.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.token_ids[len(self.group.prompt_token_ids) :]
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will be generated."""
+        return self.status is Status.FINISHED
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SequenceGroup:
+    """One request and its samples. The first sample computes the prompt; the others are forked from it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    end_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a sample."""
+    priority: int = 0
+    """Lower is served first."""
+    arrival: int = 0
+    """Count of requests before it."""
+    arrival_time: float = field(default_factory=time.monotonic)
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values another request had left behind."""
+    sequences: list[Sequence] = field(init=False)
+    forked: bool = field(init=False)
+    """Whether the samples behind the first have been given to the scheduler."""
+
+    def __post_init__(self) -> None:
+        prompt, key = self.prompt_token_ids, (self.priority, self.arrival)
+        indices = range(self.params.num_samples)
+        self.sequences = [Sequence(self, index, list(prompt), len(prompt), (*key, index)) for index in indices]
+        self.forked = len(indices) == 1
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sample is."""
+        return all(sequence.finished for sequence in self.sequences)

@@ -1,0 +1,191 @@
+"""The routes. Bad input gets a 4xx with the error's text; a client that goes away has its request aborted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from jinja2 import TemplateError
+
+from moe_optimizer.engine.async_llm import AsyncLLM, QueueFullError
+from moe_optimizer.engine.llm import default_sampling_params
+from moe_optimizer.engine.outputs import RequestOutput
+from moe_optimizer.engine.sampling_params import SamplingParams
+from moe_optimizer.engine.server.metrics import Metrics
+from moe_optimizer.engine.server.replies import Reply
+from moe_optimizer.engine.server.schema import ChatRequest, CompletionRequest
+from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
+
+Indexed = tuple[int, RequestOutput]
+"""An output, and the position of its prompt."""
+_CLIENT_GONE = 499
+"""Nobody reads it: nginx's code for a client that closed the connection, for the access log."""
+
+
+def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
+    """Return the application that serves `llm` under `model_name`."""
+    app = FastAPI(title="moe-optimizer embedded engine", docs_url=None, redoc_url=None)
+    defaults = default_sampling_params(llm.engine)
+    metrics = Metrics(llm.engine)
+
+    @app.get("/health")
+    async def health() -> Response:
+        llm.check_health()
+        return Response()
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        card = {"id": model_name, "object": "model", "owned_by": "moe-optimizer"}
+        return {"object": "list", "data": [{**card, "max_model_len": llm.engine.max_model_len}]}
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        _check_model(body.model, model_name)
+        params, prompts = body.sampling_params(defaults), body.prompts()
+        reply = Reply(model_name, chat=False, n=params.n, echo=_texts(llm, prompts) if body.echo else None)
+        return await answer(prompts, params, reply, body, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        _check_model(body.model, model_name)
+        params = body.sampling_params(defaults)
+        return await answer([_templated(llm, body)], params, Reply(model_name, chat=True, n=params.n), body, request)
+
+    async def answer(
+        prompts: Any, params: SamplingParams, reply: Reply, body: CompletionRequest | ChatRequest, request: Request
+    ) -> Response:
+        streams = [metrics.watch(llm.generate(prompt, params, priority=body.priority)) for prompt in prompts]
+        merged = _merge(streams)
+        if not body.stream:
+            outputs = await _unless_client_leaves(request, asyncio.ensure_future(_finished(merged)))
+            return Response(status_code=_CLIENT_GONE) if outputs is None else JSONResponse(reply.whole(outputs))
+        # The first output before the first byte: what is wrong with the request is still a 4xx.
+        first = await anext(merged)
+        events = _events(merged, first, reply, body.stream_options.include_usage)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    @app.exception_handler(RequestValidationError)
+    async def _(_request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        return _error(400, f"{where}: {first['msg']}")
+
+    @app.exception_handler(MoeOptimizerError)
+    async def _(_request: Request, error: MoeOptimizerError) -> Response:
+        metrics.counts["request_failed_total"] += 1
+        status = 404 if isinstance(error, _UnknownModelError) else 400 if isinstance(error, ValueError) else 500
+        status = 503 if isinstance(error, (QueueFullError, ServerFailedError)) else status
+        return _error(status, f"{error}" + (f"; hint: {error.hint}" if error.hint else ""))
+
+    return app
+
+
+class _UnknownModelError(InputError):
+    """The client asks for a model that is not served."""
+
+
+def _check_model(asked: str | None, served: str) -> None:
+    if asked not in (None, served):
+        raise _UnknownModelError(f"model: got {asked!r}, expected {served!r}")
+
+
+def _error(status: int, message: str) -> Response:
+    return JSONResponse(_error_body(status, message), status)
+
+
+def _error_body(status: int, message: str) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def _templated(llm: AsyncLLM, body: ChatRequest) -> list[int]:
+    tokenizer = llm.engine.tokenizer
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise InputError("messages: got a conversation, and the model has no chat template", hint="use /v1/completions")
+    try:
+        return tokenizer.apply_chat_template(
+            [message.plain() for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt,
+            return_dict=False,
+            **body.chat_template_kwargs,
+        )
+    except (TemplateError, ValueError, TypeError) as error:
+        raise InputError(f"messages: {error}") from None
+
+
+def _texts(llm: AsyncLLM, prompts: list[Any]) -> list[str]:
+    return [prompt if isinstance(prompt, str) else llm.engine.tokenizer.decode(prompt) for prompt in prompts]
+
+
+async def _finished(outputs: AsyncIterator[Indexed]) -> list[RequestOutput]:
+    async with aclosing(outputs):  # type: ignore[type-var]
+        found = {position: output async for position, output in outputs}
+    return [found[position] for position in sorted(found)]
+
+
+async def _unless_client_leaves(request: Request, outputs: asyncio.Future[Any]) -> Any:
+    """Return the outputs, or None and cancel them if the client closes the connection before."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    leaving = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((outputs, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return outputs.result() if outputs.done() else None
+    finally:
+        leaving.cancel()
+        outputs.cancel()
+
+
+async def _merge(streams: list[AsyncIterator[RequestOutput]]) -> AsyncIterator[Indexed]:
+    """Yield the outputs of several streams with their position, as they come. All are closed at the end."""
+    pending: dict[asyncio.Future[RequestOutput], int] = {}
+    try:
+        for position, stream in enumerate(streams):
+            pending[asyncio.ensure_future(anext(stream))] = position
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                position = pending.pop(future)
+                output = future.result()
+                if not output.finished:
+                    pending[asyncio.ensure_future(anext(streams[position]))] = position
+                yield position, output
+    finally:
+        for future in pending:
+            future.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def _events(outputs: AsyncIterator[Indexed], first: Indexed, reply: Reply, usage: bool) -> AsyncIterator[str]:
+    async with aclosing(outputs):  # type: ignore[type-var]
+        if chunk := reply.chunk(*first):
+            yield _event(chunk)
+        try:
+            async for output in outputs:
+                if chunk := reply.chunk(*output):
+                    yield _event(chunk)
+        except MoeOptimizerError as error:
+            yield _event(_error_body(500, str(error)))
+            return
+        if usage:
+            yield _event(reply.usage_chunk())
+        yield "data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"

@@ -1,0 +1,112 @@
+"""`Reply`: a reply of the OpenAI API, made from the engine's outputs."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from itertools import accumulate
+from typing import Any
+
+from moe_optimizer.engine.outputs import CompletionOutput, Logprob, RequestOutput
+
+
+class Reply:
+    """One reply, whole or in chunks. The samples of all its prompts are numbered through.
+
+    Args:
+        model: name the client knows the model by.
+        chat: whether it answers a conversation.
+        n: samples per prompt.
+        echo: the prompts, where they are repeated before the samples.
+    """
+
+    def __init__(self, model: str, *, chat: bool, n: int, echo: list[str] | None = None) -> None:
+        self._chat, self._n, self._echo = chat, n, echo
+        self._head = {"id": f"{'chat' * chat}cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._begun: set[int] = set()
+        self._num_prompt = self._num_output = self._num_cached = 0
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Return the reply that waits for the end."""
+        choices = []
+        for position, output in enumerate(outputs):
+            self._count(output)
+            for sample in output.outputs:
+                text = (self._echo[position] if self._echo else "") + sample.text
+                content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+                choices.append(self._choice(position, sample, content))
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+
+    def chunk(self, position: int, output: RequestOutput) -> dict[str, Any] | None:
+        """Return a chunk of a streamed reply; None if nothing is new."""
+        self._count(output)
+        choices = []
+        for sample in output.outputs:
+            index = position * self._n + sample.index
+            first = index not in self._begun
+            if not (sample.text or sample.finish_reason or (self._chat and first)):
+                continue
+            self._begun.add(index)
+            text = (self._echo[position] if self._echo and first else "") + sample.text
+            role = {"role": "assistant"} if first else {}
+            content = {"delta": {**role, "content": text}} if self._chat else {"text": text}
+            choices.append(self._choice(position, sample, content))
+        return self._chunk(choices) if choices else None
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the last chunk of a client that asks for `include_usage`."""
+        return {**self._chunk([]), "usage": self._usage()}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices}
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_output,
+            "total_tokens": self._num_prompt + self._num_output,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
+        }
+
+    def _count(self, output: RequestOutput) -> None:
+        self._num_output += sum(len(sample.token_ids) for sample in output.outputs)
+        if output.finished:
+            self._num_prompt += len(output.prompt_token_ids)
+            self._num_cached += output.num_cached_tokens
+
+    def _choice(self, position: int, sample: CompletionOutput, content: dict[str, Any]) -> dict[str, Any]:
+        make = _chat_logprobs if self._chat else _completion_logprobs
+        return {
+            "index": position * self._n + sample.index,
+            **content,
+            "logprobs": None if sample.logprobs is None else make(sample.token_ids, sample.logprobs),
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+
+
+def _chat_logprobs(token_ids: list[int], logprobs: list[dict[int, Logprob]]) -> dict[str, Any]:
+    def entry(logprob: Logprob) -> dict[str, Any]:
+        token = logprob.decoded_token or ""
+        return {"token": token, "logprob": logprob.logprob, "bytes": list(token.encode())}
+
+    chosen = zip(token_ids, logprobs, strict=True)
+    return {
+        "content": [
+            {**entry(each[token_id]), "top_logprobs": [entry(other) for other in each.values()]}
+            for token_id, each in chosen
+        ]
+    }
+
+
+def _completion_logprobs(token_ids: list[int], logprobs: list[dict[int, Logprob]]) -> dict[str, Any]:
+    chosen = [each[token_id] for token_id, each in zip(token_ids, logprobs, strict=True)]
+    tokens = [each.decoded_token or "" for each in chosen]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [each.logprob for each in chosen],
+        "top_logprobs": [{other.decoded_token or "": other.logprob for other in each.values()} for each in logprobs],
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
+    }

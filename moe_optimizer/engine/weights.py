@@ -1,0 +1,94 @@
+"""Loads a checkpoint into a model: safetensors, or with an explicit flag torch's .bin files."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moe_optimizer.engine.models.decoder import CausalLM
+from moe_optimizer.errors import InputError, UnsupportedError
+
+LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
+"""auto and safetensors: safetensors only. pt: torch's .bin files. dummy: random weights, for measurements."""
+
+_DUMMY_RANGE = 1e-2
+"""Chosen: small enough that activations of a deep model stay finite."""
+
+
+def load_weights(model: CausalLM, folder: Path, load_format: LoadFormat, *, seed: int = 0) -> None:
+    """Fill every parameter of the model.
+
+    Raises:
+        InputError: a tensor is missing, has another shape, or belongs nowhere; or a file cannot be read.
+    """
+    if load_format == "dummy":
+        _fill_at_random(model, seed)
+        return
+    loaded: Counter[str] = Counter()
+    parameters = dict(model.named_parameters())
+    for name, tensor in _tensors(folder, load_format):
+        destination = model.destination(name)
+        if destination is None:
+            continue
+        target, shard = destination
+        if target not in parameters:
+            raise InputError(f"{folder}: got tensor {name!r}, expected one of a {type(model).__name__}")
+        module, _, parameter = target.rpartition(".")
+        try:
+            model.get_submodule(module).load_weight(parameter, tensor, shard)  # type: ignore[operator]
+        except InputError as error:
+            raise error.named_by(f"{folder}: {name}") from None
+        loaded[target] += tensor.numel()
+    for name, parameter in parameters.items():
+        if loaded[name] != parameter.numel():
+            raise InputError(f"{folder}: {name}: got {loaded[name]} elements, expected {parameter.numel()}")
+
+
+def _fill_at_random(model: CausalLM, seed: int) -> None:
+    generator = torch.Generator(device=model.model.norm.weight.device).manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
+
+
+def _tensors(folder: Path, load_format: LoadFormat) -> Iterator[tuple[str, Tensor]]:
+    if load_format == "pt":
+        for path in _files(folder, "pytorch_model.bin"):
+            try:
+                yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
+            except (pickle.UnpicklingError, RuntimeError) as error:
+                raise InputError(f"{path}: cannot be read as tensors: {str(error).splitlines()[0]}") from None
+        return
+    for path in _files(folder, "model.safetensors"):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (no mapping)
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise InputError(f"{path}: got a file that cannot be read, expected safetensors: {error}") from None
+
+
+def _files(folder: Path, single: str) -> list[Path]:
+    """Return the shards that the index names, or the one file."""
+    index = folder / f"{single}.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        paths = [folder / Path(name).name for name in names]
+    else:
+        paths = [folder / single]
+    missing = [path.name for path in paths if not path.is_file()]
+    if not missing:
+        return paths
+    if single == "model.safetensors" and list(folder.glob("*.bin")):
+        raise UnsupportedError(
+            f"{folder}: got .bin files only, expected safetensors",
+            hint="load_format='pt' reads them; tensors only, no other Python object",
+        )
+    raise InputError(f"{folder}: got no {', '.join(missing)}, expected the model's weights")

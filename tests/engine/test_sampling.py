@@ -1,0 +1,162 @@
+"""Sampling: what is asked for is what is drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_optimizer.engine import LLM, SamplingParams
+from moe_optimizer.engine.sampler import TorchSampler
+from moe_optimizer.engine.sequence import Sequence, SequenceGroup
+from moe_optimizer.errors import InputError
+
+PROBABILITIES = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
+PROMPT = "def add(a, b):\n"
+
+
+def sequence(params: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None) -> Sequence:
+    each = SequenceGroup(
+        request_id="0", prompt=None, prompt_token_ids=prompt or [0], params=params, end_token_ids=frozenset({0})
+    ).sequences[0]
+    for token_id in output or []:
+        each.append(token_id)
+    return each
+
+
+def draw(params: SamplingParams, *, count: int = 4000, output: list[int] | None = None) -> dict[int, float]:
+    """How often each token is drawn."""
+    sampler = TorchSampler(torch.device("cpu"), seed=1)
+    sequences = [sequence(params, output=output) for _ in range(count)]
+    logits = PROBABILITIES.log().repeat(count, 1)
+    counts = Counter(token.token_id for token in sampler.sample(logits, sequences))
+    return {token: number / count for token, number in counts.items()}
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"top_k": 2}, [0, 1]),
+        ({"top_p": 0.7}, [0, 1]),
+        ({"top_p": 0.71}, [0, 1, 2]),
+        ({"top_p": 0.01}, [0]),
+        ({"min_p": 0.3}, [0, 1, 2]),
+        ({"top_k": 3, "top_p": 0.8}, [0, 1]),
+    ],
+)
+def test_tokens_are_drawn_in_proportion_from_those_that_are_left(values: dict[str, Any], kept: list[int]) -> None:
+    shares = draw(SamplingParams(**values))
+    total = sum(PROBABILITIES[kept].tolist())
+    assert sorted(shares) == kept
+    for token in kept:
+        assert shares[token] == pytest.approx(PROBABILITIES[token].item() / total, abs=0.03)
+
+
+def test_temperature_flattens_and_sharpens() -> None:
+    want = PROBABILITIES**2 / (PROBABILITIES**2).sum()
+    assert draw(SamplingParams(temperature=0.5))[0] == pytest.approx(want[0].item(), abs=0.03)
+    assert draw(SamplingParams(temperature=0)) == {0: 1.0}
+
+
+def test_a_schedule_changes_the_temperature_with_the_tokens() -> None:
+    params = SamplingParams(temperature=0, temperature_schedule=[(2, 1.0)])
+    assert draw(params, output=[1]) == {0: 1.0}
+    assert len(draw(params, output=[1, 1])) == 5
+
+
+def test_rows_of_different_kinds_do_not_disturb_each_other() -> None:
+    sampler = TorchSampler(torch.device("cpu"), seed=1)
+    kinds = [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(top_p=0.1), SamplingParams()]
+    for _ in range(50):
+        logits = PROBABILITIES.log().repeat(4, 1)
+        tokens = sampler.sample(logits, [sequence(params) for params in kinds])
+        assert [token.token_id for token in tokens[:3]] == [0, 0, 0]
+
+
+def test_penalties_lower_what_was_seen() -> None:
+    def logits_after(**values: Any) -> Tensor:
+        logits = torch.tensor([[2.0, 1.0, -1.0, 0.5]])
+        sampler = TorchSampler(torch.device("cpu"), seed=0)
+        sampler.sample(logits, [sequence(SamplingParams(temperature=0, **values), [0], [1, 1, 2])])
+        return logits[0]
+
+    assert logits_after(repetition_penalty=2.0).tolist() == [1.0, 0.5, -2.0, 0.5]
+    assert logits_after(presence_penalty=0.5).tolist() == [2.0, 0.5, -1.5, 0.5]
+    assert logits_after(frequency_penalty=0.5).tolist() == [2.0, 0.0, -1.5, 0.5]
+
+
+def test_logprobs_are_those_before_temperature_and_filters() -> None:
+    sampler = TorchSampler(torch.device("cpu"), seed=0)
+    params = SamplingParams(temperature=0.1, top_k=1, logprobs=2)
+    token = sampler.sample(PROBABILITIES.log()[None], [sequence(params)])[0]
+    assert token.logprobs is not None
+    assert {each: round(torch.tensor(value.logprob).exp().item(), 4) for each, value in token.logprobs.items()} == {
+        0: 0.4,
+        1: 0.3,
+    }
+    assert [value.rank for value in token.logprobs.values()] == [1, 2]
+
+
+def test_no_end_before_min_tokens() -> None:
+    sampler = TorchSampler(torch.device("cpu"), seed=0)
+    params = SamplingParams(temperature=0, min_tokens=2)
+    for output, want in (([], 1), ([1], 1), ([1, 1], 0)):
+        token = sampler.sample(PROBABILITIES.log()[None].clone(), [sequence(params, output=output)])[0]
+        assert token.token_id == want
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"n": 0}, {"n": 2, "best_of": 1}, {"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0.0},
+        {"top_p": 1.1}, {"top_k": -2}, {"min_p": 2.0}, {"max_tokens": 0}, {"min_tokens": 20}, {"stop": [""]},
+        {"stop": ["x"], "detokenize": False}, {"logprobs": -1}, {"repetition_penalty": 0.0}, {"presence_penalty": 3.0},
+        {"seed": 2**64}, {"temperature_schedule": [(5, 1.0), (2, 1.0)]}, {"n": True}, {"temperature": "hot"},
+        {"temprature": 1.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_value_out_of_range_or_an_unknown_name_is_an_error(values: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(values))[:4]):
+        SamplingParams(**values)
+
+
+def test_a_seed_gives_the_same_samples_in_every_batch(tiny_moe_llm: LLM) -> None:
+    params = SamplingParams(seed=7, max_tokens=16, n=2)
+    alone = tiny_moe_llm.generate(PROMPT, params, use_tqdm=False)[0]
+    beside = tiny_moe_llm.generate(["import os", PROMPT, "x ="], [SamplingParams(), params, SamplingParams()])[1]
+    tokens = [sample.token_ids for sample in alone.outputs]
+    assert tokens == [sample.token_ids for sample in beside.outputs]
+    assert tokens[0] != tokens[1]
+
+
+def test_best_of_returns_the_most_likely_samples(tiny_moe_llm: LLM) -> None:
+    every = tiny_moe_llm.generate(PROMPT, SamplingParams(seed=3, n=4, logprobs=0), use_tqdm=False)[0].outputs
+    best = tiny_moe_llm.generate(PROMPT, SamplingParams(seed=3, n=2, best_of=4), use_tqdm=False)[0].outputs
+    likely = sorted(every, key=lambda sample: (sample.cumulative_logprob or 0) / -len(sample.token_ids))[:2]
+    assert [sample.token_ids for sample in best] == [sample.token_ids for sample in likely]
+    assert [sample.index for sample in best] == [0, 1]
+
+
+@pytest.mark.parametrize("included", [True, False])
+def test_a_stop_string_ends_the_text(tiny_moe_llm: LLM, included: bool) -> None:
+    free = tiny_moe_llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)[0].outputs[0]
+    stop = free.text[10:13]
+    params = SamplingParams(temperature=0, max_tokens=30, stop=[stop], include_stop_str_in_output=included)
+    sample = tiny_moe_llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
+    end = free.text.index(stop)
+    assert sample.text == free.text[: end + len(stop)] if included else free.text[:end]
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
+
+
+def test_a_stop_token_ends_the_output(tiny_moe_llm: LLM) -> None:
+    free = tiny_moe_llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)[0].outputs[0]
+    token = free.token_ids[4]
+    params = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[token])
+    sample = tiny_moe_llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
+    assert sample.token_ids == free.token_ids[: free.token_ids.index(token) + 1]
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", token)

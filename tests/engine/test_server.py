@@ -1,0 +1,186 @@
+"""The OpenAI API: what clients rely on, and what they do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from moe_optimizer.engine import LLM, AsyncLLM, SamplingParams
+from moe_optimizer.engine.engine_args import EngineArgs
+from moe_optimizer.engine.server.app import create_app
+from tests.engine.tiny_models import TINY_MOE
+from tests.eventually import eventually
+from tests.free_ports import free_port
+
+PROMPT = "def add(a, b):\n"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(EngineArgs(model=str(TINY_MOE), dtype="float32", max_num_seqs=16))
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def url(llm: AsyncLLM) -> Iterator[str]:
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(create_app(llm, "tiny"), port=port, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join()
+
+
+def post(url: str, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/{path}", json=body, timeout=60)
+
+
+def events(url: str, path: str, **body: Any) -> list[dict[str, Any]]:
+    lines = [line for line in post(url, path, stream=True, **body).text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_a_completion_is_what_the_engine_generates(url: str, tiny_moe_llm: LLM) -> None:
+    reply = post(url, "completions", prompt=PROMPT, temperature=0, max_tokens=12).json()
+    want = tiny_moe_llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)[0]
+    assert reply["choices"][0]["text"] == want.outputs[0].text
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["prompt_tokens"] == len(want.prompt_token_ids)
+    assert reply["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("stop", [None, ["return"]])
+def test_a_streamed_completion_is_the_whole_one_in_pieces(url: str, stop: list[str] | None) -> None:
+    body = {"prompt": [PROMPT, "import os\n"], "n": 2, "seed": 3, "max_tokens": 20, "logprobs": 1, "stop": stop}
+    whole = post(url, "completions", **body).json()
+    texts, reasons, usage = {}, {}, None
+    for event in events(url, "completions", **body, stream_options={"include_usage": True}):
+        for choice in event["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+            reasons[choice["index"]] = choice["finish_reason"]
+        usage = event.get("usage")
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    assert texts == {choice["index"]: choice["text"] for choice in whole["choices"]}
+    assert reasons == {choice["index"]: choice["finish_reason"] for choice in whole["choices"]}
+    assert usage is not None
+    assert usage["completion_tokens"] == whole["usage"]["completion_tokens"]
+
+
+def test_an_echo_repeats_the_prompt(url: str) -> None:
+    text = post(url, "completions", prompt=PROMPT, echo=True, max_tokens=2, temperature=0).json()["choices"][0]["text"]
+    assert text.startswith(PROMPT)
+    assert len(text) > len(PROMPT)
+
+
+def test_a_conversation_is_answered_through_the_template(url: str) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "What does os.path.join do?"}]}
+    body = {"messages": [message], "temperature": 0, "max_completion_tokens": 10}
+    reply = post(url, "chat/completions", **body, logprobs=True, top_logprobs=2).json()
+    assert reply["choices"][0]["message"]["role"] == "assistant"
+    assert len(reply["choices"][0]["logprobs"]["content"]) == 10
+    streamed = events(url, "chat/completions", **body)
+    assert streamed[0]["choices"][0]["delta"]["role"] == "assistant"
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in streamed)
+    assert text == reply["choices"][0]["message"]["content"]
+
+
+def test_the_model_is_listed_and_the_server_healthy(url: str) -> None:
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert [each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"]] == ["tiny"]
+    metrics = httpx.get(f"{url}/metrics").text
+    assert "moe_optimizer:num_requests_running 0" in metrics
+    assert "moe_optimizer:generation_tokens_total" in metrics
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("completions", {}, 400),
+        ("completions", {"prompt": ""}, 400),
+        ("completions", {"prompt": []}, 400),
+        ("completions", {"prompt": [99999]}, 400),
+        ("completions", {"prompt": {"a": 1}}, 400),
+        ("completions", {"prompt": "x", "temperature": -1}, 400),
+        ("completions", {"prompt": "x", "temperature": "hot"}, 400),
+        ("completions", {"prompt": "x", "max_tokens": 0}, 400),
+        ("completions", {"prompt": "x", "n": 1000}, 400),
+        ("completions", {"prompt": "x", "logprobs": 10**6}, 400),
+        ("completions", {"prompt": "x", "best_of": 3, "stream": True}, 400),
+        ("completions", {"prompt": "x", "temprature": 1}, 400),
+        ("completions", {"prompt": "x", "stop": [""]}, 400),
+        ("completions", {"prompt": "x " * 5000}, 400),
+        ("completions", {"prompt": ["ok", "x " * 5000], "stream": True}, 400),
+        ("completions", {"prompt": "x", "model": "another"}, 404),
+        ("chat/completions", {"messages": []}, 400),
+        ("chat/completions", {"messages": [{"content": "no role"}]}, 400),
+        ("chat/completions", {"messages": "hello"}, 400),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "x"}}, 400),
+        ("nothing", {}, 404),
+    ],
+    ids=str,
+)
+def test_bad_input_is_the_clients_mistake(url: str, path: str, body: dict[str, Any], status: int) -> None:
+    reply = post(url, path, **body)
+    assert reply.status_code == status, reply.text
+    if path != "nothing":
+        assert reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_one_bad_prompt_ends_those_beside_it(url: str, llm: AsyncLLM, stream: bool) -> None:
+    reply = post(url, "completions", prompt=["x", "x " * 5000], max_tokens=1500, ignore_eos=True, stream=stream)
+    assert reply.status_code == 400
+    generated = "moe_optimizer:request_success_total"
+    before = httpx.get(f"{url}/metrics").text
+    eventually(lambda: not llm.engine.groups)
+    after = httpx.get(f"{url}/metrics").text
+    line = next(line for line in before.split("\n") if line.startswith(generated))
+    assert line in after, "the first prompt was computed to its end"
+
+
+def test_a_body_that_is_no_json_is_the_clients_mistake(url: str) -> None:
+    assert httpx.post(f"{url}/v1/completions", content=b"{not json").status_code == 400
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_blocks(url: str, llm: AsyncLLM, stream: bool) -> None:
+    async def leave() -> None:
+        body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": stream, "n": 4}
+        async with httpx.AsyncClient(timeout=60) as client:
+            request = asyncio.ensure_future(client.post(f"{url}/v1/completions", json=body))
+            while not llm.engine.scheduler.running:
+                await asyncio.sleep(0.01)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+
+    asyncio.run(leave())
+    eventually(lambda: not llm.engine.groups)
+    eventually(lambda: llm.engine.scheduler.blocks.num_available == llm.engine.scheduler.blocks.num_blocks)
+
+
+def test_the_official_client_is_served(url: str) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    completion = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=5, temperature=0)
+    messages = [{"role": "user", "content": "What?"}]
+    chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=5, temperature=0)
+    chunks = client.chat.completions.create(model="tiny", messages=messages, max_tokens=5, temperature=0, stream=True)
+    assert completion.usage.completion_tokens == 5
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == chat.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="tiny", prompt=PROMPT, temperature=-1)

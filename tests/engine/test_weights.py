@@ -1,0 +1,130 @@
+"""Checkpoints: shards, tied embeddings, torch files behind a flag, and what is wrong with a folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_optimizer.engine.engine_args import EngineArgs, EngineConfig
+from moe_optimizer.engine.model_runner import load_model
+from moe_optimizer.errors import InputError, UnsupportedError
+from tests.engine.tiny_models import write_model
+
+
+def parameters(folder: Path, **arguments: Any) -> dict[str, Tensor]:
+    args = EngineArgs(model=str(folder), dtype="float32", skip_tokenizer_init=True, **arguments)
+    return dict(load_model(EngineConfig.resolve(args)).named_parameters())
+
+
+@pytest.fixture
+def folder(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
+    """A model that the test may change."""
+    return Path(shutil.copytree(tiny_model("qwen3_moe"), tmp_path / "model"))
+
+
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_shards_are_the_same_as_one_file(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    sharded = write_model(tmp_path, "qwen3_moe", shard_size="50KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert_equal(parameters(sharded), parameters(tiny_model("qwen3_moe")))
+
+
+def test_experts_are_packed_gate_before_up(folder: Path) -> None:
+    stored, ours = load_file(folder / "model.safetensors"), parameters(folder)
+    prefix = "model.layers.1.mlp.experts"
+    gate, up = (stored[f"{prefix}.3.{name}_proj.weight"] for name in ("gate", "up"))
+    assert torch.equal(ours[f"{prefix}.w13"][3], torch.cat((gate, up)))
+    assert torch.equal(ours[f"{prefix}.w2"][3], stored[f"{prefix}.3.down_proj.weight"])
+
+
+def test_tied_embeddings_need_no_head(tiny_model: Callable[..., Path]) -> None:
+    assert "lm_head.weight" not in parameters(tiny_model("qwen3-tied"))
+
+
+def test_torch_files_are_read_only_when_asked_for(folder: Path, tiny_model: Callable[..., Path]) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedError, match="safetensors"):
+        parameters(folder)
+    assert_equal(parameters(folder, load_format="pt"), parameters(tiny_model("qwen3_moe")))
+
+
+def test_a_torch_file_runs_no_code(folder: Path, tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"model.norm.weight": Harmful()}, folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"pytorch_model\.bin"):
+        parameters(folder, load_format="pt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_dummy_weights_need_no_file_and_are_the_same_each_time(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert_equal(parameters(folder, load_format="dummy"), parameters(folder, load_format="dummy"))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight"),
+        (lambda tensors: tensors.pop("model.layers.0.mlp.experts.2.up_proj.weight"), "w13"),
+        (lambda tensors: tensors.pop("model.layers.0.self_attn.k_proj.weight"), "qkv_proj"),
+        (lambda tensors: tensors.update(surplus=torch.zeros(2)), "surplus"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}), r"\[7\]"),
+        (lambda tensors: tensors.update({"model.layers.0.mlp.experts.9.up_proj.weight": torch.zeros(32, 48)}), "9"),
+    ],
+    ids=["missing", "expert missing", "part missing", "surplus", "shape", "too many experts"],
+)
+def test_a_tensor_that_does_not_fit_is_named(folder: Path, change: Callable[[Any], Any], word: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(InputError, match=word):
+        parameters(folder)
+
+
+def test_a_file_that_is_cut_off_is_an_error(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        parameters(folder)
+
+
+def test_a_folder_without_weights_is_an_error(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="weights"):
+        parameters(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "word"),
+    [
+        ("model_type", "gpt2", "model_type"),
+        ("sliding_window", 128, "sliding_window"),
+        ("hidden_act", "gelu", "hidden_act"),
+        ("quantization_config", {"quant_method": "gptq"}, "quantiz"),
+        ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "rope_type"),
+    ],
+)
+def test_a_model_that_would_be_computed_wrongly_is_refused(folder: Path, field: str, value: Any, word: str) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if field == "sliding_window":
+        config["use_sliding_window"] = True
+    path.write_text(json.dumps({**config, field: value}))
+    with pytest.raises(UnsupportedError, match=word):
+        parameters(folder)
