@@ -6,6 +6,7 @@ vLLM converts on GPUs; the function that it calls for each weight runs here too.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ def activate(deep_gemm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Applies a plan for a GPU in this process, and undoes it afterwards."""
     monkeypatch.setattr(sessions, "_current", None)
     monkeypatch.setattr(patches, "_reports", {})
+    # A patch that waits for an import must not wait into another test's.
+    monkeypatch.setattr(patches, "_waiting", {})
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     online_fp8_quantizer._say_once.cache_clear()
 
     def start(quantizer: str, **changes: Any) -> PluginSession:

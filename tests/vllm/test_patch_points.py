@@ -37,6 +37,9 @@ def activate(oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
     monkeypatch.setattr(sessions, "_current", None)
     monkeypatch.setattr(patches, "_reports", {})
+    # A patch that waits for an import must not wait into another test's.
+    monkeypatch.setattr(patches, "_waiting", {})
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
     forget_self_tests = kernel.self_test.cache_clear
     forget_self_tests()

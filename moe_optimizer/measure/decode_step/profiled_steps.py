@@ -10,10 +10,12 @@ import os
 import random
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.measure.process import OnStep, answer_request
 
 _SETTLING_STEPS = 8
@@ -100,9 +102,15 @@ def _profile(engine: Any, batch: int, request: StepsRequest) -> StepProfile:
     """Decode `batch` sequences: settle, count wall time, then the same number of steps under the profiler."""
     import torch
 
-    _start(engine, batch, request.context, 2 * request.steps + 4 * _SETTLING_STEPS)
+    # The first sequences decode while the prompts of the last ones still run.
+    _start(engine, batch, request.context, 2 * request.steps + 2 * _SETTLING_STEPS + batch)
     for _ in range(_SETTLING_STEPS):
-        engine.step()
+        decoded = len(engine.step())
+    if decoded != batch:
+        raise UnsupportedError(
+            f"{batch} sequences of {request.context} tokens do not decode together here: {decoded} do",
+            hint="ask for a smaller batch or a shorter context",
+        )
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(request.steps):
@@ -136,16 +144,30 @@ def _start(engine: Any, batch: int, context: int, tokens: int) -> None:
         answered.update(output.request_id for output in engine.step() if output.outputs[0].token_ids)
 
 
+def exclusive_us(launches: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """Return the time of each kernel that no launch before it covers: kernels may overlap, a step's time may not.
+
+    Args:
+        launches: name, start and end in us.
+    """
+    times: dict[str, float] = defaultdict(float)
+    covered = float("-inf")
+    for name, start, end in sorted(launches, key=lambda launch: launch[1]):
+        times[name] += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return times
+
+
 def _kernels(profiler: Any, steps: int) -> tuple[KernelTime, ...]:
-    times: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    for event in profiler.events():
-        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False):
-            times[event.name] += event.time_range.elapsed_us()
-            calls[event.name] += 1
+    launches = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+    ]
+    times, calls = exclusive_us(launches), Counter(name for name, _, _ in launches)
     return tuple(
         KernelTime(name=name[:200], calls=round(calls[name] / steps, 2), us=round(us / steps, 2))
-        for name, us in times.most_common()
+        for name, us in sorted(times.items(), key=lambda each: -each[1])
     )
 
 
