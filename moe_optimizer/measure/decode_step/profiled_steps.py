@@ -104,8 +104,7 @@ def _profile(engine: Any, batch: int, request: StepsRequest) -> StepProfile:
 
     # The first sequences decode while the prompts of the last ones still run.
     _start(engine, batch, request.context, 2 * request.steps + 2 * _SETTLING_STEPS + batch)
-    for _ in range(_SETTLING_STEPS):
-        decoded = len(engine.step())
+    decoded = [len(engine.step()) for _ in range(_SETTLING_STEPS)][-1]
     if decoded != batch:
         raise UnsupportedError(
             f"{batch} sequences of {request.context} tokens do not decode together here: {decoded} do",
