@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -127,12 +128,12 @@ def _decode_dataclass(kind: type, data: Any, where: str) -> Any:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in data:
             raise _error(where, f"field {field.name!r} is missing")
-    try:
+    with _refusals_named(where):
         # A field's type may depend on another field.
         kinds = kinds | kind.json_kinds(data) if hasattr(kind, "json_kinds") else kinds
-        return kind(**{name: _decode(kinds[name], item, name) for name, item in data.items()})
-    except InputError as error:
-        raise _error(where, str(error), error.hint) from None
+    values = {name: _decode(kinds[name], item, _below(where, name)) for name, item in data.items()}
+    with _refusals_named(where):
+        return kind(**values)
 
 
 @cache
@@ -159,10 +160,8 @@ def _decode_key(kind: Any, key: str, where: str) -> Any:
 
 def _decode_arguments(data: Any, where: str) -> ServeArguments:
     words = _decode(tuple[str, ...], data, where)
-    try:
+    with _refusals_named(where):
         return ServeArguments(*words)
-    except InputError as error:
-        raise _error(where, str(error), error.hint) from None
 
 
 def _decode_tuple(arguments: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
@@ -187,6 +186,15 @@ def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
 def _expect(condition: bool, data: Any, expected: str, where: str) -> None:
     if not condition:
         raise _error(where, f"got {type(data).__name__} {data!r:.80}, expected {expected}")
+
+
+@contextlib.contextmanager
+def _refusals_named(where: str) -> Iterator[None]:
+    """Have what a class refuses in the block say where it stands."""
+    try:
+        yield
+    except InputError as error:
+        raise _error(where, str(error), error.hint) from None
 
 
 def _below(where: str, name: str) -> str:

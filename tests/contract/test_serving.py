@@ -25,11 +25,10 @@ WITH_STAND_IN = f"""
 import sys
 from moe_optimizer.cli.main import main
 from moe_optimizer.launcher import deployment
-from moe_optimizer.plan.serve_args import flag_value
 
 behaviour = sys.argv[1].split()
 deployment.server_command = lambda plan, arguments: [
-    sys.executable, {str(FAKE)!r}, flag_value(arguments, "--port"), *behaviour
+    sys.executable, {str(FAKE)!r}, arguments.value("--port"), *behaviour
 ]
 sys.exit(main(sys.argv[2:], program="run_optimizer.py", command="serve"))
 """
