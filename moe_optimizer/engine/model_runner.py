@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_optimizer.engine.attention.base import make_backend
+from moe_optimizer.engine.attention.choice import make_backend
 from moe_optimizer.engine.attention.context import AttentionContext, Prefill
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.kv_cache import KVCache, fit_cache

@@ -1,16 +1,12 @@
-"""`AttentionBackend`: what a backend computes, and which one this machine uses."""
+"""Defines what an attention backend computes."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from moe_optimizer.engine.attention.context import AttentionContext
-from moe_optimizer.log import get_logger
-
-_log = get_logger(__name__)
 
 
 class AttentionBackend(Protocol):
@@ -34,12 +30,3 @@ def store(k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, slots_T: Tensor) ->
     keys, values = cache_2BSKd.flatten(1, 2)
     keys.index_copy_(0, slots_T, k_TKd)
     values.index_copy_(0, slots_T, v_TKd)
-
-
-def make_backend(name: str, device: torch.device) -> AttentionBackend:
-    """Return the backend `name`; "auto" is the fastest that this device has."""
-    from moe_optimizer.engine.attention.sdpa import SdpaAttention
-
-    if name == "auto" and device.type == "cuda":
-        _log.warning("attention runs through torch's SDPA: each step gathers the KV blocks that it reads")
-    return SdpaAttention()
