@@ -1,4 +1,4 @@
-"""How much FP8 weights change the output of one layer's experts."""
+"""Measures how much FP8 weights change the output of one layer's experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the compiled module takes: C++ structs, each as a dictionary with exactly the struct's fields.
+"""Builds the arguments of the compiled module: C++ structs, each as a dictionary with exactly the struct's fields.
 
 Addresses, sizes, strides and codes: nothing of torch crosses into the module. The tests hand the same dictionaries
 to the CUDA kernels' emulation on the CPU.

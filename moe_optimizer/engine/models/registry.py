@@ -1,4 +1,4 @@
-"""Which family a model belongs to."""
+"""Finds the family of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request of the OpenAI API may say; what else it says is for `SamplingParams` to know or refuse."""
+"""Defines the requests of the OpenAI API; any other field is for `SamplingParams` to know or refuse."""
 
 from __future__ import annotations
 

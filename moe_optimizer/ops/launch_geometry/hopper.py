@@ -1,4 +1,4 @@
-"""What one Hopper multiprocessor offers a kernel, and the checks that a launch stays inside."""
+"""Holds the limits of one Hopper multiprocessor, and checks that a launch stays inside."""
 
 from __future__ import annotations
 
