@@ -157,7 +157,8 @@ async def _merge(streams: list[AsyncIterator[RequestOutput]]) -> AsyncIterator[I
             pending[asyncio.ensure_future(anext(stream))] = position
         while pending:
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for future in done:
+            # A refusal first: with it nothing of the others is sent, and the client gets its 4xx.
+            for future in sorted(done, key=lambda each: each.exception() is None):
                 position = pending.pop(future)
                 output = future.result()
                 if not output.finished:
