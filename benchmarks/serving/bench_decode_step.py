@@ -1,6 +1,6 @@
 """Writes the ledger of a decode step, ours beside stock vLLM's: time per group of kernels and the floor of its bytes.
 
-    python benchmarks/serving/bench_decode_step.py --model DIR --out FILE [--batches 1,8,64,256] [--context 512]
+    python benchmarks/serving/bench_decode_step.py --model DIR --out FILE [--batches 1,8,64,128] [--context 512]
         [--profile balanced] [-- further vllm serve arguments]
 
 One GPU. Both sides get the arguments after `--`; ours follows the plan of the profile, with the tables of this machine.
@@ -9,22 +9,22 @@ A model without weights is decoded with --load-format dummy, which leaves routin
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import checkout, command_line  # noqa: E402
+from benchmarks.record import head, parser_of  # noqa: E402
 from benchmarks.serving.plans import plan_here  # noqa: E402
 from moe_optimizer.inspection import read_kernel_speeds  # noqa: E402
 from moe_optimizer.measure.decode_step.ledger import Ledger, ledger_of  # noqa: E402
+from moe_optimizer.measure.decode_step.profiled_steps import StepProfile  # noqa: E402
 from moe_optimizer.measure.decode_step.profiling import Side, profile_steps  # noqa: E402
 from moe_optimizer.plan.json_codec import encode  # noqa: E402
+from moe_optimizer.plan.pass_params import Fp8Params, KvCacheParams  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
 
@@ -33,15 +33,14 @@ SIDES: tuple[Side, ...] = ("stock", "ours")
 
 def main() -> int:
     """Profile both sides, print their ledgers beside each other, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, commit=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--batches", default="1,8,64,256")
+    parser.add_argument("--batches", default="1,8,64,128")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", default="balanced")
     parser.add_argument("--timeout-s", type=float, default=240.0, help="for each side")
-    parser.add_argument("--commit", help="for the record, where the checkout came without its .git; +dirty when it is")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options = parser.parse_args(sys.argv[1:at])
     batches = tuple(int(each) for each in options.batches.split(","))
@@ -53,10 +52,10 @@ def main() -> int:
         batch_size=max(batches),
     )
     record: dict[str, Any] = {
-        "what": "where the time of one decode step goes: kernels by group beside the least time of the group's bytes",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": command_line(),
-        **checkout(options.commit),
+        **head(
+            "where the time of one decode step goes: kernels by group beside the least time of the group's bytes",
+            options.commit,
+        ),
         "plan_digest": plan.digest,
         "sides": {},
     }
@@ -65,7 +64,7 @@ def main() -> int:
         found = profile_steps(
             plan, side, batches=batches, context=options.context, steps=options.steps, timeout_s=options.timeout_s
         )
-        ledgers[side] = [ledger_of_side(plan, profile) for profile in found.profiles]
+        ledgers[side] = [ledger_of_side(plan, side, profile) for profile in found.profiles]
         record |= {"device": found.device, "vllm": found.vllm, "torch": found.torch}
         record["sides"][side] = {
             "ledgers": [encode(each) for each in ledgers[side]],
@@ -77,10 +76,20 @@ def main() -> int:
     return 0
 
 
-def ledger_of_side(plan: Plan, profile: Any) -> Ledger:
-    """Return the ledger of a BF16 model on the plan's GPU."""
+def ledger_of_side(plan: Plan, side: Side, profile: StepProfile) -> Ledger:
+    """Return the ledger of one side, with the bits that its weights and its cache are stored in."""
     assert plan.hardware.gpu is not None
-    return ledger_of(profile, plan.model, plan.hardware.gpu, expert_bits=16, linear_bits=16)
+    expert_bits = linear_bits = plan.model.weight_bits
+    kv_bits = 16
+    if side == "ours":
+        fp8, cache = plan.decision("fp8").params, plan.decision("kv_cache").params
+        if isinstance(fp8, Fp8Params):
+            expert_bits = fp8.stored_expert_bits or expert_bits
+            linear_bits = fp8.stored_linear_bits or linear_bits
+        kv_bits = cache.kv_bits if isinstance(cache, KvCacheParams) else kv_bits
+    return ledger_of(
+        profile, plan.model, plan.hardware.gpu, expert_bits=expert_bits, linear_bits=linear_bits, kv_bits=kv_bits
+    )
 
 
 def table_of(stock: Ledger, ours: Ledger) -> str:
