@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.inspection.safetensors_header import Tensor
@@ -32,28 +32,26 @@ _DOWN = ("down_proj", "w2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """The sums over a checkpoint's headers, multi-token-prediction layers left out."""
+class Stored:
+    """A model's size: as its checkpoint's headers have it, else as its configuration describes it."""
 
+    total_params: int
+    """Vision and audio towers of the checkpoint included, unless they are stored packed."""
     weight_bytes: int
     expert_weight_bytes: int
-    tower_params: int
-    """Parameters of vision and audio towers; 0 when they are stored packed."""
-    language_params: int | None
-    """Parameters of the language model; None when some weights are packed and elements do not count them."""
-    incomplete: bool
-    """Fewer parameters than the model is known to have: the sums are those of a part."""
-    warnings: tuple[str, ...]
+    """The part of `weight_bytes` that is routed experts."""
+    warnings: tuple[str, ...] = ()
 
 
-def compare(tensors: tuple[Tensor, ...], decoder: Decoder, total_params: int, *, exact: bool) -> Checkpoint:
-    """Return a checkpoint's sums.
+def compare(tensors: tuple[Tensor, ...], decoder: Decoder, described: Stored, *, exact: bool) -> Stored:
+    """Return the size of a checkpoint, multi-token-prediction layers left out.
 
     Args:
         tensors: the headers' entries.
         decoder: the model that the configuration describes.
-        total_params: its parameters.
-        exact: they are known, not estimated: files with fewer are a part of the checkpoint.
+        described: its size. It counts where weights are packed, so that elements do not count them, and where the
+            files are a part of the checkpoint.
+        exact: the described parameters are known, not estimated: files with fewer are a part of the checkpoint.
 
     Raises:
         InputError: the shape or number of the experts contradicts the configuration.
@@ -61,32 +59,29 @@ def compare(tensors: tuple[Tensor, ...], decoder: Decoder, total_params: int, *,
     num_layers = len(decoder.layers)
     served = [tensor for tensor in tensors if not _is_extra(tensor.name, num_layers)]
     _check_experts(served, decoder)
-    towers = [tensor for tensor in served if _TOWER.search(tensor.name)]
     language = [tensor for tensor in served if not _TOWER.search(tensor.name)]
     counted = [tensor for tensor in language if not _NOT_WEIGHTS.search(tensor.name)]
     if decoder.lm_head_params == 0:
         counted = [tensor for tensor in counted if not tensor.name.endswith("lm_head.weight")]
+    towers = sum(tensor.elements for tensor in served if _TOWER.search(tensor.name) and tensor.dtype in UNPACKED)
     whole = all(tensor.dtype in UNPACKED for tensor in counted)
-    params = sum(tensor.elements for tensor in counted) if whole else None
-    warnings: tuple[str, ...] = ()
-    incomplete = exact and params is not None and params < total_params
-    if incomplete:
-        warnings = (
-            f"the weight files hold {params} of the {total_params} parameters that config.json describes: "
-            "incomplete, the configuration counts",
+    total = described.total_params
+    params = sum(tensor.elements for tensor in counted) if whole else total
+    if exact and params < total:
+        note = (
+            f"the weight files hold {params} of the {total} parameters that config.json describes: "
+            "incomplete, the configuration counts"
         )
-    elif params is not None and params != total_params:
-        warnings = (
-            f"the weight files hold {params} parameters of the language model, config.json describes {total_params}; "
-            "the files count",
-        )
-    return Checkpoint(
+        return replace(described, total_params=total + towers, warnings=(note,))
+    note = (
+        f"the weight files hold {params} parameters of the language model, config.json describes {total}; "
+        "the files count"
+    )
+    return Stored(
+        total_params=params + towers,
         weight_bytes=sum(tensor.num_bytes for tensor in served),
         expert_weight_bytes=sum(tensor.num_bytes for tensor in served if _OF_EXPERTS.search(tensor.name)),
-        tower_params=sum(tensor.elements for tensor in towers if tensor.dtype in UNPACKED),
-        language_params=None if incomplete else params,
-        incomplete=incomplete,
-        warnings=warnings,
+        warnings=(note,) if params != total else (),
     )
 
 

@@ -102,7 +102,8 @@ class Family:
         norms = self.norms if isinstance(self.norms, int) else self.norms(config)
         if experts and all(entry is None or entry.num_experts == 1 for entry in experts):
             # Built with an expert class of one expert, which every token uses all the same.
-            dense, experts = tuple(map(_with_lone_expert, dense, experts)), None
+            dense = tuple(count + (entry.params if entry else 0) for count, entry in zip(dense, experts, strict=True))
+            experts = None
         layers = tuple(
             Layer(
                 mixer=self._mixer(kinds[i], config, hidden_size, i),
@@ -207,12 +208,6 @@ def _check_layer_types(config: Config) -> None:
     for i, entry in enumerate(entries if isinstance(entries, list) else ()):
         if not isinstance(entry, str):
             raise config.error(f"layer_types[{i}]", entry, "a string")
-
-
-def _with_lone_expert(dense_params: int, entry: ExpertLayer | None) -> int:
-    if entry is None:
-        return dense_params
-    return dense_params + entry.expert_params + entry.router_params + entry.shared_params + entry.latent_params
 
 
 def _is_count(value: object) -> bool:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from moe_optimizer.inspection.checkpoint import compare
+from moe_optimizer.inspection.checkpoint import Stored, compare
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.longest_sequence import longest_sequence
-from moe_optimizer.inspection.param_counts import count_params
 from moe_optimizer.inspection.quantization import ATTENTION, DENSE, EXPERTS, SHARED, Quantization
 from moe_optimizer.inspection.safetensors_header import Tensor
 from moe_optimizer.inspection.shapes import Decoder, Mixer
@@ -44,11 +41,16 @@ def build_spec(
 ) -> ModelSpec:
     """Return the sums over a decoder's layers, with how and where it is stored."""
     layers = decoder.layers
+    mixers = [layer.mixer for layer in layers]
     moe = [(i, layer.experts) for i, layer in enumerate(layers) if layer.experts is not None]
     experts = [entry for _, entry in moe]
     widest = max(experts, key=lambda entry: (entry.num_experts, entry.intermediate_size), default=None)
-    params = count_params(decoder)
-    stored = _stored(decoder, params.total, quantization, tensors, exact=exact)
+    attention_experts = sum(mixer.expert_params for mixer in mixers)
+    idle = decoder.idle_params + sum(mixer.idle_params for mixer in mixers)
+    idle += sum(max(entry.num_experts - entry.top_k, 0) * entry.expert_params for entry in experts)
+    stored = _described(decoder, quantization)
+    if tensors is not None:
+        stored = compare(tensors, decoder, stored, exact=exact)
     max_position = config.integer(MAX_POSITION, 0) or 0
     return ModelSpec(
         name=name,
@@ -69,15 +71,15 @@ def build_spec(
         moe_layers=tuple(i for i, _ in moe),
         vocab_size=decoder.vocab_size,
         total_params=stored.total_params,
-        active_params=stored.total_params - params.idle,
-        expert_params=params.experts,
-        embedding_params=params.embedding,
-        lm_head_params=params.lm_head,
-        attention_params=params.attention,
-        kv_params=params.kv,
-        dense_params=params.dense,
-        shared_expert_params=params.shared_experts,
-        router_params=params.routers,
+        active_params=stored.total_params - idle,
+        expert_params=attention_experts + sum(entry.routed_params for entry in experts),
+        embedding_params=decoder.embedding_params,
+        lm_head_params=decoder.lm_head_params,
+        attention_params=sum(mixer.params for mixer in mixers) - attention_experts,
+        kv_params=sum(mixer.kv_params for mixer in mixers),
+        dense_params=sum(layer.dense_params for layer in layers),
+        shared_expert_params=sum(entry.shared_params for entry in experts),
+        router_params=sum(entry.router_params for entry in experts),
         quant_method=quantization.method,
         weight_bits=_weight_bits(decoder, quantization),
         weights_are_fp8=quantization.fp8,
@@ -86,9 +88,9 @@ def build_spec(
         weight_bytes=stored.weight_bytes,
         expert_weight_bytes=stored.expert_weight_bytes,
         dtype=quantization.dtype,
-        attention=_attention([layer.mixer for layer in layers]),
-        kv_bytes_per_token=2 * sum(layer.mixer.cache_elements for layer in layers),
-        state_bytes_per_sequence=2 * sum(layer.mixer.state_elements for layer in layers),
+        attention=_attention(mixers),
+        kv_bytes_per_token=2 * sum(mixer.cache_elements for mixer in mixers),
+        state_bytes_per_sequence=2 * sum(mixer.state_elements for mixer in mixers),
         max_position=max_position,
         max_model_len=longest_sequence(config, model_type, max_position),
         needs_remote_code=needs_remote_code,
@@ -98,41 +100,12 @@ def build_spec(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
-    """A model's size: as its checkpoint's headers have it, else as its configuration describes it."""
-
-    total_params: int
-    """Vision and audio towers of the checkpoint included."""
-    weight_bytes: int
-    expert_weight_bytes: int
-    """The part of `weight_bytes` that is routed experts."""
-    warnings: tuple[str, ...] = ()
-
-
-def _stored(
-    decoder: Decoder, params: int, quantization: Quantization, tensors: tuple[Tensor, ...] | None, *, exact: bool
-) -> _Stored:
-    """Return the size of a decoder of `params` parameters; see `compare` for `tensors` and `exact`."""
-    expert_bytes, weight_bytes = _stored_bytes(decoder, params, quantization)
-    if tensors is None:
-        return _Stored(total_params=params, weight_bytes=weight_bytes, expert_weight_bytes=expert_bytes)
-    checkpoint = compare(tensors, decoder, params, exact=exact)
-    language_params = params if checkpoint.language_params is None else checkpoint.language_params
-    return _Stored(
-        total_params=language_params + checkpoint.tower_params,
-        weight_bytes=weight_bytes if checkpoint.incomplete else checkpoint.weight_bytes,
-        expert_weight_bytes=expert_bytes if checkpoint.incomplete else checkpoint.expert_weight_bytes,
-        warnings=checkpoint.warnings,
-    )
-
-
-def _stored_bytes(decoder: Decoder, total: int, quantization: Quantization) -> tuple[int, int]:
-    """Return the bytes of the routed experts and of everything, as the scheme stores each part of each layer."""
+def _described(decoder: Decoder, quantization: Quantization) -> Stored:
+    """Return the size that the configuration describes, as the scheme stores each part of each layer."""
     experts, linears, linear_params = 0.0, 0.0, 0
     for i, layer in enumerate(decoder.layers):
         moe = layer.experts
-        routed = moe.num_experts * moe.expert_params if moe else 0
+        routed = moe.routed_params if moe else 0
         attention_experts = layer.mixer.expert_params
         parts = [(layer.mixer.params - attention_experts, ATTENTION), (layer.dense_params, DENSE)]
         if attention_experts:
@@ -144,8 +117,9 @@ def _stored_bytes(decoder: Decoder, total: int, quantization: Quantization) -> t
             if params:
                 linears += quantization.stored_bytes(params, quantization.bits(names, i))
         linear_params += routed + attention_experts + sum(params for params, _ in parts)
+    total = decoder.total_params
     rest = (total - linear_params) * quantization.dtype_bits / 8
-    return round(experts), round(experts + linears + rest)
+    return Stored(total_params=total, weight_bytes=round(experts + linears + rest), expert_weight_bytes=round(experts))
 
 
 def _weight_bits(decoder: Decoder, quantization: Quantization) -> float:

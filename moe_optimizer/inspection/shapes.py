@@ -80,6 +80,16 @@ class ExpertLayer:
     latent_params: int = 0
     """Projections into and out of a latent that the routed experts work on."""
 
+    @property
+    def routed_params(self) -> int:
+        """Parameters of all routed experts."""
+        return self.num_experts * self.expert_params
+
+    @property
+    def params(self) -> int:
+        """Parameters of everything in the layer that belongs to its experts."""
+        return self.routed_params + self.router_params + self.shared_params + self.latent_params
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
@@ -111,3 +121,10 @@ class Decoder:
     expert_activation: str
     expert_has_bias: bool
     warnings: tuple[str, ...] = ()
+
+    @property
+    def total_params(self) -> int:
+        """Parameters of all parts together."""
+        moe = sum(layer.experts.params for layer in self.layers if layer.experts)
+        layers = sum(layer.mixer.params + layer.dense_params + layer.norm_params for layer in self.layers)
+        return moe + layers + self.final_params + self.embedding_params + self.lm_head_params
