@@ -28,19 +28,14 @@ class Attention:
     """Absent in the file: hidden size over heads."""
     value_dim: Names = ()
     """Width of a value head where it differs from the query's."""
-    input_width: int = 1
-    """Multiple of the hidden size that the projections read."""
     qkv_bias: Names | bool = "attention_bias"
     """On when one of the fields is."""
-    v_bias: Names | bool | None = None
-    """Where the value projection differs from query and key; None: as qkv_bias."""
     o_bias: Names | bool = "attention_bias"
     qk_norm: Literal["none", "head", "width", "each_head"] = "none"
     """head: one weight vector of head_dim for all query heads and one for all key heads; width: over all heads
     together; each_head: a vector for each head."""
     qk_norm_when: Names | bool = True
     qk_norm_bias: bool = False
-    v_norm: bool = False
     gate: str | Callable[[Config], str] = "none"
     """Output gate computed from the layer's input: "width" (one value for each channel), "head" (for each head)
     or "none"."""
@@ -48,8 +43,6 @@ class Attention:
     gate_bias: Names | bool = False
     sinks: Names | bool = False
     """One learned logit for each query head."""
-    inner_norm: bool = False
-    """A norm over the concatenated heads before the output projection."""
     shares_key_as_value: Names | bool = False
     """No value projection: the key projection's output is used."""
     indexer_heads: Names = ()
@@ -71,14 +64,12 @@ class Attention:
                 raise config.error(config.name_of(self.kv_heads), kv_heads, f"a divisor of the {heads} query heads")
         head_dim = self.head_size(config, hidden_size, heads)
         value_dim = (config.integer(self.value_dim, head_dim, minimum=1) if self.value_dim else None) or head_dim
-        width_in = hidden_size * self.input_width
         q, k, v = heads * head_dim, kv_heads * head_dim, kv_heads * value_dim
         o_in = heads * value_dim
         projected_v = 0 if config.flag(self.shares_key_as_value) else v
-        qk_bias = config.any_flag(self.qkv_bias)
-        v_bias = qk_bias if self.v_bias is None else config.any_flag(self.v_bias)
-        kv_params = width_in * (k + projected_v) + k * qk_bias + projected_v * v_bias
-        params = width_in * q + q * qk_bias + kv_params
+        qkv_bias = config.any_flag(self.qkv_bias)
+        kv_params = (hidden_size + qkv_bias) * (k + projected_v)
+        params = (hidden_size + qkv_bias) * q + kv_params
         params += o_in * hidden_size + hidden_size * config.any_flag(self.o_bias)
         if self.borrows_cache:
             params, kv_params = params - kv_params, 0
@@ -86,8 +77,8 @@ class Attention:
         gate = self.gate(config) if callable(self.gate) else self.gate
         if gate != "none" and config.flag(self.gate_when):
             gate_width = o_in if gate == "width" else heads
-            params += width_in * gate_width + gate_width * config.any_flag(self.gate_bias)
-        params += heads * config.flag(self.sinks) + o_in * self.inner_norm
+            params += hidden_size * gate_width + gate_width * config.any_flag(self.gate_bias)
+        params += heads * config.flag(self.sinks)
         if self.indexer_heads:
             index_dim = config.required(self.indexer_dim)
             params += hidden_size * index_dim * (config.required(self.indexer_heads) + 1) + 2 * index_dim
@@ -124,7 +115,7 @@ class Attention:
             return 0
         keys = not self.borrows_cache
         width = head_dim * (1 + keys) if self.qk_norm == "head" else q + k * keys
-        return width * (2 if self.qk_norm_bias else 1) + (head_dim if self.v_norm else 0)
+        return width * (2 if self.qk_norm_bias else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ class Config:
 
     def has(self, names: Names) -> bool:
         """Whether the file itself (not the defaults) has one of the fields, not null."""
-        return any(_lookup(self.raw, name) is not None for name in _each(names))
+        return any(lookup(self.raw, name) is not None for name in _each(names))
 
     def integer(
         self, names: Names, default: int | None = None, *, minimum: int = 0, maximum: int = MAX_COUNT
@@ -172,12 +172,17 @@ class Config:
         Raises:
             InputError: not an object.
         """
-        value = _lookup(self.raw, name)
+        value = lookup(self.raw, name)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise self.error(name, value, "an object")
         return Config(value, where=f"{self.where}{name}.")
+
+    def entries(self, names: Names) -> Mapping[str, object]:
+        """Return what a nested object holds; nothing where there is none, or where it is something else."""
+        value = self.get(names)
+        return value if isinstance(value, dict) else {}
 
     def name_of(self, names: Names) -> str:
         """Return which of the fields is the one that is used, for error messages."""
@@ -196,13 +201,13 @@ class Config:
 
     def _find(self, names: Names) -> tuple[str, object] | None:
         for name in _each(names):
-            value = _lookup(self.raw, name)
+            value = lookup(self.raw, name)
             if value is not None:
                 return name, value
         if any(name in self.raw for name in _each(names)):
             return None  # null in the file: the config class would keep it, not fall back to its default
         for name in _each(names):
-            value = _lookup(self.defaults, name)
+            value = lookup(self.defaults, name)
             if value is not None:
                 return name, value
         return None
@@ -224,12 +229,14 @@ def _each(names: Names) -> Iterator[str]:
     return iter((names,) if isinstance(names, str) else names)
 
 
-def _lookup(raw: Mapping[str, object], name: str) -> object:
-    if name in raw or "." not in name:
-        return raw.get(name)
+def lookup(entry: object, name: str) -> object:
+    """Return what an object has under a name, "a.b" in a nested object; None where it has nothing, or is none."""
+    if not isinstance(entry, Mapping):
+        return None
+    if name in entry or "." not in name:
+        return entry.get(name)
     head, _, tail = name.partition(".")
-    inner = raw.get(head)
-    return _lookup(inner, tail) if isinstance(inner, Mapping) else None
+    return lookup(entry.get(head), tail)
 
 
 def _integer_text(part: str) -> object:

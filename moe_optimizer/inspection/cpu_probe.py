@@ -30,7 +30,7 @@ def probe_cpu(root: Path = Path("/")) -> CpuSpec:
         name=facts.get("model name") or platform.processor() or platform.machine(),
         cores=(cores := _usable_cores(root)),
         core_ids=tuple(sorted(_allowed_cores())[:cores]),
-        memory=_usable_memory(root),
+        memory=_limited(_meminfo_total(root), "MemTotal of /proc/meminfo", root),
         isa=tuple(name for name in _KERNEL_ISA if name in present),
         node_memory=_node_memory(root),
     )
@@ -49,17 +49,12 @@ def _cpuinfo(root: Path) -> dict[str, str]:
 
 
 def _usable_cores(root: Path) -> int:
-    quotas = [*_v2_cpu_quotas(root), *_v1_cpu_quotas(root)]
     # Half a core more does not feed another thread: round down, but never to none.
-    return max(1, math.floor(min([len(_allowed_cores()), *quotas])))
+    return max(1, math.floor(min([len(_allowed_cores()), *_cpu_quotas(root)])))
 
 
 def _allowed_cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-
-
-def _usable_memory(root: Path) -> Quantity:
-    return _limited(_meminfo_total(root), "MemTotal of /proc/meminfo", root)
 
 
 def _node_memory(root: Path) -> Quantity | None:
@@ -85,10 +80,8 @@ def _core_list(text: str) -> set[int]:
 
 
 def _limited(total: int, ref: str, root: Path) -> Quantity:
-    limit = min([*_v2_memory_limits(root), *_v1_memory_limits(root)], default=total)
-    if limit < total:
-        return Quantity(float(limit), "bytes", Source.MEASURED, "cgroup memory limit")
-    return Quantity(float(total), "bytes", Source.MEASURED, ref)
+    limit = min(_memory_limits(root), default=total)
+    return Quantity(float(min(limit, total)), "bytes", Source.MEASURED, "cgroup memory limit" if limit < total else ref)
 
 
 def _meminfo_total(root: Path) -> int:
@@ -98,36 +91,25 @@ def _meminfo_total(root: Path) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _v2_cpu_quotas(root: Path) -> Iterator[float]:
-    for folder in _cgroup_folders(root, ""):
-        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
-        if quota.isdigit() and period.isdigit() and int(period):
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    version_2 = (_text(folder / "cpu.max").partition(" ")[::2] for folder in _cgroup_folders(root, ""))
+    version_1 = (
+        (_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us"))
+        for folder in _cgroup_folders(root, "cpu")
+    )
+    for quota, period in (*version_2, *version_1):
+        # No quota is "max", or -1 in version 1.
+        if quota.strip().isdigit() and period.strip().isdigit() and int(period):
             yield int(quota) / int(period)
 
 
-def _v1_cpu_quotas(root: Path) -> Iterator[float]:
-    for folder in _cgroup_folders(root, "cpu"):
-        quota = _text(folder / "cpu.cfs_quota_us").strip()
-        period = _text(folder / "cpu.cfs_period_us").strip()
-        # -1 means no quota.
-        if quota.isdigit() and period.isdigit() and int(period):
-            yield int(quota) / int(period)
-
-
-def _v2_memory_limits(root: Path) -> Iterator[int]:
-    yield from _numbers(_cgroup_folders(root, ""), "memory.max")
-
-
-def _v1_memory_limits(root: Path) -> Iterator[int]:
+def _memory_limits(root: Path) -> Iterator[int]:
     # Without a limit version 1 reports a number near 2**63, far above any MemTotal.
-    yield from _numbers(_cgroup_folders(root, "memory"), "memory.limit_in_bytes")
-
-
-def _numbers(folders: Iterator[Path], name: str) -> Iterator[int]:
-    for folder in folders:
-        text = _text(folder / name).strip()
-        if text.isdigit():
-            yield int(text)
+    for controller, name in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
+        for folder in _cgroup_folders(root, controller):
+            text = _text(folder / name).strip()
+            if text.isdigit():
+                yield int(text)
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:

@@ -46,7 +46,6 @@ class Family:
     `mixers` says otherwise) or "none"."""
     mixers: Mapping[str, MixerRule] = field(default_factory=lambda: {"attention": Attention()})
     window: Names = WINDOW
-    chunk: Names = "attention_chunk_size"
     dense: Dense | None = field(default_factory=Dense)
     experts: Experts | None = None
     feed_forward: Callable[[Config, int], tuple[bool, ...]] | None = None
@@ -57,7 +56,6 @@ class Family:
     """rms: one vector; layer: weight and bias; none: no parameters."""
     norm_bias: Names | bool = True
     """For norm="layer": whether it has a bias."""
-    final_norm: bool = True
     positions: Names = ()
     """Field with the number of learned positions."""
     extra_positions: int = 0
@@ -124,7 +122,7 @@ class Family:
             + (self.extra_embeddings(config) if self.extra_embeddings else 0),
             lm_head_params=(0 if tied else vocab_size * hidden_size) + vocab_size * config.flag(self.head_bias),
             final_params=idle
-            + norm_params * (self.final_norm + self.embedding_norm)
+            + norm_params * (1 + self.embedding_norm)
             + (self.model_extra(config, hidden_size) if self.model_extra else 0),
             idle_params=idle,
             warnings=self._warnings(config, experts is not None),
@@ -166,7 +164,7 @@ class Family:
             return NO_MIXER
         window = None
         if kind.startswith(("sliding", "chunked")):
-            window = config.integer(self.window if kind.startswith("sliding") else self.chunk) or None
+            window = config.integer(self.window if kind.startswith("sliding") else "attention_chunk_size") or None
         rule = self.mixers.get(kind)
         if rule is None and kind in ("sliding", "chunked"):
             rule = self.mixers.get("attention")

@@ -1,12 +1,11 @@
-"""Reads the scales of a quantisation scheme: blocks that share one, and whether it is FP8 that they scale."""
+"""Reads the scales of a quantisation scheme: what shares one, their bytes, and whether it is FP8 that they scale."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
-from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.scheme_bits import algorithm_bits
+from moe_optimizer.inspection.config import Config, lookup
+from moe_optimizer.inspection.scheme_bits import ALGORITHM, ALGORITHM_OF_LAYERS, TYPE_FIELDS, algorithm_bits
 
 _STRATEGIES = ("tensor", "channel", "block")
 """What may share a scale, as compressed-tensors names it; its "group" is MXFP8, a power of two for 32 weights."""
@@ -17,16 +16,29 @@ _BLOCK_TEXT = re.compile(r"\d{1,6}x\d{1,6}")
 def weight_block(scheme: Config) -> tuple[int, int] | None:
     """Return the rows and columns of the block of weights that shares a scale; None where there are no blocks."""
     block = scheme.get("weight_block_size")
-    groups = scheme.get("config_groups")
-    if block is None and isinstance(groups, dict):
+    if block is None:
         # vLLM's MoE layers need blocks of one size, so the first group that has any says it.
-        blocks = (_weights(group).get("block_structure") for group in groups.values())
+        blocks = (lookup(group, "weights.block_structure") for group in scheme.entries("config_groups").values())
         block = next((each for each in blocks if each is not None), None)
     if isinstance(block, str) and _BLOCK_TEXT.fullmatch(block):
         block = [int(side) for side in block.split("x")]
     if isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block):
         return block[0], block[1]
     return None
+
+
+def is_fp8(scheme: Config, method: str) -> bool:
+    """Whether the scheme stores all its weights as 8-bit floating point."""
+    if "fp8" in method:
+        return True
+    algorithm = scheme.get(ALGORITHM)
+    if isinstance(algorithm, str):
+        return algorithm.upper().startswith(("FP8", "MXFP8"))
+    named = scheme.entries("config_groups").values()
+    if named:
+        return all((lookup(each, "weights.type"), lookup(each, "weights.num_bits")) == ("float", 8) for each in named)
+    types = [scheme.get(name) for name in TYPE_FIELDS]
+    return any(isinstance(each, str) and each.lower().startswith(("fp8", "float8")) for each in types)
 
 
 def is_scaled_fp8(scheme: Config, method: str) -> bool:
@@ -41,11 +53,10 @@ def is_scaled_fp8(scheme: Config, method: str) -> bool:
         named = [name for name in _modelopt_algorithms(scheme) if algorithm_bits(name) == 8]
         return set(named) == {"FP8"}
     if method == "compressed-tensors":
-        groups = scheme.get("config_groups")
-        weights = [_weights(group) for group in groups.values()] if isinstance(groups, dict) else []
-        eight_bits = [each for each in weights if each.get("num_bits") == 8]
+        weights = [lookup(group, "weights") for group in scheme.entries("config_groups").values()]
+        eight_bits = [each for each in weights if lookup(each, "num_bits") == 8]
         return bool(eight_bits) and all(
-            each.get("type") == "float" and each.get("strategy") in _STRATEGIES for each in eight_bits
+            lookup(each, "type") == "float" and lookup(each, "strategy") in _STRATEGIES for each in eight_bits
         )
     if method == "quark":
         dtype, shared = (scheme.get(f"global_quant_config.weight.{name}") for name in ("dtype", "qscheme"))
@@ -55,14 +66,21 @@ def is_scaled_fp8(scheme: Config, method: str) -> bool:
 
 def _modelopt_algorithms(scheme: Config) -> list[str]:
     """Return the algorithm of each layer where the files name them by layer, else that of all."""
-    layers = scheme.get(("quantized_layers", "quantization.quantized_layers"))
-    if isinstance(layers, dict) and layers:
-        found = [entry.get("quant_algo") for entry in layers.values() if isinstance(entry, dict)]
-    else:
-        found = [scheme.get(("quant_algo", "quantization.quant_algo"))]
+    layers = scheme.entries(ALGORITHM_OF_LAYERS).values()
+    found = [lookup(entry, "quant_algo") for entry in layers] if layers else [scheme.get(ALGORITHM)]
     return [name.upper() for name in found if isinstance(name, str)]
 
 
-def _weights(group: object) -> Mapping[str, object]:
-    weights = group.get("weights") if isinstance(group, dict) else None
-    return weights if isinstance(weights, dict) else {}
+def scale_bytes(scheme: Config, method: str, bits: float) -> float:
+    """Return the bytes of scales for each weight, as the method's checkpoints store them."""
+    block = weight_block(scheme)
+    if block is not None:
+        return 4 / (block[0] * block[1])
+    if "mxfp4" in method:
+        return 1 / 32
+    names = ("group_size", "quantization.group_size", "q_group_size", "config_groups.group_0.weights.group_size")
+    group = scheme.get(names)
+    if type(group) is not int or group <= 0:
+        return 0.0
+    # NVFP4 has an FP8 scale for each group; GPTQ and AWQ an FP16 scale and a packed zero point.
+    return (1 if group == 16 else 2 + bits / 8) / group

@@ -37,24 +37,20 @@ def read_kernel_inventory(folder: Path | None = None) -> KernelInventory:
         return _not_built(f"{problem}; {_BUILD_HINT} again")
     return KernelInventory(
         built=True,
-        reason="",
         cpu_ops=tuple(data["cpu_ops"]),
         cuda_ops=tuple(data["cuda_ops"]),
         cuda_archs=tuple(data["cuda_archs"]),
         source_hash=data["source_hash"],
-        cpu_sources=_sources(data, "cpu"),
-        cuda_sources=_sources(data, "cuda"),
-        cuda_why_not=_text(data.get("cuda_why_not")),
+        # The manifest of an older build lacks these.
+        cpu_sources=_text(data, "sources", "cpu"),
+        cuda_sources=_text(data, "sources", "cuda"),
+        cuda_why_not=_text(data, "cuda_why_not"),
     )
 
 
-def _sources(data: dict[str, Any], device: str) -> str:
-    """Return the hash of one device's sources; "" in the manifest of an older build."""
-    found = data.get("sources")
-    return _text(found.get(device)) if isinstance(found, dict) else ""
-
-
-def _text(value: Any) -> str:
+def _text(value: Any, *keys: str) -> str:
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
     return value if isinstance(value, str) else ""
 
 
@@ -85,11 +81,4 @@ def _extension_problem(folder: Path, extension: str) -> str:
 
 
 def _not_built(reason: str) -> KernelInventory:
-    return KernelInventory(
-        built=False,
-        reason=reason,
-        cpu_ops=(),
-        cuda_ops=(),
-        cuda_archs=(),
-        source_hash="",
-    )
+    return KernelInventory(built=False, reason=reason)

@@ -6,8 +6,8 @@ rules return the name of the layer's mixer, expert rules whether the layer has r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from moe_optimizer.inspection.config import Config, Names
 
@@ -46,9 +46,12 @@ def _rule(
     return bound
 
 
-def every(kind: str) -> KindRule:
-    """All layers are of one kind."""
-    return lambda _, num_layers: (kind,) * num_layers
+def every(entry: T) -> Callable[[Config, int], tuple[T, ...]]:
+    """All layers are of one kind, or all (or none) have routed experts."""
+    return lambda _, num_layers: (entry,) * num_layers
+
+
+all_layers: ExpertRule = every(True)
 
 
 @_rule
@@ -63,11 +66,7 @@ def listed(
     """An array names each layer's kind; without the array, another rule decides."""
     if config.items(fields) is None:
         return otherwise(config, num_layers)
-    entries = _entries(config, num_layers, fields)
-    for i, entry in enumerate(entries):
-        if not isinstance(entry, str) or entry not in names:
-            raise config.error(f"{config.name_of(fields)}[{i}]", entry, f"one of {', '.join(names)}")
-    return tuple(names[str(entry)] for entry in entries)
+    return _translated(config, fields, _entries(config, num_layers, fields), names)
 
 
 @_rule
@@ -91,20 +90,13 @@ def last_of(
 
 
 @_rule
-def windowed_when(
-    config: Config, num_layers: int, flag: Names | bool, *, window: Names = "sliding_window"
+def windowed(
+    config: Config, num_layers: int, window: Names = "sliding_window", *, flag: Names | bool = True, first: Names = ()
 ) -> tuple[str, ...]:
-    """All layers are windowed when the flag is on and a window is given."""
-    windowed = config.flag(flag) and bool(config.integer(window))
-    return ("sliding" if windowed else "attention",) * num_layers
-
-
-@_rule
-def windowed_from(config: Config, num_layers: int, first: Names, *, flag: Names) -> tuple[str, ...]:
-    """Layers from index `first` on are windowed when the flag is on and the file names a window."""
-    if not config.flag(flag) or not config.integer("sliding_window"):
+    """Layers from index `first` (0 without such a field) on are windowed when the flag is on and a window is given."""
+    if not config.flag(flag) or not config.integer(window):
         return ("attention",) * num_layers
-    start = config.integer(first, num_layers) or 0
+    start = config.integer(first, num_layers if first else 0) or 0
     return tuple("sliding" if i >= start else "attention" for i in range(num_layers))
 
 
@@ -114,10 +106,7 @@ def pattern(config: Config, num_layers: int, field: Names, letters: Mapping[str,
     name, text = config.name_of(field), config.text(field)
     if len(text) < num_layers:
         raise config.error(name, text, f"a letter for each of {num_layers} layers")
-    for i, letter in enumerate(text[:num_layers]):
-        if letter not in letters:
-            raise config.error(f"{name}[{i}]", letter, f"one of {' '.join(letters)}")
-    return tuple(letters[letter] for letter in text[:num_layers])
+    return _translated(config, field, text[:num_layers], letters)
 
 
 @_rule
@@ -127,33 +116,29 @@ def numbered(
     """An array holds a number for each layer; without it (or when it is empty) another rule decides."""
     if not config.items(field):
         return otherwise(config, num_layers)
-    numbers = config.per_layer(field, num_layers) or ()
-    for i, number in enumerate(numbers):
-        if number not in kinds:
-            raise config.error(f"{config.name_of(field)}[{i}]", number, f"one of {', '.join(map(str, kinds))}")
-    return tuple(kinds[number] for number in numbers)
+    return _translated(config, field, config.per_layer(field, num_layers) or (), kinds)
 
 
 # --- layers with routed experts ---
 
 
-def all_layers(config: Config, num_layers: int) -> tuple[bool, ...]:  # noqa: ARG001 the rules share a signature
-    """Every layer has routed experts."""
-    return (True,) * num_layers
+@_rule
+def after_first(
+    config: Config, num_layers: int, first: Names, every_n: Names = (), *, default: int = 0
+) -> tuple[bool, ...]:
+    """The first layers, as many as the field says, are dense; of the others every n-th has experts, the first too."""
+    start = config.integer(first, default) or 0
+    step = config.integer(every_n, 1, minimum=1) or 1
+    return tuple(i >= start and (i - start) % step == 0 for i in range(num_layers))
 
 
 @_rule
-def after_first(config: Config, num_layers: int, field: Names, *, default: int = 0) -> tuple[bool, ...]:
-    """The first layers, as many as the field says, are dense."""
-    first = config.integer(field, default) or 0
-    return tuple(i >= first for i in range(num_layers))
-
-
-@_rule
-def multiples(config: Config, num_layers: int, field: Names) -> tuple[bool, ...]:
-    """Layer i has experts when i % field == 0 (a frequency that counts from layer zero)."""
-    frequency = config.integer(field, 1, minimum=1) or 1
-    return tuple(i % frequency == 0 for i in range(num_layers))
+def indices(
+    config: Config, num_layers: int, field: Names, *, first: int = 0, have_experts: bool = True
+) -> tuple[bool, ...]:
+    """Only the layers whose indices, counted from `first`, are listed have experts, or else only those have none."""
+    listed_ones = set(config.integers(field) or ())
+    return tuple((i + first in listed_ones) is have_experts for i in range(num_layers))
 
 
 @_rule
@@ -176,30 +161,6 @@ def within(config: Config, num_layers: int, start: Names, end: Names, interval: 
     first, last, every_n = _scalar(config, start, 0), _scalar(config, end, -1), _scalar(config, interval, 1)
     last = num_layers - 1 if last == -1 else last
     return tuple(first <= i <= last and bool(every_n) and (i + 1) % (every_n or 1) == 0 for i in range(num_layers))
-
-
-@_rule
-def after_first_every(
-    config: Config, num_layers: int, first: Names, frequency: Names, *, default_first: int
-) -> tuple[bool, ...]:
-    """From layer `first` on, every frequency-th layer counted from there."""
-    start = config.integer(first, default_first) or 0
-    step = config.integer(frequency, 1, minimum=1) or 1
-    return tuple(i >= start and (i - start) % step == 0 for i in range(num_layers))
-
-
-@_rule
-def except_indices(config: Config, num_layers: int, field: Names) -> tuple[bool, ...]:
-    """The layers whose indices are listed are dense."""
-    dense = set(config.integers(field) or ())
-    return tuple(i not in dense for i in range(num_layers))
-
-
-@_rule
-def only_indices(config: Config, num_layers: int, field: Names, *, first: int = 0) -> tuple[bool, ...]:
-    """Only the layers whose indices, counted from `first`, are listed have experts."""
-    sparse = set(config.integers(field) or ())
-    return tuple(i + first in sparse for i in range(num_layers))
 
 
 @_rule
@@ -248,17 +209,17 @@ def by_fields(*, first_dense: int = 0) -> ExpertRule:
     """
     one_list = first_given(
         ("mlp_layer_types", words("mlp_layer_types", "sparse")),
-        ("moe_layers_enum", only_indices("moe_layers_enum")),
-        ("moe_layer_indices", only_indices("moe_layer_indices")),
+        ("moe_layers_enum", indices("moe_layers_enum")),
+        ("moe_layer_indices", indices("moe_layer_indices")),
         ("is_moe_layer", flags("is_moe_layer")),
         ("expert_layer_period", every_offset("expert_layer_period", "expert_layer_offset")),
         ("interleave_moe_layer_step", sparse_step("interleave_moe_layer_step")),
         ("moe_layer_interval", within("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")),
         otherwise=both(
-            except_indices("mlp_only_layers"),
+            indices("mlp_only_layers", have_experts=False),
             sparse_step("decoder_sparse_step"),
             after_first(("first_k_dense_replace", "num_dense_layers"), default=first_dense),
-            multiples("moe_layer_freq"),
+            after_first((), "moe_layer_freq"),
         ),
     )
     listed_frequency = flags("moe_layer_freq")
@@ -277,6 +238,18 @@ def _entries(config: Config, num_layers: int, field: Names) -> list[object]:
     if len(entries) < num_layers:
         raise config.too_few(field, len(entries), num_layers)
     return entries[:num_layers]
+
+
+def _translated(config: Config, field: Names, entries: Iterable[object], kinds: Mapping[Any, str]) -> tuple[str, ...]:
+    """Return the kind of each layer by its entry.
+
+    Raises:
+        InputError: an entry stands for no kind.
+    """
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, (str, int)) or entry not in kinds:
+            raise config.error(f"{config.name_of(field)}[{i}]", entry, f"one of {', '.join(map(str, kinds))}")
+    return tuple(kinds[entry] for entry in entries)
 
 
 def _scalar(config: Config, field: Names, default: int) -> int:

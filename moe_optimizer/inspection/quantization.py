@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_optimizer.inspection.module_patterns import ModulePatterns
 from moe_optimizer.specs.model import ExpertFormat
@@ -55,11 +55,11 @@ class Quantization:
 
     method: str | None
     dtype: str
-    groups: tuple[Group, ...]
-    ignored: ModulePatterns
-    expert_bits: float | None
+    groups: tuple[Group, ...] = ()
+    ignored: ModulePatterns = field(default_factory=lambda: ModulePatterns(()))
+    expert_bits: float | None = None
     """Where the file gives the experts a type of their own."""
-    scale_bytes_per_weight: float
+    scale_bytes_per_weight: float = 0.0
     """Bytes of scales for each quantised weight."""
     fp8: bool = False
     """Whether the weights are 8-bit floating point."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.fp8_scales import is_scaled_fp8, weight_block
+from moe_optimizer.inspection.fp8_scales import is_fp8, is_scaled_fp8, scale_bytes, weight_block
 from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.inspection.module_patterns import ModulePatterns
-from moe_optimizer.inspection.module_rules import bits_of_type, left_out, patterns_by_bits
 from moe_optimizer.inspection.quantization import DTYPE_BITS, Group, Quantization
-from moe_optimizer.inspection.scheme_bits import TYPE_FIELDS, groups_of
+from moe_optimizer.inspection.scheme_bits import ALGORITHM, IN_4_BITS, bits_of_type, groups_of, special_groups
 
 _DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in DTYPE_BITS}
 """What a configuration may call the dtypes that vLLM computes in."""
@@ -39,16 +39,7 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
     dtype, warnings = _dtype(root, config)
     scheme = _find_scheme(root, config, folder)
     if scheme is None:
-        nothing = ModulePatterns(())
-        return Quantization(
-            method=None,
-            dtype=dtype,
-            groups=(),
-            ignored=nothing,
-            expert_bits=None,
-            scale_bytes_per_weight=0.0,
-            warnings=tuple(warnings),
-        )
+        return Quantization(method=None, dtype=dtype, warnings=tuple(warnings))
     method = _method(scheme)
     groups = groups_of(scheme, method)
     if not groups:
@@ -57,8 +48,7 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
             f"{scheme.where.rstrip('.: ')}: the bits of a weight of {method!r} are not known; {bits} assumed"
         )
         groups = (Group(bits, None),)
-    special = tuple(Group(bits, ModulePatterns(names)) for bits, names in sorted(patterns_by_bits(scheme).items()))
-    groups = (*special, *groups)
+    groups = (*special_groups(scheme), *groups)
     expert_dtype = config.text("expert_dtype", root.text("expert_dtype"))
     ignored = ModulePatterns(_ignored(scheme))
     if ignored.skipped:
@@ -70,9 +60,9 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
         dtype=dtype,
         groups=groups,
         ignored=ignored,
-        expert_bits=bits_of_type(expert_dtype) if expert_dtype else None,
-        scale_bytes_per_weight=_scale_bytes(scheme, method, min(group.bits for group in groups)),
-        fp8=_is_fp8(scheme, method),
+        expert_bits=bits_of_type(expert_dtype),
+        scale_bytes_per_weight=scale_bytes(scheme, method, min(group.bits for group in groups)),
+        fp8=is_fp8(scheme, method),
         scaled_fp8=is_scaled_fp8(scheme, method),
         weight_block=weight_block(scheme),
         warnings=tuple(warnings),
@@ -118,51 +108,17 @@ def _method(scheme: Config) -> str:
     producer = scheme.sub("producer")
     if producer is not None and producer.text("name"):
         return producer.text("name").lower()
-    if scheme.get(("quant_algo", "quantization.quant_algo")) is not None:
+    if scheme.get(ALGORITHM) is not None:
         return "modelopt"
     if scheme.get("config_groups") is not None:
         return "compressed-tensors"
-    if scheme.flag(("load_in_4bit", "_load_in_4bit")) or scheme.flag(("load_in_8bit", "_load_in_8bit")):
+    if scheme.flag(IN_4_BITS) or scheme.flag(("load_in_8bit", "_load_in_8bit")):
         return "bitsandbytes"
     return "unknown"
 
 
-def _is_fp8(scheme: Config, method: str) -> bool:
-    """Whether the scheme stores all its weights as 8-bit floating point."""
-    if "fp8" in method:
-        return True
-    algorithm = scheme.get(("quant_algo", "quantization.quant_algo"))
-    if isinstance(algorithm, str):
-        return algorithm.upper().startswith(("FP8", "MXFP8"))
-    named = scheme.get("config_groups")
-    if isinstance(named, dict) and named:
-        weights = [entry.get("weights") if isinstance(entry, dict) else None for entry in named.values()]
-        return all(
-            isinstance(each, dict) and (each.get("type"), each.get("num_bits")) == ("float", 8) for each in weights
-        )
-    types = [scheme.get(name) for name in TYPE_FIELDS]
-    return any(isinstance(each, str) and each.lower().startswith(("fp8", "float8")) for each in types)
-
-
 def _ignored(scheme: Config) -> list[object]:
-    entries: list[object] = []
-    for name in IGNORED_FIELDS:
-        value = scheme.get(name)
-        if isinstance(value, list):
-            entries += value
-    return entries + left_out(scheme)
-
-
-def _scale_bytes(scheme: Config, method: str, bits: float) -> float:
-    """Return the bytes of scales for each weight, as the method's checkpoints store them."""
-    block = weight_block(scheme)
-    if block is not None:
-        return 4 / (block[0] * block[1])
-    if "mxfp4" in method:
-        return 1 / 32
-    names = ("group_size", "quantization.group_size", "q_group_size", "config_groups.group_0.weights.group_size")
-    group = scheme.get(names)
-    if type(group) is not int or group <= 0:
-        return 0.0
-    # NVFP4 has an FP8 scale for each group; GPTQ and AWQ an FP16 scale and a packed zero point.
-    return (1 if group == 16 else 2 + bits / 8) / group
+    lists = [value for name in IGNORED_FIELDS if isinstance(value := scheme.get(name), list)]
+    # GPTQModel's negative rules.
+    left_out = [f"re:{key[2:]}" for key in scheme.entries("dynamic") if key.startswith("-:")]
+    return [*itertools.chain(*lists), *left_out]

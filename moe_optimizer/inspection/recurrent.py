@@ -8,31 +8,31 @@ from dataclasses import dataclass, replace
 from moe_optimizer.inspection.config import Config, Names
 from moe_optimizer.inspection.shapes import Mixer, MixerRule, Site
 
+EXPAND: Names = ("mamba_expand", "expand")
+KERNEL: Names = ("mamba_d_conv", "conv_kernel")
+DT_RANK: Names = ("mamba_dt_rank", "time_step_rank")
+CONV_BIAS: Names = ("mamba_conv_bias", "use_conv_bias")
+BIAS: Names = ("mamba_proj_bias", "use_bias")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba1:
     """Selective state space (Mamba)."""
 
     inner: Names = ("mamba_d_inner",)
-    expand: Names = ("mamba_expand", "expand")
-    state: Names = ("mamba_d_state", "state_size")
-    kernel: Names = ("mamba_d_conv", "conv_kernel")
-    dt_rank: Names = ("mamba_dt_rank", "time_step_rank")
-    conv_bias: Names | bool = ("mamba_conv_bias", "use_conv_bias")
-    bias: Names | bool = ("mamba_proj_bias", "use_bias")
     inner_norms: bool = False
     """Norms over the step, input and output projections (one weight for each of their channels)."""
 
     def shape(self, site: Site) -> Mixer:
         """Return the layer's shape."""
         config, hidden_size = site.config, site.hidden_size
-        inner = config.integer(self.inner, minimum=1) or config.required(self.expand) * hidden_size
-        state, kernel = config.required(self.state), config.required(self.kernel)
-        automatic = config.get(self.dt_rank, "auto") == "auto"
-        rank = math.ceil(hidden_size / 16) if automatic else config.required(self.dt_rank)
-        bias = config.flag(self.bias)
+        inner = config.integer(self.inner, minimum=1) or config.required(EXPAND) * hidden_size
+        state, kernel = config.required(("mamba_d_state", "state_size")), config.required(KERNEL)
+        automatic = config.get(DT_RANK, "auto") == "auto"
+        rank = math.ceil(hidden_size / 16) if automatic else config.required(DT_RANK)
+        bias = config.flag(BIAS)
         params = hidden_size * 2 * inner + 2 * inner * bias
-        params += inner * kernel + inner * config.flag(self.conv_bias)
+        params += inner * kernel + inner * config.flag(CONV_BIAS)
         params += inner * (rank + 2 * state) + rank * inner + inner
         params += inner * state + inner
         params += inner * hidden_size + hidden_size * bias
@@ -46,11 +46,8 @@ class Mamba2:
 
     heads: Names = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
     head_dim: Names = ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
-    groups: Names = ("mamba_n_groups", "n_groups", "mamba_ngroups")
-    state: Names = ("mamba_d_state", "ssm_state_size", "state_size")
-    kernel: Names = ("mamba_d_conv", "conv_kernel")
-    conv_bias: Names | bool = ("mamba_conv_bias", "use_conv_bias")
-    bias: Names | bool = ("mamba_proj_bias", "use_bias")
+    conv_bias: Names | bool = CONV_BIAS
+    bias: Names | bool = BIAS
     out_bias: Names | bool | None = None
     """Bias of the output projection; None: as `bias`."""
     norm: Names | bool = True
@@ -64,9 +61,9 @@ class Mamba2:
         inner = (config.integer(self.inner) if self.inner else None) or heads * self._head_dim(
             config, hidden_size, heads
         )
-        groups = config.integer(self.groups, 1, minimum=1) or 1
-        state, kernel = config.required(self.state), config.required(self.kernel)
-        bias = config.flag(self.bias)
+        groups = config.integer(("mamba_n_groups", "n_groups", "mamba_ngroups"), 1, minimum=1) or 1
+        state = config.required(("mamba_d_state", "ssm_state_size", "state_size"))
+        kernel, bias = config.required(KERNEL), config.flag(self.bias)
         conv = inner + 2 * groups * state
         wide = inner + conv + heads
         params = hidden_size * wide + wide * bias + conv * kernel + conv * config.flag(self.conv_bias) + 3 * heads
@@ -76,7 +73,7 @@ class Mamba2:
 
     def _head_dim(self, config: Config, hidden_size: int, heads: int) -> int:
         if config.get(self.head_dim, "auto") == "auto":
-            return config.required(("mamba_expand", "expand")) * hidden_size // heads
+            return config.required(EXPAND) * hidden_size // heads
         return config.required(self.head_dim)
 
 
@@ -107,8 +104,6 @@ class KimiDeltaAttention:
     heads: Names = ("linear_num_heads", "linear_attn_config.num_heads")
     head_dim: Names = ("linear_head_dim", "linear_attn_config.head_dim")
     kernel: Names = ("linear_conv_kernel_dim", "linear_attn_config.short_conv_kernel_size")
-    full_rank_gate: Names | bool = "linear_attn_config.use_full_rank_gate"
-    """The output gate is one projection instead of two of low rank."""
 
     def shape(self, site: Site) -> Mixer:
         """Return the layer's shape."""
@@ -116,7 +111,9 @@ class KimiDeltaAttention:
         heads, head_dim = config.required(self.heads), config.required(self.head_dim)
         kernel, width = config.required(self.kernel), heads * head_dim
         low_rank = hidden_size * head_dim + head_dim * width
-        gate = hidden_size * width if config.flag(self.full_rank_gate) else low_rank
+        # The output gate is one projection instead of two of low rank.
+        full_rank = config.flag("linear_attn_config.use_full_rank_gate")
+        gate = hidden_size * width if full_rank else low_rank
         params = 3 * hidden_size * width + 3 * width * kernel + low_rank + gate + width + heads + hidden_size * heads
         params += head_dim + width * hidden_size
         return Mixer(kind="state", params=params, state_elements=width * head_dim + 3 * width * (kernel - 1))
@@ -126,13 +123,10 @@ class KimiDeltaAttention:
 class ShortConv:
     """A gated depthwise convolution over a few tokens."""
 
-    kernel: Names = ("conv_L_cache",)
-    bias: Names | bool = ("conv_bias",)
-
     def shape(self, site: Site) -> Mixer:
         """Return the layer's shape."""
         config, hidden_size = site.config, site.hidden_size
-        kernel, bias = config.required(self.kernel), config.flag(self.bias)
+        kernel, bias = config.required("conv_L_cache"), config.flag("conv_bias")
         params = hidden_size * 3 * hidden_size + hidden_size * kernel + hidden_size * hidden_size
         params += (3 + 1 + 1) * hidden_size * bias
         return Mixer(kind="state", params=params, state_elements=hidden_size * (kernel - 1))
@@ -142,8 +136,6 @@ class ShortConv:
 class LightningAttention:
     """Linear attention with a fixed decay for each head, an output gate and a norm over all heads."""
 
-    heads: Names = ("num_attention_heads",)
-    head_dim: Names = ("head_dim",)
     qk_norm: Names | bool = False
     """One weight vector of head_dim for all query heads and one for all key heads."""
     qkv_bias: Names | bool = False
@@ -152,8 +144,8 @@ class LightningAttention:
     def shape(self, site: Site) -> Mixer:
         """Return the layer's shape."""
         config, hidden_size = site.config, site.hidden_size
-        heads = config.required(self.heads)
-        head_dim = config.integer(self.head_dim) or hidden_size // heads
+        heads = config.required("num_attention_heads")
+        head_dim = config.integer("head_dim") or hidden_size // heads
         width = heads * head_dim
         params = hidden_size * 3 * width + hidden_size * width + width * hidden_size + width
         params += 2 * head_dim * config.flag(self.qk_norm)

@@ -13,6 +13,11 @@ STATE_KINDS = {**LAYER_TYPE_KINDS, "linear_attention": "mamba"}
 """Mixers by the words of a list of layers, in families whose linear attention is a Mamba."""
 
 
+def halves(_: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the widths where the file counts gate and up projection together."""
+    return tuple(width // 2 for width in widths)
+
+
 def hyper_head(config: Config, hidden_size: int) -> int:
     """Return the parameters that join the residual streams after the last layer."""
     streams = config.required("hc_mult")

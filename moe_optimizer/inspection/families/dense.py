@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, NO_BIAS
+from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, NO_BIAS, halves
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense
-from moe_optimizer.inspection.layer_rules import every, last_of, listed, windowed_when
+from moe_optimizer.inspection.layer_rules import every, last_of, listed, windowed
 
 LLAMA_MLP = Dense(bias="mlp_bias")
 BIASED_MLP = Dense(bias="use_bias", gated=False)
@@ -17,10 +17,6 @@ def _one_for_all_queries(config: Config, heads: int) -> int:
     if not config.flag("multi_query_attention"):
         return heads
     return config.integer("multi_query_group_num", 1, minimum=1) or 1
-
-
-def _halves(_: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(width // 2 for width in widths)
 
 
 FAMILIES = (
@@ -75,7 +71,7 @@ FAMILIES = (
             "TeleChat3ForCausalLM",
             "TeleFLMForCausalLM",
         ),
-        kinds=listed(otherwise=windowed_when(True)),
+        kinds=listed(otherwise=windowed()),
         dense=LLAMA_MLP,
     ),
     Family(
@@ -149,7 +145,7 @@ FAMILIES = (
     Family(
         model_types=("starcoder2",),
         architectures=("Starcoder2ForCausalLM",),
-        kinds=windowed_when(True),
+        kinds=windowed(),
         mixers={"attention": Attention(qkv_bias="use_bias", o_bias="use_bias")},
         dense=BIASED_MLP,
         norm="layer",
@@ -232,12 +228,12 @@ FAMILIES = (
         model_types=("qwen",),
         architectures=("QWenLMHeadModel",),
         mixers={"attention": Attention(qkv_bias=True, o_bias=False)},
-        dense=Dense(bias=False, adjust=_halves),
+        dense=Dense(bias=False, adjust=halves),
     ),
     Family(
         model_types=("PanguEmbedded", "pangu_embedded"),
         architectures=("PanguEmbeddedForCausalLM",),
-        kinds=windowed_when(True, window="interleaved_sliding_window"),
+        kinds=windowed("interleaved_sliding_window"),
         mixers={
             "attention": Attention(qkv_bias=("qkv_bias", "attention_bias", "bias"), o_bias=("attention_bias", "bias"))
         },

@@ -73,9 +73,8 @@ FAMILIES = (
     Family(
         model_types=("gpt_neox",),
         architectures=("GPTNeoXForCausalLM",),
-        dense=Dense(gated=False, bias=True, multiple_of_hidden=4),
+        dense=WIDE_MLP,
         norm="layer",
-        defaults={"attention_bias": True},
     ),
     Family(
         model_types=("opt",),
@@ -111,7 +110,6 @@ FAMILIES = (
         dense=Dense(width=(), gated=False, bias=False, multiple_of_hidden=4),
         norm="layer",
         norm_bias=False,
-        defaults={"tie_word_embeddings": True},
     ),
     Family(
         model_types=("persimmon",),

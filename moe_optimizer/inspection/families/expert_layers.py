@@ -15,7 +15,7 @@ from moe_optimizer.inspection.layer_rules import (
     listed,
     numbered,
     sparse_step,
-    windowed_when,
+    windowed,
 )
 from moe_optimizer.inspection.recurrent import LightningAttention
 from moe_optimizer.inspection.shapes import Site
@@ -38,7 +38,7 @@ FAMILIES = (
     Family(
         model_types=("mixtral",),
         architectures=("MixtralForCausalLM", "QuantMixtralForCausalLM"),
-        kinds=windowed_when(True),
+        kinds=windowed(),
         mixers={"attention": NO_BIAS},
         experts=Experts(width=("intermediate_size",)),
     ),
@@ -51,7 +51,7 @@ FAMILIES = (
     Family(
         model_types=("phimoe",),
         architectures=("PhiMoEForCausalLM", "PhimoeForCausalLM"),
-        kinds=windowed_when(True),
+        kinds=windowed(),
         norm="layer",
         head_bias="lm_head_bias",
         experts=Experts(width=("intermediate_size",)),

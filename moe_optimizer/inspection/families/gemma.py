@@ -103,20 +103,17 @@ FAMILIES = (
     Family(
         model_types=("gemma",),
         architectures=("GemmaForCausalLM",),
-        defaults={"tie_word_embeddings": True},
     ),
     Family(
         model_types=("gemma2",),
         architectures=("Gemma2ForCausalLM",),
         kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
         norms=4,
-        defaults={"tie_word_embeddings": True},
     ),
     Family(
         model_types=("vaultgemma",),
         architectures=("VaultGemmaForCausalLM",),
         kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
-        defaults={"tie_word_embeddings": True},
     ),
     Family(
         model_types=("gemma3_text", "gemma3"),
@@ -128,7 +125,6 @@ FAMILIES = (
         ),
         mixers={"attention": Attention(qk_norm="head")},
         norms=4,
-        defaults={"tie_word_embeddings": True},
     ),
     Family(
         model_types=("gemma3n_text", "gemma3n"),
@@ -166,6 +162,6 @@ FAMILIES = (
             router_scales=True,
             modules=("experts.0.up_proj", "moe.experts.0.up_proj"),
         ),
-        defaults={"tie_word_embeddings": True, "global_head_dim": 512},
+        defaults={"global_head_dim": 512},
     ),
 )

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from moe_optimizer.inspection.attention import MAX_HEADS, Attention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, NO_BIAS, STATE_KINDS
+from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, NO_BIAS, STATE_KINDS, halves
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared, mlp_params
-from moe_optimizer.inspection.layer_rules import by_fields, every, every_offset, last_of, listed, only_indices, where
+from moe_optimizer.inspection.layer_rules import by_fields, every, every_offset, indices, last_of, listed, where
 from moe_optimizer.inspection.recurrent import GatedDeltaNet, Mamba1, Mamba2, Parallel, ShortConv
 from moe_optimizer.inspection.shapes import Mixer, Site
 
@@ -90,10 +90,6 @@ def _griffin_kinds(config: Config, num_layers: int) -> tuple[str, ...]:
     return tuple("sliding" if types[i % len(types)] == "attention" else "recurrent" for i in range(num_layers))
 
 
-def _halves(_: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(width // 2 for width in widths)
-
-
 FAMILIES = (
     Family(
         model_types=("jamba",),
@@ -124,7 +120,7 @@ FAMILIES = (
     Family(
         model_types=("bamba",),
         architectures=("BambaForCausalLM",),
-        kinds=where(only_indices("attn_layer_indices"), "attention", otherwise="mamba"),
+        kinds=where(indices("attn_layer_indices"), "attention", otherwise="mamba"),
         mixers={"attention": Attention(), "mamba": Mamba2()},
         dense=Dense(bias="mlp_bias"),
     ),
@@ -154,14 +150,14 @@ FAMILIES = (
     Family(
         model_types=("lfm2",),
         architectures=("Lfm2ForCausalLM",),
-        kinds=listed(otherwise=where(only_indices("full_attn_idxs"), "attention", otherwise="conv")),
+        kinds=listed(otherwise=where(indices("full_attn_idxs"), "attention", otherwise="conv")),
         mixers=LFM2_MIXERS,
         dense=Dense(width=("block_ff_dim", "intermediate_size"), bias=False, adjust=_lfm2_widths),
     ),
     Family(
         model_types=("lfm2_moe",),
         architectures=("Lfm2MoeForCausalLM",),
-        kinds=listed(otherwise=where(only_indices("full_attn_idxs"), "attention", otherwise="conv")),
+        kinds=listed(otherwise=where(indices("full_attn_idxs"), "attention", otherwise="conv")),
         mixers=LFM2_MIXERS,
         experts=Experts(layers=by_fields()),
     ),
@@ -191,7 +187,6 @@ FAMILIES = (
         kinds=_griffin_kinds,
         mixers={"attention": Attention(o_bias=True), "recurrent": GatedRecurrence()},
         window="attention_window_size",
-        dense=Dense(bias=True, adjust=_halves),
-        defaults={"tie_word_embeddings": True},
+        dense=Dense(bias=True, adjust=halves),
     ),
 )

@@ -12,7 +12,7 @@ from moe_optimizer.inspection.families.deepseek_like import EXPERTS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
-from moe_optimizer.inspection.layer_rules import KindRule, by_fields, every, last_of, listed, only_indices, where
+from moe_optimizer.inspection.layer_rules import by_fields, every, indices, last_of, listed, where
 from moe_optimizer.inspection.recurrent import KimiDeltaAttention
 
 INDEXED_KINDS = {"indexed_attention": "attention", "full_attention": "attention", "linear_attention": "linear"}
@@ -35,9 +35,6 @@ def _last_of_each_group(config: Config, num_layers: int) -> tuple[str, ...]:
     whole = num_layers // group * group
     return tuple("attention" if (i + 1) % group == 0 or i >= whole else "linear" for i in range(num_layers))
 
-
-FULL_ATTENTION = only_indices("linear_attn_config.full_attn_layers", first=1)
-LAST_OF_GROUP: KindRule = _last_of_each_group
 
 FAMILIES = (
     Family(
@@ -93,7 +90,7 @@ FAMILIES = (
     Family(
         model_types=("bailing_hybrid_v3", "bailing_moe_v3"),
         architectures=("BailingMoeV3ForCausalLM",),
-        kinds=LAST_OF_GROUP,
+        kinds=_last_of_each_group,
         mixers={
             "attention": LatentAttention(
                 bias=False, gate=_gate("gated_attention_proj_granularity_type", default="none")
@@ -113,9 +110,7 @@ FAMILIES = (
         model_types=("kimi_linear",),
         architectures=("KimiLinearForCausalLM",),
         kinds=listed(
-            otherwise=where(
-                only_indices("linear_attn_config.full_attn_layers", first=1), "attention", otherwise="linear"
-            )
+            otherwise=where(indices("linear_attn_config.full_attn_layers", first=1), "attention", otherwise="linear")
         ),
         mixers={
             "attention": LatentAttention(

@@ -7,10 +7,10 @@ from dataclasses import replace
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Experts, Shared
-from moe_optimizer.inspection.layer_rules import by_fields, last_of, listed, windowed_from
+from moe_optimizer.inspection.layer_rules import by_fields, last_of, listed, windowed
 from moe_optimizer.inspection.recurrent import GatedDeltaNet
 
-WINDOW = listed(otherwise=windowed_from("max_window_layers", flag="use_sliding_window"))
+WINDOW = listed(otherwise=windowed(flag="use_sliding_window", first="max_window_layers"))
 HYBRID = listed(otherwise=last_of("full_attention_interval", "attention", otherwise="linear", default=4))
 
 QWEN2_EXPERTS = Experts(
@@ -35,7 +35,6 @@ FAMILIES = (
         kinds=WINDOW,
         mixers={"attention": Attention(qkv_bias=("qkv_bias",), o_bias=False)},
         experts=QWEN2_EXPERTS,
-        defaults={"qkv_bias": True},
     ),
     Family(
         model_types=("qwen3", "qwen3_vl_text", "qwen3_omni_moe_talker_code_predictor"),
@@ -52,7 +51,7 @@ FAMILIES = (
             "intern_s1_pro_text",
         ),
         architectures=("Qwen3MoeForCausalLM", "InternS1ProForConditionalGeneration"),
-        kinds=windowed_from("max_window_layers", flag="use_sliding_window"),
+        kinds=windowed(flag="use_sliding_window", first="max_window_layers"),
         mixers={"attention": QWEN3_ATTENTION},
         experts=QWEN3_EXPERTS,
     ),

@@ -11,7 +11,7 @@ from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
 from moe_optimizer.inspection.layer_rules import (
-    after_first_every,
+    after_first,
     all_layers,
     by_fields,
     every,
@@ -93,7 +93,7 @@ FAMILIES = (
                 count=("num_shared_experts",), width=("moe_shared_expert_intermediate_size",), width_is_total=True
             ),
         ),
-        defaults={"moe_router_enable_expert_bias": True, "num_shared_experts": 1},
+        defaults={"num_shared_experts": 1},
     ),
     Family(
         model_types=("sarvam_moe",),
@@ -101,10 +101,10 @@ FAMILIES = (
         mixers={"attention": BAILING_ATTENTION},
         experts=replace(
             BAILING_EXPERTS,
-            layers=after_first_every("first_k_dense_replace", "moe_layer_freq", default_first=1),
+            layers=after_first("first_k_dense_replace", "moe_layer_freq", default=1),
             bias=False,
         ),
-        defaults={"moe_router_enable_expert_bias": True, "num_shared_experts": 1, "use_qk_norm": True},
+        defaults={"num_shared_experts": 1, "use_qk_norm": True},
     ),
     Family(
         model_types=("sarvam_mla",),
@@ -112,10 +112,10 @@ FAMILIES = (
         mixers={"attention": LatentAttention(bias=False)},
         experts=replace(
             BAILING_EXPERTS,
-            layers=after_first_every("first_k_dense_replace", "moe_layer_freq", default_first=1),
+            layers=after_first("first_k_dense_replace", "moe_layer_freq", default=1),
             bias=False,
         ),
-        defaults={"moe_router_enable_expert_bias": True, "num_shared_experts": 1},
+        defaults={"num_shared_experts": 1},
     ),
     Family(
         model_types=("bailing_hybrid", "bailing_moe_v2_5"),
@@ -193,7 +193,6 @@ FAMILIES = (
             correction_bias=True,
             shared=Shared(count=1, width=("shared_expert_intermediate_size",), width_is_total=True),
         ),
-        defaults={"gating": True},
     ),
     Family(
         model_types=("cohere2_moe",),
