@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.layer_rules import LAYER_TYPE_KINDS
+from moe_optimizer.inspection.feed_forward import Experts, Shared
+from moe_optimizer.inspection.layer_rules import LAYER_TYPE_KINDS, by_fields
 from moe_optimizer.inspection.shapes import Site
 
+BIASED = Attention(qkv_bias=True, o_bias=True)
 NO_BIAS = Attention(qkv_bias=False, o_bias=False)
 HEAD_NORMED = Attention(qkv_bias=False, o_bias=False, qk_norm="head")
+BIASED_NORMED = replace(BIASED, qk_norm="head", qk_norm_when="qk_layernorm", qk_norm_bias=True)
+EXPERTS = Experts(layers=by_fields(), shared=Shared())
+GRANITE_EXPERTS = Experts(
+    width=("intermediate_size",),
+    shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
+)
 STATE_KINDS = {**LAYER_TYPE_KINDS, "linear_attention": "mamba"}
 """Mixers by the words of a list of layers, in families whose linear attention is a Mamba."""
 

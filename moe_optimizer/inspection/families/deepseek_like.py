@@ -13,22 +13,17 @@ from moe_optimizer.inspection.disagreements import (
     norm_after_experts,
     zero_experts,
 )
+from moe_optimizer.inspection.families.common_parts import EXPERTS
 from moe_optimizer.inspection.family import VOCAB, Family
-from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
+from moe_optimizer.inspection.feed_forward import Dense, Experts
 from moe_optimizer.inspection.latent_attention import LatentAttention
-from moe_optimizer.inspection.layer_rules import after_first, by_fields
+from moe_optimizer.inspection.layer_rules import after_first
 from moe_optimizer.inspection.shapes import Site
 
 
 def _norm_after_experts(site: Site) -> int:
     """Expert layers have one more norm."""
     return site.hidden_size * (site.layer >= (site.config.integer("first_k_dense_replace", 0) or 0))
-
-
-EXPERTS = Experts(
-    layers=by_fields(),
-    shared=Shared(),
-)
 
 
 def _latent_or_plain(config: Config, num_layers: int) -> tuple[str, ...]:

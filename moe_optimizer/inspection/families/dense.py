@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, NO_BIAS, halves
+from moe_optimizer.inspection.families.common_parts import BIASED_NORMED, HEAD_NORMED, NO_BIAS, halves
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense
 from moe_optimizer.inspection.layer_rules import every, last_of, listed, windowed
@@ -121,11 +121,7 @@ FAMILIES = (
     Family(
         model_types=("phi",),
         architectures=("PhiForCausalLM",),
-        mixers={
-            "attention": Attention(
-                qkv_bias=True, o_bias=True, qk_norm="head", qk_norm_when="qk_layernorm", qk_norm_bias=True
-            )
-        },
+        mixers={"attention": BIASED_NORMED},
         dense=Dense(gated=False, bias=True),
         norms=1,
         norm="layer",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.families.common_parts import NO_BIAS
+from moe_optimizer.inspection.families.common_parts import BIASED, BIASED_NORMED, NO_BIAS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense
 
-BIASED = Attention(qkv_bias=True, o_bias=True)
 WIDE_MLP = Dense(gated=False, bias=True, multiple_of_hidden=4)
 
 
@@ -114,11 +113,7 @@ FAMILIES = (
     Family(
         model_types=("persimmon",),
         architectures=("PersimmonForCausalLM",),
-        mixers={
-            "attention": Attention(
-                qkv_bias=True, o_bias=True, qk_norm="head", qk_norm_when="qk_layernorm", qk_norm_bias=True
-            )
-        },
+        mixers={"attention": BIASED_NORMED},
         dense=Dense(gated=False, bias=True),
         norm="layer",
     ),

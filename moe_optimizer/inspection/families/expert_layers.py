@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.disagreements import bias_ignored, interleaving_listed
-from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, NO_BIAS
+from moe_optimizer.inspection.families.common_parts import EXPERTS, GRANITE_EXPERTS, HEAD_NORMED, NO_BIAS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import (
@@ -19,12 +19,6 @@ from moe_optimizer.inspection.layer_rules import (
 )
 from moe_optimizer.inspection.recurrent import LightningAttention
 from moe_optimizer.inspection.shapes import Site
-
-LOCAL = ("num_local_experts", "num_experts")
-GRANITE_EXPERTS = Experts(
-    width=("intermediate_size",),
-    shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
-)
 
 
 def _arctic_residual(site: Site) -> int:
@@ -108,10 +102,7 @@ FAMILIES = (
             )
         ),
         mixers={"attention": NO_BIAS, "linear": LightningAttention()},
-        experts=Experts(
-            width=("intermediate_size",),
-            shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
-        ),
+        experts=GRANITE_EXPERTS,
     ),
     Family(
         model_types=("minimax_m2",),
@@ -177,10 +168,7 @@ FAMILIES = (
         architectures=("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
         kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
         mixers={"attention": HEAD_NORMED},
-        experts=Experts(
-            layers=by_fields(),
-            shared=Shared(),
-        ),
+        experts=EXPERTS,
     ),
     Family(
         model_types=("aria_text",),

@@ -68,10 +68,6 @@ def _has_experts(config: Config) -> bool:
     return config.flag("enable_moe_block") and (config.integer("num_experts", 0) or 0) > 0
 
 
-def _gemma4_experts(config: Config, num_layers: int) -> tuple[bool, ...]:
-    return (_has_experts(config),) * num_layers
-
-
 def _double_wide(config: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
     """Layers that borrow a cache may have feed-forward parts of twice the width."""
     shared = config.integer("num_kv_shared_layers", 0) or 0
@@ -157,7 +153,7 @@ FAMILIES = (
         extra_embeddings=_per_layer_embedding,
         experts=Experts(
             width=("moe_intermediate_size", "expert_intermediate_size"),
-            layers=_gemma4_experts,
+            layers=lambda config, num_layers: (_has_experts(config),) * num_layers,
             dense_beside=True,
             router_scales=True,
             modules=("experts.0.up_proj", "moe.experts.0.up_proj"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.family import Family
@@ -22,10 +24,7 @@ FAMILIES = (
         model_types=("hunyuan_v1_moe", "hunyuan", "hunyuan_moe"),
         architectures=("HunYuanMoEV1ForCausalLM", "HunYuanForCausalLM"),
         kinds=_cache_sharing,
-        mixers={
-            "attention": ATTENTION,
-            "borrowing": Attention(qk_norm="head", qk_norm_when="use_qk_norm", borrows_cache=True),
-        },
+        mixers={"attention": ATTENTION, "borrowing": replace(ATTENTION, borrows_cache=True)},
         experts=Experts(
             width=("moe_intermediate_size", "intermediate_size"),
             layers=after_first("moe_layer_num_skipped"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_optimizer.inspection.attention import MAX_HEADS, Attention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.families.common_parts import HEAD_NORMED, NO_BIAS, STATE_KINDS, halves
+from moe_optimizer.inspection.families.common_parts import GRANITE_EXPERTS, HEAD_NORMED, NO_BIAS, STATE_KINDS, halves
 from moe_optimizer.inspection.family import Family
-from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared, mlp_params
+from moe_optimizer.inspection.feed_forward import Dense, Experts, mlp_params
 from moe_optimizer.inspection.layer_rules import by_fields, every, every_offset, indices, last_of, listed, where
 from moe_optimizer.inspection.recurrent import GatedDeltaNet, Mamba1, Mamba2, Parallel, ShortConv
 from moe_optimizer.inspection.shapes import Mixer, Site
@@ -130,11 +130,7 @@ FAMILIES = (
         kinds=listed(("layers_block_type", "layer_types"), otherwise=every("mamba"), names=STATE_KINDS),
         mixers={"attention": Attention(), "mamba": Mamba2()},
         dense=Dense(width=("shared_intermediate_size",), bias=False),
-        experts=Experts(
-            width=("intermediate_size",),
-            shared=Shared(count=1, width=("shared_intermediate_size",), width_is_total=True),
-            one_is_dense=False,
-        ),
+        experts=replace(GRANITE_EXPERTS, one_is_dense=False),
     ),
     Family(
         model_types=("falcon_h1",),

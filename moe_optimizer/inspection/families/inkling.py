@@ -54,13 +54,11 @@ FAMILIES = (
         mixers={
             "attention": RelativeAttention(attention=HEAD_NORMED, extent="rel_extent"),
             "sliding": RelativeAttention(
-                attention=Attention(
+                attention=replace(
+                    HEAD_NORMED,
                     heads=("swa_num_attention_heads",),
                     kv_heads=("swa_num_key_value_heads",),
                     head_dim=("swa_head_dim",),
-                    qkv_bias=False,
-                    o_bias=False,
-                    qk_norm="head",
                 ),
                 extent="sliding_window_size",
             ),

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from moe_optimizer.inspection.attention import Attention, SinkAttention
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.families.common_parts import hyper_head, pair_hyper, square_hyper
-from moe_optimizer.inspection.families.deepseek_like import EXPERTS
+from moe_optimizer.inspection.families.common_parts import EXPERTS, hyper_head, pair_hyper, square_hyper
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
@@ -120,12 +119,7 @@ FAMILIES = (
         },
         layer_extra=lambda site: 4 * site.hidden_size * _looks_back(site.config),
         model_extra=lambda config, hidden_size: 2 * hidden_size * _looks_back(config),
-        experts=Experts(
-            layers=by_fields(),
-            latent=("routed_expert_hidden_size",),
-            latent_norm="latent_moe_use_norm",
-            shared=Shared(),
-        ),
+        experts=replace(EXPERTS, latent=("routed_expert_hidden_size",), latent_norm="latent_moe_use_norm"),
     ),
     Family(
         model_types=("k2_horizon",),
@@ -137,10 +131,6 @@ FAMILIES = (
                 gate=lambda config: "width" if config.get("attention_gate_func") is not None else "none",
             )
         },
-        experts=Experts(
-            layers=by_fields(),
-            router_bias="moe_gate_bias",
-            shared=Shared(),
-        ),
+        experts=replace(EXPERTS, router_bias="moe_gate_bias"),
     ),
 )

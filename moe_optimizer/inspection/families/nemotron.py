@@ -10,7 +10,7 @@ from moe_optimizer.inspection.disagreements import nemotron_layers
 from moe_optimizer.inspection.families.common_parts import STATE_KINDS
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
-from moe_optimizer.inspection.layer_rules import listed, pattern
+from moe_optimizer.inspection.layer_rules import ExpertRule, listed, pattern
 from moe_optimizer.inspection.recurrent import Mamba2
 from moe_optimizer.inspection.shapes import NO_MIXER, Mixer, Site
 
@@ -18,23 +18,13 @@ PATTERN = "hybrid_override_pattern"
 TYPES = ("layers_block_type", "layer_types")
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 PER_BLOCK = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
-MIXER_KINDS = {"M": "mamba", "*": "attention", "-": "none", "E": "none"}
+WORDS = listed(TYPES, otherwise=pattern(PATTERN, LETTERS), names={word: word for word in STATE_KINDS})
+"""What each layer is, from the array of words or the pattern string."""
+MIXER_KINDS = {letter: STATE_KINDS[word] for letter, word in LETTERS.items()}
 
 
-def _words(config: Config, num_layers: int) -> tuple[str, ...]:
-    """What each layer is, from the pattern string or the array of words."""
-    if config.get(TYPES) is not None:
-        names = {word: word for word in STATE_KINDS}
-        return listed(TYPES, otherwise=pattern(PATTERN, LETTERS), names=names)(config, num_layers)
-    return pattern(PATTERN, LETTERS)(config, num_layers)
-
-
-def _sparse(config: Config, num_layers: int) -> tuple[bool, ...]:
-    return tuple(word == "moe" for word in _words(config, num_layers))
-
-
-def _has_mlp(config: Config, num_layers: int) -> tuple[bool, ...]:
-    return tuple(word == "mlp" for word in _words(config, num_layers))
+def _layers_of(word: str) -> ExpertRule:
+    return lambda config, num_layers: tuple(each == word for each in WORDS(config, num_layers))
 
 
 def _spread_blocks(config: Config) -> Config:
@@ -113,9 +103,9 @@ FAMILIES = (
         norms=1,
         tied=False,
         dense=Dense(gated=False, bias="mlp_bias"),
-        feed_forward=_has_mlp,
+        feed_forward=_layers_of("mlp"),
         experts=Experts(
-            layers=_sparse,
+            layers=_layers_of("moe"),
             gated=False,
             arrays=True,
             latent=("moe_latent_size",),

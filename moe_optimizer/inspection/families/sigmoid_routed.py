@@ -34,6 +34,11 @@ BAILING_EXPERTS = Experts(
     bias="use_bias",
     shared=Shared(width=("moe_shared_expert_intermediate_size",), bias="use_bias"),
 )
+SARVAM_EXPERTS = replace(
+    BAILING_EXPERTS,
+    layers=after_first("first_k_dense_replace", "moe_layer_freq", default=1),
+    bias=False,
+)
 
 
 def _head_or_width(config: Config) -> str:
@@ -45,6 +50,12 @@ def _head_or_width(config: Config) -> str:
 def _first_and_every_sixth(_: Config, num_layers: int) -> tuple[str, ...]:
     """The first layer and every sixth see everything."""
     return tuple("attention" if i == 0 or (i + 1) % 6 == 0 else "sliding" for i in range(num_layers))
+
+
+def _swa_kv_heads(config: Config, _: int) -> int:
+    """Key/value heads of the windowed layers: their own field, or twice the full layers'."""
+    own = config.integer("swa_num_key_value_heads", minimum=1)
+    return own or 2 * config.required("num_key_value_heads")
 
 
 ERNIE_PAIRS = ("moe_num_experts", "moe_intermediate_size", "moe_layer_start_index", "moe_layer_end_index")
@@ -99,22 +110,14 @@ FAMILIES = (
         model_types=("sarvam_moe",),
         architectures=("SarvamMoEForCausalLM",),
         mixers={"attention": BAILING_ATTENTION},
-        experts=replace(
-            BAILING_EXPERTS,
-            layers=after_first("first_k_dense_replace", "moe_layer_freq", default=1),
-            bias=False,
-        ),
+        experts=SARVAM_EXPERTS,
         defaults={"num_shared_experts": 1, "use_qk_norm": True},
     ),
     Family(
         model_types=("sarvam_mla",),
         architectures=("SarvamMLAForCausalLM",),
         mixers={"attention": LatentAttention(bias=False)},
-        experts=replace(
-            BAILING_EXPERTS,
-            layers=after_first("first_k_dense_replace", "moe_layer_freq", default=1),
-            bias=False,
-        ),
+        experts=SARVAM_EXPERTS,
         defaults={"num_shared_experts": 1},
     ),
     Family(
@@ -166,7 +169,7 @@ FAMILIES = (
             "attention": Attention(value_dim=("v_head_dim",), o_bias=False, sinks="add_full_attention_sink_bias"),
             "sliding": Attention(
                 heads=("swa_num_attention_heads", "num_attention_heads"),
-                kv_heads=lambda config, _: _swa_kv_heads(config),
+                kv_heads=_swa_kv_heads,
                 head_dim=("swa_head_dim", "head_dim"),
                 value_dim=("swa_v_head_dim", "v_head_dim"),
                 o_bias=False,
@@ -236,9 +239,3 @@ FAMILIES = (
         experts=Experts(layers=by_fields()),
     ),
 )
-
-
-def _swa_kv_heads(config: Config) -> int:
-    """Key/value heads of the windowed layers: their own field, or twice the full layers'."""
-    own = config.integer("swa_num_key_value_heads", minimum=1)
-    return own or 2 * config.required("num_key_value_heads")

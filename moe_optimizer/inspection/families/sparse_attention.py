@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import shared_all_the_same
@@ -10,6 +12,12 @@ from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.layer_rules import by_fields, every, last_of, listed, numbered
 from moe_optimizer.inspection.sparse_attention import CompressedAttention, FactorizedAttention, RoutedAttention
+
+STEP_ATTENTION = Attention(o_bias=False, qk_norm="head", gate="head", gate_when="use_head_wise_attn_gate")
+STEP_EXPERTS = Experts(
+    layers=by_fields(first_dense=1),
+    shared=Shared(count=1, width=("share_expert_dim",), width_is_total=True),
+)
 
 
 def _other_heads(config: Config, heads: int) -> int:
@@ -48,10 +56,8 @@ FAMILIES = (
         ),
         mixers={
             "attention": HEAD_NORMED,
-            "sparse": Attention(
-                qkv_bias=False,
-                o_bias=False,
-                qk_norm="head",
+            "sparse": replace(
+                HEAD_NORMED,
                 indexer_heads=("index_n_heads", "sparse_attention_config.sparse_num_index_heads"),
                 indexer_dim=("index_head_dim", "sparse_attention_config.sparse_index_dim"),
             ),
@@ -67,31 +73,22 @@ FAMILIES = (
         model_types=("step3_text",),
         architectures=("Step3TextForCausalLM",),
         mixers={"attention": FactorizedAttention()},
-        experts=Experts(
-            layers=by_fields(first_dense=1),
-            shared=Shared(count=1, width=("share_expert_dim",), width_is_total=True),
-        ),
+        experts=STEP_EXPERTS,
     ),
     Family(
         model_types=("step3p5", "step3p7"),
         architectures=("Step3p5ForCausalLM", "Step3p7ForCausalLM", "Step3p7FlashForCausalLM"),
         kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
         mixers={
-            "attention": Attention(o_bias=False, qk_norm="head", gate="head", gate_when="use_head_wise_attn_gate"),
-            "sliding": Attention(
+            "attention": STEP_ATTENTION,
+            "sliding": replace(
+                STEP_ATTENTION,
                 heads=("attention_other_setting.num_attention_heads", "num_attention_heads"),
                 kv_heads=_other_heads,
                 head_dim=("attention_other_setting.head_dim", "head_dim"),
-                o_bias=False,
-                qk_norm="head",
-                gate="head",
-                gate_when="use_head_wise_attn_gate",
             ),
         },
-        experts=Experts(
-            layers=by_fields(first_dense=1),
-            shared=Shared(count=1, width=("share_expert_dim",), width_is_total=True),
-        ),
+        experts=STEP_EXPERTS,
     ),
     Family(
         model_types=("jetmoe",),
