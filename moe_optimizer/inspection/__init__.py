@@ -9,26 +9,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moe_optimizer.inspection.hardware_catalog import hardware_names
-    from moe_optimizer.inspection.hardware_probe import load_hardware, probe_hardware
-    from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory
-    from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds
-    from moe_optimizer.inspection.model_inspector import ModelInspector
-    from moe_optimizer.inspection.report import to_inspect_json
-    from moe_optimizer.inspection.software import read_software
-    from moe_optimizer.inspection.vllm_installation import find_vllm
-
-__all__ = [
-    "ModelInspector",
-    "find_vllm",
-    "hardware_names",
-    "load_hardware",
-    "probe_hardware",
-    "read_kernel_inventory",
-    "read_kernel_speeds",
-    "read_software",
-    "to_inspect_json",
-]
+    from moe_optimizer.inspection.hardware_catalog import hardware_names as hardware_names
+    from moe_optimizer.inspection.hardware_probe import load_hardware as load_hardware
+    from moe_optimizer.inspection.hardware_probe import probe_hardware as probe_hardware
+    from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory as read_kernel_inventory
+    from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds as read_kernel_speeds
+    from moe_optimizer.inspection.model_inspector import ModelInspector as ModelInspector
+    from moe_optimizer.inspection.model_inspector import to_inspect_json as to_inspect_json
+    from moe_optimizer.inspection.software import read_software as read_software
+    from moe_optimizer.inspection.vllm_installation import find_vllm as find_vllm
 
 _HOMES = {
     "ModelInspector": "model_inspector",
@@ -39,7 +28,7 @@ _HOMES = {
     "read_kernel_inventory": "kernel_inventory",
     "read_kernel_speeds": "kernel_speeds",
     "read_software": "software",
-    "to_inspect_json": "report",
+    "to_inspect_json": "model_inspector",
 }
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_optimizer.inspection.hardware_catalog import catalog
-from moe_optimizer.inspection.hardware_file import CatalogEntry
+from moe_optimizer.inspection.hardware_catalog import CatalogEntry, catalog
 from moe_optimizer.specs.hardware import GpuSpec, HardwareSpec
 from moe_optimizer.specs.quantity import Quantity, Source
 

@@ -37,6 +37,7 @@ def read_kernel_inventory(folder: Path | None = None) -> KernelInventory:
         return _not_built(f"{problem}; {_BUILD_HINT} again")
     return KernelInventory(
         built=True,
+        reason="",
         cpu_ops=tuple(data["cpu_ops"]),
         cuda_ops=tuple(data["cuda_ops"]),
         cuda_archs=tuple(data["cuda_archs"]),
@@ -81,4 +82,11 @@ def _extension_problem(folder: Path, extension: str) -> str:
 
 
 def _not_built(reason: str) -> KernelInventory:
-    return KernelInventory(built=False, reason=reason)
+    return KernelInventory(
+        built=False,
+        reason=reason,
+        cpu_ops=(),
+        cuda_ops=(),
+        cuda_archs=(),
+        source_hash="",
+    )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.inspection.attention import HIDDEN
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.configuration_class import configuration_classes
@@ -12,12 +13,28 @@ from moe_optimizer.inspection.families import GENERIC, class_defaults, find_by_a
 from moe_optimizer.inspection.family import LAYERS, Family
 from moe_optimizer.inspection.hub import expanded, resolve_model
 from moe_optimizer.inspection.json_file import read_json_object
-from moe_optimizer.inspection.language_config import find_language_config
 from moe_optimizer.inspection.model_spec import build_spec
 from moe_optimizer.inspection.quantization_scheme import read_quantization
 from moe_optimizer.inspection.safetensors_header import read_tensors
 from moe_optimizer.inspection.servable import is_servable, runs_through_transformers
+from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.specs.model import ModelSpec
+
+NESTS = (
+    "text_config",
+    "llm_config",
+    "language_config",
+    "thinker_config",
+    "language_model_config",
+    "language_model",
+    "llm",
+    "text_model_config",
+)
+"""Fields that hold a language model's own configuration, in order of preference. Two levels occur (an omni
+model's thinker holds a text_config)."""
+MAX_NESTS = 3
+INHERITED = ("tie_word_embeddings", "torch_dtype", "dtype", "max_position_embeddings")
+"""Fields that stand beside the nested object and hold for it too."""
 
 
 class ModelInspector:
@@ -41,7 +58,7 @@ class ModelInspector:
         """
         folder = resolve_model(model)
         root = Config(read_json_object(folder / "config.json"), where="config.json: ")
-        config = find_language_config(root)
+        config = _language_config(root)
         architectures = _architectures(root)
         model_type = config.text("model_type") or root.text("model_type")
         servable = is_servable(architectures)
@@ -93,6 +110,11 @@ class ModelInspector:
         )
 
 
+def to_inspect_json(spec: ModelSpec) -> dict[str, Any]:
+    """Return what `inspect --json` prints (docs/schemas/inspect.schema.json): all fields, and num_moe_layers."""
+    return {**encode(spec), "num_moe_layers": spec.num_moe_layers}
+
+
 def _needs_remote_code(root: Config, *, served: bool | None) -> bool:
     """Whether vLLM reads this model only with code of the model's own: its class, or the class of its configuration."""
     auto_map = root.sub("auto_map")
@@ -136,3 +158,35 @@ def _architectures(root: Config) -> tuple[str, ...]:
         if not isinstance(entry, str):
             raise root.error(f"architectures[{i}]", entry, "a string")
     return tuple(entry for entry in entries if isinstance(entry, str))
+
+
+def _language_config(root: Config) -> Config:
+    """Return the part of config.json that describes the language model: itself, or a nested object.
+
+    Raises:
+        InputError: nested deeper than any real configuration, or a nest is not an object.
+    """
+    config = root
+    for _ in range(MAX_NESTS):
+        inner = _nested(config)
+        if inner is None:
+            return config
+        config = inner
+    if _nested(config) is not None:
+        raise InputError(f"{config.where[:-1]}: nested again, expected a language model within {MAX_NESTS} levels")
+    return config
+
+
+def _nested(config: Config) -> Config | None:
+    for name in NESTS:
+        value = config.raw.get(name)
+        if name == "text_config" and value is not None and not isinstance(value, dict):
+            # Passing over it would describe another model than transformers builds; the other names also occur
+            # as plain text (the id of the language model).
+            raise config.error(name, value, "an object")
+        if isinstance(value, dict) and value:
+            inner = config.sub(name)
+            assert inner is not None, name
+            inherited = {field: config.raw[field] for field in INHERITED if field in config.raw}
+            return Config({**inherited, **inner.raw}, where=inner.where)
+    return None

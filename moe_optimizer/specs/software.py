@@ -26,14 +26,14 @@ class KernelInventory:
     """What `build.sh` built, as its manifest says."""
 
     built: bool
-    reason: str = ""
+    reason: str
     """Why nothing is built, or "" when something is."""
-    cpu_ops: tuple[str, ...] = ()
+    cpu_ops: tuple[str, ...]
     """Ops with a CPU kernel, by base name."""
-    cuda_ops: tuple[str, ...] = ()
-    cuda_archs: tuple[str, ...] = ()
+    cuda_ops: tuple[str, ...]
+    cuda_archs: tuple[str, ...]
     """For example "sm_90a"."""
-    source_hash: str = ""
+    source_hash: str
     """SHA-256 over csrc at build time; "" when nothing is built."""
     cpu_sources: str = ""
     """SHA-256 over what the CPU kernels are made of, without compilers: the key of their measured speeds."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe_optimizer.inspection.attention import Attention
+from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import bias_ignored, interleaving_listed
 from moe_optimizer.inspection.families.common_parts import EXPERTS, GRANITE_EXPERTS, HEAD_NORMED, NO_BIAS
 from moe_optimizer.inspection.family import Family
@@ -20,12 +23,20 @@ from moe_optimizer.inspection.layer_rules import (
 from moe_optimizer.inspection.recurrent import LightningAttention
 from moe_optimizer.inspection.shapes import Site
 
+HUNYUAN_ATTENTION = Attention(qk_norm="head", qk_norm_when="use_qk_norm")
+
 
 def _arctic_residual(site: Site) -> int:
     """A dense residual branch beside the experts: a gated layer as wide as the hidden size, and its norm."""
     step = site.config.integer("moe_layer_frequency", 1) or 1
     wanted = site.config.flag("parallel_attn_mlp_res") and (site.layer + 1) % step == 0
     return (3 * site.hidden_size * site.hidden_size + site.hidden_size) * wanted
+
+
+def _cache_sharing(config: Config, num_layers: int) -> tuple[str, ...]:
+    """With cross-layer attention only the first layer of each group makes keys and values."""
+    factor = (config.integer("cla_share_factor", 1) or 1) if config.flag("use_cla") else 1
+    return tuple("attention" if i % factor == 0 else "borrowing" for i in range(num_layers))
 
 
 FAMILIES = (
@@ -233,5 +244,18 @@ FAMILIES = (
             "moe_expert_inner_dim": 1024,
             "tie_word_embeddings": False,
         },
+    ),
+    Family(
+        model_types=("hunyuan_v1_moe", "hunyuan", "hunyuan_moe"),
+        architectures=("HunYuanMoEV1ForCausalLM", "HunYuanForCausalLM"),
+        kinds=_cache_sharing,
+        mixers={"attention": HUNYUAN_ATTENTION, "borrowing": replace(HUNYUAN_ATTENTION, borrows_cache=True)},
+        experts=Experts(
+            width=("moe_intermediate_size", "intermediate_size"),
+            layers=after_first("moe_layer_num_skipped"),
+            arrays=True,
+            shared=Shared(),
+        ),
+        defaults={"use_qk_norm": True, "num_shared_expert": 1},
     ),
 )

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.inspection.hardware_catalog import catalog, hardware_names, load_catalog_entry
-from moe_optimizer.inspection.hardware_file import read_hardware_file
+from moe_optimizer.inspection.hardware_catalog import (
+    catalog,
+    hardware_names,
+    load_catalog_entry,
+    read_hardware_file,
+)
 from moe_optimizer.inspection.hardware_probe import load_hardware
 from moe_optimizer.resources import config_dir
 from moe_optimizer.specs.quantity import Source
