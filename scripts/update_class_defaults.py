@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from moe_optimizer.inspection.families import find_by_model_type
+from moe_optimizer.inspection.families import find_family
 
 TARGET = Path(__file__).parent.parent / "moe_optimizer" / "inspection" / "families" / "class_defaults.json"
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -40,7 +40,7 @@ def class_defaults() -> dict[str, dict[str, object]]:
     for model_type in sorted(CONFIG_MAPPING):
         config_class = CONFIG_MAPPING[model_type]
         fields = {field.name: field.default for field in dataclasses.fields(config_class)}
-        if find_by_model_type(model_type) and "vocab_size" in fields and any(name in fields for name in LAYER_COUNTS):
+        if find_family(model_type) and "vocab_size" in fields and any(name in fields for name in LAYER_COUNTS):
             table[model_type] = _row(fields)
     return table
 

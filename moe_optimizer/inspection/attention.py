@@ -51,7 +51,7 @@ class Attention:
     borrows_cache: bool = False
     """Uses an earlier layer's keys and values: no projections for them, nothing cached."""
 
-    def shape(self, site: Site) -> Mixer:
+    def __call__(self, site: Site) -> Mixer:
         """Return the layer's shape."""
         config, hidden_size = site.config, site.hidden_size
         heads = self._heads(config, site.layer)
@@ -62,8 +62,10 @@ class Attention:
             if heads % kv_heads:
                 # Every loader ends there: a key/value head belongs to a whole number of query heads.
                 raise config.error(config.name_of(self.kv_heads), kv_heads, f"a divisor of the {heads} query heads")
-        head_dim = self.head_size(config, hidden_size, heads)
-        value_dim = (config.integer(self.value_dim, head_dim, minimum=1) if self.value_dim else None) or head_dim
+        head_dim = config.integer(self.head_dim, 0) or hidden_size // heads
+        if not head_dim:
+            raise config.error(config.name_of(self.heads), heads, f"at most the hidden size {hidden_size}")
+        value_dim = config.integer(self.value_dim, head_dim, minimum=1) or head_dim
         q, k, v = heads * head_dim, kv_heads * head_dim, kv_heads * value_dim
         o_in = heads * value_dim
         projected_v = 0 if config.flag(self.shares_key_as_value) else v
@@ -83,7 +85,6 @@ class Attention:
             index_dim = config.required(self.indexer_dim)
             params += hidden_size * index_dim * (config.required(self.indexer_heads) + 1) + 2 * index_dim
         return Mixer(
-            kind="attention",
             params=params,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -103,13 +104,6 @@ class Attention:
             return counts[layer]
         return config.required(self.heads, maximum=MAX_HEADS)
 
-    def head_size(self, config: Config, hidden_size: int, heads: int) -> int:
-        """Return the width of a query head: the field, or the hidden size shared out among the heads."""
-        head_dim = (config.integer(self.head_dim, 0) if self.head_dim else 0) or hidden_size // heads
-        if not head_dim:
-            raise config.error(config.name_of(self.heads), heads, f"at most the hidden size {hidden_size}")
-        return head_dim
-
     def _norms(self, config: Config, q: int, k: int, head_dim: int) -> int:
         if self.qk_norm == "none" or not config.flag(self.qk_norm_when):
             return 0
@@ -118,35 +112,26 @@ class Attention:
         return width * (2 if self.qk_norm_bias else 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SinkAttention:
+def sink_attention(site: Site) -> Mixer:
     """Pangu's: only keys are normalised, and every head has keys (and may have values) of its own for the sinks."""
-
-    def shape(self, site: Site) -> Mixer:
-        """Return the layer's shape."""
-        config, hidden_size = site.config, site.hidden_size
-        heads = config.required("num_attention_heads", maximum=MAX_HEADS)
-        kv_heads = config.integer(KV_HEADS, heads, minimum=1, maximum=MAX_HEADS) or heads
-        head_dim = config.required("qk_nope_dim") + config.required("qk_rope_dim")
-        value_dim = config.required("v_channels")
-        q, k, v = heads * head_dim, kv_heads * head_dim, kv_heads * value_dim
-        bias = _has_qkv_bias(config)
-        kv_params = (hidden_size + bias) * (k + v)
-        params = (hidden_size + bias) * q + kv_params + head_dim
-        params += heads * value_dim * hidden_size + hidden_size * config.any_flag(_SINK_BIAS)
-        sinks = config.integer("param_sink_number", 0) or 0
-        params += sinks * (k + v * config.flag("param_sink_with_value"))
-        return Mixer(
-            kind="attention",
-            params=params,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            cache_elements=k + v,
-            window=site.window,
-            kv_params=kv_params,
-        )
-
-
-def _has_qkv_bias(config: Config) -> bool:
-    return config.flag("qkv_bias") if config.has("qkv_bias") else config.any_flag(_SINK_BIAS)
+    config, hidden_size = site.config, site.hidden_size
+    heads = config.required("num_attention_heads", maximum=MAX_HEADS)
+    kv_heads = config.integer(KV_HEADS, heads, minimum=1, maximum=MAX_HEADS) or heads
+    head_dim = config.required("qk_nope_dim") + config.required("qk_rope_dim")
+    value_dim = config.required("v_channels")
+    q, k, v = heads * head_dim, kv_heads * head_dim, kv_heads * value_dim
+    bias = config.flag("qkv_bias") if config.has("qkv_bias") else config.any_flag(_SINK_BIAS)
+    kv_params = (hidden_size + bias) * (k + v)
+    params = (hidden_size + bias) * q + kv_params + head_dim
+    params += heads * value_dim * hidden_size + hidden_size * config.any_flag(_SINK_BIAS)
+    sinks = config.integer("param_sink_number", 0) or 0
+    params += sinks * (k + v * config.flag("param_sink_with_value"))
+    return Mixer(
+        params=params,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        cache_elements=k + v,
+        window=site.window,
+        kv_params=kv_params,
+    )

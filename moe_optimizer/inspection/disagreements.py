@@ -84,8 +84,3 @@ def nemotron_layers(config: Config) -> Note:
         return f"n_shared_experts {shared}: vLLM multiplies the shared width by it, transformers does not"
     # An array has an entry for each block: such a model has experts.
     return shared_all_the_same("n_shared_experts")(config) if config.get("n_routed_experts") else None
-
-
-def norm_after_experts(config: Config) -> Note:
-    """A.X K1's published code and vLLM have a norm after the experts that transformers' class lacks."""
-    return "vLLM has a norm after the experts of each layer, transformers has none" if config.raw else None

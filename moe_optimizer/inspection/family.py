@@ -36,10 +36,10 @@ MAX_LAYERS = 1 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The rules of the models with these `model_types` or `architectures`."""
+    """The rules of the models with these names."""
 
-    model_types: tuple[str, ...]
-    architectures: tuple[str, ...] = ()
+    names: tuple[str, ...]
+    """The model_types that mean such a model, then the architectures."""
     layers: Names = LAYERS
     kinds: KindRule = field(default=every("attention"))
     """Name of each layer's mixer: a key of `mixers`, "sliding" and "chunked" (windowed "attention" unless
@@ -53,16 +53,13 @@ class Family:
     norms: int | Callable[[Config], int] = 2
     """Norms of the hidden size in each layer, outside mixer and feed-forward part."""
     norm: Literal["rms", "layer", "none"] = "rms"
-    """rms: one vector; layer: weight and bias; none: no parameters."""
-    norm_bias: Names | bool = True
-    """For norm="layer": whether it has a bias."""
+    """rms: one vector, also of a layer norm without bias; layer: weight and bias; none: no parameters."""
     positions: Names = ()
     """Field with the number of learned positions."""
-    extra_positions: int = 0
     embedding_norm: bool = False
     head_bias: Names | bool = False
     tied: Names | bool = "tie_word_embeddings"
-    layer_extra: Callable[[Site], int] | int = 0
+    layer_extra: Callable[[Site], int] = lambda _: 0
     """Further parameters of a layer outside its parts."""
     model_extra: Callable[[Config, int], int] | None = None
     """Further parameters outside the layers: called with config and hidden size."""
@@ -96,7 +93,7 @@ class Family:
         has_feed_forward = self.feed_forward(config, num_layers) if self.feed_forward else (True,) * num_layers
         experts = self.experts.per_layer(config, hidden_size, num_layers) if self.experts else None
         dense = self._dense_params(config, hidden_size, num_layers, has_feed_forward, experts)
-        norm_params = self._norm_params(config, hidden_size)
+        norm_params = hidden_size * {"rms": 1, "layer": 2, "none": 0}[self.norm]
         norms = self.norms if isinstance(self.norms, int) else self.norms(config)
         if experts and all(entry is None or entry.num_experts == 1 for entry in experts):
             # Built with an expert class of one expert, which every token uses all the same.
@@ -107,7 +104,7 @@ class Family:
                 mixer=self._mixer(kinds[i], config, hidden_size, i),
                 dense_params=dense[i],
                 experts=experts[i] if experts else None,
-                norm_params=norms * norm_params + self._extra(Site(config, hidden_size, i, None)),
+                norm_params=norms * norm_params + self.layer_extra(Site(config, hidden_size, i, None)),
             )
             for i in range(num_layers)
         )
@@ -118,7 +115,7 @@ class Family:
             vocab_size=vocab_size,
             layers=layers,
             embedding_params=vocab_size * hidden_size
-            + self._position_params(config, hidden_size)
+            + (config.required(self.positions) * hidden_size if self.positions else 0)
             + (self.extra_embeddings(config) if self.extra_embeddings else 0),
             lm_head_params=(0 if tied else vocab_size * hidden_size) + vocab_size * config.flag(self.head_bias),
             final_params=idle
@@ -156,9 +153,6 @@ class Family:
                     return len(entries)
         return config.required(self.layers, maximum=MAX_LAYERS)
 
-    def _extra(self, site: Site) -> int:
-        return self.layer_extra(site) if callable(self.layer_extra) else self.layer_extra
-
     def _mixer(self, kind: str, config: Config, hidden_size: int, layer: int) -> Mixer:
         if kind == "none":
             return NO_MIXER
@@ -170,7 +164,7 @@ class Family:
             rule = self.mixers.get("attention")
         if rule is None:
             raise config.error(config.name_of(self.layers), kind, f"layers of kind {' or '.join(self.mixers)}")
-        return rule.shape(Site(config, hidden_size, layer, window))
+        return rule(Site(config, hidden_size, layer, window))
 
     def _dense_params(
         self,
@@ -188,16 +182,6 @@ class Family:
             return (0,) * num_layers
         params = self.dense.params(config, hidden_size, num_layers)
         return tuple(count if want else 0 for count, want in zip(params, wanted, strict=True))
-
-    def _norm_params(self, config: Config, hidden_size: int) -> int:
-        if self.norm == "none":
-            return 0
-        return hidden_size * (2 if self.norm == "layer" and config.flag(self.norm_bias) else 1)
-
-    def _position_params(self, config: Config, hidden_size: int) -> int:
-        if not self.positions:
-            return 0
-        return (config.required(self.positions) + self.extra_positions) * hidden_size
 
 
 def _check_layer_types(config: Config) -> None:

@@ -95,7 +95,7 @@ class Shared:
     ) -> tuple[tuple[int, int], ...]:
         """Return each layer's number of shared experts and their parameters."""
         num_layers = len(expert_widths)
-        total = (config.integer(self.total_width, 0) or 0) if self.total_width else 0
+        total = config.integer(self.total_width, 0) or 0
         if isinstance(self.count, int):
             counts = (self.count,) * num_layers
         else:
@@ -169,7 +169,8 @@ class Experts:
         counts = config.per_layer(self.count, num_layers)
         if counts is None or max(counts, default=0) <= (1 if self.one_is_dense else 0):
             return None
-        self._check(config, max(counts))
+        if max(counts) > MAX_EXPERTS:
+            raise config.error(config.name_of(self.count), max(counts), f"an integer from 0 to {MAX_EXPERTS}")
         sparse = self.layers(config, num_layers)
         top_ks = config.per_layer(self.top_k, num_layers, self.default_top_k, minimum=1)
         widths = config.per_layer(self.width, num_layers)
@@ -194,8 +195,7 @@ class Experts:
 
     def _layer(self, site: Site, *, count: int, top_k: int, width: int, shared: tuple[int, int]) -> ExpertLayer:
         config, hidden_size = site.config, site.hidden_size
-        zero = (config.integer(self.zero_experts, 0, maximum=MAX_EXPERTS) or 0) if self.zero_experts else 0
-        choices = count + zero
+        choices = count + (config.integer(self.zero_experts, 0, maximum=MAX_EXPERTS) or 0)
         if top_k > choices:
             raise config.error(
                 config.name_of(self.top_k), top_k, f"at most the {choices} experts of layer {site.layer}"
@@ -203,7 +203,7 @@ class Experts:
         if width < 1:
             raise config.error(config.name_of(self.width), width, "at least 1")
         num_shared, shared_params = shared
-        latent = (config.integer(self.latent, 0) or 0) if self.latent else 0
+        latent = config.integer(self.latent, 0) or 0
         gated = config.flag(self.gated)
         router = hidden_size * (choices + num_shared * self.routes_shared)
         router += choices * (config.flag(self.router_bias) + config.flag(self.correction_bias))
@@ -223,10 +223,6 @@ class Experts:
             + (hidden_size + latent) * (latent > 0 and config.flag(self.latent_bias)),
             modules=self.modules,
         )
-
-    def _check(self, config: Config, count: int) -> None:
-        if count > MAX_EXPERTS:
-            raise config.error(config.name_of(self.count), count, f"an integer from 0 to {MAX_EXPERTS}")
 
 
 def mlp_params(hidden_size: int, width: int, *, gated: bool, bias: bool) -> int:

@@ -29,7 +29,7 @@ class LatentAttention:
     copies: int = 1
     """Attention blocks in one decoder layer."""
 
-    def shape(self, site: Site) -> Mixer:
+    def __call__(self, site: Site) -> Mixer:
         """Return the layer's shape."""
         config, hidden_size = site.config, site.hidden_size
         heads = config.required(self.heads, maximum=MAX_HEADS)

@@ -8,15 +8,14 @@ from typing import Any
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.inspection.attention import HIDDEN
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.configuration_class import configuration_classes
-from moe_optimizer.inspection.families import GENERIC, class_defaults, find_by_architecture, find_by_model_type
+from moe_optimizer.inspection.families import GENERIC, class_defaults, find_family
 from moe_optimizer.inspection.family import LAYERS, Family
 from moe_optimizer.inspection.hub import expanded, resolve_model
 from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.inspection.model_spec import build_spec
 from moe_optimizer.inspection.quantization_scheme import read_quantization
 from moe_optimizer.inspection.safetensors_header import read_tensors
-from moe_optimizer.inspection.servable import is_servable, runs_through_transformers
+from moe_optimizer.inspection.servable import configuration_classes, is_servable, runs_through_transformers
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.specs.model import ModelSpec
 
@@ -64,7 +63,8 @@ class ModelInspector:
         servable = is_servable(architectures)
         needs_remote_code = _needs_remote_code(root, served=servable[0])
         warnings: list[str] = []
-        family = _family(config, model_type, architectures)
+        # The language model's own architecture says most, then its model_type, then the outer architecture.
+        family = find_family(*_architectures(config), model_type, *architectures)
         if family is None:
             if root.get("is_encoder_decoder") is True:
                 raise UnsupportedError(
@@ -125,12 +125,6 @@ def _needs_remote_code(root: Config, *, served: bool | None) -> bool:
     if not served or classes is None or "AutoConfig" not in auto_map.raw:
         return served is False or not _architectures(root)
     return not classes.has(root.text("model_type"), _architectures(root))
-
-
-def _family(config: Config, model_type: str, architectures: tuple[str, ...]) -> Family | None:
-    """Return the family: by the language model's own architecture, its model_type, the outer architecture."""
-    own = _architectures(config)
-    return find_by_architecture(own) or find_by_model_type(model_type) or find_by_architecture(architectures)
 
 
 def _defaults(config: Config, root: Config, model_type: str, family: Family) -> dict[str, object]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
+
 from moe_optimizer.inspection.checkpoint import Stored, compare
 from moe_optimizer.inspection.config import Config
-from moe_optimizer.inspection.longest_sequence import longest_sequence
 from moe_optimizer.inspection.quantization import ATTENTION, DENSE, EXPERTS, SHARED, Quantization
 from moe_optimizer.inspection.safetensors_header import Tensor
 from moe_optimizer.inspection.shapes import Decoder, Mixer
 from moe_optimizer.specs.model import AttentionKind, AttentionSpec, ModelSpec
 
-MAX_POSITION = (
+_LENGTHS = (
     "max_position_embeddings",
     "n_positions",
     "max_seq_len",
@@ -18,10 +20,10 @@ MAX_POSITION = (
     "seq_length",
     "max_sequence_length",
     "model_max_length",
-    "max_position_embedding",
-    "max_context",
-    "n_ctx",
 )
+MAX_POSITION = (*_LENGTHS, "max_position_embedding", "max_context", "n_ctx")
+_ALREADY_SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Kinds of RoPE scaling whose stated length includes the factor."""
 
 
 def build_spec(
@@ -92,7 +94,7 @@ def build_spec(
         kv_bytes_per_token=2 * sum(mixer.cache_elements for mixer in mixers),
         state_bytes_per_sequence=2 * sum(mixer.state_elements for mixer in mixers),
         max_position=max_position,
-        max_model_len=longest_sequence(config, model_type, max_position),
+        max_model_len=_longest_sequence(config, model_type, max_position),
         needs_remote_code=needs_remote_code,
         servable=servable[0],
         servable_reason=servable[1],
@@ -158,3 +160,46 @@ def _kind(mixers: list[Mixer], described: Mixer | None) -> AttentionKind:
     if described.kind == "mla":
         return "mla"
     return "mha" if described.num_kv_heads == described.num_heads else "gqa"
+
+
+def _longest_sequence(config: Config, model_type: str, max_position: int) -> int:
+    """Return the longest sequence that vLLM accepts: the stated length times its RoPE scaling; 0 without a length.
+
+    Args:
+        config: the language model's object.
+        model_type: of that object.
+        max_position: the length read from any field, used where none of vLLM's is there.
+
+    Raises:
+        InputError: a length is not an integer, or the scaling is no object with a number.
+    """
+    # vLLM reads these fields; the smallest counts.
+    stated = [length for name in (*_LENGTHS, "seq_len") if (length := config.integer(name, 0))]
+    length = config.integer("model_max_length", 0) or min(stated, default=max_position)
+    # Gemma 3 states the scaled length beside a factor.
+    return length if "gemma3" in model_type else int(length * _factor(config))
+
+
+def _factor(config: Config) -> float:
+    factor: float = 1.0
+    for name, rope in _rope_parameters(config):
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        value = rope.get("factor")
+        if isinstance(value, (str, list, dict)):
+            raise config.error(f"{name}.factor", value, "a number")
+        if kind in _ALREADY_SCALED or isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        factor = value if 0 < value < math.inf else factor
+    return factor
+
+
+def _rope_parameters(config: Config) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yield the parameters of each kind of layer, and the field they are in; most models have one kind."""
+    for name in ("rope_scaling", "rope_parameters"):
+        entry = config.get(name)
+        if isinstance(entry, (str, list)):
+            raise config.error(name, entry, "an object")
+        if isinstance(entry, Mapping) and entry:
+            nested = [value for value in entry.values() if isinstance(value, Mapping)]
+            yield from ((name, each) for each in (nested if len(nested) == len(entry) else [entry]))
+            return

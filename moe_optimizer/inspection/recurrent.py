@@ -23,7 +23,7 @@ class Mamba1:
     inner_norms: bool = False
     """Norms over the step, input and output projections (one weight for each of their channels)."""
 
-    def shape(self, site: Site) -> Mixer:
+    def __call__(self, site: Site) -> Mixer:
         """Return the layer's shape."""
         config, hidden_size = site.config, site.hidden_size
         inner = config.integer(self.inner, minimum=1) or config.required(EXPAND) * hidden_size
@@ -54,13 +54,11 @@ class Mamba2:
     inner: Names = ()
     """Field with the inner width where it is not heads times head_dim."""
 
-    def shape(self, site: Site) -> Mixer:
+    def __call__(self, site: Site) -> Mixer:
         """Return the layer's shape."""
         config, hidden_size = site.config, site.hidden_size
         heads = config.required(self.heads)
-        inner = (config.integer(self.inner) if self.inner else None) or heads * self._head_dim(
-            config, hidden_size, heads
-        )
+        inner = config.integer(self.inner) or heads * self._head_dim(config, hidden_size, heads)
         groups = config.integer(("mamba_n_groups", "n_groups", "mamba_ngroups"), 1, minimum=1) or 1
         state = config.required(("mamba_d_state", "ssm_state_size", "state_size"))
         kernel, bias = config.required(KERNEL), config.flag(self.bias)
@@ -77,24 +75,23 @@ class Mamba2:
         return config.required(self.head_dim)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaNet:
-    """Linear attention with the gated delta rule."""
+def gated_delta_net(site: Site) -> Mixer:
+    """Linear attention with the gated delta rule.
 
-    def shape(self, site: Site) -> Mixer:
-        """Return the layer's shape: query, key, value and gate projections, two gates a head, a convolution."""
-        config, hidden_size = site.config, site.hidden_size
-        heads = config.integer("num_attention_heads")
-        k_heads = config.integer("linear_num_key_heads", heads) or config.required("linear_num_key_heads")
-        v_heads = config.integer("linear_num_value_heads", heads) or config.required("linear_num_value_heads")
-        k_dim = config.integer("linear_key_head_dim", 3 * hidden_size // (4 * k_heads)) or 0
-        v_dim = config.integer("linear_value_head_dim", 2 * k_dim) or 0
-        kernel = config.required("linear_conv_kernel_dim")
-        key, value = k_heads * k_dim, v_heads * v_dim
-        conv = 2 * key + value
-        params = hidden_size * (2 * key + 2 * value) + hidden_size * 2 * v_heads + conv * kernel
-        params += 2 * v_heads + v_dim + value * hidden_size
-        return Mixer(kind="state", params=params, state_elements=v_heads * k_dim * v_dim + conv * (kernel - 1))
+    It has query, key, value and gate projections, two gates a head, and a convolution.
+    """
+    config, hidden_size = site.config, site.hidden_size
+    heads = config.integer("num_attention_heads")
+    k_heads = config.integer("linear_num_key_heads", heads) or config.required("linear_num_key_heads")
+    v_heads = config.integer("linear_num_value_heads", heads) or config.required("linear_num_value_heads")
+    k_dim = config.integer("linear_key_head_dim", 3 * hidden_size // (4 * k_heads)) or 0
+    v_dim = config.integer("linear_value_head_dim", 2 * k_dim) or 0
+    kernel = config.required("linear_conv_kernel_dim")
+    key, value = k_heads * k_dim, v_heads * v_dim
+    conv = 2 * key + value
+    params = hidden_size * (2 * key + 2 * value) + hidden_size * 2 * v_heads + conv * kernel
+    params += 2 * v_heads + v_dim + value * hidden_size
+    return Mixer(kind="state", params=params, state_elements=v_heads * k_dim * v_dim + conv * (kernel - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +102,7 @@ class KimiDeltaAttention:
     head_dim: Names = ("linear_head_dim", "linear_attn_config.head_dim")
     kernel: Names = ("linear_conv_kernel_dim", "linear_attn_config.short_conv_kernel_size")
 
-    def shape(self, site: Site) -> Mixer:
+    def __call__(self, site: Site) -> Mixer:
         """Return the layer's shape."""
         config, hidden_size = site.config, site.hidden_size
         heads, head_dim = config.required(self.heads), config.required(self.head_dim)
@@ -119,17 +116,13 @@ class KimiDeltaAttention:
         return Mixer(kind="state", params=params, state_elements=width * head_dim + 3 * width * (kernel - 1))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShortConv:
+def short_conv(site: Site) -> Mixer:
     """A gated depthwise convolution over a few tokens."""
-
-    def shape(self, site: Site) -> Mixer:
-        """Return the layer's shape."""
-        config, hidden_size = site.config, site.hidden_size
-        kernel, bias = config.required("conv_L_cache"), config.flag("conv_bias")
-        params = hidden_size * 3 * hidden_size + hidden_size * kernel + hidden_size * hidden_size
-        params += (3 + 1 + 1) * hidden_size * bias
-        return Mixer(kind="state", params=params, state_elements=hidden_size * (kernel - 1))
+    config, hidden_size = site.config, site.hidden_size
+    kernel, bias = config.required("conv_L_cache"), config.flag("conv_bias")
+    params = hidden_size * 3 * hidden_size + hidden_size * kernel + hidden_size * hidden_size
+    params += (3 + 1 + 1) * hidden_size * bias
+    return Mixer(kind="state", params=params, state_elements=hidden_size * (kernel - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +134,7 @@ class LightningAttention:
     qkv_bias: Names | bool = False
     o_bias: Names | bool = False
 
-    def shape(self, site: Site) -> Mixer:
+    def __call__(self, site: Site) -> Mixer:
         """Return the layer's shape."""
         config, hidden_size = site.config, site.hidden_size
         heads = config.required("num_attention_heads")
@@ -160,8 +153,8 @@ class Parallel:
     attention: MixerRule
     state: MixerRule
 
-    def shape(self, site: Site) -> Mixer:
+    def __call__(self, site: Site) -> Mixer:
         """Return the sum of both; it caches what the attention caches."""
-        one = self.attention.shape(site)
-        two = self.state.shape(site)
+        one = self.attention(site)
+        two = self.state(site)
         return replace(one, params=one.params + two.params, state_elements=two.state_elements)

@@ -1,8 +1,13 @@
-"""Reads from the source of vLLM's registry whether it has a class for an architecture, without importing it."""
+"""Reads from the sources of vLLM and transformers what they have classes for, without importing them.
+
+vLLM reads config.json through a class: one of its own, or one of transformers. Where neither has the model_type and the
+file names a class in `auto_map`, it refuses to start without --trust-remote-code, even if its registry has the model.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,6 +16,11 @@ from moe_optimizer.inspection.vllm_installation import package_folder
 
 NOT_SERVED = ("_SPECULATIVE_DECODING_MODELS", "_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
 """Tables of the registry that are not architectures to serve: drafts, former ones, ones in separate plugins."""
+
+_PAIR = re.compile(r'(?:"([\w.-]+)"\s*[:,]|\b(\w+)\s*=)\s*"\w+Config"')
+"""`("gpt2", "GPT2Config")`, `"gpt2": "GPT2Config"` and `gpt2="GPT2Config"`: every form that the tables have."""
+_BY_ARCHITECTURE = re.compile(r"^_ARCHITECTURE_TO_MODEL_TYPE\b[^{]*\{([^}]*)\}", re.MULTILINE)
+"""vLLM's table for files without a model_type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +42,8 @@ def vllm_registry() -> Registry | None:
 def parse_registry(path: Path) -> Registry | None:
     """Return the architectures in a vLLM registry's source, or None when it does not have the expected form."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, UnicodeDecodeError):
+        tree = ast.parse(_source(path))
+    except SyntaxError:
         return None
     served: set[str] = set()
     removed: dict[str, str] = {}
@@ -76,10 +86,7 @@ def runs_through_transformers(architecture: str, model_type: str) -> tuple[bool,
     name = model_type.replace("-", "_")
     if folder is None or vllm is None or not name.isidentifier():
         return False, ""
-    try:
-        source = (folder / "models" / name / f"modeling_{name}.py").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False, ""
+    source = _source(folder / "models" / name / f"modeling_{name}.py")
     if f"\nclass {architecture}(" not in source or "_supports_attention_backend = True" not in source:
         return False, ""
     return True, f"{architecture} is not in vLLM's registry; its Transformers backend runs it"
@@ -91,3 +98,50 @@ def _assignment(statement: ast.stmt) -> tuple[str, ast.expr | None]:
     if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
         return statement.target.id, statement.value
     return "", None
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigurationClasses:
+    """What the installed packages can read by themselves."""
+
+    model_types: frozenset[str]
+    architectures: frozenset[str]
+    """Architectures that need no model_type."""
+
+    def has(self, model_type: str, architectures: tuple[str, ...]) -> bool:
+        """Whether one of the classes reads such a configuration."""
+        if model_type:
+            return model_type in self.model_types
+        return bool(architectures) and architectures[0] in self.architectures
+
+
+@cache
+def configuration_classes() -> ConfigurationClasses | None:
+    """Return the classes of the installed vLLM and transformers; None unless both are here and of the known form."""
+    vllm, transformers = package_folder("vllm"), package_folder("transformers")
+    if vllm is None or transformers is None:
+        return None
+    own = _source(vllm / "transformers_utils" / "config.py")
+    auto = transformers / "models" / "auto"
+    # The table moved to the first file in transformers 5.
+    shared = _source(auto / "auto_mappings.py") + _source(auto / "configuration_auto.py")
+    return parse_configuration_classes(own, shared)
+
+
+def parse_configuration_classes(vllm: str, transformers: str) -> ConfigurationClasses | None:
+    """Return the classes that the sources of both packages list, or None when one of them lists none."""
+    tables = [{quoted or plain for quoted, plain in _PAIR.findall(text)} for text in (vllm, transformers)]
+    if not all(tables):
+        return None
+    named = _BY_ARCHITECTURE.search(vllm)
+    return ConfigurationClasses(
+        model_types=frozenset().union(*tables),
+        architectures=frozenset(re.findall(r'"(\w+)"\s*:', named[1]) if named else ()),
+    )
+
+
+def _source(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from moe_optimizer.inspection.config import Config
 
@@ -24,7 +25,7 @@ class Site:
 class Mixer:
     """The token mixer of one layer: attention, a recurrent layer, or several side by side."""
 
-    kind: Literal["attention", "mla", "state", "none"]
+    kind: Literal["attention", "mla", "state", "none"] = "attention"
     """attention and mla cache something for every token; state keeps a fixed size; none: the layer has no mixer."""
     params: int
     """Weights, biases and norms inside the mixer."""
@@ -46,13 +47,8 @@ class Mixer:
     key/value heads (key/value projections; for mla the down projections and the latent's norm)."""
 
 
-class MixerRule(Protocol):
-    """Derives the shape of one kind of token mixer."""
-
-    def shape(self, site: Site) -> Mixer:
-        """Return the shape."""
-        ...
-
+MixerRule = Callable[[Site], Mixer]
+"""Derives the shape of one kind of token mixer."""
 
 NO_MIXER = Mixer(kind="none", params=0)
 

@@ -3,55 +3,22 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
-from moe_optimizer.inspection.families import (
-    deepseek_like,
-    dense,
-    dense_layer_norm,
-    expert_layers,
-    gemma,
-    generic,
-    hybrid,
-    inkling,
-    latent,
-    nemotron,
-    qwen,
-    sigmoid_routed,
-    sparse_attention,
-)
+from moe_optimizer.inspection.families import generic
 from moe_optimizer.inspection.family import Family
-
-_TABLES = (
-    dense,
-    dense_layer_norm,
-    gemma,
-    qwen,
-    expert_layers,
-    sigmoid_routed,
-    deepseek_like,
-    latent,
-    sparse_attention,
-    nemotron,
-    inkling,
-    hybrid,
-)
-
 
 GENERIC = generic.FAMILY
 """Rules by field names alone, for a model that no family lists."""
 
 
-def find_by_model_type(model_type: str) -> Family | None:
-    """Return the family that lists a model_type."""
-    return _index()[0].get(model_type)
-
-
-def find_by_architecture(architectures: tuple[str, ...]) -> Family | None:
-    """Return the family that lists one of the architectures; the first known one counts."""
-    by_architecture = _index()[1]
-    return next((by_architecture[name] for name in architectures if name in by_architecture), None)
+def find_family(*names: str) -> Family | None:
+    """Return the family that lists one of these architectures and model_types; the first known one counts."""
+    families = _index()
+    return next((families[name] for name in names if name in families), None)
 
 
 def class_defaults(model_type: str, family: Family) -> dict[str, object]:
@@ -60,7 +27,7 @@ def class_defaults(model_type: str, family: Family) -> dict[str, object]:
     The table (class_defaults.json) holds no expert counts: a file without one describes a dense model.
     """
     table = _class_defaults()
-    names = (model_type, *family.model_types) if model_type in family.model_types else family.model_types
+    names = (model_type, *family.names) if model_type in family.names else family.names
     return next((table[name] for name in names if name in table), {})
 
 
@@ -69,9 +36,12 @@ def _class_defaults() -> dict[str, dict[str, object]]:
     return json.loads(Path(__file__).with_name("class_defaults.json").read_text(encoding="utf-8"))
 
 
+def all_families() -> list[Family]:
+    """Return the families of every module of this package."""
+    modules = (import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    return [family for module in modules for family in getattr(module, "FAMILIES", ())]
+
+
 @cache
-def _index() -> tuple[dict[str, Family], dict[str, Family]]:
-    families = [family for table in _TABLES for family in table.FAMILIES]
-    by_type = {model_type: family for family in families for model_type in family.model_types}
-    by_architecture = {name: family for family in families for name in family.architectures}
-    return by_type, by_architecture
+def _index() -> dict[str, Family]:
+    return {name: family for family in all_families() for name in family.names}

@@ -22,7 +22,7 @@ def _one_for_all_queries(config: Config, heads: int) -> int:
 FAMILIES = (
     # Nothing but fields that say what there is: the class defaults are those of the model_type, of no other here.
     Family(
-        model_types=(
+        names=(
             "aquila",
             "baichuan",
             "cwm",
@@ -46,8 +46,6 @@ FAMILIES = (
             "step1",
             "telechat3",
             "teleflm",
-        ),
-        architectures=(
             "AquilaForCausalLM",
             "AquilaModel",
             "BaiChuanForCausalLM",
@@ -75,52 +73,44 @@ FAMILIES = (
         dense=LLAMA_MLP,
     ),
     Family(
-        model_types=("arcee",),
-        architectures=("ArceeForCausalLM",),
+        names=("arcee", "ArceeForCausalLM"),
         dense=Dense(gated=False, bias="mlp_bias"),
     ),
     Family(
-        model_types=("apertus",),
-        architectures=("ApertusForCausalLM",),
+        names=("apertus", "ApertusForCausalLM"),
         mixers={"attention": Attention(qk_norm="head")},
         dense=Dense(gated=False, bias=False),
-        layer_extra=2,  # the two learned slopes of xIELU
+        layer_extra=lambda _: 2,  # the two learned slopes of xIELU
     ),
     Family(
-        model_types=("seed_oss",),
-        architectures=("SeedOssForCausalLM",),
+        names=("seed_oss", "SeedOssForCausalLM"),
         mixers={"attention": Attention(o_bias="attention_out_bias")},
         dense=LLAMA_MLP,
     ),
     Family(
-        model_types=("exaone4", "exaone4_5_text"),
-        architectures=("Exaone4ForCausalLM",),
+        names=("exaone4", "exaone4_5_text", "Exaone4ForCausalLM"),
         kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding")),
         mixers={"attention": HEAD_NORMED},
     ),
     Family(
-        model_types=("granite_swa",),
-        architectures=("GraniteSWAForCausalLM",),
+        names=("granite_swa", "GraniteSWAForCausalLM"),
         kinds=listed(otherwise=every("attention")),
         mixers={"attention": Attention(sinks=True)},
         dense=LLAMA_MLP,
     ),
     Family(
-        model_types=("hyperclovax",),
-        architectures=("HyperCLOVAXForCausalLM",),
+        names=("hyperclovax", "HyperCLOVAXForCausalLM"),
         norms=lambda config: 4 if config.flag("use_post_norm") else 2,
         dense=LLAMA_MLP,
     ),
-    Family(model_types=("olmo",), architectures=("OlmoForCausalLM",), norm="none"),
+    Family(names=("olmo", "OlmoForCausalLM"), norm="none"),
     Family(
-        model_types=("olmo2", "olmo3"),
-        architectures=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+        names=("olmo2", "olmo3", "Olmo2ForCausalLM", "Olmo3ForCausalLM"),
         kinds=listed(otherwise=every("attention")),
         mixers={"attention": Attention(qk_norm="width")},
     ),
     Family(
-        model_types=("phi",),
-        architectures=("PhiForCausalLM",),
+        names=("phi", "PhiForCausalLM"),
         mixers={"attention": BIASED_NORMED},
         dense=Dense(gated=False, bias=True),
         norms=1,
@@ -128,8 +118,7 @@ FAMILIES = (
         head_bias=True,
     ),
     Family(
-        model_types=("stablelm", "stablelm_epoch"),
-        architectures=("StableLmForCausalLM", "StableLMEpochForCausalLM"),
+        names=("stablelm", "stablelm_epoch", "StableLmForCausalLM", "StableLMEpochForCausalLM"),
         mixers={
             "attention": Attention(
                 qkv_bias="use_qkv_bias", o_bias=False, qk_norm="each_head", qk_norm_when="qk_layernorm"
@@ -139,80 +128,67 @@ FAMILIES = (
         norm="layer",
     ),
     Family(
-        model_types=("starcoder2",),
-        architectures=("Starcoder2ForCausalLM",),
+        names=("starcoder2", "Starcoder2ForCausalLM"),
         kinds=windowed(),
         mixers={"attention": Attention(qkv_bias="use_bias", o_bias="use_bias")},
         dense=BIASED_MLP,
         norm="layer",
     ),
     Family(
-        model_types=("cohere2", "cohere_compass_text", "cohere"),
-        architectures=("Cohere2ForCausalLM", "CohereForCausalLM"),
+        names=("cohere2", "cohere_compass_text", "cohere", "Cohere2ForCausalLM", "CohereForCausalLM"),
         kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
         mixers={"attention": Attention(qk_norm="each_head", qk_norm_when="use_qk_norm")},
         norms=1,
     ),
     Family(
-        model_types=("glm", "helium"),
-        architectures=("GlmForCausalLM", "HeliumForCausalLM"),
+        names=("glm", "helium", "GlmForCausalLM", "HeliumForCausalLM"),
         mixers={"attention": Attention(o_bias=False)},
         dense=LLAMA_MLP,
     ),
     Family(
-        model_types=("glm4", "glm4v_text", "glm_ocr_text"),
-        architectures=("Glm4ForCausalLM",),
+        names=("glm4", "glm4v_text", "glm_ocr_text", "Glm4ForCausalLM"),
         mixers={"attention": Attention(o_bias=False)},
         norms=4,
     ),
     Family(
-        model_types=("nemotron", "jais2"),
-        architectures=("NemotronForCausalLM", "Jais2ForCausalLM"),
+        names=("nemotron", "jais2", "NemotronForCausalLM", "Jais2ForCausalLM"),
         dense=Dense(gated=False, bias="mlp_bias"),
         norm="layer",
     ),
     Family(
-        model_types=("ernie4_5", "paddleocr_vl_text"),
-        architectures=("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
+        names=("ernie4_5", "paddleocr_vl_text", "Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
         mixers={"attention": Attention(qkv_bias="use_bias", o_bias="use_bias")},
         dense=Dense(bias="use_bias"),
     ),
     Family(
-        model_types=("hunyuan_v1_dense", "hunyuan_dense"),
-        architectures=("HunYuanDenseV1ForCausalLM",),
+        names=("hunyuan_v1_dense", "hunyuan_dense", "HunYuanDenseV1ForCausalLM"),
         mixers={"attention": Attention(qk_norm="head", qk_norm_when="use_qk_norm")},
         defaults={"use_qk_norm": True},
     ),
     Family(
-        model_types=("mimo",),
-        architectures=("MiMoForCausalLM",),
+        names=("mimo", "MiMoForCausalLM"),
         mixers={"attention": Attention(qkv_bias=True, o_bias=False)},
     ),
     Family(
-        model_types=("internlm", "internlm2"),
-        architectures=("InternLMForCausalLM", "InternLM2ForCausalLM"),
+        names=("internlm", "internlm2", "InternLMForCausalLM", "InternLM2ForCausalLM"),
         mixers={"attention": Attention(qkv_bias="bias", o_bias="bias")},
     ),
     Family(
-        model_types=(),
-        architectures=("OrionForCausalLM",),
+        names=("OrionForCausalLM",),
         norm="layer",
         mixers={"attention": NO_BIAS},
     ),
     Family(
-        model_types=("telechat", "telechat2"),
-        architectures=("TeleChatForCausalLM", "TeleChat2ForCausalLM"),
+        names=("telechat", "telechat2", "TeleChatForCausalLM", "TeleChat2ForCausalLM"),
         mixers={"attention": Attention(qkv_bias=False, o_bias=True)},
     ),
     Family(
-        model_types=("nanochat",),
-        architectures=("NanoChatForCausalLM",),
+        names=("nanochat", "NanoChatForCausalLM"),
         norm="none",
         dense=Dense(gated=False, bias=False),
     ),
     Family(
-        model_types=("chatglm",),
-        architectures=("ChatGLMModel", "ChatGLMForConditionalGeneration"),
+        names=("chatglm", "ChatGLMModel", "ChatGLMForConditionalGeneration"),
         mixers={
             "attention": Attention(
                 kv_heads=_one_for_all_queries, qkv_bias=("add_qkv_bias", "add_bias_linear"), o_bias="add_bias_linear"
@@ -221,14 +197,12 @@ FAMILIES = (
         dense=Dense(width=("ffn_hidden_size",), bias="add_bias_linear"),
     ),
     Family(
-        model_types=("qwen",),
-        architectures=("QWenLMHeadModel",),
+        names=("qwen", "QWenLMHeadModel"),
         mixers={"attention": Attention(qkv_bias=True, o_bias=False)},
         dense=Dense(bias=False, adjust=halves),
     ),
     Family(
-        model_types=("PanguEmbedded", "pangu_embedded"),
-        architectures=("PanguEmbeddedForCausalLM",),
+        names=("PanguEmbedded", "pangu_embedded", "PanguEmbeddedForCausalLM"),
         kinds=windowed("interleaved_sliding_window"),
         mixers={
             "attention": Attention(qkv_bias=("qkv_bias", "attention_bias", "bias"), o_bias=("attention_bias", "bias"))

@@ -28,11 +28,11 @@ def _falcon_norms(config: Config) -> int:
     return 1 if config.flag("parallel_attn") else 2
 
 
-def _opt_narrower_table(config: Config) -> int:
-    """What the embedding table is smaller by when its vectors are narrower than the layers."""
+def _opt_tables(config: Config) -> int:
+    """Two further positions, less what the embedding table is smaller by when its vectors are narrower."""
     hidden_size = config.required("hidden_size")
     narrow = config.integer("word_embed_proj_dim", hidden_size, minimum=1, maximum=hidden_size) or hidden_size
-    return config.required("vocab_size") * (narrow - hidden_size)
+    return config.required("vocab_size") * (narrow - hidden_size) + 2 * hidden_size
 
 
 def _opt_projections(config: Config, hidden_size: int) -> int:
@@ -45,16 +45,14 @@ def _opt_projections(config: Config, hidden_size: int) -> int:
 
 FAMILIES = (
     Family(
-        model_types=("gpt2", "gpt_bigcode"),
-        architectures=("GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
+        names=("gpt2", "gpt_bigcode", "GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
         mixers={"attention": Attention(kv_heads=_one_if_multi_query, qkv_bias=True, o_bias=True)},
         dense=WIDE_MLP,
         norm="layer",
         positions=("n_positions", "max_position_embeddings"),
     ),
     Family(
-        model_types=("gptj", "codegen"),
-        architectures=("GPTJForCausalLM", "CodeGenForCausalLM"),
+        names=("gptj", "codegen", "GPTJForCausalLM", "CodeGenForCausalLM"),
         mixers={"attention": NO_BIAS},
         dense=WIDE_MLP,
         norms=1,
@@ -62,57 +60,47 @@ FAMILIES = (
         head_bias=True,
     ),
     Family(
-        model_types=("gpt_neo",),
-        architectures=("GPTNeoForCausalLM",),
+        names=("gpt_neo", "GPTNeoForCausalLM"),
         mixers={"attention": Attention(qkv_bias=False, o_bias=True)},
         dense=WIDE_MLP,
         norm="layer",
         positions=("max_position_embeddings",),
     ),
     Family(
-        model_types=("gpt_neox",),
-        architectures=("GPTNeoXForCausalLM",),
+        names=("gpt_neox", "GPTNeoXForCausalLM"),
         dense=WIDE_MLP,
         norm="layer",
     ),
     Family(
-        model_types=("opt",),
-        architectures=("OPTForCausalLM",),
+        names=("opt", "OPTForCausalLM"),
         mixers={"attention": Attention(qkv_bias="enable_bias", o_bias="enable_bias")},
         dense=Dense(gated=False, bias="enable_bias"),
         norm="layer",
         positions=("max_position_embeddings",),
-        extra_positions=2,
         model_extra=_opt_projections,
-        extra_embeddings=_opt_narrower_table,
+        extra_embeddings=_opt_tables,
     ),
     Family(
-        model_types=("bloom",),
-        architectures=("BloomForCausalLM",),
+        names=("bloom", "BloomForCausalLM"),
         mixers={"attention": BIASED},
         dense=WIDE_MLP,
         norm="layer",
         embedding_norm=True,
     ),
     Family(
-        model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
-        architectures=("FalconForCausalLM",),
+        names=("falcon", "RefinedWeb", "RefinedWebModel", "FalconForCausalLM"),
         mixers={"attention": Attention(kv_heads=_falcon_kv_heads, qkv_bias="bias", o_bias="bias")},
         dense=Dense(gated=False, bias="bias", multiple_of_hidden=4),
         norms=_falcon_norms,
         norm="layer",
     ),
     Family(
-        model_types=("mpt",),
-        architectures=("MPTForCausalLM", "MptForCausalLM"),
+        names=("mpt", "MPTForCausalLM", "MptForCausalLM"),
         mixers={"attention": NO_BIAS},
         dense=Dense(width=(), gated=False, bias=False, multiple_of_hidden=4),
-        norm="layer",
-        norm_bias=False,
     ),
     Family(
-        model_types=("persimmon",),
-        architectures=("PersimmonForCausalLM",),
+        names=("persimmon", "PersimmonForCausalLM"),
         mixers={"attention": BIASED_NORMED},
         dense=Dense(gated=False, bias=True),
         norm="layer",

@@ -41,46 +41,39 @@ def _cache_sharing(config: Config, num_layers: int) -> tuple[str, ...]:
 
 FAMILIES = (
     Family(
-        model_types=("mixtral",),
-        architectures=("MixtralForCausalLM", "QuantMixtralForCausalLM"),
+        names=("mixtral", "MixtralForCausalLM", "QuantMixtralForCausalLM"),
         kinds=windowed(),
         mixers={"attention": NO_BIAS},
         experts=Experts(width=("intermediate_size",)),
     ),
     Family(
-        model_types=("olmoe", "flex_olmo"),
-        architectures=("OlmoeForCausalLM", "FlexOlmoForCausalLM"),
+        names=("olmoe", "flex_olmo", "OlmoeForCausalLM", "FlexOlmoForCausalLM"),
         mixers={"attention": Attention(qk_norm="width")},
         experts=Experts(width=("intermediate_size",)),
     ),
     Family(
-        model_types=("phimoe",),
-        architectures=("PhiMoEForCausalLM", "PhimoeForCausalLM"),
+        names=("phimoe", "PhiMoEForCausalLM", "PhimoeForCausalLM"),
         kinds=windowed(),
         norm="layer",
         head_bias="lm_head_bias",
         experts=Experts(width=("intermediate_size",)),
     ),
     Family(
-        model_types=("granitemoe",),
-        architectures=("GraniteMoeForCausalLM",),
+        names=("granitemoe", "GraniteMoeForCausalLM"),
         experts=Experts(width=("intermediate_size",)),
     ),
     Family(
-        model_types=("granitemoeshared",),
-        architectures=("GraniteMoeSharedForCausalLM",),
+        names=("granitemoeshared", "GraniteMoeSharedForCausalLM"),
         experts=GRANITE_EXPERTS,
     ),
     Family(
-        model_types=("granitemoe_swa",),
-        architectures=("GraniteMoeSWAForCausalLM",),
+        names=("granitemoe_swa", "GraniteMoeSWAForCausalLM"),
         kinds=listed(otherwise=every("attention")),
         mixers={"attention": Attention(sinks=True)},
         experts=GRANITE_EXPERTS,
     ),
     Family(
-        model_types=("gpt_oss",),
-        architectures=("GptOssForCausalLM",),
+        names=("gpt_oss", "GptOssForCausalLM"),
         kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
         mixers={"attention": Attention(sinks=True)},
         experts=Experts(
@@ -90,11 +83,8 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("dbrx",),
-        architectures=("DbrxForCausalLM",),
+        names=("dbrx", "DbrxForCausalLM"),
         mixers={"attention": Attention(kv_heads=("attn_config.kv_n_heads",), qkv_bias=False, o_bias=False)},
-        norm="layer",
-        norm_bias=False,
         dense=None,
         experts=Experts(
             width=("ffn_config.ffn_hidden_size",),
@@ -103,8 +93,16 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("minimax", "minimax_text_01", "minimax_m1", "MiniMaxText01", "MiniMaxM1"),
-        architectures=("MiniMaxForCausalLM", "MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"),
+        names=(
+            "minimax",
+            "minimax_text_01",
+            "minimax_m1",
+            "MiniMaxText01",
+            "MiniMaxM1",
+            "MiniMaxForCausalLM",
+            "MiniMaxText01ForCausalLM",
+            "MiniMaxM1ForCausalLM",
+        ),
         kinds=listed(
             otherwise=numbered(
                 "attn_type_list",
@@ -116,15 +114,13 @@ FAMILIES = (
         experts=GRANITE_EXPERTS,
     ),
     Family(
-        model_types=("minimax_m2",),
-        architectures=("MiniMaxM2ForCausalLM",),
+        names=("minimax_m2", "MiniMaxM2ForCausalLM"),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="width", qk_norm_when="use_qk_norm")},
         experts=Experts(width=("intermediate_size",)),
         defaults={"use_qk_norm": True},
     ),
     Family(
-        model_types=("arctic",),
-        architectures=("ArcticForCausalLM",),
+        names=("arctic", "ArcticForCausalLM"),
         layer_extra=_arctic_residual,
         experts=Experts(
             width=("intermediate_size",),
@@ -132,8 +128,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("grok-1", "grok1", "grok_1"),
-        architectures=("Grok1ModelForCausalLM", "Grok1ForCausalLM"),
+        names=("grok-1", "grok1", "grok_1", "Grok1ModelForCausalLM", "Grok1ForCausalLM"),
         mixers={"attention": NO_BIAS},
         norms=4,
         dense=Dense(width=("intermediate_size",)),
@@ -144,8 +139,7 @@ FAMILIES = (
         defaults={"tie_word_embeddings": True},
     ),
     Family(
-        model_types=("afmoe",),
-        architectures=("AfmoeForCausalLM",),
+        names=("afmoe", "AfmoeForCausalLM"),
         disagreement=bias_ignored("attention_bias"),
         kinds=listed(otherwise=last_of("global_attn_every_n_layers", "attention", otherwise="sliding")),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head", gate="width")},
@@ -157,8 +151,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("llama4_text", "llama4"),
-        architectures=("Llama4ForCausalLM",),
+        names=("llama4_text", "llama4", "Llama4ForCausalLM"),
         disagreement=interleaving_listed,
         kinds=listed(
             otherwise=numbered(
@@ -175,30 +168,26 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("exaone_moe",),
-        architectures=("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
+        names=("exaone_moe", "ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
         kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
         mixers={"attention": HEAD_NORMED},
         experts=EXPERTS,
     ),
     Family(
-        model_types=("aria_text",),
-        architectures=("AriaTextForCausalLM",),
+        names=("aria_text", "AriaTextForCausalLM"),
         experts=Experts(
             width=("intermediate_size", "moe_intermediate_size"),
             shared=Shared(bias="mlp_bias"),
         ),
     ),
     Family(
-        model_types=("minicpm",),
-        architectures=("MiniCPMForCausalLM",),
+        names=("minicpm", "MiniCPMForCausalLM"),
         mixers={"attention": NO_BIAS},
         experts=Experts(width=("intermediate_size",)),
         defaults={"tie_word_embeddings": True},
     ),
     Family(
-        model_types=("skywork_moe",),
-        architectures=("SkyworkForCausalLM",),
+        names=("skywork_moe", "SkyworkForCausalLM"),
         mixers={"attention": NO_BIAS},
         experts=Experts(
             width=("intermediate_size",),
@@ -206,8 +195,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("xverse",),
-        architectures=("XverseForCausalLM", "XverseMoeForCausalLM"),
+        names=("xverse", "XverseForCausalLM", "XverseMoeForCausalLM"),
         mixers={"attention": NO_BIAS},
         experts=Experts(
             width=("intermediate_size",),
@@ -215,8 +203,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("moondream3_text", "moondream3"),
-        architectures=("Moondream3ForCausalLM", "HfMoondream"),
+        names=("moondream3_text", "moondream3", "Moondream3ForCausalLM", "HfMoondream"),
         mixers={"attention": Attention(heads=("n_heads",), kv_heads=("n_kv_heads",), qkv_bias=True, o_bias=True)},
         dense=Dense(width=("ff_dim",), gated=False, bias=True),
         norm="layer",
@@ -246,8 +233,7 @@ FAMILIES = (
         },
     ),
     Family(
-        model_types=("hunyuan_v1_moe", "hunyuan", "hunyuan_moe"),
-        architectures=("HunYuanMoEV1ForCausalLM", "HunYuanForCausalLM"),
+        names=("hunyuan_v1_moe", "hunyuan", "hunyuan_moe", "HunYuanMoEV1ForCausalLM", "HunYuanForCausalLM"),
         kinds=_cache_sharing,
         mixers={"attention": HUNYUAN_ATTENTION, "borrowing": replace(HUNYUAN_ATTENTION, borrows_cache=True)},
         experts=Experts(

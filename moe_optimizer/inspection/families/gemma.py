@@ -97,23 +97,19 @@ def _gemma(*, borrows: bool, full: bool) -> Attention:
 
 FAMILIES = (
     Family(
-        model_types=("gemma",),
-        architectures=("GemmaForCausalLM",),
+        names=("gemma", "GemmaForCausalLM"),
     ),
     Family(
-        model_types=("gemma2",),
-        architectures=("Gemma2ForCausalLM",),
+        names=("gemma2", "Gemma2ForCausalLM"),
         kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
         norms=4,
     ),
     Family(
-        model_types=("vaultgemma",),
-        architectures=("VaultGemmaForCausalLM",),
+        names=("vaultgemma", "VaultGemmaForCausalLM"),
         kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
     ),
     Family(
-        model_types=("gemma3_text", "gemma3"),
-        architectures=("Gemma3ForCausalLM", "Rnj1ForCausalLM"),
+        names=("gemma3_text", "gemma3", "Gemma3ForCausalLM", "Rnj1ForCausalLM"),
         kinds=listed(
             otherwise=last_of(
                 ("sliding_window_pattern", "_sliding_window_pattern"), "attention", otherwise="sliding", default=6
@@ -123,8 +119,7 @@ FAMILIES = (
         norms=4,
     ),
     Family(
-        model_types=("gemma3n_text", "gemma3n"),
-        architectures=("Gemma3nForCausalLM",),
+        names=("gemma3n_text", "gemma3n", "Gemma3nForCausalLM"),
         kinds=_with_borrowing(listed(otherwise=last_of((), "attention", otherwise="sliding", default=5))),
         mixers={
             "attention": Attention(qk_norm="head"),
@@ -137,8 +132,7 @@ FAMILIES = (
         extra_embeddings=_per_layer_embedding,
     ),
     Family(
-        model_types=("gemma4_text", "gemma4", "gemma4_unified_text", "diffusion_gemma_text"),
-        architectures=("Gemma4ForCausalLM",),
+        names=("gemma4_text", "gemma4", "gemma4_unified_text", "diffusion_gemma_text", "Gemma4ForCausalLM"),
         kinds=_with_borrowing(_ends_full(listed(otherwise=last_of((), "attention", otherwise="sliding", default=6)))),
         mixers={
             "attention": _gemma(borrows=False, full=True),

@@ -31,7 +31,7 @@ def _kinds(config: Config, num_layers: int) -> tuple[str, ...]:
 
 
 FAMILY = Family(
-    model_types=(),
+    names=(),
     kinds=_kinds,
     mixers={"attention": Attention(), "latent": LatentAttention()},
     dense=Dense(multiple_of_hidden=4),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moe_optimizer.inspection.attention import MAX_HEADS, Attention
 from moe_optimizer.inspection.config import Config
@@ -10,10 +10,10 @@ from moe_optimizer.inspection.families.common_parts import GRANITE_EXPERTS, HEAD
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, mlp_params
 from moe_optimizer.inspection.layer_rules import by_fields, every, every_offset, indices, last_of, listed, where
-from moe_optimizer.inspection.recurrent import GatedDeltaNet, Mamba1, Mamba2, Parallel, ShortConv
+from moe_optimizer.inspection.recurrent import Mamba1, Mamba2, Parallel, gated_delta_net, short_conv
 from moe_optimizer.inspection.shapes import Mixer, Site
 
-LFM2_MIXERS = {"attention": HEAD_NORMED, "conv": ShortConv()}
+LFM2_MIXERS = {"attention": HEAD_NORMED, "conv": short_conv}
 
 
 def _lfm2_widths(config: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
@@ -28,30 +28,28 @@ def _lfm2_widths(config: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
 ZAMBA_MAMBA = Mamba2(head_dim=("mamba_headdim",), bias="add_bias_linear", conv_bias=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedBlockSite:
-    """A state-space layer in front of which one of a few shared attention blocks runs, with adapters of its own."""
+def shared_block_site(site: Site) -> Mixer:
+    """A state-space layer in front of which one of a few shared attention blocks runs, with adapters of its own.
 
-    def shape(self, site: Site) -> Mixer:
-        """Return the layer's own parameters; the shared blocks are counted once, outside the layers."""
-        config, hidden_size = site.config, site.hidden_size
-        state = ZAMBA_MAMBA.shape(site)
-        heads = config.required("num_attention_heads", maximum=MAX_HEADS)
-        kv_heads = config.integer("num_key_value_heads", heads, minimum=1, maximum=MAX_HEADS) or heads
-        rank, width = config.required("adapter_rank"), _zamba_width(config, hidden_size)
-        adapters = hidden_size * rank + rank * 2 * width
-        if config.flag("use_shared_attention_adapter"):
-            adapters += 3 * 2 * 2 * hidden_size * rank
-        head_dim = 2 * hidden_size // heads
-        return Mixer(
-            kind="attention",
-            params=state.params + hidden_size * hidden_size + adapters,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            cache_elements=2 * kv_heads * head_dim,
-            state_elements=state.state_elements,
-        )
+    The shared blocks are counted once, outside the layers.
+    """
+    config, hidden_size = site.config, site.hidden_size
+    state = ZAMBA_MAMBA(site)
+    heads = config.required("num_attention_heads", maximum=MAX_HEADS)
+    kv_heads = config.integer("num_key_value_heads", heads, minimum=1, maximum=MAX_HEADS) or heads
+    rank, width = config.required("adapter_rank"), _zamba_width(config, hidden_size)
+    adapters = hidden_size * rank + rank * 2 * width
+    if config.flag("use_shared_attention_adapter"):
+        adapters += 3 * 2 * 2 * hidden_size * rank
+    head_dim = 2 * hidden_size // heads
+    return Mixer(
+        params=state.params + hidden_size * hidden_size + adapters,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        cache_elements=2 * kv_heads * head_dim,
+        state_elements=state.state_elements,
+    )
 
 
 def _zamba_width(config: Config, hidden_size: int) -> int:
@@ -69,19 +67,15 @@ def _zamba_shared(config: Config, hidden_size: int) -> int:
     return block * config.required("num_mem_blocks")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatedRecurrence:
+def gated_recurrence(site: Site) -> Mixer:
     """A linear recurrence with input and decay gates for each block of channels, behind a short convolution."""
-
-    def shape(self, site: Site) -> Mixer:
-        """Return the layer's shape."""
-        config, hidden_size = site.config, site.hidden_size
-        heads = config.required("num_attention_heads", maximum=MAX_HEADS)
-        width = config.integer("lru_width", hidden_size) or hidden_size
-        block, kernel = width // heads, config.required("conv1d_width")
-        params = 3 * hidden_size * width + 2 * width + hidden_size + width * kernel + width
-        params += width + 2 * heads * (block * block + block)
-        return Mixer(kind="state", params=params, state_elements=width * kernel)
+    config, hidden_size = site.config, site.hidden_size
+    heads = config.required("num_attention_heads", maximum=MAX_HEADS)
+    width = config.integer("lru_width", hidden_size) or hidden_size
+    block, kernel = width // heads, config.required("conv1d_width")
+    params = 3 * hidden_size * width + 2 * width + hidden_size + width * kernel + width
+    params += width + 2 * heads * (block * block + block)
+    return Mixer(kind="state", params=params, state_elements=width * kernel)
 
 
 def _griffin_kinds(config: Config, num_layers: int) -> tuple[str, ...]:
@@ -92,8 +86,7 @@ def _griffin_kinds(config: Config, num_layers: int) -> tuple[str, ...]:
 
 FAMILIES = (
     Family(
-        model_types=("jamba",),
-        architectures=("JambaForCausalLM",),
+        names=("jamba", "JambaForCausalLM"),
         kinds=where(every_offset("attn_layer_period", "attn_layer_offset"), "attention", otherwise="mamba"),
         mixers={"attention": NO_BIAS, "mamba": Mamba1(inner_norms=True)},
         experts=Experts(
@@ -102,39 +95,34 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("mamba", "falcon_mamba"),
-        architectures=("MambaForCausalLM", "FalconMambaForCausalLM"),
+        names=("mamba", "falcon_mamba", "MambaForCausalLM", "FalconMambaForCausalLM"),
         kinds=every("mamba"),
         mixers={"mamba": Mamba1(inner=("intermediate_size",))},
         dense=None,
         norms=1,
     ),
     Family(
-        model_types=("mamba2",),
-        architectures=("Mamba2ForCausalLM",),
+        names=("mamba2", "Mamba2ForCausalLM"),
         kinds=every("mamba"),
         mixers={"mamba": Mamba2()},
         dense=None,
         norms=1,
     ),
     Family(
-        model_types=("bamba",),
-        architectures=("BambaForCausalLM",),
+        names=("bamba", "BambaForCausalLM"),
         kinds=where(indices("attn_layer_indices"), "attention", otherwise="mamba"),
         mixers={"attention": Attention(), "mamba": Mamba2()},
         dense=Dense(bias="mlp_bias"),
     ),
     Family(
-        model_types=("granitemoehybrid",),
-        architectures=("GraniteMoeHybridForCausalLM",),
+        names=("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
         kinds=listed(("layers_block_type", "layer_types"), otherwise=every("mamba"), names=STATE_KINDS),
         mixers={"attention": Attention(), "mamba": Mamba2()},
         dense=Dense(width=("shared_intermediate_size",), bias=False),
         experts=replace(GRANITE_EXPERTS, one_is_dense=False),
     ),
     Family(
-        model_types=("falcon_h1",),
-        architectures=("FalconH1ForCausalLM",),
+        names=("falcon_h1", "FalconH1ForCausalLM"),
         mixers={
             "attention": Parallel(
                 attention=Attention(),
@@ -144,44 +132,39 @@ FAMILIES = (
         dense=Dense(bias="mlp_bias"),
     ),
     Family(
-        model_types=("lfm2",),
-        architectures=("Lfm2ForCausalLM",),
+        names=("lfm2", "Lfm2ForCausalLM"),
         kinds=listed(otherwise=where(indices("full_attn_idxs"), "attention", otherwise="conv")),
         mixers=LFM2_MIXERS,
         dense=Dense(width=("block_ff_dim", "intermediate_size"), bias=False, adjust=_lfm2_widths),
     ),
     Family(
-        model_types=("lfm2_moe",),
-        architectures=("Lfm2MoeForCausalLM",),
+        names=("lfm2_moe", "Lfm2MoeForCausalLM"),
         kinds=listed(otherwise=where(indices("full_attn_idxs"), "attention", otherwise="conv")),
         mixers=LFM2_MIXERS,
         experts=Experts(layers=by_fields()),
     ),
     Family(
-        model_types=("olmo_hybrid",),
-        architectures=("OlmoHybridForCausalLM",),
+        names=("olmo_hybrid", "OlmoHybridForCausalLM"),
         kinds=listed(otherwise=last_of((), "attention", otherwise="linear", default=4)),
-        mixers={"attention": Attention(qk_norm="width"), "linear": GatedDeltaNet()},
+        mixers={"attention": Attention(qk_norm="width"), "linear": gated_delta_net},
     ),
     Family(
-        model_types=("zamba2",),
-        architectures=("Zamba2ForCausalLM",),
+        names=("zamba2", "Zamba2ForCausalLM"),
         kinds=listed(
             ("layers_block_type", "layer_types"),
             otherwise=every("mamba"),
             names={"mamba": "mamba", "linear_attention": "mamba", "hybrid": "shared", "m": "mamba", "g": "shared"},
         ),
-        mixers={"mamba": ZAMBA_MAMBA, "shared": SharedBlockSite()},
+        mixers={"mamba": ZAMBA_MAMBA, "shared": shared_block_site},
         dense=None,
         norms=1,
         model_extra=_zamba_shared,
         defaults={"mamba_headdim": "auto"},
     ),
     Family(
-        model_types=("recurrent_gemma",),
-        architectures=("RecurrentGemmaForCausalLM",),
+        names=("recurrent_gemma", "RecurrentGemmaForCausalLM"),
         kinds=_griffin_kinds,
-        mixers={"attention": Attention(o_bias=True), "recurrent": GatedRecurrence()},
+        mixers={"attention": Attention(o_bias=True), "recurrent": gated_recurrence},
         window="attention_window_size",
         dense=Dense(bias=True, adjust=halves),
     ),

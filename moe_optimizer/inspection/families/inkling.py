@@ -23,10 +23,10 @@ class RelativeAttention:
     extent: Names
     """Field with the number of distances that have a logit."""
 
-    def shape(self, site: Site) -> Mixer:
+    def __call__(self, site: Site) -> Mixer:
         """Return the layer's shape."""
         config, hidden_size = site.config, site.hidden_size
-        base = self.attention.shape(site)
+        base = self.attention(site)
         relative = config.required("d_rel")
         params = base.params + hidden_size * base.num_heads * relative + relative * config.required(self.extent)
         params += base.cache_elements * config.required(KERNEL)
@@ -48,8 +48,7 @@ def _convolutions(site: Site) -> int:
 
 FAMILIES = (
     Family(
-        model_types=("inkling_text", "inkling_model"),
-        architectures=("InklingForCausalLM", "InklingForConditionalGeneration"),
+        names=("inkling_text", "inkling_model", "InklingForCausalLM", "InklingForConditionalGeneration"),
         kinds=listed(otherwise=_windowed, names={"hybrid_sliding": "sliding", "hybrid": "attention"}),
         mixers={
             "attention": RelativeAttention(attention=HEAD_NORMED, extent="rel_extent"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from moe_optimizer.inspection.attention import Attention, SinkAttention
+from moe_optimizer.inspection.attention import Attention, sink_attention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.families.common_parts import EXPERTS, hyper_head, pair_hyper, square_hyper
 from moe_optimizer.inspection.family import Family
@@ -37,8 +37,7 @@ def _last_of_each_group(config: Config, num_layers: int) -> tuple[str, ...]:
 
 FAMILIES = (
     Family(
-        model_types=("hy_v4",),
-        architectures=("HYV4ForCausalLM",),
+        names=("hy_v4", "HYV4ForCausalLM"),
         mixers={"attention": LatentAttention(indexer=True, gate="width", sinks=True)},
         layer_extra=pair_hyper,
         model_extra=hyper_head,
@@ -46,8 +45,7 @@ FAMILIES = (
         defaults={"index_topk_freq": 4},
     ),
     Family(
-        model_types=("glm5_next_text", "glm5_next"),
-        architectures=("Glm5NextForCausalLM",),
+        names=("glm5_next_text", "glm5_next", "Glm5NextForCausalLM"),
         kinds=listed(
             otherwise=last_of((), "attention", otherwise="linear", default=4),
             names=INDEXED_KINDS,
@@ -57,8 +55,7 @@ FAMILIES = (
         experts=replace(EXPERTS, layers=by_fields(first_dense=3)),
     ),
     Family(
-        model_types=("dots3_note",),
-        architectures=("Dots3NoteForCausalLM",),
+        names=("dots3_note", "Dots3NoteForCausalLM"),
         kinds=listed(otherwise=every("attention")),
         mixers={
             "attention": LatentAttention(indexer=True, gate=_gate("attention_gate_type", default="width")),
@@ -72,23 +69,20 @@ FAMILIES = (
         experts=EXPERTS,
     ),
     Family(
-        model_types=("pangu_ultra_moe",),
-        architectures=("PanguUltraMoEForCausalLM",),
+        names=("pangu_ultra_moe", "PanguUltraMoEForCausalLM"),
         mixers={"attention": LatentAttention(bias=False)},
         norms=lambda config: 4 if config.flag("sandwich_norm") else 2,
         experts=EXPERTS,
     ),
     Family(
-        model_types=("pangu_pro_moe_v2",),
-        architectures=("PanguProMoEV2ForCausalLM",),
-        mixers={"attention": SinkAttention()},
+        names=("pangu_pro_moe_v2", "PanguProMoEV2ForCausalLM"),
+        mixers={"attention": sink_attention},
         norms=lambda config: 4 if config.flag("sandwich_norm") else 2,
         dense=Dense(bias="mlp_bias"),
         experts=EXPERTS,
     ),
     Family(
-        model_types=("bailing_hybrid_v3", "bailing_moe_v3"),
-        architectures=("BailingMoeV3ForCausalLM",),
+        names=("bailing_hybrid_v3", "bailing_moe_v3", "BailingMoeV3ForCausalLM"),
         kinds=_last_of_each_group,
         mixers={
             "attention": LatentAttention(
@@ -106,8 +100,7 @@ FAMILIES = (
         defaults={"short_conv_kernel_size": 4},
     ),
     Family(
-        model_types=("kimi_linear",),
-        architectures=("KimiLinearForCausalLM",),
+        names=("kimi_linear", "KimiLinearForCausalLM"),
         kinds=listed(
             otherwise=where(indices("linear_attn_config.full_attn_layers", first=1), "attention", otherwise="linear")
         ),
@@ -122,8 +115,7 @@ FAMILIES = (
         experts=replace(EXPERTS, latent=("routed_expert_hidden_size",), latent_norm="latent_moe_use_norm"),
     ),
     Family(
-        model_types=("k2_horizon",),
-        architectures=("K2HorizonForCausalLM",),
+        names=("k2_horizon", "K2HorizonForCausalLM"),
         mixers={
             "attention": Attention(
                 qk_norm="each_head",

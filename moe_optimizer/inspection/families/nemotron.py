@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.config import Config
 from moe_optimizer.inspection.disagreements import nemotron_layers
@@ -54,19 +52,15 @@ def _block(config: Config, layer: int, part: str) -> Config:
     return Config(inner, where=f"{config.where}block_configs[{layer}].{part}.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchedAttention:
+def searched_attention(site: Site) -> Mixer:
     """Attention whose groups differ from layer to layer, or that a layer leaves out."""
-
-    def shape(self, site: Site) -> Mixer:
-        """Return the layer's shape."""
-        block = _block(site.config, site.layer, "attention")
-        if block.flag("no_op"):
-            return NO_MIXER
-        if block.flag("replace_with_linear"):
-            return Mixer(kind="none", params=site.hidden_size * site.hidden_size)
-        group = block.required("n_heads_in_group")
-        return Attention(kv_heads=lambda _, heads: max(heads // group, 1)).shape(site)
+    block = _block(site.config, site.layer, "attention")
+    if block.flag("no_op"):
+        return NO_MIXER
+    if block.flag("replace_with_linear"):
+        return Mixer(kind="none", params=site.hidden_size * site.hidden_size)
+    group = block.required("n_heads_in_group")
+    return Attention(kv_heads=lambda _, heads: max(heads // group, 1))(site)
 
 
 def _searched_widths(config: Config, widths: tuple[int, ...]) -> tuple[int, ...]:
@@ -91,8 +85,7 @@ def _searched_norms(site: Site) -> int:
 
 FAMILIES = (
     Family(
-        model_types=("nemotron_h", "nemotron_h_puzzle"),
-        architectures=("NemotronHForCausalLM", "NemotronHPuzzleForCausalLM"),
+        names=("nemotron_h", "nemotron_h_puzzle", "NemotronHForCausalLM", "NemotronHPuzzleForCausalLM"),
         rewrite=_spread_blocks,
         disagreement=nemotron_layers,
         kinds=listed(TYPES, otherwise=pattern(PATTERN, MIXER_KINDS), names=STATE_KINDS),
@@ -119,9 +112,8 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("nemotron-nas", "deci"),
-        architectures=("DeciLMForCausalLM",),
-        mixers={"attention": SearchedAttention()},
+        names=("nemotron-nas", "deci", "DeciLMForCausalLM"),
+        mixers={"attention": searched_attention},
         norms=0,
         layer_extra=_searched_norms,
         dense=Dense(width=(), multiple_of_hidden=1, adjust=_searched_widths),

@@ -8,10 +8,9 @@ from moe_optimizer.inspection.attention import Attention
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Experts, Shared
 from moe_optimizer.inspection.layer_rules import by_fields, last_of, listed, windowed
-from moe_optimizer.inspection.recurrent import GatedDeltaNet
+from moe_optimizer.inspection.recurrent import gated_delta_net
 
 WINDOW = listed(otherwise=windowed(flag="use_sliding_window", first="max_window_layers"))
-HYBRID = listed(otherwise=last_of("full_attention_interval", "attention", otherwise="linear", default=4))
 
 QWEN2_EXPERTS = Experts(
     layers=by_fields(),
@@ -20,59 +19,53 @@ QWEN2_EXPERTS = Experts(
 QWEN3_EXPERTS = replace(QWEN2_EXPERTS, shared=None)
 QWEN3_ATTENTION = Attention(qk_norm="head")
 GATED_ATTENTION = Attention(qk_norm="head", gate="width", gate_bias="attention_bias")
-HYBRID_MIXERS = {"attention": GATED_ATTENTION, "linear": GatedDeltaNet()}
+QWEN3_NEXT = Family(
+    names=("qwen3_next", "Qwen3NextForCausalLM"),
+    kinds=listed(otherwise=last_of("full_attention_interval", "attention", otherwise="linear", default=4)),
+    mixers={"attention": GATED_ATTENTION, "linear": gated_delta_net},
+    experts=QWEN2_EXPERTS,
+)
 
 FAMILIES = (
     Family(
-        model_types=("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_omni_text"),
-        architectures=("Qwen2ForCausalLM",),
+        names=(
+            "qwen2",
+            "qwen2_vl",
+            "qwen2_vl_text",
+            "qwen2_5_vl",
+            "qwen2_5_vl_text",
+            "qwen2_5_omni_text",
+            "Qwen2ForCausalLM",
+        ),
         kinds=WINDOW,
         mixers={"attention": Attention(qkv_bias=True, o_bias=False)},
     ),
     Family(
-        model_types=("qwen2_moe",),
-        architectures=("Qwen2MoeForCausalLM",),
+        names=("qwen2_moe", "Qwen2MoeForCausalLM"),
         kinds=WINDOW,
         mixers={"attention": Attention(qkv_bias=("qkv_bias",), o_bias=False)},
         experts=QWEN2_EXPERTS,
     ),
     Family(
-        model_types=("qwen3", "qwen3_vl_text", "qwen3_omni_moe_talker_code_predictor"),
-        architectures=("Qwen3ForCausalLM",),
+        names=("qwen3", "qwen3_vl_text", "qwen3_omni_moe_talker_code_predictor", "Qwen3ForCausalLM"),
         kinds=WINDOW,
         mixers={"attention": QWEN3_ATTENTION},
     ),
     Family(
-        model_types=(
+        names=(
             "qwen3_moe",
             "qwen3_vl_moe_text",
             "qwen3_omni_moe_text",
             "interns1_pro_text",
             "intern_s1_pro_text",
+            "Qwen3MoeForCausalLM",
+            "InternS1ProForConditionalGeneration",
         ),
-        architectures=("Qwen3MoeForCausalLM", "InternS1ProForConditionalGeneration"),
         kinds=windowed(flag="use_sliding_window", first="max_window_layers"),
         mixers={"attention": QWEN3_ATTENTION},
         experts=QWEN3_EXPERTS,
     ),
-    Family(
-        model_types=("qwen3_next",),
-        architectures=("Qwen3NextForCausalLM",),
-        kinds=HYBRID,
-        mixers=HYBRID_MIXERS,
-        experts=QWEN2_EXPERTS,
-    ),
-    Family(
-        model_types=("qwen3_5_text", "qwen3_5"),
-        architectures=("Qwen3_5ForCausalLM",),
-        kinds=HYBRID,
-        mixers=HYBRID_MIXERS,
-    ),
-    Family(
-        model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
-        architectures=("Qwen3_5MoeForCausalLM",),
-        kinds=HYBRID,
-        mixers=HYBRID_MIXERS,
-        experts=QWEN2_EXPERTS,
-    ),
+    QWEN3_NEXT,
+    replace(QWEN3_NEXT, names=("qwen3_5_text", "qwen3_5", "Qwen3_5ForCausalLM"), experts=None),
+    replace(QWEN3_NEXT, names=("qwen3_5_moe_text", "qwen3_5_moe", "Qwen3_5MoeForCausalLM")),
 )

@@ -86,15 +86,13 @@ def _image_experts(config: Config, layers: tuple[ExpertLayer | None, ...]) -> in
 
 FAMILIES = (
     Family(
-        model_types=("bailing_moe", "bailing_moe_v2"),
-        architectures=("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+        names=("bailing_moe", "bailing_moe_v2", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
         mixers={"attention": BAILING_ATTENTION},
         dense=Dense(bias="use_bias"),
         experts=BAILING_EXPERTS,
     ),
     Family(
-        model_types=("param2moe",),
-        architectures=("Param2MoEForCausalLM",),
+        names=("param2moe", "Param2MoEForCausalLM"),
         mixers={"attention": BAILING_ATTENTION},
         experts=replace(
             BAILING_EXPERTS,
@@ -107,38 +105,36 @@ FAMILIES = (
         defaults={"num_shared_experts": 1},
     ),
     Family(
-        model_types=("sarvam_moe",),
-        architectures=("SarvamMoEForCausalLM",),
+        names=("sarvam_moe", "SarvamMoEForCausalLM"),
         mixers={"attention": BAILING_ATTENTION},
         experts=SARVAM_EXPERTS,
         defaults={"num_shared_experts": 1, "use_qk_norm": True},
     ),
     Family(
-        model_types=("sarvam_mla",),
-        architectures=("SarvamMLAForCausalLM",),
+        names=("sarvam_mla", "SarvamMLAForCausalLM"),
         mixers={"attention": LatentAttention(bias=False)},
         experts=SARVAM_EXPERTS,
         defaults={"num_shared_experts": 1},
     ),
     Family(
-        model_types=("bailing_hybrid", "bailing_moe_v2_5"),
-        architectures=("BailingMoeV2_5ForCausalLM",),
+        names=("bailing_hybrid", "bailing_moe_v2_5", "BailingMoeV2_5ForCausalLM"),
         kinds=last_of("layer_group_size", "attention", otherwise="linear"),
         mixers={"attention": LatentAttention(bias=False), "linear": BAILING_LINEAR},
         dense=Dense(bias="use_bias"),
         experts=BAILING_EXPERTS,
     ),
     Family(
-        model_types=("bailing_moe_linear",),
-        architectures=("BailingMoeLinearForCausalLM", "BailingMoeLinearV2ForCausalLM"),
+        names=("bailing_moe_linear", "BailingMoeLinearForCausalLM", "BailingMoeLinearV2ForCausalLM"),
         kinds=last_of("layer_group_size", "attention", otherwise="linear"),
         mixers={"attention": BAILING_ATTENTION, "linear": BAILING_LINEAR},
         dense=Dense(bias="use_bias"),
         experts=BAILING_EXPERTS,
     ),
     Family(
-        model_types=("ernie4_5_moe", "ernie4_5_moe_vl", "ernie4_5_vl_moe_text"),
-        architectures=(
+        names=(
+            "ernie4_5_moe",
+            "ernie4_5_moe_vl",
+            "ernie4_5_vl_moe_text",
             "Ernie4_5_MoeForCausalLM",
             "Ernie4_5_MoEForCausalLM",
             "Ernie4_5_VLMoeForConditionalGeneration",
@@ -159,8 +155,7 @@ FAMILIES = (
         defaults={"moe_layer_start_index": 1},
     ),
     Family(
-        model_types=("mimo_v2_flash", "mimo_v2"),
-        architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
+        names=("mimo_v2_flash", "mimo_v2", "MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
         disagreement=windowed_heads,
         kinds=listed(
             otherwise=numbered("hybrid_layer_pattern", {0: "attention", 1: "sliding"}, otherwise=_first_and_every_sixth)
@@ -183,8 +178,7 @@ FAMILIES = (
         defaults={"add_swa_attention_sink_bias": True},
     ),
     Family(
-        model_types=("laguna",),
-        architectures=("LagunaForCausalLM",),
+        names=("laguna", "LagunaForCausalLM"),
         kinds=listed(otherwise=every("attention")),
         mixers={
             "attention": Attention(
@@ -198,8 +192,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("cohere2_moe",),
-        architectures=("Cohere2MoeForCausalLM",),
+        names=("cohere2_moe", "Cohere2MoeForCausalLM"),
         kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
         dense=Dense(width=("prefix_dense_intermediate_size", "intermediate_size"), bias=False),
         norms=1,
@@ -210,8 +203,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("hy_v3",),
-        architectures=("HYV3ForCausalLM",),
+        names=("hy_v3", "HYV3ForCausalLM"),
         disagreement=shared_all_the_same("num_shared_experts"),
         mixers={"attention": Attention(qk_norm="head")},
         dense=Dense(bias="mlp_bias"),
@@ -222,8 +214,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("solar_open",),
-        architectures=("SolarOpenForCausalLM",),
+        names=("solar_open", "SolarOpenForCausalLM"),
         mixers={"attention": Attention(o_bias=False)},
         dense=None,
         experts=Experts(
@@ -232,8 +223,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("mellum",),
-        architectures=("MellumForCausalLM",),
+        names=("mellum", "MellumForCausalLM"),
         kinds=listed(otherwise=every("attention")),
         mixers={"attention": Attention(qk_norm="head")},
         experts=Experts(layers=by_fields()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moe_optimizer.inspection.attention import MAX_HEADS, Attention
 from moe_optimizer.inspection.config import Config
@@ -14,40 +14,36 @@ from moe_optimizer.inspection.layer_rules import by_fields, every, last_of, list
 from moe_optimizer.inspection.shapes import Mixer, Site
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompressedAttention:
+def compressed_attention(site: Site) -> Mixer:
     """One shared key/value head with a low-rank query and a grouped low-rank output.
 
     Beside the window a layer may keep compressed entries: one for `ratio` tokens, chosen by an indexer when the
-    ratio is small.
+    ratio is small. The ratio comes from compress_ratios or layer_types.
     """
-
-    def shape(self, site: Site) -> Mixer:
-        """Return the layer's shape; its ratio comes from compress_ratios or layer_types."""
-        config, hidden_size = site.config, site.hidden_size
-        heads = config.required("num_attention_heads", maximum=MAX_HEADS)
-        head_dim, q_rank = config.required("head_dim"), config.required("q_lora_rank")
-        groups, o_rank = config.required("o_groups"), config.required("o_lora_rank")
-        kv_params = hidden_size * head_dim + head_dim
-        params = hidden_size * q_rank + q_rank + q_rank * heads * head_dim + kv_params + heads
-        params += o_rank * heads * head_dim + groups * o_rank * hidden_size
-        ratio, indexed = _compression(config, site.layer)
-        if ratio:
-            params += _compressor(hidden_size, head_dim, ratio, overlapping=indexed)
-        if indexed:
-            index_heads, index_dim = config.required("index_n_heads"), config.required("index_head_dim")
-            params += _compressor(hidden_size, index_dim, ratio, overlapping=True)
-            params += q_rank * index_heads * index_dim + hidden_size * index_heads
-        return Mixer(
-            kind="mla",
-            params=params,
-            num_heads=heads,
-            num_kv_heads=1,
-            head_dim=head_dim,
-            cache_elements=head_dim // ratio if ratio else head_dim,
-            window=None if ratio else site.window,
-            kv_params=kv_params,
-        )
+    config, hidden_size = site.config, site.hidden_size
+    heads = config.required("num_attention_heads", maximum=MAX_HEADS)
+    head_dim, q_rank = config.required("head_dim"), config.required("q_lora_rank")
+    groups, o_rank = config.required("o_groups"), config.required("o_lora_rank")
+    kv_params = hidden_size * head_dim + head_dim
+    params = hidden_size * q_rank + q_rank + q_rank * heads * head_dim + kv_params + heads
+    params += o_rank * heads * head_dim + groups * o_rank * hidden_size
+    ratio, indexed = _compression(config, site.layer)
+    if ratio:
+        params += _compressor(hidden_size, head_dim, ratio, overlapping=indexed)
+    if indexed:
+        index_heads, index_dim = config.required("index_n_heads"), config.required("index_head_dim")
+        params += _compressor(hidden_size, index_dim, ratio, overlapping=True)
+        params += q_rank * index_heads * index_dim + hidden_size * index_heads
+    return Mixer(
+        kind="mla",
+        params=params,
+        num_heads=heads,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        cache_elements=head_dim // ratio if ratio else head_dim,
+        window=None if ratio else site.window,
+        kv_params=kv_params,
+    )
 
 
 def _compressor(hidden_size: int, width: int, ratio: int, *, overlapping: bool) -> int:
@@ -74,56 +70,46 @@ def _compression(config: Config, layer: int) -> tuple[int, bool]:
     return config.integer(f"compress_rates.{word}", default, minimum=1) or default, indexed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedAttention:
+def routed_attention(site: Site) -> Mixer:
     """Query and output projections are experts; keys and values are shared by all of them."""
-
-    def shape(self, site: Site) -> Mixer:
-        """Return the layer's shape."""
-        config, hidden_size = site.config, site.hidden_size
-        kv_heads = config.required("num_key_value_heads", maximum=MAX_HEADS)
-        head_dim = config.required(("kv_channels", "head_dim"))
-        experts = config.required(("num_local_experts", "moe_num_experts"))
-        top_k = config.required(("num_experts_per_tok", "moe_top_k"), maximum=experts)
-        width = kv_heads * head_dim
-        expert = 2 * hidden_size * width
-        kv_params = hidden_size * 2 * width
-        return Mixer(
-            kind="attention",
-            params=experts * expert + hidden_size + hidden_size * experts + kv_params,
-            expert_params=experts * expert,
-            idle_params=(experts - top_k) * expert,
-            num_heads=config.integer("num_attention_heads", kv_heads * top_k, minimum=1) or kv_heads * top_k,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            cache_elements=2 * width,
-            window=site.window,
-            kv_params=kv_params,
-        )
+    config, hidden_size = site.config, site.hidden_size
+    kv_heads = config.required("num_key_value_heads", maximum=MAX_HEADS)
+    head_dim = config.required(("kv_channels", "head_dim"))
+    experts = config.required(("num_local_experts", "moe_num_experts"))
+    top_k = config.required(("num_experts_per_tok", "moe_top_k"), maximum=experts)
+    width = kv_heads * head_dim
+    expert = 2 * hidden_size * width
+    kv_params = hidden_size * 2 * width
+    return Mixer(
+        params=experts * expert + hidden_size + hidden_size * experts + kv_params,
+        expert_params=experts * expert,
+        idle_params=(experts - top_k) * expert,
+        num_heads=config.integer("num_attention_heads", kv_heads * top_k, minimum=1) or kv_heads * top_k,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        cache_elements=2 * width,
+        window=site.window,
+        kv_params=kv_params,
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FactorizedAttention:
+def factorized_attention(site: Site) -> Mixer:
     """A low-rank query with a norm, and one key and one value head for all query heads."""
-
-    def shape(self, site: Site) -> Mixer:
-        """Return the layer's shape."""
-        config, hidden_size = site.config, site.hidden_size
-        heads = config.required("num_attention_heads", maximum=MAX_HEADS)
-        head_dim = config.required("head_dim")
-        rank = config.integer("share_q_dim", 0) or head_dim
-        kv_params = hidden_size * 2 * head_dim
-        params = hidden_size * rank + rank + rank * heads * head_dim + kv_params + heads * head_dim * hidden_size
-        return Mixer(
-            kind="attention",
-            params=params,
-            num_heads=heads,
-            num_kv_heads=1,
-            head_dim=head_dim,
-            cache_elements=2 * head_dim,
-            window=site.window,
-            kv_params=kv_params,
-        )
+    config, hidden_size = site.config, site.hidden_size
+    heads = config.required("num_attention_heads", maximum=MAX_HEADS)
+    head_dim = config.required("head_dim")
+    rank = config.integer("share_q_dim", 0) or head_dim
+    kv_params = hidden_size * 2 * head_dim
+    params = hidden_size * rank + rank + rank * heads * head_dim + kv_params + heads * head_dim * hidden_size
+    return Mixer(
+        params=params,
+        num_heads=heads,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        cache_elements=2 * head_dim,
+        window=site.window,
+        kv_params=kv_params,
+    )
 
 
 STEP_ATTENTION = Attention(o_bias=False, qk_norm="head", gate="head", gate_when="use_head_wise_attn_gate")
@@ -144,11 +130,10 @@ def _other_heads(config: Config, heads: int) -> int:
 
 FAMILIES = (
     Family(
-        model_types=("deepseek_v4", "deepseek_ref"),
-        architectures=("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"),
+        names=("deepseek_v4", "deepseek_ref", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"),
         disagreement=shared_all_the_same("n_shared_experts"),
         kinds=every("sliding"),
-        mixers={"sliding": CompressedAttention()},
+        mixers={"sliding": compressed_attention},
         dense=None,
         layer_extra=square_hyper,
         model_extra=hyper_head,
@@ -157,8 +142,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("minimax_m3", "minimax_m3_vl_text"),
-        architectures=("MiniMaxM3SparseForCausalLM", "MiniMaxM3ForCausalLM"),
+        names=("minimax_m3", "minimax_m3_vl_text", "MiniMaxM3SparseForCausalLM", "MiniMaxM3ForCausalLM"),
         kinds=listed(
             otherwise=numbered(
                 "sparse_attention_config.sparse_attention_freq",
@@ -183,14 +167,12 @@ FAMILIES = (
         ),
     ),
     Family(
-        model_types=("step3_text",),
-        architectures=("Step3TextForCausalLM",),
-        mixers={"attention": FactorizedAttention()},
+        names=("step3_text", "Step3TextForCausalLM"),
+        mixers={"attention": factorized_attention},
         experts=STEP_EXPERTS,
     ),
     Family(
-        model_types=("step3p5", "step3p7"),
-        architectures=("Step3p5ForCausalLM", "Step3p7ForCausalLM", "Step3p7FlashForCausalLM"),
+        names=("step3p5", "step3p7", "Step3p5ForCausalLM", "Step3p7ForCausalLM", "Step3p7FlashForCausalLM"),
         kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
         mixers={
             "attention": STEP_ATTENTION,
@@ -204,9 +186,8 @@ FAMILIES = (
         experts=STEP_EXPERTS,
     ),
     Family(
-        model_types=("jetmoe",),
-        architectures=("JetMoeForCausalLM", "JetMoEForCausalLM"),
-        mixers={"attention": RoutedAttention()},
+        names=("jetmoe", "JetMoeForCausalLM", "JetMoEForCausalLM"),
+        mixers={"attention": routed_attention},
         dense=None,
         layer_extra=lambda site: site.hidden_size,  # a bias on the experts' sum
         experts=Experts(

@@ -16,20 +16,14 @@ ROOT = Path(__file__).parents[3]
 DEFAULTS = Path(families.__file__).with_name("class_defaults.json")
 
 
-def all_families() -> list[families.Family]:
-    return [family for table in families._TABLES for family in table.FAMILIES]
-
-
 def test_no_model_type_or_architecture_is_listed_twice() -> None:
-    for field in ("model_types", "architectures"):
-        names = [name for family in all_families() for name in getattr(family, field)]
-        assert sorted(names) == sorted(set(names)), field
+    names = [name for family in families.all_families() for name in family.names]
+    assert sorted(names) == sorted(set(names))
 
 
 def test_every_family_can_be_found() -> None:
-    for family in all_families():
-        assert all(families.find_by_model_type(name) is family for name in family.model_types)
-        assert all(families.find_by_architecture((name,)) is family for name in family.architectures)
+    for family in families.all_families():
+        assert all(families.find_family(name) is family for name in family.names)
 
 
 # Mixture-of-experts architectures in vLLM 0.32 whose language model has rules of its own here. Wrappers for other
@@ -101,7 +95,7 @@ def test_served_mixture_has_rules(name: str) -> None:
     architecture = f"{name}ForCausalLM"
     registry = vllm_registry()
     assert registry is None or architecture in registry.served
-    family = families.find_by_architecture((architecture,))
+    family = families.find_family(architecture)
     assert family is not None
     assert family.experts is not None
 
@@ -111,7 +105,9 @@ def test_defaults_never_hold_an_expert_count() -> None:
     counts = {"num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"}
     assert not [name for name, row in table.items() if counts & set(row)]
     # Moondream3's published file states no size whatever: there the class is the model.
-    assert [family.model_types[-1] for family in all_families() if counts & set(family.defaults)] == ["moondream3"]
+    assert [family.names[0] for family in families.all_families() if counts & set(family.defaults)] == [
+        "moondream3_text"
+    ]
 
 
 def test_defaults_are_those_of_the_transformers_they_name() -> None:

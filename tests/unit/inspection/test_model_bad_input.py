@@ -13,9 +13,9 @@ import pytest
 
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 from moe_optimizer.inspection import model_inspector
-from moe_optimizer.inspection.configuration_class import ConfigurationClasses
 from moe_optimizer.inspection.json_file import MAX_CONFIG_BYTES
 from moe_optimizer.inspection.model_inspector import ModelInspector
+from moe_optimizer.inspection.servable import ConfigurationClasses
 from moe_optimizer.specs.model import ModelSpec
 from tests.unit.inspection.one_sentence import message
 
