@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from moe_optimizer.plan_context.context import WishWithOrigin
     from moe_optimizer.plan_context.request import PlanRequest
     from moe_optimizer.profiles import Profile
+    from moe_optimizer.specs.expert_load import PlacementLoad
     from moe_optimizer.specs.hardware import HardwareSpec
-    from moe_optimizer.specs.placement_load import PlacementLoad
 
 
 LOGGER = get_logger(__name__)

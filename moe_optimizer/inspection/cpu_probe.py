@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+from moe_optimizer.files import text_or_nothing
 from moe_optimizer.specs.hardware import CpuSpec
 from moe_optimizer.specs.quantity import Quantity, Source
 
@@ -39,7 +40,7 @@ def probe_cpu(root: Path = Path("/")) -> CpuSpec:
 def _cpuinfo(root: Path) -> dict[str, str]:
     """Return the first processor's entries of /proc/cpuinfo."""
     facts: dict[str, str] = {}
-    for line in _text(root / "proc/cpuinfo").splitlines():
+    for line in text_or_nothing(root / "proc/cpuinfo").splitlines():
         if not line.strip() and facts:
             break
         key, colon, value = line.partition(":")
@@ -60,9 +61,9 @@ def _allowed_cores() -> set[int]:
 def _node_memory(root: Path) -> Quantity | None:
     first = min(_allowed_cores())
     for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
-        if first not in _core_list(_text(folder / "cpulist")):
+        if first not in _core_list(text_or_nothing(folder / "cpulist")):
             continue
-        for line in _text(folder / "meminfo").splitlines():
+        for line in text_or_nothing(folder / "meminfo").splitlines():
             words = line.split()
             if "MemTotal:" in words[2:3] and words[3].isdigit():
                 return _limited(int(words[3]) * 1024, f"MemTotal of NUMA {folder.name}", root)
@@ -85,16 +86,16 @@ def _limited(total: int, ref: str, root: Path) -> Quantity:
 
 
 def _meminfo_total(root: Path) -> int:
-    for line in _text(root / "proc/meminfo").splitlines():
+    for line in text_or_nothing(root / "proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
-    version_2 = (_text(folder / "cpu.max").partition(" ")[::2] for folder in _cgroup_folders(root, ""))
+    version_2 = (text_or_nothing(folder / "cpu.max").partition(" ")[::2] for folder in _cgroup_folders(root, ""))
     version_1 = (
-        (_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us"))
+        (text_or_nothing(folder / "cpu.cfs_quota_us"), text_or_nothing(folder / "cpu.cfs_period_us"))
         for folder in _cgroup_folders(root, "cpu")
     )
     for quota, period in (*version_2, *version_1):
@@ -107,7 +108,7 @@ def _memory_limits(root: Path) -> Iterator[int]:
     # Without a limit version 1 reports a number near 2**63, far above any MemTotal.
     for controller, name in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
         for folder in _cgroup_folders(root, controller):
-            text = _text(folder / name).strip()
+            text = text_or_nothing(folder / name).strip()
             if text.isdigit():
                 yield int(text)
 
@@ -118,7 +119,7 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
     A limit on any of them binds. Inside a container the path in /proc/self/cgroup may not be mounted; the
     mount's own top is then the container's group, and it is always yielded.
     """
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_or_nothing(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controller not in controllers.split(","):
             continue
@@ -129,10 +130,3 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
             parts = [part for part in path.split("/") if part not in ("", ".", "..")]
             for depth in range(len(parts), -1, -1):
                 yield top.joinpath(*parts[:depth])
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

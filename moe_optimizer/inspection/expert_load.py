@@ -7,8 +7,14 @@ from pathlib import Path
 from moe_optimizer.errors import InputError
 from moe_optimizer.files import read_text
 from moe_optimizer.plan.json_codec import decode_text
-from moe_optimizer.specs.expert_load import PARTS_DIR, SCHEMA_VERSION, ExpertLoad, merge_expert_loads
-from moe_optimizer.specs.placement_load import LoadFile, PlacementLoad
+from moe_optimizer.specs.expert_load import (
+    PARTS_DIR,
+    SCHEMA_VERSION,
+    ExpertLoad,
+    LoadFile,
+    PlacementLoad,
+    merge_expert_loads,
+)
 
 PROFILE_KEY = "passes.expert_placement.load"
 _MAX_FILE_BYTES = 1 << 24

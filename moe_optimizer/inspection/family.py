@@ -9,7 +9,7 @@ from typing import Literal
 from moe_optimizer.inspection.attention import HIDDEN, Attention
 from moe_optimizer.inspection.config import Config, Names
 from moe_optimizer.inspection.feed_forward import Dense, Experts
-from moe_optimizer.inspection.layer_rules import KindRule, every
+from moe_optimizer.inspection.layer_rules import ExpertRule, KindRule, all_layers, every
 from moe_optimizer.inspection.shapes import NO_MIXER, Decoder, ExpertLayer, Layer, Mixer, MixerRule, Site
 
 LAYERS: Names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -48,8 +48,8 @@ class Family:
     window: Names = WINDOW
     dense: Dense | None = field(default_factory=Dense)
     experts: Experts | None = None
-    feed_forward: Callable[[Config, int], tuple[bool, ...]] | None = None
-    """Which layers have a feed-forward part at all; None: all."""
+    feed_forward: ExpertRule = all_layers
+    """Which layers have a feed-forward part at all."""
     norms: int | Callable[[Config], int] = 2
     """Norms of the hidden size in each layer, outside mixer and feed-forward part."""
     norm: Literal["rms", "layer", "none"] = "rms"
@@ -61,16 +61,16 @@ class Family:
     tied: Names | bool = "tie_word_embeddings"
     layer_extra: Callable[[Site], int] = lambda _: 0
     """Further parameters of a layer outside its parts."""
-    model_extra: Callable[[Config, int], int] | None = None
+    model_extra: Callable[[Config, int], int] = lambda *_: 0
     """Further parameters outside the layers: called with config and hidden size."""
-    extra_embeddings: Callable[[Config], int] | None = None
+    extra_embeddings: Callable[[Config], int] = lambda _: 0
     """Further embedding tables."""
-    rewrite: Callable[[Config], Config] | None = None
+    rewrite: Callable[[Config], Config] = lambda config: config
     """Puts fields of an unusual form into the usual one before anything is read."""
-    idle_extra: Callable[[Config, tuple[ExpertLayer | None, ...]], int] | None = None
+    idle_extra: Callable[[Config, tuple[ExpertLayer | None, ...]], int] = lambda *_: 0
     """Further parameters that no text token uses, such as experts for other modalities: called with the
     configuration as it is in the file, and the layers' experts."""
-    disagreement: Callable[[Config], str | None] | None = None
+    disagreement: Callable[[Config], str | None] = lambda _: None
     """Tells where vLLM and transformers would build different models."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """What the architecture assumes for fields that real files leave out. Never an expert count, which would make
@@ -82,15 +82,14 @@ class Family:
         Raises:
             InputError: a field is missing, of the wrong type, out of range or contradicts another.
         """
-        original = config = config.with_defaults(self.defaults)
-        if self.rewrite is not None:
-            config = self.rewrite(config)
+        original = config.with_defaults(self.defaults)
+        config = self.rewrite(original)
         hidden_size = config.required(HIDDEN)
         vocab_size = config.required(VOCAB)
         num_layers = self._num_layers(config)
         _check_layer_types(config)
         kinds = self.kinds(config, num_layers)
-        has_feed_forward = self.feed_forward(config, num_layers) if self.feed_forward else (True,) * num_layers
+        has_feed_forward = self.feed_forward(config, num_layers)
         experts = self.experts.per_layer(config, hidden_size, num_layers) if self.experts else None
         dense = self._dense_params(config, hidden_size, num_layers, has_feed_forward, experts)
         norm_params = hidden_size * {"rms": 1, "layer": 2, "none": 0}[self.norm]
@@ -109,18 +108,16 @@ class Family:
             for i in range(num_layers)
         )
         tied = config.flag(self.tied)
-        idle = self.idle_extra(original, experts) if self.idle_extra and experts else 0
+        idle = self.idle_extra(original, experts) if experts else 0
         return Decoder(
             hidden_size=hidden_size,
             vocab_size=vocab_size,
             layers=layers,
             embedding_params=vocab_size * hidden_size
             + (config.required(self.positions) * hidden_size if self.positions else 0)
-            + (self.extra_embeddings(config) if self.extra_embeddings else 0),
+            + self.extra_embeddings(config),
             lm_head_params=(0 if tied else vocab_size * hidden_size) + vocab_size * config.flag(self.head_bias),
-            final_params=idle
-            + norm_params * (1 + self.embedding_norm)
-            + (self.model_extra(config, hidden_size) if self.model_extra else 0),
+            final_params=idle + norm_params * (1 + self.embedding_norm) + self.model_extra(config, hidden_size),
             idle_params=idle,
             warnings=self._warnings(config, experts is not None),
             expert_activation=config.text(ACTIVATION) if experts else "",
@@ -129,11 +126,12 @@ class Family:
 
     def _warnings(self, config: Config, has_experts: bool) -> tuple[str, ...]:
         notes: list[str] = []
-        note = self.disagreement(config) if self.disagreement else None
+        note = self.disagreement(config)
         if note is not None:
             notes.append(f"{config.where}{note}")
         if self.experts is None:
-            ignored = next((name for name in EXPERT_COUNTS if _is_count(config.raw.get(name))), None)
+            counts = {name: config.raw.get(name) for name in EXPERT_COUNTS}
+            ignored = next((name for name, count in counts.items() if isinstance(count, int) and count > 1), None)
             if ignored is not None:
                 notes.append(f"{config.where}{ignored}: is ignored, the architecture has no routed experts")
         assumed = config.defaults.get("(experts)")
@@ -190,7 +188,3 @@ def _check_layer_types(config: Config) -> None:
     for i, entry in enumerate(entries if isinstance(entries, list) else ()):
         if not isinstance(entry, str):
             raise config.error(f"layer_types[{i}]", entry, "a string")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value > 1

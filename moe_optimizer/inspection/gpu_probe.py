@@ -101,7 +101,8 @@ def _visible(nvml: Any, handles: list[Any], setting: str | None, warnings: list[
         if entry.isdigit() and int(entry) < len(handles):
             match = handles[int(entry)]
         else:
-            named = [handle for handle in handles if entry.startswith("GPU-") and _uuid(nvml, handle).startswith(entry)]
+            uuids = [str(_optional(nvml, nvml.nvmlDeviceGetUUID, handle)) for handle in handles]
+            named = [handles[i] for i, uuid in enumerate(uuids) if entry.startswith("GPU-") and uuid.startswith(entry)]
             match = named[0] if len(named) == 1 else None
         if match is None:
             # "" and "-1" are the usual ways to hide all GPUs.
@@ -113,10 +114,6 @@ def _visible(nvml: Any, handles: list[Any], setting: str | None, warnings: list[
         if match not in chosen:
             chosen.append(match)
     return chosen
-
-
-def _uuid(nvml: Any, handle: Any) -> str:
-    return str(_optional(nvml, nvml.nvmlDeviceGetUUID, handle) or "")
 
 
 def _mig_enabled(nvml: Any, handle: Any) -> bool:

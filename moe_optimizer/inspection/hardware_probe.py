@@ -39,12 +39,5 @@ def load_hardware(name: str, num_gpus: int | None = None) -> HardwareSpec:
     if num_gpus is not None and num_gpus < 1:
         raise InputError(f"hardware {name}: got {num_gpus} GPUs, expected at least 1", hint="--hardware cpu has none")
     gpu = load_catalog_entry(name).gpu
-    return HardwareSpec(
-        origin="named",
-        gpu=gpu,
-        num_gpus=gpu.max_gpus_per_node if num_gpus is None else num_gpus,
-        cpu=None,
-        driver_version=None,
-        cuda_version=None,
-        warnings=(),
-    )
+    num_gpus = gpu.max_gpus_per_node if num_gpus is None else num_gpus
+    return dataclasses.replace(NO_GPU, origin="named", gpu=gpu, num_gpus=num_gpus)

@@ -38,9 +38,7 @@ def read_kernel_inventory(folder: Path | None = None) -> KernelInventory:
     return KernelInventory(
         built=True,
         reason="",
-        cpu_ops=tuple(data["cpu_ops"]),
-        cuda_ops=tuple(data["cuda_ops"]),
-        cuda_archs=tuple(data["cuda_archs"]),
+        **{key: tuple(data[key]) for key in _TEXT_LISTS},
         source_hash=data["source_hash"],
         # The manifest of an older build lacks these.
         cpu_sources=_text(data, "sources", "cpu"),

@@ -77,7 +77,13 @@ def where(config: Config, num_layers: int, layers: ExpertRule, kind: str, *, oth
 
 @_rule
 def last_of(
-    config: Config, num_layers: int, period: Names, kind: str, *, otherwise: str, default: int | None = None
+    config: Config,
+    num_layers: int,
+    period: Names = (),
+    kind: str = "attention",
+    *,
+    otherwise: str = "sliding",
+    default: int | None = None,
 ) -> tuple[str, ...]:
     """Every period-th layer, counted from one, is of `kind`; so is the G in a repeated string of L and G."""
     letters = config.get(period)
@@ -156,9 +162,10 @@ def every_offset(config: Config, num_layers: int, period: Names, offset: Names) 
 
 
 @_rule
-def within(config: Config, num_layers: int, start: Names, end: Names, interval: Names) -> tuple[bool, ...]:
-    """From index `start` to index `end` (-1: the last), every interval-th layer counted from one."""
-    first, last, every_n = _scalar(config, start, 0), _scalar(config, end, -1), _scalar(config, interval, 1)
+def within(config: Config, num_layers: int) -> tuple[bool, ...]:
+    """From the first index to the last (-1: of all layers), every interval-th layer counted from one."""
+    first, last = _scalar(config, "moe_layer_start_index", 0), _scalar(config, "moe_layer_end_index", -1)
+    every_n = _scalar(config, "moe_layer_interval", 1)
     last = num_layers - 1 if last == -1 else last
     return tuple(first <= i <= last and bool(every_n) and (i + 1) % (every_n or 1) == 0 for i in range(num_layers))
 
@@ -178,10 +185,13 @@ def unless_off(config: Config, num_layers: int, *switches: str) -> tuple[bool, .
     return (all(config.get(name) is not False for name in switches),) * num_layers
 
 
-@_rule
-def words(config: Config, num_layers: int, field: Names, word: str) -> tuple[bool, ...]:
-    """An array of words says it for each layer; `word` is the one for experts."""
-    return tuple(entry == word for entry in _entries(config, num_layers, field))
+def _sparse_words(config: Config, num_layers: int) -> tuple[bool, ...]:
+    """An array of words says it for each layer."""
+    return tuple(entry == "sparse" for entry in _entries(config, num_layers, "mlp_layer_types"))
+
+
+SPARSE_WORDS = ("mlp_layer_types", _sparse_words)
+"""A choice of `first_given`."""
 
 
 @_rule
@@ -208,13 +218,13 @@ def by_fields(*, first_dense: int = 0) -> ExpertRule:
         first_dense: what the architecture assumes for the number of dense layers before the first with experts.
     """
     one_list = first_given(
-        ("mlp_layer_types", words("mlp_layer_types", "sparse")),
+        SPARSE_WORDS,
         ("moe_layers_enum", indices("moe_layers_enum")),
         ("moe_layer_indices", indices("moe_layer_indices")),
         ("is_moe_layer", flags("is_moe_layer")),
         ("expert_layer_period", every_offset("expert_layer_period", "expert_layer_offset")),
         ("interleave_moe_layer_step", sparse_step("interleave_moe_layer_step")),
-        ("moe_layer_interval", within("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")),
+        ("moe_layer_interval", within()),
         otherwise=both(
             indices("mlp_only_layers", have_experts=False),
             sparse_step("decoder_sparse_step"),

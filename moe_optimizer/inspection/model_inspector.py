@@ -71,7 +71,12 @@ class ModelInspector:
                     f"config.json: is_encoder_decoder: {model_type or 'the model'} has an encoder, "
                     "expected a causal language model"
                 )
-            self._check_remote_code(model_type, architectures, needs_remote_code)
+            if needs_remote_code and not self.trust_remote_code:
+                name = architectures[0] if architectures else model_type
+                raise UnsupportedError(
+                    f"config.json: auto_map: {name} is only defined by the model's own code, no built-in class has it",
+                    hint="--trust-remote-code runs that code in the server; read it first",
+                )
             family = GENERIC
             warnings.append(
                 f"config.json: model_type {model_type!r} is not one of the known families: "
@@ -98,15 +103,6 @@ class ModelInspector:
             needs_remote_code=needs_remote_code,
             exact=family is not GENERIC,
             warnings=tuple(warnings),
-        )
-
-    def _check_remote_code(self, model_type: str, architectures: tuple[str, ...], needs_remote_code: bool) -> None:
-        if not needs_remote_code or self.trust_remote_code:
-            return
-        name = architectures[0] if architectures else model_type
-        raise UnsupportedError(
-            f"config.json: auto_map: {name} is only defined by the model's own code, no built-in class has it",
-            hint="--trust-remote-code runs that code in the server; read it first",
         )
 
 
@@ -179,8 +175,6 @@ def _nested(config: Config) -> Config | None:
             # as plain text (the id of the language model).
             raise config.error(name, value, "an object")
         if isinstance(value, dict) and value:
-            inner = config.sub(name)
-            assert inner is not None, name
             inherited = {field: config.raw[field] for field in INHERITED if field in config.raw}
-            return Config({**inherited, **inner.raw}, where=inner.where)
+            return Config({**inherited, **value}, where=f"{config.where}{name}.")
     return None

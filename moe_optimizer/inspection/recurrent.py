@@ -146,15 +146,11 @@ class LightningAttention:
         return Mixer(kind="state", params=params, state_elements=heads * head_dim * head_dim)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parallel:
-    """Two mixers side by side in one layer."""
+def parallel(attention: MixerRule, state: MixerRule) -> MixerRule:
+    """Return the rule for two mixers side by side in one layer; it caches what the attention caches."""
 
-    attention: MixerRule
-    state: MixerRule
-
-    def __call__(self, site: Site) -> Mixer:
-        """Return the sum of both; it caches what the attention caches."""
-        one = self.attention(site)
-        two = self.state(site)
+    def both(site: Site) -> Mixer:
+        one, two = attention(site), state(site)
         return replace(one, params=one.params + two.params, state_elements=two.state_elements)
+
+    return both

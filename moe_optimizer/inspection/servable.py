@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from moe_optimizer.files import text_or_nothing
 from moe_optimizer.inspection.vllm_installation import package_folder
 
 NOT_SERVED = ("_SPECULATIVE_DECODING_MODELS", "_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
@@ -42,7 +43,7 @@ def vllm_registry() -> Registry | None:
 def parse_registry(path: Path) -> Registry | None:
     """Return the architectures in a vLLM registry's source, or None when it does not have the expected form."""
     try:
-        tree = ast.parse(_source(path))
+        tree = ast.parse(text_or_nothing(path))
     except SyntaxError:
         return None
     served: set[str] = set()
@@ -86,7 +87,7 @@ def runs_through_transformers(architecture: str, model_type: str) -> tuple[bool,
     name = model_type.replace("-", "_")
     if folder is None or vllm is None or not name.isidentifier():
         return False, ""
-    source = _source(folder / "models" / name / f"modeling_{name}.py")
+    source = text_or_nothing(folder / "models" / name / f"modeling_{name}.py")
     if f"\nclass {architecture}(" not in source or "_supports_attention_backend = True" not in source:
         return False, ""
     return True, f"{architecture} is not in vLLM's registry; its Transformers backend runs it"
@@ -121,10 +122,10 @@ def configuration_classes() -> ConfigurationClasses | None:
     vllm, transformers = package_folder("vllm"), package_folder("transformers")
     if vllm is None or transformers is None:
         return None
-    own = _source(vllm / "transformers_utils" / "config.py")
+    own = text_or_nothing(vllm / "transformers_utils" / "config.py")
     auto = transformers / "models" / "auto"
     # The table moved to the first file in transformers 5.
-    shared = _source(auto / "auto_mappings.py") + _source(auto / "configuration_auto.py")
+    shared = text_or_nothing(auto / "auto_mappings.py") + text_or_nothing(auto / "configuration_auto.py")
     return parse_configuration_classes(own, shared)
 
 
@@ -138,10 +139,3 @@ def parse_configuration_classes(vllm: str, transformers: str) -> ConfigurationCl
         model_types=frozenset().union(*tables),
         architectures=frozenset(re.findall(r'"(\w+)"\s*:', named[1]) if named else ()),
     )
-
-
-def _source(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""

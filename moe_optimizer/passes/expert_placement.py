@@ -20,7 +20,7 @@ from moe_optimizer.plan_context.expert_balancing import (
     why_no_load_balancer,
     why_not_at_the_start,
 )
-from moe_optimizer.specs.placement_load import LoadFile
+from moe_optimizer.specs.expert_load import LoadFile
 from moe_optimizer.specs.quantity import Quantity, Source
 
 if TYPE_CHECKING:

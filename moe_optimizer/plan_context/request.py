@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.specs.activation_norms import ActivationNormsFile
+from moe_optimizer.specs.expert_load import PlacementLoad
 from moe_optimizer.specs.fp8_sensitivity import Fp8SensitivityFile
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
-from moe_optimizer.specs.placement_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
 
 if TYPE_CHECKING:

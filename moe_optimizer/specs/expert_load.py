@@ -82,6 +82,23 @@ class ExpertLoad:
         return json.dumps(asdict(self), separators=(",", ":"))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFile:
+    """One expert load and where it was read."""
+
+    path: str
+    load: ExpertLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementLoad:
+    """One or two stretches of traffic."""
+
+    placed_by: LoadFile
+    checked_on: LoadFile | None
+    """Other traffic than `placed_by`: a placement always looks good on the load that it was made for."""
+
+
 def merge_expert_loads(parts: Sequence[ExpertLoad]) -> ExpertLoad:
     """Return the counts of several processes of one server as one: equal layers are added, different ones collected.
 

@@ -13,10 +13,9 @@ from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.profiles.schema import Profile
-from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
+from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad, LoadFile, PlacementLoad
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.model import ModelSpec
-from moe_optimizer.specs.placement_load import LoadFile, PlacementLoad
 from moe_optimizer.specs.workload import WorkloadSpec
 from tests.builders.machines import software
 

@@ -28,7 +28,7 @@ from moe_optimizer.planner import PlanRequest, make_plan
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.proof.record import Proof, read_proofs
 from moe_optimizer.proof.verdict import model_holders
-from moe_optimizer.specs.placement_load import PlacementLoad
+from moe_optimizer.specs.expert_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
 from tests.builders import placement_load, tiny_moe
 from tests.eventually import eventually

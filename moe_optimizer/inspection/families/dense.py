@@ -10,7 +10,6 @@ from moe_optimizer.inspection.feed_forward import Dense
 from moe_optimizer.inspection.layer_rules import every, last_of, listed, windowed
 
 LLAMA_MLP = Dense(bias="mlp_bias")
-BIASED_MLP = Dense(bias="use_bias", gated=False)
 
 
 def _one_for_all_queries(config: Config, heads: int) -> int:
@@ -89,7 +88,7 @@ FAMILIES = (
     ),
     Family(
         names=("exaone4", "exaone4_5_text", "Exaone4ForCausalLM"),
-        kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding")),
+        kinds=listed(otherwise=last_of("sliding_window_pattern")),
         mixers={"attention": HEAD_NORMED},
     ),
     Family(
@@ -131,12 +130,12 @@ FAMILIES = (
         names=("starcoder2", "Starcoder2ForCausalLM"),
         kinds=windowed(),
         mixers={"attention": Attention(qkv_bias="use_bias", o_bias="use_bias")},
-        dense=BIASED_MLP,
+        dense=Dense(bias="use_bias", gated=False),
         norm="layer",
     ),
     Family(
         names=("cohere2", "cohere_compass_text", "cohere", "Cohere2ForCausalLM", "CohereForCausalLM"),
-        kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
+        kinds=listed(otherwise=last_of("sliding_window_pattern", default=4)),
         mixers={"attention": Attention(qk_norm="each_head", qk_norm_when="use_qk_norm")},
         norms=1,
     ),

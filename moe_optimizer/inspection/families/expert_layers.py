@@ -74,7 +74,7 @@ FAMILIES = (
     ),
     Family(
         names=("gpt_oss", "GptOssForCausalLM"),
-        kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
+        kinds=listed(otherwise=last_of(default=2)),
         mixers={"attention": Attention(sinks=True)},
         experts=Experts(
             width=("intermediate_size",),
@@ -141,7 +141,7 @@ FAMILIES = (
     Family(
         names=("afmoe", "AfmoeForCausalLM"),
         disagreement=bias_ignored("attention_bias"),
-        kinds=listed(otherwise=last_of("global_attn_every_n_layers", "attention", otherwise="sliding")),
+        kinds=listed(otherwise=last_of("global_attn_every_n_layers")),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head", gate="width")},
         norms=4,
         experts=Experts(
@@ -169,7 +169,7 @@ FAMILIES = (
     ),
     Family(
         names=("exaone_moe", "ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
-        kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
+        kinds=listed(otherwise=last_of("sliding_window_pattern", default=4)),
         mixers={"attention": HEAD_NORMED},
         experts=EXPERTS,
     ),

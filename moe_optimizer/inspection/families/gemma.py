@@ -96,31 +96,25 @@ def _gemma(*, borrows: bool, full: bool) -> Attention:
 
 
 FAMILIES = (
-    Family(
-        names=("gemma", "GemmaForCausalLM"),
-    ),
+    Family(names=("gemma", "GemmaForCausalLM")),
     Family(
         names=("gemma2", "Gemma2ForCausalLM"),
-        kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
+        kinds=listed(otherwise=last_of(default=2)),
         norms=4,
     ),
     Family(
         names=("vaultgemma", "VaultGemmaForCausalLM"),
-        kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
+        kinds=listed(otherwise=last_of(default=2)),
     ),
     Family(
         names=("gemma3_text", "gemma3", "Gemma3ForCausalLM", "Rnj1ForCausalLM"),
-        kinds=listed(
-            otherwise=last_of(
-                ("sliding_window_pattern", "_sliding_window_pattern"), "attention", otherwise="sliding", default=6
-            )
-        ),
+        kinds=listed(otherwise=last_of(("sliding_window_pattern", "_sliding_window_pattern"), default=6)),
         mixers={"attention": Attention(qk_norm="head")},
         norms=4,
     ),
     Family(
         names=("gemma3n_text", "gemma3n", "Gemma3nForCausalLM"),
-        kinds=_with_borrowing(listed(otherwise=last_of((), "attention", otherwise="sliding", default=5))),
+        kinds=_with_borrowing(listed(otherwise=last_of(default=5))),
         mixers={
             "attention": Attention(qk_norm="head"),
             "attention_borrowing": Attention(qk_norm="head", borrows_cache=True),
@@ -133,7 +127,7 @@ FAMILIES = (
     ),
     Family(
         names=("gemma4_text", "gemma4", "gemma4_unified_text", "diffusion_gemma_text", "Gemma4ForCausalLM"),
-        kinds=_with_borrowing(_ends_full(listed(otherwise=last_of((), "attention", otherwise="sliding", default=6)))),
+        kinds=_with_borrowing(_ends_full(listed(otherwise=last_of(default=6)))),
         mixers={
             "attention": _gemma(borrows=False, full=True),
             "sliding": _gemma(borrows=False, full=False),

@@ -10,7 +10,7 @@ from moe_optimizer.inspection.families.common_parts import GRANITE_EXPERTS, HEAD
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, mlp_params
 from moe_optimizer.inspection.layer_rules import by_fields, every, every_offset, indices, last_of, listed, where
-from moe_optimizer.inspection.recurrent import Mamba1, Mamba2, Parallel, gated_delta_net, short_conv
+from moe_optimizer.inspection.recurrent import Mamba1, Mamba2, gated_delta_net, parallel, short_conv
 from moe_optimizer.inspection.shapes import Mixer, Site
 
 LFM2_MIXERS = {"attention": HEAD_NORMED, "conv": short_conv}
@@ -124,9 +124,9 @@ FAMILIES = (
     Family(
         names=("falcon_h1", "FalconH1ForCausalLM"),
         mixers={
-            "attention": Parallel(
-                attention=Attention(),
-                state=Mamba2(inner=("mamba_d_ssm",), norm="mamba_rms_norm", out_bias="projectors_bias"),
+            "attention": parallel(
+                Attention(),
+                Mamba2(inner=("mamba_d_ssm",), norm="mamba_rms_norm", out_bias="projectors_bias"),
             )
         },
         dense=Dense(bias="mlp_bias"),
@@ -145,7 +145,7 @@ FAMILIES = (
     ),
     Family(
         names=("olmo_hybrid", "OlmoHybridForCausalLM"),
-        kinds=listed(otherwise=last_of((), "attention", otherwise="linear", default=4)),
+        kinds=listed(otherwise=last_of(otherwise="linear", default=4)),
         mixers={"attention": Attention(qk_norm="width"), "linear": gated_delta_net},
     ),
     Family(

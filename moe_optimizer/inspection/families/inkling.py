@@ -9,7 +9,7 @@ from moe_optimizer.inspection.config import Config, Names
 from moe_optimizer.inspection.families.common_parts import HEAD_NORMED
 from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
-from moe_optimizer.inspection.layer_rules import after_first, first_given, listed, words
+from moe_optimizer.inspection.layer_rules import SPARSE_WORDS, after_first, first_given, listed
 from moe_optimizer.inspection.shapes import Mixer, Site
 
 KERNEL: Names = ("sconv_kernel_size", "conv_kernel_size")
@@ -67,9 +67,7 @@ FAMILIES = (
         layer_extra=_convolutions,
         dense=Dense(width=("dense_intermediate_size", "intermediate_size"), bias=False),
         experts=Experts(
-            layers=first_given(
-                ("mlp_layer_types", words("mlp_layer_types", "sparse")), otherwise=after_first("dense_mlp_idx")
-            ),
+            layers=first_given(SPARSE_WORDS, otherwise=after_first("dense_mlp_idx")),
             routes_shared=True,
             shared=Shared(),
         ),

@@ -47,7 +47,7 @@ FAMILIES = (
     Family(
         names=("glm5_next_text", "glm5_next", "Glm5NextForCausalLM"),
         kinds=listed(
-            otherwise=last_of((), "attention", otherwise="linear", default=4),
+            otherwise=last_of(otherwise="linear", default=4),
             names=INDEXED_KINDS,
         ),
         mixers={"attention": LatentAttention(indexer=True), "linear": KimiDeltaAttention()},

@@ -16,12 +16,11 @@ QWEN2_EXPERTS = Experts(
     layers=by_fields(),
     shared=Shared(count=1, width=("shared_expert_intermediate_size",), width_is_total=True, gate=True),
 )
-QWEN3_EXPERTS = replace(QWEN2_EXPERTS, shared=None)
 QWEN3_ATTENTION = Attention(qk_norm="head")
 GATED_ATTENTION = Attention(qk_norm="head", gate="width", gate_bias="attention_bias")
 QWEN3_NEXT = Family(
     names=("qwen3_next", "Qwen3NextForCausalLM"),
-    kinds=listed(otherwise=last_of("full_attention_interval", "attention", otherwise="linear", default=4)),
+    kinds=listed(otherwise=last_of("full_attention_interval", otherwise="linear", default=4)),
     mixers={"attention": GATED_ATTENTION, "linear": gated_delta_net},
     experts=QWEN2_EXPERTS,
 )
@@ -63,7 +62,7 @@ FAMILIES = (
         ),
         kinds=windowed(flag="use_sliding_window", first="max_window_layers"),
         mixers={"attention": QWEN3_ATTENTION},
-        experts=QWEN3_EXPERTS,
+        experts=Experts(layers=by_fields()),
     ),
     QWEN3_NEXT,
     replace(QWEN3_NEXT, names=("qwen3_5_text", "qwen3_5", "Qwen3_5ForCausalLM"), experts=None),

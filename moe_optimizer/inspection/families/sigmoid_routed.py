@@ -11,6 +11,7 @@ from moe_optimizer.inspection.family import Family
 from moe_optimizer.inspection.feed_forward import Dense, Experts, Shared
 from moe_optimizer.inspection.latent_attention import LatentAttention
 from moe_optimizer.inspection.layer_rules import (
+    SPARSE_WORDS,
     after_first,
     all_layers,
     by_fields,
@@ -20,7 +21,6 @@ from moe_optimizer.inspection.layer_rules import (
     listed,
     numbered,
     within,
-    words,
 )
 from moe_optimizer.inspection.recurrent import LightningAttention
 from moe_optimizer.inspection.shapes import ExpertLayer
@@ -33,6 +33,12 @@ BAILING_EXPERTS = Experts(
     layers=by_fields(),
     bias="use_bias",
     shared=Shared(width=("moe_shared_expert_intermediate_size",), bias="use_bias"),
+)
+BAILING = Family(
+    names=("bailing_moe", "bailing_moe_v2", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+    mixers={"attention": BAILING_ATTENTION},
+    dense=Dense(bias="use_bias"),
+    experts=BAILING_EXPERTS,
 )
 SARVAM_EXPERTS = replace(
     BAILING_EXPERTS,
@@ -85,12 +91,7 @@ def _image_experts(config: Config, layers: tuple[ExpertLayer | None, ...]) -> in
 
 
 FAMILIES = (
-    Family(
-        names=("bailing_moe", "bailing_moe_v2", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
-        mixers={"attention": BAILING_ATTENTION},
-        dense=Dense(bias="use_bias"),
-        experts=BAILING_EXPERTS,
-    ),
+    BAILING,
     Family(
         names=("param2moe", "Param2MoEForCausalLM"),
         mixers={"attention": BAILING_ATTENTION},
@@ -116,19 +117,17 @@ FAMILIES = (
         experts=SARVAM_EXPERTS,
         defaults={"num_shared_experts": 1},
     ),
-    Family(
+    replace(
+        BAILING,
         names=("bailing_hybrid", "bailing_moe_v2_5", "BailingMoeV2_5ForCausalLM"),
-        kinds=last_of("layer_group_size", "attention", otherwise="linear"),
+        kinds=last_of("layer_group_size", otherwise="linear"),
         mixers={"attention": LatentAttention(bias=False), "linear": BAILING_LINEAR},
-        dense=Dense(bias="use_bias"),
-        experts=BAILING_EXPERTS,
     ),
-    Family(
+    replace(
+        BAILING,
         names=("bailing_moe_linear", "BailingMoeLinearForCausalLM", "BailingMoeLinearV2ForCausalLM"),
-        kinds=last_of("layer_group_size", "attention", otherwise="linear"),
+        kinds=last_of("layer_group_size", otherwise="linear"),
         mixers={"attention": BAILING_ATTENTION, "linear": BAILING_LINEAR},
-        dense=Dense(bias="use_bias"),
-        experts=BAILING_EXPERTS,
     ),
     Family(
         names=(
@@ -145,10 +144,7 @@ FAMILIES = (
         dense=Dense(bias="use_bias"),
         head_bias="use_bias",
         experts=Experts(
-            layers=first_given(
-                ("mlp_layer_types", words("mlp_layer_types", "sparse")),
-                otherwise=within("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
-            ),
+            layers=first_given(SPARSE_WORDS, otherwise=within()),
             correction_bias=True,
             shared=Shared(bias="use_bias"),
         ),
@@ -193,7 +189,7 @@ FAMILIES = (
     ),
     Family(
         names=("cohere2_moe", "Cohere2MoeForCausalLM"),
-        kinds=listed(otherwise=last_of("sliding_window_pattern", "attention", otherwise="sliding", default=4)),
+        kinds=listed(otherwise=last_of("sliding_window_pattern", default=4)),
         dense=Dense(width=("prefix_dense_intermediate_size", "intermediate_size"), bias=False),
         norms=1,
         experts=Experts(

@@ -173,7 +173,7 @@ FAMILIES = (
     ),
     Family(
         names=("step3p5", "step3p7", "Step3p5ForCausalLM", "Step3p7ForCausalLM", "Step3p7FlashForCausalLM"),
-        kinds=listed(otherwise=last_of((), "attention", otherwise="sliding", default=2)),
+        kinds=listed(otherwise=last_of(default=2)),
         mixers={
             "attention": STEP_ATTENTION,
             "sliding": replace(

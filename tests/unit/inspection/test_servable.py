@@ -93,9 +93,12 @@ def test_registry_of_another_form_is_not_guessed_at(text: str, tmp_path: Path) -
 @pytest.fixture
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(servable, "package_folder", lambda name: None)
-    vllm_registry.cache_clear()
+    cached = (vllm_registry, configuration_classes)
+    for reader in cached:
+        reader.cache_clear()
     yield
-    vllm_registry.cache_clear()
+    for reader in cached:
+        reader.cache_clear()
 
 
 @pytest.mark.usefixtures("no_vllm")
