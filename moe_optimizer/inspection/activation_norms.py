@@ -21,10 +21,9 @@ def read_activation_norms_file(path: str | None) -> ActivationNormsFile | None:
     Raises:
         InputError: it cannot be read, or is no such file; the message begins with the profile's key.
     """
-    return None if path is None else _read(path, f"{PROFILE_KEY}: {path}")
-
-
-def _read(path: str, name: str) -> ActivationNormsFile:
+    if path is None:
+        return None
+    name = f"{PROFILE_KEY}: {path}"
     header, _, _ = read_header(Path(path), max_bytes=_MAX_HEADER_BYTES, name=name)
     metadata = header.pop("__metadata__", None)
     metadata = metadata if isinstance(metadata, dict) else {}

@@ -50,8 +50,9 @@ def is_scaled_fp8(scheme: Config, method: str) -> bool:
     if method == "fp8":
         return True
     if method == "modelopt":
-        named = [name for name in _modelopt_algorithms(scheme) if algorithm_bits(name) == 8]
-        return set(named) == {"FP8"}
+        layers = scheme.entries(ALGORITHM_OF_LAYERS).values()
+        named = [lookup(entry, "quant_algo") for entry in layers] if layers else [scheme.get(ALGORITHM)]
+        return {str(name).upper() for name in named if algorithm_bits(name) == 8} == {"FP8"}
     if method == "compressed-tensors":
         weights = [lookup(group, "weights") for group in scheme.entries("config_groups").values()]
         eight_bits = [each for each in weights if lookup(each, "num_bits") == 8]
@@ -62,13 +63,6 @@ def is_scaled_fp8(scheme: Config, method: str) -> bool:
         dtype, shared = (scheme.get(f"global_quant_config.weight.{name}") for name in ("dtype", "qscheme"))
         return dtype == "fp8_e4m3" and shared in _QUARK_SCHEMES
     return False
-
-
-def _modelopt_algorithms(scheme: Config) -> list[str]:
-    """Return the algorithm of each layer where the files name them by layer, else that of all."""
-    layers = scheme.entries(ALGORITHM_OF_LAYERS).values()
-    found = [lookup(entry, "quant_algo") for entry in layers] if layers else [scheme.get(ALGORITHM)]
-    return [name.upper() for name in found if isinstance(name, str)]
 
 
 def scale_bytes(scheme: Config, method: str, bits: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 from moe_optimizer.errors import InputError
@@ -38,17 +37,13 @@ def read_kernel_speeds(cache: Path | None = None) -> SpeedTables:
     """
     tables: list[KernelSpeeds] = []
     warnings: list[str] = []
-    for path in _files(shipped_dir(), measured_dir() if cache is None else cache):
+    folders = (shipped_dir(), measured_dir() if cache is None else cache)
+    for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
         try:
             tables += read_tables(path)
         except InputError as error:
             warnings.append(f"{path}: kernel speeds not used: {error}")
     return SpeedTables(tables=tuple(tables), warnings=tuple(warnings))
-
-
-def _files(*folders: Path) -> Iterator[Path]:
-    for folder in folders:
-        yield from sorted(folder.glob("*.json"))
 
 
 def read_tables(path: Path) -> tuple[KernelSpeeds, ...]:

@@ -88,7 +88,8 @@ class ModelInspector:
         if servable[0] is False and all(layer.mixer.kind != "state" for layer in decoder.layers):
             fallback = runs_through_transformers(architectures[0], model_type)
             servable = fallback if fallback[0] else servable
-        name = _name(model, folder)
+        # A hub id as given, or a folder's last component.
+        name = folder.resolve().name if expanded(str(model)).is_dir() else str(model)
         return build_spec(
             name=name,
             # A hub id whose weights are not in the cache is for vLLM to fetch: the snapshot has only metadata.
@@ -133,13 +134,6 @@ def _defaults(config: Config, root: Config, model_type: str, family: Family) -> 
     if config.raw is not root.raw:
         return defaults
     return {name: value for name, value in defaults.items() if name not in (*HIDDEN, *LAYERS)}
-
-
-def _name(model: str | Path, folder: Path) -> str:
-    """Return a hub id as given, or a folder's last component."""
-    text = str(model)
-    given_as_folder = expanded(text).is_dir()
-    return folder.resolve().name if given_as_folder else text
 
 
 def _architectures(root: Config) -> tuple[str, ...]:

@@ -33,10 +33,10 @@ def _latent_or_plain(config: Config, num_layers: int) -> tuple[str, ...]:
 
 def _ngram_tables(config: Config) -> int:
     """Tables for hashed sequences of tokens, each a little longer than the one before."""
-    ratio, tables = config.integer("ngram_vocab_size_ratio", 0) or 0, _num_ngram_tables(config)
-    if not ratio or not tables:
+    tables = _num_ngram_tables(config)
+    if not tables:
         return 0
-    rows = tables * ratio * config.required(VOCAB) + tables * tables
+    rows = tables * config.required("ngram_vocab_size_ratio") * config.required(VOCAB) + tables * tables
     return rows * (config.required(HIDDEN) // tables)
 
 
@@ -52,7 +52,13 @@ def _num_ngram_tables(config: Config) -> int:
     return config.required("emb_split_num", maximum=1024) * lengths
 
 
-PLAIN_OR_LATENT = {"attention": LatentAttention(), "plain": Attention(head_dim=())}
+DEEPSEEK_V3 = Family(
+    names=("deepseek_v3", "kimi_k2", "mistral_large_3", "DeepseekV3ForCausalLM", "MistralLarge3ForCausalLM"),
+    disagreement=frequency_ignored,
+    kinds=_latent_or_plain,
+    mixers={"attention": LatentAttention(), "plain": Attention(head_dim=())},
+    experts=EXPERTS,
+)
 
 FAMILIES = (
     Family(
@@ -60,20 +66,12 @@ FAMILIES = (
         disagreement=frequency_ignored,
         experts=EXPERTS,
     ),
-    Family(
+    replace(
+        DEEPSEEK_V3,
         names=("deepseek_v2", "DeepseekV2ForCausalLM"),
         disagreement=all_of(frequency_ignored, bias_ignored("mlp_bias")),
-        kinds=_latent_or_plain,
-        mixers=PLAIN_OR_LATENT,
-        experts=EXPERTS,
     ),
-    Family(
-        names=("deepseek_v3", "kimi_k2", "mistral_large_3", "DeepseekV3ForCausalLM", "MistralLarge3ForCausalLM"),
-        disagreement=frequency_ignored,
-        kinds=_latent_or_plain,
-        mixers=PLAIN_OR_LATENT,
-        experts=EXPERTS,
-    ),
+    DEEPSEEK_V3,
     Family(
         names=("mistral4", "Mistral4ForCausalLM"),
         mixers={"attention": LatentAttention()},

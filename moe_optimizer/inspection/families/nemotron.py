@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_optimizer.inspection.attention import Attention
-from moe_optimizer.inspection.config import Config
+from moe_optimizer.inspection.config import Config, lookup
 from moe_optimizer.inspection.disagreements import nemotron_layers
 from moe_optimizer.inspection.families.common_parts import STATE_KINDS
 from moe_optimizer.inspection.family import Family
@@ -45,8 +45,7 @@ def _spread_blocks(config: Config) -> Config:
 def _block(config: Config, layer: int, part: str) -> Config:
     """Return one part of one layer's settings in block_configs."""
     blocks = config.items("block_configs") or []
-    entry = blocks[layer] if layer < len(blocks) else None
-    inner = entry.get(part) if isinstance(entry, dict) else None
+    inner = lookup(blocks[layer], part) if layer < len(blocks) else None
     if not isinstance(inner, dict):
         raise config.error(f"block_configs[{layer}].{part}", inner, "an object")
     return Config(inner, where=f"{config.where}block_configs[{layer}].{part}.")
