@@ -6,7 +6,7 @@ rules return the name of the layer's mixer, expert rules whether the layer has r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from moe_optimizer.inspection.config import Config, Names
@@ -250,7 +250,7 @@ def _entries(config: Config, num_layers: int, field: Names) -> list[object]:
     return entries[:num_layers]
 
 
-def _translated(config: Config, field: Names, entries: Iterable[object], kinds: Mapping[Any, str]) -> tuple[str, ...]:
+def _translated(config: Config, field: Names, entries: Sequence[object], kinds: Mapping[Any, str]) -> tuple[str, ...]:
     """Return the kind of each layer by its entry.
 
     Raises:
