@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_optimizer.ops.cuda_variants import MoeSizes, Variant, variant_fields
 from moe_optimizer.ops.expert_inputs import Inputs
 
 Fields = dict[str, int | float | bool]
@@ -77,6 +78,23 @@ class CudaProblem:
             return self.router.top_k
         assert self.topk_ids is not None
         return self.topk_ids.shape[1]
+
+    @property
+    def sizes(self) -> MoeSizes:
+        """The sizes of the call."""
+        return MoeSizes(
+            num_tokens=self.x.shape[0],
+            top_k=self.top_k,
+            num_experts=self.w13.shape[0],
+            hidden_size=self.x.shape[1],
+            intermediate_size=self.w2.shape[2],
+            weight_bytes=self.w13.element_size(),
+        )
+
+    def call(self, variant: Variant, num_multiprocessors: int) -> tuple[Fields, Fields | None, Fields, int]:
+        """Return the first arguments of `cuda_layout` and `cuda_run`."""
+        router = None if self.router is None else self.router.fields()
+        return experts_fields(self, self.out), router, variant_fields(variant, self.sizes), num_multiprocessors
 
 
 def experts_fields(tensors: Inputs | CudaProblem, out: Tensor) -> Fields:
