@@ -7,6 +7,7 @@ to the CUDA kernels' emulation on the CPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,30 +25,30 @@ SCORINGS = ("softmax", "sigmoid")
 _NO_SCALE, _BLOCK_SCALE, _CHANNEL_SCALE = 0, 1, 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Router:
-    """How logits become expert ids and weights; meaning: `topk_router`."""
+class Router(NamedTuple):
+    """How logits become expert ids and weights, in the order of the schema; meaning: `topk_router`."""
 
     logits: Tensor
     """[T, E], float32 or bfloat16; on CUDA contiguous."""
     top_k: int
-    scoring: str = "softmax"
-    renormalize: bool = True
-    num_expert_group: int = 1
-    topk_group: int = 1
     score_bias: Tensor | None = None
-    """float32 [E]: added for the choice only."""
+    """float32 [E], contiguous: added for the choice only."""
+    renormalize: bool = True
+    scoring: str = "softmax"
+    num_expert_group: int | None = None
+    topk_group: int | None = None
     routed_scaling_factor: float = 1.0
 
     def fields(self) -> Fields:
-        """Return `RouterArgs`."""
+        """Return `RouterArgs`, which has 1 group where there are none."""
+        groups = self.num_expert_group or 1
         return {
             "logits": self.logits.data_ptr(),
             "logits_are_bf16": self.logits.dtype == torch.bfloat16,
             "scoring": SCORINGS.index(self.scoring),
             "renormalize": self.renormalize,
-            "num_groups": self.num_expert_group,
-            "topk_groups": self.topk_group,
+            "num_groups": groups,
+            "topk_groups": self.topk_group if groups > 1 and self.topk_group is not None else groups,
             "bias": _address(self.score_bias),
             "scaling_factor": self.routed_scaling_factor,
         }
