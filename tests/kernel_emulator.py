@@ -14,16 +14,15 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from moe_optimizer.ops import reference
-from moe_optimizer.ops.cuda_dispatch_calls import COUNTERS, KernelCall, direct_call, grouped_call, sizes_of
+from moe_optimizer.ops.cuda_variants import DirectVariant, GemmMode, GroupedVariant, Variant
 from moe_optimizer.ops.kernel_arguments import CudaProblem, experts_fields
-from moe_optimizer.ops.launch_geometry.direct import direct_geometry
-from moe_optimizer.ops.launch_geometry.grouped import GemmMode, GroupedGeometry, grouped_geometry
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATION = ROOT / "tests/unit/ops/emulation"
@@ -123,41 +122,44 @@ def make_case(
 
 
 class Emulator:
-    """Runs the kernels thread by thread; `grouped` checks that the counters are back at 0."""
+    """Runs the kernels thread by thread, in a workspace of NaN and -1: a read of what nobody wrote shows."""
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
 
+    def layout(self, problem: CudaProblem, variant: Variant, blocks: int, buffer: int = 0) -> dict[str, Any]:
+        """Bytes of the workspace, fields of the launch, addresses of the workspace's parts."""
+        return self.module.cuda_layout(*problem.call(variant, blocks), buffer)
+
     def direct(self, problem: CudaProblem, *, blocks: int = 3, seed: int = 1) -> Tensor:
         """The two kernels for small batches, the first with at most `blocks` multiprocessors."""
-        geometry = direct_geometry(sizes_of(problem), num_multiprocessors=blocks)
-        call = direct_call(problem, geometry)
-        self.module.cuda_direct(*_poisoned(call).structs, seed)
+        self._run(problem, DirectVariant(), blocks, seed)
         return problem.out
 
     def grouped(self, problem: CudaProblem, mode: GemmMode, *, blocks: int = 2, tile_tokens: int | None = None,
                 num_stages: int | None = None, paired: bool = False, seed: int = 1) -> Tensor:  # fmt: skip
         """Routing, both GEMMs and the combine."""
-        sizes = sizes_of(problem)
-        geometry = grouped_geometry(
-            sizes, mode, num_multiprocessors=blocks, tile_tokens=tile_tokens, num_stages=num_stages, paired=paired
-        )
-        self._grouped(problem, geometry, seed=seed)
+        self._run(problem, GroupedVariant(mode, tile_tokens, num_stages, paired), blocks, seed)
         return problem.out
 
     def routing(
         self, problem: CudaProblem, tile_tokens: int, *, paired: bool = False, seed: int = 1
     ) -> dict[str, Tensor]:
         """The routing kernels alone: sorted_token, pair_position, expert_offsets, and the tile table."""
-        sizes = sizes_of(problem)
-        geometry = grouped_geometry(sizes, GemmMode.BF16, num_multiprocessors=2, tile_tokens=tile_tokens, paired=paired)
-        call = self._grouped(problem, geometry, seed=seed, routing_only=True)
-        num_tiles = int(call.part("num_tiles", 1, torch.int32))
+        variant, sizes = GroupedVariant(GemmMode.BF16, tile_tokens, paired=paired), problem.sizes
+        buffer = self._run(problem, variant, 2, seed, routing_only=True)
+        addresses = self.layout(problem, variant, 2, buffer.data_ptr())["workspace"]
+
+        def part(name: str, count: int) -> Tensor:
+            start = addresses[name] - buffer.data_ptr()
+            return buffer[start : start + 4 * count].view(torch.int32)
+
+        num_tiles = int(part("num_tiles", 1))
         return {
-            "expert_offsets": call.part("expert_offsets", sizes.num_experts + 1, torch.int32),
-            "sorted_token": call.part("sorted_token", sizes.num_pairs, torch.int32),
-            "pair_position": call.part("pair_position", sizes.num_pairs, torch.int32),
-            "tiles": call.part("tiles", 4 * num_tiles, torch.int32).view(num_tiles, 4)[:, :3],
+            "expert_offsets": part("expert_offsets", sizes.num_experts + 1),
+            "sorted_token": part("sorted_token", sizes.num_pairs),
+            "pair_position": part("pair_position", sizes.num_pairs),
+            "tiles": part("tiles", 4 * num_tiles).view(num_tiles, 4)[:, :3],
         }
 
     def router(self, problem: CudaProblem, *, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -169,23 +171,16 @@ class Emulator:
         self.module.router(experts, problem.router.fields(), ids.data_ptr(), weights.data_ptr(), seed)
         return ids, weights
 
-    def constant(self, name: str) -> int:
-        """A number that is compiled into the kernels."""
-        return self.module.constants[name]
-
-    def _grouped(
-        self, problem: CudaProblem, geometry: GroupedGeometry, *, seed: int, routing_only: bool = False
-    ) -> KernelCall:
-        counters = torch.zeros(COUNTERS, dtype=torch.int32)
-        call = grouped_call(problem, geometry, counters)
-        self.module.cuda_grouped(*_poisoned(call).structs, seed, routing_only)
-        assert not counters.any(), counters.nonzero()
-        return call
-
-
-def _poisoned(call: KernelCall) -> KernelCall:
-    call.buffer.fill_(0xFF)  # NaN and -1: a kernel that reads what nobody wrote shows it
-    return call
+    def _run(
+        self, problem: CudaProblem, variant: Variant, blocks: int, seed: int, *, routing_only: bool = False
+    ) -> Tensor:
+        """Run a call, check that its counter is back at 0, and return its workspace."""
+        buffer = torch.full((self.layout(problem, variant, blocks)["bytes"],), 0xFF, dtype=torch.uint8)
+        counter = torch.zeros((), dtype=torch.int32)
+        call = problem.call(variant, blocks)
+        self.module.cuda_run(*call, buffer.data_ptr(), counter.data_ptr(), seed, routing_only)
+        assert int(counter) == 0
+        return buffer
 
 
 def build_emulator() -> Emulator:

@@ -11,10 +11,15 @@ import torch
 from bench_cuda_cases import Shape, Tokens, Weights, problem_of
 
 from moe_optimizer.ops import cuda_dispatch, reference
-from moe_optimizer.ops.cuda_dispatch_calls import sizes_of
-from moe_optimizer.ops.cuda_variants import DirectVariant, GroupedVariant, Variant, candidate_variants, choose_variant
+from moe_optimizer.ops.cuda_variants import (
+    DirectVariant,
+    GemmMode,
+    GroupedVariant,
+    Variant,
+    candidate_variants,
+    choose_variant,
+)
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
-from moe_optimizer.ops.launch_geometry import GemmMode
 
 Call = Callable[[], torch.Tensor]
 """Runs one call on the current stream and returns its output."""
@@ -33,7 +38,7 @@ def family_of(variant: Variant) -> str:
 
 def variants_for(problem: CudaProblem) -> list[Variant]:
     """The variants worth timing for a call, the likeliest best first."""
-    return list(candidate_variants(sizes_of(problem)))
+    return list(candidate_variants(problem.sizes))
 
 
 def our_call(problem: CudaProblem, variant: Variant) -> Call:
@@ -50,7 +55,7 @@ def our_call_from_logits(weights: Weights, tokens: Tokens, shape: Shape) -> Call
     """The chosen variant with the gate inside."""
     problem = replace(problem_of(weights, tokens), router=Router(logits=tokens.logits, top_k=shape.top_k),
                       topk_ids=None, topk_weights=None)  # fmt: skip
-    return our_call(problem, choose_variant(sizes_of(problem)))
+    return our_call(problem, choose_variant(problem.sizes))
 
 
 class Vllm:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -21,14 +22,9 @@ from bench_cuda_cases import Shape, make_tokens, make_weights, problem_of  # noq
 from bench_cuda_machine import why_not_here  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from moe_optimizer.ops import reference  # noqa: E402
-from moe_optimizer.ops.cuda_dispatch_calls import COUNTERS, KernelCall, direct_call, grouped_call, sizes_of  # noqa: E402
+from moe_optimizer.ops import _load, reference  # noqa: E402
+from moe_optimizer.ops.cuda_variants import DirectVariant, GemmMode, GroupedVariant  # noqa: E402
 from moe_optimizer.ops.kernel_arguments import CudaProblem  # noqa: E402
-from moe_optimizer.ops.launch_geometry import (  # noqa: E402
-    GemmMode,
-    direct_geometry,
-    grouped_geometry,
-)
 
 
 def main() -> int:
@@ -47,37 +43,37 @@ def main() -> int:
     fp8 = options.fp8 or options.variant == "fp8_weights"
     weights = make_weights(shape, fp8, seed=1)
     problem = problem_of(weights, make_tokens(shape, options.tokens, "uniform", seed=1))
-    call = make_call(problem, options.variant, options.tile)
-    call.buffer.fill_(0xFF)
-    launch(call, options.variant)
+    workspace = run(problem, options.variant, options.tile)
+    return 0 if compare(problem, workspace, options.variant) else 1
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The device memory of a call, and where its parts lie."""
+
+    buffer: Tensor
+    addresses: dict[str, int]
+
+    def part(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        """The first elements of a part."""
+        start = self.addresses[name] - self.buffer.data_ptr()
+        return self.buffer[start : start + count * dtype.itemsize].view(dtype)
+
+
+def run(problem: CudaProblem, variant: str, tile: int) -> Workspace:
+    """Run the call to its end in a workspace of NaN and -1."""
+    kernels, device = _load.kernels(), problem.x.device
+    chosen = DirectVariant() if variant == "direct" else GroupedVariant(GemmMode[variant.upper()], tile)
+    call = problem.call(chosen, torch.cuda.get_device_properties(device).multi_processor_count)
+    size = kernels.cuda_layout(*call, 0)["bytes"]
+    buffer = torch.full((size,), 0xFF, dtype=torch.uint8, device=device)
+    counter = torch.zeros((), dtype=torch.int32, device=device)
+    kernels.cuda_run(*call, buffer.data_ptr(), counter.data_ptr(), torch.cuda.current_stream().cuda_stream)
     torch.cuda.synchronize()
-    return 0 if compare(problem, call, options.variant) else 1
+    return Workspace(buffer, kernels.cuda_layout(*call, buffer.data_ptr())["workspace"])
 
 
-def make_call(problem: CudaProblem, variant: str, tile: int) -> KernelCall:
-    """The call and its workspace."""
-    sizes = sizes_of(problem)
-    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=problem.x.device)
-    multiprocessors = torch.cuda.get_device_properties(problem.x.device).multi_processor_count
-    if variant == "direct":
-        return direct_call(problem, direct_geometry(sizes, num_multiprocessors=multiprocessors))
-    mode = GemmMode[variant.upper()]
-    geometry = grouped_geometry(sizes, mode, num_multiprocessors=multiprocessors, tile_tokens=tile)
-    return grouped_call(problem, geometry, counters)
-
-
-def launch(call: KernelCall, variant: str) -> None:
-    """Enqueue it on the current stream."""
-    from moe_optimizer.ops import _load
-
-    stream = torch.cuda.current_stream().cuda_stream
-    if variant == "direct":
-        _load.kernels().cuda_direct(*call.structs, stream)
-    else:
-        _load.kernels().cuda_grouped(*call.structs, stream)
-
-
-def compare(problem: CudaProblem, call: KernelCall, variant: str) -> bool:
+def compare(problem: CudaProblem, workspace: Workspace, variant: str) -> bool:
     """Print every stage's verdict; whether all are right."""
     p = problem
     assert p.topk_ids is not None
@@ -87,14 +83,14 @@ def compare(problem: CudaProblem, call: KernelCall, variant: str) -> bool:
     pairs, width, hidden = flat.numel(), p.w2.shape[2], p.w2.shape[1]
     right = True
     if variant != "direct":
-        right &= _same("sorted_token", call.part("sorted_token", order.numel(), torch.int32), order.int())
+        right &= _same("sorted_token", workspace.part("sorted_token", order.numel(), torch.int32), order.int())
         want = torch.full_like(flat, -1, dtype=torch.int32)
         want[order] = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
-        right &= _same("pair_position", call.part("pair_position", pairs, torch.int32), want)
+        right &= _same("pair_position", workspace.part("pair_position", pairs, torch.int32), want)
     # The direct kernels keep h by pair and no y.
     if variant == "direct":
         order = (flat >= 0).nonzero().flatten()
-    h = call.part("h", pairs * width, torch.bfloat16).view(pairs, width)
+    h = workspace.part("h", pairs * width, torch.bfloat16).view(pairs, width)
     h = h[order] if variant == "direct" else h[: order.numel()]
     want_h, want_y = [], []
     for pair in order.tolist():
@@ -111,7 +107,7 @@ def compare(problem: CudaProblem, call: KernelCall, variant: str) -> bool:
         stored_h = torch.empty_like(stored_h).index_copy_(1, position, stored_h)
     right &= _close("h (up GEMM, activation)", h.float(), stored_h)
     if variant != "direct":
-        y = call.part("y", pairs * hidden, torch.bfloat16).view(pairs, hidden)[: order.numel()]
+        y = workspace.part("y", pairs * hidden, torch.bfloat16).view(pairs, hidden)[: order.numel()]
         right &= _close("y (down GEMM)", y.float(), torch.stack(want_y))
     want = reference.fused_experts(p.x, p.w13, p.w2, p.topk_weights, p.topk_ids, w13_scale=p.w13_scale,
                                    w2_scale=p.w2_scale, activation=p.activation)  # fmt: skip

@@ -1,4 +1,4 @@
-// Fills C++ structs from Python dictionaries: every field by its name, none missing and none unknown.
+// Fills C++ structs from Python dictionaries, every field by its name, none missing and none unknown; and back.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -59,6 +59,34 @@ Struct from_python(const char* what, const pybind11::dict& given) {
     }
   }
   return result;
+}
+
+// A pointer as its address, an enum as its number.
+template <typename Struct>
+pybind11::dict to_python(Struct value) {
+  static const std::vector<pybind11::handle> names = interned_names(Struct::kFieldNames);
+  pybind11::dict result;
+  size_t next = 0;
+  const auto store = [&](const auto& field) {
+    using Field = std::decay_t<decltype(field)>;
+    if constexpr (std::is_pointer_v<Field>) {
+      result[names[next++]] = reinterpret_cast<uintptr_t>(field);
+    } else if constexpr (std::is_enum_v<Field>) {
+      result[names[next++]] = static_cast<int>(field);
+    } else {
+      result[names[next++]] = field;
+    }
+  };
+  std::apply([&](const auto&... field) { (store(field), ...); }, value.fields());
+  return result;
+}
+
+inline pybind11::dict layout_to_python(const CallLayout& call) {
+  const auto convert = [](const auto& layout) {
+    return pybind11::dict(pybind11::arg("bytes") = layout.bytes, pybind11::arg("launch") = to_python(layout.launch),
+                          pybind11::arg("workspace") = to_python(layout.workspace));
+  };
+  return std::visit(convert, call);
 }
 
 // `router`: a dictionary, or None where ids and weights are given.

@@ -62,17 +62,19 @@ void topk_router(const py::dict& router, const py::dict& call) {
 }
 
 #if defined(MOEOPT_CUDA)
-// `run`: run_direct or run_grouped.
-template <typename Workspace, typename Launch>
-auto cuda_call(void (*run)(Problem, const Workspace&, const Launch&, uintptr_t)) {
-  return [run](const py::dict& experts, const py::object& router, const py::dict& workspace, const py::dict& launch,
-               uintptr_t stream) {
-    const Problem problem = problem_from_python(experts, router);
-    const auto memory = from_python<Workspace>("workspace", workspace);
-    const auto shape = from_python<Launch>("launch", launch);
-    py::gil_scoped_release release;
-    run(problem, memory, shape, stream);
-  };
+// `buffer`: of the workspace; 0 where only its size is asked for. ValueError: the variant does not cover the problem.
+py::dict layout(const py::dict& experts, const py::object& router, const py::dict& variant, int multiprocessors,
+                uintptr_t buffer) {
+  return layout_to_python(cuda_layout(problem_from_python(experts, router), from_python<Variant>("variant", variant),
+                                      multiprocessors, buffer));
+}
+
+void run(const py::dict& experts, const py::object& router, const py::dict& variant, int multiprocessors,
+         uintptr_t buffer, uintptr_t counters, uintptr_t stream) {
+  const Problem problem = problem_from_python(experts, router);
+  const auto kernels = from_python<Variant>("variant", variant);
+  py::gil_scoped_release release;
+  run_cuda(problem, kernels, multiprocessors, buffer, reinterpret_cast<int*>(counters), stream);
 }
 #endif
 
@@ -87,7 +89,7 @@ PYBIND11_MODULE(_kernels, module) {
   module.def("sparse_experts", &sparse_experts, py::arg("experts"), py::arg("masks"), py::arg("isa") = "");
   module.def("topk_router", &topk_router, py::arg("router"), py::arg("call"));
 #if defined(MOEOPT_CUDA)
-  module.def("cuda_direct", cuda_call(&run_direct), "Small batches: two chained launches.");
-  module.def("cuda_grouped", cuda_call(&run_grouped), "Any batch: routing, GEMMs, combine.");
+  module.def("cuda_layout", &layout, "What a call launches, and the bytes of its workspace.");
+  module.def("cuda_run", &run, "Enqueues a call on a stream.");
 #endif
 }

@@ -1,7 +1,93 @@
-// The experts for avx2, with FP32 products. Drawing: simd/experts.h.
-#include "simd/formats_avx2.h"
+// The experts for AVX2 with FMA and F16C: 8 FP32 lanes; activations are FP32, weights become FP32 on the way in.
+// Drawing: simd/experts.h.
+#include <immintrin.h>
+
+#include "simd/formats_fp32.h"
 
 namespace moeopt {
+namespace {
+
+struct Avx2 {
+  using Vec = __m256;
+  static constexpr int kLanes = 8;
+  static constexpr int kMaxTokens = 3;  // 12 sums, 3 activations, 1 row: all 16 registers
+  static constexpr int kTileTokens = kMaxTokens;
+  static constexpr int kWideTokensOfFp16 = 0;
+  static Vec load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+  static Vec set1(float v) { return _mm256_set1_ps(v); }
+  static Vec fmadd(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+  static Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+  static Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+  static Vec round(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  // v in [0.5, 2), the result a normal number: adding to the exponent is enough.
+  static Vec times_power_of_two(Vec v, Vec n) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), exponent));
+  }
+  static Vec load_fp16(const Float16* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  // Four sums of lanes: pairs, quarters, then halves.
+  static void store_sums(const Vec* v, float* out) {
+    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+  }
+  template <typename X>
+  static void store_rounded(const float* values, X* out) {
+    for (int n = 0; n < kRows; ++n) from_float(values[n], out + n);
+  }
+};
+
+// A BF16 is the upper half of an FP32, so 16 of them become 8 even and 8 odd ones with a shift and a mask.
+// Activations are kept in that order: per 16 columns the 8 even ones, then the 8 odd ones.
+struct Avx2BFloat16 : Fp32Format<Avx2, BFloat16> {
+  using Weight = BFloat16;
+  using Decoded = Avx2BFloat16;
+  // The mask takes a register too; with 3 the compiler runs out of them: measured 0.6 of the speed.
+  static constexpr int kMaxTokens = 2;
+  static constexpr int kTileTokens = kMaxTokens;
+  static constexpr int kStep = 16, kParts = 2;
+  static Operand weight(const Weight* w, int part) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
+    return _mm256_castsi256_ps(part == 0 ? _mm256_slli_epi32(pairs, 16)
+                                         : _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+  static void store_activations(const float* values, char* row, int64_t column) {
+    float* even = reinterpret_cast<float*>(row) + column;
+    for (int n = 0; n < kRows / 2; ++n) {
+      even[n] = values[2 * n];
+      even[8 + n] = values[2 * n + 1];
+    }
+  }
+};
+
+// E4M3 moved into the bits of an FP16 is the value times 2^-8, subnormals included; only NaN needs a case.
+inline __m128i fp8_to_fp16_bits(const Float8E4M3* w) {
+  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(w)));
+  const __m128i bits = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<short>(0xbfff)));
+  const __m128i largest = _mm_set1_epi16(0x3f80);
+  const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(bits, largest), largest);
+  return _mm_or_si128(bits, _mm_and_si128(nan, _mm_set1_epi16(0x7e00)));
+}
+
+template <typename X>
+struct Avx2Float8 : Fp32Format<Avx2, X> {
+  using Weight = Float8E4M3;
+  using Decoded = DecodedFp8Weights<Avx2, X>;
+  static constexpr bool kDecodes = true;
+  static constexpr float kUnit = 256.0f;
+  static __m256 weight(const Weight* w, int /*part*/) { return _mm256_cvtph_ps(fp8_to_fp16_bits(w)); }
+  // `ahead`: half as many bytes to fetch meanwhile, or null.
+  static void decode_row(const Weight* w, int64_t columns, Float16* out, const char* ahead) {
+    for (int64_t k = 0; k < columns; k += 8) {
+      if (ahead && k % 128 == 0) __builtin_prefetch(ahead + k / 2, 0, 2);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + k), fp8_to_fp16_bits(w + k));
+    }
+  }
+};
+
+}  // namespace
 
 const ExpertKernels* avx2_kernels(const FusedExpertsArgs& args) {
   return fp32_kernels<Avx2, Avx2BFloat16, Avx2Float8>(args);

@@ -1,7 +1,115 @@
-// The experts for AVX-512 with BF16 dot products and VBMI; other dtypes as on avx512. Drawing: simd/experts.h.
-#include "simd/formats_avx512_bf16.h"
+// The experts for AVX-512 with BF16 dot products (32 products of BF16 per instruction, summed in 16 FP32 lanes) and
+// VBMI; other dtypes as on avx512. Drawing: simd/experts.h.
+#include "simd/formats_avx512.h"
 
 namespace moeopt {
+namespace {
+
+// BF16 activations, read as x has them; the SwiGLU result is rounded to BF16.
+struct DotBFloat16 : Fp32Format<Avx512, BFloat16> {
+  using Operand = __m512bh;
+  using Weight = BFloat16;
+  using Decoded = DotBFloat16;
+  static constexpr int kTileTokens = 4;  // with block scales each sum is two: 32
+  static constexpr int kWideTokens = 3;
+  // With one or two tokens the processor fetches ahead by itself, and is measured slower with hints.
+  static constexpr int64_t row_ahead_bytes(int tokens) { return tokens < 3 ? 0 : 2048; }
+  static constexpr int64_t kActivationBytes = 2;
+  static constexpr bool kPacks = false;
+  static constexpr int kStep = 32;
+
+  static Vec multiply_add(Operand a, Operand b, Vec acc) { return _mm512_dpbf16_ps(acc, a, b); }
+
+  static __m512bh load(const void* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
+  // The first min(columns, 32) of them, the rest zero.
+  static __m512bh load_first(const void* p, int64_t columns) {
+    const __mmask32 mask = columns >= 32 ? 0xffffffffu : columns <= 0 ? 0u : (1u << columns) - 1;
+    return reinterpret_cast<__m512bh>(_mm512_maskz_loadu_epi16(mask, p));
+  }
+
+  static Operand activation(const char* x, int64_t k, int part) { return load(x + 2 * (k + 32 * part)); }
+  static Operand activation_tail(const char* x, int64_t k, int part, int64_t columns) {
+    return load_first(x + 2 * (k + 32 * part), columns - 32 * part);
+  }
+  static Operand weight(const Weight* w, int /*part*/) { return load(w); }
+  static Operand weight_tail(const Weight* w, int /*part*/, int64_t columns) { return load_first(w, columns); }
+
+  static void store_activations(const float* values, char* row, int64_t column) {
+    const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(values));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + 2 * column), reinterpret_cast<__m256i>(rounded));
+  }
+};
+
+// The BF16 of each of the 128 non-negative E4M3 codes, upper and lower bytes. All are exact.
+struct Float8Table {
+  alignas(64) uint8_t upper[128];
+  alignas(64) uint8_t lower[128];
+  constexpr Float8Table() : upper(), lower() {
+    for (uint32_t code = 0; code < 128; ++code) {
+      uint32_t exponent = code >> 3, mantissa = code & 7u, bits = 0;
+      if (code == 127) {
+        bits = 0x7fc0;
+      } else if (exponent != 0) {
+        bits = ((exponent + 120) << 7) | (mantissa << 4);
+      } else if (mantissa != 0) {  // mantissa * 2^-9, made normal
+        exponent = 121;
+        while ((mantissa & 8u) == 0) {
+          mantissa <<= 1;
+          --exponent;
+        }
+        bits = (exponent << 7) | ((mantissa & 7u) << 4);
+      }
+      upper[code] = static_cast<uint8_t>(bits >> 8);
+      lower[code] = static_cast<uint8_t>(bits & 0xff);
+    }
+  }
+};
+constexpr Float8Table kFloat8Table;
+
+// Columns [0, 32) (part 0) or [32, 64) (part 1) of 64 codes as BF16.
+inline __m512i fp8_to_bf16(__m512i codes, int part) {
+  // The interleaving below works on 16-byte lanes; this order of 8-byte pieces makes its result consecutive.
+  const __m512i spread = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes);
+  const __m512i lower = _mm512_permutex2var_epi8(_mm512_load_si512(kFloat8Table.lower), spread,
+                                                 _mm512_load_si512(kFloat8Table.lower + 64));
+  const __m512i magnitude = _mm512_permutex2var_epi8(_mm512_load_si512(kFloat8Table.upper), spread,
+                                                     _mm512_load_si512(kFloat8Table.upper + 64));
+  // magnitude | (spread & 0x80)
+  const __m512i upper = _mm512_ternarylogic_epi32(magnitude, spread, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
+  return part == 0 ? _mm512_unpacklo_epi8(lower, upper) : _mm512_unpackhi_epi8(lower, upper);
+}
+
+// FP8 weights become BF16, exactly, through table look-ups of bytes (VBMI).
+struct DotFloat8 : DotBFloat16 {
+  using Weight = Float8E4M3;
+  using Decoded = DotBFloat16;
+  static constexpr int kMaxTokens = kTileTokens;
+  static constexpr int64_t row_ahead_bytes(int /*tokens*/) { return 2048; }
+  static constexpr int kWideTokens = 0;
+  static constexpr bool kDecodes = true;
+  static constexpr int kStep = 64, kParts = 2;
+
+  static Operand weight(const Weight* w, int part) {
+    return reinterpret_cast<__m512bh>(fp8_to_bf16(_mm512_loadu_si512(w), part));
+  }
+  static __m512i load_codes(const Weight* w, int64_t columns) {
+    return _mm512_maskz_loadu_epi8(columns >= 64 ? ~0ull : (1ull << columns) - 1, w);
+  }
+  static Operand weight_tail(const Weight* w, int part, int64_t columns) {
+    return reinterpret_cast<__m512bh>(fp8_to_bf16(load_codes(w, columns), part));
+  }
+  // `out` has room for `columns` rounded up to 64. `ahead`: half as many bytes to fetch meanwhile, or null.
+  static void decode_row(const Weight* w, int64_t columns, BFloat16* out, const char* ahead) {
+    for (int64_t k = 0; k < columns; k += 64) {
+      if (ahead) __builtin_prefetch(ahead + k / 2, 0, 2);
+      const __m512i codes = load_codes(w + k, columns - k);
+      _mm512_storeu_si512(out + k, fp8_to_bf16(codes, 0));
+      _mm512_storeu_si512(out + k + 32, fp8_to_bf16(codes, 1));
+    }
+  }
+};
+
+}  // namespace
 
 const ExpertKernels* avx512_bf16_kernels(const FusedExpertsArgs& args) {
   if (args.x_dtype != DType::kBFloat16) return avx512_kernels(args);

@@ -163,13 +163,8 @@ Isa best_isa() {
 }
 
 const char* isa_name(Isa isa) {
-  switch (isa) {
-    case Isa::kGeneric: return "generic";
-    case Isa::kAvx2: return "avx2";
-    case Isa::kAvx512: return "avx512";
-    case Isa::kAvx512Bf16: return "avx512_bf16";
-  }
-  return "?";
+  static constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_bf16"};
+  return kNames[static_cast<int>(isa)];
 }
 
 const ExpertKernels* kernels_for(const FusedExpertsArgs& args, Isa isa) {

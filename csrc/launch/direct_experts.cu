@@ -1,11 +1,9 @@
 // Starts the direct path: router, direct_up_kernel, direct_down_kernel.
-#include "launch/cuda_kernels.h"
 #include "launch/launch.cuh"
 
 namespace moeopt {
 
-void run_direct(Problem problem, const DirectWorkspace& workspace, const DirectLaunch& launch, uintptr_t handle) {
-  auto* stream = reinterpret_cast<cudaStream_t>(handle);
+void run_experts(Problem problem, const DirectWorkspace& workspace, const DirectLaunch& launch, cudaStream_t stream) {
   if (problem.router.logits != nullptr) {
     problem = launch_router(problem, workspace.topk_ids, workspace.topk_weights, stream);
   }

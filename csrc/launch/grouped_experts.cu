@@ -1,5 +1,4 @@
 // Starts the grouped path: router, routing and token preparation, GEMMs, combine.
-#include "launch/cuda_kernels.h"
 #include "launch/grouped_gemm_sm90.cuh"
 #include "launch/launch.cuh"
 
@@ -31,8 +30,7 @@ void launch_combine(const Problem& problem, const GroupedWorkspace& workspace, c
 
 }  // namespace
 
-void run_grouped(Problem problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch, uintptr_t handle) {
-  auto* stream = reinterpret_cast<cudaStream_t>(handle);
+void run_experts(Problem problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch, cudaStream_t stream) {
   const auto launch_gemms = launch.mode == GemmMode::kBf16         ? launch_gemms_bf16
                             : launch.mode == GemmMode::kFp8Weights ? launch_gemms_fp8_weights
                                                                    : launch_gemms_fp8;

@@ -46,6 +46,11 @@ void launch_kernel(const char* name, void (*kernel)(Parameters...), const Launch
   check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), name);
 }
 
+// Small batches: router (with logits), then two launches of which the second starts early.
+void run_experts(Problem problem, const DirectWorkspace& workspace, const DirectLaunch& launch, cudaStream_t stream);
+// Router (with logits), routing, token preparation, both grouped GEMMs, combine.
+void run_experts(Problem problem, const GroupedWorkspace& workspace, const GroupedLaunch& launch, cudaStream_t stream);
+
 // Starts the gate, the first launch of every call from logits. Returns the problem with the ids and weights it writes.
 Problem launch_router(const Problem& problem, int* topk_ids, float* topk_weights, cudaStream_t stream);
 

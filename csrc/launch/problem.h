@@ -1,8 +1,10 @@
-// What one CUDA call takes: tensors, workspace and launch geometry. Python fills every struct by field names
-// (moe_optimizer/ops/cuda_dispatch_calls.py); nothing of CUDA is in here.
+// What one CUDA call takes: tensors and a variant, which Python fills by field names
+// (moe_optimizer/ops/kernel_arguments.py), and what geometry.h makes of them: launches and workspace. Nothing of CUDA
+// is in here.
 #pragma once
 
 #include <cstdint>
+#include <variant>
 
 #include "moeopt/fields.h"
 #include "moeopt/fused_experts.h"
@@ -15,6 +17,17 @@ struct TokenTile;
 struct Problem {
   FusedExpertsArgs moe;
   RouterArgs router;
+};
+
+// The kernels that run a call; moe_optimizer/ops/cuda_variants.py names and picks them.
+struct Variant {
+  bool direct;  // else grouped, of which the rest tells
+  GemmMode mode;
+  int32_t tile_tokens;
+  int32_t num_stages;  // 0: as many as fit
+  bool paired;         // clusters of two blocks: pairs of token tiles share the weights
+
+  MOEOPT_FIELDS(direct, mode, tile_tokens, num_stages, paired)
 };
 
 // --- direct: small batches -----------------------------------------------------------------------------------
@@ -38,8 +51,11 @@ struct DirectWorkspace {
 
 struct GroupedLaunch {
   GemmMode mode;
-  int32_t tile_tokens, num_stages, shared_bytes, grid, route_blocks, route_shared_bytes, prepare_blocks;
-  int32_t cluster_blocks;  // 1, or 2: pairs of token tiles share the weights
+  int32_t tile_tokens, num_stages, shared_bytes, grid;
+  int32_t route_blocks;  // 1: a single block counts and places in one launch. More: a second launch places
+  int32_t route_shared_bytes;
+  int32_t prepare_blocks;  // that prepare the tokens, beside those that count pairs
+  int32_t cluster_blocks;  // 1, or 2 in pairs
 
   MOEOPT_FIELDS(mode, tile_tokens, num_stages, shared_bytes, grid, route_blocks, route_shared_bytes, prepare_blocks,
                 cluster_blocks)
@@ -61,5 +77,16 @@ struct GroupedWorkspace {
   MOEOPT_FIELDS(block_counts, pair_rank, expert_offsets, sorted_token, pair_position, tiles, num_tiles, tile_counters,
                 block_arrivals, h, y, tokens, token_scale, h_quantized, h_scale, topk_ids, topk_weights)
 };
+
+// --- either --------------------------------------------------------------------------------------------------
+
+// What a call launches, and its workspace of so many bytes.
+template <typename Launch, typename Workspace>
+struct Layout {
+  Launch launch;
+  Workspace workspace;
+  int64_t bytes;
+};
+using CallLayout = std::variant<Layout<DirectLaunch, DirectWorkspace>, Layout<GroupedLaunch, GroupedWorkspace>>;
 
 }  // namespace moeopt

@@ -5,17 +5,11 @@ Floors, not predictions: no launch latency, no imperfect overlap, each hit exper
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_optimizer.costs.estimate import divide
-from moe_optimizer.costs.weights import (
-    WeightParts,
-    device_weight_bytes,
-    kv_head_share,
-    weight_element_bytes,
-    weight_parts,
-)
+from moe_optimizer.costs.weights import device_weight_bytes, kv_head_share, weight_element_bytes, weight_parts
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.specs.hardware import GpuSpec
 from moe_optimizer.specs.model import ModelSpec
@@ -47,36 +41,20 @@ def moe_layer_weight_bytes(model: ModelSpec, tokens: int, *, expert_bits: float)
     return hit * expert_bytes(model, expert_bits=expert_bits)
 
 
-def decode_step_floor_us(
-    model: ModelSpec,
-    gpu: GpuSpec,
-    *,
-    batch: int,
-    context: int,
-    num_gpus: int,
-    expert_bits: float,
-    linear_bits: float,
-    kv_bits: float = 16,
-    data_parallel_size: int = 1,
-) -> Quantity:
-    """Return the least time of one decode step of `batch` sequences with `context` cached tokens each, in us.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStep:
+    """One decode step: tensor parallel over `num_gpus`, in each of `data_parallel_size` copies, which share experts."""
 
-    (hit experts + the other weights, of the input embedding only the rows looked up + the cache) per GPU
-    / memory bandwidth, or the operations / peak rate where those take longer. Tensor parallel over
-    `num_gpus`, in each of `data_parallel_size` copies with as many sequences, which share the experts;
-    communication is not included (see `comm`).
-    """
-    gpus = f"{num_gpus} GPUs" if num_gpus > 1 else "1 GPU"
-    multiplied_params = model.active_params - (model.embedding_params if model.lm_head_params else 0)
-    read_bytes = decode_step_bytes(
-        model, batch=batch, context=context, num_gpus=num_gpus, data_parallel_size=data_parallel_size,
-        expert_bits=expert_bits, linear_bits=linear_bits, kv_bits=kv_bits,
-    ).total  # fmt: skip
-    read = f"bytes of one decode step, {batch} sequences at {context} tokens on {gpus}"
-    reading = divide(read_bytes * 1e6, memory_bandwidth(gpu), unit="us", ref=f"{read} / memory bandwidth")
-    flop, peak = 2.0 * multiplied_params * batch / num_gpus, peak_flops(gpu, max(expert_bits, linear_bits))
-    computing = divide(flop * 1e6, peak, unit="us", ref=f"operations of {batch} tokens on {gpus} / peak rate")
-    return max(reading, computing, key=lambda bound: bound.value)
+    model: ModelSpec
+    batch: int
+    """Sequences in each copy."""
+    context: int
+    """Cached tokens of each sequence."""
+    num_gpus: int
+    expert_bits: float
+    linear_bits: float
+    kv_bits: float = 16
+    data_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,33 +73,37 @@ class StepBytes:
         return self.experts + self.matrices + self.cache
 
 
-def decode_step_bytes(
-    model: ModelSpec,
-    *,
-    batch: int,
-    context: int,
-    num_gpus: int,
-    expert_bits: float,
-    linear_bits: float,
-    kv_bits: float = 16,
-    data_parallel_size: int = 1,
-) -> StepBytes:
-    """Return what one GPU reads in one decode step of `batch` sequences in each data parallel copy."""
-    parts = weight_parts(model, linear_bits=linear_bits)
+def decode_step_floor_us(step: DecodeStep, gpu: GpuSpec) -> Quantity:
+    """Return the least time of one decode step, in us.
+
+    (hit experts + the other weights, of the input embedding only the rows looked up + the cache) per GPU
+    / memory bandwidth, or the operations / peak rate where those take longer; communication is not included
+    (see `comm`).
+    """
+    model, batch = step.model, step.batch
+    gpus = f"{step.num_gpus} GPUs" if step.num_gpus > 1 else "1 GPU"
+    multiplied_params = model.active_params - (model.embedding_params if model.lm_head_params else 0)
+    read_bytes = decode_step_bytes(step).total
+    read = f"bytes of one decode step, {batch} sequences at {step.context} tokens on {gpus}"
+    reading = divide(read_bytes * 1e6, memory_bandwidth(gpu), unit="us", ref=f"{read} / memory bandwidth")
+    peak = peak_flops(gpu, max(step.expert_bits, step.linear_bits))
+    flop = 2.0 * multiplied_params * batch / step.num_gpus
+    computing = divide(flop * 1e6, peak, unit="us", ref=f"operations of {batch} tokens on {gpus} / peak rate")
+    return max(reading, computing, key=lambda bound: bound.value)
+
+
+def decode_step_bytes(step: DecodeStep) -> StepBytes:
+    """Return what one GPU reads in one decode step."""
+    model, num_gpus = step.model, step.num_gpus
+    parts = weight_parts(model, linear_bits=step.linear_bits)
     # The input embedding is looked up, a few rows; the head is read whole, also where the two are one matrix.
     head_params = model.lm_head_params or model.embedding_params
     head_share = head_params / max(1, model.embedding_params + model.lm_head_params)
-    others = WeightParts(
-        experts=0,
-        linears=parts.linears,
-        kv_projections=parts.kv_projections,
-        vocabulary=round(parts.vocabulary * head_share),
-        replicated=parts.replicated,
-    )
+    others = replace(parts, experts=0, vocabulary=round(parts.vocabulary * head_share))
     matrices = device_weight_bytes(model, others, num_devices=num_gpus, expert_parallel=False)
-    tokens, devices = batch * data_parallel_size, num_gpus * data_parallel_size
-    experts = model.num_moe_layers * moe_layer_weight_bytes(model, tokens, expert_bits=expert_bits) / devices
-    cache = batch * _cache_read_bytes(model, context) * kv_bits / 16 * kv_head_share(model, num_gpus)
+    tokens, devices = step.batch * step.data_parallel_size, num_gpus * step.data_parallel_size
+    experts = model.num_moe_layers * moe_layer_weight_bytes(model, tokens, expert_bits=step.expert_bits) / devices
+    cache = step.batch * _cache_read_bytes(model, step.context) * step.kv_bits / 16 * kv_head_share(model, num_gpus)
     return StepBytes(experts=experts, matrices=matrices, cache=cache)
 
 

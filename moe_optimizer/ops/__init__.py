@@ -11,30 +11,22 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_optimizer.ops._load import best_isa, kernels_available
-    from moe_optimizer.ops.flash_dmoe import flash_dmoe
-    from moe_optimizer.ops.fused_experts import fused_experts, why_reference
-    from moe_optimizer.ops.huge_pages import use_huge_pages
-    from moe_optimizer.ops.sparse_experts import sparse_experts
-
-__all__ = [
-    "best_isa",
-    "flash_dmoe",
-    "fused_experts",
-    "kernels_available",
-    "sparse_experts",
-    "use_huge_pages",
-    "why_reference",
-]
+    from moe_optimizer.ops._load import best_isa as best_isa
+    from moe_optimizer.ops._load import kernels_available as kernels_available
+    from moe_optimizer.ops.flash_dmoe import flash_dmoe as flash_dmoe
+    from moe_optimizer.ops.fused_experts import fused_experts as fused_experts
+    from moe_optimizer.ops.fused_experts import why_reference as why_reference
+    from moe_optimizer.ops.huge_pages import use_huge_pages as use_huge_pages
+    from moe_optimizer.ops.sparse_experts import sparse_experts as sparse_experts
 
 _HOME = {
-    "best_isa": "moe_optimizer.ops._load",
-    "flash_dmoe": "moe_optimizer.ops.flash_dmoe",
-    "fused_experts": "moe_optimizer.ops.fused_experts",
-    "kernels_available": "moe_optimizer.ops._load",
-    "sparse_experts": "moe_optimizer.ops.sparse_experts",
-    "use_huge_pages": "moe_optimizer.ops.huge_pages",
-    "why_reference": "moe_optimizer.ops.fused_experts",
+    "best_isa": "_load",
+    "flash_dmoe": "flash_dmoe",
+    "fused_experts": "fused_experts",
+    "kernels_available": "_load",
+    "sparse_experts": "sparse_experts",
+    "use_huge_pages": "huge_pages",
+    "why_reference": "fused_experts",
 }
 
 
@@ -44,7 +36,7 @@ class _OpsPackage(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_HOME[name]), name)
+        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
         setattr(self, name, value)
         return value
 

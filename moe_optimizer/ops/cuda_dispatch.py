@@ -9,14 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.ops import _load
-from moe_optimizer.ops.cuda_dispatch_calls import COUNTERS, direct_call, grouped_call, sizes_of
 from moe_optimizer.ops.cuda_variants import DirectVariant, Variant, choose_variant
 from moe_optimizer.ops.expert_inputs import MAX_EXPERTS, MAX_TOP_K, Inputs
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
-from moe_optimizer.ops.launch_geometry.direct import DirectGeometry, direct_geometry
-from moe_optimizer.ops.launch_geometry.grouped import GroupedGeometry, grouped_geometry
-from moe_optimizer.ops.launch_geometry.hopper import GeometryError
 from moe_optimizer.ops.measured_variant import measured_variant
 
 _CAPABILITY = (9, 0)
@@ -28,7 +25,7 @@ def why_unavailable(device: torch.device) -> str | None:
     available, reason = _load.kernels_available()
     if not available:
         return reason
-    if not hasattr(_load.kernels(), "cuda_direct"):
+    if not hasattr(_load.kernels(), "cuda_run"):
         return "built without CUDA kernels; `bash build.sh` says why"
     capability = torch.cuda.get_device_capability(device)
     if capability != _CAPABILITY:
@@ -40,14 +37,14 @@ def why_not(problem: CudaProblem, variant: Variant) -> str | None:
     """Return why the variant does not cover `problem`, or None where it does. Reads no device data."""
     if problem.x.dtype != torch.bfloat16:
         return f"CUDA kernels take bfloat16 activations, got {problem.x.dtype}"
-    sizes = sizes_of(problem)
+    sizes = problem.sizes
     if not (sizes.num_experts and sizes.top_k and sizes.hidden_size and sizes.intermediate_size):
         return (
             f"CUDA kernels need E, k, H and I above 0, got E={sizes.num_experts}, k={sizes.top_k}, "
             f"H={sizes.hidden_size}, I={sizes.intermediate_size}"
         )
-    if problem.w13.shape[0] > MAX_EXPERTS or problem.top_k > MAX_TOP_K:
-        return f"at most {MAX_EXPERTS} experts and top-{MAX_TOP_K}, got {problem.w13.shape[0]}, top-{problem.top_k}"
+    if sizes.num_experts > MAX_EXPERTS or sizes.top_k > MAX_TOP_K:
+        return f"at most {MAX_EXPERTS} experts and top-{MAX_TOP_K}, got {sizes.num_experts}, top-{sizes.top_k}"
     if problem.router is not None and problem.router.logits.dtype not in (torch.float32, torch.bfloat16):
         return f"CUDA kernels take float32 or bfloat16 logits, got {problem.router.logits.dtype}"
     for name, tensor in (("x", problem.x), ("w13", problem.w13), ("w2", problem.w2), ("out", problem.out)):
@@ -55,8 +52,8 @@ def why_not(problem: CudaProblem, variant: Variant) -> str | None:
         if misaligned:
             return f"CUDA kernels copy 16 bytes at a time: {name} {misaligned}"
     try:
-        geometry_of(problem, variant, num_multiprocessors=2)
-    except GeometryError as error:
+        _load.kernels().cuda_layout(*problem.call(variant, 2), 0)
+    except ValueError as error:
         return str(error)
     return None
 
@@ -69,21 +66,6 @@ def _misaligned(tensor: Tensor) -> str:
         if tensor.shape[dim] > 1 and stride % _ALIGNMENT:
             return f"has a stride of {stride} bytes in dim {dim}"
     return ""
-
-
-def geometry_of(problem: CudaProblem, variant: Variant, num_multiprocessors: int) -> DirectGeometry | GroupedGeometry:
-    """Return the launches of the variant; raises GeometryError where it does not cover the problem."""
-    sizes = sizes_of(problem)
-    if isinstance(variant, DirectVariant):
-        return direct_geometry(sizes, num_multiprocessors=num_multiprocessors)
-    return grouped_geometry(
-        sizes,
-        variant.mode,
-        num_multiprocessors=num_multiprocessors,
-        tile_tokens=variant.tile_tokens,
-        num_stages=variant.num_stages,
-        paired=variant.paired,
-    )
 
 
 def run_fused_experts(inputs: Inputs, out: Tensor, router: Router | None = None) -> str | None:
@@ -101,7 +83,7 @@ def run_fused_experts(inputs: Inputs, out: Tensor, router: Router | None = None)
     if router is not None:
         tensors |= {"topk_weights": None, "topk_ids": None}
     problem = CudaProblem(**tensors, out=target, router=router)
-    variant = measured_variant(problem) or choose_variant(sizes_of(problem))
+    variant = measured_variant(problem) or choose_variant(problem.sizes)
     reason = why_not(problem, variant)
     if reason is not None:
         return reason
@@ -122,42 +104,45 @@ def run(problem: CudaProblem, variant: Variant) -> None:
 
     Raises:
         KernelUnavailableError: the extension is not built.
-        GeometryError: the variant does not cover the problem.
+        UnsupportedError: the variant does not cover the problem.
         RuntimeError: CUDA refused a launch.
     """
     if problem.x.shape[0] == 0:
         return
-    device = problem.x.device
-    geometry = geometry_of(problem, variant, torch.cuda.get_device_properties(device).multi_processor_count)
+    device, kernels = problem.x.device, _load.kernels()
+    call = problem.call(variant, torch.cuda.get_device_properties(device).multi_processor_count)
+    try:
+        layout = kernels.cuda_layout(*call, 0)
+    except ValueError as error:
+        raise UnsupportedError(str(error)) from None
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
-        if isinstance(geometry, DirectGeometry):
-            call = direct_call(problem, geometry)
-            _load.kernels().cuda_direct(*call.structs, stream)
-        else:
-            call = grouped_call(problem, geometry, _counters_for(device, stream))
-            _load.kernels().cuda_grouped(*call.structs, stream)
+        # The kernels allocate nothing; what the workspace holds before the call does not matter.
+        workspace = torch.empty(layout["bytes"], dtype=torch.uint8, device=device)
+        counter = None if isinstance(variant, DirectVariant) else _counter_for(device, stream)
+        kernels.cuda_run(*call, workspace.data_ptr(), 0 if counter is None else counter.data_ptr(), stream)
 
 
 class CounterBank:
-    """Zeroed arrival counters, one set per stream: two launches that may overlap must not share one.
+    """Zeroed arrival counters, one per stream: two calls that may overlap must not share one.
 
-    A set is handed out without allocating, so that the first call on a capturing stream works; only when all sets are
-    taken does a call get a fresh one, whose zeroing then becomes part of the call (and of the graph).
+    Every call that finishes leaves its counter zero. A counter is handed out without allocating, so that the first call
+    on a capturing stream works; only when all are taken does a call get a fresh one, whose zeroing then becomes part of
+    the call (and of the graph).
     """
 
-    SETS = 16
+    STREAMS = 16
 
     def __init__(self, device: torch.device) -> None:
-        self._sets = torch.zeros(self.SETS, COUNTERS, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(self.STREAMS, dtype=torch.int32, device=device)
         self._owner: dict[int, int] = {}
 
     def get(self, stream: int) -> Tensor:
-        """Return the counters of a stream, by its handle."""
+        """Return the counter of a stream, by its handle."""
         index = self._owner.setdefault(stream, len(self._owner))
-        if index < self.SETS:
-            return self._sets[index]
-        return torch.zeros_like(self._sets[0])
+        if index < self.STREAMS:
+            return self._counters[index]
+        return torch.zeros_like(self._counters[0])
 
 
 _banks: dict[torch.device, CounterBank] = {}
@@ -170,9 +155,9 @@ def prepare_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)  # zeros before any other stream uses them
 
 
-def _counters_for(device: torch.device, stream: int) -> Tensor:
+def _counter_for(device: torch.device, stream: int) -> Tensor:
     if device not in _banks:
         if torch.cuda.is_current_stream_capturing():
-            return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+            return torch.zeros((), dtype=torch.int32, device=device)
         prepare_device(device)
     return _banks[device].get(stream)

@@ -4,16 +4,54 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import IntEnum
 
-from moe_optimizer.ops.launch_geometry.direct import PAIRS, TOKENS
-from moe_optimizer.ops.launch_geometry.grouped import PAIRED_TILES, TILE_TOKENS, GemmMode, choose_tile_tokens
-from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
+DIRECT_TOKENS, DIRECT_PAIRS = 64, 512
+"""What the tables of the direct kernels hold."""
+
+
+class GemmMode(IntEnum):
+    """What the tensor cores multiply; codes of csrc/include/moeopt/fused_experts.h."""
+
+    BF16 = 0
+    FP8_WEIGHTS = 1
+    """E4M3 weights, BF16 tokens: weights become BF16 in registers."""
+    FP8 = 2
+    """E4M3 weights and tokens: x with one scale per token, h with one per token and 128."""
+
+
+TILE_TOKENS = {
+    GemmMode.BF16: (16, 32, 64, 96, 128, 160),
+    GemmMode.FP8_WEIGHTS: (16, 32, 64),
+    GemmMode.FP8: (32, 64, 96, 144),
+}
+"""Token tiles that are compiled (`CompiledTiles`): up to where sums and partial sums fit the registers."""
+PAIRED_TILES = {GemmMode.BF16: (160,), GemmMode.FP8_WEIGHTS: (), GemmMode.FP8: (144,)}
+"""Tiles worth pairing: the widest. Two blocks that share the weights read a third less from L2."""
 
 _GROUPED = re.compile(r"grouped-(?P<mode>[a-z0-9_]+?)(?:-n(?P<tile>\d+)(?P<paired>x2)?)?(?:/(?P<stages>\d+))?")
 _FROM_TOKENS = 4
 """Fewest tokens at which grouping them by expert comes near the direct kernels."""
 _PAIRED_FROM_TOKENS_PER_EXPERT = 64
 """Fewest at which an expert fills two tiles of a useful width."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSizes:
+    """T tokens, k experts per token, E local experts, H hidden, I expert width, bytes of one stored weight."""
+
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    weight_bytes: int
+    """2: BF16, 1: FP8 E4M3."""
+
+    @property
+    def num_pairs(self) -> int:
+        """Token-expert pairs, T * k."""
+        return self.num_tokens * self.top_k
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +68,9 @@ class GroupedVariant:
 
     mode: GemmMode
     tile_tokens: int | None = None
+    """None: by the average tokens per expert."""
     num_stages: int | None = None
+    """None: as many as fit."""
     paired: bool = False
     """Two blocks share an expert's weights, each with its own token tile."""
 
@@ -43,9 +83,33 @@ class GroupedVariant:
 Variant = DirectVariant | GroupedVariant
 
 
+def choose_tile_tokens(sizes: MoeSizes, mode: GemmMode) -> int:
+    """Return the smallest compiled tile of at least 1.5 times the average tokens per expert.
+
+    1.5: routing is uneven, and an expert that needs a second tile reads its weights again (from L2). Chosen by
+    arithmetic; to be replaced by measurements.
+    """
+    wanted = 1.5 * sizes.num_pairs / max(1, sizes.num_experts)
+    tiles = TILE_TOKENS[mode]
+    return next((tile for tile in tiles if tile >= wanted), tiles[-1])
+
+
+def variant_fields(variant: Variant, sizes: MoeSizes) -> dict[str, int | float | bool]:
+    """Return `Variant` of csrc/launch/problem.h."""
+    grouped = GroupedVariant(GemmMode.BF16) if isinstance(variant, DirectVariant) else variant
+    tile = choose_tile_tokens(sizes, grouped.mode) if grouped.tile_tokens is None else grouped.tile_tokens
+    return {
+        "direct": isinstance(variant, DirectVariant),
+        "mode": grouped.mode,
+        "tile_tokens": tile,
+        "num_stages": grouped.num_stages or 0,
+        "paired": grouped.paired,
+    }
+
+
 def choose_variant(sizes: MoeSizes) -> Variant:
     """Return the variant for these sizes by arithmetic, where nothing was measured."""
-    if sizes.num_tokens <= TOKENS and sizes.num_pairs <= PAIRS:
+    if sizes.num_tokens <= DIRECT_TOKENS and sizes.num_pairs <= DIRECT_PAIRS:
         return DirectVariant()
     # FP8 x FP8 rounds the activations to 4 significant bits: it has to be asked for.
     return GroupedVariant(GemmMode.BF16 if sizes.weight_bytes == 2 else GemmMode.FP8_WEIGHTS)
@@ -57,7 +121,7 @@ def candidate_variants(sizes: MoeSizes) -> tuple[Variant, ...]:
     With FP8 weights that includes the one that quantises the activations too, as vLLM's kernel does.
     """
     chosen: list[Variant] = []
-    if sizes.num_tokens <= TOKENS and sizes.num_pairs <= PAIRS:
+    if sizes.num_tokens <= DIRECT_TOKENS and sizes.num_pairs <= DIRECT_PAIRS:
         chosen.append(DirectVariant())
     modes = (GemmMode.BF16,) if sizes.weight_bytes == 2 else (GemmMode.FP8_WEIGHTS, GemmMode.FP8)
     for mode in modes:

@@ -16,52 +16,24 @@ from moe_optimizer.ops.tensor_check import TensorChecks
 from moe_optimizer.ops.topk_router import LOGITS_DTYPES, check_router, topk_router
 
 
-class Gate(NamedTuple):
-    """How router logits become experts, in the order of the schema; meaning: `topk_router`."""
-
-    score_bias: Tensor | None
-    top_k: int
-    renormalize: bool
-    scoring: str
-    num_expert_group: int | None
-    topk_group: int | None
-    routed_scaling_factor: float
-
-    def router(self, logits: Tensor) -> Router:
-        """Return the same for kernels: 1 group where there are none, the bias contiguous."""
-        groups = self.num_expert_group or 1
-        return Router(
-            logits=logits,
-            top_k=self.top_k,
-            scoring=self.scoring,
-            renormalize=self.renormalize,
-            num_expert_group=groups,
-            topk_group=self.topk_group if groups > 1 and self.topk_group is not None else groups,
-            score_bias=None if self.score_bias is None else self.score_bias.contiguous(),
-            routed_scaling_factor=self.routed_scaling_factor,
-        )
-
-
-class Experts(NamedTuple):
-    """The experts' tensors, in the order of the schema; meaning: `fused_experts`."""
-
-    w13: Tensor
-    w2: Tensor
-    expert_map: Tensor | None
-    w13_scale: Tensor | None
-    w2_scale: Tensor | None
-    w13_bias: Tensor | None
-    w2_bias: Tensor | None
-    activation: str
-
-
 class _Inputs(NamedTuple):
     """The inputs of the registered ops."""
 
     x: Tensor
-    router_logits: Tensor
-    experts: Experts
-    gate: Gate
+    w13: Tensor
+    w2: Tensor
+    expert_map: Tensor | None
+    others: tuple[Any, ...]
+    """Scales, biases and activation of the experts."""
+    router: Router
+
+    def experts(self) -> Inputs:
+        """Return the inputs of `fused_experts`, with room for the ids and weights that the router chooses."""
+        logits = self.router.logits
+        shape = (logits.shape[0], self.router.top_k)
+        topk_weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+        topk_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+        return Inputs(self.x, self.w13, self.w2, topk_weights, topk_ids, self.expert_map, *self.others)
 
 
 def flash_dmoe(
@@ -107,59 +79,54 @@ def flash_dmoe(
 
     Numerics and limits: those of `fused_experts`; the gate computes in float32, and the lower id wins a tie.
     """
-    experts = Experts(w13, w2, expert_map, w13_scale, w2_scale, w13_bias, w2_bias, activation)
-    gate = Gate(score_bias, top_k, renormalize, scoring, num_expert_group, topk_group, routed_scaling_factor)
+    experts = (w13, w2, expert_map, w13_scale, w2_scale, w13_bias, w2_bias, activation)
+    router = (top_k, score_bias, renormalize, scoring, num_expert_group, topk_group, routed_scaling_factor)
     if out is None:
-        return torch.ops.moe_optimizer.flash_dmoe(x, router_logits, *experts, *gate)
-    torch.ops.moe_optimizer.flash_dmoe_out(x, router_logits, *experts, *gate, out)
+        return torch.ops.moe_optimizer.flash_dmoe(x, router_logits, *experts, *router)
+    torch.ops.moe_optimizer.flash_dmoe_out(x, router_logits, *experts, *router, out)
     return out
 
 
+def _parse(arguments: tuple[Any, ...]) -> _Inputs:
+    x, logits, w13, w2, expert_map, *rest = arguments
+    return _Inputs(x, w13, w2, expert_map, tuple(rest[:5]), Router(logits, *rest[5:]))
+
+
 def _check(inputs: _Inputs, out: Tensor | None) -> None:
-    x, router_logits, experts, gate = inputs
+    x, router, logits = inputs.x, inputs.router, inputs.router.logits
     check = TensorChecks("flash_dmoe")
     check.shape("x", x, "T", "H")
-    check.dtype("router_logits", router_logits, *LOGITS_DTYPES)
-    check_router(router_logits, gate.top_k, gate.scoring, gate.num_expert_group, gate.topk_group)
-    if experts.expert_map is None:
-        check.shape("w13", experts.w13, "E", "2I", "H")
+    check.dtype("router_logits", logits, *LOGITS_DTYPES)
+    check_router(logits, router.top_k, router.scoring, router.num_expert_group, router.topk_group)
+    if inputs.expert_map is None:
+        check.shape("w13", inputs.w13, "E", "2I", "H")
     else:
-        check.shape("expert_map", experts.expert_map, "E")
-    check.shape("router_logits", router_logits, "T", "E")
-    check.contiguous_rows("router_logits", router_logits)
-    check.device("router_logits", router_logits, x.device)
-    if gate.score_bias is not None:
-        check.shape("score_bias", gate.score_bias, "E")
-        check.dtype("score_bias", gate.score_bias, torch.float32)
-        check.device("score_bias", gate.score_bias, x.device)
-    check_inputs(_after_router(x, experts, *_empty_routing(router_logits, gate)), out, op="flash_dmoe")
-
-
-def _empty_routing(router_logits: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
-    shape = (router_logits.shape[0], gate.top_k)
-    weights = torch.empty(shape, dtype=torch.float32, device=router_logits.device)
-    return weights, torch.empty(shape, dtype=torch.int32, device=router_logits.device)
-
-
-def _after_router(x: Tensor, experts: Experts, topk_weights: Tensor, topk_ids: Tensor) -> Inputs:
-    """Return the inputs of `fused_experts`."""
-    return Inputs(x, experts.w13, experts.w2, topk_weights, topk_ids, *experts[2:])
+        check.shape("expert_map", inputs.expert_map, "E")
+    check.shape("router_logits", logits, "T", "E")
+    check.contiguous_rows("router_logits", logits)
+    if router.score_bias is not None:
+        check.shape("score_bias", router.score_bias, "E")
+        check.dtype("score_bias", router.score_bias, torch.float32)
+    check.devices({"router_logits": logits, "score_bias": router.score_bias}, x.device)
+    check_inputs(inputs.experts(), out, op="flash_dmoe")
 
 
 def _run(inputs: _Inputs, out: Tensor) -> None:
-    x, router_logits, experts, gate = inputs
-    topk_weights, topk_ids = _empty_routing(router_logits, gate)
-    reason = why_reference(x, experts.w13, experts.w2, topk_ids)
-    if reason is None and x.is_cuda:
-        after_router = _after_router(x, experts, topk_weights, topk_ids)
-        reason = cuda_dispatch.run_fused_experts(after_router, out, gate.router(router_logits.contiguous()))
+    experts, given = inputs.experts(), inputs.router
+    reason = why_reference(experts.x, experts.w13, experts.w2, experts.topk_ids)
+    bias = None if given.score_bias is None else given.score_bias.contiguous()
+    router = given._replace(score_bias=bias)
+    if reason is None and experts.x.is_cuda:
+        reason = cuda_dispatch.run_fused_experts(experts, out, router._replace(logits=given.logits.contiguous()))
         if reason is None:
             return
     if reason is None:
-        _route(gate.router(router_logits), topk_weights, topk_ids)
+        _route(router, experts.topk_weights, experts.topk_ids)
     else:
-        topk_weights, topk_ids = topk_router(router_logits, **gate._asdict())
-    run(_after_router(x, experts, topk_weights, topk_ids), out)
+        options = given._asdict()
+        topk_weights, topk_ids = topk_router(options.pop("logits"), **options)
+        experts = experts._replace(topk_weights=topk_weights, topk_ids=topk_ids)
+    run(experts, out)
 
 
 def _route(router: Router, topk_weights: Tensor, topk_ids: Tensor) -> None:
@@ -175,16 +142,10 @@ def _route(router: Router, topk_weights: Tensor, topk_ids: Tensor) -> None:
     _load.kernels().topk_router(router.fields(), call)
 
 
-def _parse(arguments: tuple[Any, ...]) -> _Inputs:
-    x, router_logits, *rest = arguments
-    first_of_gate = len(Experts._fields)
-    return _Inputs(x, router_logits, Experts._make(rest[:first_of_gate]), Gate._make(rest[first_of_gate:]))
-
-
 register_op(
     "flash_dmoe",
     "Tensor x, Tensor router_logits, Tensor w13, Tensor w2, Tensor? expert_map, Tensor? w13_scale, "
-    "Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, str activation, Tensor? score_bias, int top_k, "
+    "Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, str activation, int top_k, Tensor? score_bias, "
     "bool renormalize, str scoring, int? num_expert_group, int? topk_group, float routed_scaling_factor",
     parse=_parse,
     check=_check,

@@ -7,10 +7,12 @@ to the CUDA kernels' emulation on the CPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe_optimizer.ops.cuda_variants import MoeSizes, Variant, variant_fields
 from moe_optimizer.ops.expert_inputs import Inputs
 
 Fields = dict[str, int | float | bool]
@@ -23,30 +25,30 @@ SCORINGS = ("softmax", "sigmoid")
 _NO_SCALE, _BLOCK_SCALE, _CHANNEL_SCALE = 0, 1, 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Router:
-    """How logits become expert ids and weights; meaning: `topk_router`."""
+class Router(NamedTuple):
+    """How logits become expert ids and weights, in the order of the schema; meaning: `topk_router`."""
 
     logits: Tensor
     """[T, E], float32 or bfloat16; on CUDA contiguous."""
     top_k: int
-    scoring: str = "softmax"
-    renormalize: bool = True
-    num_expert_group: int = 1
-    topk_group: int = 1
     score_bias: Tensor | None = None
-    """float32 [E]: added for the choice only."""
+    """float32 [E], contiguous: added for the choice only."""
+    renormalize: bool = True
+    scoring: str = "softmax"
+    num_expert_group: int | None = None
+    topk_group: int | None = None
     routed_scaling_factor: float = 1.0
 
     def fields(self) -> Fields:
-        """Return `RouterArgs`."""
+        """Return `RouterArgs`, which has 1 group where there are none."""
+        groups = self.num_expert_group or 1
         return {
             "logits": self.logits.data_ptr(),
             "logits_are_bf16": self.logits.dtype == torch.bfloat16,
             "scoring": SCORINGS.index(self.scoring),
             "renormalize": self.renormalize,
-            "num_groups": self.num_expert_group,
-            "topk_groups": self.topk_group,
+            "num_groups": groups,
+            "topk_groups": self.topk_group if groups > 1 and self.topk_group is not None else groups,
             "bias": _address(self.score_bias),
             "scaling_factor": self.routed_scaling_factor,
         }
@@ -77,6 +79,23 @@ class CudaProblem:
             return self.router.top_k
         assert self.topk_ids is not None
         return self.topk_ids.shape[1]
+
+    @property
+    def sizes(self) -> MoeSizes:
+        """The sizes of the call."""
+        return MoeSizes(
+            num_tokens=self.x.shape[0],
+            top_k=self.top_k,
+            num_experts=self.w13.shape[0],
+            hidden_size=self.x.shape[1],
+            intermediate_size=self.w2.shape[2],
+            weight_bytes=self.w13.element_size(),
+        )
+
+    def call(self, variant: Variant, num_multiprocessors: int) -> tuple[Fields, Fields | None, Fields, int]:
+        """Return the first arguments of `cuda_layout` and `cuda_run`."""
+        router = None if self.router is None else self.router.fields()
+        return experts_fields(self, self.out), router, variant_fields(variant, self.sizes), num_multiprocessors
 
 
 def experts_fields(tensors: Inputs | CudaProblem, out: Tensor) -> Fields:

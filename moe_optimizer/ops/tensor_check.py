@@ -74,11 +74,6 @@ class TensorChecks:
         if tensor.dtype not in dtypes:
             raise self.error(name, "dtype", tensor.dtype, " or ".join(dict.fromkeys(str(dtype) for dtype in dtypes)))
 
-    def device(self, name: str, tensor: Tensor, device: torch.device) -> None:
-        """Check that the tensor lies on `device`."""
-        if tensor.device != device:
-            raise self.error(name, "device", tensor.device, f"{device} (bound by x)")
-
     def expert_map(self, expert_map: Tensor | None) -> None:
         """Check a map from global to local experts, if there is one."""
         if expert_map is None:
@@ -106,8 +101,8 @@ class TensorChecks:
     def devices(self, tensors: Mapping[str, object], device: torch.device) -> None:
         """Check that all tensors among the named arguments lie on `device`."""
         for name, tensor in tensors.items():
-            if isinstance(tensor, Tensor):
-                self.device(name, tensor, device)
+            if isinstance(tensor, Tensor) and tensor.device != device:
+                raise self.error(name, "device", tensor.device, f"{device} (bound by x)")
 
     def contiguous_rows(self, name: str, tensor: Tensor) -> None:
         """Check that the last dimension is contiguous and that no dimension overlaps or runs backwards."""

@@ -1,7 +1,6 @@
 """Measures a placement: the load of each rank, the traffic between nodes, the moves from another placement."""
 
 # L layers, E experts, S slots (replicas), R ranks, N nodes, G groups.
-# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -9,10 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_optimizer.placement.continuity import align_slots
-from moe_optimizer.placement.rows import flat_positions
-
-Floats = NDArray[np.float64]
-Ids = NDArray[np.int64]
+from moe_optimizer.placement.rows import Floats, Ids, flat_positions
 
 
 def replica_counts(placement_LS: Ids, num_experts: int) -> Ids:

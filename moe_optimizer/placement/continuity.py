@@ -1,16 +1,13 @@
 """Finds names and slots with which as many experts as possible stay where they are."""
 
 # B rows, U units (ranks of a node, or nodes), P slots of a unit.
-# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_optimizer.placement.rows import flat_positions
-
-Ids = NDArray[np.int64]
+from moe_optimizer.placement.rows import Ids, flat_positions
 
 _ROUNDS = 4
 """Chosen: later rounds find names for less than a hundredth of the units."""

@@ -1,7 +1,6 @@
 """Exchanges replicas between a full and an empty rank, as long as the fuller of the two gets lighter."""
 
 # B rows, S slots, R ranks, A active rows, N pairs of ranks in them, P places looked at.
-# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -10,10 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_optimizer.placement.rows import ascending
-
-Floats = NDArray[np.float64]
-Ids = NDArray[np.int64]
+from moe_optimizer.placement.rows import Floats, Ids, ascending
 
 _ROUNDS = 4
 """Chosen: on Zipf and log-normal loads later rounds change the largest load by less than 0.1 %."""

@@ -6,17 +6,13 @@ order that depends on the CPU. Rows are independent problems (a layer, or a laye
 """
 
 # B rows, E experts, S slots (replicas), P packs (ranks or nodes).
-# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_optimizer.placement.rows import ascending, flat_positions, pick
-
-Floats = NDArray[np.float64]
-Ids = NDArray[np.int64]
+from moe_optimizer.placement.rows import Floats, Ids, ascending, flat_positions, pick
 
 _WORTH_SORTING = 16
 """Chosen: with fewer packs than these, sorting them takes longer than putting the items one by one."""

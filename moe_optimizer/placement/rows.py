@@ -1,7 +1,6 @@
 """Sorts rows and picks from them, several times faster than numpy's own functions for it."""
 
 # B rows, X and Y columns.
-# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 

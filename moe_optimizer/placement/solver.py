@@ -1,7 +1,6 @@
 """Places experts and their replicas on ranks."""
 
 # L layers, E experts, S slots (replicas), R ranks, N nodes, G groups, B rows: one per layer and node.
-# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -15,10 +14,7 @@ from moe_optimizer.placement.balance import groups_on_nodes, node_traffic, repli
 from moe_optimizer.placement.continuity import align_slots, names_near, renamed
 from moe_optimizer.placement.exchange import Exchanged, exchange
 from moe_optimizer.placement.packing import pack, replicate
-from moe_optimizer.placement.rows import pick
-
-Floats = NDArray[np.float64]
-Ids = NDArray[np.int64]
+from moe_optimizer.placement.rows import Floats, Ids, pick
 
 _EVEN_ENOUGH = 1e-4
 """Chosen: a layer is left alone when its largest load is this close to the smallest possible one."""

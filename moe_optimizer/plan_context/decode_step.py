@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_optimizer.costs.comm import all_reduce_us
-from moe_optimizer.costs.roofline import decode_step_floor_us
+from moe_optimizer.costs.roofline import DecodeStep, decode_step_floor_us
 from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.specs.quantity import Quantity
@@ -41,9 +41,8 @@ def least_step_us(
     """
     model, size = ctx.model, ctx.parallelism.tensor_parallel_size
     stored = model.weight_bits if model.quant_method is not None else DTYPE_BYTES[ctx.dtype] * 8
-    step = decode_step_floor_us(
-        model,
-        ctx.gpu,
+    decoded = DecodeStep(
+        model=model,
         batch=requests,
         context=full_length(ctx),
         num_gpus=size,
@@ -52,6 +51,7 @@ def least_step_us(
         linear_bits=stored if linear_bits is None else linear_bits,
         kv_bits=kv_bits,
     )
+    step = decode_step_floor_us(decoded, ctx.gpu)
     if size == 1:
         return step
     exchange = all_reduce_us(requests * model.hidden_size * 2, ctx.gpu, size)

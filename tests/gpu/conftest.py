@@ -19,5 +19,5 @@ def hopper() -> None:
     available, reason = _load.kernels_available()
     if not available:
         pytest.skip(f"needs the compiled kernels: {reason}; run: bash build.sh")
-    if not hasattr(_load.kernels(), "cuda_direct"):
+    if not hasattr(_load.kernels(), "cuda_run"):
         pytest.skip("needs the CUDA kernels: the build found no nvcc")

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
-from moe_optimizer.ops.cuda_variants import candidate_variants
-from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
+from moe_optimizer.ops.cuda_variants import MoeSizes, candidate_variants
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import PlanRequest, make_plan

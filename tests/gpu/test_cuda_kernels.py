@@ -8,12 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_optimizer.ops import cuda_dispatch, flash_dmoe, fused_experts, why_reference
-from moe_optimizer.ops.cuda_dispatch_calls import sizes_of
-from moe_optimizer.ops.cuda_variants import DirectVariant, GroupedVariant, Variant, rounds_activations
+from moe_optimizer.ops import _load, cuda_dispatch, flash_dmoe, fused_experts, why_reference
+from moe_optimizer.ops.cuda_variants import (
+    PAIRED_TILES,
+    TILE_TOKENS,
+    DirectVariant,
+    GemmMode,
+    GroupedVariant,
+    Variant,
+    rounds_activations,
+)
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
-from moe_optimizer.ops.launch_geometry import GemmMode, direct_geometry
-from moe_optimizer.ops.launch_geometry.grouped import PAIRED_TILES, TILE_TOKENS
 from moe_optimizer.ops.measured_variant import measured_variant
 from moe_optimizer.ops.topk_router import topk_router
 from tests.kernel_emulator import Case, assert_close, make_case
@@ -65,7 +70,7 @@ def test_direct_in_wide_steps_matches_the_reference_with_the_same_bits_every_tim
     # 768 tiles of one token.
     case = on_gpu(make_case(1, 8, 16, hidden, 768))
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
-    assert direct_geometry(sizes_of(case.problem), num_multiprocessors=blocks).up_wide
+    assert _load.kernels().cuda_layout(*case.problem.call(DIRECT, blocks), 0)["launch"]["up_wide"]
     first = run(case.problem, DIRECT).clone()
     assert_close(case, first)
     for _ in range(10):

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from moe_optimizer.ops import reference
-from moe_optimizer.ops.cuda_variants import candidate_variants, rounds_activations
-from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
+from moe_optimizer.ops.cuda_variants import MoeSizes, candidate_variants, rounds_activations
 from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.specs.kernel_speeds import TokenRange, kernel_for
 

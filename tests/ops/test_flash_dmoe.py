@@ -151,7 +151,7 @@ def test_out_is_written_and_returned() -> None:
 def test_registered_ops_pass_opcheck() -> None:
     case = make_case(3)
     experts = (case.w13, case.w2, None, None, None, None, None, "silu")
-    gate = (torch.zeros(8), 2, True, "sigmoid", 2, 1, 1.5)
+    gate = (2, torch.zeros(8), True, "sigmoid", 2, 1, 1.5)
     inputs = (case.x, torch.randn(3, 8), *experts, *gate)
     torch.library.opcheck(torch.ops.moe_optimizer.flash_dmoe.default, inputs)
     torch.library.opcheck(torch.ops.moe_optimizer.flash_dmoe_out.default, (*inputs, torch.empty_like(case.x)))

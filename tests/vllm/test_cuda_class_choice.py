@@ -26,7 +26,7 @@ def test_without_a_table_for_its_weights_a_layer_is_left_to_vllm(
     from moe_optimizer.vllm_plugin.experts import cuda as experts_cuda
 
     session = activated(tmp_path, monkeypatch, {"fp8_block": RANGES})
-    monkeypatch.setattr(experts_cuda._load, "kernels", lambda: type("Built", (), {"cuda_grouped": None}))
+    monkeypatch.setattr(experts_cuda._load, "kernels", lambda: type("Built", (), {"cuda_run": None}))
     monkeypatch.setattr(experts_cuda.MoeOptimizerCudaExperts, "_supports_current_device", staticmethod(lambda: True))
     cls = offered("cuda", "MoeOptimizerCudaExperts")
     config = moe_config(in_dtype=torch.bfloat16)
@@ -44,19 +44,19 @@ def without(stock: Any, question: str) -> Any:
 @pytest.mark.parametrize(
     ("changes", "stock", "built", "reason"),
     [
-        ({"has_bias": True}, lambda own: (own,), {"cuda_grouped": None}, "biases"),
-        ({}, lambda own: (own, own), {"cuda_grouped": None}, "2 kernels"),
+        ({"has_bias": True}, lambda own: (own,), {"cuda_run": None}, "biases"),
+        ({}, lambda own: (own, own), {"cuda_run": None}, "2 kernels"),
         (
             {},
             lambda own: (without(own, "_supports_quant_scheme"),),
-            {"cuda_grouped": None},
+            {"cuda_run": None},
             "quantization scheme",
         ),
         ({}, lambda own: (own,), {}, "built without"),
         (
             {"in_dtype": torch.float16},
             lambda own: (own,),
-            {"cuda_grouped": None},
+            {"cuda_run": None},
             "torch.float16",
         ),
     ],

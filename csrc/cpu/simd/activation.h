@@ -1,7 +1,7 @@
 // SwiGLU on one row of 16 values, with the exponential function it needs.
 //
-// `Simd` is an instruction set: Vec (kLanes floats) and its arithmetic. Internal linkage: see
-// number_formats.h.
+// `Simd` is an instruction set: Vec (kLanes floats, a vector type of the compiler) and what has no operator. Internal
+// linkage: see number_formats.h.
 #pragma once
 
 #include "../expert_kernels.h"
@@ -17,7 +17,7 @@ inline typename Simd::Vec exponential(typename Simd::Vec v) {
   using Vec = typename Simd::Vec;
   // NaN is the second operand on purpose: min and max return it then.
   v = Simd::min(Simd::set1(88.0f), Simd::max(Simd::set1(-87.0f), v));
-  const Vec n = Simd::round(Simd::mul(v, Simd::set1(1.44269504088896341f)));
+  const Vec n = Simd::round(v * 1.44269504088896341f);
   Vec r = Simd::fmadd(n, Simd::set1(-0.693359375f), v);
   r = Simd::fmadd(n, Simd::set1(2.12194440e-4f), r);
   Vec p = Simd::set1(1.0f / 720);
@@ -32,8 +32,7 @@ inline typename Simd::Vec exponential(typename Simd::Vec v) {
 
 template <typename Simd>
 inline typename Simd::Vec sigmoid(typename Simd::Vec v) {
-  const typename Simd::Vec one = Simd::set1(1.0f);
-  return Simd::div(one, Simd::add(one, exponential<Simd>(Simd::sub(Simd::set1(0.0f), v))));
+  return 1.0f / (1.0f + exponential<Simd>(0.0f - v));
 }
 
 template <typename Simd>
@@ -41,10 +40,9 @@ inline typename Simd::Vec activate(Activation activation, typename Simd::Vec gat
   if (activation == Activation::kSwigluOai) {
     gate = Simd::min(Simd::set1(7.0f), gate);
     up = Simd::max(Simd::set1(-7.0f), Simd::min(Simd::set1(7.0f), up));
-    const typename Simd::Vec sig = sigmoid<Simd>(Simd::mul(Simd::set1(1.702f), gate));
-    return Simd::mul(Simd::mul(gate, sig), Simd::add(up, Simd::set1(1.0f)));
+    return gate * sigmoid<Simd>(1.702f * gate) * (up + 1.0f);
   }
-  return Simd::mul(Simd::mul(gate, sigmoid<Simd>(gate)), up);
+  return gate * sigmoid<Simd>(gate) * up;
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // Formats whose activations are FP32 and whose weights become FP32 when they are loaded. `Simd` is an instruction set;
-// see formats_avx2.h. Internal linkage: see number_formats.h.
+// see formats_avx512.h. Internal linkage: see number_formats.h.
 #pragma once
 
 #include <cstring>

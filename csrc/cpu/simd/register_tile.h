@@ -10,7 +10,7 @@
 //                                                    v
 //                                                out[m][n]   (FP32)
 //
-// A Format names the dtypes and holds the instructions; see formats_*.h. Its distances and tile sizes were chosen by
+// A Format names the dtypes and holds the instructions; see formats_fp32.h. Its distances and tile sizes were chosen by
 // measurement. Internal linkage: see number_formats.h.
 #pragma once
 

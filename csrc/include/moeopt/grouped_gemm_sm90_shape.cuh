@@ -1,5 +1,5 @@
 // Tile shapes, arguments, stage ring and tile scheduler of the grouped GEMM (grouped_gemm_sm90.cuh).
-// moe_optimizer/ops/launch_geometry/grouped.py computes and checks the same numbers.
+// launch/geometry.h chooses the ring's stages and checks that it cannot deadlock.
 #pragma once
 
 #include <type_traits>

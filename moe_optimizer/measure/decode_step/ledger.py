@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from moe_optimizer.costs.roofline import decode_step_bytes, memory_bandwidth
+from moe_optimizer.costs.roofline import DecodeStep, decode_step_bytes, memory_bandwidth
 from moe_optimizer.measure.decode_step.kernel_groups import ATTENTION, EXPERTS, GROUPS, MATRICES, group_of
 from moe_optimizer.measure.decode_step.profiled_steps import StepProfile
 from moe_optimizer.specs.hardware import GpuSpec
@@ -53,10 +53,11 @@ def ledger_of(
         linear_bits: the same of the other matrices.
         kv_bits: of one cache element.
     """
-    read = decode_step_bytes(
-        model, batch=profile.batch, context=profile.context, num_gpus=1,
+    step = DecodeStep(
+        model=model, batch=profile.batch, context=profile.context, num_gpus=1,
         expert_bits=expert_bits, linear_bits=linear_bits, kv_bits=kv_bits,
     )  # fmt: skip
+    read = decode_step_bytes(step)
     bytes_per_us = memory_bandwidth(gpu, "measured").value / 1e6
     least = {EXPERTS: read.experts, MATRICES: read.matrices, ATTENTION: read.cache}
     times: dict[str, float] = defaultdict(float)

@@ -23,8 +23,7 @@ def sides_for(layer: MeasuredLayer, tokens: int) -> dict[str, MakeCall]:
 def _cuda_sides(layer: MeasuredLayer, tokens: int) -> dict[str, MakeCall]:
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
-    from moe_optimizer.ops.cuda_variants import candidate_variants
-    from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
+    from moe_optimizer.ops.cuda_variants import MoeSizes, candidate_variants
 
     shape = layer.shape
     sizes = MoeSizes(

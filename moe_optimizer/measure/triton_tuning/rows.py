@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from moe_optimizer.inspection.tuned_configs import Row
+from moe_optimizer.measure.triton_tuning.state import Verdict
 
 LARGEST_TOKENS = 131_072
 """More than one step of a server takes."""
 
 Stock = Callable[[int], Row]
 """The row that vLLM takes now for a number of tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Win:
-    """A row that was faster than vLLM's at a size, and the sizes that it may be used for: [low, high]."""
-
-    tokens: int
-    row: Row
-    low: int
-    high: int
 
 
 def reach(sizes: Sequence[int]) -> dict[int, tuple[int, int]]:
@@ -36,7 +26,7 @@ def reach(sizes: Sequence[int]) -> dict[int, tuple[int, int]]:
     return dict(zip(ordered, zip(halves, ends, strict=True), strict=True))
 
 
-def file_rows(stock: Stock, wins: Sequence[Win], *, largest: int = LARGEST_TOKENS) -> dict[int, Row]:
+def file_rows(stock: Stock, wins: Sequence[Verdict], *, largest: int = LARGEST_TOKENS) -> dict[int, Row]:
     """Return rows with which vLLM takes the winner where a win reaches, and at every other size what it takes now.
 
     vLLM takes the row of the nearest key. A stretch of sizes with one row therefore has a key at both of its ends:
@@ -44,7 +34,7 @@ def file_rows(stock: Stock, wins: Sequence[Win], *, largest: int = LARGEST_TOKEN
 
     Args:
         stock: what vLLM takes now.
-        wins: their sizes do not overlap.
+        wins: rows that were faster; the sizes that they are used for do not overlap.
         largest: the last size for which stock is kept apart; beyond, its row there holds.
     """
     rows: dict[int, Row] = {}
@@ -59,5 +49,5 @@ def file_rows(stock: Stock, wins: Sequence[Win], *, largest: int = LARGEST_TOKEN
     return rows
 
 
-def _row_at(tokens: int, stock: Stock, wins: Sequence[Win]) -> Row:
+def _row_at(tokens: int, stock: Stock, wins: Sequence[Verdict]) -> Row:
     return next((win.row for win in wins if win.low <= tokens <= win.high), None) or stock(tokens)

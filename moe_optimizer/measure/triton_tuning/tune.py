@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,8 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE, Row, state_path
 from moe_optimizer.measure.process import OnStep, answer_request
-from moe_optimizer.measure.triton_tuning.rows import Win, file_rows, reach
-from moe_optimizer.measure.triton_tuning.search import fits, key_of, row_of, search, seeds
+from moe_optimizer.measure.triton_tuning.rows import file_rows, reach
+from moe_optimizer.measure.triton_tuning.search import best_of, fits, key_of, row_of, search, seeds
 from moe_optimizer.measure.triton_tuning.state import TuneState, Verdict, load_state
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.specs.triton_shape import Experts, TritonShape
@@ -144,22 +144,18 @@ def _search_size(
 
 def _so_far(state: TuneState, bench: TritonBench, tokens: int) -> str:
     known = state.measured[str(tokens)]
-    best, stock = _best_row(known), known.get(key_of(bench.stock_row(tokens)))
+    best, stock = best_of(known), known.get(key_of(bench.stock_row(tokens)))
     if best is None or stock is None:
         return f"{len(known)} rows tried"
-    return f"{len(known)} rows tried, the best {stock / known[key_of(best)]:.2f}x"  # type: ignore[operator]
-
-
-def _best_row(known: dict[str, float | None]) -> Row | None:
-    works = [(time_us, key) for key, time_us in known.items() if time_us is not None]
-    return row_of(min(works)[1]) if works else None
+    return f"{len(known)} rows tried, the best {stock / best[1]:.2f}x"
 
 
 def _compare_size(bench: TritonBench, state: TuneState, tokens: int, reached: tuple[int, int]) -> None:
     """Time the best row and vLLM's own in turns at a size, and where it won, at the ends of its reach."""
     state.verdicts.pop(str(tokens), None)
-    stock, row = bench.stock_row(tokens), _best_row(state.measured[str(tokens)])
-    if row is None or row == stock:
+    stock, best = bench.stock_row(tokens), best_of(state.measured[str(tokens)])
+    row = stock if best is None else row_of(best[0])
+    if row == stock:
         return
     samples = bench.interleaved_us([stock, row], tokens)
     if samples is None:
@@ -194,16 +190,11 @@ def _ratio(samples: list[list[float]]) -> float:
 def _write(config: Path, bench: TritonBench, state: TuneState) -> None:
     # Verdicts of an earlier run may reach over sizes of this one: each ends halfway to the next size that was searched.
     reaches = reach([int(tokens) for tokens in state.measured])
-    wins = [
-        Win(
-            tokens=verdict.tokens,
-            row=verdict.row,
-            low=max(verdict.low, reaches[verdict.tokens][0]),
-            high=min(verdict.high, reaches[verdict.tokens][1]),
-        )
-        for verdict in state.verdicts.values()
-        if verdict.won
-    ]
+    wins = []
+    for verdict in state.verdicts.values():
+        low, high = reaches[verdict.tokens]
+        if verdict.won:
+            wins.append(replace(verdict, low=max(verdict.low, low), high=min(verdict.high, high)))
     if not wins:
         config.unlink(missing_ok=True)  # an earlier tuning's, whose rows do not win any more
         return

@@ -57,7 +57,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         available, reason = _load.kernels_available()
         if not available:
             return reason
-        if not hasattr(_load.kernels(), "cuda_grouped"):
+        if not hasattr(_load.kernels(), "cuda_run"):
             return "built without CUDA kernels; `bash build.sh` says why"
         if moe_config.has_bias:
             return "kernel does not support biases"

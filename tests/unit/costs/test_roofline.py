@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optimizer.costs.roofline import (
+    DecodeStep,
     decode_step_bytes,
     decode_step_floor_us,
     expected_experts_hit,
@@ -19,10 +20,15 @@ from moe_optimizer.costs.roofline import (
 )
 from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
+from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.quantity import Source
 
 # One layer of Qwen3-30B-A3B: tokens, experts hit, MB in BF16.
 READ_TABLE = [(1, 8.0, 75.5), (8, 51.6, 487), (64, 125.9, 1189), (512, 128, 1208), (4096, 128, 1208)]
+
+
+def bytes_of(model: ModelSpec, **step: Any) -> float:
+    return decode_step_bytes(DecodeStep(model=model, **step)).total
 
 
 @pytest.mark.parametrize(("tokens", "hit", "megabytes"), READ_TABLE)
@@ -34,8 +40,8 @@ def test_what_one_layer_reads_is_within_one_per_cent_of_the_table(qwen3_30b_a3b,
 
 def test_whole_model_floor_at_batch_one(qwen3_30b_a3b, h200_measured):
     step: dict[str, Any] = {"batch": 1, "context": 0, "num_gpus": 1}
-    bf16 = decode_step_floor_us(qwen3_30b_a3b, h200_measured, **step, expert_bits=16, linear_bits=16)
-    fp8 = decode_step_floor_us(qwen3_30b_a3b, h200_measured, **step, expert_bits=8, linear_bits=8)
+    bf16 = decode_step_floor_us(DecodeStep(model=qwen3_30b_a3b, **step, expert_bits=16, linear_bits=16), h200_measured)
+    fp8 = decode_step_floor_us(DecodeStep(model=qwen3_30b_a3b, **step, expert_bits=8, linear_bits=8), h200_measured)
     assert bf16.value == pytest.approx(1410, rel=0.01)
     assert fp8.value == pytest.approx(780, rel=0.01)
     assert bf16.source is Source.MODELLED
@@ -92,13 +98,13 @@ def test_a_tied_embedding_is_read_as_the_head(qwen3_30b_a3b):
         total_params=model.total_params - model.lm_head_params,
         weight_bytes=model.weight_bytes - embedding_bytes,
     )
-    assert decode_step_bytes(tied, **step).total == pytest.approx(decode_step_bytes(model, **step).total)
+    assert bytes_of(tied, **step) == pytest.approx(bytes_of(model, **step))
 
 
 def test_a_longer_context_costs_its_cache(qwen3_30b_a3b):
     step = {"batch": 3, "num_gpus": 1, "expert_bits": 16, "linear_bits": 16}
     model = qwen3_30b_a3b
-    more = decode_step_bytes(model, context=1100, **step).total - decode_step_bytes(model, context=100, **step).total
+    more = bytes_of(model, context=1100, **step) - bytes_of(model, context=100, **step)
     assert more == pytest.approx(3 * 1000 * model.kv_bytes_per_token)
 
 
@@ -106,13 +112,11 @@ def test_a_full_window_stops_growing(qwen3_30b_a3b):
     step = {"batch": 1, "num_gpus": 1, "expert_bits": 16, "linear_bits": 16}
     attention = dataclasses.replace(qwen3_30b_a3b.attention, sliding_window=128, num_windowed_layers=48)
     model = dataclasses.replace(qwen3_30b_a3b, attention=attention)
-    assert (
-        decode_step_bytes(model, context=100_000, **step).total == decode_step_bytes(model, context=128, **step).total
-    )
+    assert bytes_of(model, context=100_000, **step) == bytes_of(model, context=128, **step)
 
 
 def test_two_gpus_read_less_than_one_but_not_half(qwen3_30b_a3b):
     step = {"batch": 8, "context": 1000, "expert_bits": 16, "linear_bits": 16}
-    one = decode_step_bytes(qwen3_30b_a3b, num_gpus=1, **step).total
-    two = decode_step_bytes(qwen3_30b_a3b, num_gpus=2, **step).total
+    one = bytes_of(qwen3_30b_a3b, num_gpus=1, **step)
+    two = bytes_of(qwen3_30b_a3b, num_gpus=2, **step)
     assert one / 2 < two < one

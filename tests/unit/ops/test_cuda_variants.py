@@ -6,8 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from moe_optimizer.ops.cuda_variants import candidate_variants, rounds_activations, variant_named
-from moe_optimizer.ops.launch_geometry.sizes import MoeSizes
+from moe_optimizer.ops.cuda_variants import MoeSizes, candidate_variants, rounds_activations, variant_named
 
 
 def sizes(tokens: int, weight_bytes: int) -> MoeSizes:

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moe_optimizer.ops import cuda_dispatch
+from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.ops import _load, cuda_dispatch
 from moe_optimizer.ops.cuda_dispatch import CounterBank
-from moe_optimizer.ops.cuda_dispatch_calls import (
-    ALIGNMENT,
-    COUNTERS,
-    direct_call,
-    grouped_call,
-    grouped_parts,
-    sizes_of,
-)
-from moe_optimizer.ops.cuda_variants import DirectVariant, GroupedVariant, choose_variant
+from moe_optimizer.ops.cuda_variants import DirectVariant, GemmMode, GroupedVariant, MoeSizes, choose_variant
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
-from moe_optimizer.ops.launch_geometry import GemmMode, MoeSizes, direct_geometry, grouped_geometry
 from tests.kernel_emulator import Emulator, make_case
 from tests.ops.moe_cases import make_case as ops_case
 
 
+@pytest.fixture(autouse=True)
+def _built(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulation in place of the CUDA kernels, which may not be built here."""
+    monkeypatch.setattr(_load, "_import_kernels", lambda: (emulator.module, ""))
+
+
 def why_not(problem: CudaProblem) -> str | None:
-    return cuda_dispatch.why_not(problem, choose_variant(sizes_of(problem)))
+    return cuda_dispatch.why_not(problem, choose_variant(problem.sizes))
 
 
 SIZES = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=2)
@@ -129,42 +128,33 @@ def test_a_stream_keeps_its_counters_and_no_two_share():
     bank = CounterBank(torch.device("cpu"))
     first = bank.get(111)
     assert bank.get(111).data_ptr() == first.data_ptr()
-    seen = {bank.get(stream).data_ptr() for stream in range(CounterBank.SETS + 3)}
+    seen = {bank.get(stream).data_ptr() for stream in range(CounterBank.STREAMS + 3)}
     assert first.data_ptr() not in seen
-    assert len(seen) >= CounterBank.SETS
+    assert len(seen) >= CounterBank.STREAMS
     assert not bank.get(10**6).any()
 
 
-@pytest.mark.parametrize("router", [None, Router(logits=torch.zeros(5, 4), top_k=2)], ids=["ids", "logits"])
-@pytest.mark.parametrize("mode", list(GemmMode))
-def test_workspace_parts_are_aligned_and_do_not_overlap(mode, router):
-    problem = replace(make_case(5, 2, 4, 64, 32, fp8=None if mode == GemmMode.BF16 else "block").problem, router=router)
-    sizes = sizes_of(problem)
-    geometry = grouped_geometry(sizes, mode, num_multiprocessors=2)
-    call = grouped_call(problem, geometry, torch.zeros(COUNTERS, dtype=torch.int32))
-    parts = grouped_parts(sizes, geometry, has_router=router is not None)
-    end = call.buffer.data_ptr()
-    for name, size in parts.items():
-        if size == 0:
-            assert call.workspace[name] == 0
-            continue
-        assert call.workspace[name] >= end
-        assert (call.workspace[name] - call.buffer.data_ptr()) % ALIGNMENT == 0
-        end = call.workspace[name] + size
-    assert end <= call.buffer.data_ptr() + call.buffer.numel()
+def test_a_variant_that_does_not_cover_a_call_is_refused_with_the_number(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
+    problem = make_case(65, 2, 4, 64, 32).problem
+    assert "T: got 65, expected at most 64" in (cuda_dispatch.why_not(problem, DirectVariant()) or "")
+    with pytest.raises(UnsupportedError, match="T: got 65, expected at most 64"):
+        cuda_dispatch.run(problem, DirectVariant())
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown"])
-@pytest.mark.parametrize("struct", ["experts", "router", "workspace", "launch"])
+@pytest.mark.parametrize("struct", ["experts", "router", "variant"])
 def test_a_missing_or_unknown_field_is_an_error_before_anything_is_launched(emulator: Emulator, struct, change):
     problem = make_case(1, 2, 4, 64, 32).problem
     problem = replace(problem, router=Router(logits=torch.zeros(1, 4), top_k=2), topk_ids=None, topk_weights=None)
-    call = direct_call(problem, direct_geometry(sizes_of(problem), num_multiprocessors=1))
-    fields = getattr(call, struct)
+    call = problem.call(DirectVariant(), 1)
+    fields = call[["experts", "router", "variant"].index(struct)]
+    assert fields is not None
+    assert isinstance(fields, dict)
     name = "no_such_field" if change == "unknown" else list(fields)[-1]
     if change == "unknown":
         fields[name] = 1
     else:
         del fields[name]
     with pytest.raises(TypeError, match=f"{struct}: {change} field '{name}'"):
-        emulator.module.cuda_direct(*call.structs, 1)
+        emulator.module.cuda_run(*call, 0, 0, 1)

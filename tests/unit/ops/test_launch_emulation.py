@@ -13,9 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_optimizer.ops.cuda_dispatch_calls import sizes_of
-from moe_optimizer.ops.launch_geometry.direct import direct_geometry
-from moe_optimizer.ops.launch_geometry.grouped import PAIRED_TILES, TILE_TOKENS, GemmMode
+from moe_optimizer.ops.cuda_variants import PAIRED_TILES, TILE_TOKENS, DirectVariant, GemmMode
 from tests.kernel_emulator import Emulator, assert_close, make_case, with_poisoned_output
 
 # E4M3 tokens have 4 significant bits: a relative error of up to 2**-4 per element, about 2.6e-2 on average, twice.
@@ -38,7 +36,7 @@ def test_direct_matches_the_reference_whoever_runs_first(emulator: Emulator, tok
 def test_direct_in_wide_steps_matches_the_reference(emulator: Emulator, hidden):
     # 12 tiles on 2 multiprocessors: 1.5 rounds in narrow steps. K ends inside a step, and leaves warps without one.
     case = make_case(1, 2, 4, hidden, 48)
-    assert direct_geometry(sizes_of(case.problem), num_multiprocessors=2).up_wide
+    assert emulator.layout(case.problem, DirectVariant(), 2)["launch"]["up_wide"]
     assert_close(case, emulator.direct(case.problem, blocks=2))
 
 

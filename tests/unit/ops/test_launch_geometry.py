@@ -1,30 +1,31 @@
-"""What a launch asks of the chip and of its own barriers, by arithmetic. Needs no GPU and no compiler."""
+"""What a launch asks of the chip and of its own barriers, by arithmetic (csrc/launch/geometry.h). Needs no GPU."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_optimizer.ops.cuda_dispatch_calls import direct_parts, grouped_parts
-from moe_optimizer.ops.launch_geometry import (
-    GeometryError,
-    GroupedGeometry,
-    MoeSizes,
-    direct_geometry,
-    grouped_geometry,
-)
-from moe_optimizer.ops.launch_geometry.direct import UP_BLOCKS, UP_ROWS, WIDE_UP_BLOCKS
-from moe_optimizer.ops.launch_geometry.grouped import (
+from moe_optimizer.ops.cuda_variants import (
+    DIRECT_PAIRS,
+    DIRECT_TOKENS,
     PAIRED_TILES,
     TILE_TOKENS,
+    DirectVariant,
     GemmMode,
+    GroupedVariant,
+    MoeSizes,
     choose_tile_tokens,
-    stage_bytes,
 )
-from moe_optimizer.ops.launch_geometry.hopper import SHARED_BYTES
+from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
+from tests.kernel_emulator import Emulator
+
+SHARED_BYTES = 227 * 1024
+"""What a block may have."""
 
 QWEN3 = MoeSizes(num_tokens=1, top_k=8, num_experts=128, hidden_size=2048, intermediate_size=768, weight_bytes=2)
 MIXTRAL = MoeSizes(num_tokens=4, top_k=2, num_experts=8, hidden_size=4096, intermediate_size=14336, weight_bytes=2)
@@ -40,118 +41,144 @@ sizes_strategy = st.builds(
     weight_bytes=st.sampled_from([1, 2]),
 )
 
+any_size = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
+
+def problem_of(sizes: MoeSizes, router: Router | None = None) -> CudaProblem:
+    """A call of these sizes without memory."""
+    t, k, e, h, i = sizes.num_tokens, sizes.top_k, sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
+    weight = torch.bfloat16 if sizes.weight_bytes == 2 else torch.float8_e4m3fn
+    return CudaProblem(
+        x=torch.empty(t, h, dtype=torch.bfloat16, device="meta"),
+        w13=torch.empty(e, 2 * i, h, dtype=weight, device="meta"),
+        w2=torch.empty(e, h, i, dtype=weight, device="meta"),
+        out=torch.empty(t, h, dtype=torch.bfloat16, device="meta"),
+        topk_ids=torch.empty(t, k, dtype=torch.int32, device="meta"),
+        router=router,
+    )
+
+
+def direct(emulator: Emulator, sizes: MoeSizes, blocks: int = 132) -> dict[str, Any]:
+    """The launches of the direct kernels."""
+    return emulator.layout(problem_of(sizes), DirectVariant(), blocks)["launch"]
+
+
+def grouped(emulator: Emulator, sizes: MoeSizes, mode: GemmMode, *options: Any, blocks: int = 132, **more: Any) -> Any:
+    """The launches of the grouped kernels; options of the variant."""
+    return emulator.layout(problem_of(sizes), GroupedVariant(mode, *options, **more), blocks)["launch"]
+
+
+def test_token_tiles_and_limits_are_the_compiled_ones(emulator: Emulator):
+    assert [list(TILE_TOKENS[mode]) for mode in GemmMode] == emulator.module.tiles
+    assert emulator.module.direct_limits == (DIRECT_TOKENS, DIRECT_PAIRS)
+
+
+@any_size
 @given(sizes_strategy)
-def test_a_direct_launch_fits_the_chip_for_every_covered_size(sizes):
-    geometry = direct_geometry(sizes, num_multiprocessors=132)
-    assert geometry.up_shared_bytes <= SHARED_BYTES
-    assert geometry.down_shared_bytes <= SHARED_BYTES
-    assert geometry.down_grid == min(132, sizes.hidden_size // 16)
+def test_a_direct_launch_fits_the_chip_for_every_covered_size(emulator: Emulator, sizes):
+    launch = direct(emulator, sizes)
+    assert launch["up_shared_bytes"] <= SHARED_BYTES
+    assert launch["down_shared_bytes"] <= SHARED_BYTES
+    assert launch["down_grid"] == min(132, sizes.hidden_size // 16)
 
 
-def test_the_blocks_of_a_direct_launch_fit_a_multiprocessor_together():
-    for weight_bytes, blocks in UP_BLOCKS.items():
-        sizes = replace(QWEN3, weight_bytes=weight_bytes, num_tokens=4)
-        geometry = direct_geometry(sizes, num_multiprocessors=132)
-        assert geometry.up_grid == min(132 * blocks, 4 * 8 * 768 // UP_ROWS[weight_bytes])
-        assert blocks * (geometry.up_shared_bytes + 1024) <= 228 * 1024
+@pytest.mark.parametrize(("weight_bytes", "blocks", "rows"), [(2, 4, 8), (1, 2, 16)])
+def test_the_blocks_of_a_direct_launch_fit_a_multiprocessor_together(emulator: Emulator, weight_bytes, blocks, rows):
+    launch = direct(emulator, replace(QWEN3, weight_bytes=weight_bytes, num_tokens=4))
+    assert launch["up_grid"] == min(132 * blocks, 4 * 8 * 768 // rows)
+    assert blocks * (launch["up_shared_bytes"] + 1024) <= 228 * 1024
 
 
-def test_the_first_direct_launch_takes_wide_steps_where_few_tiles_divide_better_among_fewer_blocks():
+def test_the_first_direct_launch_takes_wide_steps_where_few_tiles_divide_better_among_fewer_blocks(emulator: Emulator):
     def wide(sizes: MoeSizes) -> bool:
-        return direct_geometry(sizes, num_multiprocessors=132).up_wide
+        return direct(emulator, sizes)["up_wide"]
 
     assert wide(QWEN3)  # 768 tiles: 2.9 rounds of 264 blocks, 1.5 of 528
-    assert direct_geometry(QWEN3, num_multiprocessors=132).up_grid == 132 * WIDE_UP_BLOCKS
+    assert direct(emulator, QWEN3)["up_grid"] == 132 * 2
     assert not wide(replace(QWEN3, num_tokens=2))  # 1536: 5.8 rounds and 2.9
     assert not wide(replace(QWEN3, top_k=2, intermediate_size=3584))  # 896: 3.4 and 1.7, as full as each other
     assert not wide(replace(QWEN3, weight_bytes=1))
 
 
-def test_more_tokens_or_pairs_than_the_tables_hold_are_refused_with_the_number():
-    with pytest.raises(GeometryError, match="T: got 65, expected at most 64"):
-        direct_geometry(replace(QWEN3, num_tokens=65), num_multiprocessors=132)
-    with pytest.raises(GeometryError, match=r"T x k = 64 x 9: got 576, expected at most 512"):
-        direct_geometry(replace(QWEN3, num_tokens=64, top_k=9), num_multiprocessors=132)
+def test_more_tokens_or_pairs_than_the_tables_hold_are_refused_with_the_number(emulator: Emulator):
+    with pytest.raises(ValueError, match="T: got 65, expected at most 64"):
+        direct(emulator, replace(QWEN3, num_tokens=65))
+    with pytest.raises(ValueError, match=r"T x k: got 576, expected at most 512"):
+        direct(emulator, replace(QWEN3, num_tokens=64, top_k=9))
 
 
-def test_shared_memory_that_does_not_fit_is_refused_with_every_term_of_the_sum():
-    with pytest.raises(
-        GeometryError, match=r"\d+ \(routing tables\) \+ 65536 \(sums.*\) .* = \d+ bytes, expected at most 49152"
-    ):
-        direct_geometry(replace(QWEN3, num_tokens=64), num_multiprocessors=132, shared_limit=48 * 1024)
-
-
-def test_sizes_that_are_no_multiple_of_16_are_refused():
-    with pytest.raises(GeometryError, match="I: got 770, expected a multiple of 16"):
-        direct_geometry(replace(QWEN3, intermediate_size=770), num_multiprocessors=132)
+def test_sizes_that_are_no_multiple_of_16_are_refused(emulator: Emulator):
+    with pytest.raises(ValueError, match="I: got 770, expected a multiple of 16"):
+        direct(emulator, replace(QWEN3, intermediate_size=770))
 
 
 @pytest.mark.parametrize("mode", list(GemmMode))
 @pytest.mark.parametrize("sizes", [QWEN3, MIXTRAL, DEEPSEEK], ids=["qwen3", "mixtral", "deepseek"])
-def test_every_compiled_tile_fits_the_chip(mode, sizes):
+def test_every_compiled_tile_fits_the_chip(emulator: Emulator, mode, sizes):
     sizes = replace(sizes, weight_bytes=2 if mode == GemmMode.BF16 else 1)
     for tile in TILE_TOKENS[mode]:
-        geometry = grouped_geometry(sizes, mode, num_multiprocessors=132, tile_tokens=tile)
-        assert geometry.shared_bytes <= SHARED_BYTES
-        assert stage_bytes(mode, tile) % 1024 == 0  # the swizzle's period
+        launch, longer = (grouped(emulator, sizes, mode, tile, stages) for stages in (2, 3))
+        assert grouped(emulator, sizes, mode, tile)["shared_bytes"] <= SHARED_BYTES
+        stage_bytes = longer["shared_bytes"] - launch["shared_bytes"] - 16  # a stage has two barriers
+        assert stage_bytes % 1024 == 0  # the swizzle's period
 
 
 @pytest.mark.parametrize("mode", [GemmMode.BF16, GemmMode.FP8])
-def test_a_pair_takes_an_even_grid_and_the_shared_memory_of_single_blocks(mode):
+def test_a_pair_takes_an_even_grid_and_the_shared_memory_of_single_blocks(emulator: Emulator, mode):
     sizes = replace(QWEN3, num_tokens=4096, weight_bytes=2 if mode == GemmMode.BF16 else 1)
     for tile in PAIRED_TILES[mode]:
-        single, pair = (
-            grouped_geometry(sizes, mode, num_multiprocessors=133, tile_tokens=tile, paired=paired)
-            for paired in (False, True)
-        )
-        assert (single.grid, pair.grid) == (133, 132)
-        assert (pair.shared_bytes, pair.num_stages) == (single.shared_bytes, single.num_stages)
+        single, pair = (grouped(emulator, sizes, mode, tile, paired=paired, blocks=133) for paired in (False, True))
+        assert (single["grid"], pair["grid"]) == (133, 132)
+        assert (pair["shared_bytes"], pair["num_stages"]) == (single["shared_bytes"], single["num_stages"])
 
 
-def test_a_pair_on_one_multiprocessor_is_refused():
-    with pytest.raises(GeometryError, match="multiprocessors: got 1, expected 2 for a pair"):
-        grouped_geometry(QWEN3, GemmMode.BF16, num_multiprocessors=1, tile_tokens=128, paired=True)
+def test_a_pair_on_one_multiprocessor_is_refused(emulator: Emulator):
+    with pytest.raises(ValueError, match="multiprocessors: got 1, expected at least 2"):
+        grouped(emulator, QWEN3, GemmMode.BF16, 128, paired=True, blocks=1)
 
 
 @pytest.mark.parametrize("mode", [GemmMode.BF16, GemmMode.FP8])
-def test_a_ring_that_could_deadlock_is_refused(mode):
+def test_a_ring_that_could_deadlock_is_refused(emulator: Emulator, mode):
     sizes = replace(QWEN3, weight_bytes=2 if mode == GemmMode.BF16 else 1)
-    with pytest.raises(GeometryError, match=r"ring stages: got 1, expected at least 1 \(release lag\) \+ 1"):
-        grouped_geometry(sizes, mode, num_multiprocessors=132, tile_tokens=32, num_stages=1)
+    with pytest.raises(ValueError, match=r"ring stages: got 1, expected at least 2"):
+        grouped(emulator, sizes, mode, 32, 1)
 
 
-@pytest.mark.parametrize(("paired", "stages", "ahead"), [(False, 15, "17"), (True, 8, "18")])
-def test_more_work_queued_ahead_than_slots_is_refused(paired, stages, ahead):
-    with pytest.raises(GeometryError, match=rf"work tiles queued ahead: got {ahead} \("):
-        grouped_geometry(
-            QWEN3, GemmMode.BF16, num_multiprocessors=132, tile_tokens=160, num_stages=stages, paired=paired
-        )
+@pytest.mark.parametrize(("paired", "stages", "ahead"), [(False, 15, 17), (True, 8, 18)])
+def test_more_work_queued_ahead_than_slots_is_refused(emulator: Emulator, paired, stages, ahead):
+    with pytest.raises(ValueError, match=f"work tiles queued ahead: got {ahead}, expected at most 16"):
+        grouped(emulator, QWEN3, GemmMode.BF16, 160, stages, paired)
 
 
-def test_a_tile_whose_sums_exceed_the_registers_is_refused():
+def test_a_ring_larger_than_shared_memory_is_refused_with_its_bytes(emulator: Emulator):
+    with pytest.raises(ValueError, match=r"bytes of shared memory: got \d+, expected at most 232448"):
+        grouped(emulator, QWEN3, GemmMode.BF16, 160, 12)
+
+
+def test_a_tile_whose_sums_exceed_the_registers_is_refused(emulator: Emulator):
     assert 128 not in TILE_TOKENS[GemmMode.FP8_WEIGHTS]
-    with pytest.raises(GeometryError, match="token tile in FP8_WEIGHTS: got 128"):
-        grouped_geometry(replace(QWEN3, weight_bytes=1), GemmMode.FP8_WEIGHTS, num_multiprocessors=132, tile_tokens=128)
+    with pytest.raises(ValueError, match="token tile: got 128, expected one that is compiled for mode 1"):
+        grouped(emulator, replace(QWEN3, weight_bytes=1), GemmMode.FP8_WEIGHTS, 128)
 
 
-def test_weights_of_the_wrong_width_are_refused():
-    with pytest.raises(GeometryError, match="bytes per weight in FP8: got 2, expected 1"):
-        grouped_geometry(QWEN3, GemmMode.FP8, num_multiprocessors=132)
+def test_weights_of_the_wrong_width_are_refused(emulator: Emulator):
+    with pytest.raises(ValueError, match="bytes per weight: got 2, expected 1"):
+        grouped(emulator, QWEN3, GemmMode.FP8)
 
 
+@any_size
 @given(st.integers(1, 8192), st.integers(1, 32), st.integers(1, 1024))
-def test_the_tile_table_has_room_for_any_routing(tokens, top_k, experts):
+def test_the_tile_table_has_room_for_any_routing(emulator: Emulator, tokens, top_k, experts):
     sizes = MoeSizes(
         num_tokens=tokens, top_k=top_k, num_experts=experts, hidden_size=64, intermediate_size=64, weight_bytes=2
     )
-    geometry = grouped_geometry(sizes, GemmMode.BF16, num_multiprocessors=132)
     # The most tiles: as many experts as possible with one pair each, the rest of the pairs in full tiles.
     started = min(experts, sizes.num_pairs)
-    worst = started + (sizes.num_pairs - started) // geometry.tile_tokens
-    assert geometry.max_tiles(sizes) >= worst
-    paired = grouped_geometry(sizes, GemmMode.BF16, num_multiprocessors=132, tile_tokens=128, paired=True)
-    assert paired.max_tiles(sizes) >= 2 * (started + (sizes.num_pairs - started) // 256)
+    for tile, together in ((32, 1), (128, 2)):
+        variant = GroupedVariant(GemmMode.BF16, tile, paired=together == 2)
+        parts = emulator.layout(problem_of(sizes), variant, 132, buffer=256)["workspace"]
+        worst = together * (started + (sizes.num_pairs - started) // (tile * together))
+        assert parts["num_tiles"] - parts["tiles"] >= 16 * worst
 
 
 def test_the_tile_grows_with_the_tokens_per_expert():
@@ -162,25 +189,36 @@ def test_the_tile_grows_with_the_tokens_per_expert():
     assert tiles == [16, 16, 32, 64, 96, 160]
 
 
-def test_a_block_routes_1024_pairs():
-    assert _grouped(replace(QWEN3, num_tokens=128), GemmMode.BF16).route_blocks == 1
-    assert _grouped(replace(QWEN3, num_tokens=4096), GemmMode.BF16).route_blocks == 32
+def test_a_block_routes_1024_pairs(emulator: Emulator):
+    for tokens, blocks in ((128, 1), (4096, 32)):
+        assert grouped(emulator, replace(QWEN3, num_tokens=tokens), GemmMode.BF16)["route_blocks"] == blocks
 
 
-def _grouped(sizes: MoeSizes, mode: GemmMode) -> GroupedGeometry:
-    return grouped_geometry(sizes, mode, num_multiprocessors=132)
+def test_only_fp8_activations_take_room_for_quantised_tokens(emulator: Emulator):
+    def parts(mode: GemmMode) -> dict[str, int]:
+        problem = problem_of(replace(QWEN3, weight_bytes=2 if mode == GemmMode.BF16 else 1))
+        return emulator.layout(problem, GroupedVariant(mode), 132, buffer=256)["workspace"]
+
+    assert parts(GemmMode.BF16)["h_quantized"] == 0 < parts(GemmMode.BF16)["h"]
+    assert parts(GemmMode.FP8)["h"] == 0 < parts(GemmMode.FP8)["h_quantized"]
 
 
-def test_only_fp8_activations_take_room_for_quantised_tokens():
-    bf16 = grouped_parts(QWEN3, _grouped(QWEN3, GemmMode.BF16))
-    assert bf16["h_quantized"] == 0
-    assert bf16["h"] > 0
-    fp8_sizes = replace(QWEN3, weight_bytes=1)
-    fp8 = grouped_parts(fp8_sizes, _grouped(fp8_sizes, GemmMode.FP8))
-    assert fp8["h_quantized"] > 0
-    assert fp8["h"] == 0
+def test_only_logits_take_room_for_ids_and_weights(emulator: Emulator):
+    router = Router(logits=torch.zeros(1, 128), top_k=8)
+    without, with_logits = (emulator.layout(problem_of(QWEN3, each), DirectVariant(), 132) for each in (None, router))
+    assert without["bytes"] == 8 * 768 * 2
+    assert with_logits["bytes"] > without["bytes"]
 
 
-def test_only_logits_take_room_for_ids_and_weights():
-    assert direct_parts(QWEN3) == {"h": 8 * 768 * 2, "topk_ids": 0, "topk_weights": 0}
-    assert all(direct_parts(QWEN3, has_router=True).values())
+# Sizes of the parts where they do not follow from the next one's address alone: the emulation checks that nobody reads
+# past them; here, that they are aligned and apart.
+@pytest.mark.parametrize("router", [None, Router(logits=torch.zeros(1, 128), top_k=8)], ids=["ids", "logits"])
+@pytest.mark.parametrize("mode", list(GemmMode))
+def test_workspace_parts_are_aligned_and_apart(emulator: Emulator, mode, router):
+    sizes = replace(QWEN3, num_tokens=5, weight_bytes=2 if mode == GemmMode.BF16 else 1)
+    layout = emulator.layout(problem_of(sizes, router), GroupedVariant(mode), 132, buffer=4096)
+    starts = sorted(address for address in layout["workspace"].values() if address)
+    assert all(address % 256 == 0 for address in starts)
+    assert len(starts) == len(set(starts))
+    assert starts[0] == 4096
+    assert starts[-1] < 4096 + layout["bytes"]

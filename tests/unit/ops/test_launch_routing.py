@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from moe_optimizer.ops.kernel_arguments import Router
-from moe_optimizer.ops.launch_geometry.sizes import ceil_div
 from moe_optimizer.ops.topk_router import topk_router
 from tests.kernel_emulator import Emulator, guarded, make_case
 
@@ -47,8 +46,8 @@ def test_pairs_are_sorted_by_expert_and_stable(emulator: Emulator, tokens, top_k
     tiles = []
     for e, count in enumerate(counts.tolist()):
         # Wide tiles share an expert's tokens evenly, in steps of 16; narrow ones are filled.
-        even = ceil_div(count, max(1, ceil_div(count, tile)))
-        share = tile if tile < 128 or not count else ceil_div(even, 16) * 16
+        even = -(-count // max(1, -(-count // tile)))
+        share = tile if tile < 128 or not count else -(-even // 16) * 16
         tiles += [(e, int(offsets[e]) + at, min(share, count - at)) for at in range(0, count, share)]
         assert share <= tile
     assert [tuple(row) for row in got["tiles"].tolist()] == tiles

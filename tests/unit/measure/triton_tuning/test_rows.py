@@ -4,13 +4,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optimizer.inspection.tuned_configs import nearest
-from moe_optimizer.measure.triton_tuning.rows import Win, file_rows, reach
+from moe_optimizer.measure.triton_tuning.rows import file_rows, reach
+from moe_optimizer.measure.triton_tuning.state import Verdict
 
 LARGEST = 300
 
 
 def row(number: int) -> dict[str, int]:
     return {"BLOCK_SIZE_M": number}
+
+
+def win(tokens: int, won: dict[str, int], low: int, high: int) -> Verdict:
+    """A row that is used for [low, high]; its times are not looked at."""
+    return Verdict(tokens=tokens, stock={}, row=won, stock_us=2.0, row_us=1.0, ratio=2.0, low=low, high=high)
 
 
 def stepped(edges: set[int]):
@@ -24,13 +30,10 @@ SIZES = st.sets(st.integers(1, LARGEST), min_size=1, max_size=8)
 @given(edges=st.sets(st.integers(1, LARGEST), max_size=6), sizes=SIZES, won=st.sets(st.integers(1, LARGEST)))
 def test_every_size_outside_a_win_has_what_vllm_takes_without_the_file(edges, sizes, won):
     stock, reaches = stepped(edges), reach(sorted(sizes))
-    wins = [
-        Win(tokens=tokens, row=row(1000 + tokens), low=reaches[tokens][0], high=reaches[tokens][1])
-        for tokens in sizes & (won | {max(sizes)})
-    ]
+    wins = [win(tokens, row(1000 + tokens), *reaches[tokens]) for tokens in sizes & (won | {max(sizes)})]
     rows = file_rows(stock, wins, largest=LARGEST)
     for tokens in range(1, LARGEST + 1):
-        winner = next((win.row for win in wins if win.low <= tokens <= win.high), None)
+        winner = next((each.row for each in wins if each.low <= tokens <= each.high), None)
         assert nearest(rows, tokens) == (winner or stock(tokens)), tokens
 
 
@@ -43,7 +46,7 @@ def test_each_size_is_within_its_reach_and_no_two_reaches_meet(sizes):
 
 
 def test_a_win_at_one_size_alone_is_used_there_alone():
-    rows = file_rows(lambda _: row(0), [Win(tokens=64, row=row(1), low=64, high=64)], largest=LARGEST)
+    rows = file_rows(lambda _: row(0), [win(64, row(1), 64, 64)], largest=LARGEST)
     assert rows == {1: row(0), 63: row(0), 64: row(1), 65: row(0), LARGEST: row(0)}
 
 

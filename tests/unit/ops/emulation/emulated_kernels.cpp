@@ -1,15 +1,13 @@
 // The kernels of csrc/include/moeopt, run thread by thread on the CPU, as a Python module with the CUDA functions of
-// csrc/bindings/module.cpp: `cuda_direct`, `cuda_grouped`. A seed takes the place of the stream.
+// csrc/bindings/module.cpp: `cuda_layout`, `cuda_run`. A seed takes the place of the stream.
 //
 // A deadlock, a misaligned access or a barrier used wrongly is a RuntimeError.
 #include <pybind11/stl.h>
 #include <cmath>
 
-#include <map>
-
 #include "bindings/from_python.h"
 #include "emulated_device.h"
-#include "launch/arguments.h"
+#include "launch/geometry.h"
 
 using namespace moeopt;
 
@@ -93,23 +91,16 @@ Problem run_router(const Problem& problem, int* ids, float* weights, uint64_t se
   return with_routed_ids(problem, ids, weights);
 }
 
-void emulate_direct(const py::dict& experts, const py::object& router, const py::dict& workspace_fields,
-                    const py::dict& launch_fields, uint64_t seed) {
-  const auto workspace = from_python<DirectWorkspace>("workspace", workspace_fields);
-  const auto launch = from_python<DirectLaunch>("launch", launch_fields);
-  const Problem problem =
-      run_router(problem_from_python(experts, router), workspace.topk_ids, workspace.topk_weights, seed);
+void run_experts(const Problem& given, const DirectWorkspace& workspace, const DirectLaunch& launch, uint64_t seed,
+                 bool /*routing_only*/) {
+  const Problem problem = run_router(given, workspace.topk_ids, workspace.topk_weights, seed);
   const DirectArgs args = {problem.moe, workspace.h};
   (problem.moe.weight_dtype == DType::kFloat8E4M3 ? run_direct<1> : run_direct<2>)(args, launch, seed);
 }
 
-// routing_only: stop before the first GEMM.
-void emulate_grouped(const py::dict& experts, const py::object& router, const py::dict& workspace_fields,
-                     const py::dict& launch_fields, uint64_t seed, bool routing_only) {
-  const auto workspace = from_python<GroupedWorkspace>("workspace", workspace_fields);
-  const auto launch = from_python<GroupedLaunch>("launch", launch_fields);
-  const Problem problem =
-      run_router(problem_from_python(experts, router), workspace.topk_ids, workspace.topk_weights, seed);
+void run_experts(const Problem& given, const GroupedWorkspace& workspace, const GroupedLaunch& launch, uint64_t seed,
+                 bool routing_only) {
+  const Problem problem = run_router(given, workspace.topk_ids, workspace.topk_weights, seed);
   run_routing(problem, workspace, launch, seed);
   if (routing_only) return;
   const auto run = launch.mode == GemmMode::kBf16  ? run_gemms<GemmMode::kBf16>
@@ -125,6 +116,23 @@ void emulate_grouped(const py::dict& experts, const py::object& router, const py
   }
 }
 
+py::dict emulate_layout(const py::dict& experts, const py::object& router, const py::dict& variant, int multiprocessors,
+                        uintptr_t buffer) {
+  return layout_to_python(lay_out(problem_from_python(experts, router), from_python<Variant>("variant", variant),
+                                  multiprocessors, buffer, nullptr));
+}
+
+// routing_only: stop before the first GEMM.
+void emulate_run(const py::dict& experts, const py::object& router, const py::dict& variant, int multiprocessors,
+                 uintptr_t buffer, uintptr_t counters, uint64_t seed, bool routing_only) {
+  const Problem problem = problem_from_python(experts, router);
+  const auto kernels = from_python<Variant>("variant", variant);
+  const auto run = [&](const auto& layout) {
+    run_experts(problem, layout.workspace, layout.launch, seed, routing_only);
+  };
+  std::visit(run, lay_out(problem, kernels, multiprocessors, buffer, reinterpret_cast<int*>(counters)));
+}
+
 void emulate_router(const py::dict& experts, const py::object& router, uintptr_t ids, uintptr_t weights,
                     uint64_t seed) {
   run_router(problem_from_python(experts, router), reinterpret_cast<int*>(ids), reinterpret_cast<float*>(weights),
@@ -136,51 +144,15 @@ std::vector<int> tile_list(std::integer_sequence<int, kTokens...>) {
   return {kTokens...};
 }
 
-// The compiled numbers that moe_optimizer/ops/launch_geometry repeats.
-std::map<std::string, int64_t> compiled_constants() {
-  return {
-      {"direct.up_blocks_1", kDirectUpBlocks<1, kDirectNarrow>},
-      {"direct.up_blocks_2", kDirectUpBlocks<2, kDirectNarrow>},
-      {"direct.WIDE_UP_BLOCKS", kDirectUpBlocks<2, kDirectWide>},
-      {"direct.TOKENS", kDirectTokens},
-      {"direct.PAIRS", kDirectPairs},
-      {"direct.UP_WARPS", kDirectUpWarps},
-      {"direct.DOWN_WARPS", kDirectDownWarps},
-      {"direct.ROWS", kDirectRows},
-      {"direct.up_rows_1", kDirectUpRows<1>},
-      {"direct.up_rows_2", kDirectUpRows<2>},
-      {"direct.ROUTING_BYTES", kDirectScratchOffset},
-      {"direct.SCRATCH_PER_EXPERT", kDirectScratchPerExpert},
-      {"direct.UP_SUM_BYTES", kDirectUpSumBytes},
-      {"direct.DOWN_SUM_BYTES_PER_TOKEN", kDirectDownSumBytesPerToken},
-      {"grouped.THREADS", kGemmThreads},
-      {"grouped.PRODUCER_THREADS", kProducerThreads},
-      {"grouped.BOX_ROWS", kBoxRows},
-      {"grouped.stage_bytes_0_16", GemmShape<GemmMode::kBf16, 16>::kStageBytes},
-      {"grouped.stage_bytes_0_128", GemmShape<GemmMode::kBf16, 128>::kStageBytes},
-      {"grouped.stage_bytes_0_160", GemmShape<GemmMode::kBf16, 160>::kStageBytes},
-      {"grouped.stage_bytes_1_64", GemmShape<GemmMode::kFp8Weights, 64>::kStageBytes},
-      {"grouped.stage_bytes_2_96", GemmShape<GemmMode::kFp8, 96>::kStageBytes},
-      {"grouped.stage_bytes_2_144", GemmShape<GemmMode::kFp8, 144>::kStageBytes},
-      {"grouped.staging_bytes_0_160", GemmShape<GemmMode::kBf16, 160>::kStagingBytes},
-      {"grouped.staging_bytes_2_32", GemmShape<GemmMode::kFp8, 32>::kStagingBytes},
-      {"grouped.tile_entry_bytes", sizeof(TokenTile)},
-      {"grouped.QUEUE_SLOTS", kQueueSlots},
-      {"grouped.QUEUE_BYTES", kQueueBytes},
-      {"grouped.PAIRS_PER_BLOCK", kRoutePairs},
-      {"grouped.ROUTE_WARPS", kRouteWarps},
-      {"grouped.ROUTE_FIXED_BYTES", sizeof(RouteShared)},
-  };
-}
-
 }  // namespace
 
 PYBIND11_MODULE(emulated_kernels, module) {
-  module.def("cuda_direct", &emulate_direct);
-  module.def("cuda_grouped", &emulate_grouped, py::arg("experts"), py::arg("router"), py::arg("workspace"),
-             py::arg("launch"), py::arg("seed"), py::arg("routing_only") = false);
+  module.def("cuda_layout", &emulate_layout);
+  module.def("cuda_run", &emulate_run, py::arg("experts"), py::arg("router"), py::arg("variant"),
+             py::arg("multiprocessors"), py::arg("buffer"), py::arg("counters"), py::arg("seed"),
+             py::arg("routing_only") = false);
   module.def("router", &emulate_router);
-  module.attr("constants") = compiled_constants();
+  module.attr("direct_limits") = std::pair<int, int>{kDirectTokens, kDirectPairs};
   module.attr("tiles") = std::vector<std::vector<int>>{tile_list(CompiledTiles<GemmMode::kBf16>()),
                                                        tile_list(CompiledTiles<GemmMode::kFp8Weights>()),
                                                        tile_list(CompiledTiles<GemmMode::kFp8>())};
