@@ -147,8 +147,10 @@ class ServeArguments:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        """Let pydantic describe what the JSON form is: a list of words."""
-        return handler(tuple[str, ...])
+        """Have pydantic read and describe the JSON form, a list of words."""
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(lambda words: cls(*words), handler(tuple[str, ...]))
 
 
 def read_integer(text: str, *, flag: str) -> int:
