@@ -8,15 +8,13 @@ from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import ReplicasParams
 from moe_optimizer.plan.serve_args import ServeArguments
-from moe_optimizer.plan.server_group import ServerGroup, ServerRole
+from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.routed_servers import (
     UNSAFE_FLAGS,
-    gpus_of,
-    local_server_args,
+    local_servers,
     plan_port,
     router_args,
-    server_environment,
     server_url,
     undividable_cpu,
     unsafe_flag,
@@ -86,18 +84,9 @@ class Replicas(OptimizationPass):
         """
         count = ctx.decided[self.name].params_as(ReplicasParams).num_servers
         port = plan_port(serve_args, ports_after=count + 1, asked_by="several servers")
-        servers = tuple(
-            ServerRole(
-                name=f"replica-{index}",
-                serve_args=local_server_args(serve_args, port, index),
-                serve_env=server_environment(ctx, index, count),
-                gpus=gpus_of(ctx, index),
-            )
-            for index in range(count)
-        )
-        urls = (server_url(port, index) for index in range(count))
-        own = ServeArguments("--worker-urls", *urls)
-        return ServerGroup(servers=servers, router_args=own + router_args(serve_args, port, count))
+        servers = local_servers(ctx, serve_args, port, [f"replica-{index}" for index in range(count)])
+        own = ServeArguments("--worker-urls", *map(server_url, servers))
+        return ServerGroup(servers=tuple(servers), router_args=own + router_args(serve_args, port, count))
 
 
 def _why_not_by_auto(ctx: PlanContext) -> str:
