@@ -61,10 +61,12 @@ class Disaggregation(OptimizationPass):
         """Needs devices for two servers, and arguments that both can have."""
         if ctx.device == "cuda" and ctx.num_gpus < len(_ROLES):
             return False, f"needs at least 2 GPUs, one for prefill and one for decode, found {ctx.num_gpus}"
-        unsafe = unsafe_flag(ctx, _UNSAFE_FLAGS)
-        if unsafe:
-            return False, unsafe
-        return _supported_on_cpu(ctx) if ctx.device == "cpu" else (True, "")
+        why_not = unsafe_flag(ctx, _UNSAFE_FLAGS)
+        if ctx.device == "cpu":
+            why_not = why_not or undividable_cpu(ctx, len(_ROLES))
+            if not why_not and ctx.model.state_bytes_per_sequence:
+                why_not = "the model keeps a state beside its cache, which does not travel over a shared folder"
+        return not why_not, why_not
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return two servers where they are asked for by name; nothing measured says when they pay."""
@@ -117,10 +119,3 @@ class Disaggregation(OptimizationPass):
             transfer["kv_connector_extra_config"] = {"shared_storage_path": f"{RUN_DIR}/kv"}
         own = ServeArguments("--kv-transfer-config", json.dumps(transfer, separators=(",", ":")))
         return dataclasses.replace(server, serve_args=server.serve_args + own, serve_env=environment)
-
-
-def _supported_on_cpu(ctx: PlanContext) -> tuple[bool, str]:
-    undividable = undividable_cpu(ctx, len(_ROLES))
-    if not undividable and ctx.model.state_bytes_per_sequence:
-        undividable = "the model keeps a state beside its cache, which does not travel over a shared folder"
-    return not undividable, undividable

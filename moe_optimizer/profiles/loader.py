@@ -10,16 +10,12 @@ from pydantic import BaseModel, ValidationError
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
+from moe_optimizer.profiles import profile_names
 from moe_optimizer.profiles.schema import Profile
 from moe_optimizer.resources import config_dir
 from moe_optimizer.yaml_document import YamlDocument, read_yaml
 
 _ENDINGS = (".yaml", ".yml")
-
-
-def profile_names() -> tuple[str, ...]:
-    """Return the names of the shipped profiles, sorted."""
-    return tuple(sorted(path.stem for path in config_dir().glob("*.yaml")))
 
 
 def load_profile(name_or_path: str) -> Profile:
