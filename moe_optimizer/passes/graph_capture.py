@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -19,6 +18,8 @@ _STEP = 16
 _SMALL_STEP = 8
 """Their spacing below."""
 _FLAG = "--max-cudagraph-capture-size"
+_COMPILATION_FLAG = "--compilation-config"
+"""Where its value cannot be read, it counts as empty: what vLLM cannot read either, it refuses by itself."""
 
 
 class GraphCapture(OptimizationPass):
@@ -125,13 +126,13 @@ def _argument_against_graphs(given: ServeArguments) -> str:
         return "-O0"
     if given.value(_FLAG) == "0":
         return f"{_FLAG} 0"
-    mode = _compilation_config(given).get("cudagraph_mode")
+    mode = (given.json_object(_COMPILATION_FLAG) or {}).get("cudagraph_mode")
     return f"cudagraph_mode {mode}" if mode is not None and str(mode).upper() == "NONE" else ""
 
 
 def _largest_given(given: ServeArguments) -> tuple[str, int]:
     """Return the user's own argument that says what is captured, and the largest size by it; ("", 0): there is none."""
-    config = _compilation_config(given)
+    config = given.json_object(_COMPILATION_FLAG) or {}
     for flag, text in (
         ("--cudagraph-capture-sizes", given.value("--cudagraph-capture-sizes")),
         (_FLAG, given.value(_FLAG)),
@@ -142,14 +143,3 @@ def _largest_given(given: ServeArguments) -> tuple[str, int]:
         if any(sizes):
             return flag, max(sizes)
     return "", 0
-
-
-def _compilation_config(given: ServeArguments) -> dict[str, Any]:
-    """Return vLLM's compilation configuration as the user gives it; {} where it is none or not to be read: what vLLM
-    cannot read either, it refuses by itself.
-    """
-    try:
-        config = json.loads(given.value("--compilation-config") or "")
-    except ValueError:
-        return {}
-    return config if isinstance(config, dict) else {}

@@ -106,10 +106,8 @@ def _most_that_fit(ctx: PlanContext) -> int:
     """Return the most servers of which each has GPUs enough for the model; 1: it takes all of them."""
     if ctx.device == "cpu":
         return _CPU_SERVERS
-    asked = ctx.profile.passes.parallelism
-    tensor = ctx.pinned.count("--tensor-parallel-size") or asked.tensor_parallel_size or 1
-    least = tensor * (ctx.pinned.count("--data-parallel-size") or asked.data_parallel_size or 1)
-    for each in range(least, ctx.num_gpus // 2 + 1):
+    tensor, copies = ctx.asked_sizes
+    for each in range((tensor or 1) * (copies or 1), ctx.num_gpus // 2 + 1):
         share = dataclasses.replace(ctx, num_gpus=each)
         if ctx.num_gpus % each == 0 and share.memory(num_devices=each, max_num_batched_tokens=_TRIED_TOKENS).fits:
             return ctx.num_gpus // each

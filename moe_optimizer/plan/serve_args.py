@@ -134,6 +134,14 @@ class ServeArguments:
             raise InputError(f"{flag}: got {number}, expected at least 1")
         return number
 
+    def json_object(self, flag: str) -> dict[str, Any] | None:
+        """Return the JSON object given for `flag`; None when it is absent or something else."""
+        try:
+            found = json.loads(self.values.get(flag, ""))
+        except (ValueError, RecursionError):
+            return None
+        return found if isinstance(found, dict) else None
+
     def drain_timeout_s(self) -> float:
         """Return how long a server may take to finish its requests, in seconds; 0, as in vLLM, where no flag says.
 

@@ -28,13 +28,8 @@ def undividable_cpu(ctx: PlanContext, num_servers: int) -> str:
     """Return why the CPU cannot be divided between so many servers, or ""."""
     if ctx.cpu.cores < num_servers:
         return f"needs at least {num_servers} CPU cores, one for each server, found {ctx.cpu.cores}"
-    asked = ctx.profile.passes.parallelism
-    for kind, flag, stated in (
-        ("tensor", "--tensor-parallel-size", asked.tensor_parallel_size),
-        ("data", "--data-parallel-size", asked.data_parallel_size),
-    ):
-        size = ctx.pinned.count(flag) or stated or 1
-        if size > 1:
+    for kind, size in zip(("tensor", "data"), ctx.asked_sizes, strict=True):
+        if size is not None and size > 1:
             return f"on the CPU each server is one process, and {kind} parallelism of {size} is asked for"
     return ""
 

@@ -56,12 +56,7 @@ class Parallelism(OptimizationPass):
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """One device needs no split; more are supported where the model divides."""
-        if (
-            ctx.request.num_nodes == 1
-            and _asked_size(ctx) in (None, 1)
-            and _asked_data_parallel(ctx) == 1
-            and _device_limit(ctx) == 1
-        ):
+        if ctx.request.num_nodes == _device_limit(ctx) == 1 and set(ctx.asked_sizes) <= {None, 1}:
             kind = "GPU" if ctx.device == "cuda" else "CPU process"
             return False, f"one {kind}: nothing to split"
         return True, ""
@@ -96,9 +91,8 @@ class Parallelism(OptimizationPass):
             UnsupportedError: a size that was asked for exceeds the devices or does not divide the model, or the
                 user's own --enable-expert-parallel is known to crash.
         """
-        data_parallel = _asked_data_parallel(ctx)
-        limit = _device_limit(ctx)
-        asked = _asked_size(ctx)
+        asked, copies = ctx.asked_sizes
+        data_parallel, limit = copies or 1, _device_limit(ctx)
         _check_asked(ctx, asked or 1, data_parallel, limit)
         size = asked or max(1, limit // data_parallel)
         while size > 1 and not _splits(ctx, size, data_parallel)[0]:
@@ -138,16 +132,6 @@ class Parallelism(OptimizationPass):
 def _device_limit(ctx: PlanContext) -> int:
     """Return how many devices there are: GPUs, or on the CPU the cores, one process each at the least."""
     return ctx.num_gpus if ctx.device == "cuda" else 1
-
-
-def _asked_size(ctx: PlanContext) -> int | None:
-    pinned = ctx.pinned.count("--tensor-parallel-size")
-    return pinned if pinned is not None else ctx.profile.passes.parallelism.tensor_parallel_size
-
-
-def _asked_data_parallel(ctx: PlanContext) -> int:
-    pinned = ctx.pinned.count("--data-parallel-size")
-    return pinned or ctx.profile.passes.parallelism.data_parallel_size or 1
 
 
 def _check_asked(ctx: PlanContext, size: int, data_parallel: int, limit: int) -> None:
@@ -251,7 +235,7 @@ def _expert_wish(ctx: PlanContext) -> tuple[Wish, str]:
         if not ctx.pinned.is_on("--enable-expert-parallel"):
             return Wish.OFF, "--no-enable-expert-parallel after --"
         return Wish.ON, "--enable-expert-parallel after --"
-    return ctx.setting("parallelism", "expert_parallel")
+    return ctx.wish("parallelism.expert_parallel")
 
 
 def _ep_warning(count: int) -> str:

@@ -185,18 +185,18 @@ def passes_of_placed(layer: Any) -> tuple[str, ...]:
         return ()
     local = set((placed.expert_map >= 0).nonzero().flatten().tolist())
     unasked = local - placed.asked
+    wrong = ""
     # Dummy weights are not loaded through the map.
     if unasked and placed.load_format != "dummy":
-        raise RequiredNotAppliedError(
-            f"{PLACEMENT_PASS}: {layer.layer_name}: vLLM loaded {len(unasked)} of {len(local)} experts without asking "
-            f"the expert map, so they are not the ones that tokens are sent to",
-            hint="serve with --disable-expert-placement",
+        wrong = (
+            f"vLLM loaded {len(unasked)} of {len(local)} experts without asking the expert map, so they are not the "
+            "ones that tokens are sent to"
         )
-    if layer.expert_map is None or layer.expert_map.tolist() != placed.expert_map.tolist():
-        raise RequiredNotAppliedError(
-            f"{PLACEMENT_PASS}: {layer.layer_name}: its expert map was replaced after its weights were loaded",
-            hint="serve with --disable-expert-placement",
-        )
+    elif layer.expert_map is None or layer.expert_map.tolist() != placed.expert_map.tolist():
+        wrong = "its expert map was replaced after its weights were loaded"
+    if wrong:
+        hint = "serve with --disable-expert-placement"
+        raise RequiredNotAppliedError(f"{PLACEMENT_PASS}: {layer.layer_name}: {wrong}", hint=hint)
     return (PLACEMENT_PASS,)
 
 
