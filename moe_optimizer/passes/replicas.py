@@ -23,8 +23,6 @@ from moe_optimizer.plan_context.routed_servers import (
 _RECORD = "benchmarks/records/2026-11-21_h200_layouts.json"
 _CPU_SERVERS = 2
 """On the CPU, where nobody says how many: they share one memory, so more seldom pay."""
-_TRIED_TOKENS = 2048
-"""Tokens of a step with which it is asked whether a share holds the model; the scheduler pass decides them later."""
 
 
 class Replicas(OptimizationPass):
@@ -62,13 +60,12 @@ class Replicas(OptimizationPass):
             return self.refused(ctx, f"no part of {ctx.num_gpus} GPUs holds the model by itself")
         each, idle = divmod(ctx.num_gpus if ctx.device == "cuda" else ctx.cpu.cores, count)
         unit = "GPU" if ctx.device == "cuda" else "core"
+        share = f"every {each} {unit}s" if each > 1 else f"each {unit}"
         return self.decision(
             ctx,
             Status.ON,
             f"{count} servers",
-            f"a whole server on every {each} {unit}s, and a router that deals requests to them in turns"
-            if each > 1
-            else f"a whole server on each {unit}, and a router that deals requests to them in turns",
+            f"a whole server on {share}, and a router that deals requests to them in turns",
             Applier.SERVERS,
             evidence=(_RECORD,) if ctx.device == "cuda" else (),
             rejected={"auto": _why_not_by_auto(ctx)},
@@ -109,6 +106,6 @@ def _most_that_fit(ctx: PlanContext) -> int:
     tensor, copies = ctx.asked_sizes
     for each in range((tensor or 1) * (copies or 1), ctx.num_gpus // 2 + 1):
         share = dataclasses.replace(ctx, num_gpus=each)
-        if ctx.num_gpus % each == 0 and share.memory(num_devices=each, max_num_batched_tokens=_TRIED_TOKENS).fits:
+        if ctx.num_gpus % each == 0 and share.memory(num_devices=each).fits:
             return ctx.num_gpus // each
     return 1

@@ -178,7 +178,10 @@ class PlanContext:
         return share
 
     def memory_request(self, **changes: Any) -> MemoryRequest:
-        """Return a MemoryRequest for this model and machine: one device, one token a sequence, and `changes`."""
+        """Return a MemoryRequest for this model and machine: one device, one token a sequence, and `changes`.
+
+        Before the scheduler pass has decided them, a step has 2048 tokens.
+        """
         if self.device == "cuda":
             device_bytes = int(self.gpu.memory.value)
         else:
@@ -234,9 +237,7 @@ class PlanContext:
             "pipeline_stages": split.pipeline_parallel_size,
             "expert_parallel": split.expert_parallel,
             "data_parallel_size": split.data_parallel_size,
-            "expert_copies": None
-            if placement is None or placement.mode == "initial"
-            else placement.num_redundant_experts,
+            "expert_copies": placement.num_redundant_experts if placement and placement.mode == "eplb" else None,
         }
 
     def memory_terms(self, kv_bits: int) -> dict[str, Any]:

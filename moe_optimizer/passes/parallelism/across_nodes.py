@@ -10,9 +10,6 @@ from moe_optimizer.errors import UnsupportedError
 from moe_optimizer.plan.pass_params import ParallelismParams
 from moe_optimizer.plan_context.context import PlanContext
 
-_TRIED_TOKENS = 2048
-"""Tokens of a step with which it is asked whether a machine holds the model; the scheduler pass decides them later."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcrossNodes:
@@ -43,7 +40,6 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
         num_devices=split.tensor_parallel_size,
         data_parallel_size=split.data_parallel_size,
         expert_parallel=split.expert_parallel,
-        max_num_batched_tokens=_TRIED_TOKENS,
     ).fits
     if wished == "replicas" or (wished == "auto" and holds):
         why = f"one machine holds the model, so each of {nodes} serves by itself and nothing travels between them"

@@ -81,8 +81,6 @@ def start_counting(session: PluginSession, worker: Any) -> None:
         reason = _why_not(worker.vllm_config)
         if not reason:
             _counting, reason = _bound(session, worker)
-    except RequiredNotAppliedError:
-        raise
     except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
         reason = f"fallback: {described(error)}"
     if reason:

@@ -65,11 +65,14 @@ def place_layer(session: PluginSession, layer: Any) -> None:
         why = reason or "another rank cannot take its experts"
         session.refused(PLACEMENT_PASS, f"{layer.layer_name}: {why}")
         return
+    from vllm.config import get_current_vllm_config
+
     assert expert_map is not None
     manager = layer.expert_map_manager
     manager._expert_map = expert_map
     layer.update_expert_map_info()
-    placed = _PlacedLayer(expert_map, manager.map_global_to_local, _load_format())
+    load_format = str(get_current_vllm_config().load_config.load_format)
+    placed = _PlacedLayer(expert_map, manager.map_global_to_local, load_format)
     setattr(layer, _PLACED, placed)
     session.ask_of_layers(passes_of_placed)
     manager.map_global_to_local = placed.map_global_to_local
@@ -101,12 +104,6 @@ def _confirm_when_loaded(session: PluginSession, layer: Any) -> None:
             session.ran(PLACEMENT_PASS)
 
     method.process_weights_after_loading = process_weights_after_loading
-
-
-def _load_format() -> str:
-    from vllm.config import get_current_vllm_config
-
-    return str(get_current_vllm_config().load_config.load_format)
 
 
 def _possible_map(layer: Any, planned: ExpertPlacementParams) -> tuple[torch.Tensor | None, str]:
