@@ -121,7 +121,7 @@ class Parallelism(OptimizationPass):
             "; ".join(filter(None, reasons)),
             Applier.FLAGS if arguments else Applier.NONE,
             evidence=(_RECORD,) if few_gpus_ep else (),
-            rejected=rejected | across.rejected,
+            rejected={**rejected, **across.rejected},
             vllm_args=arguments,
             env=_environment(ctx, split.num_devices) if arguments else {},
             params=across.split,
