@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections.abc import Collection
 from pathlib import Path
@@ -64,5 +65,5 @@ def served(plan: Plan, info: ServerInfo, passes: Collection[str]) -> dict[str, A
         "decisions": [encode(each) for each in plan.decisions if each.pass_name in passes],
         "serve_args": list(plan.serve_args.words),
         "versions": dict(proofs[0].versions) if proofs else {},
-        "table": [list(row.cells) for row in info.rows if row.pass_name in passes],
+        "table": [list(dataclasses.astuple(row)) for row in info.rows if row.pass_name in passes],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -14,17 +15,15 @@ from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.routed_servers import (
     LOCAL,
     UNSAFE_FLAGS,
-    gpus_of,
-    local_server_args,
+    local_servers,
     plan_port,
     router_args,
-    server_environment,
     server_url,
     undividable_cpu,
     unsafe_flag,
 )
 
-_ROLES = (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 """In the order in which a request passes through them, with what vLLM calls their part."""
 _SIDE_CHANNEL_OFFSET = 100
 """Chosen: from the plan's port to NIXL's own; each server takes one for each of its processes."""
@@ -62,10 +61,12 @@ class Disaggregation(OptimizationPass):
         """Needs devices for two servers, and arguments that both can have."""
         if ctx.device == "cuda" and ctx.num_gpus < len(_ROLES):
             return False, f"needs at least 2 GPUs, one for prefill and one for decode, found {ctx.num_gpus}"
-        unsafe = unsafe_flag(ctx, _UNSAFE_FLAGS)
-        if unsafe:
-            return False, unsafe
-        return _supported_on_cpu(ctx) if ctx.device == "cpu" else (True, "")
+        why_not = unsafe_flag(ctx, _UNSAFE_FLAGS)
+        if ctx.device == "cpu":
+            why_not = why_not or undividable_cpu(ctx, len(_ROLES))
+            if not why_not and ctx.model.state_bytes_per_sequence:
+                why_not = "the model keeps a state beside its cache, which does not travel over a shared folder"
+        return not why_not, why_not
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return two servers where they are asked for by name; nothing measured says when they pay."""
@@ -95,37 +96,26 @@ class Disaggregation(OptimizationPass):
         processes = ctx.parallelism.num_devices
         needed = len(_ROLES) * _SIDE_CHANNEL_OFFSET + processes
         port = plan_port(serve_args, ports_after=needed, asked_by=self.name)
-        servers = tuple(self._role(ctx, serve_args, port, index) for index in range(len(_ROLES)))
-        parts = [word for index, (name, _) in enumerate(_ROLES) for word in (f"--{name}", server_url(port, index))]
+        servers = local_servers(ctx, serve_args, port, list(_ROLES))
+        parts = [word for server in servers for word in (f"--{server.name}", server_url(server))]
+        roles = tuple(
+            self._role(ctx, server, port + count * _SIDE_CHANNEL_OFFSET) for count, server in enumerate(servers, 1)
+        )
         # One server of each kind leaves nothing to choose; the default policy keeps a tree of all prompts for it.
         common = router_args(serve_args, port, len(_ROLES))
-        return ServerGroup(servers=servers, router_args=ServeArguments("--vllm-pd-disaggregation", *parts) + common)
+        return ServerGroup(servers=roles, router_args=ServeArguments("--vllm-pd-disaggregation", *parts) + common)
 
-    def _role(self, ctx: PlanContext, serve_args: ServeArguments, port: int, index: int) -> ServerRole:
-        name, kv_role = _ROLES[index]
+    def _role(self, ctx: PlanContext, server: ServerRole, side_channel: int) -> ServerRole:
+        """Return the server with its end of the connector."""
         connector = ctx.decided[self.name].params_as(DisaggregationParams).connector
         transfer: dict[str, Any] = {
             "kv_connector": connector,
-            "kv_role": kv_role,
+            "kv_role": _ROLES[server.name],
             "kv_connector_module_path": _MODULES[connector],
         }
-        environment = server_environment(ctx, index, len(_ROLES))
-        if ctx.device == "cuda":
-            side_channel = port + (index + 1) * _SIDE_CHANNEL_OFFSET
-            environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOCAL, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
-        else:
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOCAL, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
+        if ctx.device == "cpu":
+            environment = server.serve_env
             transfer["kv_connector_extra_config"] = {"shared_storage_path": f"{RUN_DIR}/kv"}
         own = ServeArguments("--kv-transfer-config", json.dumps(transfer, separators=(",", ":")))
-        return ServerRole(
-            name=name,
-            serve_args=local_server_args(serve_args, port, index) + own,
-            serve_env=environment,
-            gpus=gpus_of(ctx, index),
-        )
-
-
-def _supported_on_cpu(ctx: PlanContext) -> tuple[bool, str]:
-    undividable = undividable_cpu(ctx, len(_ROLES))
-    if not undividable and ctx.model.state_bytes_per_sequence:
-        undividable = "the model keeps a state beside its cache, which does not travel over a shared folder"
-    return not undividable, undividable
+        return dataclasses.replace(server, serve_args=server.serve_args + own, serve_env=environment)

@@ -125,7 +125,6 @@ class _Placed:
     """A placement and how even it is: the fullest rank's tokens over the average rank's, all layers together."""
 
     placement: NDArray[np.int64]
-    layers: tuple[int, ...]
     before: float
     """Of the experts in order, as vLLM has them."""
     after: float
@@ -183,7 +182,6 @@ def _place(ctx: PlanContext, *, replicas: int) -> _Placed:
     named = {file.load.model for file in (placed_by, checked_on) if file is not None} - {ctx.model.name, ctx.model.path}
     return _Placed(
         placement=placement,
-        layers=ctx.model.moe_layers,
         before=_linear_imbalance(judge, num_ranks),
         after=imbalance(judge, placement, num_ranks),
         placed_by=placed_by,
@@ -227,7 +225,7 @@ def _short(layers: tuple[int, ...]) -> str:
 
 
 def _initial_params(ctx: PlanContext, placed: _Placed) -> ExpertPlacementParams:
-    rows = zip(placed.layers, placed.placement.tolist(), strict=True)
+    rows = zip(ctx.model.moe_layers, placed.placement.tolist(), strict=True)
     experts = {layer: " ".join(map(str, row)) for layer, row in rows}
     by_name = {str(layer): row for layer, row in experts.items()}
     return ExpertPlacementParams(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -19,6 +18,8 @@ _STEP = 16
 _SMALL_STEP = 8
 """Their spacing below."""
 _FLAG = "--max-cudagraph-capture-size"
+_COMPILATION_FLAG = "--compilation-config"
+"""Where its value cannot be read, it counts as empty: what vLLM cannot read either, it refuses by itself."""
 
 
 class GraphCapture(OptimizationPass):
@@ -53,27 +54,24 @@ class GraphCapture(OptimizationPass):
         if _eager(ctx):
             reason = f"{ctx.profile_origin} asks for plain execution: no compilation, no graphs, quick start"
             eager = ServeArguments("--enforce-eager")
-            return self._decide(ctx, Status.ON, "eager", reason, eager=True, arguments=eager)
+            return self._decide(ctx, Status.ON, "eager", reason, eager=True, vllm_args=eager)
         # Of a larger batch no more than these run at once.
         batch = min(ctx.workload.batch_size, ctx.scheduler.max_num_seqs)
-        flag, size = _largest_given(ctx.pinned)
-        if flag:
-            return self._graphs(ctx, size, f"{flag} is given after --", batch)
         default = min(2 * ctx.scheduler.max_num_seqs, _VLLM_CAP)
         asked = ctx.profile.passes.graph_capture.max_capture_size
-        if asked is not None:
+        flag, size = _largest_given(ctx.pinned)
+        arguments = NO_ARGUMENTS
+        if flag:
+            reason = f"{flag} is given after --"
+        elif asked is not None:
             size, reason = asked, f"{ctx.profile_origin} asks for it"
-            return self._graphs(ctx, size, reason, batch, arguments=ServeArguments(_FLAG, str(size)))
-        if batch <= default:
-            return self._graphs(ctx, default, f"vLLM's own capture sizes cover a batch of {batch}", batch)
-        size = -(-batch // _STEP) * _STEP
-        reason = f"vLLM's own sizes end at {default}, and a batch of {batch} would run without a graph"
-        return self._graphs(ctx, size, reason, batch, arguments=ServeArguments(_FLAG, str(size)))
-
-    def _graphs(
-        self, ctx: PlanContext, size: int, reason: str, batch: int, *, arguments: ServeArguments = NO_ARGUMENTS
-    ) -> Decision:
-        """Return the decision for graphs up to the largest size that vLLM makes of `size`."""
+            arguments = ServeArguments(_FLAG, str(size))
+        elif batch <= default:
+            size, reason = default, f"vLLM's own capture sizes cover a batch of {batch}"
+        else:
+            size = -(-batch // _STEP) * _STEP
+            reason = f"vLLM's own sizes end at {default}, and a batch of {batch} would run without a graph"
+            arguments = ServeArguments(_FLAG, str(size))
         captured = _captured(size, ctx.scheduler.max_num_batched_tokens)
         warning = f"graph_capture: a batch of {batch} runs without a graph, they end at {captured}: {reason}"
         return self._decide(
@@ -82,8 +80,8 @@ class GraphCapture(OptimizationPass):
             f"graphs up to {captured}",
             reason,
             eager=False,
-            arguments=arguments,
             max_capture_size=captured,
+            vllm_args=arguments,
             warnings=(warning,) if captured < batch else (),
         )
 
@@ -95,22 +93,12 @@ class GraphCapture(OptimizationPass):
         reason: str,
         *,
         eager: bool,
-        arguments: ServeArguments = NO_ARGUMENTS,
         max_capture_size: int = 0,
-        warnings: tuple[str, ...] = (),
+        **fields: Any,
     ) -> Decision:
-        return self.decision(
-            ctx,
-            status,
-            value,
-            reason,
-            Applier.FLAGS if status is Status.ON else Applier.NONE,
-            vllm_args=arguments,
-            params=GraphCaptureParams(
-                cuda_graphs=ctx.device == "cuda" and not eager, max_capture_size=max_capture_size
-            ),
-            warnings=warnings,
-        )
+        params = GraphCaptureParams(cuda_graphs=ctx.device == "cuda" and not eager, max_capture_size=max_capture_size)
+        applier = Applier.FLAGS if status is Status.ON else Applier.NONE
+        return self.decision(ctx, status, value, reason, applier, params=params, **fields)
 
 
 def _eager(ctx: PlanContext) -> bool:
@@ -138,13 +126,13 @@ def _argument_against_graphs(given: ServeArguments) -> str:
         return "-O0"
     if given.value(_FLAG) == "0":
         return f"{_FLAG} 0"
-    mode = _compilation_config(given).get("cudagraph_mode")
+    mode = (given.json_object(_COMPILATION_FLAG) or {}).get("cudagraph_mode")
     return f"cudagraph_mode {mode}" if mode is not None and str(mode).upper() == "NONE" else ""
 
 
 def _largest_given(given: ServeArguments) -> tuple[str, int]:
     """Return the user's own argument that says what is captured, and the largest size by it; ("", 0): there is none."""
-    config = _compilation_config(given)
+    config = given.json_object(_COMPILATION_FLAG) or {}
     for flag, text in (
         ("--cudagraph-capture-sizes", given.value("--cudagraph-capture-sizes")),
         (_FLAG, given.value(_FLAG)),
@@ -155,14 +143,3 @@ def _largest_given(given: ServeArguments) -> tuple[str, int]:
         if any(sizes):
             return flag, max(sizes)
     return "", 0
-
-
-def _compilation_config(given: ServeArguments) -> dict[str, Any]:
-    """Return vLLM's compilation configuration as the user gives it; {} where it is none or not to be read: what vLLM
-    cannot read either, it refuses by itself.
-    """
-    try:
-        config = json.loads(given.value("--compilation-config") or "")
-    except ValueError:
-        return {}
-    return config if isinstance(config, dict) else {}

@@ -119,8 +119,8 @@ def resolve_wishes(
         InputError: an unknown X, or two flags that contradict each other; the message names both.
     """
     on = {required_key(text): f"--require {text}" for text in required}
-    on |= {switch.key: f"--enable-{switch.flag}" for switch in map(_switch, enabled)}
-    off = {switch.key: f"--disable-{switch.flag}" for switch in map(_switch, disabled)}
+    on |= {required_key(flag): f"--enable-{flag}" for flag in enabled}
+    off = {required_key(flag): f"--disable-{flag}" for flag in disabled}
     for key, flag in on.items():
         if key in off:
             raise InputError(f"{flag} and {off[key]} contradict each other", hint="give one of them")
@@ -155,14 +155,3 @@ def _check_needs(wishes: Mapping[str, WishWithOrigin], needs: Mapping[str, tuple
             if (wish, other_wish) == (Wish.ON, Wish.OFF):
                 flags = (origin.removeprefix("flag "), other_origin.removeprefix("flag "))
                 raise InputError(f"{' and '.join(flags)} contradict each other: the one needs the other")
-
-
-def _switch(flag: str) -> Switch:
-    for switch in switches():
-        if switch.flag == flag:
-            return switch
-    flags = [switch.flag for switch in switches()]
-    raise InputError(
-        f"--enable-{flag}: unknown optimization, expected one of {', '.join(flags)}",
-        hint=did_you_mean(flag, flags),
-    )

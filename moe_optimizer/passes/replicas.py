@@ -8,15 +8,13 @@ from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import ReplicasParams
 from moe_optimizer.plan.serve_args import ServeArguments
-from moe_optimizer.plan.server_group import ServerGroup, ServerRole
+from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.routed_servers import (
     UNSAFE_FLAGS,
-    gpus_of,
-    local_server_args,
+    local_servers,
     plan_port,
     router_args,
-    server_environment,
     server_url,
     undividable_cpu,
     unsafe_flag,
@@ -25,8 +23,6 @@ from moe_optimizer.plan_context.routed_servers import (
 _RECORD = "benchmarks/records/2026-11-21_h200_layouts.json"
 _CPU_SERVERS = 2
 """On the CPU, where nobody says how many: they share one memory, so more seldom pay."""
-_TRIED_TOKENS = 2048
-"""Tokens of a step with which it is asked whether a share holds the model; the scheduler pass decides them later."""
 
 
 class Replicas(OptimizationPass):
@@ -64,13 +60,12 @@ class Replicas(OptimizationPass):
             return self.refused(ctx, f"no part of {ctx.num_gpus} GPUs holds the model by itself")
         each, idle = divmod(ctx.num_gpus if ctx.device == "cuda" else ctx.cpu.cores, count)
         unit = "GPU" if ctx.device == "cuda" else "core"
+        share = f"every {each} {unit}s" if each > 1 else f"each {unit}"
         return self.decision(
             ctx,
             Status.ON,
             f"{count} servers",
-            f"a whole server on every {each} {unit}s, and a router that deals requests to them in turns"
-            if each > 1
-            else f"a whole server on each {unit}, and a router that deals requests to them in turns",
+            f"a whole server on {share}, and a router that deals requests to them in turns",
             Applier.SERVERS,
             evidence=(_RECORD,) if ctx.device == "cuda" else (),
             rejected={"auto": _why_not_by_auto(ctx)},
@@ -86,18 +81,9 @@ class Replicas(OptimizationPass):
         """
         count = ctx.decided[self.name].params_as(ReplicasParams).num_servers
         port = plan_port(serve_args, ports_after=count + 1, asked_by="several servers")
-        servers = tuple(
-            ServerRole(
-                name=f"replica-{index}",
-                serve_args=local_server_args(serve_args, port, index),
-                serve_env=server_environment(ctx, index, count),
-                gpus=gpus_of(ctx, index),
-            )
-            for index in range(count)
-        )
-        urls = (server_url(port, index) for index in range(count))
-        own = ServeArguments("--worker-urls", *urls)
-        return ServerGroup(servers=servers, router_args=own + router_args(serve_args, port, count))
+        servers = local_servers(ctx, serve_args, port, [f"replica-{index}" for index in range(count)])
+        own = ServeArguments("--worker-urls", *map(server_url, servers))
+        return ServerGroup(servers=tuple(servers), router_args=own + router_args(serve_args, port, count))
 
 
 def _why_not_by_auto(ctx: PlanContext) -> str:
@@ -117,11 +103,9 @@ def _most_that_fit(ctx: PlanContext) -> int:
     """Return the most servers of which each has GPUs enough for the model; 1: it takes all of them."""
     if ctx.device == "cpu":
         return _CPU_SERVERS
-    asked = ctx.profile.passes.parallelism
-    tensor = ctx.pinned.count("--tensor-parallel-size") or asked.tensor_parallel_size or 1
-    least = tensor * (ctx.pinned.count("--data-parallel-size") or asked.data_parallel_size or 1)
-    for each in range(least, ctx.num_gpus // 2 + 1):
+    tensor, copies = ctx.asked_sizes
+    for each in range((tensor or 1) * (copies or 1), ctx.num_gpus // 2 + 1):
         share = dataclasses.replace(ctx, num_gpus=each)
-        if ctx.num_gpus % each == 0 and share.memory(num_devices=each, max_num_batched_tokens=_TRIED_TOKENS).fits:
+        if ctx.num_gpus % each == 0 and share.memory(num_devices=each).fits:
             return ctx.num_gpus // each
     return 1

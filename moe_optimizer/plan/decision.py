@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.pass_params import PARAMS_OF, Fp8Params, PassParams, Sparsity24Params
@@ -87,6 +87,14 @@ class Decision:
     """Where the pass ends: what it does not cover or what it may cost."""
     warnings: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        kind = PARAMS_OF.get(self.pass_name)
+        if self.params is not None and type(self.params) is not kind:
+            expected = (
+                f"{kind.__name__} of pass {self.pass_name}" if kind else f"none, as pass {self.pass_name} has none"
+            )
+            raise InputError(f"params: got {type(self.params).__name__}, expected {expected}")
+
     def params_as(self, kind: type[_Params]) -> _Params:
         """Return the params, which are of this kind."""
         assert isinstance(self.params, kind), f"{self.pass_name}: {self.params}, expected {kind.__name__}"
@@ -96,15 +104,3 @@ class Decision:
     def weight_format(self) -> str | None:
         """The plugin's format that the experts are converted to; None: the plugin does not convert them."""
         return self.params.weight_format if isinstance(self.params, (Fp8Params, Sparsity24Params)) else None
-
-    @staticmethod
-    def json_kinds(data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the type of the params in a decision's JSON form, by its pass.
-
-        Raises:
-            InputError: no pass has params, and some are given.
-        """
-        kind = PARAMS_OF.get(str(data.get("pass_name")))
-        if kind is None and data.get("params") is not None:
-            raise InputError(f"params: got some of pass {data.get('pass_name')!r:.40}, which has none")
-        return {"params": None if kind is None else kind | None}

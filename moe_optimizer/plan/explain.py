@@ -17,6 +17,8 @@ _MIN_WIDTH = 60
 _MAX_WIDTH = 120
 """Longer lines are hard to read, however wide the terminal."""
 _COLORS = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
+_ALONE = "Against plain vLLM on the same devices"
+_IN_GROUP = "Each of the servers against one plain vLLM of its size"
 _STATUS_COLORS = {Status.ON: "green", Status.OFF: "dim", Status.REFUSED: "red"}
 
 
@@ -42,11 +44,11 @@ class _Page:
         sections = (
             ("Model", self._model(plan)),
             ("Hardware", self._hardware(plan)),
-            (f"Memory of each {_unit(plan)}", self._memory(plan)),
+            (f"Memory of each {'GPU' if plan.num_gpus else 'CPU process'}", self._memory(plan)),
             ("Decisions", self._decisions(plan)),
             ("Warnings", self._warnings(plan)),
             ("Command" if plan.group is None else "Commands", self._commands(plan)),
-            (_comparison(plan), self._difference(plan)),
+            (_ALONE if plan.group is None else _IN_GROUP, self._difference(plan)),
         )
         version = f"vLLM {plan.vllm_version}" if plan.vllm_version else "no vLLM installed"
         lines = [self._paint(f"Plan {plan.digest}: profile {plan.profile_name}, {version}", "bold")]
@@ -187,7 +189,7 @@ class _Page:
 
     def _argument(self, words: Sequence[str]) -> Sequence[str]:
         """Return an argument in one line, or with its values below it where that is too long."""
-        text = _quoted(words)
+        text = shlex.join(words)
         if len(text) + len("      ") <= self.width:
             return [text]
         return [words[0], *(f"    {shlex.quote(value)}" for value in words[1:])]
@@ -214,20 +216,6 @@ class _Page:
 
     def _paint(self, text: str, style: str) -> str:
         return f"\033[{_COLORS[style]}m{text}\033[0m" if self.color else text
-
-
-def _comparison(plan: Plan) -> str:
-    if plan.group is None:
-        return "Against plain vLLM on the same devices"
-    return "Each of the servers against one plain vLLM of its size"
-
-
-def _unit(plan: Plan) -> str:
-    return "GPU" if plan.num_gpus else "CPU process"
-
-
-def _quoted(words: Iterable[str]) -> str:
-    return " ".join(shlex.quote(word) for word in words)
 
 
 def _gain(gain: Gain, status: Status) -> str:

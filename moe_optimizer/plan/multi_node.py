@@ -97,7 +97,13 @@ def render_lws(plan: Plan) -> str:
     else:
         template["workerTemplate"] = _pod(plan, "leader", "")
     port = plan.serve_args.count("--port") or 8000
-    documents = [_config_map(plan)] if _needs_plan(plan) else []
+    documents: list[dict[str, Any]] = []
+    if _needs_plan(plan):
+        # Pods read the plan's file from it.
+        plan_file = {"plan.json": plan.to_json(indent=None)}
+        documents.append(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-plan"}, "data": plan_file}
+        )
     documents += [
         {
             "apiVersion": "v1",
@@ -195,13 +201,3 @@ def _name(plan: Plan) -> str:
     """Return the model's name as Kubernetes takes it: small letters, digits and dashes, at most 50."""
     plain = re.sub(r"[^a-z0-9]+", "-", plan.model.name.rsplit("/", 1)[-1].lower()).strip("-")
     return f"vllm-{plain[:44].strip('-') or 'model'}"
-
-
-def _config_map(plan: Plan) -> dict[str, Any]:
-    """Return the plan as an object of the cluster: pods read the file from it."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": f"{_name(plan)}-plan"},
-        "data": {"plan.json": plan.to_json(indent=None)},
-    }

@@ -134,6 +134,14 @@ class ServeArguments:
             raise InputError(f"{flag}: got {number}, expected at least 1")
         return number
 
+    def json_object(self, flag: str) -> dict[str, Any] | None:
+        """Return the JSON object given for `flag`; None when it is absent or something else."""
+        try:
+            found = json.loads(self.values.get(flag, ""))
+        except (ValueError, RecursionError):
+            return None
+        return found if isinstance(found, dict) else None
+
     def drain_timeout_s(self) -> float:
         """Return how long a server may take to finish its requests, in seconds; 0, as in vLLM, where no flag says.
 
@@ -147,8 +155,10 @@ class ServeArguments:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        """Let pydantic describe what the JSON form is: a list of words."""
-        return handler(tuple[str, ...])
+        """Have pydantic read and describe the JSON form, a list of words."""
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(lambda words: cls(*words), handler(tuple[str, ...]))
 
 
 def read_integer(text: str, *, flag: str) -> int:

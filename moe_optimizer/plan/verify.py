@@ -29,7 +29,6 @@ def verify_plan(plan: Plan, *, pass_names: Sequence[str], user_args: ServeArgume
     verify_memory(plan.memory)
     assert plan.memory.fits, f"a plan that does not fit: {plan.memory}"
     _verify_arguments(plan, user_args)
-    _verify_environment(plan)
     if plan.group is not None:
         _verify_group(plan, plan.group)
     if plan.num_gpus:
@@ -88,10 +87,6 @@ def _verify_arguments(plan: Plan, user_args: ServeArguments) -> None:
     for decision in plan.decisions:
         for argument in decision.vllm_args.arguments:
             assert argument in plan.serve_args.arguments, f"{decision.pass_name}: {argument} not in serve_args"
-
-
-def _verify_environment(plan: Plan) -> None:
-    for decision in plan.decisions:
         for key, value in decision.env.items():
             assert plan.serve_env.get(key) == value, f"{decision.pass_name}: {key}={value} not in {plan.serve_env}"
 

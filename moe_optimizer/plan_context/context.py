@@ -111,22 +111,16 @@ class PlanContext:
         """Return the profile's section of one pass."""
         return getattr(self.profile.passes, pass_name)
 
-    def wish(self, pass_name: str) -> WishWithOrigin:
-        """Return what is asked of a pass: by flag if there is one, else by the profile."""
-        if pass_name in self.request.wishes:
-            return self.request.wishes[pass_name]
-        return Wish(self.section(pass_name).mode), self.profile_origin
+    def wish(self, key: str) -> WishWithOrigin:
+        """Return what is asked of a pass, or of its setting "pass.setting": by flag if at all, else by the profile."""
+        if key in self.request.wishes:
+            return self.request.wishes[key]
+        pass_name, _, setting = key.partition(".")
+        return Wish(getattr(self.section(pass_name), setting or "mode")), self.profile_origin
 
     def is_asked_by_flag(self, pass_name: str) -> bool:
         """Whether a flag asks for the pass by name, which goes before what the profile's section says of it."""
         return self.request.wishes.get(pass_name, (Wish.AUTO, ""))[0] is Wish.ON
-
-    def setting(self, pass_name: str, setting: str) -> WishWithOrigin:
-        """Return what is asked of an auto/on/off setting: by flag if there is one, else by the profile."""
-        key = f"{pass_name}.{setting}"
-        if key in self.request.wishes:
-            return self.request.wishes[key]
-        return Wish(getattr(self.section(pass_name), setting)), self.profile_origin
 
     def is_required(self, pass_name: str) -> bool:
         """Whether the plan may not do without this pass."""
@@ -144,6 +138,15 @@ class PlanContext:
     def parallelism(self) -> ParallelismParams:
         """How the devices of one server share the model."""
         return self.decided["parallelism"].params_as(ParallelismParams)
+
+    @property
+    def asked_sizes(self) -> tuple[int | None, int | None]:
+        """Tensor and data parallel size by the user's vLLM arguments, else by the profile; None: not asked for."""
+        asked, given = self.profile.passes.parallelism, self.pinned.count
+        return (
+            given("--tensor-parallel-size") or asked.tensor_parallel_size,
+            given("--data-parallel-size") or asked.data_parallel_size,
+        )
 
     @property
     def scheduler(self) -> SchedulerParams:
@@ -175,7 +178,10 @@ class PlanContext:
         return share
 
     def memory_request(self, **changes: Any) -> MemoryRequest:
-        """Return a MemoryRequest for this model and machine: one device, one token a sequence, and `changes`."""
+        """Return a MemoryRequest for this model and machine: one device, one token a sequence, and `changes`.
+
+        Before the scheduler pass has decided them, a step has 2048 tokens.
+        """
         if self.device == "cuda":
             device_bytes = int(self.gpu.memory.value)
         else:
@@ -231,9 +237,7 @@ class PlanContext:
             "pipeline_stages": split.pipeline_parallel_size,
             "expert_parallel": split.expert_parallel,
             "data_parallel_size": split.data_parallel_size,
-            "expert_copies": None
-            if placement is None or placement.mode == "initial"
-            else placement.num_redundant_experts,
+            "expert_copies": placement.num_redundant_experts if placement and placement.mode == "eplb" else None,
         }
 
     def memory_terms(self, kv_bits: int) -> dict[str, Any]:

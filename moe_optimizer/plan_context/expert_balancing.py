@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan_context.context import PlanContext
@@ -52,11 +50,8 @@ def given_replicas(ctx: PlanContext) -> int | None:
     text = ctx.pinned.value(_EPLB_CONFIG)
     if text is None:
         return None
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
+    config = ctx.pinned.json_object(_EPLB_CONFIG)
+    if config is None:
         raise InputError(f"{_EPLB_CONFIG}: got {text!r:.80}, expected a JSON object")
     replicas = config.get(_REPLICAS_KEY, 0)
     where = f"{_EPLB_CONFIG}: {_REPLICAS_KEY}: got {replicas!r:.80}"

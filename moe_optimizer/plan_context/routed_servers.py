@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.serve_args import ServeArguments
+from moe_optimizer.plan.server_group import ServerRole
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.cpu_cores import BINDING, core_lists
 
@@ -27,20 +28,10 @@ def undividable_cpu(ctx: PlanContext, num_servers: int) -> str:
     """Return why the CPU cannot be divided between so many servers, or ""."""
     if ctx.cpu.cores < num_servers:
         return f"needs at least {num_servers} CPU cores, one for each server, found {ctx.cpu.cores}"
-    asked = ctx.profile.passes.parallelism
-    for kind, flag, stated in (
-        ("tensor", "--tensor-parallel-size", asked.tensor_parallel_size),
-        ("data", "--data-parallel-size", asked.data_parallel_size),
-    ):
-        size = ctx.pinned.count(flag) or stated or 1
-        if size > 1:
+    for kind, size in zip(("tensor", "data"), ctx.asked_sizes, strict=True):
+        if size is not None and size > 1:
             return f"on the CPU each server is one process, and {kind} parallelism of {size} is asked for"
     return ""
-
-
-def server_environment(ctx: PlanContext, index: int, num_servers: int) -> dict[str, str]:
-    """Return the variables of one server: on the CPU its share of the cores."""
-    return {} if ctx.device == "cuda" else {BINDING: core_lists(ctx.cpu.core_ids, num_servers)[index]}
 
 
 def plan_port(serve_args: ServeArguments, *, ports_after: int, asked_by: str) -> int:
@@ -57,29 +48,28 @@ def plan_port(serve_args: ServeArguments, *, ports_after: int, asked_by: str) ->
     return port
 
 
-def server_port(port: int, index: int) -> int:
-    """Return the port of a server: they follow the router's."""
-    return port + 1 + index
+def local_servers(ctx: PlanContext, serve_args: ServeArguments, port: int, names: Sequence[str]) -> list[ServerRole]:
+    """Return servers that only the router talks to: ports after the router's, each with its share of the devices."""
+    on_cpu, each = ctx.device == "cpu", ctx.parallelism.num_devices
+    cores = core_lists(ctx.cpu.core_ids, len(names)) if on_cpu else ()
+    return [
+        ServerRole(
+            name=name,
+            serve_args=serve_args.overridden_by(ServeArguments("--host", LOCAL, "--port", str(port + 1 + index))),
+            serve_env={BINDING: cores[index]} if on_cpu else {},
+            gpus=() if on_cpu else tuple(range(index * each, (index + 1) * each)),
+        )
+        for index, name in enumerate(names)
+    ]
 
 
-def server_url(port: int, index: int) -> str:
+def server_url(server: ServerRole) -> str:
     """Return where the router finds a server."""
-    return f"http://{LOCAL}:{server_port(port, index)}"
-
-
-def local_server_args(serve_args: ServeArguments, port: int, index: int) -> ServeArguments:
-    """Return the plan's arguments for a server that only the router talks to."""
-    return serve_args.overridden_by(ServeArguments("--host", LOCAL, "--port", str(server_port(port, index))))
-
-
-def gpus_of(ctx: PlanContext, index: int) -> tuple[int, ...]:
-    """Return the GPUs of a server, of those that the launcher sees; () on the CPU."""
-    each = ctx.parallelism.num_devices if ctx.device == "cuda" else 0
-    return tuple(range(index * each, (index + 1) * each))
+    return f"http://{LOCAL}:{server.serve_args.value('--port')}"
 
 
 def router_args(serve_args: ServeArguments, port: int, num_servers: int) -> ServeArguments:
     """Return the router's arguments but for its servers: address, a port for its metrics, requests in turns."""
-    host, metrics_port = serve_args.value("--host") or LOCAL, str(server_port(port, num_servers))
+    host, metrics_port = serve_args.value("--host") or LOCAL, str(port + 1 + num_servers)
     address = ServeArguments("--host", host, "--port", str(port), "--prometheus-port", metrics_port)
     return address + ServeArguments("--policy", "round_robin", "--worker-startup-check-interval", "1")

@@ -90,11 +90,10 @@ def check_request(request: PlanRequest) -> None:
     if request.model.servable is False:
         raise UnsupportedError(f"{request.model.name}: {request.model.servable_reason}")
     _check_one_planned_server(given)
-    for flag, value in (("--gpus", request.num_gpus), ("--batch-size", request.batch_size)):
+    numbers = {"--gpus": request.num_gpus, "--batch-size": request.batch_size, "--max-model-len": request.max_model_len}
+    for flag, value in numbers.items():
         if value is not None and value < 1:
             raise InputError(f"{flag}: got {value}, expected at least 1")
-    if request.max_model_len is not None and request.max_model_len < 1:
-        raise InputError(f"--max-model-len: got {request.max_model_len}, expected at least 1")
     _check_model_len(request)
     if not request.host.strip():
         raise InputError(f"--host: got {request.host!r}, expected an address")

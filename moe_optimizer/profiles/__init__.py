@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moe_optimizer.resources import config_dir
+
 if TYPE_CHECKING:
     from moe_optimizer.profiles.schema import Profile
 
@@ -23,6 +25,4 @@ def load_profile(name_or_path: str) -> Profile:
 
 def profile_names() -> tuple[str, ...]:
     """Return the names of the shipped profiles, sorted."""
-    from moe_optimizer.profiles.loader import profile_names as names
-
-    return names()
+    return tuple(sorted(path.stem for path in config_dir().glob("*.yaml")))

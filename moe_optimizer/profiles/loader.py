@@ -10,16 +10,12 @@ from pydantic import BaseModel, ValidationError
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
+from moe_optimizer.profiles import profile_names
 from moe_optimizer.profiles.schema import Profile
 from moe_optimizer.resources import config_dir
 from moe_optimizer.yaml_document import YamlDocument, read_yaml
 
 _ENDINGS = (".yaml", ".yml")
-
-
-def profile_names() -> tuple[str, ...]:
-    """Return the names of the shipped profiles, sorted."""
-    return tuple(sorted(path.stem for path in config_dir().glob("*.yaml")))
 
 
 def load_profile(name_or_path: str) -> Profile:
@@ -30,24 +26,16 @@ def load_profile(name_or_path: str) -> Profile:
     Raises:
         InputError: no such profile, or the file is not a valid one; the message names file, line and field.
     """
-    if "/" in name_or_path or name_or_path.endswith(_ENDINGS):
-        return read_profile(Path(name_or_path), origin=name_or_path)
-    names = profile_names()
-    if name_or_path not in names:
-        raise InputError(
-            f"unknown profile {name_or_path!r:.80}, expected one of {', '.join(names)} or a file",
-            hint=did_you_mean(name_or_path, names) or "a file needs a path with .yaml at its end",
-        )
-    path = config_dir() / f"{name_or_path}.yaml"
-    return read_profile(path, origin=f"configs/{path.name}")
-
-
-def read_profile(path: Path, *, origin: str) -> Profile:
-    """Read and check one profile file; `origin` names it in messages.
-
-    Raises:
-        InputError: see `load_profile`.
-    """
+    path, origin = Path(name_or_path), name_or_path
+    if "/" not in name_or_path and not name_or_path.endswith(_ENDINGS):
+        names = profile_names()
+        if name_or_path not in names:
+            raise InputError(
+                f"unknown profile {name_or_path!r:.80}, expected one of {', '.join(names)} or a file",
+                hint=did_you_mean(name_or_path, names) or "a file needs a path with .yaml at its end",
+            )
+        path = config_dir() / f"{name_or_path}.yaml"
+        origin = f"configs/{path.name}"
     document = read_yaml(path, origin=origin, what="profile")
     if not isinstance(document.data, dict):
         raise InputError(f"{origin}:1: got {_kind(document.data)}, expected a mapping of profile keys")

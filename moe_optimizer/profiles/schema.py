@@ -53,10 +53,6 @@ class PassSection(Section):
     """True: no plan is made without it, and the server does not count as started when it did not run."""
 
 
-class FlashDmoeSection(PassSection):
-    """Our expert kernel in place of vLLM's."""
-
-
 class Fp8Section(PassSection):
     """8-bit floating point weights."""
 
@@ -78,10 +74,6 @@ class Fp8Section(PassSection):
     sensitivity: str | None = None
     """File of that share for every layer, as measured on a text; null: on the CPU build each layer is measured on
     synthetic tokens while it is loaded, on GPUs none is."""
-
-
-class ExpertLoadSection(PassSection):
-    """Counting the tokens that each expert is given."""
 
 
 class ExpertPlacementSection(PassSection):
@@ -139,10 +131,6 @@ class KvCacheSection(PassSection):
     """native: vLLM's own; lmcache: an LMCache server beside it, which must be installed and running."""
 
 
-class DisaggregationSection(PassSection):
-    """Prefill and decode in separate servers."""
-
-
 class ReplicasSection(PassSection):
     """Whole servers behind a router."""
 
@@ -175,15 +163,15 @@ class SchedulerSection(PassSection):
 class Passes(Section):
     """One section per pass; a section that is left out has its defaults."""
 
-    flash_dmoe: FlashDmoeSection = FlashDmoeSection()
+    flash_dmoe: PassSection = PassSection()
     fp8: Fp8Section = Fp8Section(mode="off")
-    expert_load: ExpertLoadSection = ExpertLoadSection()
+    expert_load: PassSection = PassSection()
     expert_placement: ExpertPlacementSection = ExpertPlacementSection()
     tuned_configs: TunedConfigsSection = TunedConfigsSection()
     parallelism: ParallelismSection = ParallelismSection()
     graph_capture: GraphCaptureSection = GraphCaptureSection()
     kv_cache: KvCacheSection = KvCacheSection()
-    disaggregation: DisaggregationSection = DisaggregationSection()
+    disaggregation: PassSection = PassSection()
     replicas: ReplicasSection = ReplicasSection()
     dual_batch_overlap: DualBatchOverlapSection = DualBatchOverlapSection()
     sparsity_24: Sparsity24Section = Sparsity24Section(mode="off")

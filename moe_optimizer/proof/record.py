@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_optimizer.errors import InputError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.log import get_logger
-from moe_optimizer.plan.json_codec import decode, encode
+from moe_optimizer.plan.json_codec import decode_text, encode
 
 SCHEMA_VERSION = 1
 PROOF_DIR = "proof"
@@ -187,18 +186,9 @@ def read_proofs(run_dir: Path) -> tuple[Proof, ...]:
     proofs = []
     for path in folder.glob("*.json"):
         with contextlib.suppress(FileNotFoundError):
-            proofs.append(_read_proof(path))
+            text = path.read_bytes().decode(errors="replace")
+            proofs.append(decode_text(Proof, text, origin=f"{path}: not a proof", schema_version=SCHEMA_VERSION))
     return tuple(sorted(proofs, key=lambda proof: (proof.role, proof.rank, proof.pid)))
-
-
-def _read_proof(path: Path) -> Proof:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not a proof: {error}") from None
-    if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
-        raise InputError(f"{path}: not a proof of schema_version {SCHEMA_VERSION}")
-    return decode(Proof, data, origin=str(path))
 
 
 def process_is_alive(proof: Proof) -> bool:

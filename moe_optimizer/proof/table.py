@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,11 +34,6 @@ class Row:
     ran: str
     """As `applied`, with the number of layers or another detail from the workers; "-" for what is not proven."""
     why_not: str
-
-    @property
-    def cells(self) -> tuple[str, str, str, str, str]:
-        """The row as text, in the order of the headings."""
-        return self.pass_name, self.requested, self.applied, self.ran, self.why_not
 
 
 _NARROWEST = 10
@@ -73,19 +69,14 @@ def joined_rows(tables: Mapping[str, Sequence[Row]]) -> tuple[Row, ...]:
 
 
 def _joined(rows: Mapping[str, Row]) -> Row:
-    def cell(values: Mapping[str, str]) -> str:
+    def cell(name: str) -> str:
+        values = {server: getattr(row, name) for server, row in rows.items()}
         if len(set(values.values())) == 1:
             return next(iter(values.values()))
         return "; ".join(f"{server}: {value}" for server, value in values.items() if value)
 
     first = next(iter(rows.values()))
-    return Row(
-        pass_name=first.pass_name,
-        requested=first.requested,
-        applied=cell({server: row.applied for server, row in rows.items()}),
-        ran=cell({server: row.ran for server, row in rows.items()}),
-        why_not=cell({server: row.why_not for server, row in rows.items()}),
-    )
+    return dataclasses.replace(first, **{name: cell(name) for name in ("applied", "ran", "why_not")})
 
 
 def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, observed: Mapping[str, Observed]) -> Row:
@@ -125,7 +116,7 @@ def render_table(rows: Sequence[Row], *, width: int = 80) -> str:
     has their reasons.
     """
     shown = [row for row in rows if row.requested != Status.OFF.value]
-    cells = [tuple(printable(cell) for cell in row.cells) for row in shown]
+    cells = [tuple(map(printable, dataclasses.astuple(row))) for row in shown]
     limits = (18, 24, 16, 16)
     sizes = [min(limit, max(len(line[i]) for line in [HEADINGS, *cells])) for i, limit in enumerate(limits)]
     least = 16 if any(cell[-1] for cell in cells) else len(HEADINGS[-1])

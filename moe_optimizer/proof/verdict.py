@@ -10,7 +10,7 @@ from types import MappingProxyType
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.pass_params import Fp8Params, Sparsity24Params
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.proof.record import PassProof, Proof
+from moe_optimizer.proof.record import Proof
 from moe_optimizer.proof.shown import serves_fp8_checkpoint, shown_by_workers
 from moe_optimizer.specs.layer_name import decoder_layer
 from moe_optimizer.specs.quantity import bytes_in_words
@@ -160,10 +160,6 @@ def kernels_in_use(proofs: Iterable[Proof]) -> tuple[str, ...]:
     for proof in model_holders(proofs):
         for entry in proof.passes.values():
             if entry.ran and entry.kernel:
-                lines[_kernel_line(entry)] = None
+                dtypes = sorted({layer.dtype for layer in entry.layers})
+                lines[", ".join(part for part in (entry.kernel, entry.isa, *dtypes) if part)] = None
     return tuple(lines)
-
-
-def _kernel_line(entry: PassProof) -> str:
-    dtypes = sorted({layer.dtype for layer in entry.layers})
-    return ", ".join(part for part in (entry.kernel, entry.isa, *dtypes) if part)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from moe_optimizer.vllm_plugin import compat
@@ -75,22 +75,18 @@ def _probe(known: _Known, root: Path | None) -> Seam:
     return Seam(name=known.name, status=status, detail=detail, why=known.why, remove_when=known.remove_when)
 
 
-def _patched(patch: Patch) -> Callable[[Path], tuple[SeamStatus, str]]:
+def _patched(patch: Patch, root: Path) -> tuple[SeamStatus, str]:
     """Look for the source that a patch was written for."""
-
-    def look(root: Path) -> tuple[SeamStatus, str]:
-        path = compat.module_path(root, patch.module)
-        source = compat.definition_source(path, patch.name)
-        if source is None:
-            return SeamStatus.GONE, f"{patch.name} is gone"
-        mismatch = probe(patch, path)
-        if mismatch:
-            return SeamStatus.CHANGED, mismatch
-        digest = compat.fingerprint(source)
-        versions = [version for version, known in patch.fingerprints.items() if known == digest]
-        return SeamStatus.PRESENT, f"source {digest}, as in vLLM {', '.join(versions)}"
-
-    return look
+    path = compat.module_path(root, patch.module)
+    source = compat.definition_source(path, patch.name)
+    if source is None:
+        return SeamStatus.GONE, f"{patch.name} is gone"
+    mismatch = probe(patch, path)
+    if mismatch:
+        return SeamStatus.CHANGED, mismatch
+    digest = compat.fingerprint(source)
+    versions = [version for version, known in patch.fingerprints.items() if known == digest]
+    return SeamStatus.PRESENT, f"source {digest}, as in vLLM {', '.join(versions)}"
 
 
 def _abstract_methods(root: Path) -> tuple[SeamStatus, str]:
@@ -152,24 +148,19 @@ def _defined(module: str, name: str, *, arguments: tuple[str, ...] = ()) -> Call
     return look
 
 
-def _text(module: str, pattern: str, found: str) -> Callable[[Path], tuple[SeamStatus, str]]:
-    """Look for a regular expression in a module's source."""
-
-    def look(root: Path) -> tuple[SeamStatus, str]:
-        text = compat.module_path(root, module).read_text(encoding="utf-8")
-        if re.search(pattern, text):
-            return SeamStatus.PRESENT, found
-        return SeamStatus.GONE, f"not in {module}"
-
-    return look
+def _word(module: str, word: str, found: str, root: Path) -> tuple[SeamStatus, str]:
+    """Look for a quoted word in a module's source."""
+    if f'"{word}"' in compat.module_path(root, module).read_text(encoding="utf-8"):
+        return SeamStatus.PRESENT, found
+    return SeamStatus.GONE, f"not in {module}"
 
 
 def _patch(name: str, patch: Patch) -> _Known:
-    return _Known(name=name, look=_patched(patch), why=patch.why, remove_when=patch.remove_when)
+    return _Known(name=name, look=partial(_patched, patch), why=patch.why, remove_when=patch.remove_when)
 
 
 def _flag(flag: str, why: str) -> _Known:
-    look = _text("vllm.engine.arg_utils", re.escape(f'"{flag}"'), "argument of vllm serve")
+    look = partial(_word, "vllm.engine.arg_utils", flag, "argument of vllm serve")
     return _Known(name=flag, look=look, why=why)
 
 
@@ -250,7 +241,7 @@ _SEAMS = (
     _flag("--shutdown-timeout", "requests are finished before a stop"),
     _Known(
         name="VLLM_TUNED_CONFIG_FOLDER",
-        look=_text("vllm.envs", '"VLLM_TUNED_CONFIG_FOLDER"', "environment variable"),
+        look=partial(_word, "vllm.envs", "VLLM_TUNED_CONFIG_FOLDER", "environment variable"),
         why="tuned Triton configurations",
     ),
     _Known(

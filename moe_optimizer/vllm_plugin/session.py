@@ -119,12 +119,8 @@ class PluginSession:
 
     def wanted(self, pass_name: str) -> Decision | None:
         """Return the plan's decision of a pass if it is on and the plugin's to carry out, else None."""
-        if self.plan is None:
-            return None
-        for decision in self.plan.plugin_decisions:
-            if decision.pass_name == pass_name:
-                return decision
-        return None
+        decisions = () if self.plan is None else self.plan.plugin_decisions
+        return next((each for each in decisions if each.pass_name == pass_name), None)
 
     def applied(self, pass_name: str, *, kernel: str, isa: str) -> None:
         """Note that a pass took effect for at least one layer."""

@@ -20,7 +20,7 @@ from moe_optimizer.passes.fp8.exclusions import (
 )
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.pass_params import Fp8Params
-from moe_optimizer.plan.serve_args import ServeArguments
+from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.decode_step import held_at_once, least_step_us
@@ -129,9 +129,7 @@ class Fp8(OptimizationPass):
         if ctx.wish(self.name)[0] is Wish.AUTO and gain is not None and gain.ratio.value < _LEAST_GAIN:
             faster = f"a decode step would be at best {gain.ratio.value:.2f}x faster"
             return self.when_off(ctx, f"{faster}, too little for a changed output (auto wants {_LEAST_GAIN:g}x)")
-        if ctx.device == "cpu":
-            return self._by_the_plugin(ctx, layers)
-        return self._by_vllm(ctx, layers, experts=experts, linears=linears)
+        return self._converted(ctx, layers, experts=experts, linears=linears)
 
     def _refused_parts(self, ctx: PlanContext) -> Decision:
         """Return the decision where neither part is converted."""
@@ -141,82 +139,56 @@ class Fp8(OptimizationPass):
         what = "the experts are" if ctx.device == "cpu" else "experts and linears are both"
         return self.refused(ctx, f"{what} off in {ctx.profile_origin}")
 
-    def _by_the_plugin(self, ctx: PlanContext, layers: tuple[int, ...]) -> Decision:
-        section = ctx.profile.passes.fp8
-        linears = f"vLLM's CPU build cannot convert them; they stay {ctx.dtype}"
-        warnings = (f"fp8.linears ({ctx.profile_origin}): {linears}",) if section.linears == "on" else ()
-        return self.decision(
-            ctx,
-            Status.ON,
-            "experts in FP8",
-            f"experts with {_SCALES[section.granularity]}, converted layer by layer while loading"
-            f"{_found_while_loading(ctx, layers)}; {_UNJUDGED}",
-            Applier.PLUGIN,
-            evidence=(*_CPU_RECORDS, "quantizer: builtin", *measured_on(ctx)),
-            rejected={"attention and dense linears": linears, **excluded_parts(ctx)},
-            gain=self.gain(ctx),
-            params=Fp8Params(
-                weight_format=FORMAT,
-                granularity=section.granularity,
-                quantizer="builtin",
-                excluded_layers=layers,
-                max_layer_error=max_error_while_loading(ctx),
-                expert_bits=8,
-                linear_bits=None,
-                stored_expert_bits=_stored_bits(ctx, layers)[0],
-                stored_linear_bits=None,
-            ),
-            warnings=(*warnings, *_quantizer_on_the_cpu(section)),
-        )
-
-    def _by_vllm(self, ctx: PlanContext, layers: tuple[int, ...], *, experts: bool, linears: bool) -> Decision:
-        section = ctx.profile.passes.fp8
-        scheme = _SCHEMES[section.granularity]
-        config: dict[str, Any] = {}
-        if linears:
-            config["linear"] = scheme
-        if experts:
-            config["moe"] = scheme
-        config["ignore"] = ignored_modules(section, layers)
+    def _converted(self, ctx: PlanContext, layers: tuple[int, ...], *, experts: bool, linears: bool) -> Decision:
+        section, on_cpu = ctx.profile.passes.fp8, ctx.device == "cpu"
         parts = " and ".join(word for word, wanted in (("experts", experts), ("linears", linears)) if wanted)
-        quantizer, why_not = _quantizer_on_gpus(ctx)
-        padding = _expert_padding(ctx) if experts else 1.0
-        expert_bits, linear_bits = _stored_bits(ctx, layers)
-        padded = (f"fp8: vLLM fills the experts up to whole blocks: {padding:.2f}x",) if padding > 1 else ()
+        quantizer, warnings = _quantizer(ctx)
+        if on_cpu and section.linears == "on":
+            warnings = (f"fp8.linears ({ctx.profile_origin}): {_why_part_off(ctx, 'linears')}", *warnings)
+        padding = 1.0 if on_cpu or not experts else _expert_padding(ctx)
+        if padding > 1:
+            warnings += (f"fp8: vLLM fills the experts up to whole blocks: {padding:.2f}x",)
         rejected = {} if linears else {"attention and dense linears": _why_part_off(ctx, "linears")}
         if not experts and ctx.model.is_moe:
             rejected["experts"] = _why_part_off(ctx, "experts")
+        by = "layer by layer" if on_cpu else "by vLLM"
+        records = _CPU_RECORDS if on_cpu else _GPU_RECORDS if experts else ()
+        expert_bits, linear_bits = _stored_bits(ctx, layers)
         return self.decision(
             ctx,
             Status.ON,
             f"{parts} in FP8",
-            f"{parts} with {_SCALES[section.granularity]}, converted by vLLM while loading; {_UNJUDGED}",
-            # vLLM converts; with another quantiser than its own, the plugin has to put it there.
+            f"{parts} with {_SCALES[section.granularity]}, converted {by} while loading"
+            f"{_found_while_loading(ctx, layers)}; {_UNJUDGED}",
+            # vLLM converts on GPUs; with another quantiser than its own, the plugin has to put it there.
             Applier.FLAGS if quantizer == "vllm" else Applier.PLUGIN,
-            evidence=(
-                *(_GPU_RECORDS if experts else ()),
-                *_unconverted_does_not_fit(ctx),
-                f"quantizer: {quantizer}",
-                *measured_on(ctx),
-            ),
+            evidence=(*records, *_unconverted_does_not_fit(ctx), f"quantizer: {quantizer}", *measured_on(ctx)),
             rejected={**rejected, **excluded_parts(ctx)},
             gain=self.gain(ctx),
-            vllm_args=ServeArguments(
-                "--quantization", "online", "--quantization-config", json.dumps(config, separators=(",", ":"))
-            ),
+            vllm_args=NO_ARGUMENTS if on_cpu else _vllm_args(section, layers, experts=experts, linears=linears),
             params=Fp8Params(
-                weight_format=None,
+                weight_format=FORMAT if on_cpu else None,
                 granularity=section.granularity,
                 quantizer=quantizer,
                 excluded_layers=layers,
-                max_layer_error=None,
+                max_layer_error=max_error_while_loading(ctx),
                 expert_bits=8 if experts else None,
                 linear_bits=8 if linears else None,
                 stored_expert_bits=expert_bits,
                 stored_linear_bits=linear_bits,
             ),
-            warnings=(*why_not, *padded),
+            warnings=warnings,
         )
+
+
+def _vllm_args(section: Fp8Section, layers: tuple[int, ...], *, experts: bool, linears: bool) -> ServeArguments:
+    scheme = _SCHEMES[section.granularity]
+    config: dict[str, Any] = {"linear": scheme} if linears else {}
+    if experts:
+        config["moe"] = scheme
+    config["ignore"] = ignored_modules(section, layers)
+    as_json = json.dumps(config, separators=(",", ":"))
+    return ServeArguments("--quantization", "online", "--quantization-config", as_json)
 
 
 def _pruned_instead(ctx: PlanContext) -> str:
@@ -272,16 +244,12 @@ def _expert_padding(ctx: PlanContext) -> float:
 
 
 def _why_part_off(ctx: PlanContext, part: str) -> str:
+    if ctx.device == "cpu":
+        return f"vLLM's CPU build cannot convert them; they stay {ctx.dtype}"
     ragged = _ragged_linear(ctx) if part == "linears" else ""
     if ragged and ctx.profile.passes.fp8.linears != "off":
         return f"{ragged}; they stay {ctx.dtype}, granularity channel converts them"
     return f"fp8.{part} is off in {ctx.profile_origin}; they stay {ctx.dtype}"
-
-
-def _quantizer_on_the_cpu(section: Fp8Section) -> tuple[str, ...]:
-    if section.quantizer != "transformer_engine":
-        return ()
-    return ("fp8.quantizer transformer_engine: it converts on CUDA devices only; builtin is used",)
 
 
 def _unconverted_does_not_fit(ctx: PlanContext) -> tuple[str, ...]:
@@ -291,10 +259,13 @@ def _unconverted_does_not_fit(ctx: PlanContext) -> tuple[str, ...]:
     return (f"in {ctx.dtype} the model does not fit these GPUs",)
 
 
-def _quantizer_on_gpus(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:
+def _quantizer(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:
     """Return which quantiser is used, and a warning where it is not the one asked for."""
     section = ctx.profile.passes.fp8
     asked = section.quantizer
+    if ctx.device == "cpu":
+        unused = ("fp8.quantizer transformer_engine: it converts on CUDA devices only; builtin is used",)
+        return "builtin", unused if asked == "transformer_engine" else ()
     if asked == "auto":
         return "vllm", ()
     if section.granularity == "channel":

@@ -45,7 +45,7 @@ def decide_kv_offload(ctx: PlanContext, kv_bits: int) -> KvOffload:
         return KvOffload(gib=_given_gib(size), reason="cold blocks go to host memory", vllm_args=given)
     if ctx.wish("kv_cache")[0] is Wish.OFF:
         return KvOffload(gib=None, reason="kv_cache is off")
-    wish, origin = ctx.setting("kv_cache", "tiering")
+    wish, origin = ctx.wish("kv_cache.tiering")
     if wish is not Wish.ON:
         why = (
             f"switched off by {origin}"

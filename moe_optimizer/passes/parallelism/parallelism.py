@@ -10,7 +10,7 @@ from moe_optimizer.costs.fp8_blocks import block_of_slice
 from moe_optimizer.costs.weights import splits_over
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.base import OptimizationPass
-from moe_optimizer.passes.parallelism.across_nodes import AcrossNodes, across_nodes
+from moe_optimizer.passes.parallelism.across_nodes import across_nodes
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import ParallelismParams
 from moe_optimizer.plan.serve_args import ServeArguments
@@ -56,12 +56,7 @@ class Parallelism(OptimizationPass):
 
     def supported(self, ctx: PlanContext) -> tuple[bool, str]:
         """One device needs no split; more are supported where the model divides."""
-        if (
-            ctx.request.num_nodes == 1
-            and _asked_size(ctx) in (None, 1)
-            and _asked_data_parallel(ctx) == 1
-            and _device_limit(ctx) == 1
-        ):
+        if ctx.request.num_nodes == _device_limit(ctx) == 1 and set(ctx.asked_sizes) <= {None, 1}:
             kind = "GPU" if ctx.device == "cuda" else "CPU process"
             return False, f"one {kind}: nothing to split"
         return True, ""
@@ -96,47 +91,40 @@ class Parallelism(OptimizationPass):
             UnsupportedError: a size that was asked for exceeds the devices or does not divide the model, or the
                 user's own --enable-expert-parallel is known to crash.
         """
-        data_parallel = _asked_data_parallel(ctx)
-        limit = _device_limit(ctx)
-        asked = _asked_size(ctx)
+        asked, copies = ctx.asked_sizes
+        data_parallel, limit = copies or 1, _device_limit(ctx)
         _check_asked(ctx, asked or 1, data_parallel, limit)
         size = asked or max(1, limit // data_parallel)
         while size > 1 and not _splits(ctx, size, data_parallel)[0]:
             size -= 1
         expert_parallel, expert_reason, warnings = _expert_parallel(ctx, size, data_parallel)
-        unused = limit - size * data_parallel if ctx.device == "cuda" else 0
+        split = ParallelismParams(
+            tensor_parallel_size=size, data_parallel_size=data_parallel, expert_parallel=expert_parallel
+        )
+        unused = limit - split.num_devices if ctx.device == "cuda" else 0
         rejected = _rejected(ctx, limit // data_parallel, size, data_parallel) if asked is None else {}
         if unused:
             why = f", because {'; '.join(rejected.values())}" if rejected else ""
-            warnings += (f"{unused} of {limit} GPUs stay unused with {_split(size, data_parallel)}{why}",)
+            warnings += (f"{unused} of {limit} GPUs stay unused with {_sizes(split)}{why}",)
         if not expert_parallel:
             rejected["EP"] = expert_reason
-        reason = _in_words(ctx, size, data_parallel, expert_parallel)
-        if expert_parallel:
-            reason = f"{reason}; {expert_reason}"
-        few_gpus_ep = expert_parallel and ctx.device == "cuda" and size * data_parallel <= _FEW_GPUS
+        few_gpus_ep = expert_parallel and ctx.device == "cuda" and split.num_devices <= _FEW_GPUS
         if few_gpus_ep:
-            warnings += (_ep_warning(size * data_parallel),)
-        across = across_nodes(ctx, size, data_parallel, expert_parallel)
-        rejected |= across.rejected
-        arguments = _vllm_args(size, data_parallel, expert_parallel) + across.vllm_args
+            warnings += (_ep_warning(split.num_devices),)
+        across = across_nodes(ctx, split)
+        arguments = _vllm_args(across.split)
+        reasons = (_in_words(ctx, split), expert_reason if expert_parallel else "", across.reason)
         return self.decision(
             ctx,
             Status.ON if arguments else Status.OFF,
-            _value(size, data_parallel, expert_parallel, across),
-            "; ".join(filter(None, (reason, across.reason))),
+            _value(across.split),
+            "; ".join(filter(None, reasons)),
             Applier.FLAGS if arguments else Applier.NONE,
             evidence=(_RECORD,) if few_gpus_ep else (),
-            rejected=rejected,
+            rejected={**rejected, **across.rejected},
             vllm_args=arguments,
-            env=_environment(ctx, size * data_parallel) if arguments else {},
-            params=ParallelismParams(
-                tensor_parallel_size=size,
-                data_parallel_size=data_parallel,
-                expert_parallel=expert_parallel,
-                pipeline_parallel_size=across.pipeline_parallel_size,
-                replicas=across.replicas,
-            ),
+            env=_environment(ctx, split.num_devices) if arguments else {},
+            params=across.split,
             warnings=(*warnings, *across.warnings),
         )
 
@@ -144,16 +132,6 @@ class Parallelism(OptimizationPass):
 def _device_limit(ctx: PlanContext) -> int:
     """Return how many devices there are: GPUs, or on the CPU the cores, one process each at the least."""
     return ctx.num_gpus if ctx.device == "cuda" else 1
-
-
-def _asked_size(ctx: PlanContext) -> int | None:
-    pinned = ctx.pinned.count("--tensor-parallel-size")
-    return pinned if pinned is not None else ctx.profile.passes.parallelism.tensor_parallel_size
-
-
-def _asked_data_parallel(ctx: PlanContext) -> int:
-    pinned = ctx.pinned.count("--data-parallel-size")
-    return pinned or ctx.profile.passes.parallelism.data_parallel_size or 1
 
 
 def _check_asked(ctx: PlanContext, size: int, data_parallel: int, limit: int) -> None:
@@ -257,7 +235,7 @@ def _expert_wish(ctx: PlanContext) -> tuple[Wish, str]:
         if not ctx.pinned.is_on("--enable-expert-parallel"):
             return Wish.OFF, "--no-enable-expert-parallel after --"
         return Wish.ON, "--enable-expert-parallel after --"
-    return ctx.setting("parallelism", "expert_parallel")
+    return ctx.wish("parallelism.expert_parallel")
 
 
 def _ep_warning(count: int) -> str:
@@ -280,21 +258,21 @@ def _rejected(ctx: PlanContext, most: int, size: int, data_parallel: int) -> dic
     return {}
 
 
-def _in_words(ctx: PlanContext, size: int, data_parallel: int, expert_parallel: bool) -> str:
-    unit = "GPU" if ctx.device == "cuda" else "process"
-    units = "GPUs" if ctx.device == "cuda" else "processes"
-    if size * data_parallel == 1:
+def _in_words(ctx: PlanContext, split: ParallelismParams) -> str:
+    unit, units = ("GPU", "GPUs") if ctx.device == "cuda" else ("process", "processes")
+    size, copies, devices = split.tensor_parallel_size, split.data_parallel_size, split.num_devices
+    if devices == 1:
         return f"one {unit} holds the whole model"
-    words, devices = [], size * data_parallel
+    words = []
     # Copies hold everything but routed experts, which the devices of all copies share.
-    shared_experts = ctx.model.is_moe and (expert_parallel or data_parallel > 1)
+    shared_experts = ctx.model.is_moe and (split.expert_parallel or copies > 1)
     if size > 1:
         what = "the attention part" if shared_experts else "every layer"
         words.append(f"{what} is cut into {size} slices, one per {unit}")
-    if data_parallel > 1:
+    if copies > 1:
         what = "attention part" if shared_experts else "model"
-        words.append(f"{data_parallel} copies of the {what} take different requests")
-    if expert_parallel:
+        words.append(f"{copies} copies of the {what} take different requests")
+    if split.expert_parallel:
         most = -(-ctx.model.num_experts // devices)
         words.append(f"each of {devices} {units} holds {most} whole experts a layer")
     elif shared_experts:
@@ -302,27 +280,32 @@ def _in_words(ctx: PlanContext, size: int, data_parallel: int, expert_parallel: 
     return "; ".join(words)
 
 
-def _split(size: int, data_parallel: int) -> str:
-    return f"TP={size} DP={data_parallel}" if data_parallel > 1 else f"TP={size}"
+def _sizes(split: ParallelismParams) -> str:
+    data_parallel = f" DP={split.data_parallel_size}" if split.data_parallel_size > 1 else ""
+    return f"TP={split.tensor_parallel_size}{data_parallel}"
 
 
-def _value(size: int, data_parallel: int, expert_parallel: bool, across: AcrossNodes) -> str:
-    parts = [_split(size, data_parallel)]
-    if expert_parallel:
-        parts.append(f"EP={size * data_parallel}")
-    if across.pipeline_parallel_size > 1:
-        parts.append(f"PP={across.pipeline_parallel_size}")
-    return " ".join(parts) + (f" on each of {across.replicas} machines" if across.replicas > 1 else "")
+def _value(split: ParallelismParams) -> str:
+    parts = [_sizes(split)]
+    if split.expert_parallel:
+        parts.append(f"EP={split.num_devices}")
+    if split.pipeline_parallel_size > 1:
+        parts.append(f"PP={split.pipeline_parallel_size}")
+    return " ".join(parts) + (f" on each of {split.replicas} machines" if split.replicas > 1 else "")
 
 
-def _vllm_args(size: int, data_parallel: int, expert_parallel: bool) -> ServeArguments:
+def _vllm_args(split: ParallelismParams) -> ServeArguments:
     arguments: list[str] = []
-    if size > 1:
-        arguments += ["--tensor-parallel-size", str(size)]
-    if data_parallel > 1:
-        arguments += ["--data-parallel-size", str(data_parallel)]
-    if expert_parallel:
+    if split.tensor_parallel_size > 1:
+        arguments += ["--tensor-parallel-size", str(split.tensor_parallel_size)]
+    if split.data_parallel_size > 1:
+        arguments += ["--data-parallel-size", str(split.data_parallel_size)]
+    if split.expert_parallel:
         arguments += ["--enable-expert-parallel"]
+    if split.pipeline_parallel_size > 1:
+        # vLLM reaches the other machines through Ray.
+        size = str(split.pipeline_parallel_size)
+        arguments += ["--pipeline-parallel-size", size, "--distributed-executor-backend", "ray"]
     return ServeArguments(*arguments)
 
 

@@ -81,8 +81,6 @@ def start_counting(session: PluginSession, worker: Any) -> None:
         reason = _why_not(worker.vllm_config)
         if not reason:
             _counting, reason = _bound(session, worker)
-    except RequiredNotAppliedError:
-        raise
     except Exception as error:  # noqa: BLE001 - vLLM is starting; it must go on without us
         reason = f"fallback: {described(error)}"
     if reason:
@@ -106,6 +104,7 @@ def _why_not(vllm_config: Any) -> str:
 
 def _bound(session: PluginSession, worker: Any) -> tuple[Counting | None, str]:
     """Return the counting of the worker's model, or None and why it is not counted."""
+    from moe_optimizer.vllm_plugin.expert_load.counter import LayerwiseCounter, StepwiseCounter
     from moe_optimizer.vllm_plugin.expert_load.writer import ExpertLoadWriter, part_path
     from moe_optimizer.vllm_plugin.server_facts import world
 
@@ -115,7 +114,12 @@ def _bound(session: PluginSession, worker: Any) -> tuple[Counting | None, str]:
     if not layers or num_experts < 1:
         return None, "vLLM routes no tokens in this model"
     on_cpu = worker.device.type == "cpu"
-    counter = _counter_for(worker, tuple(layers), num_experts)
+    if on_cpu:
+        counter = LayerwiseCounter(tuple(layers), num_experts)
+    else:
+        # Graphs for more tokens than a step has are not captured.
+        max_rows = worker.vllm_config.scheduler_config.max_num_batched_tokens
+        counter = StepwiseCounter(tuple(layers), num_experts, worker.device, max_rows=max_rows)
     reason = _set_capture(model, counter)
     if reason:
         return None, reason
@@ -135,16 +139,6 @@ def _bound(session: PluginSession, worker: Any) -> tuple[Counting | None, str]:
     if on_cpu:
         writer.start()
     return Counting(session, counter, writer), ""
-
-
-def _counter_for(worker: Any, layer_ids: tuple[int, ...], num_experts: int) -> ExpertCounter:
-    from moe_optimizer.vllm_plugin.expert_load.counter import LayerwiseCounter, StepwiseCounter
-
-    if worker.device.type == "cpu":
-        return LayerwiseCounter(layer_ids, num_experts)
-    # Graphs for more tokens than a step has are not captured.
-    max_rows = worker.vllm_config.scheduler_config.max_num_batched_tokens
-    return StepwiseCounter(layer_ids, num_experts, worker.device, max_rows=max_rows)
 
 
 def _routed_layers(model: torch.nn.Module) -> Iterator[tuple[int, str]]:

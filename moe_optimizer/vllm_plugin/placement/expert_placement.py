@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import RequiredNotAppliedError, described
@@ -27,17 +26,6 @@ PLACEMENT_PASS = "expert_placement"
 
 _PLACED = "placed_by_moe_optimizer"
 """Attribute of a vLLM layer with a map of ours."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
-    """The plan's placement of one layer."""
-
-    experts: tuple[int, ...]
-    """In the order of the ranks, equally many for each."""
-    num_ranks: int
-    num_experts: int
-    digest: str
 
 
 class _PlacedLayer:
@@ -77,11 +65,14 @@ def place_layer(session: PluginSession, layer: Any) -> None:
         why = reason or "another rank cannot take its experts"
         session.refused(PLACEMENT_PASS, f"{layer.layer_name}: {why}")
         return
+    from vllm.config import get_current_vllm_config
+
     assert expert_map is not None
     manager = layer.expert_map_manager
     manager._expert_map = expert_map
     layer.update_expert_map_info()
-    placed = _PlacedLayer(expert_map, manager.map_global_to_local, _load_format())
+    load_format = str(get_current_vllm_config().load_config.load_format)
+    placed = _PlacedLayer(expert_map, manager.map_global_to_local, load_format)
     setattr(layer, _PLACED, placed)
     session.ask_of_layers(passes_of_placed)
     manager.map_global_to_local = placed.map_global_to_local
@@ -90,21 +81,13 @@ def place_layer(session: PluginSession, layer: Any) -> None:
     session.proof.passes[PLACEMENT_PASS].digest = planned.digest
 
 
-def _planned(session: PluginSession, layer: Any) -> _Planned | None:
-    """Return the plan's placement of a layer; None when it has none, as for the layers of a draft model."""
+def _planned(session: PluginSession, layer: Any) -> ExpertPlacementParams | None:
+    """Return the plan's placement; None when it has none of this layer, as for the layers of a draft model."""
     decision = session.wanted(PLACEMENT_PASS)
-    index = decoder_layer(layer.layer_name)
-    if decision is None or index is None:
+    if decision is None:
         return None
     params = decision.params_as(ExpertPlacementParams)
-    if index not in params.experts:
-        return None
-    return _Planned(
-        experts=tuple(map(int, params.experts[index].split())),
-        num_ranks=params.num_ranks,
-        num_experts=params.num_experts,
-        digest=params.digest,
-    )
+    return params if decoder_layer(layer.layer_name) in params.experts else None
 
 
 def _confirm_when_loaded(session: PluginSession, layer: Any) -> None:
@@ -123,13 +106,7 @@ def _confirm_when_loaded(session: PluginSession, layer: Any) -> None:
     method.process_weights_after_loading = process_weights_after_loading
 
 
-def _load_format() -> str:
-    from vllm.config import get_current_vllm_config
-
-    return str(get_current_vllm_config().load_config.load_format)
-
-
-def _possible_map(layer: Any, planned: _Planned) -> tuple[torch.Tensor | None, str]:
+def _possible_map(layer: Any, planned: ExpertPlacementParams) -> tuple[torch.Tensor | None, str]:
     """Return this rank's map, or None with the reason."""
     try:
         reason = _why_not(layer, planned)
@@ -138,7 +115,7 @@ def _possible_map(layer: Any, planned: _Planned) -> tuple[torch.Tensor | None, s
         return None, f"fallback: {described(error)}"
 
 
-def _why_not(layer: Any, planned: _Planned) -> str:
+def _why_not(layer: Any, planned: ExpertPlacementParams) -> str:
     from vllm.config import get_current_vllm_config
 
     from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts
@@ -166,12 +143,14 @@ def _why_not(layer: Any, planned: _Planned) -> str:
     return ""
 
 
-def _expert_map(layer: Any, planned: _Planned) -> torch.Tensor:
+def _expert_map(layer: Any, planned: ExpertPlacementParams) -> torch.Tensor:
     """Return the map of this rank: slot by expert, -1 for experts of other ranks."""
     import torch
 
     manager = layer.expert_map_manager
-    experts = planned.experts
+    index = decoder_layer(layer.layer_name)
+    assert index is not None, layer.layer_name
+    experts = [int(number) for number in planned.experts[index].split()]
     assert sorted(experts) == list(range(layer.global_num_experts)), f"{layer.layer_name}: {experts}"
     count = manager.local_num_experts
     first = manager.ep_rank * count
@@ -203,18 +182,18 @@ def passes_of_placed(layer: Any) -> tuple[str, ...]:
         return ()
     local = set((placed.expert_map >= 0).nonzero().flatten().tolist())
     unasked = local - placed.asked
+    wrong = ""
     # Dummy weights are not loaded through the map.
     if unasked and placed.load_format != "dummy":
-        raise RequiredNotAppliedError(
-            f"{PLACEMENT_PASS}: {layer.layer_name}: vLLM loaded {len(unasked)} of {len(local)} experts without asking "
-            f"the expert map, so they are not the ones that tokens are sent to",
-            hint="serve with --disable-expert-placement",
+        wrong = (
+            f"vLLM loaded {len(unasked)} of {len(local)} experts without asking the expert map, so they are not the "
+            "ones that tokens are sent to"
         )
-    if layer.expert_map is None or layer.expert_map.tolist() != placed.expert_map.tolist():
-        raise RequiredNotAppliedError(
-            f"{PLACEMENT_PASS}: {layer.layer_name}: its expert map was replaced after its weights were loaded",
-            hint="serve with --disable-expert-placement",
-        )
+    elif layer.expert_map is None or layer.expert_map.tolist() != placed.expert_map.tolist():
+        wrong = "its expert map was replaced after its weights were loaded"
+    if wrong:
+        hint = "serve with --disable-expert-placement"
+        raise RequiredNotAppliedError(f"{PLACEMENT_PASS}: {layer.layer_name}: {wrong}", hint=hint)
     return (PLACEMENT_PASS,)
 
 

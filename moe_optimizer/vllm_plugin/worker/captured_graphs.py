@@ -6,7 +6,6 @@ so only in its log.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from moe_optimizer.errors import described
@@ -18,13 +17,7 @@ from moe_optimizer.vllm_plugin.session import PluginSession
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Awaited:
-    session: PluginSession
-    decision: Decision
-
-
-_awaited: _Awaited | None = None
+_awaited: tuple[PluginSession, Decision] | None = None
 
 
 def captures_graphs(decision: Decision) -> bool:
@@ -35,7 +28,7 @@ def captures_graphs(decision: Decision) -> bool:
 def await_capture(session: PluginSession, decision: Decision) -> None:
     """Have the next step of this process check what was captured; vLLM captures before it takes a request."""
     global _awaited  # noqa: PLW0603 - one model per process
-    _awaited = _Awaited(session, decision)
+    _awaited = (session, decision)
 
 
 def prove_captured(wrapper: Any) -> None:
@@ -45,11 +38,10 @@ def prove_captured(wrapper: Any) -> None:
     Args:
         wrapper: vLLM's WorkerWrapperBase.
     """
-    global _awaited  # noqa: PLW0603
+    global _awaited
     if _awaited is None:
         return
-    session, decision = _awaited.session, _awaited.decision
-    _awaited = None
+    (session, decision), _awaited = _awaited, None
     planned = decision.params_as(GraphCaptureParams).max_capture_size
     try:
         largest = largest_graph(wrapper.worker)

@@ -57,7 +57,8 @@ def fp8_in_memory(model: Any, expert_format: ExpertFormat) -> Fp8InMemory:
     if expert_format == "fp8" and not experts:
         return Fp8InMemory(why_not="cannot be shown: the loaded model has no weights of routed experts that we know")
     if expert_format == "other":
-        experts = [each for each in experts if each.method != _UNQUANTIZED and not _is_of_another_format(each)]
+        another_format = [each for each in experts if each.dtype in _PACKED and each.in_fp8 is False]
+        experts = [each for each in experts if each.method != _UNQUANTIZED and each not in another_format]
     if experts and expert_format in ("fp8", "other"):
         return _of_experts(experts)
     return _of_linears(model)
@@ -105,22 +106,16 @@ def _expert_weights(model: Any) -> Iterator[_Weight]:
 
 def _weight(name: str, dtype: str, method: Any) -> _Weight:
     kind = "none" if method is None else type(method).__name__
-    if dtype in _FP8:
-        return _Weight(name, dtype, True, dtype, kind)
-    if dtype not in _PACKED:
-        return _Weight(name, dtype, False, dtype, kind)
     configured = _name(getattr(getattr(method, "moe_quant_config", None), "weight_quant_dtype", None))
-    if configured in _FP8_KERNELS:
-        return _Weight(name, dtype, True, f"FP8 in {dtype}", kind)
-    if configured:
-        return _Weight(name, dtype, False, f"{dtype} for a kernel of {configured} weights", kind)
-    return _Weight(
-        name, dtype, None, f"{dtype}, and its quantisation method ({kind}) does not say what that holds", kind
-    )
-
-
-def _is_of_another_format(weight: _Weight) -> bool:
-    return weight.dtype in _PACKED and weight.in_fp8 is False
+    if dtype not in _PACKED:
+        in_fp8, detail = dtype in _FP8, dtype
+    elif configured in _FP8_KERNELS:
+        in_fp8, detail = True, f"FP8 in {dtype}"
+    elif configured:
+        in_fp8, detail = False, f"{dtype} for a kernel of {configured} weights"
+    else:
+        in_fp8, detail = None, f"{dtype}, and its quantisation method ({kind}) does not say what that holds"
+    return _Weight(name, dtype, in_fp8, detail, kind)
 
 
 def _name(dtype: Any) -> str:

@@ -116,9 +116,13 @@ def differences(
     found = [_difference(each, shown[each.flag](config), config) for each in given.values()]
     params = decision.params
     if isinstance(params, GraphCaptureParams) and params.max_capture_size:
-        found.append(_graphs_missing(params.max_capture_size, config))
+        largest = config.compilation_config.max_cudagraph_capture_size or 0
+        if largest < params.max_capture_size:
+            found.append(f"CUDA graphs: vLLM captures up to {largest}, planned {params.max_capture_size}")
     if isinstance(params, KvCacheParams) and params.kv_bits == 8:
-        found.append(_wide_elements(cache_specs))
+        wide = sorted(name for name, spec in cache_specs.items() if spec.dtype.itemsize > 1)
+        if wide:
+            found.append(f"cache: {len(wide)} of {len(cache_specs)} layers keep wider elements, {wide[0]} first")
     if isinstance(params, KvCacheParams) and params.offload_gib is not None and config.kv_transfer_config is None:
         found.append("vLLM has no KV connector, which offloading to host memory needs")
     return tuple(filter(None, found))
@@ -174,13 +178,3 @@ def _is_one_of_several_engines(argument: Argument, got: Any, config: Any) -> boo
     other. The proofs of all show how many there are (`proof.verdict`).
     """
     return argument.flag == "--data-parallel-size" and got == 1 and not config.model_config.is_moe
-
-
-def _graphs_missing(size: int, config: Any) -> str:
-    largest = config.compilation_config.max_cudagraph_capture_size or 0
-    return "" if largest >= size else f"CUDA graphs: vLLM captures up to {largest}, planned {size}"
-
-
-def _wide_elements(cache_specs: Mapping[str, Any]) -> str:
-    wide = sorted(name for name, spec in cache_specs.items() if spec.dtype.itemsize > 1)
-    return f"cache: {len(wide)} of {len(cache_specs)} layers keep wider elements, {wide[0]} first" if wide else ""

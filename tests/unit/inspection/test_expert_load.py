@@ -69,7 +69,7 @@ def changed(path: tuple[str | int, ...], value: Any) -> str:
         (("schema_version",), 2, "schema_version: got 2, expected 1"),
         (("num_experts",), 0, "num_experts: got 0"),
         (("num_experts",), True, "num_experts: got bool True"),
-        (("layers",), {}, "layers: got dict {}, expected an array"),
+        (("layers",), {}, "layers: got dict {}, expected a valid array"),
         (("layers", 1, "tokens"), [1], "layers[1].tokens: got 1 numbers, expected 2"),
         (("layers", 1, "tokens", 0), -1, "layers[1]: tokens: got -1"),
         (("layers", 1, "tokens", 0), 1.5, "layers[1].tokens[0]: got float 1.5"),

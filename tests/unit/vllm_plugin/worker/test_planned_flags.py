@@ -15,7 +15,7 @@ from moe_optimizer.plan.decision import Decision
 from moe_optimizer.plan.pass_params import SchedulerParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from moe_optimizer.proof.shown import FLAG_PASSES, flag_decisions
+from moe_optimizer.proof.shown import flag_decisions
 from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker.planned_flags import (
     differences,
@@ -25,6 +25,7 @@ from moe_optimizer.vllm_plugin.worker.planned_flags import (
 from tests.builders import cpu_machine, dense_model, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
 from tests.golden.stored import PLANS, read_plan
 
+FLAG_PASSES = ("parallelism", "dual_batch_overlap", "scheduler", "graph_capture", "kv_cache", "fp8")
 BF16 = {"layer.0": SimpleNamespace(dtype=torch.bfloat16)}
 FP8 = {"layer.0": SimpleNamespace(dtype=torch.uint8)}
 
