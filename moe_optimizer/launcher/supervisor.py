@@ -16,13 +16,14 @@ from moe_optimizer.launcher.address import who_is_answered
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.evidence import Evidence
 from moe_optimizer.launcher.http_client import api_key
+from moe_optimizer.launcher.process import process_is_alive
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.launcher.server_info import RunningServer, ServerInfo
 from moe_optimizer.launcher.server_log import LogFollower
 from moe_optimizer.launcher.service import Service
 from moe_optimizer.launcher.stop_signals import StopRequestedError, StopSignals
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.proof.record import process_is_alive
+from moe_optimizer.proof.outcome import Outcome
 from moe_optimizer.proof.table import render_table
 
 _POLL_S = 0.2
@@ -33,28 +34,38 @@ _NOTICE_S = 15.0
 
 
 class Supervisor:
-    """One run from start to stop. When one of its processes ends, all of them end."""
+    """One run from start to stop. When one of its processes ends, all of them end.
+
+    Args:
+        plan: one server, or a group of servers with a router.
+        run_dir: gets plan.json, server.log and proof/, a group's servers in a folder each; of this run alone.
+        require: passes that must run, besides those that the plan requires.
+        strict: every pass must run that workers show.
+        echo: takes the messages for the user, line by line; None: there are none.
+        verbose: copy the logs to stderr as they grow.
+    """
 
     def __init__(
         self,
         plan: Plan,
         run_dir: Path,
-        required: frozenset[str],
-        echo: Callable[[str], None],
+        *,
+        require: frozenset[str] = frozenset(),
+        strict: bool = False,
+        echo: Callable[[str], None] | None = None,
+        verbose: bool = False,
     ) -> None:
-        self._plan = plan
-        self._required = required
-        self._echo = echo
+        self._echo = echo or (lambda _line: None)
+        self._verbose = verbose
         self._signals: StopSignals | None = None
         self._deployment = Deployment(plan, RunFolder(run_dir))
-        self._evidence = Evidence(plan, self._deployment)
+        self._evidence = Evidence(plan, self._deployment, require, strict=strict)
         self._followers = contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def started(self, signals: StopSignals | None, *, verbose: bool) -> Iterator[None]:
+    def started(self, signals: StopSignals | None = None) -> Iterator[None]:
         """Start the servers, and stop everything at the end of the block, however it ends."""
         self._signals = signals
-        self._verbose = verbose
         self._deployment.check()
         with self._deployment.prepared(), self._followers:
             self._raise_if_stopped()
@@ -81,9 +92,9 @@ class Supervisor:
             self._followers.enter_context(LogFollower(service.folder.log_path, sys.stderr))
 
     def wait_until_ready(self, timeout_s: float) -> ServerInfo:
-        """Wait until everything answers and the proofs are in; print the table.
+        """Wait until everything answers and the proofs are in; show the table.
 
-        Raises: see `launch.serve`.
+        Raises: see `launch.serving`.
         """
         deadline = self._started_at + timeout_s
         for server in self._deployment.servers:
@@ -97,20 +108,21 @@ class Supervisor:
         if answered := who_is_answered(front.addresses[0][0], api_key()):
             self._echo(answered)
         self._evidence.collect(self._pause)
-        info = ServerInfo(
+        outcome = self._evidence.outcome()
+        self.info = ServerInfo(
             base_url=front.client.base_url,
             pid=front.pid,
             model=self._model(),
             run_dir=self._deployment.folder.path,
             log_path=front.folder.log_path,
             servers=tuple(self._described(server) for server in self._deployment.servers),
-            rows=self._evidence.rows(),
+            rows=outcome.rows,
             proofs=self._evidence.proofs,
             start_up_s=start_up_s,
         )
-        self._show(info)
-        self._evidence.require(self._required)
-        return info
+        self._show(outcome)
+        self._evidence.require(outcome)
+        return self.info
 
     def _wait_for(self, service: Service, deadline: float, timeout_s: float) -> None:
         while not service.becomes_ready():
@@ -135,13 +147,11 @@ class Supervisor:
             proofs=self._evidence.proofs_of(server),
         )
 
-    def _show(self, info: ServerInfo) -> None:
-        self._echo("")
-        for line in render_table(info.rows, width=_width()).splitlines():
+    def _show(self, outcome: Outcome) -> None:
+        width = max(60, shutil.get_terminal_size((80, 24)).columns)
+        table = render_table(outcome.rows, width=width).splitlines()
+        for line in ("", *table, *(f"kernel: {kernel}" for kernel in outcome.kernels), ""):
             self._echo(line)
-        for kernel in self._evidence.kernels():
-            self._echo(f"kernel: {kernel}")
-        self._echo("")
 
     def watch(self) -> None:
         """Return never: raise when a stop is requested or anything fails."""
@@ -154,7 +164,7 @@ class Supervisor:
         while True:
             self._pause(_LIVENESS_INTERVAL_S)
             for server, proof in watched:
-                if not process_is_alive(proof):
+                if not process_is_alive(proof.pid):
                     self._await_end(server, f"hangs: its {proof.role} process {proof.pid} died")
 
     def _await_end(self, server: Service, otherwise: str) -> NoReturn:
@@ -184,12 +194,8 @@ class Supervisor:
                 continue
             if isinstance(failure, ServerFailedError) and not service.ready:
                 # A worker that must not run without a pass ends its server: that is exit code 6, not 7.
-                self._evidence.require_not_refused(self._required)
+                self._evidence.require_not_refused()
             raise failure
 
     def _in_a_hurry(self) -> bool:
         return self._signals is not None and self._signals.count > 1
-
-
-def _width() -> int:
-    return max(60, shutil.get_terminal_size((80, 24)).columns)

@@ -199,15 +199,3 @@ def _read_proof(path: Path) -> Proof:
     if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
         raise InputError(f"{path}: not a proof of schema_version {SCHEMA_VERSION}")
     return decode(Proof, data, origin=str(path))
-
-
-def process_is_alive(proof: Proof) -> bool:
-    """Return whether the process that wrote the proof still runs on this machine; a zombie does not."""
-    import psutil
-
-    try:
-        return psutil.Process(proof.pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:
-        return True
