@@ -125,7 +125,8 @@ def _input_error(error: Any, target: Any, name: str) -> InputError:
         if parameter is not None and parameter.opts:
             message = f"{parameter.opts[0]}: {error.message}"
         extra = message.startswith("Got unexpected extra argument")
-        return InputError(message, hint=_EXTRA_HINT if extra and name in serve.TAKES_VLLM_ARGS else None)
+        hint = _EXTRA_HINT if extra and name in serve.TAKES_VLLM_ARGS else getattr(error, "hint", None)
+        return InputError(message, hint=hint)
     hint = did_you_mean(option, _option_names(target)) or (_EXTRA_HINT if name in serve.TAKES_VLLM_ARGS else None)
     return InputError(f"unknown option {option}", hint=hint)
 

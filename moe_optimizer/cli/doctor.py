@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.messages import Output
 from moe_optimizer.cli.options import DoctorOptions
 from moe_optimizer.errors import ExitCode
 
@@ -16,15 +17,13 @@ if TYPE_CHECKING:
 
 
 @takes(DoctorOptions)
-def command(options: DoctorOptions) -> int:
+def command(options: DoctorOptions) -> Output:
     """Check what serving needs: this machine, vLLM, and the files of a MODEL if one is named.
 
     Exit code 3 when something needed to serve here is missing, or with --drift when a seam has changed or gone.
     """
-    with messages.held_messages(verbose=options.verbose):
-        report = _examine(options)
-    messages.write_result(report, as_json=options.json, render=_render)
-    return ExitCode.OK if report.ok else ExitCode.UNSUPPORTED
+    report = _examine(options)
+    return Output(result=report, render=_render, code=ExitCode.OK if report.ok else ExitCode.UNSUPPORTED)
 
 
 def _examine(options: DoctorOptions) -> Report:

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.messages import Output
 from moe_optimizer.cli.options import ExpertsOptions
-from moe_optimizer.errors import ExitCode, InputError
+from moe_optimizer.errors import InputError
 
 if TYPE_CHECKING:
     from moe_optimizer.specs.expert_load import ExpertLoad
 
 
 @takes(ExpertsOptions)
-def command(options: ExpertsOptions) -> int:
+def command(options: ExpertsOptions) -> Output:
     """Show which experts the traffic used: heatmap and imbalance.
 
     SOURCE is a run folder, an expert_load.json, or the URL of a server that was started with --enable-expert-load.
@@ -25,22 +26,18 @@ def command(options: ExpertsOptions) -> int:
     from moe_optimizer.cli.heatmap import render_load
     from moe_optimizer.costs.expert_imbalance import load_report
 
-    with messages.held_messages(verbose=options.verbose):
-        load = read_source(options.source)
-        report = load_report(load)
-        if options.png is not None:
-            from moe_optimizer.cli.heatmap_png import write_heatmap
-
-            write_heatmap(load, Path(options.png))
-    unicode = _takes_blocks(sys.stdout.encoding)
-    messages.write_result(
-        ExpertsOutput(load=load, report=report),
-        as_json=options.json,
-        render=lambda _: render_load(load, report, width=messages.output_width(), top=options.top, unicode=unicode),
-    )
+    load = read_source(options.source)
+    report = load_report(load)
     if options.png is not None:
-        sys.stderr.write(f"heatmap written to {options.png}\n")
-    return ExitCode.OK
+        from moe_optimizer.cli.heatmap_png import write_heatmap
+
+        write_heatmap(load, Path(options.png))
+    unicode = _takes_blocks(sys.stdout.encoding)
+    return Output(
+        result=ExpertsOutput(load=load, report=report),
+        render=lambda _: render_load(load, report, width=messages.output_width(), top=options.top, unicode=unicode),
+        notes=() if options.png is None else (f"heatmap written to {options.png}",),
+    )
 
 
 def read_source(source: str | None) -> ExpertLoad:

@@ -34,8 +34,8 @@ class ProgressLines:
 
     def warn(self, warnings: Iterable[str]) -> None:
         """Write each warning as a line of its own, or hold it."""
-        for warning in warnings:
-            self.line(f"warning: {' '.join(warning.split())}")
+        for line in messages.warning_lines(warnings):
+            self.line(line)
 
     def release(self) -> None:
         """Write what is held; from here on every line is written at once."""

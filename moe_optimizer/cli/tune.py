@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.messages import Output
 from moe_optimizer.cli.options import TuneOptions
 from moe_optimizer.cli.progress import ProgressLines
-from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
+from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.plan.pass_params import TunedConfigsParams
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _MOST_TOKENS = 65_536
 
 
 @takes(TuneOptions)
-def command(options: TuneOptions) -> int:
+def command(options: TuneOptions) -> Output:
     """Tune vLLM's Triton MoE kernel for a model on this GPU.
 
     Measures launch parameters for the model's experts as the plan splits them. A set is kept if it beats vLLM's own
@@ -31,11 +32,8 @@ def command(options: TuneOptions) -> int:
     it was. The serve command finds the result by itself.
     """
     from moe_optimizer.cli import planning
-    from moe_optimizer.cli.show_config import shows_config
 
     with messages.held_messages(verbose=options.verbose):
-        if shows_config(options):
-            return ExitCode.OK
         try:
             planned = planning.make(options)
         except UnsupportedError:
@@ -44,18 +42,16 @@ def command(options: TuneOptions) -> int:
             raise
         _check_can_tune_here()
         wanted = _wanted(planned.plan)
-        request = _request(planned.plan, wanted, options, planned.profile.passes.tuned_configs.folder)
+        request = _request(planned.plan, wanted, options, planned.request.profile.passes.tuned_configs.folder)
     from moe_optimizer.cli.tune_process import run_tuning
 
     file = Path(request["folder"]) / wanted.file
     verdicts = run_tuning(request, ProgressLines(verbose=options.verbose), log=file.with_suffix(".log"))
     written = file if file.is_file() else None
-    messages.write_result(
-        {"file": str(written) if written else None, "sizes": verdicts},
-        as_json=options.json,
+    return Output(
+        result={"file": str(written) if written else None, "sizes": verdicts},
         render=lambda found: render(wanted.file, written, found["sizes"]),
     )
-    return ExitCode.OK
 
 
 def _check_can_tune_here() -> None:

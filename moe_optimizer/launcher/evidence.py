@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from moe_optimizer import env
-from moe_optimizer.errors import InputError, RequiredNotAppliedError
+from moe_optimizer.errors import InputError
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.kv_transfer import TRANSFER_PASS, observed_transfer
 from moe_optimizer.launcher.replica_traffic import REPLICAS_PASS, observed_traffic
@@ -44,9 +44,8 @@ class Evidence:
     def __init__(self, plan: Plan, deployment: Deployment, require: frozenset[str], *, strict: bool) -> None:
         self._plan = plan
         self._deployment = deployment
-        self._names = [decision.pass_name for decision in (*plan.plugin_decisions, *flag_decisions(plan))]
-        own = {decision.pass_name for decision in plan.decisions if decision.required}
-        self.required = require.union(own, self._names if strict else ())
+        self._require = require
+        self._strict = strict
         self._proofs: dict[str, tuple[Proof, ...]] = {}
         self._observed: dict[str, Observed] = {}
 
@@ -77,20 +76,21 @@ class Evidence:
         """Return the proofs of one server."""
         return self._proofs[server.title]
 
+    @property
+    def required(self) -> frozenset[str]:
+        """Names of the passes that must run."""
+        own = {decision.pass_name for decision in self._plan.decisions if decision.required}
+        return self._require.union(own, self._shown if self._strict else ())
+
+    @property
+    def _shown(self) -> list[str]:
+        """Names of the passes whose outcome workers show."""
+        return [each.pass_name for each in (*self._plan.plugin_decisions, *flag_decisions(self._plan))]
+
     def outcome(self) -> Outcome:
         """Return what became of the plan."""
         absent = f"switched off by {env.DISABLE}" if env.read_environment().disabled else NO_WORKER
         return judge(self._plan, self._proofs, self.required, absent=absent, observed=self._observed)
-
-    def require(self, outcome: Outcome) -> None:
-        """Check that every required pass runs on every server.
-
-        Raises:
-            RequiredNotAppliedError: one does not.
-        """
-        if outcome.missing:
-            hint = self._deployment.servers[0].log_hint
-            raise RequiredNotAppliedError(f"required, but not running: {'; '.join(outcome.missing)}", hint=hint)
 
     def require_not_refused(self) -> None:
         """Look in the proofs of servers that have ended: a worker ends rather than run without a required pass.
@@ -101,16 +101,17 @@ class Evidence:
         with contextlib.suppress(InputError):
             self._proofs = {service.title: read_proofs(service.folder.path) for service in self._deployment.servers}
             if any(_refused(self.proofs, name) for name in self.required):
-                self.require(self.outcome())
+                self.outcome().require(hint=self._deployment.servers[0].log_hint)
 
     def _wait_for_proofs(self, server: Service, pause: Callable[[float], None]) -> tuple[Proof, ...]:
-        if not self._names or env.read_environment().disabled:
+        shown = self._shown
+        if not shown or env.read_environment().disabled:
             return read_proofs(server.folder.path)
         begin, warmed_up = time.monotonic(), False
         while True:
             waited = time.monotonic() - begin
             proofs = read_proofs(server.folder.path)
-            missing = not_running(self._plan, proofs, self._names)
+            missing = not_running(self._plan, proofs, shown)
             if not missing or waited > _PROOF_WAIT_S:
                 return proofs
             if all_holders_reported(proofs) and all(_refused(proofs, name) for name in missing):

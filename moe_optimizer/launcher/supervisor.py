@@ -23,8 +23,6 @@ from moe_optimizer.launcher.server_log import LogFollower
 from moe_optimizer.launcher.service import Service
 from moe_optimizer.launcher.stop_signals import StopRequestedError, StopSignals
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.proof.outcome import Outcome
-from moe_optimizer.proof.table import render_table
 
 _POLL_S = 0.2
 _HEALTH_INTERVAL_S = 0.5
@@ -108,20 +106,22 @@ class Supervisor:
         if answered := who_is_answered(front.addresses[0][0], api_key()):
             self._echo(answered)
         self._evidence.collect(self._pause)
+        model, servers = self._model(), tuple(self._described(server) for server in self._deployment.servers)
         outcome = self._evidence.outcome()
+        for line in outcome.lines(width=max(60, shutil.get_terminal_size((80, 24)).columns)):
+            self._echo(line)
+        outcome.require(hint=self._deployment.servers[0].log_hint)
         self.info = ServerInfo(
             base_url=front.client.base_url,
             pid=front.pid,
-            model=self._model(),
+            model=model,
             run_dir=self._deployment.folder.path,
             log_path=front.folder.log_path,
-            servers=tuple(self._described(server) for server in self._deployment.servers),
+            servers=servers,
             rows=outcome.rows,
             proofs=self._evidence.proofs,
             start_up_s=start_up_s,
         )
-        self._show(outcome)
-        self._evidence.require(outcome)
         return self.info
 
     def _wait_for(self, service: Service, deadline: float, timeout_s: float) -> None:
@@ -146,12 +146,6 @@ class Supervisor:
             log_path=server.folder.log_path,
             proofs=self._evidence.proofs_of(server),
         )
-
-    def _show(self, outcome: Outcome) -> None:
-        width = max(60, shutil.get_terminal_size((80, 24)).columns)
-        table = render_table(outcome.rows, width=width).splitlines()
-        for line in ("", *table, *(f"kernel: {kernel}" for kernel in outcome.kernels), ""):
-            self._echo(line)
 
     def watch(self) -> None:
         """Return never: raise when a stop is requested or anything fails."""

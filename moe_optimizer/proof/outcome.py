@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import Proof
-from moe_optimizer.proof.table import Row, joined_rows, proof_rows
+from moe_optimizer.proof.table import Row, joined_rows, proof_rows, render_table
 from moe_optimizer.proof.verdict import Observed, kernels_in_use, not_running
 
 
@@ -21,6 +22,20 @@ class Outcome:
     """Each kernel that ran, once."""
     missing: tuple[str, ...]
     """"PASS: REASON" for each required pass that does not run on every server; of several servers, it names the one."""
+
+    def lines(self, *, width: int) -> tuple[str, ...]:
+        """Return the table and the kernels as text, with an empty line before and after."""
+        table = render_table(self.rows, width=width).splitlines()
+        return ("", *table, *(f"kernel: {kernel}" for kernel in self.kernels), "")
+
+    def require(self, *, hint: str) -> None:
+        """Check that every required pass runs.
+
+        Raises:
+            RequiredNotAppliedError: one does not.
+        """
+        if self.missing:
+            raise RequiredNotAppliedError(f"required, but not running: {'; '.join(self.missing)}", hint=hint)
 
 
 def judge(

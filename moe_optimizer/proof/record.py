@@ -17,6 +17,7 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.json_codec import decode, encode
+from moe_optimizer.specs.layer_name import decoder_layer
 
 SCHEMA_VERSION = 1
 PROOF_DIR = "proof"
@@ -65,6 +66,11 @@ class LayerProof:
     def num_weights(self) -> int:
         """Weights of the experts here: w13 [E, 2I, H] and w2 [E, H, I]."""
         return 3 * self.num_local_experts * self.intermediate_size * self.hidden_size
+
+    @property
+    def decoder_layer(self) -> int | None:
+        """Index of the decoder layer that it belongs to; None where its name has none."""
+        return decoder_layer(self.name)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from moe_optimizer.plan.pass_params import Fp8Params, Sparsity24Params
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import PassProof, Proof
 from moe_optimizer.proof.shown import serves_fp8_checkpoint, shown_by_workers
-from moe_optimizer.specs.layer_name import decoder_layer
 from moe_optimizer.specs.quantity import bytes_in_words
 
 NO_WORKER = "no worker process reported: the plugin was not loaded (is VLLM_PLUGINS set?)"
@@ -154,7 +153,7 @@ def _unplanned_bytes(decision: Decision, proof: Proof) -> int:
     else:
         kept, planned_bits = (), decision.params_as(Sparsity24Params).stored_expert_bits
     layers = {layer.name: layer for entry in proof.passes.values() for layer in entry.layers if layer.why_plain}
-    unplanned = [layer for layer in layers.values() if decoder_layer(layer.name) not in kept]
+    unplanned = [layer for layer in layers.values() if layer.decoder_layer not in kept]
     return round(sum(layer.weight_bytes - layer.num_weights * planned_bits / 8 for layer in unplanned))
 
 

@@ -10,6 +10,7 @@ from moe_optimizer.cli import planning
 from moe_optimizer.cli.options import PlanOptions, ServeOptions
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.software import VllmInstallation
 from tests.builders import deepseek_v3, gpus, request
@@ -46,7 +47,7 @@ def test_a_flag_that_the_installed_vllm_does_not_have_makes_no_plan(
     (tmp_path / "engine" / "arg_utils.py").write_text('parser.add_argument("--tensor-parallel-size")', encoding="utf-8")
     vllm = VllmInstallation(distribution="vllm", version="0.32.0", device="cuda", location=str(tmp_path))
     monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
-    arguments = ("--tensor-paralel-size", "2")
+    arguments = ServeArguments("--tensor-paralel-size", "2")
     options = PlanOptions(model=TINY_MOE, hardware="h100_sxm", gpus=2, vllm_args=arguments)
     with pytest.raises(InputError, match=r"--tensor-paralel-size") as caught:
         planning.make(options)
@@ -55,6 +56,6 @@ def test_a_flag_that_the_installed_vllm_does_not_have_makes_no_plan(
 
 def test_strict_refuses_a_cache_whose_type_is_not_as_asked_for_though_its_tier_is() -> None:
     wishes = resolve_wishes(["kv-cache", "kv-tiering"], [])
-    asked = request(deepseek_v3(), gpus("h200", 8), wishes=wishes)
+    asked = request(deepseek_v3(), gpus("h200", 8), wishes=wishes, strict=True)
     with pytest.raises(UnsupportedError, match=r"^--strict: kv_cache \(flag --enable-kv-cache\): mla"):
-        planning.refuse_unmet_wishes(make_plan(asked), asked.profile, wishes)
+        make_plan(asked)

@@ -15,6 +15,7 @@ from moe_optimizer.cli.options import ServeOptions
 from moe_optimizer.cli.preflight import check_can_serve_here
 from moe_optimizer.errors import InputError, MoeOptimizerError, UnsupportedError
 from moe_optimizer.inspection import load_hardware
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.software import VllmInstallation
 
@@ -86,7 +87,7 @@ def test_a_model_without_weights_is_planned_but_not_served(monkeypatch: pytest.M
     error = refusal(monkeypatch, model=model)
     assert isinstance(error, InputError)
     assert "no safetensors file" in str(error)
-    assert refusal(monkeypatch, model=model, vllm_args=("--load-format", "dummy")) is None
+    assert refusal(monkeypatch, model=model, vllm_args=ServeArguments("--load-format", "dummy")) is None
 
 
 def test_a_model_whose_index_names_absent_files_is_not_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_every_form_of_a_tokenizer_is_served(
 def test_a_tokenizer_from_elsewhere_or_none_at_all_is_the_users_choice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vllm_args: tuple[str, ...]
 ) -> None:
-    assert refusal(monkeypatch, model=with_tokenizer(tmp_path, {}), vllm_args=vllm_args) is None
+    assert refusal(monkeypatch, model=with_tokenizer(tmp_path, {}), vllm_args=ServeArguments(*vllm_args)) is None
 
 
 def test_a_pipe_in_place_of_the_tokenizer_does_not_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

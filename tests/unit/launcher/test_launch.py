@@ -19,6 +19,7 @@ from moe_optimizer.launcher import deployment, evidence, launch, run_folder, sup
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from tests.builders import cpu_machine, qwen3_30b_a3b_fp8, request, tiny_moe, with_arguments
@@ -130,6 +131,15 @@ def test_a_required_pass_that_does_not_run_ends_the_server(
         serve(fake(behaviour), run_dir=tmp_path, require=PASS)
     assert caught.value.exit_code is ExitCode.NOT_APPLIED
     assert not processes_of(tmp_path)
+
+
+def test_strict_requires_everything_that_the_workers_show(tmp_path: Path) -> None:
+    plan = make_plan(request(tiny_moe(), cpu_machine()))
+    servers = deployment.Deployment(plan, RunFolder(tmp_path))
+    on = {decision.pass_name: decision.applier for decision in plan.decisions if decision.status is Status.ON}
+    assert set(on.values()) == {Applier.PLUGIN, Applier.FLAGS}
+    assert evidence.Evidence(plan, servers, frozenset(), strict=True).required == on.keys()
+    assert evidence.Evidence(plan, servers, frozenset(), strict=False).required == frozenset()
 
 
 def test_a_required_fp8_checkpoint_that_a_worker_holds_otherwise_ends_the_server(fake: Fake, tmp_path: Path) -> None:
@@ -275,6 +285,7 @@ def test_a_refused_environment_leaves_no_run_folder(
 LAUNCHER = """
 import sys
 from pathlib import Path
+from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.launcher import deployment, launch
 deployment.check_plugin_visible = lambda plan: None
