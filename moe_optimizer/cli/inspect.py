@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
-from moe_optimizer.cli.messages import Output
 from moe_optimizer.cli.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @takes(ModelOptions)
-def command(options: ModelOptions) -> Output:
+def command(options: ModelOptions) -> messages.Output:
     """Show a model's experts, layers, parameters and attention.
 
     Reads config.json and the safetensors headers, never weights or code.
@@ -22,7 +21,7 @@ def command(options: ModelOptions) -> Output:
     from moe_optimizer.inspection import ModelInspector, to_inspect_json
 
     spec = ModelInspector(trust_remote_code=options.trust_remote_code).inspect(options.model_name)
-    return Output(
+    return messages.Output(
         result=to_inspect_json(spec),
         render=lambda _: render_model(spec, width=messages.output_width()),
         notes=messages.warning_lines(spec.warnings),

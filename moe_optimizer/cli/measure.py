@@ -11,10 +11,8 @@ import typer
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
-from moe_optimizer.cli.messages import Output
 from moe_optimizer.cli.options import MeasureSpeedsOptions, MeasureTextOptions, SensitivityOptions
-from moe_optimizer.cli.progress import ProgressBar, ProgressLines
-from moe_optimizer.cli.termination import clean_termination
+from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.errors import InputError
 
 _DEFAULT_BUDGET_S = 60.0
@@ -24,7 +22,7 @@ _GRACE_S = 10.0
 
 
 @takes(MeasureSpeedsOptions)
-def speeds(options: MeasureSpeedsOptions) -> Output:
+def speeds(options: MeasureSpeedsOptions) -> messages.Output:
     """Measure the expert kernels of a model on this machine, ours and vLLM's.
 
     Measures what no table of kernel speeds answers, and keeps it in the user's cache, where plans find it. `serve` does
@@ -44,7 +42,7 @@ def speeds(options: MeasureSpeedsOptions) -> Output:
         request = planning.with_new_speeds(request)
     decision = planning.decide(settings, request).decision(_SPEEDS_PASS)
     found = {"measured": questions is not None, "kernels": decision.value, "reason": decision.reason}
-    return Output(result=found, render=_rendered_speeds)
+    return messages.Output(result=found, render=_rendered_speeds)
 
 
 def _rendered_speeds(found: Mapping[str, Any]) -> str:
@@ -54,7 +52,7 @@ def _rendered_speeds(found: Mapping[str, Any]) -> str:
 
 
 @takes(SensitivityOptions)
-def fp8_sensitivity(options: SensitivityOptions) -> Output:
+def fp8_sensitivity(options: SensitivityOptions) -> messages.Output:
     """Measure how much FP8 changes each layer's experts on a text.
 
     `fp8.sensitivity` of a profile names the file that it writes; the plan then keeps the layers that change more than
@@ -66,18 +64,18 @@ def fp8_sensitivity(options: SensitivityOptions) -> Output:
         lines = [f"layer {layer:>3}  {error:.4f}" for layer, error in found["errors"].items()]
         return "\n".join([*lines, f"{found['tokens']} tokens; written to {options.output}"])
 
-    return Output(result=found, render=render)
+    return messages.Output(result=found, render=render)
 
 
 @takes(MeasureTextOptions)
-def activation_norms(options: MeasureTextOptions) -> Output:
+def activation_norms(options: MeasureTextOptions) -> messages.Output:
     """Measure what each layer's experts read on a text, to prune them by it.
 
     `sparsity_24.activation_norms` of a profile names the file that it writes. Runs the model with our kernel, on vLLM's
     CPU build.
     """
     found = {"tokens": _on_text("activation_norms", options, {}), "file": options.output}
-    return Output(result=found, render=lambda found: f"{found['tokens']} tokens; written to {found['file']}")
+    return messages.Output(result=found, render=lambda found: f"{found['tokens']} tokens; written to {found['file']}")
 
 
 def _on_text(module: str, options: MeasureTextOptions, settings: Mapping[str, str]) -> Any:
@@ -105,13 +103,12 @@ def _on_text(module: str, options: MeasureTextOptions, settings: Mapping[str, st
     lines = ProgressLines(verbose=options.verbose)
     with (
         tempfile.TemporaryDirectory(prefix="moe-optimizer-text-") as folder,
-        clean_termination(),
-        ProgressBar(module.replace("_", " "), lines=lines) as bar,
+        progress_bar(module.replace("_", " "), lines=lines) as show,
     ):
         return run_measurement(
             f"moe_optimizer.measure.{module}",
             encode(request) | settings,
-            on_step=bar.show,
+            on_step=show,
             log=Path(folder) / "log.txt",
             grace_s=_GRACE_S,
         )

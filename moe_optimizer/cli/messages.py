@@ -109,18 +109,14 @@ def write_error(error: MoeOptimizerError) -> None:
 
     The last log lines of a dead server follow the first line unchanged.
     """
-    if isinstance(error, ServerFailedError):
-        first, _, rest = str(error).partition("\n")
-        write_error_lines(first, hint=None)
-        sys.stderr.write(f"{rest}\n" if rest else "")
-        sys.stderr.write(f"\nhint: {_one_line(error.hint)}\n" if error.hint else "")
-        return
-    write_error_lines(str(error), hint=error.hint)
+    first, _, log = str(error).partition("\n") if isinstance(error, ServerFailedError) else (str(error), "", "")
+    write_error_lines(first, log, hint=error.hint)
 
 
-def write_error_lines(message: str, *, hint: str | None) -> None:
-    """Write `error: MESSAGE`, a blank line and `hint: HINT` to stderr."""
+def write_error_lines(message: str, log: str = "", *, hint: str | None) -> None:
+    """Write `error: MESSAGE`, the lines of a log, a blank line and `hint: HINT` to stderr."""
     sys.stderr.write(f"error: {_one_line(message)}\n")
+    sys.stderr.write(f"{log}\n" if log else "")
     if hint:
         sys.stderr.write(f"\nhint: {_one_line(hint)}\n")
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
-from moe_optimizer.cli.messages import Output
 from moe_optimizer.cli.options import PlanCommandOptions
 from moe_optimizer.errors import InputError, UnsupportedError
 
@@ -34,7 +33,7 @@ def _check_can_be_rendered(plan: Plan, render: str) -> None:
 
 
 @takes(PlanCommandOptions)
-def command(options: PlanCommandOptions) -> Output:
+def command(options: PlanCommandOptions) -> messages.Output:
     """Show what serving would do, and why.
 
     Prints the model, the hardware, the memory, every decision and the exact vLLM command. --json prints the plan file
@@ -44,23 +43,23 @@ def command(options: PlanCommandOptions) -> Output:
     from moe_optimizer.cli import planning
 
     if options.render is None:
-        return plan_output(planning.make(options).plan, as_json=options.json, explain=options.explain)
+        return plan_output(planning.make(options), as_json=options.json, explain=options.explain)
     if options.json:
         raise InputError("--render and --json contradict each other", hint="give one of them")
-    plan = planning.make(options).plan
+    plan = planning.make(options)
     _check_can_be_rendered(plan, options.render)
 
     from moe_optimizer.plan.multi_node import render_lws, render_ray
 
     render = {"ray": render_ray, "lws": render_lws}[options.render]
-    return Output(result=plan, render=render, notes=messages.warning_lines(plan.warnings))
+    return messages.Output(result=plan, render=render, notes=messages.warning_lines(plan.warnings))
 
 
-def plan_output(plan: Plan, *, as_json: bool, explain: bool = False) -> Output:
+def plan_output(plan: Plan, *, as_json: bool, explain: bool = False) -> messages.Output:
     """Return the plan for stdout, and its warnings for stderr unless a terminal shows them with the plan."""
     from moe_optimizer.plan.explain import render_plan
 
     color = messages.use_color(sys.stdout)
     render = functools.partial(render_plan, width=messages.output_width(), color=color, explain=explain)
     told = sys.stdout.isatty() and not as_json
-    return Output(result=plan, render=render, notes=() if told else messages.warning_lines(plan.warnings))
+    return messages.Output(result=plan, render=render, notes=() if told else messages.warning_lines(plan.warnings))

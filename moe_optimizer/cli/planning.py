@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_optimizer import env
@@ -28,15 +27,6 @@ LOGGER = get_logger(__name__)
 _MEASURED_PASS = "flash_dmoe"
 _PLAIN_SHARE = 0.90
 """Share of a GPU's memory that stock vLLM takes at least without an argument (0.92 in vLLM 0.32)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan, with the settings and the request it was made from."""
-
-    settings: Settings
-    request: PlanRequest
-    plan: Plan
 
 
 def read_settings(options: PlanOptions) -> tuple[Settings, Profile]:
@@ -64,14 +54,13 @@ def _named_by(setting: Setting) -> Iterator[None]:
         raise error.named_by(setting.said_by) from None
 
 
-def make(options: PlanOptions) -> Planned:
+def make(options: PlanOptions) -> Plan:
     """Plan what the command line asks for.
 
     Raises:
         InputError, UnsupportedError, DoesNotFitError: the first problem found.
     """
-    settings, request = read_request(options)
-    return Planned(settings, request, decide(settings, request))
+    return decide(*read_request(options))
 
 
 def decide(settings: Settings, request: PlanRequest) -> Plan:

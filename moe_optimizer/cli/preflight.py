@@ -74,8 +74,8 @@ def _check_model_type(plan: Plan) -> None:
 
 def _check_weights(plan: Plan) -> None:
     """Refuse a model folder without all its weights; vLLM downloads those of a hub id."""
-    from moe_optimizer.cli.model_checks import missing_weights
     from moe_optimizer.inspection.hub import is_offline
+    from moe_optimizer.inspection.weight_files import missing_weights
 
     folder = Path(plan.model.path)
     if "--load-format" in plan.serve_args:
@@ -92,7 +92,7 @@ def _check_weights(plan: Plan) -> None:
 
 def _check_tokenizer(plan: Plan) -> None:
     """Refuse a model folder whose tokenizer is missing or broken; vLLM downloads that of a hub id."""
-    from moe_optimizer.cli.tokenizer_files import find_tokenizer
+    from moe_optimizer.inspection.tokenizer_files import find_tokenizer
 
     folder = Path(plan.serve_args.value("--tokenizer") or plan.model.path)
     left_to_vllm = ("--skip-tokenizer-init", "--tokenizer-mode")

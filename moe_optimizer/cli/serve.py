@@ -35,7 +35,7 @@ def command(options: ServeOptions) -> messages.Output | int:
     from moe_optimizer.launcher import launch
 
     if options.dry_run:
-        return plan_output(planning.make(options).plan, as_json=options.json)
+        return plan_output(planning.make(options), as_json=options.json)
     lines = ProgressLines(verbose=options.verbose)
     with messages.held_messages(verbose=options.verbose, then=lines.warn):
         settings, request = planning.read_request(options)

@@ -76,10 +76,7 @@ class Deployment:
         with reserved(self._addresses), self.folder.locked():
             for service in self.services:
                 service.folder.prepare(self._plan)
-            if not self._hands_over:
-                yield
-                return
-            with self.folder.scratch(KV_FOLDER):
+            with self.folder.scratch(KV_FOLDER) if self._hands_over else contextlib.nullcontext():
                 yield
 
     @property

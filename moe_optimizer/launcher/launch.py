@@ -9,7 +9,7 @@ from pathlib import Path
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.launcher.server_info import ServerInfo
-from moe_optimizer.launcher.stop_signals import StopRequestedError, StopSignals
+from moe_optimizer.launcher.stop_signals import StopRequestedError, collected_stops
 from moe_optimizer.launcher.supervisor import Supervisor
 from moe_optimizer.plan.plan import Plan
 
@@ -55,7 +55,7 @@ def serving(
         ServerFailedError: a server or the router died, or was not ready in time; the message has its last lines.
     """
     run = Supervisor(plan, run_dir, require=require, strict=strict, echo=echo, verbose=verbose)
-    with StopSignals() as signals, run.started(signals):
+    with collected_stops() as stops, run.started(stops):
         run.wait_until_ready(ready_timeout_s)
         yield run
 

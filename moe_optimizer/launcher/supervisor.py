@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,9 +19,9 @@ from moe_optimizer.launcher.http_client import api_key
 from moe_optimizer.launcher.process import process_is_alive
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.launcher.server_info import RunningServer, ServerInfo
-from moe_optimizer.launcher.server_log import LogFollower
+from moe_optimizer.launcher.server_log import followed
 from moe_optimizer.launcher.service import Service
-from moe_optimizer.launcher.stop_signals import StopRequestedError, StopSignals
+from moe_optimizer.launcher.stop_signals import StopRequestedError
 from moe_optimizer.plan.plan import Plan
 
 _POLL_S = 0.2
@@ -55,15 +55,19 @@ class Supervisor:
     ) -> None:
         self._echo = echo or (lambda _line: None)
         self._verbose = verbose
-        self._signals: StopSignals | None = None
+        self._stops: Sequence[int] = ()
         self._deployment = Deployment(plan, RunFolder(run_dir))
         self._evidence = Evidence(plan, self._deployment, require, strict=strict)
         self._followers = contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def started(self, signals: StopSignals | None = None) -> Iterator[None]:
-        """Start the servers, and stop everything at the end of the block, however it ends."""
-        self._signals = signals
+    def started(self, stops: Sequence[int] = ()) -> Iterator[None]:
+        """Start the servers, and stop everything at the end of the block, however it ends.
+
+        Args:
+            stops: the stop requests so far, see `collected_stops`.
+        """
+        self._stops = stops
         self._deployment.check()
         with self._deployment.prepared(), self._followers:
             self._raise_if_stopped()
@@ -75,10 +79,10 @@ class Supervisor:
             finally:
                 # Ctrl-C also ends the reader of a pipe: a failed message must not keep the servers alive.
                 try:
-                    if signals is not None and signals.count:
+                    if stops:
                         self._echo("stopping; a second Ctrl-C does not wait for running requests")
                 finally:
-                    self._deployment.stop(hurry=self._in_a_hurry)
+                    self._deployment.stop(hurry=lambda: len(stops) > 1)
 
     def _start(self, service: Service) -> None:
         name = "vLLM" if service.title == "server" else f"the {service.title}"
@@ -87,7 +91,7 @@ class Supervisor:
             self._echo(f"command: {shlex.join(service.command)}")
         service.start()
         if self._verbose:
-            self._followers.enter_context(LogFollower(service.folder.log_path, sys.stderr))
+            self._followers.enter_context(followed(service.folder.log_path, sys.stderr))
 
     def wait_until_ready(self, timeout_s: float) -> ServerInfo:
         """Wait until everything answers and the proofs are in; show the table.
@@ -178,7 +182,7 @@ class Supervisor:
             time.sleep(min(_POLL_S, left))
 
     def _raise_if_stopped(self) -> None:
-        if self._signals is not None and self._signals.count:
+        if self._stops:
             raise StopRequestedError
 
     def _raise_if_ended(self) -> None:
@@ -190,6 +194,3 @@ class Supervisor:
                 # A worker that must not run without a pass ends its server: that is exit code 6, not 7.
                 self._evidence.require_not_refused()
             raise failure
-
-    def _in_a_hurry(self) -> bool:
-        return self._signals is not None and self._signals.count > 1

@@ -20,9 +20,9 @@ TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 
 def test_memory_of_a_switched_off_server_is_planned_with_vllms_own_share(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ServeOptions(model=TINY_MOE, hardware="h100_sxm", gpus=1, profile="aggressive")
-    on = planning.make(options).plan
+    on = planning.make(options)
     monkeypatch.setenv(env.DISABLE, "1")
-    off = planning.make(options).plan
+    off = planning.make(options)
     # Plain vLLM is not told the 0.95 of the profile, so neither cache nor length may be planned with them.
     assert on.memory.budget_bytes == pytest.approx(0.95 * on.memory.total_bytes, rel=1e-6)
     assert off.memory.budget_bytes == pytest.approx(0.90 * off.memory.total_bytes, rel=1e-6)
@@ -34,8 +34,8 @@ def test_switched_off_tuned_configurations_of_the_users_own_environment_do_not_r
 ) -> None:
     monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tmp_path))
     options = PlanOptions(model=TINY_MOE, hardware="h100_sxm", gpus=1)
-    assert "VLLM_TUNED_CONFIG_FOLDER" not in planning.make(options).plan.serve_env
-    off = planning.make(dataclasses.replace(options, switches={"tuned-configs": False})).plan
+    assert "VLLM_TUNED_CONFIG_FOLDER" not in planning.make(options).serve_env
+    off = planning.make(dataclasses.replace(options, switches={"tuned-configs": False}))
     assert off.serve_env["VLLM_TUNED_CONFIG_FOLDER"] == ""
     assert any("VLLM_TUNED_CONFIG_FOLDER" in warning for warning in off.warnings)
 

@@ -42,9 +42,10 @@ def refusal(
     """What stops a planned model from being served on a machine."""
     monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
     monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: here, raising=False)
-    planned = planning.make(ServeOptions(model=model, **options))
+    settings, request = planning.read_request(ServeOptions(model=model, **options))
+    plan = planning.decide(settings, request)
     try:
-        check_can_serve_here(planned.plan, planned.settings)
+        check_can_serve_here(plan, settings)
     except MoeOptimizerError as error:
         return error
     return None

@@ -210,7 +210,7 @@ def test_the_environment_names_the_run_folder_when_no_flag_does(monkeypatch: pyt
 
 def test_the_kill_switch_serves_plain_vllm_on_the_same_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_OPTIMIZER_DISABLE", "1")
-    plan = planning.make(ServeOptions(model=TINY_MOE, hardware="h100_sxm", gpus=2)).plan
+    plan = planning.make(ServeOptions(model=TINY_MOE, hardware="h100_sxm", gpus=2))
     assert plan.serve_args == plan.plain_args
     assert plan.serve_args.value("--tensor-parallel-size") == "2"
     assert not [d.pass_name for d in plan.decisions if d.applier is Applier.PLUGIN]
