@@ -34,7 +34,7 @@ def takes(kind: type[Options]) -> Callable[[Callable[[Options], messages.Output 
     fields = {field.name: field for field in dataclasses.fields(kind)}
     # What every command takes comes last in its help.
     common = [fields.pop(field.name) for field in dataclasses.fields(CommonOptions)]
-    switches = {_switch_field(flag): flag for flag in SWITCHES if "switches" in fields}
+    switches = {"switch_" + flag.replace("-", "_"): flag for flag in SWITCHES if "switches" in fields}
     parameters = [
         *(_parameter(field, hints[field.name]) for field in fields.values() if DECLARATION in field.metadata),
         *(_keyword(name, None, _switch_type(flag)) for name, flag in switches.items()),
@@ -83,10 +83,5 @@ def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _switch_field(flag: str) -> str:
-    return "switch_" + flag.replace("-", "_")
-
-
 def _switch_type(flag: str) -> Any:
-    declaration = f"--enable-{flag}/--disable-{flag}"
-    return Annotated[bool | None, typer.Option(declaration, help=SWITCHES[flag])]
+    return Annotated[bool | None, typer.Option(f"--enable-{flag}/--disable-{flag}", help=SWITCHES[flag])]
