@@ -60,7 +60,8 @@ def make(options: PlanOptions) -> Plan:
     Raises:
         InputError, UnsupportedError, DoesNotFitError: the first problem found.
     """
-    return decide(*read_request(options))
+    settings, request = read_request(options)
+    return decide(settings, request)
 
 
 def decide(settings: Settings, request: PlanRequest) -> Plan:
