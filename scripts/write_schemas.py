@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from moe_optimizer.cli.check import Report
-from moe_optimizer.cli.experts_output import ExpertsOutput
+from moe_optimizer.cli.experts import ExpertsOutput
 from moe_optimizer.cli.ready_server import ReadyServer
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.specs.expert_load import ExpertLoad

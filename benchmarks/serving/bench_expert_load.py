@@ -40,7 +40,7 @@ from benchmarks.serving.decode_steps import (  # noqa: E402
 from benchmarks.serving.dummy_model import write_dummy_model  # noqa: E402
 from benchmarks.serving.plans import free_port, plan_here, vllm_version  # noqa: E402
 from moe_optimizer.inspection import find_vllm, probe_hardware  # noqa: E402
-from moe_optimizer.launcher.launch import ServerInfo, required_passes  # noqa: E402
+from moe_optimizer.launcher.launch import ServerInfo  # noqa: E402
 from moe_optimizer.launcher.supervisor import Supervisor  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402
@@ -121,8 +121,8 @@ def servers(model: Path, folder: Path, *, eager: bool) -> Iterator[tuple[ServerI
     with contextlib.ExitStack() as started:
         for name, required in (("off", frozenset()), ("on", frozenset({"expert_load"}))):
             plan = plan_of(model, counting=name == "on", eager=eager)
-            runs.append(Supervisor(plan, folder / name, required_passes(plan) | required, lambda _line: None))
-            started.enter_context(runs[-1].started(None, verbose=False))
+            runs.append(Supervisor(plan, folder / name, require=required))
+            started.enter_context(runs[-1].started())
         off, on = (run.wait_until_ready(READY_TIMEOUT_S) for run in runs)
         yield off, on
 

@@ -118,16 +118,16 @@ def _named_command(root: Any, words: Sequence[str]) -> tuple[str, Any]:
 
 def _input_error(error: Any, target: Any, name: str) -> InputError:
     """Convert an error of the parser: one line, with the nearest option as hint."""
-    option = getattr(error, "option_name", None)
-    if option is None or not str(error.message).startswith("No such option"):
-        message = " ".join(error.format_message().split())
-        parameter = getattr(error, "param", None)
-        if parameter is not None and parameter.opts:
-            message = f"{parameter.opts[0]}: {error.message}"
-        extra = message.startswith("Got unexpected extra argument")
-        return InputError(message, hint=_EXTRA_HINT if extra and name in serve.TAKES_VLLM_ARGS else None)
-    hint = did_you_mean(option, _option_names(target)) or (_EXTRA_HINT if name in serve.TAKES_VLLM_ARGS else None)
-    return InputError(f"unknown option {option}", hint=hint)
+    option, extra_hint = getattr(error, "option_name", None), _EXTRA_HINT if name in serve.TAKES_VLLM_ARGS else None
+    if option is not None and str(error.message).startswith("No such option"):
+        return InputError(f"unknown option {option}", hint=did_you_mean(option, _option_names(target)) or extra_hint)
+    message = " ".join(error.format_message().split())
+    if message.startswith("Got unexpected extra argument"):
+        return InputError(message, hint=extra_hint)
+    parameter = getattr(error, "param", None)
+    if parameter is not None and parameter.opts:
+        message = f"{parameter.opts[0]}: {error.message}"
+    return InputError(message, hint=getattr(error, "hint", None))
 
 
 def _option_names(command: Any) -> Iterable[str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optimizer.child_process import child_process
-from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.messages import Output
 from moe_optimizer.cli.options import BuildOptions
 from moe_optimizer.cli.termination import clean_termination
 from moe_optimizer.errors import ExitCode, UnsupportedError
@@ -22,7 +22,7 @@ _GRACE_S = 10.0
 
 
 @takes(BuildOptions)
-def command(options: BuildOptions) -> int:
+def command(options: BuildOptions) -> Output:
     """Compile the kernels and report what is built.
 
     Runs build.sh. The build's own output goes to stderr. Exit code 3 when nothing is built afterwards.
@@ -32,8 +32,8 @@ def command(options: BuildOptions) -> int:
     if not options.check:
         run_build(_SCRIPT)
     inventory = read_kernel_inventory()
-    messages.write_result(inventory, as_json=options.json, render=render_inventory)
-    return ExitCode.OK if inventory.built else ExitCode.UNSUPPORTED
+    code = ExitCode.OK if inventory.built else ExitCode.UNSUPPORTED
+    return Output(result=inventory, render=render_inventory, code=code)
 
 
 def render_inventory(inventory: KernelInventory) -> str:

@@ -12,19 +12,16 @@ from moe_optimizer.errors import ExitCode
 
 if TYPE_CHECKING:
     from moe_optimizer.cli.check import Check, Report
-    from moe_optimizer.vllm_plugin.drift import Seam
 
 
 @takes(DoctorOptions)
-def command(options: DoctorOptions) -> int:
+def command(options: DoctorOptions) -> messages.Output:
     """Check what serving needs: this machine, vLLM, and the files of a MODEL if one is named.
 
     Exit code 3 when something needed to serve here is missing, or with --drift when a seam has changed or gone.
     """
-    with messages.held_messages(verbose=options.verbose):
-        report = _examine(options)
-    messages.write_result(report, as_json=options.json, render=_render)
-    return ExitCode.OK if report.ok else ExitCode.UNSUPPORTED
+    report = _examine(options)
+    return messages.Output(result=report, render=_render, code=ExitCode.OK if report.ok else ExitCode.UNSUPPORTED)
 
 
 def _examine(options: DoctorOptions) -> Report:
@@ -53,27 +50,29 @@ def _examine(options: DoctorOptions) -> Report:
 
 
 def _render(report: Report) -> str:
-    text = render_checks(report.checks, width=messages.output_width())
-    return text if report.seams is None else f"{text}\n\n{_render_seams(report.seams, width=messages.output_width())}"
+    width = messages.output_width()
+    text = render_checks(report.checks, width=width)
+    if report.seams is None:
+        return text
+    rows = [
+        (seam.status.value, seam.name, seam.detail, "" if seam.status.value == "present" else f"needed for: {seam.why}")
+        for seam in report.seams
+    ]
+    return f"{text}\n\nplaces in vLLM that this package builds on\n{_listed(rows, width)}"
 
 
 def render_checks(checks: Sequence[Check], *, width: int) -> str:
     """Return each check with its status, and a `hint:` line where one applies."""
-    names = max(len(check.name) for check in checks)
+    rows = [(check.status, check.name, check.detail, check.hint and f"hint: {check.hint}") for check in checks]
+    return _listed(rows, width)
+
+
+def _listed(found: Sequence[tuple[str, str, str, str | None]], width: int) -> str:
+    """Return status, name and detail in columns, and below what follows from it."""
+    names = max(len(name) for _, name, _, _ in found)
     rows: list[tuple[str, str]] = []
-    for check in checks:
-        rows.append((f"{check.status:<7}  {check.name:<{names}}", check.detail))
-        if check.hint:
-            rows.append(("", f"hint: {check.hint}"))
+    for status, name, detail, below in found:
+        rows.append((f"{status:<7}  {name:<{names}}", detail))
+        if below:
+            rows.append(("", below))
     return messages.two_columns(rows, width=width)
-
-
-def _render_seams(seams: Sequence[Seam], *, width: int) -> str:
-    """Return each seam with its status, and what it is needed for if it has changed or gone."""
-    names = max(len(seam.name) for seam in seams)
-    rows: list[tuple[str, str]] = []
-    for seam in seams:
-        rows.append((f"{seam.status.value:<7}  {seam.name:<{names}}", seam.detail))
-        if seam.status.value != "present":
-            rows.append(("", f"needed for: {seam.why}"))
-    return f"places in vLLM that this package builds on\n{messages.two_columns(rows, width=width)}"

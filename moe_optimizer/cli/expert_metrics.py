@@ -29,7 +29,11 @@ def read_metrics(url: str) -> ExpertLoad:
         ServerFailedError: it does not answer.
     """
     base = url.rstrip("/").removesuffix("/metrics")
-    if not _has_host(base):
+    try:
+        host = urllib.parse.urlsplit(base).hostname
+    except ValueError:  # a bracket without its other one
+        host = None
+    if not host:
         raise InputError(f"{url}: not a URL, expected for example http://127.0.0.1:8000")
     page: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
     # In a thread, and without a time limit of the socket's own: that is for one read, and a page can come a byte at a
@@ -61,13 +65,6 @@ def _read_page(url: str, page: queue.SimpleQueue[str | Exception]) -> None:
             page.put(response.read(_MAX_BYTES).decode("utf-8", errors="replace"))
     except Exception as error:  # noqa: BLE001 - the reader raises it again
         page.put(error)
-
-
-def _has_host(url: str) -> bool:
-    try:
-        return bool(urllib.parse.urlsplit(url).hostname)
-    except ValueError:  # a bracket without its other one
-        return False
 
 
 def parse_metrics(text: str, *, origin: str) -> ExpertLoad:

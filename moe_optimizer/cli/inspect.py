@@ -7,27 +7,25 @@ from typing import TYPE_CHECKING
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.options import ModelOptions
-from moe_optimizer.errors import ExitCode
 
 if TYPE_CHECKING:
     from moe_optimizer.specs.model import ModelSpec
 
 
 @takes(ModelOptions)
-def command(options: ModelOptions) -> int:
+def command(options: ModelOptions) -> messages.Output:
     """Show a model's experts, layers, parameters and attention.
 
     Reads config.json and the safetensors headers, never weights or code.
     """
-    with messages.held_messages(verbose=options.verbose):
-        from moe_optimizer.inspection import ModelInspector, to_inspect_json
+    from moe_optimizer.inspection import ModelInspector, to_inspect_json
 
-        spec = ModelInspector(trust_remote_code=options.trust_remote_code).inspect(options.model_name)
-    messages.write_result(
-        to_inspect_json(spec), as_json=options.json, render=lambda _: render_model(spec, width=messages.output_width())
+    spec = ModelInspector(trust_remote_code=options.trust_remote_code).inspect(options.model_name)
+    return messages.Output(
+        result=to_inspect_json(spec),
+        render=lambda _: render_model(spec, width=messages.output_width()),
+        notes=messages.warning_lines(spec.warnings),
     )
-    messages.write_warnings(spec.warnings)
-    return ExitCode.OK
 
 
 def render_model(spec: ModelSpec, *, width: int) -> str:

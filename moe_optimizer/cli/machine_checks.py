@@ -97,11 +97,11 @@ def _compilers() -> Iterator[Check]:
         yield Check("compiler", "note", f"none of {', '.join(_COMPILERS)} found",
                     "install a C++ compiler, for example: apt install g++")  # fmt: skip
     else:
-        yield Check("compiler", "ok", f"{_first_line(compiler)} ({compiler})")
+        yield Check("compiler", "ok", f"{_version(compiler)} ({compiler})")
     for name in _BUILD_TOOLS:
         path = shutil.which(name, path=_tool_path())
         if path is not None:
-            yield Check(name, "ok", f"{_version_line(path)} ({path})")
+            yield Check(name, "ok", f"{_version(path)} ({path})")
         elif name == "nvcc":
             yield Check(name, "note", "not found: the CUDA kernels cannot be built here", "install the CUDA toolkit")
         else:
@@ -114,18 +114,11 @@ def _tool_path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), scripts, "/usr/local/cuda/bin"])
 
 
-def _version_line(path: str) -> str:
-    lines = _output(path).splitlines()
-    return next((line.strip() for line in lines if "release" in line), _first_line(path))
-
-
-def _first_line(path: str) -> str:
-    lines = _output(path).splitlines()
-    return lines[0].strip() if lines else "version unknown"
-
-
-def _output(path: str) -> str:
+def _version(path: str) -> str:
+    """Return the line of `--version` that says it: nvcc's has "release", others begin with it."""
     try:
-        return subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+        tried = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
+        return "version unknown"
+    lines = tried.stdout.splitlines() or ["version unknown"]
+    return next((line for line in lines if "release" in line), lines[0]).strip()

@@ -5,20 +5,15 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
-from moe_optimizer.cli.option_values import check_choice
-from moe_optimizer.cli.options import GRANULARITIES, MeasureSpeedsOptions, MeasureTextOptions, SensitivityOptions
-from moe_optimizer.cli.progress import ProgressBar, ProgressLines
-from moe_optimizer.cli.termination import clean_termination
-from moe_optimizer.errors import ExitCode, InputError
-
-if TYPE_CHECKING:
-    from moe_optimizer.plan.plan import Plan
+from moe_optimizer.cli.options import MeasureSpeedsOptions, MeasureTextOptions, SensitivityOptions
+from moe_optimizer.cli.progress import ProgressLines, progress_bar
+from moe_optimizer.errors import InputError
 
 _DEFAULT_BUDGET_S = 60.0
 _DEFAULT_MAX_TOKENS = 4096
@@ -27,7 +22,7 @@ _GRACE_S = 10.0
 
 
 @takes(MeasureSpeedsOptions)
-def speeds(options: MeasureSpeedsOptions) -> int:
+def speeds(options: MeasureSpeedsOptions) -> messages.Output:
     """Measure the expert kernels of a model on this machine, ours and vLLM's.
 
     Measures what no table of kernel speeds answers, and keeps it in the user's cache, where plans find it. `serve` does
@@ -35,28 +30,19 @@ def speeds(options: MeasureSpeedsOptions) -> int:
     """
     from moe_optimizer.cli import planning, speed_questions
     from moe_optimizer.cli.preflight import check_can_serve_here
-    from moe_optimizer.cli.settings import Settings
-    from moe_optimizer.cli.show_config import shows_config
 
-    lines = ProgressLines(verbose=options.verbose)
-    measured = False
-
-    def measure(plan: Plan, settings: Settings) -> bool:
-        nonlocal measured
+    settings, request = planning.read_request(options)
+    questions = None
+    if not settings.disabled:
+        plan = planning.decide_before_measuring(request)
         check_can_serve_here(plan, settings)
-        request = speed_questions.speed_request(plan, options.budget or _DEFAULT_BUDGET_S)
-        if request is not None:
-            speed_questions.measure(request, lines=lines)
-            measured = True
-        return measured
-
-    with messages.held_messages(verbose=options.verbose):
-        if shows_config(options):
-            return ExitCode.OK
-        decision = planning.make(options, measure=measure).plan.decision(_SPEEDS_PASS)
-    found = {"measured": measured, "kernels": decision.value, "reason": decision.reason}
-    messages.write_result(found, as_json=options.json, render=_rendered_speeds)
-    return ExitCode.OK
+        questions = speed_questions.speed_request(plan, options.budget or _DEFAULT_BUDGET_S)
+    if questions is not None:
+        speed_questions.measure(questions, lines=ProgressLines(verbose=options.verbose))
+        request = planning.with_new_speeds(request)
+    decision = planning.decide(settings, request).decision(_SPEEDS_PASS)
+    found = {"measured": questions is not None, "kernels": decision.value, "reason": decision.reason}
+    return messages.Output(result=found, render=_rendered_speeds)
 
 
 def _rendered_speeds(found: Mapping[str, Any]) -> str:
@@ -66,35 +52,30 @@ def _rendered_speeds(found: Mapping[str, Any]) -> str:
 
 
 @takes(SensitivityOptions)
-def fp8_sensitivity(options: SensitivityOptions) -> int:
+def fp8_sensitivity(options: SensitivityOptions) -> messages.Output:
     """Measure how much FP8 changes each layer's experts on a text.
 
     `fp8.sensitivity` of a profile names the file that it writes; the plan then keeps the layers that change more than
     the profile allows. Runs the model with our kernel, on vLLM's CPU build.
     """
-    check_choice("--granularity", options.granularity, GRANULARITIES)
     found = _on_text("fp8_sensitivity", options, {"granularity": options.granularity})
 
     def render(found: Mapping[str, Any]) -> str:
         lines = [f"layer {layer:>3}  {error:.4f}" for layer, error in found["errors"].items()]
         return "\n".join([*lines, f"{found['tokens']} tokens; written to {options.output}"])
 
-    messages.write_result(found, as_json=options.json, render=render)
-    return ExitCode.OK
+    return messages.Output(result=found, render=render)
 
 
 @takes(MeasureTextOptions)
-def activation_norms(options: MeasureTextOptions) -> int:
+def activation_norms(options: MeasureTextOptions) -> messages.Output:
     """Measure what each layer's experts read on a text, to prune them by it.
 
     `sparsity_24.activation_norms` of a profile names the file that it writes. Runs the model with our kernel, on vLLM's
     CPU build.
     """
     found = {"tokens": _on_text("activation_norms", options, {}), "file": options.output}
-    messages.write_result(
-        found, as_json=options.json, render=lambda found: f"{found['tokens']} tokens; written to {found['file']}"
-    )
-    return ExitCode.OK
+    return messages.Output(result=found, render=lambda found: f"{found['tokens']} tokens; written to {found['file']}")
 
 
 def _on_text(module: str, options: MeasureTextOptions, settings: Mapping[str, str]) -> Any:
@@ -110,26 +91,24 @@ def _on_text(module: str, options: MeasureTextOptions, settings: Mapping[str, st
     for flag, value in (("--text", options.text), ("--output", options.output)):
         if not value:
             raise InputError(f"{flag}: is missing", hint=f"name a file: {flag} FILE")
-    with messages.held_messages(verbose=options.verbose):
-        request = TextRequest(
-            model=options.model_name,
-            name="",
-            trust_remote_code=options.trust_remote_code,
-            text=options.text or "",
-            max_tokens=options.max_tokens or _DEFAULT_MAX_TOKENS,
-            output=options.output or "",
-        )
-        request = check_request(request)
+    request = TextRequest(
+        model=options.model_name,
+        name="",
+        trust_remote_code=options.trust_remote_code,
+        text=options.text or "",
+        max_tokens=options.max_tokens or _DEFAULT_MAX_TOKENS,
+        output=options.output or "",
+    )
+    request = check_request(request)
     lines = ProgressLines(verbose=options.verbose)
     with (
         tempfile.TemporaryDirectory(prefix="moe-optimizer-text-") as folder,
-        clean_termination(),
-        ProgressBar(module.replace("_", " "), lines=lines) as bar,
+        progress_bar(module.replace("_", " "), lines=lines) as show,
     ):
         return run_measurement(
             f"moe_optimizer.measure.{module}",
             encode(request) | settings,
-            on_step=bar.show,
+            on_step=show,
             log=Path(folder) / "log.txt",
             grace_s=_GRACE_S,
         )

@@ -9,16 +9,28 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import Any, TextIO
 
 from moe_optimizer import log
-from moe_optimizer.errors import MoeOptimizerError, ServerFailedError, printable
-
-Result = TypeVar("Result")
+from moe_optimizer.errors import ExitCode, MoeOptimizerError, ServerFailedError, printable
 
 PLAIN_WIDTH = 80
 """Columns of output that does not go to a terminal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What a command has found; it is written once nothing can refuse the command any more."""
+
+    result: Any
+    """What --json prints."""
+    render: Callable[[Any], str]
+    """Returns the result as text, which is printed without --json."""
+    notes: tuple[str, ...] = ()
+    """Lines for stderr, after the result."""
+    code: ExitCode = ExitCode.OK
 
 
 def make_streams_safe() -> None:
@@ -51,16 +63,20 @@ def write_data(text: str) -> None:
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
-def write_result(result: Result, *, as_json: bool, render: Callable[[Result], str]) -> None:
-    """Write the result of a command to stdout, as JSON or as the text that `render` returns."""
-    if not as_json:
-        write_data(render(result))
-        return
+def write_output(output: Output, *, as_json: bool) -> None:
+    """Write what a command has found to stdout, and its notes to stderr."""
+    write_data(as_json_text(output.result) if as_json else output.render(output.result))
+    for line in output.notes:
+        sys.stderr.write(f"{line}\n")
+
+
+def as_json_text(result: Any) -> str:
+    """Return what --json prints; a plan has a form of its own, with sorted keys."""
     import json
 
     from moe_optimizer.plan.json_codec import encode
 
-    write_data(json.dumps(encode(result), indent=2))
+    return result.to_json() if hasattr(result, "to_json") else json.dumps(encode(result), indent=2)
 
 
 def two_columns(rows: Iterable[tuple[str, str]], *, width: int = PLAIN_WIDTH) -> str:
@@ -77,10 +93,15 @@ def two_columns(rows: Iterable[tuple[str, str]], *, width: int = PLAIN_WIDTH) ->
     return "\n".join(lines)
 
 
+def warning_lines(warnings: Iterable[str]) -> tuple[str, ...]:
+    """Return each warning as a line of its own."""
+    return tuple(f"warning: {_one_line(warning)}" for warning in warnings)
+
+
 def write_warnings(warnings: Iterable[str]) -> None:
     """Write each warning as a line of its own to stderr."""
-    for warning in warnings:
-        sys.stderr.write(f"warning: {_one_line(warning)}\n")
+    for line in warning_lines(warnings):
+        sys.stderr.write(f"{line}\n")
 
 
 def write_error(error: MoeOptimizerError) -> None:
@@ -88,18 +109,14 @@ def write_error(error: MoeOptimizerError) -> None:
 
     The last log lines of a dead server follow the first line unchanged.
     """
-    if isinstance(error, ServerFailedError):
-        first, _, rest = str(error).partition("\n")
-        write_error_lines(first, hint=None)
-        sys.stderr.write(f"{rest}\n" if rest else "")
-        sys.stderr.write(f"\nhint: {_one_line(error.hint)}\n" if error.hint else "")
-        return
-    write_error_lines(str(error), hint=error.hint)
+    first, _, log = str(error).partition("\n") if isinstance(error, ServerFailedError) else (str(error), "", "")
+    write_error_lines(first, log, hint=error.hint)
 
 
-def write_error_lines(message: str, *, hint: str | None) -> None:
-    """Write `error: MESSAGE`, a blank line and `hint: HINT` to stderr."""
+def write_error_lines(message: str, log: str = "", *, hint: str | None) -> None:
+    """Write `error: MESSAGE`, the lines of a log, a blank line and `hint: HINT` to stderr."""
     sys.stderr.write(f"error: {_one_line(message)}\n")
+    sys.stderr.write(f"{log}\n" if log else "")
     if hint:
         sys.stderr.write(f"\nhint: {_one_line(hint)}\n")
 

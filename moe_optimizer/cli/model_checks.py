@@ -9,7 +9,6 @@ from pathlib import Path
 from moe_optimizer.cli.check import Check
 from moe_optimizer.errors import MoeOptimizerError
 
-_INDEX = "model.safetensors.index.json"
 _DOWNLOAD = "download the model again"
 
 
@@ -35,7 +34,7 @@ def model_checks(model: str) -> Iterator[Check]:
 
 
 def _tokenizer(folder: Path) -> Check:
-    from moe_optimizer.cli.tokenizer_files import find_tokenizer
+    from moe_optimizer.inspection.tokenizer_files import find_tokenizer
 
     try:
         names = find_tokenizer(folder)
@@ -64,6 +63,7 @@ def _chat_template(folder: Path) -> Check:
 
 def _weights(folder: Path) -> Check:
     from moe_optimizer.inspection.safetensors_header import read_files, read_tensors
+    from moe_optimizer.inspection.weight_files import first_unlisted, missing_weights
 
     try:
         missing, tensors = missing_weights(folder), read_tensors(folder) or ()
@@ -72,7 +72,7 @@ def _weights(folder: Path) -> Check:
         # Includes files that vLLM does not load: the same weights in another program's layout.
         files = sorted(folder.glob("*.safetensors"))
         deque(read_files(files), maxlen=0)
-        problem = _first_unlisted(folder, {tensor.name for tensor in tensors})
+        problem = first_unlisted(folder, {tensor.name for tensor in tensors})
     except MoeOptimizerError as error:
         return Check("weights", "missing", str(error), error.hint or _DOWNLOAD)
     if problem:
@@ -81,41 +81,3 @@ def _weights(folder: Path) -> Check:
     return Check(
         "weights", "ok", f"{len(tensors)} tensors, {size / 1e9:.3g} GB in {len(files)} files, every file whole"
     )
-
-
-def missing_weights(folder: Path) -> str:
-    """Describe the weight files that a checkpoint lacks; "" if it lacks none.
-
-    Raises:
-        InputError, UnsupportedError: see `read_tensors`.
-    """
-    from moe_optimizer.inspection.safetensors_header import read_tensors
-
-    absent = sorted(name for name in set(_weight_map(folder).values()) if not (folder / name).is_file())
-    if absent:
-        return f"{len(absent)} files of {_INDEX} are not there, the first is {absent[0]}"
-    if read_tensors(folder) is not None:
-        return ""
-    found = next(folder.glob("*.safetensors"), None)
-    return "no safetensors file" if found is None else f"{found.name} is one of several files, the others are not there"
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor according to the index; empty without an index."""
-    from moe_optimizer.inspection.json_file import read_json_object
-    from moe_optimizer.inspection.safetensors_header import MAX_INDEX_BYTES
-
-    if not (folder / _INDEX).exists():
-        return {}
-    entries = read_json_object(folder / _INDEX, max_bytes=MAX_INDEX_BYTES).get("weight_map")
-    return {str(key): str(value) for key, value in entries.items()} if isinstance(entries, dict) else {}
-
-
-def _first_unlisted(folder: Path, names: set[str]) -> str:
-    """Describe the first tensor that only the index or only a header names; "" if they agree."""
-    listed = _weight_map(folder).keys()
-    if listed and listed - names:
-        return f"{_INDEX}: {min(listed - names)} is in no file"
-    if listed and names - listed:
-        return f"{_INDEX}: {min(names - listed)} is not listed"
-    return ""

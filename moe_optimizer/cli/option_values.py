@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 import typer
 
 from moe_optimizer.env import seconds_in
-from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
 from moe_optimizer.synonyms import SWITCHES
 
@@ -43,6 +42,25 @@ def seconds_or_none(text: str) -> float:
     return value
 
 
+class NotOneOfError(typer.BadParameter):
+    """A value is not one of its choices; the nearest one is the hint."""
+
+    def __init__(self, text: str, choices: tuple[str, ...]) -> None:
+        super().__init__(f"got {text!r}, expected one of {', '.join(choices)}")
+        self.hint = did_you_mean(text, choices)
+
+
+def one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    """Return a parser that takes one of `choices`."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise NotOneOfError(text, choices)
+        return text
+
+    return parse
+
+
 def switch_name(text: str) -> str:
     """Return our name of the switch that a synonym means; any other text as it is."""
     return SWITCHES.get(text.strip().lower().replace("_", "-"), text)
@@ -56,15 +74,3 @@ def completes(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[
         return [value for value in known if value.startswith(incomplete)]
 
     return complete
-
-
-def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is not one of `choices`; None passes.
-
-    Raises:
-        InputError: with the nearest choice as hint.
-    """
-    if value is not None and value not in choices:
-        raise InputError(
-            f"{name}: got {value!r}, expected one of {', '.join(choices)}", hint=did_you_mean(value, choices)
-        )

@@ -8,8 +8,9 @@ from typing import Any
 
 import typer
 
-from moe_optimizer.cli.option_values import completes, seconds, seconds_or_none, switch_name, whole_number
+from moe_optimizer.cli.option_values import completes, one_of, seconds, seconds_or_none, switch_name, whole_number
 from moe_optimizer.errors import InputError
+from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 
 SWITCHES: Mapping[str, str] = {
     "parallelism": "split the model over the GPUs (TP, EP, DP)",
@@ -80,6 +81,11 @@ def _option(
     return field(default=default, metadata={DECLARATION: declared})
 
 
+def _choice(name: str, metavar: str, text: str, choices: tuple[str, ...], *, default: str | None = None) -> Any:
+    """Declare an option whose value is one of `choices`."""
+    return _option(name, metavar, text, one_of(choices), values=choices, default=default)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
     """Options of every command."""
@@ -144,12 +150,12 @@ class PlanOptions(ModelOptions):
     max_model_len: int | None = _option(
         "--max-model-len", "TOKENS", "Longest prompt plus completion.", whole_number(1, 16_777_216)
     )
-    dtype: str | None = _option("--dtype", "DTYPE", f"{', '.join(DTYPES)}.  [default: auto]", values=DTYPES)
+    dtype: str | None = _choice("--dtype", "DTYPE", f"{', '.join(DTYPES)}.  [default: auto]", DTYPES)
     host: str | None = _option("--host", "HOST", f"Address to serve on.  [default: {DEFAULT_HOST}]")
     port: int | None = _option(
         "--port", "PORT", f"Port to serve on.  [default: {DEFAULT_PORT}]", whole_number(1, 65_535)
     )
-    engine: str | None = _option("--engine", "|".join(ENGINES), "Serving engine.  [default: vllm]", values=ENGINES)
+    engine: str | None = _choice("--engine", "|".join(ENGINES), "Serving engine.  [default: vllm]", ENGINES)
     hardware: str | None = _option(
         "--hardware",
         "NAME",
@@ -183,7 +189,7 @@ class PlanOptions(ModelOptions):
     """Number of machines; only `plan` plans for several."""
     switches: Mapping[str, bool] = field(default_factory=dict)
     """X of --enable-X (True) and --disable-X (False); absent if neither was given."""
-    vllm_args: tuple[str, ...] = ()
+    vllm_args: ServeArguments = NO_ARGUMENTS
     """The arguments after `--`."""
 
     @property
@@ -204,11 +210,11 @@ class PlanCommandOptions(PlanOptions):
         whole_number(1, 1024),
         default=1,
     )
-    render: str | None = _option(
+    render: str | None = _choice(
         "--render",
         "|".join(RENDERINGS),
         "Print only what starts the plan: commands for one server through Ray, or a Kubernetes LeaderWorkerSet.",
-        values=RENDERINGS,
+        RENDERINGS,
     )
 
     @property
@@ -271,8 +277,8 @@ class MeasureTextOptions(ModelOptions):
 class SensitivityOptions(MeasureTextOptions):
     """Options of `moe-optimizer measure fp8-sensitivity`."""
 
-    granularity: str = _option(
-        "--granularity", "block|channel", "Scales of FP8.  [default: block]", values=GRANULARITIES, default="block"
+    granularity: str = _choice(
+        "--granularity", "block|channel", "Scales of FP8.  [default: block]", GRANULARITIES, default="block"
     )
 
 

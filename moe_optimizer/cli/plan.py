@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
-from moe_optimizer.cli.option_values import check_choice
-from moe_optimizer.cli.options import RENDERINGS, PlanCommandOptions
-from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
+from moe_optimizer.cli.options import PlanCommandOptions
+from moe_optimizer.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
@@ -32,7 +33,7 @@ def _check_can_be_rendered(plan: Plan, render: str) -> None:
 
 
 @takes(PlanCommandOptions)
-def command(options: PlanCommandOptions) -> int:
+def command(options: PlanCommandOptions) -> messages.Output:
     """Show what serving would do, and why.
 
     Prints the model, the hardware, the memory, every decision and the exact vLLM command. --json prints the plan file
@@ -40,22 +41,25 @@ def command(options: PlanCommandOptions) -> int:
     vllm serve.
     """
     from moe_optimizer.cli import planning
-    from moe_optimizer.cli.show_config import shows_config
 
-    with messages.held_messages(verbose=options.verbose):
-        if shows_config(options):
-            return ExitCode.OK
-        check_choice("--render", options.render, RENDERINGS)
-        if options.render is not None and options.json:
-            raise InputError("--render and --json contradict each other", hint="give one of them")
-        planned = planning.make(options)
-        if options.render is not None:
-            _check_can_be_rendered(planned.plan, options.render)
-    if options.render is not None:
-        from moe_optimizer.plan.multi_node import render_lws, render_ray
+    if options.render is None:
+        return plan_output(planning.make(options), as_json=options.json, explain=options.explain)
+    if options.json:
+        raise InputError("--render and --json contradict each other", hint="give one of them")
+    plan = planning.make(options)
+    _check_can_be_rendered(plan, options.render)
 
-        messages.write_data({"ray": render_ray, "lws": render_lws}[options.render](planned.plan))
-        messages.write_warnings(planned.plan.warnings)
-        return ExitCode.OK
-    planning.show_plan(planned.plan, as_json=options.json, explain=options.explain)
-    return ExitCode.OK
+    from moe_optimizer.plan.multi_node import render_lws, render_ray
+
+    render = {"ray": render_ray, "lws": render_lws}[options.render]
+    return messages.Output(result=plan, render=render, notes=messages.warning_lines(plan.warnings))
+
+
+def plan_output(plan: Plan, *, as_json: bool, explain: bool = False) -> messages.Output:
+    """Return the plan for stdout, and its warnings for stderr unless a terminal shows them with the plan."""
+    from moe_optimizer.plan.explain import render_plan
+
+    color = messages.use_color(sys.stdout)
+    render = functools.partial(render_plan, width=messages.output_width(), color=color, explain=explain)
+    told = sys.stdout.isatty() and not as_json
+    return messages.Output(result=plan, render=render, notes=() if told else messages.warning_lines(plan.warnings))

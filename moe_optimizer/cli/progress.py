@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 from moe_optimizer.cli import messages
+from moe_optimizer.cli.termination import clean_termination
 from moe_optimizer.errors import printable
+
+OnStep = Callable[[float, str], None]
 
 
 class ProgressLines:
@@ -34,8 +36,8 @@ class ProgressLines:
 
     def warn(self, warnings: Iterable[str]) -> None:
         """Write each warning as a line of its own, or hold it."""
-        for warning in warnings:
-            self.line(f"warning: {' '.join(warning.split())}")
+        for line in messages.warning_lines(warnings):
+            self.line(line)
 
     def release(self) -> None:
         """Write what is held; from here on every line is written at once."""
@@ -44,42 +46,35 @@ class ProgressLines:
             self.line(text)
 
 
-class ProgressBar:
-    """A bar on stderr where it is a terminal that takes colours; elsewhere one line for each thing done.
+@contextlib.contextmanager
+def progress_bar(title: str, *, lines: ProgressLines | None = None) -> Iterator[OnStep]:
+    """Show on stderr how far the block is: a bar where it is a terminal that takes colours, else a line for each step.
+
+    SIGTERM and SIGHUP end the block as Ctrl-C does.
 
     Args:
         title: stands before the bar.
         lines: takes the lines; they are released once something was done, since what ends the command then is no
             refusal. None: without a terminal nothing is shown.
+
+    Yields:
+        What takes the share that is done, and what was done last.
     """
 
-    def __init__(self, title: str, *, lines: ProgressLines | None = None) -> None:
-        self._title = title
-        self._lines = lines
-        self._bar: Any = None
-
-    def __enter__(self) -> ProgressBar:
-        if messages.use_color(sys.stderr):
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-            columns = (TextColumn(self._title), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.add_task("starting", total=1.0)
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def show(self, share: float, text: str) -> None:
-        """Show which share is done, and what was done last."""
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=share, description=printable(text))
-        elif self._lines is not None:
-            self._lines.line(f"{share:4.0%}  {text}")
+    def line(share: float, text: str) -> None:
+        if lines is not None:
+            lines.line(f"{share:4.0%}  {text}")
             if share > 0:
-                self._lines.release()
+                lines.release()
+
+    with clean_termination():
+        if not messages.use_color(sys.stderr):
+            yield line
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn(title), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("starting", total=1.0)
+            yield lambda share, text: bar.update(task, completed=share, description=printable(text))

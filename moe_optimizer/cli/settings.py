@@ -7,19 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer import env
-from moe_optimizer.cli.option_values import check_choice
-from moe_optimizer.cli.options import (
-    DEFAULT_CALIBRATE_S,
-    DEFAULT_HOST,
-    DEFAULT_PORT,
-    DTYPES,
-    ENGINES,
-    PlanOptions,
-)
+from moe_optimizer.cli.options import DEFAULT_CALIBRATE_S, DEFAULT_HOST, DEFAULT_PORT, PlanOptions
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import PASS_NAMES, required_key, resolve_wishes
 from moe_optimizer.plan.decision import Wish
-from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.profiles import DEFAULT_PROFILE
 
 if TYPE_CHECKING:
@@ -88,11 +79,9 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
     """Merge flags over environment over defaults.
 
     Raises:
-        InputError: an unknown choice or --require, or contradicting flags and environment.
+        InputError: an unknown --require, or contradicting flags and environment.
         UnsupportedError: the embedded engine, which this version lacks.
     """
-    check_choice("--engine", options.engine, ENGINES)
-    check_choice("--dtype", options.dtype, DTYPES)
     if options.engine == "embedded":
         raise UnsupportedError("--engine embedded: not available in this version", hint="use --engine vllm")
     variables = {
@@ -110,15 +99,15 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
             values[name] = Setting(from_variable, f"environment {variable}")
         else:
             values[name] = Setting(default, "default")
-    values["vllm_args"] = Setting(list(options.vllm_args), "after --" if options.vllm_args else "default")
-    _check_said_twice(values)
+    vllm_args = list(options.vllm_args.words)
+    values["vllm_args"] = Setting(vllm_args, "after --" if vllm_args else "default")
+    _check_said_twice(values, options.vllm_args.values)
     required = frozenset(required_key(name) for name in options.require)
     return Settings(values, _wishes(options, environment), required, environment.disabled)
 
 
-def _check_said_twice(values: Mapping[str, Setting]) -> None:
+def _check_said_twice(values: Mapping[str, Setting], given: Mapping[str, str]) -> None:
     """Refuse a flag and an argument after -- that set the same thing to different values."""
-    given = ServeArguments(*values["vllm_args"].value).values
     for name, flag in _ALSO_VLLMS.items():
         value, said_by = values[name].value, values[name].said_by
         if said_by.startswith("--") and given.get(flag, str(value)) != str(value):

@@ -23,17 +23,13 @@ _FROM_PROFILE = {
 """Settings that a profile has too, under this key."""
 
 
-def shows_config(options: PlanOptions) -> bool:
-    """Write every setting to stdout if --show-config asks for it; returns whether it does.
+def shown_config(options: PlanOptions) -> messages.Output:
+    """Return every setting.
 
     Raises:
         InputError, UnsupportedError: see `read_settings`.
     """
-    if not options.show_config:
-        return False
-    merged = effective_settings(*read_settings(options))
-    messages.write_result(merged, as_json=options.json, render=_render)
-    return True
+    return messages.Output(result=effective_settings(*read_settings(options)), render=_render)
 
 
 def _render(settings: Mapping[str, Setting]) -> str:

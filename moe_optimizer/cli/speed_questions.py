@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moe_optimizer.cli.progress import ProgressBar, ProgressLines
-from moe_optimizer.cli.termination import clean_termination
+from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.errors import MoeOptimizerError
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.pass_params import FlashDmoeParams
@@ -43,8 +42,8 @@ def measure(request: SpeedRequest, *, lines: ProgressLines | None = None) -> Non
     """
     from moe_optimizer.measure.kernel_speeds import tables
 
-    with clean_termination(), ProgressBar("kernels", lines=lines) as bar:
-        tables.measure_speeds(request, on_step=bar.show)
+    with progress_bar("kernels", lines=lines) as show:
+        tables.measure_speeds(request, on_step=show)
 
 
 def speed_request(plan: Plan, seconds: float) -> SpeedRequest | None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.options import TuneOptions
-from moe_optimizer.cli.progress import ProgressLines
-from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
+from moe_optimizer.cli.progress import ProgressLines, progress_bar
+from moe_optimizer.errors import InputError, MoeOptimizerError, UnsupportedError
 from moe_optimizer.plan.pass_params import TunedConfigsParams
 
 if TYPE_CHECKING:
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _DEFAULT_BUDGET_S = 600.0
 _MOST_TOKENS = 65_536
+_MODULE = "moe_optimizer.measure.triton_tuning.tune"
+_GRACE_S = 10.0
 
 
 @takes(TuneOptions)
-def command(options: TuneOptions) -> int:
+def command(options: TuneOptions) -> messages.Output:
     """Tune vLLM's Triton MoE kernel for a model on this GPU.
 
     Measures launch parameters for the model's experts as the plan splits them. A set is kept if it beats vLLM's own
@@ -31,31 +34,25 @@ def command(options: TuneOptions) -> int:
     it was. The serve command finds the result by itself.
     """
     from moe_optimizer.cli import planning
-    from moe_optimizer.cli.show_config import shows_config
 
     with messages.held_messages(verbose=options.verbose):
-        if shows_config(options):
-            return ExitCode.OK
         try:
-            planned = planning.make(options)
+            settings, request = planning.read_request(options)
+            plan = planning.decide(settings, request)
         except UnsupportedError:
             # Without a GPU the reason is the GPU, even if the model does not fit this machine either.
             _check_can_tune_here()
             raise
         _check_can_tune_here()
-        wanted = _wanted(planned.plan)
-        request = _request(planned.plan, wanted, options, planned.profile.passes.tuned_configs.folder)
-    from moe_optimizer.cli.tune_process import run_tuning
-
-    file = Path(request["folder"]) / wanted.file
-    verdicts = run_tuning(request, ProgressLines(verbose=options.verbose), log=file.with_suffix(".log"))
+        wanted = _wanted(plan)
+        asked = _request(plan, wanted, options, request.profile.passes.tuned_configs.folder)
+    file = Path(asked["folder"]) / wanted.file
+    verdicts = run_tuning(asked, ProgressLines(verbose=options.verbose), log=file.with_suffix(".log"))
     written = file if file.is_file() else None
-    messages.write_result(
-        {"file": str(written) if written else None, "sizes": verdicts},
-        as_json=options.json,
+    return messages.Output(
+        result={"file": str(written) if written else None, "sizes": verdicts},
         render=lambda found: render(wanted.file, written, found["sizes"]),
     )
-    return ExitCode.OK
 
 
 def _check_can_tune_here() -> None:
@@ -122,6 +119,34 @@ def _tokens(text: str | None) -> tuple[int, ...]:
     if not all(part.isdecimal() and 1 <= int(part[:9]) <= _MOST_TOKENS for part in parts):
         raise InputError(f"--tokens: got {text!r:.80}, expected numbers from 1 to {_MOST_TOKENS}, separated by commas")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def run_tuning(
+    request: Mapping[str, Any], progress: ProgressLines, *, log: Path, module: str = _MODULE
+) -> list[dict[str, Any]]:
+    """Run a tuning to its end and return its verdicts. No process of the tuning outlives this call.
+
+    Args:
+        request: a `TuneRequest` as an object.
+        progress: takes a line for each thing done, where there is no terminal for a bar.
+        log: what vLLM and Triton print goes here.
+        module: the measuring process.
+
+    Raises:
+        InputError, UnsupportedError: the tuning refused.
+        MoeOptimizerError: it died; what was measured is kept, and the next run goes on from there.
+    """
+    from moe_optimizer.measure.process import MeasurementError, run_measurement
+
+    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with progress_bar("tuning", lines=progress) as show:
+        try:
+            return run_measurement(module, request, on_step=show, log=log, grace_s=_GRACE_S)
+        except MeasurementError as error:
+            raise MoeOptimizerError(
+                f"the tuning ended: {error}",
+                hint=f"run it again: it resumes without the configuration that failed; log: {log}",
+            ) from None
 
 
 def render(name: str, written: Path | None, verdicts: list[dict[str, Any]]) -> str:

@@ -7,7 +7,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.near_match import did_you_mean
 from moe_optimizer.plan.serve_args import ServeArguments
+from moe_optimizer.specs.model import ModelSpec
+from moe_optimizer.specs.software import VllmInstallation
 
 # Where vLLM defines the arguments of its server: as literals, and as fields of dataclasses.
 _FLAG_SOURCES = ("engine/arg_utils.py", "utils/argparse_utils.py", "entrypoints/**/cli_args.py", "platforms/*.py")
@@ -20,6 +24,27 @@ _METHOD = re.compile(r"[\"']([A-Za-z][A-Za-z0-9_/.-]*)[\"']")
 _GENERAL_PLUGINS = "vllm.general_plugins"
 _KNOWN_PLUGINS = ("vllm.", "moe_optimizer.")
 """Modules whose plugins register no quantisation: vLLM's own, and ours."""
+
+
+def check_knows(vllm: VllmInstallation, arguments: ServeArguments, model: ModelSpec | None = None) -> None:
+    """Refuse a flag or the model's quantisation that vLLM does not have. vLLM would refuse it ten seconds later.
+
+    Raises:
+        InputError: names the flag, and the nearest one as hint.
+        UnsupportedError: names the quantisation.
+    """
+    folder = Path(vllm.location)
+    method = None if model is None or "--quantization" in arguments else model.quant_method
+    if model is not None and method is not None and lacks_quantization(folder, method):
+        raise UnsupportedError(
+            f"model {model.name}: quant_method: got {method!r:.80}, expected a quantisation that vLLM "
+            f"{vllm.version} has"
+        )
+    for flag in unknown_flags(folder, arguments):
+        raise InputError(
+            f"vllm arguments: {flag}: vLLM {vllm.version} has no such flag",
+            hint=did_you_mean(flag, known_flags(folder)),
+        )
 
 
 def unknown_flags(vllm_folder: Path, arguments: ServeArguments) -> tuple[str, ...]:

@@ -9,17 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from moe_optimizer.launcher.address import base_url, reserved, server_address
-from moe_optimizer.launcher.command import (
-    check_plugin_visible,
-    server_command,
-    server_environment,
-)
+from moe_optimizer.launcher.command import check_plugin_visible, server_command, server_environment
 from moe_optimizer.launcher.http_client import ServerClient, api_key
 from moe_optimizer.launcher.router import check_group_can_run, router_command, router_environment
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.launcher.service import Service
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import RUN_DIR, ServerRole
 
 KV_FOLDER = "kv"
@@ -81,10 +76,7 @@ class Deployment:
         with reserved(self._addresses), self.folder.locked():
             for service in self.services:
                 service.folder.prepare(self._plan)
-            if not self._hands_over:
-                yield
-                return
-            with self.folder.scratch(KV_FOLDER):
+            with self.folder.scratch(KV_FOLDER) if self._hands_over else contextlib.nullcontext():
                 yield
 
     @property
@@ -111,16 +103,18 @@ class Deployment:
 def _server(plan: Plan, run: RunFolder, role: ServerRole | None = None) -> Service:
     """Return the server for one role of a group; without a role, the plan's only server."""
     folder = run if role is None else RunFolder(run.path / role.name)
-    arguments = plan.serve_args if role is None else _with_run_dir(role.serve_args, run)
-    environment = server_environment(plan, folder.plan_path)
+    arguments = plan.serve_args if role is None else role.serve_args
+    command, environment = server_command(plan, arguments), server_environment(plan, folder.plan_path)
     if role is not None:
+        # The plan's placeholder for the run folder stands only inside JSON.
+        command = [word.replace(RUN_DIR, json.dumps(str(run.path))[1:-1]) for word in command]
         environment |= {**role.serve_env, **_visible_gpus(role.gpus, os.environ)}
     host, port = server_address(arguments)
     scheme = "https" if arguments.value("--ssl-certfile") else "http"
     return Service(
         title="server" if role is None else f"{role.name} server",
         addresses=((host, port),),
-        command=server_command(plan, arguments),
+        command=command,
         environment=environment,
         folder=folder,
         client=ServerClient(base_url(host, port).replace("http", scheme, 1), api_key()),
@@ -143,11 +137,6 @@ def _router(plan: Plan, run: RunFolder) -> Service:
         client=ServerClient(base_url(host, port)),
         takes_user_arguments=False,
     )
-
-
-def _with_run_dir(arguments: ServeArguments, run: RunFolder) -> ServeArguments:
-    """Replace the plan's placeholder, which stands only inside JSON, by the run folder."""
-    return ServeArguments(*(word.replace(RUN_DIR, json.dumps(str(run.path))[1:-1]) for word in arguments.words))
 
 
 def _visible_gpus(gpus: tuple[int, ...], environ: Mapping[str, str]) -> dict[str, str]:

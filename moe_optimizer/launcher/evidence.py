@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from moe_optimizer import env
-from moe_optimizer.errors import InputError, RequiredNotAppliedError
+from moe_optimizer.errors import InputError
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.kv_transfer import TRANSFER_PASS, observed_transfer
 from moe_optimizer.launcher.replica_traffic import REPLICAS_PASS, observed_traffic
@@ -17,16 +17,10 @@ from moe_optimizer.launcher.service import Service
 from moe_optimizer.launcher.tuned_config_use import TUNED_PASS, observed_use
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.proof.outcome import Outcome, judge
 from moe_optimizer.proof.record import Proof, read_proofs
 from moe_optimizer.proof.shown import flag_decisions
-from moe_optimizer.proof.table import Row, joined_rows, proof_rows
-from moe_optimizer.proof.verdict import (
-    NO_WORKER,
-    Observed,
-    all_holders_reported,
-    kernels_in_use,
-    not_running,
-)
+from moe_optimizer.proof.verdict import NO_WORKER, Observed, all_holders_reported, not_running
 
 T = TypeVar("T")
 _POLL_S = 0.2
@@ -38,12 +32,20 @@ _WARM_UP_TIMEOUT_S = 120.0
 
 
 class Evidence:
-    """The proofs of every server, and what the launcher observed of passes that no single process can prove."""
+    """The proofs of every server, and what the launcher observed of passes that no single process can prove.
 
-    def __init__(self, plan: Plan, deployment: Deployment) -> None:
+    Args:
+        plan: what was requested; the passes that it requires must run.
+        deployment: the servers.
+        require: further passes that must run.
+        strict: every pass must run that workers show.
+    """
+
+    def __init__(self, plan: Plan, deployment: Deployment, require: frozenset[str], *, strict: bool) -> None:
         self._plan = plan
         self._deployment = deployment
-        self._names = [decision.pass_name for decision in (*plan.plugin_decisions, *flag_decisions(plan))]
+        self._require = require
+        self._strict = strict
         self._proofs: dict[str, tuple[Proof, ...]] = {}
         self._observed: dict[str, Observed] = {}
 
@@ -53,16 +55,17 @@ class Evidence:
         Args:
             pause: sleeps for some seconds, and raises when waiting is pointless.
         """
+        on = {decision.pass_name: decision for decision in self._plan.decisions if decision.status is Status.ON}
         # Before any other request, whose prompt would be in the servers' own caches.
-        if self._plan.decision(TRANSFER_PASS).status is Status.ON:
+        if TRANSFER_PASS in on:
             self._observed[TRANSFER_PASS] = _while_pausing(pause, lambda: observed_transfer(self._deployment))
-        if self._plan.decision(REPLICAS_PASS).status is Status.ON:
+        if REPLICAS_PASS in on:
             self._observed[REPLICAS_PASS] = _while_pausing(pause, lambda: observed_traffic(self._deployment))
         for server in self._deployment.servers:
             self._proofs[server.title] = self._wait_for_proofs(server, pause)
-        tuned = self._plan.decision(TUNED_PASS)
-        if tuned.status is Status.ON:
-            self._observed[TUNED_PASS] = observed_use(tuned, [s.folder.log_path for s in self._deployment.servers])
+        if TUNED_PASS in on:
+            logs = [server.folder.log_path for server in self._deployment.servers]
+            self._observed[TUNED_PASS] = observed_use(on[TUNED_PASS], logs)
 
     @property
     def proofs(self) -> tuple[Proof, ...]:
@@ -73,53 +76,42 @@ class Evidence:
         """Return the proofs of one server."""
         return self._proofs[server.title]
 
-    def rows(self) -> tuple[Row, ...]:
-        """Return requested / applied / ran / why not of each pass, over all servers."""
-        tables = {
-            title: proof_rows(self._plan, proofs, absent=why_absent(), observed=self._observed)
-            for title, proofs in self._proofs.items()
-        }
-        return joined_rows(tables)
+    @property
+    def required(self) -> frozenset[str]:
+        """Names of the passes that must run."""
+        own = {decision.pass_name for decision in self._plan.decisions if decision.required}
+        return self._require.union(own, self._shown if self._strict else ())
 
-    def kernels(self) -> tuple[str, ...]:
-        """Return each kernel that ran, once."""
-        return kernels_in_use(self.proofs)
+    @property
+    def _shown(self) -> list[str]:
+        """Names of the passes whose outcome workers show."""
+        return [each.pass_name for each in (*self._plan.plugin_decisions, *flag_decisions(self._plan))]
 
-    def require(self, names: Iterable[str]) -> None:
-        """Check that the passes `names` run on every server.
+    def outcome(self) -> Outcome:
+        """Return what became of the plan."""
+        absent = f"switched off by {env.DISABLE}" if env.read_environment().disabled else NO_WORKER
+        return judge(self._plan, self._proofs, self.required, absent=absent, observed=self._observed)
 
-        Raises:
-            RequiredNotAppliedError: one does not.
-        """
-        missing: dict[str, None] = {}
-        for title, proofs in self._proofs.items():
-            absent = not_running(self._plan, proofs, sorted(names), absent=why_absent(), observed=self._observed)
-            prefix = f"{title}: " if len(self._proofs) > 1 else ""
-            missing |= dict.fromkeys(f"{prefix}{name}: {reason}" for name, reason in absent.items())
-        if missing:
-            raise RequiredNotAppliedError(
-                f"required, but not running: {'; '.join(missing)}", hint=self._deployment.servers[0].log_hint
-            )
-
-    def require_not_refused(self, names: frozenset[str]) -> None:
+    def require_not_refused(self) -> None:
         """Look in the proofs of servers that have ended: a worker ends rather than run without a required pass.
 
         Raises:
-            RequiredNotAppliedError: one of the passes `names` was refused.
+            RequiredNotAppliedError: a required pass was refused.
         """
         with contextlib.suppress(InputError):
             self._proofs = {service.title: read_proofs(service.folder.path) for service in self._deployment.servers}
-            if any(_refused(self.proofs, name) for name in names):
-                self.require(names)
+            if any(_refused(self.proofs, name) for name in self.required):
+                self.outcome().require(hint=self._deployment.servers[0].log_hint)
 
     def _wait_for_proofs(self, server: Service, pause: Callable[[float], None]) -> tuple[Proof, ...]:
-        if not self._names or env.read_environment().disabled:
+        shown = self._shown
+        if not shown or env.read_environment().disabled:
             return read_proofs(server.folder.path)
         begin, warmed_up = time.monotonic(), False
         while True:
             waited = time.monotonic() - begin
             proofs = read_proofs(server.folder.path)
-            missing = not_running(self._plan, proofs, self._names)
+            missing = not_running(self._plan, proofs, shown)
             if not missing or waited > _PROOF_WAIT_S:
                 return proofs
             if all_holders_reported(proofs) and all(_refused(proofs, name) for name in missing):
@@ -142,11 +134,6 @@ def _while_pausing(pause: Callable[[float], None], ask: Callable[[], T]) -> T:
     while not concurrent.futures.wait([asked], timeout=_POLL_S).done:
         pause(0.0)
     return asked.result()
-
-
-def why_absent() -> str:
-    """Return why a server may have written no proof at all."""
-    return f"switched off by {env.DISABLE}" if env.read_environment().disabled else NO_WORKER
 
 
 def _refused(proofs: Iterable[Proof], name: str) -> bool:

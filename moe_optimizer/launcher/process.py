@@ -147,3 +147,13 @@ def _tracks_resources(process: psutil.Process) -> bool:
         return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
     except psutil.Error:
         return False
+
+
+def process_is_alive(pid: int) -> bool:
+    """Return whether a process of this machine still runs; a zombie does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True

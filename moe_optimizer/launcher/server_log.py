@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 
 from moe_optimizer.errors import printable
@@ -68,34 +69,28 @@ def _with_detail(error: str, following: list[str]) -> str:
     return f"{error.partition(': ')[0]}: {detail[1]}" if detail and detail[1] else error
 
 
-class LogFollower:
-    """Copies a growing file to a stream while the block lasts."""
+@contextlib.contextmanager
+def followed(path: Path, stream: TextIO) -> Iterator[None]:
+    """Copy a growing file to a stream while the block lasts."""
+    stop = threading.Event()
 
-    def __init__(self, path: Path, stream: TextIO) -> None:
-        self._path = path
-        self._stream = stream
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="log-follower", daemon=True)
-
-    def __enter__(self) -> LogFollower:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _follow(self) -> None:
-        with self._path.open(encoding="utf-8", errors="replace") as file:
+    def follow() -> None:
+        with path.open(encoding="utf-8", errors="replace") as file:
             while True:
-                stopping = self._stop.is_set()
+                stopping = stop.is_set()
                 text = file.read()
                 if text:
-                    self._stream.write(text)
-                    self._stream.flush()
+                    stream.write(text)
+                    stream.flush()
                 elif stopping:
                     return
                 else:
-                    self._stop.wait(_FOLLOW_INTERVAL_S)
+                    stop.wait(_FOLLOW_INTERVAL_S)
+
+    thread = threading.Thread(target=follow, name="log-follower", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

@@ -1,33 +1,26 @@
-"""Counts SIGINT and SIGTERM, so that they raise no exception in the middle of anything."""
+"""Collects SIGINT and SIGTERM, so that they raise no exception in the middle of anything."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Iterator
 
 
 class StopRequestedError(Exception):
     """A stop of the servers was requested; not a failure."""
 
 
-class StopSignals:
-    """Counts SIGINT and SIGTERM for as long as the block lasts."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
+@contextlib.contextmanager
+def collected_stops() -> Iterator[list[int]]:
+    """Give the SIGINTs and SIGTERMs that have come since the block began; nothing else happens on them."""
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self.count += 1

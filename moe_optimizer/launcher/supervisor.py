@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,14 +16,13 @@ from moe_optimizer.launcher.address import who_is_answered
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.evidence import Evidence
 from moe_optimizer.launcher.http_client import api_key
+from moe_optimizer.launcher.process import process_is_alive
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.launcher.server_info import RunningServer, ServerInfo
-from moe_optimizer.launcher.server_log import LogFollower
+from moe_optimizer.launcher.server_log import followed
 from moe_optimizer.launcher.service import Service
-from moe_optimizer.launcher.stop_signals import StopRequestedError, StopSignals
+from moe_optimizer.launcher.stop_signals import StopRequestedError
 from moe_optimizer.plan.plan import Plan
-from moe_optimizer.proof.record import process_is_alive
-from moe_optimizer.proof.table import render_table
 
 _POLL_S = 0.2
 _HEALTH_INTERVAL_S = 0.5
@@ -33,28 +32,42 @@ _NOTICE_S = 15.0
 
 
 class Supervisor:
-    """One run from start to stop. When one of its processes ends, all of them end."""
+    """One run from start to stop. When one of its processes ends, all of them end.
+
+    Args:
+        plan: one server, or a group of servers with a router.
+        run_dir: gets plan.json, server.log and proof/, a group's servers in a folder each; of this run alone.
+        require: passes that must run, besides those that the plan requires.
+        strict: every pass must run that workers show.
+        echo: takes the messages for the user, line by line; None: there are none.
+        verbose: copy the logs to stderr as they grow.
+    """
 
     def __init__(
         self,
         plan: Plan,
         run_dir: Path,
-        required: frozenset[str],
-        echo: Callable[[str], None],
+        *,
+        require: frozenset[str] = frozenset(),
+        strict: bool = False,
+        echo: Callable[[str], None] | None = None,
+        verbose: bool = False,
     ) -> None:
-        self._plan = plan
-        self._required = required
-        self._echo = echo
-        self._signals: StopSignals | None = None
+        self._echo = echo or (lambda _line: None)
+        self._verbose = verbose
+        self._stops: Sequence[int] = ()
         self._deployment = Deployment(plan, RunFolder(run_dir))
-        self._evidence = Evidence(plan, self._deployment)
+        self._evidence = Evidence(plan, self._deployment, require, strict=strict)
         self._followers = contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def started(self, signals: StopSignals | None, *, verbose: bool) -> Iterator[None]:
-        """Start the servers, and stop everything at the end of the block, however it ends."""
-        self._signals = signals
-        self._verbose = verbose
+    def started(self, stops: Sequence[int] = ()) -> Iterator[None]:
+        """Start the servers, and stop everything at the end of the block, however it ends.
+
+        Args:
+            stops: the stop requests so far, see `collected_stops`.
+        """
+        self._stops = stops
         self._deployment.check()
         with self._deployment.prepared(), self._followers:
             self._raise_if_stopped()
@@ -66,10 +79,10 @@ class Supervisor:
             finally:
                 # Ctrl-C also ends the reader of a pipe: a failed message must not keep the servers alive.
                 try:
-                    if signals is not None and signals.count:
+                    if stops:
                         self._echo("stopping; a second Ctrl-C does not wait for running requests")
                 finally:
-                    self._deployment.stop(hurry=self._in_a_hurry)
+                    self._deployment.stop(hurry=lambda: len(stops) > 1)
 
     def _start(self, service: Service) -> None:
         name = "vLLM" if service.title == "server" else f"the {service.title}"
@@ -78,12 +91,12 @@ class Supervisor:
             self._echo(f"command: {shlex.join(service.command)}")
         service.start()
         if self._verbose:
-            self._followers.enter_context(LogFollower(service.folder.log_path, sys.stderr))
+            self._followers.enter_context(followed(service.folder.log_path, sys.stderr))
 
     def wait_until_ready(self, timeout_s: float) -> ServerInfo:
-        """Wait until everything answers and the proofs are in; print the table.
+        """Wait until everything answers and the proofs are in; show the table.
 
-        Raises: see `launch.serve`.
+        Raises: see `launch.serving`.
         """
         deadline = self._started_at + timeout_s
         for server in self._deployment.servers:
@@ -97,20 +110,23 @@ class Supervisor:
         if answered := who_is_answered(front.addresses[0][0], api_key()):
             self._echo(answered)
         self._evidence.collect(self._pause)
-        info = ServerInfo(
+        model, servers = self._model(), tuple(self._described(server) for server in self._deployment.servers)
+        outcome = self._evidence.outcome()
+        for line in outcome.lines(width=max(60, shutil.get_terminal_size((80, 24)).columns)):
+            self._echo(line)
+        outcome.require(hint=self._deployment.servers[0].log_hint)
+        self.info = ServerInfo(
             base_url=front.client.base_url,
             pid=front.pid,
-            model=self._model(),
+            model=model,
             run_dir=self._deployment.folder.path,
             log_path=front.folder.log_path,
-            servers=tuple(self._described(server) for server in self._deployment.servers),
-            rows=self._evidence.rows(),
+            servers=servers,
+            rows=outcome.rows,
             proofs=self._evidence.proofs,
             start_up_s=start_up_s,
         )
-        self._show(info)
-        self._evidence.require(self._required)
-        return info
+        return self.info
 
     def _wait_for(self, service: Service, deadline: float, timeout_s: float) -> None:
         while not service.becomes_ready():
@@ -135,14 +151,6 @@ class Supervisor:
             proofs=self._evidence.proofs_of(server),
         )
 
-    def _show(self, info: ServerInfo) -> None:
-        self._echo("")
-        for line in render_table(info.rows, width=_width()).splitlines():
-            self._echo(line)
-        for kernel in self._evidence.kernels():
-            self._echo(f"kernel: {kernel}")
-        self._echo("")
-
     def watch(self) -> None:
         """Return never: raise when a stop is requested or anything fails."""
         watched = [
@@ -154,7 +162,7 @@ class Supervisor:
         while True:
             self._pause(_LIVENESS_INTERVAL_S)
             for server, proof in watched:
-                if not process_is_alive(proof):
+                if not process_is_alive(proof.pid):
                     self._await_end(server, f"hangs: its {proof.role} process {proof.pid} died")
 
     def _await_end(self, server: Service, otherwise: str) -> NoReturn:
@@ -174,7 +182,7 @@ class Supervisor:
             time.sleep(min(_POLL_S, left))
 
     def _raise_if_stopped(self) -> None:
-        if self._signals is not None and self._signals.count:
+        if self._stops:
             raise StopRequestedError
 
     def _raise_if_ended(self) -> None:
@@ -184,12 +192,5 @@ class Supervisor:
                 continue
             if isinstance(failure, ServerFailedError) and not service.ready:
                 # A worker that must not run without a pass ends its server: that is exit code 6, not 7.
-                self._evidence.require_not_refused(self._required)
+                self._evidence.require_not_refused()
             raise failure
-
-    def _in_a_hurry(self) -> bool:
-        return self._signals is not None and self._signals.count > 1
-
-
-def _width() -> int:
-    return max(60, shutil.get_terminal_size((80, 24)).columns)

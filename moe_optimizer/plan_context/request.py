@@ -40,6 +40,8 @@ class PlanRequest:
     """From flags, see `passes.registry.resolve_wishes`: a pass's name, or "pass.setting", to a wish and its origin."""
     required: frozenset[str] = frozenset()
     """Passes, and flags of their settings, without which no plan is made."""
+    strict: bool = False
+    """Make no plan that refuses a wish."""
     engine: str = "vllm"
     batch_size: int | None = None
     """Goes before the profile's."""

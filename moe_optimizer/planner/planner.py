@@ -6,7 +6,7 @@ import dataclasses
 
 from moe_optimizer.errors import RequiredNotAppliedError, UnsupportedError
 from moe_optimizer.passes.registry import PASS_NAMES, all_passes, check_wishes
-from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import ServerGroup
@@ -34,7 +34,7 @@ def make_plan(request: PlanRequest) -> Plan:
     Raises:
         InputError: a value of the request is wrong, or two of them contradict each other.
         DoesNotFitError: the weights and one sequence need more memory than there is.
-        UnsupportedError: this model, machine or version cannot do what is asked.
+        UnsupportedError: this model, machine or version cannot do what is asked, or a strict request's wish is refused.
         RequiredNotAppliedError: a required pass is not on.
     """
     check_request(request)
@@ -74,6 +74,8 @@ def make_plan(request: PlanRequest) -> Plan:
         warnings=(*gpu_warnings, *plan_warnings(request, context, memory)),
     )
     verify_plan(plan, pass_names=PASS_NAMES, user_args=request.vllm_args)
+    if request.strict:
+        _require_wishes(plan, request)
     return plan
 
 
@@ -127,3 +129,21 @@ def _server_group(context: PlanContext, serve_args: ServeArguments) -> ServerGro
     ]
     assert len(groups) <= 1, f"two passes make several servers of one: {groups}"
     return groups[0] if groups else None
+
+
+def _require_wishes(plan: Plan, request: PlanRequest) -> None:
+    unmet: list[tuple[str, str, str]] = []
+    for optimization in all_passes():
+        decision = plan.decision(optimization.name)
+        if why_not := optimization.unmet(decision):
+            unmet.append((optimization.name, decision.wish_origin, why_not))
+        for setting, _ in optimization.setting_flags.values():
+            stated = Wish(getattr(getattr(request.profile.passes, optimization.name), setting))
+            by_profile = (stated, f"profile {request.profile.name}")
+            wish, origin = request.wishes.get(f"{optimization.name}.{setting}", by_profile)
+            why_off = optimization.why_setting_off(decision, setting) if wish is Wish.ON else ""
+            if why_off:
+                unmet.append((f"{setting} of {optimization.name}", origin, why_off))
+    if unmet:
+        name, origin, why = unmet[0]
+        raise UnsupportedError(f"--strict: {name} ({origin}): {why}", hint="leave --strict out to serve without it")

@@ -16,6 +16,7 @@ from pathlib import Path
 from moe_optimizer.files import write_atomically
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.json_codec import decode_text, encode
+from moe_optimizer.specs.layer_name import decoder_layer
 
 SCHEMA_VERSION = 1
 PROOF_DIR = "proof"
@@ -64,6 +65,11 @@ class LayerProof:
     def num_weights(self) -> int:
         """Weights of the experts here: w13 [E, 2I, H] and w2 [E, H, I]."""
         return 3 * self.num_local_experts * self.intermediate_size * self.hidden_size
+
+    @property
+    def decoder_layer(self) -> int | None:
+        """Index of the decoder layer that it belongs to; None where its name has none."""
+        return decoder_layer(self.name)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,14 +196,3 @@ def read_proofs(run_dir: Path) -> tuple[Proof, ...]:
             proofs.append(decode_text(Proof, text, origin=f"{path}: not a proof", schema_version=SCHEMA_VERSION))
     return tuple(sorted(proofs, key=lambda proof: (proof.role, proof.rank, proof.pid)))
 
-
-def process_is_alive(proof: Proof) -> bool:
-    """Return whether the process that wrote the proof still runs on this machine; a zombie does not."""
-    import psutil
-
-    try:
-        return psutil.Process(proof.pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:
-        return True

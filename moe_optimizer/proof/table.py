@@ -99,7 +99,7 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
         requested=requested,
         applied=applied if decision.applier is Applier.FLAGS else _share([bool(e and e.applied) for e in entries]),
         ran=ran if ran == "no" else ", ".join((ran, *found)),
-        why_not=why_not_running(plan, decision.pass_name, proofs, absent) or layers_left(decision, proofs),
+        why_not=why_not_running(plan, decision, proofs, absent) or layers_left(decision, proofs),
     )
 
 

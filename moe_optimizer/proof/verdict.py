@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -12,7 +12,6 @@ from moe_optimizer.plan.pass_params import Fp8Params, Sparsity24Params
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import Proof
 from moe_optimizer.proof.shown import serves_fp8_checkpoint, shown_by_workers
-from moe_optimizer.specs.layer_name import decoder_layer
 from moe_optimizer.specs.quantity import bytes_in_words
 
 NO_WORKER = "no worker process reported: the plugin was not loaded (is VLLM_PLUGINS set?)"
@@ -58,7 +57,7 @@ def _engines(plan: Plan) -> int:
 def not_running(
     plan: Plan,
     proofs: Sequence[Proof],
-    names: Iterable[str],
+    names: Collection[str],
     *,
     absent: str = NO_WORKER,
     observed: Mapping[str, Observed] = NOTHING_OBSERVED,
@@ -68,13 +67,17 @@ def not_running(
     Workers must show a pass of the plugin, one that vLLM's arguments carry out where workers check them, and an FP8
     checkpoint. A pass that files carry out counts as running unless the launcher observed otherwise.
     """
+    unknown = set(names) - {decision.pass_name for decision in plan.decisions}
+    assert not unknown, f"the plan has no {unknown}"
     missing = {}
-    for name in names:
-        decision = plan.decision(name)
+    for decision in plan.decisions:
+        name = decision.pass_name
+        if name not in names:
+            continue
         if decision.status is not Status.ON:
             missing[name] = f"the plan has it {decision.status.value}: {decision.reason}"
         elif shown_by_workers(decision):
-            reason = why_not_running(plan, name, proofs, absent)
+            reason = why_not_running(plan, decision, proofs, absent)
             if reason:
                 missing[name] = reason
         elif name in observed and observed[name].why_not:
@@ -82,12 +85,12 @@ def not_running(
     return missing
 
 
-def why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str) -> str:
+def why_not_running(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str) -> str:
     """Return why a pass that workers show did not run in all of them; "" when it did.
 
     Args:
         plan: what was requested.
-        name: the pass.
+        decision: of the pass; one of the plan's.
         proofs: those of one server.
         absent: why there is no proof at all.
     """
@@ -95,17 +98,17 @@ def why_not_running(plan: Plan, name: str, proofs: Sequence[Proof], absent: str)
     if foreign is not None:
         followed = foreign.plan_digest or "none"
         return f"{foreign.role} {foreign.rank} followed plan {followed}, expected {plan.digest}"
-    entries = [proof.passes.get(name) for proof in model_holders(proofs)]
+    entries = [proof.passes.get(decision.pass_name) for proof in model_holders(proofs)]
     if all_holders_reported(proofs, copies=_engines(plan)) and all(
         entry and entry.ran and not entry.why_not for entry in entries
     ):
         return ""
     # Processes without a part of the model can state a reason too, for example that this vLLM is too old.
-    everyone = [proof.passes.get(name) for proof in proofs]
+    everyone = [proof.passes.get(decision.pass_name) for proof in proofs]
     stated = dict.fromkeys(entry.why_not for entry in everyone if entry and entry.why_not)
     if stated:
         return "; ".join(stated)
-    return _what_is_missing(plan.decision(name), proofs, _engines(plan)) if proofs else absent
+    return _what_is_missing(decision, proofs, _engines(plan)) if proofs else absent
 
 
 def _what_is_missing(decision: Decision, proofs: Sequence[Proof], copies: int) -> str:
@@ -150,7 +153,7 @@ def _unplanned_bytes(decision: Decision, proof: Proof) -> int:
     else:
         kept, planned_bits = (), decision.params_as(Sparsity24Params).stored_expert_bits
     layers = {layer.name: layer for entry in proof.passes.values() for layer in entry.layers if layer.why_plain}
-    unplanned = [layer for layer in layers.values() if decoder_layer(layer.name) not in kept]
+    unplanned = [layer for layer in layers.values() if layer.decoder_layer not in kept]
     return round(sum(layer.weight_bytes - layer.num_weights * planned_bits / 8 for layer in unplanned))
 
 

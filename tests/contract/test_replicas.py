@@ -17,7 +17,7 @@ import pytest
 from moe_optimizer.errors import ExitCode, ServerFailedError
 from moe_optimizer.launcher import deployment
 from moe_optimizer.launcher.http_client import ServerClient
-from moe_optimizer.launcher.launch import ServerInfo, serve
+from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.launcher.replica_traffic import prompt_tokens
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
@@ -27,6 +27,7 @@ from moe_optimizer.proof.verdict import model_holders
 from tests.builders import cpu_machine, request, tiny_moe
 from tests.free_ports import four_free_ports
 from tests.run_processes import processes_of
+from tests.served_until import serve
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None, reason="needs the package vllm-router")
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +74,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         patch.setattr(deployment, "check_plugin_visible", lambda plan: None)
         patch.setattr(deployment, "server_command", fake_command)
         with pytest.raises(ServerFailedError) as caught:
-            serve(plan, run_dir=seen.run_dir, on_ready=visit, echo=lambda line: None)
+            serve(plan, run_dir=seen.run_dir, on_ready=visit)
     seen.error = caught.value
     return seen
 

@@ -19,12 +19,13 @@ import torch
 from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.kv_transfer import received_tokens
-from moe_optimizer.launcher.launch import ServerInfo, serve
+from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
 from tests.free_ports import four_free_ports
 from tests.gpu.plans import gpu_plan
 from tests.run_processes import processes_of
+from tests.served_until import serve
 from tests.vllm.answers import assert_same_up_to_a_tie
 from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, Answer, ask
 from tests.vllm.test_disaggregation import streamed_chat

@@ -23,10 +23,11 @@ import pytest
 from moe_optimizer.errors import ExitCode, ServerFailedError
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.kv_transfer import received_tokens
-from moe_optimizer.launcher.launch import ServerInfo, serve
+from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.proof.verdict import kernels_in_use
 from tests.free_ports import four_free_ports
 from tests.run_processes import processes_of
+from tests.served_until import serve
 from tests.vllm.conftest import READY_TIMEOUT_S, Answer, Served, ask, tiny_plan
 
 pytestmark = [

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer.errors import ExitCode, RequiredNotAppliedError
-from moe_optimizer.launcher.launch import serve
 from moe_optimizer.proof.verdict import model_holders
 from tests.run_processes import processes_of
+from tests.served_until import serve
 from tests.vllm.conftest import READY_TIMEOUT_S, Served, tiny_plan
 
 pytestmark = pytest.mark.vllm

@@ -13,7 +13,7 @@ import pytest
 
 from moe_optimizer.errors import ExitCode, ServerFailedError
 from moe_optimizer.launcher.http_client import ServerClient
-from moe_optimizer.launcher.launch import ServerInfo, serve
+from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.launcher.replica_traffic import prompt_tokens
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.pass_params import KvCacheParams, SchedulerParams
@@ -22,6 +22,7 @@ from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.proof.verdict import not_running
 from tests.builders import profile_with
 from tests.run_processes import processes_of
+from tests.served_until import serve
 from tests.vllm.conftest import PROMPTS, READY_TIMEOUT_S, Answer, ask, plan_here
 
 pytestmark = pytest.mark.vllm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import typer
 
-from moe_optimizer.cli.option_values import check_choice, seconds, seconds_or_none, whole_number
+from moe_optimizer.cli.option_values import NotOneOfError, one_of, seconds, seconds_or_none, whole_number
 from moe_optimizer.cli.options import ModelOptions
 from moe_optimizer.errors import InputError
 
@@ -36,8 +36,8 @@ def test_a_time_that_is_not_positive_and_finite_is_refused(text: str) -> None:
 
 
 def test_a_near_miss_is_the_hint() -> None:
-    with pytest.raises(InputError) as caught:
-        check_choice("--engine", "vlm", ("vllm", "embedded"))
+    with pytest.raises(NotOneOfError) as caught:
+        one_of(("vllm", "embedded"))("vlm")
     assert caught.value.hint == "did you mean vllm?"
 
 

@@ -10,6 +10,7 @@ from moe_optimizer.cli import planning
 from moe_optimizer.cli.options import PlanOptions, ServeOptions
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.software import VllmInstallation
 from tests.builders import deepseek_v3, gpus, request
@@ -19,9 +20,9 @@ TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 
 def test_memory_of_a_switched_off_server_is_planned_with_vllms_own_share(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ServeOptions(model=TINY_MOE, hardware="h100_sxm", gpus=1, profile="aggressive")
-    on = planning.make(options).plan
+    on = planning.make(options)
     monkeypatch.setenv(env.DISABLE, "1")
-    off = planning.make(options).plan
+    off = planning.make(options)
     # Plain vLLM is not told the 0.95 of the profile, so neither cache nor length may be planned with them.
     assert on.memory.budget_bytes == pytest.approx(0.95 * on.memory.total_bytes, rel=1e-6)
     assert off.memory.budget_bytes == pytest.approx(0.90 * off.memory.total_bytes, rel=1e-6)
@@ -33,8 +34,8 @@ def test_switched_off_tuned_configurations_of_the_users_own_environment_do_not_r
 ) -> None:
     monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tmp_path))
     options = PlanOptions(model=TINY_MOE, hardware="h100_sxm", gpus=1)
-    assert "VLLM_TUNED_CONFIG_FOLDER" not in planning.make(options).plan.serve_env
-    off = planning.make(dataclasses.replace(options, switches={"tuned-configs": False})).plan
+    assert "VLLM_TUNED_CONFIG_FOLDER" not in planning.make(options).serve_env
+    off = planning.make(dataclasses.replace(options, switches={"tuned-configs": False}))
     assert off.serve_env["VLLM_TUNED_CONFIG_FOLDER"] == ""
     assert any("VLLM_TUNED_CONFIG_FOLDER" in warning for warning in off.warnings)
 
@@ -46,7 +47,7 @@ def test_a_flag_that_the_installed_vllm_does_not_have_makes_no_plan(
     (tmp_path / "engine" / "arg_utils.py").write_text('parser.add_argument("--tensor-parallel-size")', encoding="utf-8")
     vllm = VllmInstallation(distribution="vllm", version="0.32.0", device="cuda", location=str(tmp_path))
     monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
-    arguments = ("--tensor-paralel-size", "2")
+    arguments = ServeArguments("--tensor-paralel-size", "2")
     options = PlanOptions(model=TINY_MOE, hardware="h100_sxm", gpus=2, vllm_args=arguments)
     with pytest.raises(InputError, match=r"--tensor-paralel-size") as caught:
         planning.make(options)
@@ -55,6 +56,6 @@ def test_a_flag_that_the_installed_vllm_does_not_have_makes_no_plan(
 
 def test_strict_refuses_a_cache_whose_type_is_not_as_asked_for_though_its_tier_is() -> None:
     wishes = resolve_wishes(["kv-cache", "kv-tiering"], [])
-    asked = request(deepseek_v3(), gpus("h200", 8), wishes=wishes)
+    asked = request(deepseek_v3(), gpus("h200", 8), wishes=wishes, strict=True)
     with pytest.raises(UnsupportedError, match=r"^--strict: kv_cache \(flag --enable-kv-cache\): mla"):
-        planning.refuse_unmet_wishes(make_plan(asked), asked.profile, wishes)
+        make_plan(asked)

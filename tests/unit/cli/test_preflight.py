@@ -15,6 +15,7 @@ from moe_optimizer.cli.options import ServeOptions
 from moe_optimizer.cli.preflight import check_can_serve_here
 from moe_optimizer.errors import InputError, MoeOptimizerError, UnsupportedError
 from moe_optimizer.inspection import load_hardware
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.software import VllmInstallation
 
@@ -41,9 +42,10 @@ def refusal(
     """What stops a planned model from being served on a machine."""
     monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
     monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: here, raising=False)
-    planned = planning.make(ServeOptions(model=model, **options))
+    settings, request = planning.read_request(ServeOptions(model=model, **options))
+    plan = planning.decide(settings, request)
     try:
-        check_can_serve_here(planned.plan, planned.settings)
+        check_can_serve_here(plan, settings)
     except MoeOptimizerError as error:
         return error
     return None
@@ -86,7 +88,7 @@ def test_a_model_without_weights_is_planned_but_not_served(monkeypatch: pytest.M
     error = refusal(monkeypatch, model=model)
     assert isinstance(error, InputError)
     assert "no safetensors file" in str(error)
-    assert refusal(monkeypatch, model=model, vllm_args=("--load-format", "dummy")) is None
+    assert refusal(monkeypatch, model=model, vllm_args=ServeArguments("--load-format", "dummy")) is None
 
 
 def test_a_model_whose_index_names_absent_files_is_not_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_every_form_of_a_tokenizer_is_served(
 def test_a_tokenizer_from_elsewhere_or_none_at_all_is_the_users_choice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vllm_args: tuple[str, ...]
 ) -> None:
-    assert refusal(monkeypatch, model=with_tokenizer(tmp_path, {}), vllm_args=vllm_args) is None
+    assert refusal(monkeypatch, model=with_tokenizer(tmp_path, {}), vllm_args=ServeArguments(*vllm_args)) is None
 
 
 def test_a_pipe_in_place_of_the_tokenizer_does_not_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

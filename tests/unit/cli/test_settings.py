@@ -15,6 +15,7 @@ from moe_optimizer.env import Environment, read_environment
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.passes.registry import PASS_NAMES, switches
 from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.profiles import load_profile
 
 TINY_MOE = Path(__file__).resolve().parents[3] / "examples" / "tiny-moe"
@@ -149,10 +150,10 @@ def test_a_flag_and_an_argument_for_vllm_that_contradict_are_refused(
     flags: dict[str, Any], vllm_args: list[str], said: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        resolve(options(**flags, vllm_args=vllm_args), NOTHING_SET)
+        resolve(options(**flags, vllm_args=ServeArguments(*vllm_args)), NOTHING_SET)
     assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(("flags", "vllm_args"), [({}, ["--port", "9000"]), ({"port": 9000}, ["--port", "9000"])])
 def test_an_argument_for_vllm_alone_or_of_the_same_value_is_taken(flags: dict[str, Any], vllm_args: list[str]) -> None:
-    assert resolve(options(**flags, vllm_args=vllm_args), NOTHING_SET)["vllm_args"] == vllm_args
+    assert resolve(options(**flags, vllm_args=ServeArguments(*vllm_args)), NOTHING_SET)["vllm_args"] == vllm_args

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.cli import tune, tune_process
+from moe_optimizer.cli import tune
 from moe_optimizer.cli.main import main
 from moe_optimizer.cli.progress import ProgressLines
-from moe_optimizer.cli.tune_process import run_tuning
+from moe_optimizer.cli.tune import run_tuning
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
 from moe_optimizer.inspection import load_hardware
 from moe_optimizer.inspection.tuned_configs import SHIPPED
@@ -77,7 +77,7 @@ def test_it_asks_for_the_shape_that_is_planned_and_shows_the_result(
         (folder / "E=16,N=128,device_name=NVIDIA_H200.json").write_text("{}", encoding="utf-8")
         return [VERDICT]
 
-    monkeypatch.setattr(tune_process, "run_tuning", fake)
+    monkeypatch.setattr(tune, "run_tuning", fake)
     assert main(["tune", TINY_MOE, "--disable-fp8", "--tokens", "8,1,8", "--budget", "90"]) == ExitCode.OK
     assert asked["tokens"] == [1, 8]
     assert asked["budget_s"] == 90

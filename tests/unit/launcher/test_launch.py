@@ -19,12 +19,14 @@ from moe_optimizer.launcher import deployment, evidence, launch, run_folder, sup
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from tests.builders import cpu_machine, qwen3_30b_a3b_fp8, request, tiny_moe, with_arguments
 from tests.eventually import eventually
 from tests.free_ports import free_port
 from tests.run_processes import processes_of
+from tests.served_until import serve
 
 FAKE = Path(__file__).with_name("fake_server.py")
 ROOT = Path(__file__).parents[3]
@@ -81,14 +83,14 @@ def test_what_answers_without_the_key_is_said_where_there_is_one(
         monkeypatch.setenv("VLLM_API_KEY", key)
     said: list[str] = []
     with pytest.raises(ServerFailedError):
-        launch.serve(fake("leave"), run_dir=tmp_path, echo=said.append)
+        serve(fake("leave"), run_dir=tmp_path, echo=said.append)
     assert any("answers without it" in line for line in said) is (key is not None)
     assert not any("sesame" in line for line in said)
 
 
 def test_a_server_that_dies_while_starting_is_reported_with_its_cause(fake: Fake, tmp_path: Path) -> None:
     with pytest.raises(ServerFailedError) as caught:
-        launch.serve(fake("die", "unproven"), run_dir=tmp_path, echo=lambda line: None)
+        serve(fake("die", "unproven"), run_dir=tmp_path)
     first = str(caught.value).splitlines()[0]
     assert first == "server ended during start-up (exit status 3): RuntimeError: the model is made of cheese"
     assert "fake server, child" in str(caught.value)
@@ -99,7 +101,7 @@ def test_a_server_that_dies_while_starting_is_reported_with_its_cause(fake: Fake
 @pytest.mark.parametrize("moment", ["leave", "vanish", "break"])
 def test_a_server_that_ends_by_itself_failed_even_with_status_0(fake: Fake, tmp_path: Path, moment: str) -> None:
     with pytest.raises(ServerFailedError, match=r"ended while serving \(exit status 0\)"):
-        launch.serve(fake(moment), run_dir=tmp_path, echo=lambda line: None)
+        serve(fake(moment), run_dir=tmp_path)
     assert not processes_of(tmp_path)
 
 
@@ -109,13 +111,13 @@ def test_a_dead_worker_under_a_server_that_hangs_is_noticed(fake: Fake, tmp_path
         psutil.Process(info.proofs[0].pid).kill()
 
     with pytest.raises(ServerFailedError, match=r"server hangs: its worker process \d+ died"):
-        launch.serve(fake(), run_dir=tmp_path, on_ready=kill_worker, echo=lambda line: None)
+        serve(fake(), run_dir=tmp_path, on_ready=kill_worker)
     assert not processes_of(tmp_path)
 
 
 def test_a_server_that_never_answers_is_given_up(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ServerFailedError, match="not ready after 1 s"):
-        launch.serve(fake("silent"), run_dir=tmp_path, ready_timeout_s=1.0, echo=lambda line: None)
+        serve(fake("silent"), run_dir=tmp_path, ready_timeout_s=1.0)
     assert not processes_of(tmp_path)
 
 
@@ -126,9 +128,18 @@ def test_a_required_pass_that_does_not_run_ends_the_server(
     fake: Fake, tmp_path: Path, behaviour: str, reason: str
 ) -> None:
     with pytest.raises(RequiredNotAppliedError, match=reason) as caught:
-        launch.serve(fake(behaviour), run_dir=tmp_path, require=PASS, echo=lambda line: None)
+        serve(fake(behaviour), run_dir=tmp_path, require=PASS)
     assert caught.value.exit_code is ExitCode.NOT_APPLIED
     assert not processes_of(tmp_path)
+
+
+def test_strict_requires_everything_that_the_workers_show(tmp_path: Path) -> None:
+    plan = make_plan(request(tiny_moe(), cpu_machine()))
+    servers = deployment.Deployment(plan, RunFolder(tmp_path))
+    on = {decision.pass_name: decision.applier for decision in plan.decisions if decision.status is Status.ON}
+    assert set(on.values()) == {Applier.PLUGIN, Applier.FLAGS}
+    assert evidence.Evidence(plan, servers, frozenset(), strict=True).required == on.keys()
+    assert evidence.Evidence(plan, servers, frozenset(), strict=False).required == frozenset()
 
 
 def test_a_required_fp8_checkpoint_that_a_worker_holds_otherwise_ends_the_server(fake: Fake, tmp_path: Path) -> None:
@@ -140,7 +151,7 @@ def test_a_required_fp8_checkpoint_that_a_worker_holds_otherwise_ends_the_server
         assert (row.applied, row.ran, row.why_not) == ("yes", "yes", "")
     fake("wide", port=port)
     with pytest.raises(RequiredNotAppliedError, match="fp8: not in FP8: bfloat16") as caught:
-        launch.serve(plan, run_dir=tmp_path / "wide", require=frozenset({"fp8"}), echo=lambda line: None)
+        serve(plan, run_dir=tmp_path / "wide", require=frozenset({"fp8"}))
     assert caught.value.exit_code is ExitCode.NOT_APPLIED
 
 
@@ -163,7 +174,7 @@ def test_a_taken_port_starts_nothing(fake: Fake, tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=str(port)):
-            launch.serve(fake(port=port), run_dir=tmp_path, echo=lambda line: None)
+            serve(fake(port=port), run_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -180,7 +191,7 @@ def test_a_port_on_which_another_run_is_starting_is_refused(fake: Fake, tmp_path
             refused.append(line)
 
     with pytest.raises(ServerFailedError, match="not ready"):
-        launch.serve(fake("silent", port=port), run_dir=tmp_path / "first", ready_timeout_s=0.0, echo=start_another)
+        serve(fake("silent", port=port), run_dir=tmp_path / "first", ready_timeout_s=0.0, echo=start_another)
     assert refused
     assert not (tmp_path / "second").exists()
 
@@ -196,7 +207,7 @@ def test_arguments_that_vllm_refuses_are_the_users_mistake(
     fake: Fake, tmp_path: Path, behaviour: str, reason: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        launch.serve(fake(behaviour, "unproven"), run_dir=tmp_path, echo=lambda line: None)
+        serve(fake(behaviour, "unproven"), run_dir=tmp_path)
     assert str(caught.value) == reason
     assert caught.value.exit_code is ExitCode.BAD_INPUT
     assert not processes_of(tmp_path)
@@ -204,14 +215,14 @@ def test_arguments_that_vllm_refuses_are_the_users_mistake(
 
 def test_what_goes_wrong_with_the_weights_is_not_the_users_mistake(fake: Fake, tmp_path: Path) -> None:
     with pytest.raises(ServerFailedError, match="ValueError: a weight of 3 bits"):
-        launch.serve(fake("weights", "unproven"), run_dir=tmp_path, echo=lambda line: None)
+        serve(fake("weights", "unproven"), run_dir=tmp_path)
 
 
 def test_a_run_folder_in_use_is_refused_and_its_run_goes_on(fake: Fake, tmp_path: Path) -> None:
     with launch.running(fake(), run_dir=tmp_path) as info:
         plan = (tmp_path / "plan.json").read_bytes()
         with pytest.raises(InputError, match=rf"run folder {tmp_path}: in use by process {os.getpid()}"):
-            launch.serve(fake(), run_dir=tmp_path, echo=lambda line: None)
+            serve(fake(), run_dir=tmp_path)
         assert (tmp_path / "plan.json").read_bytes() == plan
         assert psutil.pid_exists(info.pid)
     with launch.running(fake(), run_dir=tmp_path):
@@ -238,14 +249,14 @@ def test_a_run_folder_that_cannot_be_written_is_an_input_error(fake: Fake, tmp_p
     (tmp_path / "loop").symlink_to("loop")
     for name in ("file", "loop"):
         with pytest.raises(InputError, match="run folder"):
-            launch.serve(fake(), run_dir=tmp_path / name, echo=lambda line: None)
+            serve(fake(), run_dir=tmp_path / name)
 
 
 def test_a_run_folder_that_cannot_be_made_leaves_no_parents_behind(fake: Fake, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     for name in ("new/" + "x" * 300, "new/er/" + "x" * 300, "there/" + "x" * 300):
         with pytest.raises(InputError, match=r"run folder .*: File name too long"):
-            launch.serve(fake(), run_dir=tmp_path / name, echo=lambda line: None)
+            serve(fake(), run_dir=tmp_path / name)
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "there"]
 
 
@@ -258,7 +269,7 @@ def test_a_stop_request_whose_message_cannot_be_written_still_stops_everything(f
         signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(BrokenPipeError):
-        launch.serve(fake(), run_dir=tmp_path, echo=close, on_ready=stop)
+        serve(fake(), run_dir=tmp_path, echo=close, on_ready=stop)
     assert not processes_of(tmp_path)
 
 
@@ -267,18 +278,25 @@ def test_a_refused_environment_leaves_no_run_folder(
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     with pytest.raises(InputError, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):
-        launch.serve(fake(), run_dir=tmp_path / "run", echo=lambda line: None)
+        serve(fake(), run_dir=tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
 
 
 LAUNCHER = """
 import sys
 from pathlib import Path
+from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.launcher import deployment, launch
 deployment.check_plugin_visible = lambda plan: None
 deployment.server_command = lambda plan, arguments: [sys.executable, *sys.argv[3:]]
-sys.exit(launch.serve(Plan.load(Path(sys.argv[1])), run_dir=Path(sys.argv[2])))
+def tell(line):
+    print(line, file=sys.stderr, flush=True)
+try:
+    with launch.serving(Plan.load(Path(sys.argv[1])), run_dir=Path(sys.argv[2]), echo=tell) as run:
+        run.watch()
+except launch.StopRequestedError:
+    pass
 """
 
 

@@ -23,6 +23,7 @@ from moe_optimizer.planner import make_plan
 from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, tiny_moe, with_arguments
 from tests.free_ports import four_free_ports
 from tests.run_processes import processes_of
+from tests.served_until import serve
 
 HERE = Path(__file__).parent
 ROOT = Path(__file__).parents[3]
@@ -91,7 +92,7 @@ def test_when_one_part_dies_everything_ends_and_it_is_named(group: Group, tmp_pa
         os.kill(pids[name], signal.SIGKILL)
 
     with pytest.raises(ServerFailedError, match=rf"^{name} ended while serving \(signal SIGKILL\)") as caught:
-        launch.serve(group(), run_dir=tmp_path, on_ready=kill, echo=lambda line: None)
+        serve(group(), run_dir=tmp_path, on_ready=kill)
     assert caught.value.exit_code is ExitCode.SERVER_FAILED
     assert processes_of(tmp_path) == []
 
@@ -101,14 +102,14 @@ def test_a_worker_that_dies_under_a_server_that_hangs_ends_everything(group: Gro
         psutil.Process(info.servers[1].proofs[0].pid).kill()
 
     with pytest.raises(ServerFailedError, match=r"^decode server hangs: its worker process \d+ died"):
-        launch.serve(group(), run_dir=tmp_path, on_ready=kill, echo=lambda line: None)
+        serve(group(), run_dir=tmp_path, on_ready=kill)
     assert processes_of(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_one_server_that_dies_while_starting_ends_the_other(group: Group, tmp_path: Path, name: str) -> None:
     with pytest.raises(ServerFailedError, match=f"^{name} server ended during start-up .* made of cheese"):
-        launch.serve(group(**{name: ("die", "unproven")}), run_dir=tmp_path, echo=lambda line: None)
+        serve(group(**{name: ("die", "unproven")}), run_dir=tmp_path)
     assert processes_of(tmp_path) == []
 
 
@@ -119,7 +120,7 @@ def test_a_router_that_does_not_take_our_arguments_is_a_failure_not_bad_input(
     refuses = "import sys; print('router: error: unrecognized arguments: --x'); sys.exit(2)"
     monkeypatch.setattr(deployment, "router_command", lambda arguments: [sys.executable, "-c", refuses])
     with pytest.raises(ServerFailedError, match=r"^router ended during start-up \(exit status 2\)"):
-        launch.serve(plan, run_dir=tmp_path, echo=lambda line: None)
+        serve(plan, run_dir=tmp_path)
     assert processes_of(tmp_path) == []
 
 
@@ -137,9 +138,7 @@ def test_a_cache_that_does_not_travel_or_is_not_counted_is_said(
 
 def test_a_required_group_whose_cache_does_not_travel_ends_with_exit_code_6(group: Group, tmp_path: Path) -> None:
     with pytest.raises(RequiredNotAppliedError, match="disaggregation: the decode server computed") as caught:
-        launch.serve(
-            group(decode=("alone",)), run_dir=tmp_path, require=frozenset({"disaggregation"}), echo=lambda line: None
-        )
+        serve(group(decode=("alone",)), run_dir=tmp_path, require=frozenset({"disaggregation"}))
     assert caught.value.exit_code is ExitCode.NOT_APPLIED
     assert processes_of(tmp_path) == []
 
@@ -153,9 +152,7 @@ def test_a_pass_that_runs_on_one_server_only_is_told_by_server(group: Group, tmp
 
 def test_a_required_pass_must_run_on_both(group: Group, tmp_path: Path) -> None:
     with pytest.raises(RequiredNotAppliedError, match="decode server: flash_dmoe: fallback: cheese"):
-        launch.serve(
-            group(decode=("refuse",)), run_dir=tmp_path, require=frozenset({"flash_dmoe"}), echo=lambda line: None
-        )
+        serve(group(decode=("refuse",)), run_dir=tmp_path, require=frozenset({"flash_dmoe"}))
     assert processes_of(tmp_path) == []
 
 
@@ -166,7 +163,7 @@ def test_a_port_of_any_part_that_is_taken_starts_nothing(group: Group, tmp_path:
         taken.bind(("127.0.0.1", port + offset))
         taken.listen()
         with pytest.raises(InputError, match=str(port + offset)):
-            launch.serve(group(port=port), run_dir=tmp_path, echo=lambda line: None)
+            serve(group(port=port), run_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
