@@ -9,6 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH"
 # Nothing is fetched while testing.
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+# Every module and test is compiled to bytecode once, not by each of the hundreds of processes that the tests start.
+unset PYTHONDONTWRITEBYTECODE
 
 what="${1:-all}"
 case "$what" in all | lint | quick) ;; *) echo "check: got '$what', expected lint, quick or nothing" >&2; exit 2 ;; esac
