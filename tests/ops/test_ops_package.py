@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-
 # Runs each argument in a fork of a process that has imported torch, which is most of what a process of its own costs.
 FORKS = """
 import os, sys, torch
