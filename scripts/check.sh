@@ -9,6 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH"
 # Nothing is fetched while testing.
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+# Every module and test is compiled to bytecode once, not by each of the hundreds of processes that the tests start.
+unset PYTHONDONTWRITEBYTECODE
 
 what="${1:-all}"
 case "$what" in all | lint | quick) ;; *) echo "check: got '$what', expected lint, quick or nothing" >&2; exit 2 ;; esac
@@ -31,10 +33,9 @@ step ruff format --check .
 step clang-format --dry-run --Werror csrc/{bindings,cpu,cpu/simd,include/moeopt,launch}/*.* tests/unit/ops/emulation/*
 step lint-imports
 [ "$what" = lint ] && { await_types; exit; }
-# Two workers suit the two cores of a small CI machine. The tests that start vLLM run after the others, whose time
-# limits the servers' start-up would break; files that ask the same servers stay together (tests/conftest.py).
-workers=(-n "${PYTEST_WORKERS:-2}")
-step pytest -q "${workers[@]}" -m "not vllm"
+# The tests that start vLLM run after the others, whose time limits the servers' start-up would break. Two workers suit
+# the two cores of a small CI machine; a third for the servers uses the seconds in which one waits for its processes.
+step pytest -q -n "${PYTEST_WORKERS:-2}" -m "not vllm"
 await_types
 [ "$what" = quick ] && exit 0
-step pytest -q "${workers[@]}" --dist loadfile --no-loadscope-reorder -m vllm
+step pytest -q -n "${PYTEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder -m vllm

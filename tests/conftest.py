@@ -1,8 +1,7 @@
-"""What holds for every test: how OpenMP waits, that no time is asserted, which tests share servers, what is skipped."""
+"""What holds for every test: how OpenMP waits, that no time is asserted, which tests come first, what is skipped."""
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 from collections import Counter
@@ -27,24 +26,27 @@ for _name in ("http_proxy", "https_proxy", "all_proxy"):
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
-# The servers of tests/vllm/conftest.py that tests of several files ask, then the files that start their own: run in
-# this order, the longest first, so that tests without a server fill what is left.
-_SHARED_SERVERS = (
-    ("stock_fp32", "ours_fp32", "ours_expert_parallel", "plain_tensor_parallel"),
-    ("fallback_bf16", "ours_bf16"),
+# The files that start servers or wait for those of tests/vllm/conftest.py. Each of those servers is started by the
+# first file that asks and read by the others (tests/shared_result.py), so the order is: the longest first, and no two
+# neighbours that ask for the same server. Tests without a server fill what is left.
+_SERVER_FILES = (
+    "test_serving_equals_stock.py",
+    "test_demo.py",
+    "test_bf16_equals_stock.py",
+    "test_disaggregation.py",
+    "test_placed_experts.py",
+    "test_failures.py",
+    "test_fp8.py",
+    "test_flag_passes.py",
+    "test_sparsity_24.py",
+    "test_fp8_memory.py",
+    "test_fp8_sensitivity.py",
 )
-_OWN_SERVERS = ("test_demo.py", "test_flag_passes.py", "test_fp8_memory.py", "test_fp8_sensitivity.py")
 
 
-@functools.cache
-def _servers_of(file: Path) -> int:
-    """Return the place in the order above of what a file's tests start: the same number, the same servers."""
-    text = file.read_text(encoding="utf-8")
-    for place, names in enumerate(_SHARED_SERVERS):
-        if any(name in text for name in names):
-            return place
-    own = _OWN_SERVERS.index(file.name) if file.name in _OWN_SERVERS else len(_OWN_SERVERS)
-    return len(_SHARED_SERVERS) + own
+def _place(file: Path) -> int:
+    """Return a file's place in the order above; all others come last."""
+    return _SERVER_FILES.index(file.name) if file.name in _SERVER_FILES else len(_SERVER_FILES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in served:
         item.add_marker(pytest.mark.timeout(3600))
     if len(served) == len(items):
-        items.sort(key=lambda item: _servers_of(item.path))
+        items.sort(key=lambda item: _place(item.path))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -86,19 +88,3 @@ def heeded_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, give files that ask the same servers to one worker: each would start its own."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class LoadServerScheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            place = _servers_of(Path(config.rootpath, file))
-            return file if place >= len(_SHARED_SERVERS) else _SHARED_SERVERS[place][0]
-
-    return LoadServerScheduling(config, log)

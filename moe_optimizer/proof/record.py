@@ -195,4 +195,3 @@ def read_proofs(run_dir: Path) -> tuple[Proof, ...]:
             text = path.read_bytes().decode(errors="replace")
             proofs.append(decode_text(Proof, text, origin=f"{path}: not a proof", schema_version=SCHEMA_VERSION))
     return tuple(sorted(proofs, key=lambda proof: (proof.role, proof.rank, proof.pid)))
-

@@ -54,11 +54,10 @@ def run_command() -> Callable[..., Finished]:
     return run
 
 
-NOT_MEASURED = {
-    "MOE_OPTIMIZER_CALIBRATE": "0",
-    "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm")),
-}
-"""Twenty seconds before each server would be in the way. vLLM keeps its own cache."""
+NOT_MEASURED = {"MOE_OPTIMIZER_CALIBRATE": "0"}
+"""Twenty seconds before each server would be in the way."""
+VLLM_CACHE = {"VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm")}
+"""vLLM keeps its own cache, unless the tests give it another (tests/vllm/conftest.py)."""
 
 
 def clean_environment() -> dict[str, str]:
@@ -96,7 +95,7 @@ def run(
         timeout_s: end everything after this time; what still ran then is reported as left running.
     """
     mark = uuid.uuid4().hex
-    environment = {**clean_environment(), **NOT_MEASURED, **(env or {}), _MARK: mark}
+    environment = {**VLLM_CACHE, **clean_environment(), **NOT_MEASURED, **(env or {}), _MARK: mark}
     if program in (RUN_OPTIMIZER, MOE_OPTIMIZER) and bounded and interrupt_when is None and not fresh:
         code, stdout, stderr = _run_in_a_fork(program, arguments, cwd, environment, timeout_s)
         return Finished(code, stdout, stderr, tuple(_kill_marked(mark)))

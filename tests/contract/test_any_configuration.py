@@ -129,7 +129,7 @@ def run_on(config: bytes, command: list[str]) -> tuple[int, str]:
 INSPECT, PLAN = ["inspect"], ["plan", "--hardware", "h200", "--gpus", "8"]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(changed=changed_configs())
 def test_any_configuration_is_counted_consistently_or_refused_in_a_sentence(changed: bytes) -> None:
     code, printed = run_on(changed, INSPECT)
@@ -140,7 +140,7 @@ def test_any_configuration_is_counted_consistently_or_refused_in_a_sentence(chan
         assert model["is_moe"] == (model["num_experts"] > 0)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(changed=changed_configs())
 def test_any_configuration_gives_a_plan_or_a_sentence(changed: bytes) -> None:
     code, printed = run_on(changed, PLAN)
@@ -148,7 +148,7 @@ def test_any_configuration_gives_a_plan_or_a_sentence(changed: bytes) -> None:
         json.loads(printed)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(content=NO_CONFIGS)
 def test_what_is_no_configuration_is_refused(content: bytes) -> None:
     assert run_on(content, INSPECT)[0] != OK

@@ -1,4 +1,4 @@
-"""Real vLLM servers for the tests. Each is started once, asked everything, and stopped before its worker's next."""
+"""Real vLLM servers for the tests. Each is started once, by the test worker that asks first."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from moe_optimizer.specs.software import SoftwareSpec
 from tests.builders import placement_load, tiny_moe
 from tests.eventually import eventually
 from tests.free_ports import four_free_ports, free_port
+from tests.shared_result import folder_of_all_workers, made_once
 from tests.vllm.counted import Counted, count_one_request
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,8 +143,7 @@ def _answer(logprobs: dict[str, Any]) -> Answer:
 @pytest.fixture(scope="session", autouse=True)
 def _server_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nothing from outside, no network, and one compile cache of the tests' own for the servers of all workers."""
-    folder = tmp_path_factory.getbasetemp()
-    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    shared = folder_of_all_workers(tmp_path_factory)
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith("MOE_OPTIMIZER_"):
@@ -163,19 +163,26 @@ def _needs_cpu_vllm() -> None:
 
 @pytest.fixture(scope="session")
 def serve_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
-    """Serves a plan through the launcher, asks all prompts, stops the server."""
+    """Serves a plan through the launcher, asks all prompts, stops the server; reads it where a worker has done so."""
 
-    def serve(plan: Plan, *, count: bool = False, **environment: str) -> Served:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            run_dir = tmp_path_factory.mktemp("run")
-            with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
-                answers, *again = [ask(info.base_url) for _ in info.servers]
-                counted = count_one_request(info) if count else None
-                return Served(answers, info.proofs, info.run_dir, info, tuple(again), counted)
+    def serve(name: str, plan: Plan, *, count: bool = False, **environment: str) -> Served:
+        return made_once(
+            folder_of_all_workers(tmp_path_factory),
+            name,
+            lambda: _served(plan, tmp_path_factory.mktemp("run"), environment, count=count),
+        )
 
     return serve
+
+
+def _served(plan: Plan, run_dir: Path, environment: dict[str, str], *, count: bool) -> Served:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
+            answers, *again = [ask(info.base_url) for _ in info.servers]
+            counted = count_one_request(info) if count else None
+            return Served(answers, info.proofs, info.run_dir, info, tuple(again), counted)
 
 
 @contextlib.contextmanager
@@ -213,13 +220,13 @@ def compiled_fp32_plan() -> Plan:
 @pytest.fixture(scope="session")
 def stock_fp32(serve_once: Callable[..., Served]) -> Served:
     """Stock vLLM: the plan is there, and the kill switch too. Compiled, as by default."""
-    return serve_once(compiled_fp32_plan(), MOE_OPTIMIZER_DISABLE="1")
+    return serve_once("stock_fp32", compiled_fp32_plan(), MOE_OPTIMIZER_DISABLE="1")
 
 
 @pytest.fixture(scope="session")
 def ours_fp32(stock_fp32: Served, serve_once: Callable[..., Served]) -> Served:
     """Our kernel in the same configuration, after stock vLLM has filled the compile cache."""
-    return serve_once(compiled_fp32_plan(), count=True)
+    return serve_once("ours_fp32", compiled_fp32_plan(), count=True)
 
 
 @pytest.fixture(scope="session")
@@ -229,7 +236,7 @@ def ours_expert_parallel(serve_once: Callable[..., Served]) -> Served:
         "--enforce-eager", "--tensor-parallel-size", "2", "--enable-expert-parallel",
         required=("expert_placement",), expert_load=placement_load(tiny_moe()),
     )  # fmt: skip
-    return serve_once(plan, count=True)
+    return serve_once("ours_expert_parallel", plan, count=True)
 
 
 PROFILE_WITHOUT_COUNTS = "name: no_counts\npasses: {expert_load: {mode: off}}\n"
@@ -238,7 +245,14 @@ PROFILE_WITHOUT_COUNTS = "name: no_counts\npasses: {expert_load: {mode: off}}\n"
 @pytest.fixture(scope="session")
 def plain_tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> Served:
     """Plain vLLM that finds a profile and plans by itself: two workers with half of every expert each."""
-    folder = tmp_path_factory.mktemp("plain")
+    return made_once(
+        folder_of_all_workers(tmp_path_factory),
+        "plain_tensor_parallel",
+        lambda: _serve_plain_tensor_parallel(tmp_path_factory.mktemp("plain")),
+    )
+
+
+def _serve_plain_tensor_parallel(folder: Path) -> Served:
     (folder / "profile.yaml").write_text(PROFILE_WITHOUT_COUNTS)
     cores = sorted(os.sched_getaffinity(0))
     environment = {
@@ -280,7 +294,7 @@ def broken_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def fallback_bf16(serve_once: Callable[..., Served], broken_kernel: dict[str, str]) -> Served:
     """Our kernel is broken: vLLM's own computes."""
-    return serve_once(tiny_plan("--enforce-eager", dtype="bfloat16"), **broken_kernel)
+    return serve_once("fallback_bf16", tiny_plan("--enforce-eager", dtype="bfloat16"), **broken_kernel)
 
 
 @pytest.fixture(scope="session")
@@ -288,4 +302,4 @@ def ours_bf16(serve_once: Callable[..., Served]) -> Served:
     """Our kernel as it is planned by default, on two servers behind the router where that is installed."""
     group = ("replicas",) if importlib.util.find_spec("vllm_router") is not None else ()
     plan = tiny_plan("--enforce-eager", "--port", str(four_free_ports()), dtype="bfloat16", required=group)
-    return serve_once(plan)
+    return serve_once("ours_bf16", plan)

@@ -7,34 +7,24 @@ import math
 
 import pytest
 
-from moe_optimizer.launcher.launch import running
-from moe_optimizer.plan.decision import Wish
 from moe_optimizer.proof.record import PassProof
 from moe_optimizer.proof.verdict import model_holders
-from tests.vllm.conftest import READY_TIMEOUT_S, Served, ask, plan_here
-from tests.vllm.heldout import heldout_perplexity, reference_perplexity
+from tests.vllm.conftest import Served
+from tests.vllm.flags_and_pruned import Seen, flags_and_pruned
+from tests.vllm.heldout import reference_perplexity
 
 pytestmark = pytest.mark.vllm
 BF16_LAYER_BYTES = 16 * 3 * 128 * 128 * 2
 
 
 @pytest.fixture(scope="module")
-def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Served, float]:
-    """One worker, pruned by magnitude alone; and its perplexity on the held-out text."""
-    plan = plan_here(
-        "--enforce-eager",
-        wishes={"sparsity_24": (Wish.ON, "test")},
-        required=frozenset({"sparsity_24"}),
-        dtype="bfloat16",
-        max_model_len=520,
-    )
-    with running(plan, run_dir=tmp_path_factory.mktemp("sparse"), ready_timeout_s=READY_TIMEOUT_S) as info:
-        return Served(ask(info.base_url), info.proofs, info.run_dir, info), heldout_perplexity(info)
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return flags_and_pruned(tmp_path_factory)
 
 
 @pytest.fixture
-def entry(pruned: tuple[Served, float]) -> PassProof:
-    (holder,) = model_holders(pruned[0].proofs)
+def entry(pruned: Seen) -> PassProof:
+    (holder,) = model_holders(pruned.info.proofs)
     return holder.passes["sparsity_24"]
 
 
@@ -53,23 +43,22 @@ def test_the_experts_take_nine_sixteenths_of_the_memory(entry: PassProof) -> Non
         assert layer.weight_bytes * 16 == BF16_LAYER_BYTES * 9
 
 
-def test_the_layers_were_pruned_while_loading(pruned: tuple[Served, float]) -> None:
-    (holder,) = model_holders(pruned[0].proofs)
+def test_the_layers_were_pruned_while_loading(pruned: Seen) -> None:
+    (holder,) = model_holders(pruned.info.proofs)
     (patch,) = [each for each in holder.patches if each.target.endswith(":UnquantizedFusedMoEMethod.create_weights")]
     assert (patch.state, patch.detail) == ("applied", "")
 
 
-def test_the_table_of_the_launcher_shows_it(pruned: tuple[Served, float]) -> None:
-    assert pruned[0].info is not None
-    (row,) = [row for row in pruned[0].info.rows if row.pass_name == "sparsity_24"]
+def test_the_table_of_the_launcher_shows_it(pruned: Seen) -> None:
+    (row,) = [row for row in pruned.info.rows if row.pass_name == "sparsity_24"]
     assert dataclasses.astuple(row) == ("sparsity_24", "experts 2:4 sparse", "yes", "yes, 4 layers", "")
 
 
-def test_perplexity_is_worse_and_of_a_model_that_still_speaks(pruned: tuple[Served, float]) -> None:
+def test_perplexity_is_worse_and_of_a_model_that_still_speaks(pruned: Seen) -> None:
     dense = reference_perplexity()
-    assert math.isfinite(pruned[1])
+    assert math.isfinite(pruned.perplexity)
     # Not pruned it would be within a thousandth of the dense model's; with weights in wrong places, in the hundreds.
-    assert 1.05 * dense < pruned[1] < 4 * dense, (dense, pruned[1])
+    assert 1.05 * dense < pruned.perplexity < 4 * dense, (dense, pruned.perplexity)
 
 
 def test_off_nothing_of_it_is_there(ours_bf16: Served) -> None:
