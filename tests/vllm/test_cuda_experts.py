@@ -134,7 +134,8 @@ def test_each_planned_kernel_is_tried_on_the_layer_before_its_first_forward(
     kernel: Any, kernels: Kernels, weights: Any, session: PluginSession
 ) -> None:
     forward(kernel, weights, 3)
-    assert kernels.runs == [("direct", 2), ("grouped-bf16-n16", 8)]
+    # Both ends of each of its ranges.
+    assert kernels.runs == [("direct", 1), ("direct", 2), ("grouped-bf16-n16", 5), ("grouped-bf16-n16", 8)]
     (layer,) = session.proof.passes[PASS].layers
     assert layer.self_check_error is not None
     assert layer.self_check_error <= 1

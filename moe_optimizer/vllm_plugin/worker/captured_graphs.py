@@ -79,3 +79,11 @@ def largest_graph(worker: Any) -> int:
     else:  # the runner that vLLM calls V2
         graphs_by_mode = runner.cudagraph_manager._capture_descs
     return max((graph.num_tokens for graphs in graphs_by_mode.values() for graph in graphs), default=0)
+
+
+def captures_any(worker: Any) -> bool:
+    """Return whether this worker's vLLM has captured CUDA graphs, as far as it says so."""
+    try:
+        return largest_graph(worker) > 0
+    except AttributeError:
+        return False

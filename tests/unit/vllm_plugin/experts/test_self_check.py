@@ -52,7 +52,7 @@ def checked(
         weights, changed = (under_check.weights, call) if change is None else change(under_check.weights, call)
         under_check.format.compute(weights, changed)
 
-    return check_layer(under_check, {"kernel": CheckedKernel(run=kernel, tokens=4)})
+    return check_layer(under_check, {"kernel": CheckedKernel(run=kernel, tokens=(4,))})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -145,7 +145,7 @@ def test_an_exception_is_a_reason() -> None:
         raise RuntimeError("no launch")
 
     assert (
-        check_layer(layer(), {"direct": CheckedKernel(run=raising, tokens=4)}).reason
+        check_layer(layer(), {"direct": CheckedKernel(run=raising, tokens=(4,))}).reason
         == "direct: RuntimeError: no launch"
     )
 
@@ -160,7 +160,7 @@ def test_the_first_wrong_kernel_of_several_is_named() -> None:
         """Write nothing."""
 
     result = check_layer(
-        under_check, {"right": CheckedKernel(run=right, tokens=4), "silent": CheckedKernel(run=silent, tokens=1)}
+        under_check, {"right": CheckedKernel(run=right, tokens=(4,)), "silent": CheckedKernel(run=silent, tokens=(1,))}
     )
     assert result.reason.startswith("silent: error nan")
 
@@ -188,7 +188,7 @@ def rounding(under_check: ExpertsLayer, share: float) -> CheckedKernel:
         under_check.format.compute(under_check.weights, dataclasses.replace(call, x=rounded))
         call.out.mul_(share)
 
-    return CheckedKernel(run=run, tokens=16, rounds_activations=True)
+    return CheckedKernel(run=run, tokens=(16,), rounds_activations=True)
 
 
 def test_a_kernel_that_rounds_the_activations_is_held_to_what_torch_can_do_with_them_rounded() -> None:
