@@ -166,7 +166,7 @@ class _Trial:
         exact = torch.float64 if self._layer.dtype == torch.float32 else torch.float32
         shares = {expert: share.double() for expert, share in self._shares(call, local_ids, exact).items()}
         want = torch.stack(list(shares.values())).sum(dim=0)
-        in_dtype = self._in_torch(call, local_ids).double()
+        in_dtype = self._in_torch(call, local_ids, self._layer.dtype).double()
         got = call.out[self._rows.to(self._device)].double()
         # Where the exact result is not a number or too large for the dtype, it says nothing about the kernel.
         finite = want.abs() <= torch.finfo(self._layer.dtype).max / 2
@@ -181,36 +181,52 @@ class _Trial:
             share = error / allowed if allowed and math.isfinite(error) else math.inf
             return CheckResult(share, f"error {error:.3g} on {self._tokens} tokens, allowed {allowed:.3g}")
         largest = CheckResult(error / allowed if allowed else 0.0, "")
-        factors = _compared_factors(shares, got, in_dtype, finite & in_dtype.isfinite(), self._tokens)
+        rounded = self._in_torch(call, local_ids, torch.float32).double()
+        factors = _compared_factors(shares, got, rounded, finite & rounded.isfinite(), self._tokens)
         return max(largest, factors, key=lambda each: (bool(each.reason), each.error))
 
-    def _in_torch(self, call: ExpertsCall, local_ids: torch.Tensor) -> torch.Tensor:
-        """Return the compared rows as torch gives them with every step in the layer's dtype."""
+    def _in_torch(self, call: ExpertsCall, local_ids: torch.Tensor, product: torch.dtype) -> torch.Tensor:
+        """Return the compared rows as torch gives them with every result in the layer's dtype.
+
+        Args:
+            call: what is computed.
+            local_ids: of its tokens.
+            product: type of the factors of a product. FP32 keeps weights and routing weights as they are: stored in FP8
+                with one scale they have so few values that rounding them to BF16 has a direction.
+        """
         out = torch.zeros(len(self._rows), self._layer.hidden_size, dtype=self._layer.dtype, device=self._device)
-        for share in self._shares(call, local_ids, self._layer.dtype, rounded=self._rounded).values():
-            out += share
+        shares = self._shares(call, local_ids, product, rounded=self._rounded, result=self._layer.dtype)
+        for share in shares.values():
+            out += share.to(out.dtype)
         return out
 
     def _shares(
-        self, call: ExpertsCall, local_ids: torch.Tensor, dtype: torch.dtype, *, rounded: bool = False
+        self,
+        call: ExpertsCall,
+        local_ids: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        rounded: bool = False,
+        result: torch.dtype | None = None,
     ) -> dict[int, torch.Tensor]:
-        """Return what each expert adds to the compared rows, every step in `dtype`."""
+        """Return what each expert adds to the compared rows: products in `dtype`, results rounded to `result`."""
         layer, rows = self._layer, self._rows.to(self._device)
         ids, weights = local_ids[rows], call.topk_weights[rows]
         x = _rounded_to_fp8(call.x[rows]) if rounded else call.x[rows]
+        kept = dtype if result is None else result
         shares = {}
         for expert, (w13, w2) in self._dense.items():
             tokens, slots = torch.nonzero(ids == expert, as_tuple=True)
-            gate_up = x[tokens].to(dtype) @ w13.to(dtype).T
+            gate_up = (x[tokens].to(dtype) @ w13.to(dtype).T).to(kept)
             if layer.w13_bias is not None:
-                gate_up = gate_up + layer.w13_bias[expert].to(dtype)
+                gate_up = gate_up + layer.w13_bias[expert].to(kept)
             gate, up = gate_up.chunk(2, dim=-1)
             hidden = torch.nn.functional.silu(gate) * up
-            down = (_rounded_to_fp8(hidden) if rounded else hidden) @ w2.to(dtype).T
+            down = ((_rounded_to_fp8(hidden) if rounded else hidden).to(dtype) @ w2.to(dtype).T).to(kept)
             if layer.w2_bias is not None:
-                down = down + layer.w2_bias[expert].to(dtype)
+                down = down + layer.w2_bias[expert].to(kept)
             share = torch.zeros(len(rows), layer.hidden_size, dtype=dtype, device=self._device)
-            shares[expert] = share.index_add_(0, tokens, down * weights[tokens, slots, None].to(dtype))
+            shares[expert] = share.index_add_(0, tokens, down.to(dtype) * weights[tokens, slots, None].to(dtype))
         return shares
 
 
@@ -224,7 +240,7 @@ def _compared_rows(tokens: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _compared_factors(
-    shares: dict[int, torch.Tensor], got: torch.Tensor, in_dtype: torch.Tensor, finite: torch.Tensor, tokens: int
+    shares: dict[int, torch.Tensor], got: torch.Tensor, rounded: torch.Tensor, finite: torch.Tensor, tokens: int
 ) -> CheckResult:
     """Compare the factor that each expert's share is scaled by with 1; see the module's docstring."""
     used = {expert: share[finite] for expert, share in shares.items()}
@@ -234,7 +250,7 @@ def _compared_factors(
     # Scaled first: the square of a small output would be zero.
     used = {expert: values / largest for expert, values in used.items() if values.norm() > 1e-3 * largest}
     matrix = torch.stack(list(used.values()), dim=1)
-    got, in_dtype = got[finite] / largest, in_dtype[finite] / largest
+    got, rounded = got[finite] / largest, rounded[finite] / largest
     norms = matrix.norm(dim=0)
     products = (matrix / norms).T @ (matrix / norms)
     names = [f"expert {expert}" for expert in used]
@@ -249,8 +265,8 @@ def _compared_factors(
     def deviations(values: torch.Tensor) -> torch.Tensor:
         return (inverse @ ((matrix / norms).T @ (values - want)) / norms).abs()
 
-    standard = (in_dtype - want).square().mean().sqrt() * inverse.diagonal().sqrt() / norms
-    allowed = _FACTOR_BASE + 2 * deviations(in_dtype) + _STANDARD_ERRORS * standard
+    standard = (rounded - want).square().mean().sqrt() * inverse.diagonal().sqrt() / norms
+    allowed = _FACTOR_BASE + 2 * deviations(rounded) + _STANDARD_ERRORS * standard
     off = deviations(got)
     share, position = (off / allowed).max(dim=0)
     if share.item() <= 1:
