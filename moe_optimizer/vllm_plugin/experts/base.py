@@ -9,8 +9,6 @@ the next class in vLLM's order.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 from moe_optimizer.errors import RequiredNotAppliedError, described
-from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
+from moe_optimizer.vllm_plugin.experts.layer import Served
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall, unknown_interface
 from moe_optimizer.vllm_plugin.experts.weight_format import planned_format
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session
@@ -29,20 +27,6 @@ _SWIGLU_PARAMETERS = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
 
 QuantKeys = tuple[Any, Any]
 """How vLLM describes the quantisation of weights and activations; (None, None) is unquantised."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """A layer that our kernels serve, as the canary tries it."""
-
-    layer: ExpertsLayer
-    """With the weights that vLLM's layer holds now, whatever the kernels read."""
-    sizes: Mapping[str, tuple[int, ...]]
-    """Kernel -> numbers of tokens at which it is tried."""
-    rounding: frozenset[str] = frozenset()
-    """The kernels that quantise the activations."""
-    num_experts: int
-    """Experts that are tried."""
 
 
 class MoeOptimizerExperts(mk.FusedMoEExpertsModular):

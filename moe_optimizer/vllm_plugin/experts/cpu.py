@@ -12,9 +12,9 @@ from vllm.platforms import current_platform
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.ops import use_huge_pages
 from moe_optimizer.vllm_plugin.experts import kernel
-from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys, Served
+from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
 from moe_optimizer.vllm_plugin.experts.converted_layer import convert_when_loaded_again, put_weights
-from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
+from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer, Served
 from moe_optimizer.vllm_plugin.experts.op import run_experts
 from moe_optimizer.vllm_plugin.experts.self_check import NUM_EXPERTS, CheckedKernel, check_layer
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall

@@ -17,9 +17,9 @@ from moe_optimizer.ops import _load
 from moe_optimizer.ops.cuda_variants import rounds_activations
 from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange
-from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys, Served
+from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
 from moe_optimizer.vllm_plugin.experts.cuda_layer import ALIGNMENT, CudaLayer
-from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
+from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer, Served
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
 from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, ExpertsCall, KernelWeights
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_decision
