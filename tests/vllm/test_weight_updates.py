@@ -92,8 +92,8 @@ class Served:
         got = layer.quant_method.moe_kernel.apply(
             x, layer.w13_weight, layer.w2_weight, topk_weights, ids.int(), layer.activation, EXPERTS, None, False
         )
-        exact = (weights[name].float() for name in ("w13_weight", "w2_weight"))
-        want = fused_experts(x.float(), *exact, topk_weights, ids.int())
+        w13, w2 = (weights[name].float() for name in ("w13_weight", "w2_weight"))
+        want = fused_experts(x.float(), w13, w2, topk_weights, ids.int())
         return float((got.float() - want).norm() / want.norm())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -218,7 +218,7 @@ def stored(seed: int, form: str) -> ExpertsLayer:
     if form == "plain":
         return plain
     (w13, w13_scale), (w2, w2_scale) = (
-        quantize_fp8(weight, granularity=form) for weight in (plain.weights.w13, plain.weights.w2)
+        quantize_fp8(weight, granularity=cast("Any", form)) for weight in (plain.weights.w13, plain.weights.w2)
     )
     fp8 = KernelWeights(format="fp8", w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
     return dataclasses.replace(plain, weights=fp8)
