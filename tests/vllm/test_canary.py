@@ -47,7 +47,7 @@ class Server:
     def canary(self) -> str:
         return self.session.proof.passes[PASS].canary
 
-    def check(self, *, graphs: bool = False) -> None:
+    def check(self, *, graphs: int = 0) -> None:
         from moe_optimizer.vllm_plugin.experts.canary import check_model
 
         check_model(self.session, self.model, when="before ready", largest=LARGEST, graphs=graphs)
@@ -103,7 +103,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
 def test_a_right_layer_passes_at_both_ends_of_every_range_and_the_proof_says_so(server: Server) -> None:
     server.kernels.runs.clear()
     calls = server.session.proof.passes[PASS].calls
-    server.check(graphs=False)
+    server.check()
     assert server.kernels.runs == [
         ("direct", 1), ("direct", 2), ("grouped-bf16-n16", 9), ("grouped-bf16-n16", LARGEST)
     ]  # fmt: skip
@@ -132,12 +132,31 @@ def test_graphs_are_replayed_on_other_inputs_than_those_of_the_capture(
     from moe_optimizer.vllm_plugin.experts import canary
 
     monkeypatch.setattr(canary, "_captured", replayed)
-    server.check(graphs=True)
-    assert "also through graphs" in server.canary
+    server.check(graphs=64)
+    assert "through graphs up to 64" in server.canary
     monkeypatch.setattr(canary, "_captured", frozen)
     with pytest.raises(RequiredNotAppliedError, match="in a replayed graph"):
-        server.check(graphs=True)
+        server.check(graphs=64)
     assert server.canary.startswith("failed before ready:")
+
+
+def test_what_vllm_does_not_capture_is_not_captured_here(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_optimizer.vllm_plugin.experts import canary
+
+    sizes: list[int] = []
+
+    def noted(layer: Any, call: Any) -> Callable[[], None]:
+        sizes.append(call.x.shape[0])
+        return replayed(layer, call)
+
+    monkeypatch.setattr(canary, "_captured", noted)
+    server.check(graphs=9)
+    assert sizes == [1, 2, 9]
+
+
+def test_without_a_gpu_that_captures_the_canary_says_that_it_did_not_run(server: Server) -> None:
+    server.check(graphs=64)
+    assert server.canary.startswith("not run before ready: no graph of a layer")
 
 
 def scaled(factor: float, experts: slice = slice(None)) -> Callable[[Any], Any]:

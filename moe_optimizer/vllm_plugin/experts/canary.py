@@ -44,7 +44,7 @@ def our_layers(model: torch.nn.Module) -> Iterator[tuple[Any, MoeOptimizerExpert
             yield layer, experts
 
 
-def check_model(session: PluginSession, model: torch.nn.Module, *, when: str, largest: int, graphs: bool) -> None:
+def check_model(session: PluginSession, model: torch.nn.Module, *, when: str, largest: int, graphs: int) -> None:
     """Try every layer that our kernels serve, and write the outcome into the proof.
 
     Args:
@@ -52,7 +52,7 @@ def check_model(session: PluginSession, model: torch.nn.Module, *, when: str, la
         model: vLLM's, loaded.
         when: for the proof, for example "before ready".
         largest: most tokens of a forward.
-        graphs: vLLM captures CUDA graphs.
+        graphs: tokens of the largest CUDA graph that vLLM has captured; 0 where it has none.
 
     Raises:
         RequiredNotAppliedError: a layer is wrong.
@@ -81,7 +81,7 @@ def check_model(session: PluginSession, model: torch.nn.Module, *, when: str, la
             hint="serve without our kernels: --disable-flash-dmoe",
         )
     if layers:
-        through = ", also through graphs" if graphs else ""
+        through = f", through graphs up to {graphs}" if graphs else ""
         session.checked(
             EXPERTS_PASS,
             f"passed {when}: {layers} layers, {min(sizes)} to {max(sizes)} tokens{through}, "
@@ -90,7 +90,7 @@ def check_model(session: PluginSession, model: torch.nn.Module, *, when: str, la
 
 
 def _check(
-    layer: Any, experts: MoeOptimizerExperts, *, largest: int, first: bool, graphs: bool
+    layer: Any, experts: MoeOptimizerExperts, *, largest: int, first: bool, graphs: int
 ) -> tuple[CheckResult, set[int]]:
     """Return the outcome for one layer, and the numbers of tokens that were tried."""
     served = experts.served(layer, largest=largest, first=first)
@@ -102,6 +102,7 @@ def _check(
             tokens=sizes,
             rounds_activations=name in served.rounding,
             capture=functools.partial(_captured, layer) if graphs else None,
+            captured_up_to=graphs,
         )
         for name, sizes in served.sizes.items()
     }
@@ -129,13 +130,22 @@ def _through_vllm(layer: Any, call: ExpertsCall) -> None:
             expert_map=layer.expert_map,
             apply_router_weight_on_input=False,
         )
-    except (AttributeError, TypeError, torch.OutOfMemoryError) as error:
+    except (AssertionError, AttributeError, TypeError, torch.OutOfMemoryError) as error:
+        # vLLM asserts what it expects around a layer, for example that its workspace need not grow.
         raise NotCheckedError(described(error)) from error
     call.out.copy_(result)
 
 
 def _captured(layer: Any, call: ExpertsCall) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _through_vllm(layer, call)
+    """Capture a call in a CUDA graph of its own; return its replay.
+
+    Raises:
+        NotCheckedError: CUDA does not capture it.
+    """
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            _through_vllm(layer, call)
+    except RuntimeError as error:
+        raise NotCheckedError(f"no graph of a layer: {described(error)}") from error
     return graph.replay

@@ -69,6 +69,8 @@ class CheckedKernel:
     """It quantises the activations of both products to E4M3."""
     capture: Callable[[ExpertsCall], Callable[[], None]] | None = None
     """Captures `run` of a call in a graph and returns its replay; None where there are no graphs."""
+    captured_up_to: int = 0
+    """Tokens of the largest graph."""
 
 
 def check_layer(
@@ -132,7 +134,7 @@ class _Trial:
         call, local_ids = self._call()
         kernel.run(call)
         result = self._compared(call, local_ids)
-        if result.reason or kernel.capture is None:
+        if result.reason or kernel.capture is None or self._tokens > kernel.captured_up_to:
             return result
         replay = kernel.capture(call)
         fresh, local_ids = self._call()

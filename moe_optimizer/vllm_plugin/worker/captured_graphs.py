@@ -81,9 +81,9 @@ def largest_graph(worker: Any) -> int:
     return max((graph.num_tokens for graphs in graphs_by_mode.values() for graph in graphs), default=0)
 
 
-def captures_any(worker: Any) -> bool:
-    """Return whether this worker's vLLM has captured CUDA graphs, as far as it says so."""
+def largest_known_graph(worker: Any) -> int:
+    """Return `largest_graph`, or 0 where this vLLM does not show its graphs."""
     try:
-        return largest_graph(worker) > 0
+        return largest_graph(worker)
     except AttributeError:
-        return False
+        return 0

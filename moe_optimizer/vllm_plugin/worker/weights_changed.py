@@ -53,14 +53,14 @@ class WatchedWorker:
             RequiredNotAppliedError: a layer is wrong.
         """
         from moe_optimizer.vllm_plugin.experts.canary import check_model
-        from moe_optimizer.vllm_plugin.worker.captured_graphs import captures_any
+        from moe_optimizer.vllm_plugin.worker.captured_graphs import largest_known_graph
 
         check_model(
             self._session,
             self._worker.model_runner.get_model(),
             when=when,
             largest=self._worker.vllm_config.scheduler_config.max_num_batched_tokens,
-            graphs=captures_any(self._worker),
+            graphs=largest_known_graph(self._worker),
         )
 
     def _weights_changed(self, when: str, *_arguments: Any, **_named: Any) -> None:
