@@ -240,3 +240,9 @@ def test_a_layer_that_is_not_as_known_is_not_tried_and_the_proof_says_so(server:
     server.check()
     assert server.canary.startswith("not run before ready: AttributeError")
     assert server.session.proof.passes[PASS].why_not == ""
+
+
+def test_layers_in_which_our_kernels_are_not_found_are_not_called_right(server: Server) -> None:
+    server.layer.quant_method = SimpleNamespace(kernel_of_another_version=server.layer.quant_method.moe_kernel)
+    server.check()
+    assert server.canary == "not run before ready: our kernels were not found in the model's layers"

@@ -80,13 +80,16 @@ def check_model(session: PluginSession, model: torch.nn.Module, *, when: str, la
             f"{EXPERTS_PASS}: the experts compute something else than their weights say ({when}): {worst.reason}",
             hint="serve without our kernels: --disable-flash-dmoe",
         )
-    if layers:
-        through = f", through graphs up to {graphs}" if graphs else ""
-        session.checked(
-            EXPERTS_PASS,
-            f"passed {when}: {layers} layers, {min(sizes)} to {max(sizes)} tokens{through}, "
-            f"worst error {worst.error:.2f} of the allowed",
-        )
+    if not layers:
+        if session.proof.passes[EXPERTS_PASS].layers:
+            session.checked(EXPERTS_PASS, f"not run {when}: our kernels were not found in the model's layers")
+        return
+    through = f", through graphs up to {graphs}" if graphs else ""
+    session.checked(
+        EXPERTS_PASS,
+        f"passed {when}: {layers} layers, {min(sizes)} to {max(sizes)} tokens{through}, "
+        f"worst error {worst.error:.2f} of the allowed",
+    )
 
 
 def _check(
