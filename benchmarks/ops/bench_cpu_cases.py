@@ -40,8 +40,8 @@ SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
     "mixtral-8x7b-tp4": Shape(4096, 3584, 8, 2),
     "olmoe-1b-7b": Shape(2048, 1024, 64, 8),
-    # 16 of 256 experts: of a token's 8 experts this rank holds half a one on average, so one is on the safe side.
-    "deepseek-v3-ep16": Shape(7168, 2048, 16, 1),
+    # Of the size of DeepSeek-V3's. EP 16 would give a rank half of a token's 8 experts on average; here it is one.
+    "deepseek-v3-16-experts-top1": Shape(7168, 2048, 16, 1),
 }
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optimizer import env
@@ -132,15 +133,19 @@ def read_request(options: PlanOptions) -> tuple[Settings, PlanRequest]:
         vllm_args=options.vllm_args,
         trust_remote_code=settings["trust_remote_code"],
         dtype=None if dtype == "auto" else dtype,
-        expert_load=_read_expert_load(settings, profile),
+        expert_load=_read_expert_load(options, settings, profile),
         fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity),
         activation_norms=read_activation_norms_file(profile.passes.sparsity_24.activation_norms),
     )
     return settings, request
 
 
-def _read_expert_load(settings: Settings, profile: Profile) -> PlacementLoad | None:
-    """Read the loads named by flags, or else by the profile."""
+def _read_expert_load(options: PlanOptions, settings: Settings, profile: Profile) -> PlacementLoad | None:
+    """Read the loads named by flags, or else by the profile.
+
+    Raises:
+        InputError: one cannot be read, or is what this run would write itself.
+    """
     from moe_optimizer.inspection.expert_load import read_placement_load
 
     stated, key = profile.passes.expert_placement, f"profile {profile.name}: passes.expert_placement"
@@ -149,7 +154,31 @@ def _read_expert_load(settings: Settings, profile: Profile) -> PlacementLoad | N
         load = Setting(stated.load, f"{key}.load")
     if check.value is None:
         check = Setting(stated.load_check, f"{key}.load_check")
-    return read_placement_load(load.value, check.value, origin=load.said_by, check_origin=check.said_by)
+    read = read_placement_load(load.value, check.value, origin=load.said_by, check_origin=check.said_by)
+    run_dir = getattr(options, "run_dir", None) or read_environment().run_dir
+    if run_dir is not None:
+        for stated in (load, check):
+            _refuse_own_output(stated, Path(run_dir))
+    return read
+
+
+def _refuse_own_output(load: Setting, run_dir: Path) -> None:
+    """Refuse a load that this run removes when it starts, and replaces by its own counts.
+
+    Raises:
+        InputError: it is one.
+    """
+    from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR
+
+    if load.value is None:
+        return
+    path = Path(os.path.realpath(load.value))
+    counts = path.name == LOAD_FILE or path.parent.name == PARTS_DIR
+    if counts and path.is_relative_to(os.path.realpath(run_dir)):
+        raise InputError(
+            f"{load.said_by}: {load.value} is in the run folder {run_dir}, where this run writes its own counts",
+            hint="give this run another folder with --run-dir, or copy the file",
+        )
 
 
 def read_hardware(named: Setting, num_gpus: int | None, nodes: int = 1) -> HardwareSpec:

@@ -81,6 +81,8 @@ class MemoryRequest:
     """Further replicas of experts in each layer, all devices together; None: vLLM's load balancer (EPLB) is off."""
     pipeline_stages: int = 1
     """Groups of `num_devices` that hold successive layers (pipeline parallel size)."""
+    kernel_tokens: int = 0
+    """Tokens of the largest forward that our CUDA kernels compute, whose buffers lie beside vLLM's own."""
     cuda_graphs: bool = True
     device: Literal["cuda", "cpu"] = "cuda"
 
@@ -119,7 +121,8 @@ def activation_bytes(request: MemoryRequest) -> int:
 
     forward  = T * 2 bytes * (3 * hidden + the largest of
                  attention: 2 * (heads + 2 * kv_heads) * head_dim / n,
-                 experts:   top_k * (max(2 * I / n, H) + I / n) + H,
+                 experts:   top_k * (max(2 * I / n, H) + I / n) + H, and beside it with our kernels
+                            top_k * (I / n + H) + H for each token that they compute at once,
                  dense MLP: 3 * width / n)           with T = max_num_batched_tokens, n devices
     sampling = max_num_seqs * vocab * 4 bytes * 4
     """
@@ -131,7 +134,10 @@ def activation_bytes(request: MemoryRequest) -> int:
     width = model.moe_intermediate_size / (1 if request.expert_parallel else devices * request.data_parallel_size)
     experts = model.top_k * (max(2 * width, model.expert_hidden_size) + width) + model.expert_hidden_size
     widest = max(2 * heads * attention.head_dim, experts, 3 * _dense_mlp_width(model) / devices)
-    forward = request.max_num_batched_tokens * element * (3 * model.hidden_size + widest)
+    # vLLM reserves the buffers of its own experts for whoever computes a forward.
+    own = min(request.kernel_tokens, request.max_num_batched_tokens) * element
+    own *= model.top_k * (width + model.expert_hidden_size) + model.expert_hidden_size
+    forward = request.max_num_batched_tokens * element * (3 * model.hidden_size + widest) + own
     sampling = request.max_num_seqs * model.vocab_size * 4 * _SAMPLER_LOGIT_COPIES
     return math.ceil(max(forward, sampling))
 

@@ -35,7 +35,7 @@ class ActivationNorms:
         self._layers: dict[int, _Squares] = {}
 
     def add(self, weights: KernelWeights, call: ExpertsCall) -> None:
-        """Add the tokens of one call."""
+        """Add the tokens of one call; rows of padding have no expert (id -1)."""
         import torch
 
         experts, hidden, width = weights.w2.shape
@@ -46,8 +46,8 @@ class ActivationNorms:
                 torch.zeros(experts, width, dtype=torch.float64, device="cpu"),
             )
         squares = self._layers[address]
-        squares.x += call.x.double().square().sum(0)
-        for expert in call.topk_ids.unique().tolist():
+        squares.x += call.x[(call.topk_ids >= 0).any(-1)].double().square().sum(0)
+        for expert in call.topk_ids[call.topk_ids >= 0].unique().tolist():
             tokens = (call.topk_ids == expert).any(-1)
             gate, up = (call.x[tokens].float() @ weights.w13[expert].float().T).chunk(2, dim=-1)
             squares.h[expert] += (torch.nn.functional.silu(gate) * up).double().square().sum(0)

@@ -15,6 +15,7 @@ from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.pass_params import (
     DisaggregationParams,
     ExpertPlacementParams,
+    FlashDmoeParams,
     Fp8Params,
     GraphCaptureParams,
     KvCacheParams,
@@ -27,6 +28,7 @@ from moe_optimizer.plan.pass_params import (
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.request import PlanRequest, WishWithOrigin
 from moe_optimizer.specs.hardware import CpuSpec, GpuSpec, HardwareSpec
+from moe_optimizer.specs.kernel_speeds import STOCK
 from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.specs.workload import WorkloadSpec
@@ -201,10 +203,19 @@ class PlanContext:
             "max_model_len": None,
             "expert_bits": expert_bits,
             "linear_bits": linear_bits,
+            "kernel_tokens": self._kernel_tokens(),
             "cuda_graphs": self.device == "cuda",
             "device": self.device,
         }
         return MemoryRequest(**(defaults | changes))
+
+    def _kernel_tokens(self) -> int:
+        """Return the most tokens that our CUDA kernels compute in one forward; 0 where they compute none."""
+        experts = self.params(FlashDmoeParams)
+        if experts is None or experts.kernel != "cuda":
+            return 0
+        ranges = (each for ranges in experts.dispatch.values() for each in ranges)
+        return max((each.up_to for each in ranges if each.use != STOCK), default=0)
 
     def converted_bits(self) -> tuple[float | None, float | None]:
         """Return the bits of expert and other weights once they are converted while loading, on average, what they are

@@ -91,6 +91,8 @@ class PassProof:
     """The instruction set that the kernel chose."""
     digest: str = ""
     """Digest of what was applied, where the decision has one."""
+    canary: str = ""
+    """Outcome of the latest canary, for example "passed before ready: 48 layers, ..."; "" where none has run."""
     rearrangements: int = 0
     """Times that experts were placed anew by the load of the serving model (vLLM's EPLB)."""
     moved_experts: int = 0

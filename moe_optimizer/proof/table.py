@@ -34,6 +34,8 @@ class Row:
     ran: str
     """As `applied`, with the number of layers or another detail from the workers; "-" for what is not proven."""
     why_not: str
+    canary: str = ""
+    """Outcome of the check of the kernels through the server's own layers; "" where there is none."""
 
 
 _NARROWEST = 10
@@ -76,7 +78,7 @@ def _joined(rows: Mapping[str, Row]) -> Row:
         return "; ".join(f"{server}: {value}" for server, value in values.items() if value)
 
     first = next(iter(rows.values()))
-    return dataclasses.replace(first, **{name: cell(name) for name in ("applied", "ran", "why_not")})
+    return dataclasses.replace(first, **{name: cell(name) for name in ("applied", "ran", "why_not", "canary")})
 
 
 def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, observed: Mapping[str, Observed]) -> Row:
@@ -100,7 +102,16 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
         applied=applied if decision.applier is Applier.FLAGS else _share([bool(e and e.applied) for e in entries]),
         ran=ran if ran == "no" else ", ".join((ran, *found)),
         why_not=why_not_running(plan, decision, proofs, absent) or layers_left(decision, proofs),
+        canary=_canary([entry.canary for entry in entries if entry and entry.canary]),
     )
+
+
+def _canary(outcomes: Sequence[str]) -> str:
+    """Return the outcomes of several workers as one: those that did not pass, or the first one's for all."""
+    others = dict.fromkeys(outcome for outcome in outcomes if not outcome.startswith("passed"))
+    if others or not outcomes:
+        return "; ".join(others)
+    return outcomes[0] if len(outcomes) == 1 else f"{outcomes[0]}; {len(outcomes) - 1} more workers passed"
 
 
 def _share(answers: Sequence[bool]) -> str:
@@ -112,11 +123,11 @@ def _share(answers: Sequence[bool]) -> str:
 
 
 def render_table(rows: Sequence[Row], *, width: int = 80) -> str:
-    """Return the table as text of at most `width` columns. One line below it names the passes that are off; the plan
-    has their reasons.
+    """Return the table as text of at most `width` columns. Lines below it have the outcome of the canary and name the
+    passes that are off; the plan has their reasons.
     """
     shown = [row for row in rows if row.requested != Status.OFF.value]
-    cells = [tuple(map(printable, dataclasses.astuple(row))) for row in shown]
+    cells = [tuple(map(printable, dataclasses.astuple(row)))[: len(HEADINGS)] for row in shown]
     limits = (18, 24, 16, 16)
     sizes = [min(limit, max(len(line[i]) for line in [HEADINGS, *cells])) for i, limit in enumerate(limits)]
     least = 16 if any(cell[-1] for cell in cells) else len(HEADINGS[-1])
@@ -127,6 +138,10 @@ def render_table(rows: Sequence[Row], *, width: int = 80) -> str:
     lines = []
     for line in [HEADINGS, tuple("-" * min(size, 24) for size in sizes), *cells]:
         lines.extend(_wrapped(line, sizes))
+    for row in shown:
+        if row.canary:
+            text = printable(f"canary of {row.pass_name}: {row.canary}")
+            lines += ["", *textwrap.wrap(text, width, subsequent_indent="     ")]
     off = [row.pass_name for row in rows if row.requested == Status.OFF.value]
     if off:
         lines += ["", *textwrap.wrap(f"off: {', '.join(off)}", width, subsequent_indent="     ")]

@@ -180,6 +180,17 @@ _SEAMS = (
         ),
         why="a layer whose experts are converted is finished while the next ones are loaded",
     ),
+    _Known(
+        name="new weights in place",
+        look=_defined("vllm.model_executor.model_loader.reload.layerwise", "_copy_and_restore_kernel_tensors"),
+        why="new weights of converted experts are copied into the parameters that compiled graphs read",
+    ),
+    _Known(
+        name="a worker's weights change",
+        look=_defined("vllm.v1.worker.gpu_worker", "Worker.reload_weights"),
+        why="the experts are tried again after it, and scales that they keep in another form are rewritten",
+        remove_when="vLLM tells a plugin when weights have changed",
+    ),
     _patch("online FP8 quantiser", ONLINE_FP8_QUANTIZER),
     _Known(
         name="routed experts callback",

@@ -95,6 +95,8 @@ def install_experts(session: PluginSession, decision: Decision | None = None) ->
     _patch(session, EXPERTS_PASS, UNQUANTIZED_ORACLE)
     if decision is None or decision.params_as(FlashDmoeParams).kernel == "cuda":
         _patch(session, EXPERTS_PASS, FP8_ORACLE)
+    # Where it is refused, the experts serve without the canary, and the proof has none.
+    _patch(session, None, WORKER_MODEL_LOADED)
 
 
 def install_fp8(session: PluginSession, decision: Decision) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ class PluginSession:
         self._on_plan = on_plan
         self._planning_failure = ""
         self._layers: dict[int, _Layer] = {}
+        self._counting = True
         self._other_passes: list[Callable[[Any], tuple[str, ...]]] = []
         self.pid = os.getpid()
         role = process_role()
@@ -128,6 +130,20 @@ class PluginSession:
         entry.applied, entry.kernel, entry.isa = True, kernel, isa
         self.writer.touch()
 
+    def checked(self, pass_name: str, outcome: str) -> None:
+        """Note the outcome of the latest canary of a pass."""
+        self._pass(pass_name).canary = outcome
+        self.writer.touch()
+
+    @contextlib.contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """Leave what runs in the block out of the calls: it is no request's."""
+        self._counting = False
+        try:
+            yield
+        finally:
+            self._counting = True
+
     def ran(self, pass_name: str) -> None:
         """Note that a pass without a kernel of its own did its work in a forward."""
         self._pass(pass_name).ran = True
@@ -190,6 +206,8 @@ class PluginSession:
             describe: passes and proof entry of a layer that `add_layer` was not called for.
             kernel: which of several kernels ran; "" where there is one.
         """
+        if not self._counting:
+            return
         known = self._layers.get(address)
         if known is None:
             pass_names, described_layer = describe()
@@ -208,7 +226,7 @@ class PluginSession:
     def called_stock(self, address: int) -> None:
         """Note one run of vLLM's own kernel for a layer of ours, as the plan says for that many tokens."""
         known = self._layers.get(address)
-        if known is not None:
+        if known is not None and self._counting:
             counts = known.proof.calls_by_kernel
             counts[STOCK] = counts.get(STOCK, 0) + 1
             self.writer.touch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.specs.kernel_speeds import TokenRange
 from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.vllm.conftest import tiny_plan
-from tests.vllm.expert_layers import PASS
+from tests.vllm.expert_layers import PASS, moe_config
 
 RANGES = tuple(
     TokenRange(up_to=up_to, use=use) for up_to, use in ((2, "direct"), (4, "stock"), (8, "grouped-bf16-n16"))
@@ -101,3 +102,51 @@ def stock_class() -> Any:
 def offered(module: str, name: str) -> Any:
     base = getattr(importlib.import_module(f"moe_optimizer.vllm_plugin.experts.{module}"), name)
     return type("Offered", (base,), {"stock_classes": (stock_class(),)})
+
+
+class Kernels:
+    """Stand-ins for the compiled kernels: compute, and note what was asked."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[str, int]] = []
+        self.wrong: str = ""
+        """A variant that computes twice the result."""
+        self.change: Callable[[Any], Any] = lambda problem: problem
+        """What a wrong kernel computes instead."""
+        self.failure: Exception | None = None
+
+    def run(self, problem: Any, variant: Any) -> None:
+        from moe_optimizer.ops.reference import fused_experts
+
+        if self.failure is not None:
+            raise self.failure
+        self.runs.append((str(variant), problem.x.shape[0]))
+        changed = self.change(problem)
+        out = fused_experts(
+            changed.x, changed.w13, changed.w2, changed.topk_weights, changed.topk_ids,
+            expert_map=changed.expert_map, w13_scale=changed.w13_scale, w2_scale=changed.w2_scale,
+        )  # fmt: skip
+        problem.out.copy_(out * (2 if str(variant) == self.wrong else 1))
+
+
+def stand_in_kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """Put stand-ins in the place of the compiled kernels."""
+    import torch
+
+    from moe_optimizer.vllm_plugin.experts import cuda_layer
+
+    fake = Kernels()
+    monkeypatch.setattr(cuda_layer.cuda_dispatch, "run", fake.run)
+    monkeypatch.setattr(cuda_layer.cuda_dispatch, "prepare_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return fake
+
+
+def modular_kernel(experts_class: Any, quant_config: Any, **changes: Any) -> Any:
+    """Return vLLM's kernel object over an experts class, as its method of a layer makes it."""
+    import torch
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
+
+    config = moe_config(in_dtype=torch.bfloat16, **changes)
+    return mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts_class(config, quant_config))

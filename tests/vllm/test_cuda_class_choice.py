@@ -111,3 +111,64 @@ def test_fp8_weights_are_read_with_scales_per_block_channel_or_tensor(scheme: st
     from moe_optimizer.vllm_plugin.experts.fp8_cuda import MoeOptimizerFp8CudaExperts
 
     assert MoeOptimizerFp8CudaExperts._supports_quant_scheme(getattr(quant_utils, scheme), None) is supported
+
+
+def later_apply(self: Any, output: Any, hidden_states: Any, weights: Any) -> None:
+    """As a later vLLM may call its experts."""
+
+
+def later_shapes(self: Any, problem: Any) -> None:
+    """As a later vLLM may ask for workspaces."""
+
+
+def later_init(self: Any, moe_config: Any, quant_config: Any, max_num_tokens: int) -> None:
+    """As a later vLLM may make its experts."""
+
+
+def later_finalize(self: Any, experts: Any, output: Any) -> None:
+    """As a later vLLM may finish a forward."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "later"),
+    [
+        ("FusedMoEExpertsModular", "apply", later_apply),
+        ("FusedMoEExpertsModular", "workspace_shapes", later_shapes),
+        ("FusedMoEExpertsModular", "__init__", later_init),
+        ("TopKWeightAndReduce", "apply", later_finalize),
+    ],
+)
+def test_another_interface_of_vllms_experts_leaves_the_layer_to_vllm_with_the_reason(
+    session: PluginSession, monkeypatch: pytest.MonkeyPatch, owner: str, method: str, later: Any
+) -> None:
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+
+    from moe_optimizer.vllm_plugin.experts import cuda as experts_cuda
+
+    monkeypatch.setattr(experts_cuda.MoeOptimizerCudaExperts, "_supports_current_device", staticmethod(lambda: True))
+    cls = offered("cuda", "MoeOptimizerCudaExperts")
+    monkeypatch.setattr(getattr(mk, owner), method, later)
+    supported, why_not = cls.is_supported_config(
+        cls, moe_config(in_dtype=torch.bfloat16), None, None, cls.activation_format()
+    )
+    assert not supported
+    assert later.__name__ in why_not
+    assert session.proof.passes[PASS].why_not == why_not
+
+
+def test_scales_per_expert_are_left_to_vllm_where_it_does_not_tell_of_new_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTensorSym, kFp8StaticTensorSym
+
+    from moe_optimizer.vllm_plugin.experts import cuda as experts_cuda
+    from moe_optimizer.vllm_plugin.experts import fp8_cuda
+
+    session = activated(tmp_path, monkeypatch, {"fp8_channel": RANGES})
+    monkeypatch.setattr(experts_cuda._load, "kernels", lambda: type("Built", (), {"cuda_grouped": None}))
+    cls = offered("fp8_cuda", "MoeOptimizerFp8CudaExperts")
+    keys = (kFp8StaticTensorSym, kFp8DynamicTensorSym)
+    config = moe_config(in_dtype=torch.bfloat16)
+    assert "when they change" in cls.why_not(config, keys, session)
+    monkeypatch.setattr(fp8_cuda, "weight_changes_are_seen", lambda: True)
+    assert cls.why_not(config, keys, session) == ""

@@ -12,54 +12,21 @@ from typing import Any
 import pytest
 
 from moe_optimizer.vllm_plugin.session import PluginSession
-from tests.vllm.cuda_class import RANGES, activated, offered
-from tests.vllm.expert_layers import EXPERTS, HIDDEN, PASS, TOP_K, WIDTH, moe_config
+from tests.vllm.cuda_class import RANGES, Kernels, activated, modular_kernel, offered, stand_in_kernels
+from tests.vllm.expert_layers import EXPERTS, HIDDEN, PASS, TOP_K, WIDTH
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.vllm
 
 
-class Kernels:
-    """Stand-ins for the compiled kernels: compute, and note what was asked."""
-
-    def __init__(self) -> None:
-        self.runs: list[tuple[str, int]] = []
-        self.wrong: str = ""
-        """A variant that computes twice the result."""
-
-    def run(self, problem: Any, variant: Any) -> None:
-        from moe_optimizer.ops.reference import fused_experts
-
-        self.runs.append((str(variant), problem.x.shape[0]))
-        out = fused_experts(
-            problem.x, problem.w13, problem.w2, problem.topk_weights, problem.topk_ids,
-            expert_map=problem.expert_map, w13_scale=problem.w13_scale, w2_scale=problem.w2_scale,
-        )  # fmt: skip
-        problem.out.copy_(out * (2 if str(variant) == self.wrong else 1))
-
-
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    from moe_optimizer.vllm_plugin.experts import cuda_layer
-
-    fake = Kernels()
-    monkeypatch.setattr(cuda_layer.cuda_dispatch, "run", fake.run)
-    monkeypatch.setattr(cuda_layer.cuda_dispatch, "prepare_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return fake
+    return stand_in_kernels(monkeypatch)
 
 
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginSession:
     return activated(tmp_path, monkeypatch, {"bf16": RANGES, "fp8_block": RANGES})
-
-
-def modular_kernel(experts_class: Any, quant_config: Any, **changes: Any) -> Any:
-    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-    from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
-
-    config = moe_config(in_dtype=torch.bfloat16, **changes)
-    return mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts_class(config, quant_config))
 
 
 @pytest.fixture
@@ -134,7 +101,8 @@ def test_each_planned_kernel_is_tried_on_the_layer_before_its_first_forward(
     kernel: Any, kernels: Kernels, weights: Any, session: PluginSession
 ) -> None:
     forward(kernel, weights, 3)
-    assert kernels.runs == [("direct", 2), ("grouped-bf16-n16", 8)]
+    # Both ends of each of its ranges.
+    assert kernels.runs == [("direct", 1), ("direct", 2), ("grouped-bf16-n16", 5), ("grouped-bf16-n16", 8)]
     (layer,) = session.proof.passes[PASS].layers
     assert layer.self_check_error is not None
     assert layer.self_check_error <= 1
@@ -256,3 +224,86 @@ def test_fp8_weights_are_read_with_their_scales_and_vllms_kernel_gets_quantised_
     assert asked == [(None, config.quant_dtype, config.per_act_token_quant, config.block_shape)]
     (layer,) = session.proof.passes[PASS].layers
     assert (layer.weight_format, layer.weight_dtype) == ("fp8", "float8_e4m3fn")
+
+
+def test_a_kernel_counts_as_run_only_once_it_has_run(
+    kernel: Any, kernels: Kernels, weights: Any, session: PluginSession
+) -> None:
+    forward(kernel, weights, 6)
+    proof = session.proof.passes[PASS]
+    calls = proof.calls
+    kernels.failure = RuntimeError("no launch")
+    with pytest.raises(RuntimeError, match="no launch"):
+        forward(kernel, weights, 6)
+    assert proof.calls == calls
+
+
+def test_a_forward_that_vllm_does_not_finish_does_not_count_and_the_next_one_is_written(
+    kernel: Any, kernels: Kernels, weights: Any, session: PluginSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a later vLLM took the experts' own buffer as the layer's output."""
+    experts = kernel.fused_experts
+    finalize = kernel.impl.prepare_finalize.finalize
+    forward(kernel, weights, 6)
+    proof = session.proof.passes[PASS]
+
+    def unfinished(output: Any, fused_out: Any, *rest: Any, **named: Any) -> None:
+        output.copy_(fused_out)
+
+    monkeypatch.setattr(kernel.impl.prepare_finalize, "finalize", unfinished)
+    calls = proof.calls
+    forward(kernel, weights, 6)
+    assert proof.calls == calls
+    torch.testing.assert_close(*forward(kernel, weights, 6))
+    assert proof.calls == calls + 1
+    assert "did not finish a forward" in proof.why_not
+    monkeypatch.setattr(kernel.impl.prepare_finalize, "finalize", finalize)
+    torch.testing.assert_close(*forward(kernel, weights, 6))
+    assert experts._output.pending is None or experts._output.left_out
+
+
+def test_an_output_that_the_kernels_cannot_write_in_place_gets_a_copy(
+    kernel: Any, kernels: Kernels, weights: Any
+) -> None:
+    experts = kernel.fused_experts
+    forward(kernel, weights, 6)
+    for output in (torch.empty(HIDDEN, 6, dtype=torch.bfloat16).T, torch.empty(6, HIDDEN)):
+        buffer = torch.empty(6, HIDDEN, dtype=torch.bfloat16)
+        experts._output.pending = lambda out: out.fill_(3.0)
+        experts._output.apply(output, buffer, None, None, False)
+        assert bool((output == 3).all())
+
+
+def test_a_call_of_another_shape_is_computed_by_vllm_with_the_reason(
+    kernel: Any, kernels: Kernels, weights: Any, session: PluginSession
+) -> None:
+    experts = kernel.fused_experts
+    forward(kernel, weights, 6)
+    kernels.runs.clear()
+    x = torch.randn(2, HIDDEN).bfloat16()
+    got = torch.empty_like(x)
+    ones, ids = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32)
+    arguments = {
+        "output": got, "hidden_states": x, "w1": weights[0], "w2": weights[1], "topk_weights": ones, "topk_ids": ids,
+        "activation": None, "global_num_experts": EXPERTS, "expert_map": None, "a1q_scale": None, "a2_scale": None,
+        "workspace13": None, "workspace2": None, "expert_tokens_meta": None, "apply_router_weight_on_input": False,
+    }  # fmt: skip
+    seen: list[dict[str, Any]] = []
+    experts.stock.apply = lambda **named: seen.append(named)
+    experts.apply(**arguments, of_a_later_version=1)
+    assert [call["of_a_later_version"] for call in seen] == [1]
+    assert kernels.runs == []
+    assert "of_a_later_version" in session.proof.passes[PASS].why_not
+
+
+def test_rows_that_are_padding_are_zero_whatever_the_kernel_of_their_number(kernel: Any, weights: Any) -> None:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    for tokens in (1, 2, 6):
+        x = torch.randn(tokens, HIDDEN).bfloat16()
+        # As vLLM marks all rows while it captures a graph.
+        ids, zeros = torch.full((tokens, TOP_K), -1, dtype=torch.int32), torch.zeros(tokens, TOP_K)
+        got = kernel.apply(
+            x, *weights, zeros, ids, MoEActivation.SILU, EXPERTS, None, apply_router_weight_on_input=False
+        )
+        assert bool((got == 0).all())

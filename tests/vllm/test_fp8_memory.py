@@ -83,7 +83,8 @@ def memory(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
 
 def test_the_expert_weights_halve(memory: dict[str, dict[str, Any]]) -> None:
     assert memory["bf16"]["expert_bytes"] == BF16_BYTES
-    assert memory["fp8"]["expert_bytes"] == BF16_BYTES // 2
+    # And a scale in FP32 for each block of 128 x 128.
+    assert memory["fp8"]["expert_bytes"] == BF16_BYTES // 2 + LAYERS * EXPERTS * 3 * (WIDTH // 128) ** 2 * 4
 
 
 def test_the_process_is_smaller_by_half_of_the_experts(memory: dict[str, dict[str, Any]]) -> None:
@@ -111,5 +112,7 @@ def test_only_the_experts_are_in_fp8(memory: dict[str, dict[str, Any]]) -> None:
     assert in_fp8 == {part for part in types if part.endswith(("w13_weight", "w2_weight"))} != set()
     # Router, embedding (here also the head), attention and norms.
     assert types["mlp.gate.weight"] == types["model.embed_tokens.weight"] == "bfloat16"
-    assert {types[part] for part in types.keys() - in_fp8} == {"bfloat16"}
+    scales = {f"{part}_scale" for part in in_fp8}
+    assert {types[part] for part in scales} == {"float32"}
+    assert {types[part] for part in types.keys() - in_fp8 - scales} == {"bfloat16"}
     assert set(memory["bf16"]["types"].values()) == {"bfloat16"}

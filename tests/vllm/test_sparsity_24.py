@@ -51,7 +51,7 @@ def test_the_layers_were_pruned_while_loading(pruned: Seen) -> None:
 
 def test_the_table_of_the_launcher_shows_it(pruned: Seen) -> None:
     (row,) = [row for row in pruned.info.rows if row.pass_name == "sparsity_24"]
-    assert dataclasses.astuple(row) == ("sparsity_24", "experts 2:4 sparse", "yes", "yes, 4 layers", "")
+    assert dataclasses.astuple(row)[:5] == ("sparsity_24", "experts 2:4 sparse", "yes", "yes, 4 layers", "")
 
 
 def test_perplexity_is_worse_and_of_a_model_that_still_speaks(pruned: Seen) -> None:

@@ -17,7 +17,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 from moe_optimizer.errors import RequiredNotAppliedError, described
-from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
+from moe_optimizer.vllm_plugin.experts.layer import Served
+from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall, unknown_interface
 from moe_optimizer.vllm_plugin.experts.weight_format import planned_format
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session
 
@@ -86,7 +87,8 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
             )
             if supported:
                 reason = (
-                    _unsupported_reason(cls, moe_config)
+                    unknown_interface()
+                    or _unsupported_reason(cls, moe_config)
                     or cls.why_not(moe_config, (weight_key, activation_key), session)
                     or wanted.why_not(moe_config)
                 )
@@ -134,12 +136,37 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
         return TopKWeightAndReduceNoOP()
 
     def apply(self, *arguments: Any, **named: Any) -> Any:
-        """Pass vLLM's arguments to `compute` as one."""
-        return self.compute(VllmCall(*arguments, **named))
+        """Pass vLLM's arguments to `compute` as one; a call of another shape goes to vLLM's own experts."""
+        try:
+            call = VllmCall(*arguments, **named)
+        except TypeError as error:
+            return self.unknown_call(named, f"vLLM calls its experts in another way than known: {described(error)}")
+        return self.compute(call)
 
     @abstractmethod
     def compute(self, call: VllmCall) -> Any:
         """Compute the routed experts of every token, with our kernels or by handing the call to vLLM's own experts."""
+
+    @abstractmethod
+    def unknown_call(self, named: dict[str, Any], why: str) -> Any:
+        """Have vLLM's own experts compute a call whose arguments are not those of `VllmCall`.
+
+        Raises:
+            RequiredNotAppliedError: there are none beside ours, or the plan requires ours.
+        """
+
+    def weights_changed(self, layer: Any) -> None:
+        """Bring up to date what the kernels keep beside the weights that vLLM has changed in place: nothing."""
+
+    @abstractmethod
+    def served(self, layer: Any, *, largest: int, first: bool) -> Served | None:
+        """Return what the canary tries of this layer; None where our kernels do not compute it.
+
+        Args:
+            layer: vLLM's.
+            largest: most tokens of a forward.
+            first: no layer of the same shape was tried before it.
+        """
 
 
 def _unsupported_reason(cls: type[MoeOptimizerExperts], moe_config: Any) -> str:

@@ -7,21 +7,21 @@ import importlib.util
 from typing import Any
 
 import torch
-from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.ops import use_huge_pages
 from moe_optimizer.vllm_plugin.experts import kernel
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
-from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
+from moe_optimizer.vllm_plugin.experts.converted_layer import convert_when_loaded_again, put_weights
+from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer, Served
 from moe_optimizer.vllm_plugin.experts.op import run_experts
-from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, check_layer
+from moe_optimizer.vllm_plugin.experts.self_check import NUM_EXPERTS, CheckedKernel, check_layer
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
-from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, planned_format
+from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights, planned_format, weight_format
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session
 
-_CHECKED_TOKENS = 4
+_CHECKED_TOKENS = (1, 4, 64)
 _CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 
 
@@ -77,15 +77,7 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
         if session is None or not all(isinstance(weight, torch.Tensor) for weight in loaded):
             return
         name = str(getattr(layer, "layer_name", ""))
-        ours = ExpertsLayer(
-            name=name,
-            weights=planned_format(session).convert(name, *loaded),
-            dtype=self.moe_config.in_dtype,
-            top_k=self.moe_config.experts_per_token,
-            expert_map=getattr(layer, "expert_map", None),
-            w13_bias=self.w1_bias,
-            w2_bias=self.w2_bias,
-        )
+        ours = self._described(name, planned_format(session).convert(name, *loaded), layer)
         weights, form = ours.weights, ours.format
         kernels = {kernel.NAME: CheckedKernel(run=functools.partial(form.compute, weights), tokens=_CHECKED_TOKENS)}
         result = check_layer(ours, kernels)
@@ -95,9 +87,9 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             self._hand_to_stock(layer, name, ours.expert_map)
             return
         self.weights = weights
-        if weights.w13 is not loaded[0]:
-            replace_parameter(layer, "w13_weight", weights.w13)
-            replace_parameter(layer, "w2_weight", weights.w2)
+        if weights.format != PLAIN:
+            put_weights(layer, weights)
+            convert_when_loaded_again(layer, weights, self._converted_again)
         entry = ours.proof(
             loaded_bytes=sum(weight.nbytes for weight in loaded),
             weight_bytes=weights.nbytes,
@@ -107,6 +99,27 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
             self_check_error=result.error,
         )
         session.add_layer((*form.passes, *session.other_passes(layer)), layer.w13_weight.data_ptr(), entry)
+
+    def _described(self, name: str, weights: KernelWeights, layer: Any) -> ExpertsLayer:
+        return ExpertsLayer(
+            name=name,
+            weights=weights,
+            dtype=self.moe_config.in_dtype,
+            top_k=self.moe_config.experts_per_token,
+            expert_map=getattr(layer, "expert_map", None),
+            w13_bias=self.w1_bias,
+            w2_bias=self.w2_bias,
+        )
+
+    def _converted_again(self, layer: Any) -> KernelWeights:
+        """Return new weights of a loaded layer in the format that the kernel of its compiled graph reads."""
+        session = current_session()
+        name = str(getattr(layer, "layer_name", ""))
+        again = weight_format(self.weights.format).convert_again(name, layer.w13_weight, layer.w2_weight)
+        if session is not None:
+            session.layer_at(self.weights.w13.data_ptr()).output_error = again.output_error
+            session.writer.touch()
+        return again
 
     def _hand_to_stock(self, layer: torch.nn.Module, name: str, expert_map: torch.Tensor | None) -> None:
         if expert_map is not None:
@@ -119,6 +132,26 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
                 self._stock.process_weights_after_loading(layer)
                 return
         raise RequiredNotAppliedError(f"{EXPERTS_PASS}: {name}: our kernel is wrong here, and vLLM has no other")
+
+    def served(self, layer: Any, *, largest: int, first: bool) -> Served | None:
+        """Return what the canary tries; the largest forward once for each shape, as it costs what a prompt costs."""
+        if self._stock is not None or not self.weights.w13.numel():
+            return None
+        held = {name: getattr(layer, name) for name in self.weights.parameters}
+        sizes = tuple(dict.fromkeys(min(tokens, largest) for tokens in (*_CHECKED_TOKENS, largest if first else 1)))
+        return Served(
+            layer=self._described(str(getattr(layer, "layer_name", "")), self.weights.with_parameters(held), layer),
+            sizes={kernel.NAME: sizes},
+            num_experts=NUM_EXPERTS,
+        )
+
+    def unknown_call(self, named: dict[str, Any], why: str) -> Any:  # noqa: ARG002 - nobody else can compute it
+        """Refuse: there are no experts of vLLM's on these weights.
+
+        Raises:
+            RequiredNotAppliedError: always.
+        """
+        raise RequiredNotAppliedError(f"{EXPERTS_PASS}: {why}", hint="serve with --disable-flash-dmoe")
 
     def compute(self, call: VllmCall) -> None:
         """Compute the routed experts of every token into `call.output`."""

@@ -10,14 +10,16 @@ from typing import Any, ClassVar
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
 from moe_optimizer.ops import _load
+from moe_optimizer.ops.cuda_variants import rounds_activations
 from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange
 from moe_optimizer.vllm_plugin.experts.base import MoeOptimizerExperts, QuantKeys
-from moe_optimizer.vllm_plugin.experts.cuda_layer import CudaLayer
-from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
+from moe_optimizer.vllm_plugin.experts.cuda_layer import ALIGNMENT, CudaLayer
+from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer, Served
 from moe_optimizer.vllm_plugin.experts.vllm_call import VllmCall
 from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, ExpertsCall, KernelWeights
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_decision
@@ -25,6 +27,11 @@ from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, curre
 _CAPABILITY = 90
 _WEIGHTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ANY_NUMBER = 1 << 30
+_CANARY_EXPERTS = 16
+"""Chosen: a GPU computes the reference of so many experts in a few milliseconds a layer."""
+_KEPT = "moe_optimizer_layer"
+"""Attribute of a layer's w13 parameter, which vLLM keeps over updates of the weights."""
+_NOT_FINISHED = "vLLM did not finish a forward as known: its output was not written, and it does not count as one"
 
 
 class MoeOptimizerCudaExperts(MoeOptimizerExperts):
@@ -107,12 +114,13 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
 
     def compute(self, call: VllmCall) -> Any:
         """Compute the routed experts of every token: ours once vLLM names the output, vLLM's into `call.output`."""
-        layer = self._layer_of(call.w1, call.w2, call.expert_map)
+        layer = self._layer_of(call)
         use = layer.use_for(call.hidden_states.shape[0])
         if use == STOCK or not layer.covers(call.hidden_states):
-            layer.note_run(STOCK, call.hidden_states)
             quantized, scale = self.stock_input(call.hidden_states)
-            return self.stock.apply(*call._replace(hidden_states=quantized, a1q_scale=scale))
+            done = self.stock.apply(*call._replace(hidden_states=quantized, a1q_scale=scale))
+            layer.note_run(STOCK, call.hidden_states)
+            return done
         ours = ExpertsCall(
             out=call.output,
             x=call.hidden_states,
@@ -122,9 +130,20 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
             w13_bias=None,
             w2_bias=None,
         )
-        self._output.pending = functools.partial(_run_into, layer, use, ours)
-        layer.note_run(use, call.hidden_states)
+        if self._output.pending is not None and not self._output.left_out:
+            self._output.left_out = True
+            current_decision(EXPERTS_PASS)[0].refused(EXPERTS_PASS, _NOT_FINISHED)
+        if self._output.left_out:
+            _run_into(layer, use, ours, call.output)
+        else:
+            self._output.pending = functools.partial(_run_into, layer, use, ours)
         return None
+
+    def unknown_call(self, named: dict[str, Any], why: str) -> Any:
+        """Hand a call that is not as known to vLLM's own experts, whose interface is that of the same version."""
+        current_decision(EXPERTS_PASS)[0].refused(EXPERTS_PASS, f"fallback: {why}")
+        quantized, scale = self.stock_input(named["hidden_states"])
+        return self.stock.apply(**named | {"hidden_states": quantized, "a1q_scale": scale})
 
     def stock_input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the activations and their scale as vLLM's own experts expect them."""
@@ -139,6 +158,28 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         weights, _ = self.kernel_weights(w1, w2)
         self._layer = CudaLayer(self._described(weights, expert_map), (TokenRange(up_to=_ANY_NUMBER, use=name),))
 
+    def weights_changed(self, layer: Any) -> None:
+        """Bring up to date what the kernels keep beside the weights that vLLM has changed in place."""
+        if self._layer is None:
+            self._layer = getattr(layer.w13_weight, _KEPT, None)
+        if self._layer is not None:
+            self._layer.rewrite_scales(self.stored_weights(layer))
+
+    def stored_weights(self, layer: Any) -> KernelWeights:
+        """Return the weights of vLLM's layer as it holds them now."""
+        return KernelWeights(format=PLAIN, w13=layer.w13_weight, w2=layer.w2_weight)
+
+    def served(self, layer: Any, *, largest: int, first: bool) -> Served | None:  # noqa: ARG002 - cheap for each layer
+        """Return what the canary tries: both ends of every planned range of tokens."""
+        if self._layer is None:
+            return None
+        return Served(
+            layer=self._layer.described(self.stored_weights(layer)),
+            sizes=self._layer.sizes(largest),
+            rounding=frozenset(name for name in self._layer.sizes(largest) if rounds_activations(name)),
+            num_experts=_CANARY_EXPERTS,
+        )
+
     def _described(self, weights: KernelWeights, expert_map: torch.Tensor | None) -> ExpertsLayer:
         return ExpertsLayer(
             name=self._name or f"MoE layer {next(self.unnamed)}",
@@ -148,20 +189,29 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
             expert_map=expert_map,
         )
 
-    def _layer_of(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> CudaLayer:
-        """Return the layer, which is checked in its first forward: vLLM's own, to measure memory."""
-        if self._layer is not None and self._layer.address == w1.data_ptr():
-            return self._layer
+    def _layer_of(self, call: VllmCall) -> CudaLayer:
+        """Return the layer, which is checked in its first forward: vLLM's own, to measure memory.
+
+        It stays with the weights: after an update vLLM makes new experts over them, and captured graphs still read
+        what this layer keeps.
+        """
+        address = call.w1.data_ptr()
+        for known in (self._layer, getattr(call.w1, _KEPT, None)):
+            if known is not None and known.address == address:
+                self._layer = known
+                return known
         session, decision = current_decision(EXPERTS_PASS)
-        weights, kind = self.kernel_weights(w1, w2)
+        weights, kind = self.kernel_weights(call.w1, call.w2)
         ranges = decision.params_as(FlashDmoeParams).dispatch.get(kind, ())
-        self._layer = CudaLayer(self._described(weights, expert_map), ranges)
-        self._layer.check(session)
+        self._layer = CudaLayer(self._described(weights, call.expert_map), ranges)
+        setattr(call.w1, _KEPT, self._layer)
+        self._layer.check(session, tokens=call.hidden_states.shape[0])
         return self._layer
 
 
 def _run_into(layer: CudaLayer, use: str, call: ExpertsCall, out: torch.Tensor) -> None:
     layer.run(use, dataclasses.replace(call, out=out))
+    layer.note_run(use, call.x)
 
 
 class _Output(mk.TopKWeightAndReduce):
@@ -174,6 +224,8 @@ class _Output(mk.TopKWeightAndReduce):
     def __init__(self, stock: Any) -> None:
         self._stock = stock
         self.pending: Callable[[torch.Tensor], None] | None = None
+        self.left_out = False
+        """vLLM has not finished a forward with this object: the kernels then write where the experts are told to."""
 
     def apply(
         self, output: torch.Tensor | None, fused_expert_output: torch.Tensor, *arguments: Any, **named: Any
@@ -183,6 +235,14 @@ class _Output(mk.TopKWeightAndReduce):
         if run is None:
             theirs = self._stock.finalize_weight_and_reduce_impl()
             return theirs.apply(output, fused_expert_output, *arguments, **named)
-        target = fused_expert_output if output is None else output
-        run(target)
-        return target
+        if output is None or not _is_like(output, fused_expert_output):
+            run(fused_expert_output)
+            return TopKWeightAndReduceNoOP().apply(output, fused_expert_output, *arguments, **named)
+        run(output)
+        return output
+
+
+def _is_like(output: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether the kernels can write here what vLLM expects in its own buffer."""
+    same = output.shape == expected.shape and output.dtype == expected.dtype
+    return same and output.is_contiguous() and output.data_ptr() % ALIGNMENT == 0

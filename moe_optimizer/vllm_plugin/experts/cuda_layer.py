@@ -1,7 +1,8 @@
-"""Runs one MoE layer on our CUDA kernels: each planned kernel is checked once before it is called."""
+"""Runs one MoE layer on our CUDA kernels: each planned kernel is checked before it is called."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -14,12 +15,13 @@ from moe_optimizer.proof.record import LayerProof
 from moe_optimizer.specs.kernel_speeds import STOCK, TokenRange, kernel_for
 from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
 from moe_optimizer.vllm_plugin.experts.self_check import CheckedKernel, check_layer
-from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall
+from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 
-_CHECKED_TOKENS = 32
-"""Chosen: most tokens of one self-check call; more would run the same tiles again."""
-_ALIGNMENT = 16
+_LEAST_CHECKED = 32
+"""Chosen: the self-check tries a range up to this many tokens even where the first forward has fewer."""
+ALIGNMENT = 16
+"""Bytes that the kernels copy at a time."""
 
 
 class CudaLayer:
@@ -41,10 +43,25 @@ class CudaLayer:
         """Return the name of the kernel for this many tokens."""
         return kernel_for(self._ranges, tokens)
 
-    def check(self, session: PluginSession) -> None:
-        """Run each planned kernel once on the layer's own weights; if one is wrong, vLLM computes the layer.
+    def sizes(self, largest: int) -> dict[str, tuple[int, ...]]:
+        """Return for each planned kernel the numbers of tokens at both ends of its ranges, up to `largest`."""
+        found: dict[str, tuple[int, ...]] = {}
+        first = 1
+        for each in self._ranges:
+            ends = tuple(dict.fromkeys((first, min(each.up_to, largest))))
+            if each.use != STOCK and first <= largest:
+                found[each.use] = (*found.get(each.use, ()), *ends)
+            first = each.up_to + 1
+        return found
+
+    def check(self, session: PluginSession, *, tokens: int) -> None:
+        """Run each planned kernel on the layer's own weights; if one is wrong, vLLM computes the layer.
 
         Not while a graph is captured, because it reads results on the host.
+
+        Args:
+            session: this process's.
+            tokens: of the layer's first forward: vLLM's own, to measure memory, has as many as any later one.
 
         Raises:
             RequiredNotAppliedError: a kernel is wrong, and the plan requires ours.
@@ -57,13 +74,10 @@ class CudaLayer:
             return
         cuda_dispatch.prepare_device(self._layer.weights.w13.device)
         kernels = {
-            each.use: CheckedKernel(
-                run=functools.partial(self.run, each.use),
-                tokens=min(each.up_to, _CHECKED_TOKENS),
-                rounds_activations=rounds_activations(each.use),
+            name: CheckedKernel(
+                run=functools.partial(self.run, name), tokens=sizes, rounds_activations=rounds_activations(name)
             )
-            for each in self._ranges
-            if each.use != STOCK
+            for name, sizes in self.sizes(max(tokens, _LEAST_CHECKED)).items()
         }
         result = check_layer(self._layer, kernels)
         if result.reason:
@@ -78,8 +92,19 @@ class CudaLayer:
         return (EXPERTS_PASS,), self._layer.proof(self_check_error=self._error)
 
     def covers(self, x: torch.Tensor) -> bool:
-        """Return whether the kernels can read these activations in place: they copy 16 bytes at a time."""
-        return x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0
+        """Return whether the kernels can use these activations in place: they copy 16 bytes at a time."""
+        return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+
+    def rewrite_scales(self, weights: KernelWeights) -> None:
+        """Bring scales that are kept in another form than vLLM's up to date, where captured graphs read them."""
+        held = self._layer.weights
+        for old, new in ((held.w13_scale, weights.w13_scale), (held.w2_scale, weights.w2_scale)):
+            if old is not None and new is not None and old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+    def described(self, weights: KernelWeights) -> ExpertsLayer:
+        """Return the layer with other weights than the kernels read: those that vLLM holds now."""
+        return dataclasses.replace(self._layer, weights=weights)
 
     def run(self, name: str, call: ExpertsCall) -> None:
         """Enqueue a kernel on the current stream; capturable."""

@@ -14,9 +14,11 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 
 from moe_optimizer.ops.reference import SCALE_BLOCK
 from moe_optimizer.vllm_plugin.experts.base import QuantKeys
+from moe_optimizer.vllm_plugin.experts.canary import weight_changes_are_seen
 from moe_optimizer.vllm_plugin.experts.cuda import MoeOptimizerCudaExperts
 from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights
 from moe_optimizer.vllm_plugin.experts.weight_format_fp8 import FORMAT
+from moe_optimizer.vllm_plugin.session import PluginSession
 
 _BLOCK, _CHANNEL = "fp8_block", "fp8_channel"
 _KINDS = {kFp8Static128BlockSym: _BLOCK, kFp8StaticChannelSym: _CHANNEL, kFp8StaticTensorSym: _CHANNEL}
@@ -28,6 +30,13 @@ class MoeOptimizerFp8CudaExperts(MoeOptimizerCudaExperts):
 
     vLLM's own experts expect quantised activations; where they compute a forward, this class quantises for them.
     """
+
+    @classmethod
+    def why_not(cls, moe_config: Any, keys: QuantKeys, session: PluginSession) -> str:
+        """Return why vLLM computes this layer alone, or ""."""
+        if keys[0] == kFp8StaticTensorSym and not weight_changes_are_seen():
+            return "its scales per expert are kept in another form, and this vLLM does not say when they change"
+        return super().why_not(moe_config, keys, session)
 
     @classmethod
     def weight_kind(cls, moe_config: Any, keys: QuantKeys) -> str:  # noqa: ARG003 - BF16 activations, see `dtypes`
@@ -47,14 +56,22 @@ class MoeOptimizerFp8CudaExperts(MoeOptimizerCudaExperts):
 
     def kernel_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[KernelWeights, str]:
         """Return the layer's weights with a scale per block or per channel, and their name in the plan's dispatch."""
-        weights = KernelWeights(
-            format=FORMAT,
-            w13=w1,
-            w2=w2,
-            w13_scale=_scales(self.w1_scale, w1, self.block_shape),
-            w2_scale=_scales(self.w2_scale, w2, self.block_shape),
-        )
+        weights = self._weights(w1, w2, self.w1_scale, self.w2_scale)
         return weights, _CHANNEL if self.block_shape is None else _BLOCK
+
+    def stored_weights(self, layer: Any) -> KernelWeights:
+        """Return the weights and scales of vLLM's layer as it holds them now: after an update the configuration of its
+        kernel has other tensors with the same values.
+        """
+        name = getattr(layer.quant_method, "weight_scale_name", "weight_scale")
+        scales = (getattr(layer, f"{matrix}_{name}", None) for matrix in ("w13", "w2"))
+        return self._weights(layer.w13_weight, layer.w2_weight, *scales)
+
+    def _weights(self, w1: torch.Tensor, w2: torch.Tensor, *scales: torch.Tensor | None) -> KernelWeights:
+        w13_scale, w2_scale = (
+            _scales(scale, weight, self.block_shape) for scale, weight in zip(scales, (w1, w2), strict=True)
+        )
+        return KernelWeights(format=FORMAT, w13=w1, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
 
 
 def _scales(scale: torch.Tensor | None, weight: torch.Tensor, block: list[int] | None) -> torch.Tensor:

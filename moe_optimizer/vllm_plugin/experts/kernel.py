@@ -49,5 +49,5 @@ def self_test(dtype: torch.dtype) -> str:
         top_k=2,
         expert_map=torch.tensor([-1, 0, -1, 1], dtype=torch.int32, device="cpu"),
     )
-    kernel = CheckedKernel(run=functools.partial(layer.format.compute, layer.weights), tokens=5)
+    kernel = CheckedKernel(run=functools.partial(layer.format.compute, layer.weights), tokens=(5,))
     return check_layer(layer, {f"{NAME} in {dtype}": kernel}).reason

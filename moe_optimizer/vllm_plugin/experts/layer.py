@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,20 @@ class ExpertsLayer:
             weight_dtype="" if plain else dtype_name(self.weights.w13.dtype),
             **known,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A layer that our kernels serve, as the canary tries it."""
+
+    layer: ExpertsLayer
+    """With the weights that vLLM's layer holds now, whatever the kernels read."""
+    sizes: Mapping[str, tuple[int, ...]]
+    """Kernel -> numbers of tokens at which it is tried."""
+    rounding: frozenset[str] = frozenset()
+    """The kernels that quantise the activations."""
+    num_experts: int
+    """Experts that are tried."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -40,7 +40,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, layer, *args, **kwargs)
         begin(layer)
         self.uses_meta_device = True  # asks vLLM for the end of its layerwise loading
-        _once(self)
+        _return_memory_after(self)
 
     return create_weights
 
@@ -74,15 +74,14 @@ def _converts(method: Any) -> bool:
     )
 
 
-def _once(method: Any) -> None:
-    """Have `process_weights_after_loading` run once: vLLM calls it again after the last layer."""
+def _return_memory_after(method: Any) -> None:
+    """Have the memory of a layer's loaded weights returned to the system once they are converted."""
     process = method.process_weights_after_loading
 
     @functools.wraps(process)
     def process_weights_after_loading(layer: Any) -> None:
-        if method.moe_kernel is None:
-            process(layer)
-            _return_freed_memory()
+        process(layer)
+        _return_freed_memory()
 
     method.process_weights_after_loading = process_weights_after_loading
 

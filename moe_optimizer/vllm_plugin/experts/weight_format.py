@@ -1,13 +1,15 @@
 """Defines the formats of the experts' weights in memory: how a layer is converted, and which kernel reads it.
 
-The plan names a format; `plain` is as vLLM loads them. Another format converts a layer once, after loading, and
-replaces the loaded weights.
+The plan names a format; `plain` is as vLLM loads them. Another format converts a layer after loading and replaces the
+loaded weights. Whatever a kernel reads is a parameter of vLLM's layer, which keeps its address when weights are loaded
+anew (`converted_layer`).
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
@@ -23,6 +25,17 @@ WEIGHT_FORMATS = {
     "sparse_24": "moe_optimizer.vllm_plugin.experts.weight_format_sparse:SparseWeights",
 }
 """Name -> "module:class". One line per format; the class is imported when a plan asks for it."""
+
+
+_PARAMETERS = {
+    "w13": "w13_weight",
+    "w2": "w2_weight",
+    "w13_scale": "w13_weight_scale",
+    "w2_scale": "w2_weight_scale",
+    "w13_mask": "w13_weight_mask",
+    "w2_mask": "w2_weight_mask",
+}
+"""Field of KernelWeights -> name of the parameter on vLLM's layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +60,20 @@ class KernelWeights:
     """Why the layer stays plain although the plan names another format; "" where it does not."""
 
     @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The tensors under the names that they have as parameters of vLLM's layer."""
+        named = {parameter: getattr(self, field) for field, parameter in _PARAMETERS.items()}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def with_parameters(self, held: Mapping[str, torch.Tensor]) -> KernelWeights:
+        """Return them with other tensors under the names of `parameters`."""
+        fields = {field: held[name] for field, name in _PARAMETERS.items() if name in held}
+        return replace(self, **fields)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of weights, scales and masks."""
-        tensors = (self.w13, self.w2, self.w13_scale, self.w2_scale, self.w13_mask, self.w2_mask)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.parameters.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +109,14 @@ class WeightFormat:
 
     def convert(self, layer_name: str, w13: torch.Tensor, w2: torch.Tensor) -> KernelWeights:  # noqa: ARG002
         """Return a layer's weights ([E, 2I, H], [E, H, I] as loaded) in this format; the inputs stay as they are."""
+        return KernelWeights(format=PLAIN, w13=w13, w2=w2)
+
+    def convert_again(self, layer_name: str, w13: torch.Tensor, w2: torch.Tensor) -> KernelWeights:  # noqa: ARG002
+        """Return new weights of a layer that is in this format already; shapes and types are those of the old ones.
+
+        Raises:
+            ValueError: these weights cannot be in this format.
+        """
         return KernelWeights(format=PLAIN, w13=w13, w2=w2)
 
     def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,6 +43,23 @@ class Fp8Weights(WeightFormat):
             session.refused(FP8_PASS, f"{layer_name}: fallback: {described(error)}")
             return _plain(w13, w2, "could not be converted")
 
+    def convert_again(self, layer_name: str, w13: torch.Tensor, w2: torch.Tensor) -> KernelWeights:
+        """Return the layer's new weights in FP8; an output that they change by more than the budget is in the proof.
+
+        Raises:
+            RequiredNotAppliedError: it is, and the plan requires FP8 within that budget.
+        """
+        session, decision = current_decision(FP8_PASS)
+        params = decision.params_as(Fp8Params)
+        converted = _quantized(w13, w2, params)
+        error, most = converted.output_error, params.max_layer_error
+        if error is not None and most is not None and not error <= most:
+            # The compiled graphs read FP8: the layer cannot go back to the weights as loaded.
+            session.refused(
+                FP8_PASS, f"{layer_name}: with new weights FP8 changes its output by {error:.3g}, allowed are {most:g}"
+            )
+        return converted
+
     def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the expert's two matrices in float32."""
         from moe_optimizer.ops.fp8_quant import dequantize_fp8
@@ -56,24 +73,27 @@ class Fp8Weights(WeightFormat):
 
 
 def _converted(w13: torch.Tensor, w2: torch.Tensor, params: Fp8Params) -> KernelWeights:
+    converted = _quantized(w13, w2, params)
+    error, most = converted.output_error, params.max_layer_error
+    # Written so that an error that is not a number is too large.
+    if error is not None and most is not None and not error <= most:
+        return _plain(w13, w2, f"FP8 changes its output by {error:.3g}, allowed are {most:g}", error)
+    return converted
+
+
+def _quantized(w13: torch.Tensor, w2: torch.Tensor, params: Fp8Params) -> KernelWeights:
     from moe_optimizer.ops.fp8_error import experts_output_error
     from moe_optimizer.ops.fp8_quant import quantize_fp8
 
     w13_fp8 = quantize_fp8(w13, granularity=params.granularity)
     w2_fp8 = quantize_fp8(w2, granularity=params.granularity)
-    error, most = None, params.max_layer_error
-    if most is not None:
-        error = experts_output_error(w13, w2, w13_fp8, w2_fp8)
-        # Written so that an error that is not a number is too large.
-        if not error <= most:
-            return _plain(w13, w2, f"FP8 changes its output by {error:.3g}, allowed are {most:g}", error)
     return KernelWeights(
         format=FORMAT,
         w13=w13_fp8[0],
         w2=w2_fp8[0],
         w13_scale=w13_fp8[1],
         w2_scale=w2_fp8[1],
-        output_error=error,
+        output_error=None if params.max_layer_error is None else experts_output_error(w13, w2, w13_fp8, w2_fp8),
     )
 
 

@@ -55,6 +55,11 @@ class SparseWeights(WeightFormat):
             session.refused(SPARSITY_PASS, f"{layer_name}: fallback: {described(error)}")
             return KernelWeights(format=PLAIN, w13=w13, w2=w2, why_plain="could not be pruned")
 
+    def convert_again(self, layer_name: str, w13: torch.Tensor, w2: torch.Tensor) -> KernelWeights:
+        """Return the layer's new weights pruned."""
+        _, decision = current_decision(SPARSITY_PASS)
+        return _pruned(layer_name, w13, w2, decision.params_as(Sparsity24Params).activation_norms)
+
     def dense_expert(self, weights: KernelWeights, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the expert's two matrices with their zeros, in float32."""
         from moe_optimizer.ops.sparse_24 import SparseWeight, expand_24

@@ -71,3 +71,11 @@ def largest_graph(worker: Any) -> int:
     else:  # the runner that vLLM calls V2
         graphs_by_mode = runner.cudagraph_manager._capture_descs
     return max((graph.num_tokens for graphs in graphs_by_mode.values() for graph in graphs), default=0)
+
+
+def largest_known_graph(worker: Any) -> int:
+    """Return `largest_graph`, or 0 where this vLLM does not show its graphs."""
+    try:
+        return largest_graph(worker)
+    except AttributeError:
+        return 0

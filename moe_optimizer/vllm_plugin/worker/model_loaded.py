@@ -11,6 +11,7 @@ from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.server_facts import world
 from moe_optimizer.vllm_plugin.session import current_session
 from moe_optimizer.vllm_plugin.worker.planned_flags import prove_flags
+from moe_optimizer.vllm_plugin.worker.weights_changed import watch_experts
 
 
 def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,6 +24,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         cache_specs = original(self)
         session.proof.model_rank, session.proof.world_size = world()
         prove_flags(session, self, cache_specs)
+        watch_experts(session, self)
         return cache_specs
 
     return get_kv_cache_spec

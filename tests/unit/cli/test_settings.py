@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe_optimizer.cli import planning
-from moe_optimizer.cli.options import SWITCHES, PlanOptions
+from moe_optimizer.cli.options import SWITCHES, PlanOptions, ServeOptions
 from moe_optimizer.cli.settings import resolve
 from moe_optimizer.cli.show_config import effective_settings
 from moe_optimizer.env import Environment, read_environment
@@ -17,6 +17,7 @@ from moe_optimizer.passes.registry import PASS_NAMES, switches
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.profiles import load_profile
+from tests.builders import placement_load, tiny_moe
 
 TINY_MOE = Path(__file__).resolve().parents[3] / "examples" / "tiny-moe"
 NOTHING_SET = read_environment({})
@@ -157,3 +158,17 @@ def test_a_flag_and_an_argument_for_vllm_that_contradict_are_refused(
 @pytest.mark.parametrize(("flags", "vllm_args"), [({}, ["--port", "9000"]), ({"port": 9000}, ["--port", "9000"])])
 def test_an_argument_for_vllm_alone_or_of_the_same_value_is_taken(flags: dict[str, Any], vllm_args: list[str]) -> None:
     assert resolve(options(**flags, vllm_args=ServeArguments(*vllm_args)), NOTHING_SET)["vllm_args"] == vllm_args
+
+
+@pytest.mark.parametrize("counts", ["expert_load.json", "decode/expert_load.json", "expert_load/worker-0.json"])
+def test_a_load_that_the_run_itself_would_remove_is_refused(tmp_path: Path, counts: str) -> None:
+    """The run folder's counts are removed when a run starts there."""
+    file = tmp_path / "run" / counts
+    file.parent.mkdir(parents=True)
+    file.write_text(placement_load(tiny_moe()).placed_by.load.to_json())
+    elsewhere = {"model": str(TINY_MOE), "expert_load": str(file)}
+    with pytest.raises(InputError, match="writes its own counts") as caught:
+        planning.make(ServeOptions(**elsewhere, run_dir=str(tmp_path / "run")))
+    assert str(caught.value).startswith("--expert-load: ")
+    assert file.exists()
+    planning.make(ServeOptions(**elsewhere, run_dir=str(tmp_path / "another")))

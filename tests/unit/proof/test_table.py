@@ -218,3 +218,22 @@ def test_the_longest_words_of_every_column_fit_eighty_columns(why: str) -> None:
     lines = render_table([row], width=80).splitlines()
     assert max(map(len, lines)) <= 80
     assert "dual_batch_overlap" in lines[2]
+
+
+def test_the_canarys_outcome_is_below_the_table_once_for_all_workers() -> None:
+    proofs = [worker(0), worker(1)]
+    for proof in proofs:
+        proof.passes[PASS].canary = "passed before ready: 2 layers, 1 to 64 tokens, worst error 0.31 of the allowed"
+    rows = proof_rows(PLAN, proofs)
+    (row,) = [row for row in rows if row.pass_name == PASS]
+    assert row.canary == f"{proofs[0].passes[PASS].canary}; 1 more workers passed"
+    text = render_table(rows, width=80)
+    assert text.count(f"canary of {PASS}: passed before ready") == 1
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_canary_that_failed_on_one_worker_is_what_is_shown() -> None:
+    proofs = [worker(0), worker(1)]
+    proofs[0].passes[PASS].canary, proofs[1].passes[PASS].canary = "passed before ready", "failed before ready: error"
+    (row,) = [row for row in proof_rows(PLAN, proofs) if row.pass_name == PASS]
+    assert row.canary == "failed before ready: error"

@@ -263,3 +263,15 @@ def test_expert_parallelism_on_the_cpu_makes_it_required_even_when_it_is_refused
     refused = decide(biased, pinned=pinned)
     assert refused.required
     assert refused.status is Status.OFF
+
+
+def test_the_memory_plan_counts_the_buffers_of_the_forwards_that_it_computes():
+    def activations(*tables: KernelSpeeds) -> int:
+        ctx = context(qwen3_30b_a3b(), gpus("h200", 1), software=measured(*tables))
+        decided = decided_by(ctx, "parallelism", "flash_dmoe")
+        return decided.memory(max_num_batched_tokens=8192, max_num_seqs=1).activation_bytes
+
+    large = TokenSpeeds(tokens=8192, stock_us=1700.0, ours_us={"grouped-bf16-n128": 1200.0})
+    without, small, everything = activations(), activations(speeds()), activations(speeds((*WINS_UP_TO_8[:1], large)))
+    assert 0 < small - without < 1 << 20
+    assert 0.3 < (everything - without) / 2**30 < 0.45

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from moe_optimizer.vllm_plugin.experts import layerwise_loading
 from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADING
 
 
@@ -66,11 +67,11 @@ def test_nothing_is_allocated_until_the_layer_is_loaded(vllm: Any) -> None:
     assert (method.devices, vllm.begun, method.uses_meta_device) == (["meta"], ["layer"], True)
 
 
-def test_the_weights_are_processed_once_although_vllm_asks_twice(vllm: Any) -> None:
+def test_freed_memory_is_returned_once_a_layer_is_processed(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     method = created()
+    monkeypatch.setattr(layerwise_loading, "_return_freed_memory", lambda: method.processed.append("returned"))
     method.process_weights_after_loading("layer")
-    method.process_weights_after_loading("layer")
-    assert method.processed == ["layer"]
+    assert method.processed == ["layer", "returned"]
 
 
 @pytest.mark.parametrize(

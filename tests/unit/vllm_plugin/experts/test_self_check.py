@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,7 +19,13 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def layer(
-    *, seed: int = 0, dtype: str = "bfloat16", scale: float = 0.2, expert_map: Any = None, bias: bool = False
+    *,
+    seed: int = 0,
+    dtype: str = "bfloat16",
+    scale: float = 0.2,
+    expert_map: Any = None,
+    bias: bool = False,
+    hidden: int = HIDDEN,
 ) -> ExpertsLayer:
     generator = torch.Generator().manual_seed(seed)
     kind = getattr(torch, dtype)
@@ -29,12 +35,12 @@ def layer(
 
     return ExpertsLayer(
         name=f"layers.{seed}",
-        weights=KernelWeights(format="plain", w13=randn(EXPERTS, 2 * WIDTH, HIDDEN), w2=randn(EXPERTS, HIDDEN, WIDTH)),
+        weights=KernelWeights(format="plain", w13=randn(EXPERTS, 2 * WIDTH, hidden), w2=randn(EXPERTS, hidden, WIDTH)),
         dtype=kind,
         top_k=2,
         expert_map=expert_map,
         w13_bias=randn(EXPERTS, 2 * WIDTH) if bias else None,
-        w2_bias=randn(EXPERTS, HIDDEN) if bias else None,
+        w2_bias=randn(EXPERTS, hidden) if bias else None,
     )
 
 
@@ -52,7 +58,7 @@ def checked(
         weights, changed = (under_check.weights, call) if change is None else change(under_check.weights, call)
         under_check.format.compute(weights, changed)
 
-    return check_layer(under_check, {"kernel": CheckedKernel(run=kernel, tokens=4)})
+    return check_layer(under_check, {"kernel": CheckedKernel(run=kernel, tokens=(4,))})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -145,7 +151,7 @@ def test_an_exception_is_a_reason() -> None:
         raise RuntimeError("no launch")
 
     assert (
-        check_layer(layer(), {"direct": CheckedKernel(run=raising, tokens=4)}).reason
+        check_layer(layer(), {"direct": CheckedKernel(run=raising, tokens=(4,))}).reason
         == "direct: RuntimeError: no launch"
     )
 
@@ -160,7 +166,7 @@ def test_the_first_wrong_kernel_of_several_is_named() -> None:
         """Write nothing."""
 
     result = check_layer(
-        under_check, {"right": CheckedKernel(run=right, tokens=4), "silent": CheckedKernel(run=silent, tokens=1)}
+        under_check, {"right": CheckedKernel(run=right, tokens=(4,)), "silent": CheckedKernel(run=silent, tokens=(1,))}
     )
     assert result.reason.startswith("silent: error nan")
 
@@ -188,7 +194,7 @@ def rounding(under_check: ExpertsLayer, share: float) -> CheckedKernel:
         under_check.format.compute(under_check.weights, dataclasses.replace(call, x=rounded))
         call.out.mul_(share)
 
-    return CheckedKernel(run=run, tokens=16, rounds_activations=True)
+    return CheckedKernel(run=run, tokens=(16,), rounds_activations=True)
 
 
 def test_a_kernel_that_rounds_the_activations_is_held_to_what_torch_can_do_with_them_rounded() -> None:
@@ -202,3 +208,83 @@ def test_a_kernel_that_rounds_the_activations_without_saying_so_is_seen() -> Non
     under_check = layer()
     silent = dataclasses.replace(rounding(under_check, 1.0), rounds_activations=False)
     assert "error" in check_layer(under_check, {"fp8": silent}).reason
+
+
+def stored(seed: int, form: str) -> ExpertsLayer:
+    """A layer of one of the formats, with weights of another size for each."""
+    from moe_optimizer.ops.fp8_quant import quantize_fp8
+
+    plain = layer(seed=seed, scale=0.05 * (1 + seed % 7))
+    if form == "plain":
+        return plain
+    (w13, w13_scale), (w2, w2_scale) = (
+        quantize_fp8(weight, granularity=cast("Any", form)) for weight in (plain.weights.w13, plain.weights.w2)
+    )
+    fp8 = KernelWeights(format="fp8", w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+    return dataclasses.replace(plain, weights=fp8)
+
+
+FORMS = ["plain", "block", "channel"]
+SIZES = (1, 4, 70)
+
+
+def test_two_hundred_clean_starts_raise_no_alarm() -> None:
+    for seed in range(200):
+        right = stored(seed, FORMS[seed % len(FORMS)])
+        kernels = {
+            "kernel": CheckedKernel(run=lambda call, of=right: of.format.compute(of.weights, call), tokens=SIZES)
+        }
+        result = check_layer(right, kernels)
+        assert result.reason == "", seed
+        assert result.error <= 1
+
+
+def test_two_hundred_clean_starts_of_a_kernel_that_rounds_activations_raise_no_alarm() -> None:
+    for seed in range(200):
+        under_check = layer(seed=seed, scale=0.05 * (1 + seed % 7))
+        assert check_layer(under_check, {"fp8": rounding(under_check, 1.0)}).reason == "", seed
+
+
+@pytest.mark.parametrize("factor", [1.02, 0.98])
+@pytest.mark.parametrize("form", FORMS)
+def test_two_percent_of_one_tried_expert_is_seen_every_time(form: str, factor: float) -> None:
+    for seed in range(20):
+        right = stored(seed, form)
+        tried: list[int] = []
+
+        def run(call: ExpertsCall, of: ExpertsLayer = right, tried: list[int] = tried) -> None:
+            expert = int(call.topk_ids[0, 0])
+            tried.append(expert)
+            weights = call.topk_weights.clone()
+            weights[call.topk_ids == expert] *= factor
+            of.format.compute(of.weights, dataclasses.replace(call, topk_weights=weights))
+
+        result = check_layer(right, {"kernel": CheckedKernel(run=run, tokens=(64,))})
+        assert f"factor of expert {tried[0]} is off by" in result.reason or "error" in result.reason
+
+
+def test_two_percent_are_seen_where_the_kernel_rounds_activations() -> None:
+    # A model's width: the narrower, the fewer values the factor is known from.
+    for seed in range(10):
+        under_check = layer(seed=seed, hidden=1024)
+        wrong = dataclasses.replace(rounding(under_check, 1.02), tokens=(256,))
+        assert "factor" in check_layer(under_check, {"fp8": wrong}).reason
+
+
+def test_padding_that_a_kernel_computes_is_seen() -> None:
+    def padding_as_expert_0(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
+        ids, ones = call.topk_ids.clamp(min=0), torch.where(call.topk_ids < 0, 1.0, call.topk_weights)
+        return weights, dataclasses.replace(call, topk_ids=ids, topk_weights=ones)
+
+    assert "error" in checked(layer(), padding_as_expert_0).reason
+
+
+def test_experts_that_are_all_the_same_raise_no_alarm() -> None:
+    one = layer()
+    same = KernelWeights(
+        format="plain",
+        w13=one.weights.w13[:1].expand(EXPERTS, -1, -1).contiguous(),
+        w2=one.weights.w2[:1].expand(EXPERTS, -1, -1).contiguous(),
+    )
+    under_check = dataclasses.replace(one, weights=same)
+    assert checked(under_check).reason == ""
