@@ -39,7 +39,7 @@ DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_READY_TIMEOUT_S = 1800.0
-DEFAULT_CALIBRATE_S = 20.0
+DEFAULT_CALIBRATE_S = 30.0
 
 
 def _profiles() -> Iterable[str]:

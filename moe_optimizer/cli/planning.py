@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 LOGGER = get_logger(__name__)
-_MEASURED_PASS = "flash_dmoe"
 _PLAIN_SHARE = 0.90
 """Share of a GPU's memory that stock vLLM takes at least without an argument (0.92 in vLLM 0.32)."""
 
@@ -89,13 +88,13 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
     from moe_optimizer.inspection import read_kernel_speeds
     from moe_optimizer.planner import make_plan
 
+    plan = make_plan(request)
     if measure is not None and not settings.disabled:
-        # A required pass may be undecided until its kernels are measured.
-        first = dataclasses.replace(request, required=request.required - {_MEASURED_PASS})
-        if measure(make_plan(first), settings):
+        if measure(plan, settings):
             software = dataclasses.replace(request.software, kernel_speeds=read_kernel_speeds())
             request = dataclasses.replace(request, software=software)
-    plan = make_plan(request)
+        # From here on nothing is pending.
+        plan = make_plan(dataclasses.replace(request, will_measure=False))
     if settings.disabled:
         plan = plan.replace(serve_args=plan.plain_args)
     if settings["strict"]:
@@ -137,6 +136,7 @@ def _request(options: PlanOptions, settings: Settings, profile: Profile) -> Plan
         trust_remote_code=settings["trust_remote_code"],
         dtype=None if dtype == "auto" else dtype,
         expert_load=_read_expert_load(settings, profile),
+        will_measure=settings["calibrate"] > 0 and not settings.disabled,
         fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity),
         activation_norms=read_activation_norms_file(profile.passes.sparsity_24.activation_norms),
     )

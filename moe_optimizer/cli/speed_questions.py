@@ -9,6 +9,7 @@ from moe_optimizer.cli.termination import clean_termination
 from moe_optimizer.errors import MoeOptimizerError
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.pass_params import FlashDmoeParams
+from moe_optimizer.plan_context.cpu_cores import BINDING
 
 if TYPE_CHECKING:
     from moe_optimizer.measure.kernel_speeds.measurement import SpeedRequest
@@ -26,7 +27,7 @@ def measure_if_needed(plan: Plan, seconds: float, progress: ProgressLines) -> bo
     request = speed_request(plan, seconds)
     if request is None or seconds <= 0:
         return False
-    progress.line(f"measuring expert kernels for up to {seconds:g} s (once; --calibrate 0 leaves it out)")
+    progress.line(f"measuring expert kernels for up to {seconds:g} s (once; --calibrate 0 leaves it to vLLM's)")
     try:
         measure(request)
     except MoeOptimizerError as error:
@@ -54,11 +55,10 @@ def speed_request(plan: Plan, seconds: float) -> SpeedRequest | None:
     kernels = plan.decision("flash_dmoe").params
     if not isinstance(kernels, FlashDmoeParams) or not kernels.measure:
         return None
-    on_cpu, cpu = plan.num_gpus == 0, plan.hardware.cpu
     return SpeedRequest(
-        device="cpu" if on_cpu else "cuda",
+        device="cuda" if plan.num_gpus else "cpu",
         questions=kernels.measure,
         seconds=seconds,
-        threads=max(1, cpu.cores // plan.parallelism.tensor_parallel_size) if on_cpu and cpu else 1,
-        tables="",
+        cores=kernels.cores,
+        environment={name: value for name, value in plan.serve_env.items() if name != BINDING},
     )

@@ -17,7 +17,7 @@ _MIN_WIDTH = 60
 _MAX_WIDTH = 120
 """Longer lines are hard to read, however wide the terminal."""
 _COLORS = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
-_STATUS_COLORS = {Status.ON: "green", Status.OFF: "dim", Status.REFUSED: "red"}
+_STATUS_COLORS = {Status.ON: "green", Status.OFF: "dim", Status.REFUSED: "red", Status.PENDING: "yellow"}
 
 
 def render_plan(plan: Plan, *, width: int = 80, color: bool = False, explain: bool = False) -> str:

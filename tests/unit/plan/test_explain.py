@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
-from moe_optimizer.plan.decision import Status
+from moe_optimizer.plan.decision import Status, Wish
 from moe_optimizer.plan.explain import render_plan
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
@@ -16,7 +16,8 @@ from tests.builders import cpu_machine, gpus, mixtral_8x7b, qwen3_30b_a3b, reque
 
 @pytest.fixture(scope="module")
 def cpu_plan() -> Plan:
-    return make_plan(request(tiny_moe(), cpu_machine()))
+    ours = {"flash_dmoe": (Wish.ON, "flag --enable-flash-dmoe")}
+    return make_plan(request(tiny_moe(), cpu_machine(), wishes=ours))
 
 
 def section(text: str, title: str) -> str:
