@@ -121,8 +121,8 @@ def _share(answers: Sequence[bool]) -> str:
 
 
 def render_table(rows: Sequence[Row], *, width: int = 80) -> str:
-    """Return the table as text of at most `width` columns. One line below it names the passes that are off; the plan
-    has their reasons.
+    """Return the table as text of at most `width` columns, and below it for each pass that is off a line with the
+    reason, which the plan has in full.
     """
     shown = [row for row in rows if row.requested != Status.OFF.value]
     cells = [tuple(printable(cell) for cell in row.cells) for row in shown]
@@ -136,9 +136,9 @@ def render_table(rows: Sequence[Row], *, width: int = 80) -> str:
     lines = []
     for line in [HEADINGS, tuple("-" * min(size, 24) for size in sizes), *cells]:
         lines.extend(_wrapped(line, sizes))
-    off = [row.pass_name for row in rows if row.requested == Status.OFF.value]
+    off = [f"{row.pass_name} off: {printable(row.why_not)}" for row in rows if row.requested == Status.OFF.value]
     if off:
-        lines += ["", *textwrap.wrap(f"off: {', '.join(off)}", width, subsequent_indent="     ")]
+        lines += ["", *(textwrap.shorten(line, width, placeholder=" ...") for line in off)]
     return "\n".join(lines)
 
 

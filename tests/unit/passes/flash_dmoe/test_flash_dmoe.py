@@ -13,6 +13,7 @@ from moe_optimizer.specs.quantity import Quantity, Source
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.specs.workload import WorkloadSpec
 from tests.builders import (
+    OURS,
     context,
     cpu_machine,
     decided_by,
@@ -35,11 +36,8 @@ def test_under_data_parallelism_it_is_left_to_vllm_because_the_plugin_would_refu
     assert (decision.status, decision.reason) == (Status.OFF, "does not run under data parallelism")
 
 
-ASKED_FOR = {"flash_dmoe": (Wish.ON, "flag --enable-flash-dmoe")}
-
-
 def test_on_the_cpu_build_our_kernel_is_installed_by_the_plugin_where_it_is_asked_for():
-    decision = decide(wishes=ASKED_FOR)
+    decision = decide(wishes=OURS)
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
     (question,) = decision.params_as(FlashDmoeParams).measure
     assert question.device == "Test CPU (avx2), 3 threads"
@@ -49,7 +47,7 @@ def test_on_the_cpu_build_our_kernel_is_installed_by_the_plugin_where_it_is_aske
 
 
 def test_no_gain_is_claimed_without_a_record():
-    decision = decide(wishes=ASKED_FOR)
+    decision = decide(wishes=OURS)
     assert decision.gain is None
     assert "no speed-up is claimed" in decision.reason
 
