@@ -236,6 +236,7 @@ class ServeOptions(PlanOptions):
         f"machine and model; 0: never.  [default: {DEFAULT_CALIBRATE_S:g}]",
         seconds_or_none,
     )
+    no_warm_up: bool = _flag("--no-warm-up", "Be ready as soon as vLLM answers, although first requests may compile.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,9 @@ def _measure(options: ServeOptions, progress: ProgressLines, plan: Plan, setting
 
 
 def _launch(plan: Plan, options: ServeOptions, progress: ProgressLines, *, strict: bool) -> int:
+    from moe_optimizer.env import read_environment
     from moe_optimizer.launcher import launch
+    from moe_optimizer.launcher.warm_up import DEFAULT_LIMIT_S
     from moe_optimizer.proof.shown import flag_decisions
 
     watcher = _Watcher(plan, progress, as_json=options.json)
@@ -76,6 +78,7 @@ def _launch(plan: Plan, options: ServeOptions, progress: ProgressLines, *, stric
         run_dir=_run_dir(plan, options),
         require=frozenset(decision.pass_name for decision in shown),
         ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
+        warm_up_s=0.0 if options.no_warm_up or read_environment().disabled else DEFAULT_LIMIT_S,
         on_ready=watcher.on_ready,
         echo=watcher.echo,
         verbose=options.verbose,

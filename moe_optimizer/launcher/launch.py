@@ -24,6 +24,7 @@ def serve(
     run_dir: Path,
     require: frozenset[str] = frozenset(),
     ready_timeout_s: float = 600.0,
+    warm_up_s: float = 0.0,
     on_ready: Callable[[ServerInfo], None] | None = None,
     echo: Callable[[str], None] | None = None,
     verbose: bool = False,
@@ -36,7 +37,8 @@ def serve(
         plan: one server, or a group of servers with a router.
         run_dir: gets plan.json, server.log and proof/, a group's servers in a folder each; of this run alone.
         require: passes that must run, besides those that the plan requires.
-        ready_timeout_s: how long everything may take to become ready.
+        ready_timeout_s: how long everything may take to answer.
+        warm_up_s: how long it may then be driven through the shapes of traffic before it counts as ready; 0: not.
         on_ready: called once, in this thread, when it is.
         echo: takes the messages for the user, line by line; default: stderr.
         verbose: copy the logs to stderr as they grow.
@@ -50,7 +52,7 @@ def serve(
         ServerFailedError: a server or the router died, or was not ready in time; the message has its last lines.
     """
     required = require | required_passes(plan)
-    run = Supervisor(plan, run_dir, required, echo or _to_stderr)
+    run = Supervisor(plan, run_dir, required, echo or _to_stderr, warm_up_s=warm_up_s)
     with StopSignals() as signals, contextlib.suppress(StopRequestedError), run.started(signals, verbose=verbose):
         info = run.wait_until_ready(ready_timeout_s)
         if on_ready is not None:

@@ -21,9 +21,10 @@ from moe_optimizer.launcher.server_info import RunningServer, ServerInfo
 from moe_optimizer.launcher.server_log import LogFollower
 from moe_optimizer.launcher.service import Service
 from moe_optimizer.launcher.stop_signals import StopRequestedError, StopSignals
+from moe_optimizer.launcher.warm_up_deployment import warm_up_deployment
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import process_is_alive
-from moe_optimizer.proof.table import render_table
+from moe_optimizer.proof.table import compiled_after_ready, render_table
 
 _POLL_S = 0.2
 _HEALTH_INTERVAL_S = 0.5
@@ -41,10 +42,13 @@ class Supervisor:
         run_dir: Path,
         required: frozenset[str],
         echo: Callable[[str], None],
+        *,
+        warm_up_s: float = 0.0,
     ) -> None:
         self._plan = plan
         self._required = required
         self._echo = echo
+        self._warm_up_s = warm_up_s
         self._signals: StopSignals | None = None
         self._deployment = Deployment(plan, RunFolder(run_dir))
         self._evidence = Evidence(plan, self._deployment)
@@ -61,6 +65,7 @@ class Supervisor:
             self._started_at = time.monotonic()
             try:
                 for server in self._deployment.servers:
+                    server.folder.set_warming(warming=self._warm_up_s > 0)
                     self._start(server)
                 yield
             finally:
@@ -91,12 +96,17 @@ class Supervisor:
         if self._deployment.router is not None:
             self._start(self._deployment.router)
             self._wait_for(self._deployment.router, deadline, timeout_s)
-        start_up_s = time.monotonic() - self._started_at
         front = self._deployment.front
+        if self._warm_up_s:
+            # What the proofs need is asked first: its prompts may be in no cache yet.
+            self._evidence.collect(self._pause)
+            self._warm_up()
+        start_up_s = time.monotonic() - self._started_at
         self._echo(f"ready after {start_up_s:.0f} s: {front.client.base_url}")
         if answered := who_is_answered(front.addresses[0][0], api_key()):
             self._echo(answered)
-        self._evidence.collect(self._pause)
+        if not self._warm_up_s:
+            self._evidence.collect(self._pause)
         info = ServerInfo(
             base_url=front.client.base_url,
             pid=front.pid,
@@ -111,6 +121,14 @@ class Supervisor:
         self._show(info)
         self._evidence.require(self._required)
         return info
+
+    def _warm_up(self) -> None:
+        result = warm_up_deployment(
+            self._plan, self._deployment, self._model(), limit_s=self._warm_up_s, pause=self._pause, say=self._echo
+        )
+        for server in self._deployment.servers:
+            server.folder.set_warming(warming=False)
+        self._echo(result.in_words())
 
     def _wait_for(self, service: Service, deadline: float, timeout_s: float) -> None:
         while not service.becomes_ready():
@@ -141,6 +159,8 @@ class Supervisor:
             self._echo(line)
         for kernel in self._evidence.kernels():
             self._echo(f"kernel: {kernel}")
+        for line in compiled_after_ready(info.proofs):
+            self._echo(line)
         self._echo("")
 
     def watch(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_optimizer.errors import printable
@@ -140,6 +140,12 @@ def render_table(rows: Sequence[Row], *, width: int = 80) -> str:
     if off:
         lines += ["", *(textwrap.shorten(line, width, placeholder=" ...") for line in off)]
     return "\n".join(lines)
+
+
+def compiled_after_ready(proofs: Iterable[Proof]) -> tuple[str, ...]:
+    """Return in a line how much the workers compiled after they were ready; () where nobody counts."""
+    counts = [proof.compilations.after_ready for proof in model_holders(proofs) if proof.compilations is not None]
+    return (f"compiled after ready: {sum(counts)}",) if counts else ()
 
 
 def _wrapped(cells: Sequence[str], sizes: Sequence[int]) -> list[str]:

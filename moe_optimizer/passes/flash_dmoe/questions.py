@@ -58,7 +58,8 @@ def questions(ctx: PlanContext) -> tuple[SpeedQuestion, ...]:
     """Return what is to be asked of the tables, in the order of `stored_weights`."""
     kernels, software, vllm = ctx.software.kernels, ctx.software, ctx.software.vllm
     on_cpu = ctx.device == "cpu"
-    tuned = tuned_digest(ctx)
+    digest = tuned_digest(ctx)
+    tuned = f"tuned={digest}" if digest else ""
     return tuple(
         SpeedQuestion(
             device=cpu_device(ctx.cpu, worker_threads(ctx)) if on_cpu else ctx.gpu.name,
@@ -70,7 +71,7 @@ def questions(ctx: PlanContext) -> tuple[SpeedQuestion, ...]:
             torch=software.torch,
             triton="" if on_cpu else software.triton,
             # A tuned configuration is of the format that is likely.
-            environment=" ".join(filter(None, (software.kernel_environment, tuned and not at and f"tuned={tuned}"))),
+            environment=f"{software.kernel_environment} {tuned if at == 0 else ''}".strip(),
         )
         for at, weights in enumerate(stored_weights(ctx))
     )
