@@ -79,6 +79,7 @@ def _launch(plan: Plan, options: ServeOptions, progress: ProgressLines, *, stric
         require=frozenset(decision.pass_name for decision in shown),
         ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
         warm_up_s=0.0 if options.no_warm_up or read_environment().disabled else DEFAULT_LIMIT_S,
+        on_warm_up=progress.release,
         on_ready=watcher.on_ready,
         echo=watcher.echo,
         verbose=options.verbose,

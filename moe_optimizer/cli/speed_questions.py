@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from moe_optimizer.cli.progress import ProgressBar, ProgressLines
@@ -50,6 +51,7 @@ def measure(request: SpeedRequest, *, lines: ProgressLines | None = None) -> Non
 
 def speed_request(plan: Plan, seconds: float) -> SpeedRequest | None:
     """Return what to measure for a plan on this machine; None when tables answer all its questions."""
+    from moe_optimizer.launcher.compile_caches import compile_caches
     from moe_optimizer.measure.kernel_speeds.measurement import SpeedRequest
 
     kernels = plan.decision("flash_dmoe").params
@@ -60,5 +62,6 @@ def speed_request(plan: Plan, seconds: float) -> SpeedRequest | None:
         questions=kernels.measure,
         seconds=seconds,
         cores=kernels.cores,
-        environment={name: value for name, value in plan.serve_env.items() if name != BINDING},
+        environment=compile_caches(plan, os.environ)
+        | {name: value for name, value in plan.serve_env.items() if name != BINDING},
     )

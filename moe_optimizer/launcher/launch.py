@@ -25,6 +25,7 @@ def serve(
     require: frozenset[str] = frozenset(),
     ready_timeout_s: float = 600.0,
     warm_up_s: float = 0.0,
+    on_warm_up: Callable[[], None] | None = None,
     on_ready: Callable[[ServerInfo], None] | None = None,
     echo: Callable[[str], None] | None = None,
     verbose: bool = False,
@@ -39,6 +40,7 @@ def serve(
         require: passes that must run, besides those that the plan requires.
         ready_timeout_s: how long everything may take to answer.
         warm_up_s: how long it may then be driven through the shapes of traffic before it counts as ready; 0: not.
+        on_warm_up: called before that, when everything answers and the required passes run.
         on_ready: called once, in this thread, when it is.
         echo: takes the messages for the user, line by line; default: stderr.
         verbose: copy the logs to stderr as they grow.
@@ -52,7 +54,7 @@ def serve(
         ServerFailedError: a server or the router died, or was not ready in time; the message has its last lines.
     """
     required = require | required_passes(plan)
-    run = Supervisor(plan, run_dir, required, echo or _to_stderr, warm_up_s=warm_up_s)
+    run = Supervisor(plan, run_dir, required, echo or _to_stderr, warm_up_s=warm_up_s, on_warm_up=on_warm_up)
     with StopSignals() as signals, contextlib.suppress(StopRequestedError), run.started(signals, verbose=verbose):
         info = run.wait_until_ready(ready_timeout_s)
         if on_ready is not None:

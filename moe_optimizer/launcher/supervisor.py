@@ -44,11 +44,12 @@ class Supervisor:
         echo: Callable[[str], None],
         *,
         warm_up_s: float = 0.0,
+        on_warm_up: Callable[[], None] | None = None,
     ) -> None:
         self._plan = plan
         self._required = required
         self._echo = echo
-        self._warm_up_s = warm_up_s
+        self._warm_up_s, self._on_warm_up = warm_up_s, on_warm_up
         self._signals: StopSignals | None = None
         self._deployment = Deployment(plan, RunFolder(run_dir))
         self._evidence = Evidence(plan, self._deployment)
@@ -100,6 +101,7 @@ class Supervisor:
         if self._warm_up_s:
             # What the proofs need is asked first: its prompts may be in no cache yet.
             self._evidence.collect(self._pause)
+            self._evidence.require(self._required)
             self._warm_up()
         start_up_s = time.monotonic() - self._started_at
         self._echo(f"ready after {start_up_s:.0f} s: {front.client.base_url}")
@@ -123,6 +125,8 @@ class Supervisor:
         return info
 
     def _warm_up(self) -> None:
+        if self._on_warm_up is not None:
+            self._on_warm_up()
         result = warm_up_deployment(
             self._plan, self._deployment, self._model(), limit_s=self._warm_up_s, pause=self._pause, say=self._echo
         )
