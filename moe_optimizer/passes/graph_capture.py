@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from moe_optimizer.passes.base import OptimizationPass
@@ -19,6 +21,10 @@ _STEP = 16
 _SMALL_STEP = 8
 """Their spacing below."""
 _FLAG = "--max-cudagraph-capture-size"
+_SIZES_FLAG = "--cudagraph-capture-sizes"
+_MOST_PADDING = 8
+"""Chosen: a batch is padded by at most one eighth of itself, where vLLM's own steps are finer: above 128."""
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class GraphCapture(OptimizationPass):
@@ -66,12 +72,30 @@ class GraphCapture(OptimizationPass):
             return self._graphs(ctx, size, reason, batch, arguments=ServeArguments(_FLAG, str(size)))
         if batch <= default:
             return self._graphs(ctx, default, f"vLLM's own capture sizes cover a batch of {batch}", batch)
-        size = -(-batch // _STEP) * _STEP
-        reason = f"vLLM's own sizes end at {default}, and a batch of {batch} would run without a graph"
-        return self._graphs(ctx, size, reason, batch, arguments=ServeArguments(_FLAG, str(size)))
+        return self._beyond_vllms_sizes(ctx, default, batch)
+
+    def _beyond_vllms_sizes(self, ctx: PlanContext, default: int, batch: int) -> Decision:
+        """Return graphs up to the batch, of fewer sizes than vLLM would capture up to there."""
+        size = _captured(-(-batch // _STEP) * _STEP, ctx.scheduler.max_num_batched_tokens)
+        sizes, vllms = _sizes_up_to(size), _vllms_sizes(size)
+        reason = (
+            f"vLLM's own sizes end at {default}, and a batch of {batch} would run without a graph; "
+            f"{len(sizes)} sizes are captured instead of its {vllms} up to there: the same below 128, "
+            "above a batch is padded by at most an eighth"
+        )
+        rejected = {f"all {vllms} sizes": f"{vllms / len(sizes):.1f}x the time and memory of capturing"}
+        arguments = ServeArguments(_SIZES_FLAG, *map(str, sizes))
+        return self._graphs(ctx, size, reason, batch, arguments=arguments, rejected=rejected)
 
     def _graphs(
-        self, ctx: PlanContext, size: int, reason: str, batch: int, *, arguments: ServeArguments = NO_ARGUMENTS
+        self,
+        ctx: PlanContext,
+        size: int,
+        reason: str,
+        batch: int,
+        *,
+        arguments: ServeArguments = NO_ARGUMENTS,
+        rejected: Mapping[str, str] = _NOTHING,
     ) -> Decision:
         """Return the decision for graphs up to the largest size that vLLM makes of `size`."""
         captured = _captured(size, ctx.scheduler.max_num_batched_tokens)
@@ -85,6 +109,7 @@ class GraphCapture(OptimizationPass):
             arguments=arguments,
             max_capture_size=captured,
             warnings=(warning,) if captured < batch else (),
+            rejected=rejected,
         )
 
     def _decide(
@@ -98,6 +123,7 @@ class GraphCapture(OptimizationPass):
         arguments: ServeArguments = NO_ARGUMENTS,
         max_capture_size: int = 0,
         warnings: tuple[str, ...] = (),
+        rejected: Mapping[str, str] = _NOTHING,
     ) -> Decision:
         return self.decision(
             ctx,
@@ -110,12 +136,29 @@ class GraphCapture(OptimizationPass):
                 cuda_graphs=ctx.device == "cuda" and not eager, max_capture_size=max_capture_size
             ),
             warnings=warnings,
+            rejected=rejected,
         )
 
 
 def _eager(ctx: PlanContext) -> bool:
     """Whether the profile asks for plain execution, and no flag for graphs."""
     return ctx.profile.passes.graph_capture.eager and not ctx.is_asked_by_flag(GraphCapture.name)
+
+
+def _sizes_up_to(most: int) -> list[int]:
+    """Return the sizes to capture, the largest included: steps grow with the size."""
+    sizes, size = {most, *(size for size in (1, 2, 4) if size < most)}, _SMALL_STEP
+    while size < most:
+        sizes.add(size)
+        # The largest power of two that is no more than an eighth of the size, and at least vLLM's own step.
+        size += max(_SMALL_STEP, 1 << (size // _MOST_PADDING).bit_length() - 1)
+    return sorted(sizes)
+
+
+def _vllms_sizes(most: int) -> int:
+    """Return how many sizes vLLM captures when it is told only the largest."""
+    small, large = range(_SMALL_STEP, min(most + 1, 256), _SMALL_STEP), range(256, most + 1, _STEP)
+    return len({most, 1, 2, 4, *small, *large})
 
 
 def _captured(size: int, tokens: int) -> int:
