@@ -20,6 +20,7 @@ from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.launcher.server_info import RunningServer, ServerInfo
 from moe_optimizer.launcher.server_log import LogFollower
 from moe_optimizer.launcher.service import Service
+from moe_optimizer.launcher.start_up_ledger import StartUpLedger, render_phases
 from moe_optimizer.launcher.stop_signals import StopRequestedError, StopSignals
 from moe_optimizer.launcher.warm_up_deployment import warm_up_deployment
 from moe_optimizer.plan.plan import Plan
@@ -64,6 +65,7 @@ class Supervisor:
         with self._deployment.prepared(), self._followers:
             self._raise_if_stopped()
             self._started_at = time.monotonic()
+            self._ledger = StartUpLedger()
             try:
                 for server in self._deployment.servers:
                     server.folder.set_warming(warming=self._warm_up_s > 0)
@@ -97,12 +99,15 @@ class Supervisor:
         if self._deployment.router is not None:
             self._start(self._deployment.router)
             self._wait_for(self._deployment.router, deadline, timeout_s)
+        self._ledger.ended("vLLM answers")
         front = self._deployment.front
         if self._warm_up_s:
             # What the proofs need is asked first: its prompts may be in no cache yet.
             self._evidence.collect(self._pause)
             self._evidence.require(self._required)
+            self._ledger.ended("proofs")
             self._warm_up()
+            self._ledger.ended("warm-up")
         start_up_s = time.monotonic() - self._started_at
         self._echo(f"ready after {start_up_s:.0f} s: {front.client.base_url}")
         if answered := who_is_answered(front.addresses[0][0], api_key()):
@@ -119,6 +124,7 @@ class Supervisor:
             rows=self._evidence.rows(),
             proofs=self._evidence.proofs,
             start_up_s=start_up_s,
+            phases_s=self._ledger.phases(self._deployment.servers[0].folder.log_path),
         )
         self._show(info)
         self._evidence.require(self._required)
@@ -165,6 +171,9 @@ class Supervisor:
             self._echo(f"kernel: {kernel}")
         for line in compiled_after_ready(info.proofs):
             self._echo(line)
+        if self._verbose:
+            for line in render_phases(info.phases_s):
+                self._echo(line)
         self._echo("")
 
     def watch(self) -> None:

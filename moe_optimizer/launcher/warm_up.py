@@ -123,7 +123,7 @@ def requests_for(shapes: Shapes, *, seed: int) -> Iterator[Request]:
         yield Request(what=f"{batch} requests at once", body=_body([prompts.of(length) for _ in range(batch)], 4))
     for settings in _SAMPLING:
         for batch in {1, min(3, shapes.max_num_seqs)}:
-            body = _body([prompts.of(max(1, min(9, room))) for _ in range(batch)], 4) | settings
+            body = {**_body([prompts.of(max(1, min(9, room))) for _ in range(batch)], 4), **settings}
             yield Request(what=f"sampling with {', '.join(settings)}", body=body)
     for length in _lengths(min(room, 2 * shapes.max_num_batched_tokens, _LONGEST)):
         yield Request(what=f"a prompt of {length} tokens", body=_body([prompts.of(length)], 2))

@@ -79,7 +79,7 @@ def test_a_ready_server_is_described_on_stdout(
     shown = json.loads(capsys.readouterr().out)
     assert shown == {
         "base_url": "http://127.0.0.1:8000", "model": "m", "pid": 7, "run_dir": "run", "log": "run/server.log",
-        "plan_digest": given["plan"].digest, "start_up_s": 1.5, "passes": [],
+        "plan_digest": given["plan"].digest, "start_up_s": 1.5, "phases_s": {}, "passes": [],
         "servers": [
             {"name": "server", "base_url": "http://127.0.0.1:8000", "pid": 7, "log": "run/server.log"}
         ],
