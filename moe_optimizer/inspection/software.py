@@ -16,6 +16,9 @@ OPTIONAL_PACKAGES = ("deep_ep", "lmcache", "transformer_engine")
 
 _KERNEL_WORDS = ("MOE", "DEEP_GEMM", "BATCH_INVARIANT", "SGL_KERNEL")
 """Parts of the names of vLLM's variables that change which kernel computes the experts."""
+_SET_BY_VLLM = ("VLLM_USE_DEEP_GEMM_E8M0",)
+"""vLLM sets it in its own processes for some models, so that it would tell two ways of starting apart; Triton's experts
+do not depend on it."""
 _BINDING, _RESERVED = "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"
 
 
@@ -40,7 +43,8 @@ def read_software() -> SoftwareSpec:
 
 def kernel_environment(environ: Mapping[str, str]) -> str:
     """Return the variables that change which kernel of vLLM computes the experts, as "NAME=VALUE NAME=VALUE"."""
-    names = sorted(name for name in environ if name.startswith("VLLM_") and any(w in name for w in _KERNEL_WORDS))
+    named = {name for name in environ if name.startswith("VLLM_") and any(word in name for word in _KERNEL_WORDS)}
+    names = sorted(named.difference(_SET_BY_VLLM))
     return " ".join(f"{name}={environ[name]}" for name in names)
 
 
