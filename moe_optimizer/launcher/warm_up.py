@@ -125,7 +125,8 @@ def requests_for(shapes: Shapes, *, seed: int) -> Iterator[Request]:
         for batch in {1, min(3, shapes.max_num_seqs)}:
             body = {**_body([prompts.of(max(1, min(9, room))) for _ in range(batch)], 4), **settings}
             yield Request(what=f"sampling with {', '.join(settings)}", body=body)
-    for length in _lengths(min(room, 2 * shapes.max_num_batched_tokens, _LONGEST)):
+    longest = max(1, min(room, _LONGEST))
+    for length in _lengths(min(longest, 2 * shapes.max_num_batched_tokens)):
         yield Request(what=f"a prompt of {length} tokens", body=_body([prompts.of(length)], 2))
     yield Request(what="a stream", body=_body([prompts.of(max(1, min(9, room)))], 8) | {"stream": True})
     for length in _lengths(min(room, shapes.max_num_batched_tokens))[-3:]:
@@ -134,6 +135,8 @@ def requests_for(shapes: Shapes, *, seed: int) -> Iterator[Request]:
         yield Request(
             what=f"a prompt of {length} tokens while others decode", body=_body([prompts.of(length)], 2), beside=decoded
         )
+    # Last: on a slow machine it takes what is left of the time.
+    yield Request(what=f"a long context of {longest} tokens", body=_body([prompts.of(longest)], 4))
 
 
 _SAMPLING: tuple[Mapping[str, Any], ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -117,6 +118,12 @@ def test_prompts_go_up_to_two_steps_and_past_multiples_of_16() -> None:
     lengths = {len(each.body["prompt"][0]) for each in asked() if each.what.startswith("a prompt of")}
     assert {16, 21, 256, 261, 512} <= lengths
     assert max(lengths) == 512
+
+
+@pytest.mark.parametrize(("length", "asked_for"), [(600, 592), (200_000, 32_768)])
+def test_a_context_as_long_as_the_model_takes_comes_last(length: int, asked_for: int) -> None:
+    last = asked(dataclasses.replace(SHAPES, max_model_len=length))[-1]
+    assert len(last.body["prompt"][0]) == asked_for
 
 
 @pytest.mark.parametrize(
