@@ -71,7 +71,14 @@ def install_later(make_plan: Callable[[ServerFacts], Plan], *, run_dir: Path) ->
 
 
 def _count_compilations(session: PluginSession) -> None:
-    """Have workers count what they compile, and the API server show it. What fails here is in no pass's proof."""
+    """Have workers count what they compile, and the API server show it; a failure leaves the count out."""
+    try:
+        _install_compilation_count(session)
+    except Exception as error:  # noqa: BLE001 - the process is vLLM's
+        logger.warning("compilations are not counted: %s", described(error))
+
+
+def _install_compilation_count(session: PluginSession) -> None:
     vllm = sys.modules.get("vllm")
     if vllm is None or not supported_version(str(vllm.__version__))[0]:
         return
