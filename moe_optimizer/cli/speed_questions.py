@@ -28,7 +28,7 @@ def measure_if_needed(plan: Plan, seconds: float, progress: ProgressLines) -> bo
     request = speed_request(plan, seconds)
     if request is None or seconds <= 0:
         return False
-    progress.line(f"measuring expert kernels for up to {seconds:g} s (once; --calibrate 0 leaves it to vLLM's)")
+    progress.line(f"measuring expert kernels for up to {seconds:g} s (once; --calibrate 0 leaves it out)")
     try:
         measure(request)
     except MoeOptimizerError as error:
