@@ -110,11 +110,14 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
     # What vLLM was started with is settled: the plan takes it as the user's own arguments.
     vllm_args = ["--tensor-parallel-size", str(facts.tensor_parallel_size)]
     vllm_args.append("--enable-expert-parallel" if facts.expert_parallel else "--no-enable-expert-parallel")
+    model = ModelInspector(trust_remote_code=facts.trust_remote_code).inspect(facts.model)
+    if facts.quantization is not None and model.quant_method is None:
+        vllm_args += ["--quantization", facts.quantization]
     section = profile.passes.expert_placement
     num_gpus = facts.world_size if facts.device == "cuda" else None
     return make_plan(
         PlanRequest(
-            model=ModelInspector(trust_remote_code=facts.trust_remote_code).inspect(facts.model),
+            model=model,
             hardware=load_hardware(hardware, num_gpus) if hardware else _of_all_workers(probe_hardware(), facts),
             software=software,
             profile=profile,
@@ -124,6 +127,8 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
             batch_size=facts.max_num_seqs,
             max_model_len=facts.max_model_len,
             any_model_len=True,
+            inside_vllm=True,
+            worker_threads=facts.worker_threads,
             vllm_args=ServeArguments(*vllm_args),
             trust_remote_code=facts.trust_remote_code,
             dtype=facts.dtype,

@@ -35,7 +35,7 @@ from moe_optimizer.profiles import load_profile  # noqa: E402
 PASSES = ("flash_dmoe", "fp8", "expert_load", "kv_cache")
 """Those that a side can name; what it does not name is off."""
 STOCK = "stock"
-CALIBRATE_S = 20.0
+CALIBRATE_S = 30.0
 ROUNDS = {1: 4, 8: 3, 64: 2}
 """Concurrency -> requests per client."""
 

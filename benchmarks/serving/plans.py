@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
+from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_software
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.plan.plan import Plan
@@ -17,7 +17,6 @@ from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.planner import make_plan
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.specs.kernel_speeds import SpeedTables
-from moe_optimizer.specs.software import SoftwareSpec
 
 
 def plan_here(model: str | Path, *vllm_args: str, kernel_speeds: SpeedTables | None = None, **request: Any) -> Plan:
@@ -30,13 +29,13 @@ def plan_here(model: str | Path, *vllm_args: str, kernel_speeds: SpeedTables | N
         request: further fields of PlanRequest; the profile is the balanced one where none is given.
     """
     fields: dict[str, Any] = {"profile": load_profile("balanced")}
+    software = read_software()
     return make_plan(
         PlanRequest(
             model=ModelInspector().inspect(model),
             hardware=probe_hardware(),
-            software=SoftwareSpec(
-                vllm=find_vllm(), kernels=read_kernel_inventory(), kernel_speeds=kernel_speeds or SpeedTables()
-            ),
+            # No tuned configuration: it would be a question of its own to the tables.
+            software=dataclasses.replace(software, kernel_speeds=kernel_speeds or SpeedTables(), tuned_configs=None),
             vllm_args=ServeArguments(*vllm_args),
             **(fields | request),
         )

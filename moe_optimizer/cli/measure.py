@@ -39,8 +39,7 @@ def speeds(options: MeasureSpeedsOptions) -> messages.Output:
         questions = speed_questions.speed_request(plan, options.budget or _DEFAULT_BUDGET_S)
     if questions is not None:
         speed_questions.measure(questions, lines=ProgressLines(verbose=options.verbose))
-        request = planning.with_new_speeds(request)
-    decision = planning.decide(settings, request).decision(_SPEEDS_PASS)
+    decision = planning.decide(settings, planning.after_measuring(request)).decision(_SPEEDS_PASS)
     found = {"measured": questions is not None, "kernels": decision.value, "reason": decision.reason}
     return messages.Output(result=found, render=_rendered_speeds)
 

@@ -40,7 +40,7 @@ DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_READY_TIMEOUT_S = 1800.0
-DEFAULT_CALIBRATE_S = 20.0
+DEFAULT_CALIBRATE_S = 30.0
 
 
 def _profiles() -> Iterable[str]:
@@ -242,6 +242,7 @@ class ServeOptions(PlanOptions):
         f"machine and model; 0: never.  [default: {DEFAULT_CALIBRATE_S:g}]",
         seconds_or_none,
     )
+    no_warm_up: bool = _flag("--no-warm-up", "Be ready as soon as vLLM answers, although first requests may compile.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 LOGGER = get_logger(__name__)
-_MEASURED_PASS = "flash_dmoe"
 _PLAIN_SHARE = 0.90
 """Share of a GPU's memory that stock vLLM takes at least without an argument (0.92 in vLLM 0.32)."""
 
@@ -78,19 +77,18 @@ def decide(settings: Settings, request: PlanRequest) -> Plan:
 
 
 def decide_before_measuring(request: PlanRequest) -> Plan:
-    """Return a plan in which a wished or required pass may be undecided until its kernels are measured."""
+    """Return a plan in which a wished or required pass may be pending until its kernels are measured."""
     from moe_optimizer.planner import make_plan
 
-    return make_plan(dataclasses.replace(request, required=request.required - {_MEASURED_PASS}, strict=False))
+    return make_plan(dataclasses.replace(request, strict=False, will_measure=True))
 
 
-def with_new_speeds(request: PlanRequest) -> PlanRequest:
-    """Return the request with the tables of kernel speeds as they are now."""
+def after_measuring(request: PlanRequest) -> PlanRequest:
+    """Return the request with the tables of kernel speeds as they are now; with it nothing is pending."""
     from moe_optimizer.inspection import read_kernel_speeds
 
-    return dataclasses.replace(
-        request, software=dataclasses.replace(request.software, kernel_speeds=read_kernel_speeds())
-    )
+    software = dataclasses.replace(request.software, kernel_speeds=read_kernel_speeds())
+    return dataclasses.replace(request, software=software, will_measure=False)
 
 
 def read_request(options: PlanOptions) -> tuple[Settings, PlanRequest]:
@@ -134,6 +132,7 @@ def read_request(options: PlanOptions) -> tuple[Settings, PlanRequest]:
         trust_remote_code=settings["trust_remote_code"],
         dtype=None if dtype == "auto" else dtype,
         expert_load=_read_expert_load(options, settings, profile),
+        will_measure=settings["calibrate"] > 0 and not settings.disabled,
         fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity),
         activation_norms=read_activation_norms_file(profile.passes.sparsity_24.activation_norms),
     )

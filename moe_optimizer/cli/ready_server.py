@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ class ReadyServer:
     log: str
     plan_digest: str
     start_up_s: float
+    phases_s: Mapping[str, float]
+    """Seconds of each phase of the start; those named "vLLM: ..." are parts of "vLLM answers"."""
     servers: tuple[VllmServer, ...]
     passes: tuple[Row, ...]
 
@@ -48,6 +51,7 @@ def ready_server(plan: Plan, info: ServerInfo) -> ReadyServer:
         log=str(info.log_path),
         plan_digest=plan.digest,
         start_up_s=info.start_up_s,
+        phases_s=info.phases_s,
         servers=tuple(
             VllmServer(name=server.name, base_url=server.base_url, pid=server.pid, log=str(server.log_path))
             for server in info.servers

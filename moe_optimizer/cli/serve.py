@@ -33,6 +33,7 @@ def command(options: ServeOptions) -> messages.Output | int:
     from moe_optimizer.cli.ready_server import ready_server
     from moe_optimizer.cli.speed_questions import measure_if_needed
     from moe_optimizer.launcher import launch
+    from moe_optimizer.launcher.warm_up import DEFAULT_LIMIT_S
 
     if options.dry_run:
         return plan_output(planning.make(options), as_json=options.json)
@@ -45,8 +46,8 @@ def command(options: ServeOptions) -> messages.Output | int:
             plan = planning.decide_before_measuring(request)
             check_can_serve_here(plan, settings)
             launch.check(plan, run_dir=run_dir)
-            if measure_if_needed(plan, settings["calibrate"], lines):
-                request = planning.with_new_speeds(request)
+            measure_if_needed(plan, settings["calibrate"], lines)
+            request = planning.after_measuring(request)
         plan = planning.decide(settings, request)
         check_can_serve_here(plan, settings)
         launch.check(plan, run_dir=run_dir)
@@ -57,6 +58,8 @@ def command(options: ServeOptions) -> messages.Output | int:
         run_dir=run_dir,
         strict=settings["strict"],
         ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
+        warm_up_s=0.0 if options.no_warm_up or settings.disabled else DEFAULT_LIMIT_S,
+        on_warm_up=lines.release,
         echo=lines.line,
         verbose=options.verbose,
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.errors import MoeOptimizerError
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.pass_params import FlashDmoeParams
+from moe_optimizer.plan_context.cpu_cores import BINDING
 
 if TYPE_CHECKING:
     from moe_optimizer.measure.kernel_speeds.measurement import SpeedRequest
@@ -48,16 +50,17 @@ def measure(request: SpeedRequest, *, lines: ProgressLines | None = None) -> Non
 
 def speed_request(plan: Plan, seconds: float) -> SpeedRequest | None:
     """Return what to measure for a plan on this machine; None when tables answer all its questions."""
+    from moe_optimizer.launcher.compile_caches import compile_caches
     from moe_optimizer.measure.kernel_speeds.measurement import SpeedRequest
 
     kernels = plan.decision("flash_dmoe").params
     if not isinstance(kernels, FlashDmoeParams) or not kernels.measure:
         return None
-    on_cpu, cpu = plan.num_gpus == 0, plan.hardware.cpu
     return SpeedRequest(
-        device="cpu" if on_cpu else "cuda",
+        device="cuda" if plan.num_gpus else "cpu",
         questions=kernels.measure,
         seconds=seconds,
-        threads=max(1, cpu.cores // plan.parallelism.tensor_parallel_size) if on_cpu and cpu else 1,
-        tables="",
+        cores=kernels.cores,
+        environment=compile_caches(plan, os.environ)
+        | {name: value for name, value in plan.serve_env.items() if name != BINDING},
     )

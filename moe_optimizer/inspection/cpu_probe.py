@@ -34,7 +34,21 @@ def probe_cpu(root: Path = Path("/")) -> CpuSpec:
         memory=_limited(_meminfo_total(root), "MemTotal of /proc/meminfo", root),
         isa=tuple(name for name in _KERNEL_ISA if name in present),
         node_memory=_node_memory(root),
+        physical_cores=_physical_cores(root),
     )
+
+
+def _physical_cores(root: Path) -> tuple[tuple[int, ...], ...]:
+    allowed, nodes = _allowed_cores(), []
+    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        last_of: dict[tuple[str, str], int] = {}
+        for cpu in sorted(allowed & _core_list(text_or_nothing(folder / "cpulist"))):
+            topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+            core = text_or_nothing(topology / "core_id").strip() or f"cpu{cpu}"
+            last_of[text_or_nothing(topology / "physical_package_id").strip(), core] = cpu
+        if last_of:
+            nodes.append(tuple(sorted(last_of.values())))
+    return tuple(nodes)
 
 
 def _cpuinfo(root: Path) -> dict[str, str]:

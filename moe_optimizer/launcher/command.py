@@ -10,6 +10,7 @@ from pathlib import Path
 
 from moe_optimizer import env
 from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.launcher.compile_caches import compile_caches
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 
@@ -46,7 +47,13 @@ def server_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str] |
     # The plan holds the launcher's own settings; a profile would be a second, contradicting wish.
     dropped = {env.PROFILE, env.RUN_DIR, env.HARDWARE}
     kept = {name: value for name, value in environ.items() if name not in dropped}
-    return {"VLLM_NO_USAGE_STATS": "1", **kept, **plan.serve_env, env.PLAN: str(plan_path)}
+    return {
+        "VLLM_NO_USAGE_STATS": "1",
+        **compile_caches(plan, environ),
+        **kept,
+        **plan.serve_env,
+        env.PLAN: str(plan_path),
+    }
 
 
 def check_plugin_visible(plan: Plan) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import ssl
 import urllib.request
+from collections.abc import Mapping
 from typing import Any
 
 _HEALTH_TIMEOUT_S = 5.0
@@ -76,6 +77,16 @@ class ServerClient:
         """
         body = {"model": self.models()[0], "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         return self._request("/v1/completions", body, timeout_s)["choices"][0]["text"]
+
+    def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> None:
+        """Have a completion made, and read it to its end, streamed or not.
+
+        Raises:
+            OSError: the server does not answer in time, or refuses.
+        """
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.base_url}/v1/completions", data=data, headers=self._headers)
+        self._read(request, timeout_s)
 
     def _request(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = _TIMEOUT_S) -> Any:
         data = None if body is None else json.dumps(body).encode()

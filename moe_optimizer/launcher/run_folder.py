@@ -12,7 +12,7 @@ from pathlib import Path
 from moe_optimizer.errors import InputError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.plan.plan import PLAN_FILE, Plan
-from moe_optimizer.proof.record import PROOF_DIR
+from moe_optimizer.proof.record import PROOF_DIR, WARMING_FILE
 from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR
 
 LOCK_FILE = "launcher.lock"
@@ -48,9 +48,18 @@ class RunFolder:
             for folder in (PROOF_DIR, PARTS_DIR):
                 for old in (self.path / folder).glob("*.json"):
                     old.unlink()
-            (self.path / LOAD_FILE).unlink(missing_ok=True)
+            for name in (LOAD_FILE, WARMING_FILE):
+                (self.path / name).unlink(missing_ok=True)
         except OSError as error:
             raise self._refused(error) from None
+
+    def set_warming(self, *, warming: bool) -> None:
+        """Tell the processes of the server whether what it serves is only to warm it up."""
+        marker = self.path / WARMING_FILE
+        if warming:
+            marker.touch(mode=0o600)
+        else:
+            marker.unlink(missing_ok=True)
 
     def check(self) -> None:
         """Refuse a folder that `locked` would refuse, and leave nothing behind.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_optimizer.proof.record import Proof
@@ -40,3 +41,5 @@ class ServerInfo:
     proofs: tuple[Proof, ...]
     """Of all servers."""
     start_up_s: float
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase of the start; those named "vLLM: ..." are parts of "vLLM answers"."""

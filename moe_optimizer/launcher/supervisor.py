@@ -21,7 +21,9 @@ from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.launcher.server_info import RunningServer, ServerInfo
 from moe_optimizer.launcher.server_log import followed
 from moe_optimizer.launcher.service import Service
+from moe_optimizer.launcher.start_up_ledger import StartUpLedger, render_phases
 from moe_optimizer.launcher.stop_signals import StopRequestedError
+from moe_optimizer.launcher.warm_up_deployment import warm_up_deployment
 from moe_optimizer.plan.plan import Plan
 
 _POLL_S = 0.2
@@ -39,6 +41,8 @@ class Supervisor:
         run_dir: gets plan.json, server.log and proof/, a group's servers in a folder each; of this run alone.
         require: passes that must run, besides those that the plan requires.
         strict: every pass must run that workers show.
+        warm_up_s: how long everything may be driven through the shapes of traffic before it counts as ready; 0: not.
+        on_warm_up: called before that, when everything answers and the required passes run.
         echo: takes the messages for the user, line by line; None: there are none.
         verbose: copy the logs to stderr as they grow.
     """
@@ -50,9 +54,13 @@ class Supervisor:
         *,
         require: frozenset[str] = frozenset(),
         strict: bool = False,
+        warm_up_s: float = 0.0,
+        on_warm_up: Callable[[], None] | None = None,
         echo: Callable[[str], None] | None = None,
         verbose: bool = False,
     ) -> None:
+        self._plan = plan
+        self._warm_up_s, self._on_warm_up = warm_up_s, on_warm_up or (lambda: None)
         self._echo = echo or (lambda _line: None)
         self._verbose = verbose
         self._stops: Sequence[int] = ()
@@ -72,8 +80,10 @@ class Supervisor:
         with self._deployment.prepared(), self._followers:
             self._raise_if_stopped()
             self._started_at = time.monotonic()
+            self._ledger = StartUpLedger()
             try:
                 for server in self._deployment.servers:
+                    server.folder.set_warming(warming=self._warm_up_s > 0)
                     self._start(server)
                 yield
             finally:
@@ -104,16 +114,29 @@ class Supervisor:
         if self._deployment.router is not None:
             self._start(self._deployment.router)
             self._wait_for(self._deployment.router, deadline, timeout_s)
-        start_up_s = time.monotonic() - self._started_at
+        self._ledger.ended("vLLM answers")
         front = self._deployment.front
+        if self._warm_up_s:
+            # What the proofs need is asked first: its prompts may be in no cache yet.
+            self._evidence.collect(self._pause)
+            self._evidence.outcome().require(hint=self._deployment.servers[0].log_hint)
+            self._ledger.ended("proofs")
+            self._warm_up()
+            self._ledger.ended("warm-up")
+        start_up_s = time.monotonic() - self._started_at
         self._echo(f"ready after {start_up_s:.0f} s: {front.client.base_url}")
         if answered := who_is_answered(front.addresses[0][0], api_key()):
             self._echo(answered)
-        self._evidence.collect(self._pause)
+        if not self._warm_up_s:
+            self._evidence.collect(self._pause)
+        phases = self._ledger.phases(self._deployment.servers[0].folder.log_path)
         model, servers = self._model(), tuple(self._described(server) for server in self._deployment.servers)
         outcome = self._evidence.outcome()
         for line in outcome.lines(width=max(60, shutil.get_terminal_size((80, 24)).columns)):
             self._echo(line)
+        if self._verbose:
+            for line in (*render_phases(phases), ""):
+                self._echo(line)
         outcome.require(hint=self._deployment.servers[0].log_hint)
         self.info = ServerInfo(
             base_url=front.client.base_url,
@@ -125,8 +148,18 @@ class Supervisor:
             rows=outcome.rows,
             proofs=self._evidence.proofs,
             start_up_s=start_up_s,
+            phases_s=phases,
         )
         return self.info
+
+    def _warm_up(self) -> None:
+        self._on_warm_up()
+        result = warm_up_deployment(
+            self._plan, self._deployment, self._model(), limit_s=self._warm_up_s, pause=self._pause, say=self._echo
+        )
+        for server in self._deployment.servers:
+            server.folder.set_warming(warming=False)
+        self._echo(result.in_words())
 
     def _wait_for(self, service: Service, deadline: float, timeout_s: float) -> None:
         while not service.becomes_ready():

@@ -8,7 +8,7 @@ from typing import Any
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.pass_params import GraphCaptureParams
-from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 
 _VLLM_CAP = 512
@@ -20,6 +20,9 @@ _SMALL_STEP = 8
 _FLAG = "--max-cudagraph-capture-size"
 _COMPILATION_FLAG = "--compilation-config"
 """Where its value cannot be read, it counts as empty: what vLLM cannot read either, it refuses by itself."""
+_SIZES_FLAG = "--cudagraph-capture-sizes"
+_MOST_PADDING = 8
+"""Chosen: a batch is padded by at most one eighth of itself, where vLLM's own steps are finer: above 128."""
 
 
 class GraphCapture(OptimizationPass):
@@ -60,18 +63,24 @@ class GraphCapture(OptimizationPass):
         default = min(2 * ctx.scheduler.max_num_seqs, _VLLM_CAP)
         asked = ctx.profile.passes.graph_capture.max_capture_size
         flag, size = _largest_given(ctx.pinned)
-        arguments = NO_ARGUMENTS
+        fields: dict[str, Any] = {}
         if flag:
             reason = f"{flag} is given after --"
         elif asked is not None:
             size, reason = asked, f"{ctx.profile_origin} asks for it"
-            arguments = ServeArguments(_FLAG, str(size))
+            fields["vllm_args"] = ServeArguments(_FLAG, str(size))
         elif batch <= default:
             size, reason = default, f"vLLM's own capture sizes cover a batch of {batch}"
         else:
-            size = -(-batch // _STEP) * _STEP
-            reason = f"vLLM's own sizes end at {default}, and a batch of {batch} would run without a graph"
-            arguments = ServeArguments(_FLAG, str(size))
+            size = _captured(-(-batch // _STEP) * _STEP, ctx.scheduler.max_num_batched_tokens)
+            sizes, vllms = _sizes_up_to(size), _vllms_sizes(size)
+            reason = (
+                f"vLLM's own sizes end at {default}, and a batch of {batch} would run without a graph; "
+                f"{len(sizes)} sizes are captured instead of its {vllms} up to there: the same below 128, "
+                "above a batch is padded by at most an eighth"
+            )
+            fields["rejected"] = {f"all {vllms} sizes": f"{vllms / len(sizes):.1f}x the time and memory of capturing"}
+            fields["vllm_args"] = ServeArguments(_SIZES_FLAG, *map(str, sizes))
         captured = _captured(size, ctx.scheduler.max_num_batched_tokens)
         warning = f"graph_capture: a batch of {batch} runs without a graph, they end at {captured}: {reason}"
         return self._decide(
@@ -81,8 +90,8 @@ class GraphCapture(OptimizationPass):
             reason,
             eager=False,
             max_capture_size=captured,
-            vllm_args=arguments,
             warnings=(warning,) if captured < batch else (),
+            **fields,
         )
 
     def _decide(
@@ -104,6 +113,22 @@ class GraphCapture(OptimizationPass):
 def _eager(ctx: PlanContext) -> bool:
     """Whether the profile asks for plain execution, and no flag for graphs."""
     return ctx.profile.passes.graph_capture.eager and not ctx.is_asked_by_flag(GraphCapture.name)
+
+
+def _sizes_up_to(most: int) -> list[int]:
+    """Return the sizes to capture, the largest included: steps grow with the size."""
+    sizes, size = {most, *(size for size in (1, 2, 4) if size < most)}, _SMALL_STEP
+    while size < most:
+        sizes.add(size)
+        # The largest power of two that is no more than an eighth of the size, and at least vLLM's own step.
+        size += max(_SMALL_STEP, 1 << (size // _MOST_PADDING).bit_length() - 1)
+    return sorted(sizes)
+
+
+def _vllms_sizes(most: int) -> int:
+    """Return how many sizes vLLM captures when it is told only the largest."""
+    small, large = range(_SMALL_STEP, min(most + 1, 256), _SMALL_STEP), range(256, most + 1, _STEP)
+    return len({most, 1, 2, 4, *small, *large})
 
 
 def _captured(size: int, tokens: int) -> int:

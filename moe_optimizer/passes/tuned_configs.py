@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_optimizer.costs.fp8_blocks import block_of_slice, whole_blocks
-from moe_optimizer.costs.weights import FP8_BLOCK
 from moe_optimizer.errors import InputError
 from moe_optimizer.inspection.tuned_configs import (
     FOLDER_VARIABLE,
@@ -19,17 +16,11 @@ from moe_optimizer.inspection.tuned_configs import (
 )
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
-from moe_optimizer.plan.pass_params import ExpertPlacementParams, FlashDmoeParams, Fp8Params, TunedConfigsParams
+from moe_optimizer.plan.pass_params import FlashDmoeParams, TunedConfigsParams
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.triton_config import triton_scheme, triton_shape, user_config
 from moe_optimizer.specs.kernel_speeds import STOCK, kernel_for
 from moe_optimizer.specs.quantity import Quantity, Source
-from moe_optimizer.specs.triton_shape import TritonShape
-
-_REFINED = "fp8"
-"""The checkpoint method whose blocks vLLM makes smaller where a slice of an expert is no whole number of them; those of
-the other methods' files it refuses to slice so."""
-_FP8_FLAGS = {"fp8": False, "fp8_per_tensor": False, "fp8_per_channel": False, "fp8_per_block": True}
-"""Values of --quantization that convert experts -> whether with 128 x 128 blocks."""
 
 
 class TunedConfigs(OptimizationPass):
@@ -51,7 +42,7 @@ class TunedConfigs(OptimizationPass):
             return False, "the model has no experts"
         if ctx.device == "cpu":
             return False, "Triton configurations are for GPUs"
-        if _scheme(ctx) is None:
+        if triton_scheme(ctx) is None:
             given = ctx.pinned.value("--quantization")
             found = f"--quantization {given}" if given else f"{ctx.model.quant_method}, {ctx.model.weight_bits:g} bits"
             return False, f"needs experts in BF16, FP16, FP32, or FP8 with FP32 scales, found {found}"
@@ -67,10 +58,9 @@ class TunedConfigs(OptimizationPass):
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return which file is used, or which one is missing."""
-        shape = _shape(ctx)
+        shape = triton_shape(ctx)
         named = ctx.section(self.name).folder
-        folder = named or ctx.software.tuned_configs
-        config = None if folder is None else Path(folder) / shape.file_name
+        config = user_config(ctx)
         # What `moe-optimizer tune` needs to know.
         params = TunedConfigsParams(file=shape.file_name, shape=shape, dtype=ctx.dtype)
         if config is None or not config.exists():
@@ -78,14 +68,14 @@ class TunedConfigs(OptimizationPass):
         try:
             rows = read_rows(config)
         except InputError as error:
-            broken = f"tuned_configs: not used, because vLLM would end on it: {error} (in {folder})"
+            broken = f"tuned_configs: not used, because vLLM would end on it: {error} (in {config.parent})"
             return self._none_found(ctx, params, keep_out=True, warnings=(broken,))
         gain, warnings = _measured_gain(ctx, config)
         return self.decision(
             ctx,
             Status.ON,
             f"tuned, {len(rows)} rows",
-            f"{shape.file_name} is in {folder}",
+            f"{shape.file_name} is in {config.parent}",
             Applier.FILES,
             gain=gain,
             env={FOLDER_VARIABLE: str(config.parent.absolute())},
@@ -151,61 +141,3 @@ def _left_to_vllm(ctx: PlanContext, tokens: int) -> bool:
     """Return whether flash_dmoe has vLLM's own kernel compute so many tokens."""
     kernels = ctx.params(FlashDmoeParams)
     return kernels is None or all(kernel_for(ranges, tokens) == STOCK for ranges in kernels.dispatch.values())
-
-
-def _shape(ctx: PlanContext) -> TritonShape:
-    """Return what vLLM will look for."""
-    model, devices = ctx.model, ctx.parallelism.num_devices
-    placement = ctx.params(ExpertPlacementParams)
-    experts = model.num_experts + ((placement and placement.num_redundant_experts) or 0)
-    slices = 1 if ctx.parallelism.expert_parallel else devices
-    width, scheme = model.moe_intermediate_size // slices, _scheme(ctx)
-    assert scheme is not None, "supported() has checked it"
-    block = scheme.block
-    if block is not None and scheme.converted:
-        width = whole_blocks(width)
-    elif block is not None and model.quant_method == _REFINED:
-        block = block_of_slice(block, width, model.expert_hidden_size, slices)
-    return TritonShape(
-        # Where experts do not divide, the first GPUs have one more.
-        num_experts=math.ceil(experts / devices) if ctx.parallelism.expert_parallel else experts,
-        width=width,
-        device_name=ctx.gpu.name,
-        dtype=scheme.dtype,
-        block=block,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scheme:
-    """What the experts are computed in."""
-
-    dtype: str
-    """As the file name has it."""
-    block: tuple[int, int] | None = None
-    """Of weights that share a scale, in the checkpoint or as converted."""
-    converted: bool = False
-    """Whether vLLM converts the weights while it loads them."""
-
-
-def _scheme(ctx: PlanContext) -> _Scheme | None:
-    """Return what the experts are computed in; None where no file name is known for it.
-
-    Experts in INT8, INT4 and formats of fewer bits have none: most of vLLM's kernels for them read no such file, and
-    those that do were never measured by `moe-optimizer tune`.
-    """
-    given, model = ctx.pinned.value("--quantization"), ctx.model
-    as_loaded = _Scheme(dtype="float32" if ctx.dtype == "float32" else "")
-    if model.quant_method is not None:
-        stored = {"dtype": as_loaded, "fp8": _Scheme(dtype="fp8_w8a8", block=model.weight_block)}
-        return stored.get(model.expert_format)
-    if given is not None:
-        return _converted(in_blocks=_FP8_FLAGS[given]) if given in _FP8_FLAGS else None
-    fp8 = ctx.params(Fp8Params)
-    if fp8 is not None and fp8.expert_bits == 8:
-        return _converted(in_blocks=fp8.granularity == "block")
-    return as_loaded
-
-
-def _converted(*, in_blocks: bool) -> _Scheme:
-    return _Scheme(dtype="fp8_w8a8", block=(FP8_BLOCK, FP8_BLOCK) if in_blocks else None, converted=True)

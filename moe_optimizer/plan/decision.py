@@ -32,6 +32,8 @@ class Status(Enum):
     """Not wanted, or not worth it here; the reason says which."""
     REFUSED = "refused"
     """Wanted, but this model, machine or vLLM cannot do it."""
+    PENDING = "pending"
+    """A measurement at the start will decide; no server is started with such a plan."""
 
 
 class Applier(Enum):

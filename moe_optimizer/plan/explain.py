@@ -19,7 +19,7 @@ _MAX_WIDTH = 120
 _COLORS = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
 _ALONE = "Against plain vLLM on the same devices"
 _IN_GROUP = "Each of the servers against one plain vLLM of its size"
-_STATUS_COLORS = {Status.ON: "green", Status.OFF: "dim", Status.REFUSED: "red"}
+_STATUS_COLORS = {Status.ON: "green", Status.OFF: "dim", Status.REFUSED: "red", Status.PENDING: "yellow"}
 
 
 def render_plan(plan: Plan, *, width: int = 80, color: bool = False, explain: bool = False) -> str:

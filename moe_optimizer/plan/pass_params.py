@@ -90,7 +90,11 @@ class FlashDmoeParams:
     dispatch: Mapping[str, tuple[TokenRange, ...]] = field(default_factory=dict)
     """On GPUs, how the weights are stored -> which kernel computes how many tokens."""
     measure: tuple[SpeedQuestion, ...] = ()
-    """Questions about speed that no table answers; `serve` measures them before it starts."""
+    """Questions about speed that no table answers, or not to the end; `serve` measures them before it starts."""
+    threads: int | None = None
+    """Threads of a CPU worker with which ours was measured to be faster; None: another reason decided."""
+    cores: tuple[int, ...] = ()
+    """Cores of the first CPU worker, on which `measure` is answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

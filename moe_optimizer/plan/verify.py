@@ -61,7 +61,7 @@ def _verify_decision(decision: Decision) -> None:
         assert decision.wish is Wish.ON, f"{name}: refused, but the wish is {decision.wish}"
     if status is not Status.ON:
         assert decision.applier in (Applier.NONE, Applier.FLAGS), f"{name}: {status}, applied by {decision.applier}"
-    if decision.required:
+    if decision.required and status is not Status.PENDING:
         assert status is Status.ON, f"{name}: required, decided {status}"
     if decision.applier is Applier.NONE:
         assert not decision.vllm_args, f"{name}: no applier, yet {decision.vllm_args}"

@@ -24,3 +24,14 @@ def _in_words(core_ids: Sequence[int]) -> str:
     if len(core_ids) > 1 and core_ids[-1] - core_ids[0] == len(core_ids) - 1:
         return f"{core_ids[0]}-{core_ids[-1]}"
     return ",".join(map(str, core_ids))
+
+
+def core_numbers(text: str) -> tuple[int, ...]:
+    """Return the cores of a list such as "0-2,5", ascending; () where it is none."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            return ()
+        cores.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(cores))

@@ -62,3 +62,9 @@ class PlanRequest:
     """Norms of what the experts' matrices read, on a text; None: nobody measured them."""
     expert_load: PlacementLoad | None = None
     """Measured load to place experts by."""
+    will_measure: bool = False
+    """What no table of kernel speeds answers is measured before a server starts, and the plan made again."""
+    worker_threads: int | None = None
+    """Threads of a CPU worker, as it says itself; None: they follow from how vLLM binds it."""
+    inside_vllm: bool = False
+    """vLLM runs already: decisions about its arguments change nothing."""

@@ -104,7 +104,7 @@ def _without_users(decision: Decision, user_args: ServeArguments) -> Decision:
 
 def _require_required(context: PlanContext) -> None:
     for decision in context.decided.values():
-        if decision.required and decision.status is not Status.ON:
+        if decision.required and decision.status not in (Status.ON, Status.PENDING):
             # Required by the user, or by another decision that does not work without it.
             asked = context.is_required(decision.pass_name)
             kind = RequiredNotAppliedError if asked else UnsupportedError

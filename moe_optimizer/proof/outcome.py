@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import Proof
-from moe_optimizer.proof.table import Row, joined_rows, proof_rows, render_table
+from moe_optimizer.proof.table import Row, compiled_after_ready, joined_rows, proof_rows, render_table
 from moe_optimizer.proof.verdict import Observed, kernels_in_use, not_running
 
 
@@ -20,13 +20,15 @@ class Outcome:
     """requested / applied / ran / why not, one row for each pass, over all servers."""
     kernels: tuple[str, ...]
     """Each kernel that ran, once."""
+    compilations: tuple[str, ...]
+    """In a line how much was compiled after ready; () where nobody counts."""
     missing: tuple[str, ...]
     """"PASS: REASON" for each required pass that does not run on every server; of several servers, it names the one."""
 
     def lines(self, *, width: int) -> tuple[str, ...]:
-        """Return the table and the kernels as text, with an empty line before and after."""
+        """Return the table, the kernels and the compilations as text, with an empty line before and after."""
         table = render_table(self.rows, width=width).splitlines()
-        return ("", *table, *(f"kernel: {kernel}" for kernel in self.kernels), "")
+        return ("", *table, *(f"kernel: {kernel}" for kernel in self.kernels), *self.compilations, "")
 
     def require(self, *, hint: str) -> None:
         """Check that every required pass runs.
@@ -62,4 +64,9 @@ def judge(
         missing |= {f"{prefix}{name}: {reason}": None for name, reason in sorted(reasons.items())}
     tables = {server: proof_rows(plan, written, absent=absent, observed=observed) for server, written in proofs.items()}
     every = [proof for written in proofs.values() for proof in written]
-    return Outcome(rows=joined_rows(tables), kernels=kernels_in_use(every), missing=tuple(missing))
+    return Outcome(
+        rows=joined_rows(tables),
+        kernels=kernels_in_use(every),
+        compilations=compiled_after_ready(every),
+        missing=tuple(missing),
+    )

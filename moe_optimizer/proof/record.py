@@ -21,6 +21,8 @@ from moe_optimizer.specs.layer_name import decoder_layer
 SCHEMA_VERSION = 1
 PROOF_DIR = "proof"
 """Folder of the proof files, beside plan.json."""
+WARMING_FILE = "warming"
+"""Lies beside plan.json while the launcher warms a server up: what runs until then is no user's traffic."""
 _FLUSH_INTERVAL_S = 1.0
 """Chosen: a reader sees counts that are at most this old, and no forward pass waits for the disk."""
 
@@ -115,6 +117,19 @@ class PatchProof:
 
 
 @dataclass(slots=True, kw_only=True)
+class CompilationProof:
+    """What one worker compiled, as far as it is seen: Triton, CuTe-DSL and TileLang kernels by vLLM's monitor, graphs
+    of torch.compile, and what appears in the caches of DeepGEMM and FlashInfer.
+    """
+
+    before_ready: int = 0
+    after_ready: int = 0
+    """Each let a request wait."""
+    last: tuple[str, ...] = ()
+    """The last ones after it was ready, with the step that needed them."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Proof:
     """The proof of one process."""
 
@@ -132,6 +147,8 @@ class Proof:
     """This process's rank among them; -1 in a process that holds none."""
     passes: dict[str, PassProof] = field(default_factory=dict)
     patches: tuple[PatchProof, ...] = ()
+    compilations: CompilationProof | None = None
+    """None in a process that compiles nothing, or where nobody looks."""
     schema_version: int = SCHEMA_VERSION
 
 

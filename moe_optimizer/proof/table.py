@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_optimizer.errors import printable
@@ -123,8 +123,8 @@ def _share(answers: Sequence[bool]) -> str:
 
 
 def render_table(rows: Sequence[Row], *, width: int = 80) -> str:
-    """Return the table as text of at most `width` columns. Lines below it have the outcome of the canary and name the
-    passes that are off; the plan has their reasons.
+    """Return the table as text of at most `width` columns. Lines below it have the outcome of the canary, and for each
+    pass that is off the reason, which the plan has in full.
     """
     shown = [row for row in rows if row.requested != Status.OFF.value]
     cells = [tuple(map(printable, dataclasses.astuple(row)))[: len(HEADINGS)] for row in shown]
@@ -142,10 +142,16 @@ def render_table(rows: Sequence[Row], *, width: int = 80) -> str:
         if row.canary:
             text = printable(f"canary of {row.pass_name}: {row.canary}")
             lines += ["", *textwrap.wrap(text, width, subsequent_indent="     ")]
-    off = [row.pass_name for row in rows if row.requested == Status.OFF.value]
+    off = [f"{row.pass_name} off: {printable(row.why_not)}" for row in rows if row.requested == Status.OFF.value]
     if off:
-        lines += ["", *textwrap.wrap(f"off: {', '.join(off)}", width, subsequent_indent="     ")]
+        lines += ["", *(textwrap.shorten(line, width, placeholder=" ...") for line in off)]
     return "\n".join(lines)
+
+
+def compiled_after_ready(proofs: Iterable[Proof]) -> tuple[str, ...]:
+    """Return in a line how much the workers compiled after they were ready; () where nobody counts."""
+    counts = [proof.compilations.after_ready for proof in model_holders(proofs) if proof.compilations is not None]
+    return (f"compiled after ready: {sum(counts)}",) if counts else ()
 
 
 def _wrapped(cells: Sequence[str], sizes: Sequence[int]) -> list[str]:

@@ -57,6 +57,9 @@ class CpuSpec:
     node_memory: Quantity | None = None
     """bytes of the NUMA node of the first usable core (cgroup limit respected): what vLLM's CPU build takes its
     share of, for each worker. None where the system does not say; then it is `memory`."""
+    physical_cores: tuple[tuple[int, ...], ...] = ()
+    """For each NUMA node one number of each of its physical cores, as vLLM's CPU build binds workers to them: of two
+    hardware threads the last. Empty where the system does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpeeds:
-    """One layer at one number of tokens: medians in microseconds of one run."""
+    """One layer at one number of tokens: times in microseconds of one run, medians on a GPU, shortest on a CPU."""
 
     tokens: int
     stock_us: float
@@ -57,7 +57,21 @@ class KernelSpeeds:
     """The record, or when it was measured."""
     torch: str = ""
     measured_here: bool = False
-    """By this user, not shipped: then it holds for this driver only, since measuring again is easy."""
+    """By this user, not shipped: then it holds for these versions of driver, torch and Triton only, since measuring
+    again is easy."""
+    triton: str = ""
+    """"" where it was not recorded, or where there is none."""
+    environment: str = ""
+    """As in `SpeedQuestion`."""
+    unfinished: bool = False
+    """The time ended before every number of tokens was measured that may matter."""
+    disturbed: str = ""
+    """What else kept the device busy meanwhile; "" where nothing was noticed."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another measurement would bring nothing."""
+        return not self.unfinished and not self.disturbed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +84,11 @@ class SpeedQuestion:
     kernel_hash: str
     vllm: str
     driver: str = ""
+    torch: str = ""
+    triton: str = ""
+    environment: str = ""
+    """What changes the speed of vLLM's own kernel beside all that: its variables, the tuned configuration; "" where
+    nothing is set."""
 
     def why_not(self, speeds: KernelSpeeds) -> str:
         """Return why a table does not answer this question, or ""; the first difference of the weightiest kind."""
@@ -83,8 +102,14 @@ class SpeedQuestion:
             mine, theirs = getattr(self, name), getattr(speeds, name)
             if mine != theirs:
                 return f"{what} {_short(theirs)}, needed {_short(mine)}"
-        if speeds.measured_here and speeds.driver != self.driver:
-            return f"are of driver {speeds.driver}, needed {self.driver}"
+        if speeds.environment != self.environment:
+            return f"are of {speeds.environment or 'no settings of vLLM'}, needed {self.environment or 'none'}"
+        if not speeds.measured_here:
+            return ""
+        for name, what in (("driver", "driver"), ("torch", "torch"), ("triton", "Triton")):
+            mine, theirs = getattr(self, name), getattr(speeds, name)
+            if mine != theirs:
+                return f"are of {what} {theirs or 'unknown'}, needed {mine or 'none'}"
         return ""
 
 
@@ -105,9 +130,12 @@ class SpeedTables:
     """Files that could not be read."""
 
     def find(self, question: SpeedQuestion) -> KernelSpeeds | None:
-        """Return the last table that answers: what was measured on this machine comes after what is shipped."""
+        """Return the last table that answers, a final one if there is any: what was measured on this machine comes
+        after what is shipped.
+        """
         fitting = [table for table in self.tables if not question.why_not(table)]
-        return fitting[-1] if fitting else None
+        final = [table for table in fitting if table.is_final]
+        return (final or fitting or [None])[-1]
 
     def why_none(self, question: SpeedQuestion) -> str:
         """Return why no table answers, by the nearest one."""

@@ -61,3 +61,12 @@ class SoftwareSpec:
     """Whether vLLM's own variable names that folder: then vLLM looks there whatever the plan says, unless its server
     is given another value."""
     kernel_speeds: SpeedTables = field(default_factory=SpeedTables)
+    torch: str = ""
+    """Version of torch; "" where it is not installed."""
+    triton: str = ""
+    kernel_environment: str = ""
+    """The variables that are set and change which kernel of vLLM runs, as "NAME=VALUE NAME=VALUE"."""
+    core_binding: str = "auto"
+    """vLLM's variable of the cores of its CPU workers."""
+    reserved_cores: int | None = None
+    """vLLM's variable of the cores that its CPU workers leave free; None: its default."""

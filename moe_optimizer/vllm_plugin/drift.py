@@ -15,6 +15,7 @@ from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADIN
 from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
 from moe_optimizer.vllm_plugin.patch import Patch, probe
 from moe_optimizer.vllm_plugin.placement.expert_placement import ROUTED_EXPERTS
+from moe_optimizer.vllm_plugin.worker.compilations import JIT_EVENTS
 from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
 from moe_optimizer.vllm_plugin.worker.model_loaded import WORKER_MODEL_LOADED
 
@@ -203,6 +204,7 @@ _SEAMS = (
     ),
     _patch("a worker's model is loaded", WORKER_MODEL_LOADED),
     _patch("a worker's step", WORKER_EXECUTE_MODEL),
+    _patch("monitor of compilations", JIT_EVENTS),
     _patch("a layer's expert map", ROUTED_EXPERTS),
     _Known(name="experts interface", look=_abstract_methods, why="the experts classes implement it"),
     _Known(

@@ -6,6 +6,7 @@ only a required pass ends the process.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from moe_optimizer.vllm_plugin.placement.expert_placement import PLACEMENT_PASS,
 from moe_optimizer.vllm_plugin.server_facts import ServerFacts
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, start_session
 from moe_optimizer.vllm_plugin.worker.captured_graphs import captures_graphs
+from moe_optimizer.vllm_plugin.worker.compilations import JIT_EVENTS
 from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
 from moe_optimizer.vllm_plugin.worker.model_loaded import WORKER_MODEL_LOADED
 
@@ -51,6 +53,7 @@ def install_plan(plan: Plan, *, run_dir: Path) -> PluginSession:
     _install_decisions(session)
     for decision in flag_decisions(plan):
         _try(session, decision.pass_name, _install_flag_proof, decision)
+    _count_compilations(session)
     return session
 
 
@@ -63,7 +66,27 @@ def install_later(make_plan: Callable[[ServerFacts], Plan], *, run_dir: Path) ->
     _try(session, PLACEMENT_PASS, lambda session: _patch(session, None, ROUTED_EXPERTS))
     # The API server never has the plan: it shows what the workers write, if they do.
     _try(session, LOAD_PASS, _show_expert_load)
+    _count_compilations(session)
     return session
+
+
+def _count_compilations(session: PluginSession) -> None:
+    """Have workers count what they compile, and the API server show it; a failure leaves the count out."""
+    try:
+        _install_compilation_count(session)
+    except Exception as error:  # noqa: BLE001 - the process is vLLM's
+        logger.warning("compilations are not counted: %s", described(error))
+
+
+def _install_compilation_count(session: PluginSession) -> None:
+    vllm = sys.modules.get("vllm")
+    if vllm is None or not supported_version(str(vllm.__version__))[0]:
+        return
+    _patch(session, None, WORKER_MODEL_LOADED, WORKER_EXECUTE_MODEL, JIT_EVENTS)
+    if session.proof.role == "frontend":
+        from moe_optimizer.vllm_plugin.compilation_metrics import show_compilations
+
+        show_compilations(session.run_dir)
 
 
 def _install_decisions(session: PluginSession) -> None:

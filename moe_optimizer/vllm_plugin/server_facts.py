@@ -20,6 +20,10 @@ class ServerFacts:
     max_model_len: int
     max_num_seqs: int
     trust_remote_code: bool
+    quantization: str | None = None
+    """vLLM's name of how the weights are quantised, by the checkpoint or while loading; None: they are not."""
+    worker_threads: int | None = None
+    """Threads that this worker computes with; None on GPUs."""
 
 
 def server_facts() -> ServerFacts:
@@ -43,6 +47,8 @@ def server_facts() -> ServerFacts:
         max_model_len=model.max_model_len,
         max_num_seqs=config.scheduler_config.max_num_seqs,
         trust_remote_code=bool(model.trust_remote_code),
+        quantization=model.quantization,
+        worker_threads=cpu_threads() if current_platform.is_cpu() else None,
     )
 
 
@@ -53,6 +59,13 @@ def world() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+def cpu_threads() -> int:
+    """Return how many threads this process computes with on the CPU."""
+    import torch
+
+    return torch.get_num_threads()
 
 
 def uses_lora() -> bool:

@@ -251,6 +251,8 @@ class PluginSession:
         for warning in plan.warnings:
             logger.warning("%s", warning)
         for decision in plan.decisions:
+            if decision.pass_name == EXPERTS_PASS and decision.status is Status.OFF:
+                logger.warning("%s is off: %s", decision.pass_name, decision.reason)
             if decision.status is Status.REFUSED:
                 entry = self._pass(decision.pass_name, requested=decision.wish.value)
                 entry.why_not = f"refused: {decision.reason}"

@@ -14,6 +14,7 @@ from tests.builders.models import (
     tiny_moe,
 )
 from tests.builders.plans import (
+    OURS,
     asking,
     context,
     decided_by,
@@ -25,6 +26,7 @@ from tests.builders.plans import (
 )
 
 __all__ = [
+    "OURS",
     "asking",
     "context",
     "cpu_machine",

@@ -7,10 +7,11 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_context.request import PlanRequest
+from moe_optimizer.plan_context.request import PlanRequest, WishWithOrigin
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.profiles.schema import Profile
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad, LoadFile, PlacementLoad
@@ -73,6 +74,10 @@ def placement_load(model: ModelSpec, /, *, checked: bool = True, **changes: Any)
         placed_by=LoadFile(path="monday.json", load=expert_load(model, seed=1, **changes)),
         checked_on=LoadFile(path="tuesday.json", load=expert_load(model, seed=2, **changes)) if checked else None,
     )
+
+
+OURS: Mapping[str, WishWithOrigin] = {"flash_dmoe": (Wish.ON, "flag --enable-flash-dmoe")}
+"""What has our kernel used where nothing was measured."""
 
 
 def context(model: ModelSpec, hardware: HardwareSpec, profile: Profile | None = None, **changes: Any) -> PlanContext:

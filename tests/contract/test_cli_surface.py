@@ -32,7 +32,7 @@ PLAN = MODEL | {
     *(f"--disable-{name}" for name in SWITCHED),
 }  # fmt: skip
 SURFACE = {
-    "serve": COMMON | PLAN | {"--dry-run", "--run-dir", "--ready-timeout", "--calibrate"},
+    "serve": COMMON | PLAN | {"--dry-run", "--run-dir", "--ready-timeout", "--calibrate", "--no-warm-up"},
     "inspect": COMMON | MODEL,
     "plan": COMMON | PLAN | {"--explain", "--nodes", "--render"},
     "tune": COMMON | PLAN | {"--budget", "--tokens", "--folder"},

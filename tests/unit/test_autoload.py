@@ -14,12 +14,13 @@ import pytest
 
 from moe_optimizer import autoload
 from moe_optimizer.errors import InputError
-from moe_optimizer.plan.pass_params import ParallelismParams
+from moe_optimizer.plan.decision import Status
+from moe_optimizer.plan.pass_params import FlashDmoeParams, ParallelismParams
 from moe_optimizer.plan.plan import SCHEMA_VERSION
 from moe_optimizer.profiles import load_profile
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.vllm_plugin.server_facts import ServerFacts
-from tests.builders import profile_with
+from tests.builders import profile_with, software
 
 ROOT = Path(__file__).parents[2]
 
@@ -176,3 +177,24 @@ def test_a_running_server_has_the_tuned_configurations_only_of_a_folder_that_vll
     assert software_planned_for(monkeypatch).tuned_configs is None
     monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tmp_path))
     assert software_planned_for(monkeypatch).tuned_configs == str(tmp_path)
+
+
+@pytest.mark.parametrize(("quantization", "weights"), [(None, "bf16"), ("fp8_per_block", "fp8_block")])
+def test_a_server_on_gpus_asks_for_the_speeds_of_the_weights_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, quantization: str | None, weights: str
+) -> None:
+    found = software("cuda", cuda_ops=("fused_experts",))
+    monkeypatch.setattr("moe_optimizer.inspection.read_software", lambda: found)
+    changes = {"device": "cuda", "dtype": "bfloat16", "tensor_parallel_size": 1, "expert_parallel": False}
+    facts = dataclasses.replace(FACTS, **changes, world_size=1, quantization=quantization)
+    plan = autoload.plan_for_server(facts, profile_with("aggressive"), "h200")
+    decision = plan.decision("flash_dmoe")
+    assert [question.weights for question in decision.params_as(FlashDmoeParams).measure] == [weights]
+    assert decision.status is Status.OFF
+
+
+def test_a_cpu_worker_that_plans_asks_for_its_own_threads() -> None:
+    facts = dataclasses.replace(FACTS, tensor_parallel_size=1, world_size=1, expert_parallel=False, worker_threads=7)
+    decision = autoload.plan_for_server(facts, profile_with(), None).decision("flash_dmoe")
+    (question,) = decision.params_as(FlashDmoeParams).measure
+    assert question.device.endswith(" 7 threads")

@@ -106,7 +106,8 @@ def tiny_plan(
         "raw_logits",
         *vllm_args,
         dtype=dtype,
-        wishes=resolve_wishes((), disabled),
+        # Without a measurement vLLM's own kernel would compute.
+        wishes=resolve_wishes(() if "flash-dmoe" in disabled else ("flash-dmoe",), disabled),
         required=frozenset(required),
         expert_load=expert_load,
     )
@@ -239,7 +240,7 @@ def ours_expert_parallel(serve_once: Callable[..., Served]) -> Served:
     return serve_once("ours_expert_parallel", plan, count=True)
 
 
-PROFILE_WITHOUT_COUNTS = "name: no_counts\npasses: {expert_load: {mode: off}}\n"
+PROFILE_WITHOUT_COUNTS = "name: no_counts\npasses: {expert_load: {mode: off}, flash_dmoe: {mode: on}}\n"
 
 
 @pytest.fixture(scope="session")

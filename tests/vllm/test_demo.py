@@ -97,3 +97,11 @@ def test_without_the_flag_nothing_of_fp8_is_there(demo: Demo) -> None:
         assert "fp8" not in holder.passes
         assert all(layer.weight_format == "plain" for layer in holder.passes["flash_dmoe"].layers)
         assert not any("create_weights" in patch.target for patch in holder.patches)
+
+
+def test_what_is_asked_after_ready_waits_for_no_compiler(demo: Demo) -> None:
+    for proofs in (demo.plain, demo.fp8):
+        (holder,) = model_holders(proofs)
+        assert holder.compilations is not None
+        assert (holder.compilations.after_ready, holder.compilations.last) == (0, ())
+    assert "compiled after ready: 0" in demo.finished.stderr

@@ -87,14 +87,13 @@ class MeasuredLayer:
         weights, ids = scores.softmax(-1).topk(self.shape.top_k)
         return x, weights, ids.int()
 
-    def runner(self, experts: Any) -> Callable[[int, int], Callable[[], Any]]:
-        """Return what makes a call of the layer with these experts, for (tokens, seed)."""
+    def runner(self, experts: Any) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], Any]]:
+        """Return what makes a call of the layer with these experts, for what `inputs` returns."""
         kernel = mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts)
         # vLLM's CPU kernel reads a packed copy of the weights.
         w13, w2 = getattr(experts, "packed", (self.w13, self.w2))
 
-        def make_call(tokens: int, seed: int) -> Callable[[], Any]:
-            x, weights, ids = self.inputs(tokens, seed)
+        def make_call(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Callable[[], Any]:
             return lambda: kernel.apply(
                 x,
                 w13,

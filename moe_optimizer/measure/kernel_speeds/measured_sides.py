@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +11,16 @@ from moe_optimizer.measure.kernel_speeds.measured_layer import MeasuredLayer
 from moe_optimizer.ops import use_huge_pages
 from moe_optimizer.specs.kernel_speeds import STOCK
 
-MakeCall = Callable[[int, int], Callable[[], torch.Tensor]]
-"""(tokens, seed) -> a call of the layer."""
+MakeCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
+"""(activations, routing weights, ids) -> a call of the layer."""
 
 
-def sides_for(layer: MeasuredLayer, tokens: int) -> dict[str, MakeCall]:
-    """Return every kernel that is compared at this many tokens, by its name in the tables."""
-    return _cuda_sides(layer, tokens) if layer.device == "cuda" else _cpu_sides(layer)
+def ours_for(layer: MeasuredLayer, tokens: int) -> tuple[str, ...]:
+    """Return our kernels that cover this many tokens, by their names in the tables, the likeliest best first."""
+    if layer.device == "cpu":
+        from moe_optimizer.vllm_plugin.experts import kernel
 
-
-def _cuda_sides(layer: MeasuredLayer, tokens: int) -> dict[str, MakeCall]:
-    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
-
+        return (kernel.NAME,)
     from moe_optimizer.ops.cuda_variants import MoeSizes, candidate_variants
 
     shape = layer.shape
@@ -34,10 +32,19 @@ def _cuda_sides(layer: MeasuredLayer, tokens: int) -> dict[str, MakeCall]:
         intermediate_size=shape.intermediate_size,
         weight_bytes=layer.w13.element_size(),
     )
-    sides = {STOCK: layer.runner(TritonExperts(layer.moe_config, layer.quant_config))}
-    for variant in candidate_variants(sizes):
-        sides[str(variant)] = layer.runner(_ours_on_cuda(layer, str(variant), TritonExperts))
-    return sides
+    return tuple(str(variant) for variant in candidate_variants(sizes))
+
+
+def sides_for(layer: MeasuredLayer, ours: Sequence[str]) -> dict[str, MakeCall]:
+    """Return what calls the layer: vLLM's own kernel, and these of ours."""
+    return _cuda_sides(layer, ours) if layer.device == "cuda" else _cpu_sides(layer)
+
+
+def _cuda_sides(layer: MeasuredLayer, ours: Sequence[str]) -> dict[str, MakeCall]:
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    stock = layer.runner(TritonExperts(layer.moe_config, layer.quant_config))
+    return {STOCK: stock} | {name: layer.runner(_ours_on_cuda(layer, name, TritonExperts)) for name in ours}
 
 
 def _ours_on_cuda(layer: MeasuredLayer, variant: str, stock: type) -> Any:

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moe_optimizer.inspection.kernel_speeds import write_tables
+from moe_optimizer.measure.kernel_speeds.disturbance import busy_before, unsteady
+from moe_optimizer.measure.kernel_speeds.schedule import Rows, next_size, share_done, worth_timing
+from moe_optimizer.measure.kernel_speeds.timing import Timed, timed
 from moe_optimizer.measure.process import OnStep, answer_request
 from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, SpeedQuestion, TokenSpeeds
 
 if TYPE_CHECKING:
     from moe_optimizer.measure.kernel_speeds.measured_layer import MeasuredLayer
 
-ORDER = {
-    "cuda": (1, 8, 64, 4, 2, 16, 32, 128, 256, 512, 1024, 2048, 4096, 8192),
-    "cpu": (1, 16, 256, 4, 64),
-}
-"""Numbers of tokens in order of importance: the budget may not reach the last."""
 _CALLS = 8
 """Calls of one sample, each with its own routing."""
-_REPETITIONS = 7
 _CUDA_LAYERS_BYTES = 256 << 20
 """Chosen: several times the 50 to 60 MB of L2 of a Hopper GPU. Layers are added until there is as much."""
 _MAX_LAYERS = 8
@@ -38,65 +34,104 @@ class SpeedRequest:
     device: str
     """"cuda" or "cpu"."""
     questions: tuple[SpeedQuestion, ...]
+    """The most important first: it may take all the time."""
     seconds: float
     """For everything, without start-up."""
-    threads: int
-    """Of a measurement on the CPU."""
-    tables: str
-    """File that gets the tables, whole or not at all."""
+    cores: tuple[int, ...] = ()
+    """Of the CPU worker that is measured for; () on GPUs."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The plan's variables."""
+    started: tuple[KernelSpeeds, ...] = ()
+    """Tables to go on with."""
+    tables: str = ""
+    """File that gets the tables, again after each number of tokens."""
+
+
+class _Measurement:
+    """The tables of a request as they grow."""
+
+    def __init__(self, request: SpeedRequest, on_step: OnStep) -> None:
+        self._request = request
+        self._on_step = on_step
+        self._rows = [_rows_of(question, request.started) for question in request.questions]
+        self._spreads: list[list[float]] = [[] for _ in request.questions]
+        self._busy = busy_before(request.device, request.cores)
+        self._measured = 0
+
+    def run(self) -> None:
+        """Measure until nothing is left or the time is over, but at least one number of tokens."""
+        _prepare(self._request)
+        deadline = time.monotonic() + self._request.seconds
+        for index, question in enumerate(self._request.questions):
+            if self._time_is_left(deadline):
+                self._measure(index, question, deadline)
+        self._write()
+
+    def _time_is_left(self, deadline: float) -> bool:
+        return time.monotonic() < deadline or not self._measured
+
+    def _measure(self, index: int, question: SpeedQuestion, deadline: float) -> None:
+        device, rows = self._request.device, self._rows[index]
+        layers = [] if next_size(device, rows) is None else _layers(question, device)
+        while (tokens := next_size(device, rows)) is not None and self._time_is_left(deadline):
+            times = _timed(layers, tokens, rows, deadline)
+            ours = {name: time_us for name, time_us in times.times_us.items() if name != STOCK}
+            rows[tokens] = TokenSpeeds(tokens=tokens, stock_us=times.times_us[STOCK], ours_us=ours)
+            self._spreads[index].append(times.spread)
+            self._measured += 1
+            self._write()
+            done = (index + share_done(device, rows)) / len(self._request.questions)
+            self._on_step(done, f"{tokens} tokens, {question.weights}")
+
+    def _write(self) -> None:
+        tables = (
+            self._table(question, rows, spreads)
+            for question, rows, spreads in zip(self._request.questions, self._rows, self._spreads, strict=True)
+            if rows
+        )
+        write_tables(Path(self._request.tables), tuple(tables))
+
+    def _table(self, question: SpeedQuestion, rows: Rows, spreads: list[float]) -> KernelSpeeds:
+        return KernelSpeeds(
+            device=question.device,
+            weights=question.weights,
+            shape=question.shape,
+            kernel_hash=question.kernel_hash,
+            vllm=question.vllm,
+            driver=question.driver,
+            torch=question.torch,
+            triton=question.triton,
+            environment=question.environment,
+            rows=tuple(rows[tokens] for tokens in sorted(rows)),
+            source=f"measured here on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            measured_here=True,
+            unfinished=next_size(self._request.device, rows) is not None,
+            disturbed=self._disturbed(question, spreads),
+        )
+
+    def _disturbed(self, question: SpeedQuestion, spreads: list[float]) -> str:
+        """Return what disturbed the measurement, now or before it was gone on with."""
+        before = [table.disturbed for table in self._request.started if not question.why_not(table)]
+        return " and ".join(dict.fromkeys(filter(None, (*before, self._busy, unsteady(spreads)))))
 
 
 def _measure(request: SpeedRequest, on_step: OnStep) -> None:
-    _prepare(request)
-    tables, sizes = [], ORDER[request.device]
-    for index, question in enumerate(request.questions):
-        deadline = time.monotonic() + request.seconds / len(request.questions)
-        rows: list[TokenSpeeds] = []
-        for row in _rows(question, request.device, deadline):
-            rows.append(row)
-            done = (index + len(rows) / len(sizes)) / len(request.questions)
-            on_step(done, f"{row.tokens} tokens, {question.weights}")
-        tables.append(_table(question, rows))
-    write_tables(Path(request.tables), tuple(tables))
+    _Measurement(request, on_step).run()
+
+
+def _rows_of(question: SpeedQuestion, started: tuple[KernelSpeeds, ...]) -> dict[int, TokenSpeeds]:
+    return {row.tokens: row for table in started if not question.why_not(table) for row in table.rows}
 
 
 def _prepare(request: SpeedRequest) -> None:
     import torch
 
     if request.device == "cpu":
-        torch.set_num_threads(request.threads)
+        torch.set_num_threads(len(request.cores))
         return
     from vllm.v1.worker.workspace import init_workspace_manager
 
     init_workspace_manager(torch.device("cuda"))
-
-
-def _table(question: SpeedQuestion, rows: list[TokenSpeeds]) -> KernelSpeeds:
-    import torch
-
-    return KernelSpeeds(
-        device=question.device,
-        weights=question.weights,
-        shape=question.shape,
-        kernel_hash=question.kernel_hash,
-        vllm=question.vllm,
-        driver=question.driver,
-        rows=tuple(sorted(rows, key=lambda row: row.tokens)),
-        source=f"measured here on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        torch=str(torch.__version__),
-        measured_here=True,
-    )
-
-
-def _rows(question: SpeedQuestion, device: str, deadline: float) -> Iterator[TokenSpeeds]:
-    """Measure until the time is over, but at least one number of tokens."""
-    layers = _layers(question, device)
-    for index, tokens in enumerate(ORDER[device]):
-        if index and time.monotonic() > deadline:
-            return
-        times = _medians_us(layers, tokens, deadline)
-        stock = times.pop(STOCK)
-        yield TokenSpeeds(tokens=tokens, stock_us=stock, ours_us=times)
 
 
 def _layers(question: SpeedQuestion, device: str) -> list[MeasuredLayer]:
@@ -110,65 +145,18 @@ def _layers(question: SpeedQuestion, device: str) -> list[MeasuredLayer]:
     return [first, *(MeasuredLayer(question, device=device, seed=seed) for seed in range(1, count))]
 
 
-def _medians_us(layers: list[MeasuredLayer], tokens: int, deadline: float) -> dict[str, float]:
-    """Return the median time of a call of each kernel; kernels take turns, and every call has a routing of its own."""
-    from moe_optimizer.measure.kernel_speeds.measured_sides import sides_for
+def _timed(layers: list[MeasuredLayer], tokens: int, rows: Rows, deadline: float) -> Timed:
+    """Time the kernels that are worth it; every call has a routing of its own, and layers take turns."""
+    from moe_optimizer.measure.kernel_speeds.measured_sides import ours_for, sides_for
 
-    per_layer = [sides_for(layer, tokens) for layer in layers]
+    names = worth_timing(ours_for(layers[0], tokens), tokens, rows)
+    per_layer = [sides_for(layer, names) for layer in layers]
+    inputs = [layers[index % len(layers)].inputs(tokens, index) for index in range(_CALLS)]
     calls = {
-        name: [per_layer[index % len(layers)][name](tokens, index) for index in range(_CALLS)] for name in per_layer[0]
+        name: [per_layer[index % len(layers)][name](*given) for index, given in enumerate(inputs)]
+        for name in per_layer[0]
     }
-    sampler = _cuda_sampler(calls) if layers[0].device == "cuda" else _cpu_sampler(calls)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for repetition in range(_REPETITIONS):
-        if repetition > 2 and time.monotonic() > deadline:
-            break
-        for name in calls:
-            samples[name].append(round(sampler(name), 3))
-    return {name: statistics.median(times) for name, times in samples.items()}
-
-
-def _cpu_sampler(calls: dict[str, list[Any]]) -> Any:
-    for each in calls.values():
-        each[0]()
-
-    def sample(name: str) -> float:
-        start = time.perf_counter()
-        for call in calls[name]:
-            call()
-        return 1e6 * (time.perf_counter() - start) / len(calls[name])
-
-    return sample
-
-
-def _cuda_sampler(calls: dict[str, list[Any]]) -> Any:
-    """Capture the calls of each kernel in one graph, as a server replays them while it decodes."""
-    import torch
-
-    stream = torch.cuda.Stream()
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    for name, each in calls.items():
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for call in each * 2:
-                call()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name], stream=stream):
-            for call in each:
-                call()
-        graphs[name].replay()
-    torch.cuda.synchronize()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def sample(name: str) -> float:
-        start.record()
-        graphs[name].replay()
-        end.record()
-        end.synchronize()
-        return 1000 * start.elapsed_time(end) / len(calls[name])
-
-    return sample
+    return timed(calls, layers[0].device, deadline)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from moe_optimizer.errors import InputError, MoeOptimizerError
 from moe_optimizer.inspection.kernel_speeds import measured_dir, read_tables, write_tables
+from moe_optimizer.log import get_logger
 from moe_optimizer.measure.kernel_speeds.measurement import SpeedRequest
-from moe_optimizer.measure.process import OnStep, run_measurement
+from moe_optimizer.measure.kernel_speeds.worker_environment import worker_environment
+from moe_optimizer.measure.process import MeasurementError, OnStep, run_measurement
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, SpeedQuestion
+
+logger = get_logger(__name__)
 
 _MODULE = "moe_optimizer.measure.kernel_speeds.measurement"
 _START_UP_S = 180.0
@@ -30,8 +36,11 @@ def measure_speeds(
 ) -> None:
     """Measure in a process of its own and keep one file per question, in the place of an earlier one.
 
+    What an earlier measurement left unfinished is gone on with. What is measured when this one is interrupted, or its
+    process ends early, is kept.
+
     Args:
-        request: what to measure; its `tables` is set here.
+        request: what to measure; its `started` and `tables` are set here.
         on_step: called with the share that is done, and what was done.
         cache: the user's folder; None: `measured_dir()`.
         module: the measuring process.
@@ -40,30 +49,51 @@ def measure_speeds(
     Raises:
         MoeOptimizerError: there are no tables; the message says why.
     """
-    # Without the plugin: the classes are measured as they are, beside those of stock vLLM.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("MOE_OPTIMIZER_")}
-    if request.device == "cpu":
-        environment["OMP_NUM_THREADS"] = str(request.threads)
+    folder = measured_dir() if cache is None else cache
     with tempfile.TemporaryDirectory(prefix="moe-optimizer-speeds-") as name:
         tables = Path(name) / "tables.json"
-        run_measurement(
-            module,
-            encode(request) | {"tables": str(tables)},
-            on_step=on_step,
-            log=Path(name) / "log.txt",
-            environment=environment,
-            timeout_s=request.seconds + start_up_s,
-        )
         try:
-            for table in read_tables(tables):
-                write_tables((measured_dir() if cache is None else cache) / f"{table_name(table)}.json", (table,))
-        except (InputError, OSError) as error:
-            raise MoeOptimizerError(str(error)) from None
+            run_measurement(
+                module,
+                replace(request, started=_started(folder, request.questions), tables=str(tables)),
+                on_step=on_step,
+                log=Path(name) / "log.txt",
+                environment=worker_environment(os.environ, request.environment, request.cores),
+                timeout_s=request.seconds + start_up_s,
+            )
+        except MeasurementError as error:
+            if not tables.exists():
+                raise
+            logger.warning("the measurement of kernels ended early, the next start goes on with it: %s", error)
+        finally:
+            if tables.exists():
+                _keep(tables, folder)
+        if not tables.exists():
+            raise MoeOptimizerError("the measurement ended without a table")
+
+
+def _keep(tables: Path, folder: Path) -> None:
+    try:
+        for table in read_tables(tables):
+            write_tables(folder / f"{table_name(table)}.json", (table,))
+    except (InputError, OSError) as error:
+        raise MoeOptimizerError(str(error)) from None
+
+
+def _started(folder: Path, questions: tuple[SpeedQuestion, ...]) -> tuple[KernelSpeeds, ...]:
+    """Return the tables that an earlier measurement of these questions left unfinished."""
+    started: list[KernelSpeeds] = []
+    for question in questions:
+        # A file that is missing or broken: there is nothing to go on with.
+        with contextlib.suppress(InputError):
+            started += read_tables(folder / f"{table_name(question)}.json")
+    return tuple(table for table in started if table.unfinished)
 
 
 def table_name(table: KernelSpeeds | SpeedQuestion) -> str:
     """Return the file name of the answer to one question: device, and a digest of everything it depends on."""
     key = [table.device, table.weights, encode(table.shape), table.kernel_hash, table.vllm]
+    key += [table.driver, table.torch, table.triton, table.environment]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     device = "".join(char if char.isalnum() else "-" for char in table.device.lower())[:40].strip("-")
     return f"{device}-{digest}"

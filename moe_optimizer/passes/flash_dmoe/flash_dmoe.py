@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.passes.flash_dmoe import kernel_choice as speeds
+from moe_optimizer.passes.flash_dmoe.questions import found_tables, open_questions, questions, stored_weights
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.cpu_workers import worker_cores, worker_threads
 from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
 from moe_optimizer.plan_context.expert_kernel import (
     DTYPES,
@@ -18,7 +23,7 @@ from moe_optimizer.plan_context.expert_kernel import (
 )
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, never_slower
 
-_CALIBRATE_HINT = "`moe-optimizer serve` measures it once before the start (--calibrate)"
+_CALIBRATE_HINT = "`moe-optimizer serve` (--calibrate) or `moe-optimizer measure speeds` measures it"
 _CUDA_DTYPES = ("bfloat16",)
 _PINNED_ON_GPUS = {
     "--moe-backend": ("auto", "triton"),
@@ -33,7 +38,8 @@ class FlashDmoe(OptimizationPass):
 
     Applied by the plugin: its experts class goes before vLLM's in the kernel choice of each MoE layer, and a layer it
     does not support falls through to vLLM's own. On GPUs it is used for the numbers of tokens at which it was measured
-    to be faster, on the CPU for all of them or none: there the weights lie for the one or for the other.
+    to be faster, on the CPU for all of them or none: there the weights lie for the one or for the other. What was not
+    measured is vLLM's, unless nothing but ours can compute it.
     """
 
     name = "flash_dmoe"
@@ -61,70 +67,108 @@ class FlashDmoe(OptimizationPass):
         return self._on_gpus(ctx) if ctx.device == "cuda" else self._on_the_cpu(ctx)
 
     def _on_gpus(self, ctx: PlanContext) -> Decision:
-        tables = speeds.found_tables(ctx)
+        asked, tables = questions(ctx), found_tables(ctx)
+        if not asked:
+            return self.refused(ctx, f"needs BF16 or FP8 expert weights, found {_quantisation(ctx)}")
+        if asked[0].weights not in tables and ctx.request.will_measure:
+            return self._pending(ctx)
         if not tables:
             return self._unmeasured(ctx)
         dispatch = speeds.all_ranges(tables)
-        sources = tuple(dict.fromkeys(table.source for table in tables.values()))
+        measure, evidence = open_questions(ctx), _sources(tables)
         if not dispatch:
-            reason = "vLLM's own kernel is as fast or faster at every number of tokens that was measured"
-            return self._left_to_vllm(ctx, reason, evidence=sources)
+            reason = speeds.why_vllms(tuple(tables.values()))
+            params = FlashDmoeParams(kernel=None, measure=measure)
+            return self._left_to_vllm(ctx, reason, evidence=evidence, params=params, warnings=_disturbed(tables))
         weights, ranges = next(iter(dispatch.items()))
         table = tables[weights]
+        others = [question.weights for question in asked if question.weights not in tables]
+        unmeasured = f"; nothing is measured for {' and '.join(others)} weights, which vLLM computes" if others else ""
         return self.decision(
             ctx,
             Status.ON,
             f"our CUDA kernels up to {ranges[-1].up_to} tokens, {weights} weights",
-            f"measured on {table.device} with vLLM {table.vllm}: {speeds.in_plain_words(table, ranges)}",
+            f"measured on {table.device} with vLLM {table.vllm}: {speeds.in_plain_words(table, ranges)}{unmeasured}",
             Applier.PLUGIN,
-            evidence=sources,
+            evidence=evidence,
             gain=speeds.measured_gain(table, ranges, ctx.workload.batch_size),
             rejected={f"above {ranges[-1].up_to} tokens": _why_not_above(table, ranges[-1].up_to)},
-            params=FlashDmoeParams(kernel="cuda", dispatch=dispatch),
+            params=FlashDmoeParams(kernel="cuda", dispatch=dispatch, measure=measure),
+            warnings=_disturbed(tables),
         )
 
     def _on_the_cpu(self, ctx: PlanContext) -> Decision:
-        tables = tuple(speeds.found_tables(ctx).values())
-        needs = _needed_for(ctx)
-        wish, origin = ctx.wish(self.name)
-        faster = all(never_slower(table.rows, OP) for table in tables)
-        sources = tuple(table.source for table in tables)
-        if tables and not faster and not needs and wish is not Wish.ON:
-            reason = f"vLLM's own kernel is faster on this processor: {_ratios(tables[0])}"
-            return self._left_to_vllm(ctx, reason, evidence=sources)
+        tables = {key: table for key, table in found_tables(ctx).items() if not table.unfinished}
+        needs, (wish, origin) = _needed_for(ctx), ctx.wish(self.name)
+        forced = bool(needs) or wish is Wish.ON
+        if not tables and not forced:
+            return self._pending(ctx) if ctx.request.will_measure else self._unmeasured(ctx)
+        faster = bool(tables) and all(never_slower(table.rows, OP) for table in tables.values())
+        measure, evidence = () if needs else open_questions(ctx), _sources(tables)
+        params = FlashDmoeParams(kernel="cpu", measure=measure, cores=worker_cores(ctx) if measure else ())
+        warnings = _disturbed(tables)
+        if not faster and not forced:
+            reason, params = speeds.why_vllms(tuple(tables.values())), dataclasses.replace(params, kernel=None)
+            return self._left_to_vllm(ctx, reason, evidence=evidence, params=params, warnings=warnings)
         reason = "replaces vLLM's expert kernel in every MoE layer"
         for need in needs:
             reason += f"; needed for {need}"
-        warnings: tuple[str, ...] = ()
         if not tables:
-            reason += f"; no speed-up is claimed: {ctx.software.kernel_speeds.why_none(speeds.questions(ctx)[0])}"
+            reason += f"; no speed-up is claimed: {_why_unmeasured(ctx)}"
         else:
-            reason += f"; measured here, vLLM's time over ours: {_ratios(tables[0])}"
+            reason += f"; measured here, vLLM's time over ours: {_ratios(next(iter(tables.values())))}"
             if not faster and not needs:
-                warnings = (f"flash_dmoe ({origin}): vLLM's own kernel is faster here at some numbers of tokens",)
+                warnings += (f"flash_dmoe ({origin}): vLLM's own kernel is faster here at some numbers of tokens",)
+        if not forced:
+            params = dataclasses.replace(params, threads=worker_threads(ctx))
         return self.decision(
             ctx,
             Status.ON,
             f"cpu kernel, {converted_format(ctx) or DTYPES[ctx.dtype]} weights",
             reason,
             Applier.PLUGIN,
-            evidence=(f"{OP} is built for cpu (csrc {ctx.software.kernels.source_hash[:12]})", *sources),
-            # Where it is needed, a measurement could change nothing.
-            params=FlashDmoeParams(kernel="cpu", measure=() if tables or needs else speeds.questions(ctx)),
+            evidence=(f"{OP} is built for cpu (csrc {ctx.software.kernels.source_hash[:12]})", *evidence),
+            params=params,
             warnings=warnings,
         )
 
+    def _pending(self, ctx: PlanContext) -> Decision:
+        reason = f"{_why_unmeasured(ctx)}; it is measured at the start (--calibrate), and used where it is faster"
+        return self.decision(
+            ctx, Status.PENDING, "will be measured", reason, Applier.NONE, params=_nothing_but_questions(ctx)
+        )
+
     def _unmeasured(self, ctx: PlanContext) -> Decision:
-        asked = speeds.questions(ctx)
-        if not asked:
-            return self.refused(ctx, f"needs BF16 or FP8 expert weights, found {_quantisation(ctx)}")
-        reason = f"{ctx.software.kernel_speeds.why_none(asked[0])}; {_CALIBRATE_HINT}"
-        return self._left_to_vllm(ctx, reason, params=FlashDmoeParams(kernel=None, measure=asked))
+        reason = f"not measured, so vLLM's own kernel computes: {_why_unmeasured(ctx)}; {_CALIBRATE_HINT}"
+        return self._left_to_vllm(ctx, reason, params=_nothing_but_questions(ctx))
 
     def _left_to_vllm(self, ctx: PlanContext, reason: str, **fields: object) -> Decision:
         wish, _ = ctx.wish(self.name)
         status, value = (Status.REFUSED, "refused") if wish is Wish.ON else (Status.OFF, "vLLM's kernel")
         return self.decision(ctx, status, value, reason, Applier.NONE, **fields)
+
+
+def _nothing_but_questions(ctx: PlanContext) -> FlashDmoeParams:
+    cores = worker_cores(ctx) if ctx.device == "cpu" else ()
+    return FlashDmoeParams(kernel=None, measure=open_questions(ctx), cores=cores)
+
+
+def _why_unmeasured(ctx: PlanContext) -> str:
+    tables, question = ctx.software.kernel_speeds, questions(ctx)[0]
+    return "its measurement is not finished" if tables.find(question) else tables.why_none(question)
+
+
+def _sources(tables: Mapping[str, KernelSpeeds]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(table.source for table in tables.values()))
+
+
+def _disturbed(tables: Mapping[str, KernelSpeeds]) -> tuple[str, ...]:
+    """Return a warning for each table that was measured on a busy device."""
+    return tuple(
+        f"flash_dmoe: the {weights} kernels were measured while {table.disturbed}; the next start measures them again"
+        for weights, table in tables.items()
+        if table.disturbed
+    )
 
 
 def _why_not_above(table: KernelSpeeds, tokens: int) -> str:
@@ -159,7 +203,7 @@ def _vllm_fits(ctx: PlanContext) -> str:
         if "--quantization" in ctx.pinned:
             return f"needs unquantised expert weights, found {_quantisation(ctx)}"
         return NOT_DATA_PARALLEL if ctx.parallelism.data_parallel_size > 1 else ""
-    if not speeds.stored_weights(ctx):
+    if not stored_weights(ctx):
         return f"needs BF16 or FP8 expert weights, found {_quantisation(ctx)}"
     if ctx.dtype not in _CUDA_DTYPES:
         return f"needs bfloat16 on GPUs, found {ctx.dtype}"

@@ -6,9 +6,11 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import RequiredNotAppliedError, described
+from moe_optimizer.proof.record import WARMING_FILE
 from moe_optimizer.vllm_plugin.session import PluginSession
 
 if TYPE_CHECKING:
@@ -31,13 +33,19 @@ class Counting:
         self._counter = counter
         self._writer = writer
         self._rows = 0
+        self._marker: Path | None = session.run_dir / WARMING_FILE
 
     @contextlib.contextmanager
     def step(self, scheduler_output: Any) -> Iterator[None]:
         """Count the tokens of the forward in the block, without the padding after them.
 
-        Nothing is counted before the first block: vLLM warms up on dummy tokens.
+        Nothing is counted before the first block: vLLM warms up on dummy tokens. Nor while the launcher warms up.
         """
+        if self._warming():
+            yield
+            with self._guarded():
+                self._writer.start()
+            return
         with self._guarded():
             rows = scheduler_output.total_num_scheduled_tokens
             # Most decode steps have as many tokens as the one before: then nothing is written to the device.
@@ -48,6 +56,12 @@ class Counting:
         with self._guarded():
             if scheduler_output.total_num_scheduled_tokens:
                 self._writer.stepped()
+
+    def _warming(self) -> bool:
+        """Return whether the launcher still warms the server up; once it does not, it never will again."""
+        if self._marker is not None and not self._marker.exists():
+            self._marker = None
+        return self._marker is not None
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

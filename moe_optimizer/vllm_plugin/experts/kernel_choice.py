@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moe_optimizer.errors import RequiredNotAppliedError, described
+from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.vllm_plugin.patch import Patch
-from moe_optimizer.vllm_plugin.server_facts import server_facts, uses_lora, world
+from moe_optimizer.vllm_plugin.server_facts import cpu_threads, server_facts, uses_lora, world
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session
 
 _WHY = (
@@ -55,9 +56,22 @@ def _offered_classes(session: PluginSession, load: Callable[[], type], stock: Se
         # vLLM then takes the first class without asking it anything.
         session.refused(EXPERTS_PASS, "kernel does not support LoRA")
         return []
+    if why_not := _other_worker(session):
+        session.refused(EXPERTS_PASS, why_not)
+        return []
     offered = load()
     offered.stock_classes = tuple(stock)  # type: ignore[attr-defined]
     return [offered]
+
+
+def _other_worker(session: PluginSession) -> str:
+    """Return why the speeds that the plan goes by are not those of this worker, or ""."""
+    decision = session.wanted(EXPERTS_PASS)
+    planned = None if decision is None else decision.params_as(FlashDmoeParams).threads
+    here = cpu_threads()
+    if planned is None or planned == here:
+        return ""
+    return f"ours was measured faster with {planned} threads, and this worker has {here}"
 
 
 def _cpu_class() -> type:

@@ -9,12 +9,14 @@ from typing import Any
 from moe_optimizer.vllm_plugin.expert_load.capture import current_counting
 from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.worker.captured_graphs import prove_captured
+from moe_optimizer.vllm_plugin.worker.compilations import note_step
 
 
 def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         prove_captured(self)
+        note_step(scheduler_output)
         counting = current_counting()
         if counting is None:
             return original(self, scheduler_output)

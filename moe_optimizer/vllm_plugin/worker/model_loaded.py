@@ -10,6 +10,7 @@ from moe_optimizer.vllm_plugin.expert_load.capture import start_counting
 from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.server_facts import world
 from moe_optimizer.vllm_plugin.session import current_session
+from moe_optimizer.vllm_plugin.worker.compilations import watch_compilations
 from moe_optimizer.vllm_plugin.worker.planned_flags import prove_flags
 from moe_optimizer.vllm_plugin.worker.weights_changed import watch_experts
 
@@ -21,6 +22,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         if session is None:
             return original(self)
         start_counting(session, self)
+        watch_compilations(session)
         cache_specs = original(self)
         session.proof.model_rank, session.proof.world_size = world()
         prove_flags(session, self, cache_specs)

@@ -22,8 +22,13 @@ from moe_optimizer.vllm_plugin.worker.fp8_checkpoint import fp8_in_memory
 
 logger = get_logger(__name__)
 
-_SHOWN_OTHERWISE = ("--max-cudagraph-capture-size", "--quantization", "--quantization-config")
-"""Flags that are not compared with vLLM's configuration: it lowers the size, and the weights themselves show FP8."""
+_SHOWN_OTHERWISE = (
+    "--max-cudagraph-capture-size",
+    "--cudagraph-capture-sizes",
+    "--quantization",
+    "--quantization-config",
+)
+"""Flags that are not compared with vLLM's configuration: the largest size is, and the weights themselves show FP8."""
 _EXPERT_WEIGHT = re.compile(r"\bw(13|2)_weight$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 

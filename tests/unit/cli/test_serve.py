@@ -84,6 +84,18 @@ def test_a_stop_of_a_ready_server_is_success(monkeypatch: pytest.MonkeyPatch) ->
     assert launched(monkeypatch, becomes_ready)[0] == ExitCode.OK
 
 
+@pytest.mark.parametrize(("flags", "limit"), [((), 120.0), (("--no-warm-up",), 0.0)])
+def test_a_server_is_warmed_up_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], limit: float
+) -> None:
+    assert launched(monkeypatch, becomes_ready, *flags)[1]["warm_up_s"] == limit
+
+
+def test_stock_vllm_behind_the_kill_switch_is_not_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_OPTIMIZER_DISABLE", "1")
+    assert launched(monkeypatch, becomes_ready)[1]["warm_up_s"] == 0.0
+
+
 def test_a_ready_server_is_described_on_stdout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,7 +103,7 @@ def test_a_ready_server_is_described_on_stdout(
     shown = json.loads(capsys.readouterr().out)
     assert shown == {
         "base_url": "http://127.0.0.1:8000", "model": "m", "pid": 7, "run_dir": "run", "log": "run/server.log",
-        "plan_digest": given["plan"].digest, "start_up_s": 1.5, "passes": [],
+        "plan_digest": given["plan"].digest, "start_up_s": 1.5, "phases_s": {}, "passes": [],
         "servers": [
             {"name": "server", "base_url": "http://127.0.0.1:8000", "pid": 7, "log": "run/server.log"}
         ],

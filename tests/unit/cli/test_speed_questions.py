@@ -37,13 +37,15 @@ def plan(**changes: Any) -> Any:
 def test_a_question_of_the_plan_is_measured_on_the_threads_of_a_worker(measured: list[Any]) -> None:
     assert speed_questions.measure_if_needed(plan(), 5.0, QUIET)
     (asked,) = measured
-    assert (asked.device, asked.seconds, asked.threads) == ("cpu", 5.0, 4)
-    assert [question.device for question in asked.questions] == ["Test CPU (avx2), 4 threads"]
+    # One of four cores is left to vLLM's scheduler.
+    assert (asked.device, asked.seconds, asked.cores) == ("cpu", 5.0, (0, 1, 2))
+    assert [question.device for question in asked.questions] == ["Test CPU (avx2), 3 threads"]
+    assert asked.environment == {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 def test_two_workers_share_the_processor(measured: list[Any]) -> None:
     speed_questions.measure_if_needed(plan(vllm_args=("--tensor-parallel-size", "2")), 5.0, QUIET)
-    assert measured[0].threads == 2
+    assert measured[0].cores == (0, 1)
 
 
 def test_with_zero_seconds_nothing_is_measured(measured: list[Any]) -> None:

@@ -146,3 +146,18 @@ def test_this_machine_has_a_name_cores_and_memory(tmp_path):
     assert cpu.name
     assert 1 <= cpu.cores <= (os.cpu_count() or 1)
     assert cpu.memory.value >= 2**28
+
+
+def test_of_two_hardware_threads_of_a_core_the_last_stands_for_it(machine):
+    files = {
+        "sys/devices/system/node/node0/cpulist": "0-1,4-5\n",
+        "sys/devices/system/node/node1/cpulist": "2-3,6-9\n",
+    }
+    for cpu in range(8):
+        files[f"sys/devices/system/cpu/cpu{cpu}/topology/core_id"] = f"{cpu % 4}\n"
+        files[f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id"] = "0\n"
+    assert probe_cpu(machine(files)).physical_cores == ((4, 5), (6, 7))
+
+
+def test_a_machine_without_nodes_says_no_physical_cores(machine):
+    assert probe_cpu(machine({})).physical_cores == ()

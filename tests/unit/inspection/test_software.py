@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.inspection.software import OPTIONAL_PACKAGES, read_software
+from moe_optimizer.inspection.software import OPTIONAL_PACKAGES, kernel_environment, read_software
 
 
 @pytest.fixture
@@ -33,3 +33,16 @@ def test_the_folder_of_tuned_configurations_is_the_variables_if_it_is_set(
     monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tmp_path))
     software = read_software()
     assert (software.tuned_configs, software.tuned_configs_by_variable) == (str(tmp_path), True)
+
+
+def test_variables_that_change_vllms_kernels_are_named_and_no_others() -> None:
+    environ = {"VLLM_USE_DEEP_GEMM": "1", "VLLM_API_KEY": "secret", "VLLM_BATCH_INVARIANT": "0", "MOE": "x"}
+    environ["VLLM_USE_DEEP_GEMM_E8M0"] = "1"  # vLLM sets it in its own processes
+    assert kernel_environment(environ) == "VLLM_BATCH_INVARIANT=0 VLLM_USE_DEEP_GEMM=1"
+
+
+def test_how_the_user_binds_workers_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (read_software().core_binding, read_software().reserved_cores) == ("auto", None)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "2")
+    assert (read_software().core_binding, read_software().reserved_cores) == ("0-3", 2)

@@ -17,6 +17,9 @@ Usage: fake_server.py PORT BEHAVIOUR...
   escape      start a child that leaves the session
   alone       receive no prompt's cache from another server
   countless   publish no counts
+  compile     compile something for each new shape of a completion
+  restless    compile something for every completion
+  fragile     end with status 0 when it is asked for a completion
 """
 
 from __future__ import annotations
@@ -91,6 +94,25 @@ def write_proof(pid: int, *, refused: bool, wide: bool) -> None:
     ProofWriter(path.parent, proof).write()
 
 
+_shapes: list[object] = []
+
+
+def compile_for(body: dict[str, object], *, anew: bool) -> None:
+    """Count in the proof what a completion compiles; the log says whether it is of a warm-up."""
+    from moe_optimizer.proof.record import WARMING_FILE, CompilationProof, ProofWriter, read_proofs
+
+    folder = Path(os.environ["MOE_OPTIMIZER_PLAN"]).parent
+    print("warming" if (folder / WARMING_FILE).exists() else "serving", flush=True)
+    prompts = body["prompt"]
+    shape = [len(prompts), len(prompts[0]), sorted(body)]
+    if shape in _shapes and not anew:
+        return
+    _shapes.append(shape)
+    (proof,) = read_proofs(folder)
+    proof.compilations = CompilationProof(before_ready=len(_shapes))
+    ProofWriter(folder, proof).write()
+
+
 def serve(port: int, behaviour: set[str]) -> None:
     last = {"leave": "/v1/models", "vanish": "/health", "break": "/v1/models"}
     last_paths = {path for name, path in last.items() if name in behaviour}
@@ -108,8 +130,12 @@ def serve(port: int, behaviour: set[str]) -> None:
                 os._exit(0)
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            if "fragile" in behaviour:
+                os._exit(0)
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             Handler.asked += 1
+            if behaviour & {"compile", "restless"}:
+                compile_for(body, anew="restless" in behaviour)
             if "mute" in behaviour:
                 print("asked", flush=True)
                 time.sleep(600)

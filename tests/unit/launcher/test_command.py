@@ -10,12 +10,12 @@ from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.launcher import command as server_command
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import OURS, cpu_machine, request, tiny_moe
 
 
 @pytest.fixture
 def plan() -> Plan:
-    return make_plan(request(tiny_moe(), cpu_machine()))
+    return make_plan(request(tiny_moe(), cpu_machine(), wishes=OURS))
 
 
 def test_the_command_line_of_the_cpu_build_is_avoided(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, qwen3_30b_a3b_fp8, request, tiny_moe, with_arguments
+from tests.builders import OURS, cpu_machine, qwen3_30b_a3b_fp8, request, tiny_moe, with_arguments
 from tests.eventually import eventually
 from tests.free_ports import free_port
 from tests.run_processes import processes_of
@@ -47,7 +47,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         port = port or free_port()
         command = [sys.executable, str(FAKE), str(port), *behaviour]
         monkeypatch.setattr(deployment, "server_command", lambda plan, arguments: command)
-        return make_plan(request(tiny_moe(), cpu_machine(), port=port))
+        return make_plan(request(tiny_moe(), cpu_machine(), port=port, wishes=OURS))
 
     return make
 

@@ -45,7 +45,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
                 tiny_moe(),
                 cpu_machine(cores=2),
                 port=port or four_free_ports(),
-                wishes=resolve_wishes(["disaggregation"], ["expert-load"]),
+                wishes=resolve_wishes(["disaggregation", "flash-dmoe"], ["expert-load"]),
             )
         )
         assert plan.group is not None

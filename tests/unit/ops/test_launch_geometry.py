@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moe_optimizer.costs.memory import GIB, MemoryRequest, activation_bytes
 from moe_optimizer.ops.cuda_variants import (
     DIRECT_PAIRS,
     DIRECT_TOKENS,
@@ -222,3 +223,16 @@ def test_workspace_parts_are_aligned_and_apart(emulator: Emulator, mode, router)
     assert len(starts) == len(set(starts))
     assert starts[0] == 4096
     assert starts[-1] < 4096 + layout["bytes"]
+
+
+@pytest.mark.parametrize("mode", [GemmMode.BF16, GemmMode.FP8_WEIGHTS])
+def test_the_memory_plan_counts_the_buffers_of_one_forward(emulator: Emulator, qwen3_30b_a3b, mode: GemmMode):
+    sizes = replace(QWEN3, num_tokens=8192, weight_bytes=2 if mode is GemmMode.BF16 else 1)
+    laid_out = emulator.layout(problem_of(sizes), GroupedVariant(mode), 132)["bytes"]
+    request = MemoryRequest(
+        model=qwen3_30b_a3b, device_bytes=80 * GIB, num_devices=1, gpu_memory_utilization=0.9,
+        max_num_batched_tokens=8192, max_num_seqs=1, max_model_len=None,
+    )  # fmt: skip
+    counted = activation_bytes(replace(request, kernel_tokens=8192)) - activation_bytes(request)
+    assert 0.3 * GIB < laid_out < 0.45 * GIB
+    assert counted == pytest.approx(laid_out, rel=0.1)

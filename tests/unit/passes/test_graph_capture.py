@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -25,7 +26,21 @@ def test_vllms_own_sizes_are_left_alone_where_they_cover_the_batch(batch):
 
 
 def test_a_batch_beyond_vllms_sizes_gets_a_graph_too():
-    assert decide(1000).vllm_args.words == ("--max-cudagraph-capture-size", "1008")
+    flag, *sizes = decide(1000).vllm_args.words
+    assert flag == "--cudagraph-capture-sizes"
+    assert sizes[:5] == ["1", "2", "4", "8", "16"]
+    assert sizes[-1] == "1008"
+    assert decide(1000).value == "graphs up to 1008"
+
+
+@pytest.mark.parametrize("batch", [513, 700, 1000, 1024])
+def test_of_vllms_sizes_about_half_are_captured_and_none_pads_a_batch_much(batch):
+    decision = decide(batch)
+    sizes = [int(word) for word in decision.vllm_args.words[1:]]
+    assert all(upper - lower <= max(8, upper / 8) for lower, upper in itertools.pairwise(sizes))
+    assert len(sizes) < 51, "not more than stock vLLM captures by itself"
+    assert f"{len(sizes)} sizes are captured" in decision.reason
+    assert len(decision.rejected) == 1
 
 
 def test_requests_that_a_step_has_no_tokens_for_need_no_graph():

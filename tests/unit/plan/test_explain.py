@@ -11,12 +11,12 @@ from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.explain import render_plan
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, gpus, mixtral_8x7b, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import OURS, cpu_machine, gpus, mixtral_8x7b, qwen3_30b_a3b, request, tiny_moe
 
 
 @pytest.fixture(scope="module")
 def cpu_plan() -> Plan:
-    return make_plan(request(tiny_moe(), cpu_machine()))
+    return make_plan(request(tiny_moe(), cpu_machine(), wishes=OURS))
 
 
 def section(text: str, title: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, dense_model, gpus, mixtral_8x7b, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import OURS, cpu_machine, dense_model, gpus, mixtral_8x7b, qwen3_30b_a3b, request, tiny_moe
 from tests.unit.planner.refusal import refused
 
 
@@ -128,7 +128,7 @@ def test_expert_parallelism_of_a_dense_model_is_unsupported():
 
 
 def test_the_cpu_build_gets_its_cache_and_dtype():
-    plan = make_plan(request(tiny_moe(), cpu_machine(), dtype="float32"))
+    plan = make_plan(request(tiny_moe(), cpu_machine(), dtype="float32", wishes=OURS))
     # 256 sequences of 2048 tokens at 4096 bytes each, in whole GiB.
     assert plan.serve_env == {"VLLM_CPU_KVCACHE_SPACE": "2"}
     assert plan.serve_args.value("--dtype") == "float32"

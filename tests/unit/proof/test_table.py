@@ -13,10 +13,10 @@ from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import LayerProof, PassProof, Proof
 from moe_optimizer.proof.table import Row, proof_rows, render_table
 from moe_optimizer.proof.verdict import NO_WORKER, kernels_in_use, layers_left, not_running
-from tests.builders import cpu_machine, dense_model, gpus, profile_with, request, tiny_moe
+from tests.builders import OURS, cpu_machine, dense_model, gpus, profile_with, request, tiny_moe
 
 PASS = "flash_dmoe"
-PLAN = make_plan(request(tiny_moe(), cpu_machine()))
+PLAN = make_plan(request(tiny_moe(), cpu_machine(), wishes=OURS))
 
 
 FP8_LAYER = LayerProof(
@@ -204,6 +204,16 @@ def test_the_table_fits_the_terminal(plan: Plan, width: int) -> None:
     assert max(map(len, text.splitlines())) <= max(width, 70)
     assert "\x1b" not in text
     assert "off: " in text
+
+
+def test_a_pass_that_is_off_has_a_line_with_the_reason(plan: Plan) -> None:
+    why = "vLLM's kernel measured 2.6x faster"
+    row = Row(pass_name="flash_dmoe", requested="off", applied="-", ran="-", why_not=why)
+    long = dataclasses.replace(row, pass_name="fp8", why_not="a reason of many words " * 9)
+    *_, first, second = render_table([row, long], width=80).splitlines()
+    assert first == "flash_dmoe off: vLLM's kernel measured 2.6x faster"
+    assert second.startswith("fp8 off: a reason")
+    assert len(second) <= 80
 
 
 @pytest.mark.parametrize("why", ["", "a reason of several words"])

@@ -144,9 +144,34 @@ def test_the_nearest_table_is_the_one_that_is_compared():
 
 def test_a_table_measured_under_another_driver_is_measured_again():
     old = table(measured_here=True, driver="570")
-    assert QUESTION.why_not(old) == "are of driver 570, needed "
+    assert QUESTION.why_not(old) == "are of driver 570, needed none"
     assert dataclasses.replace(QUESTION, driver="570").why_not(old) == ""
     assert QUESTION.why_not(table(driver="570")) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"torch": "2.11"}, "are of torch 2.11, needed none"),
+        ({"triton": "3.5"}, "are of Triton 3.5, needed none"),
+        ({"environment": "VLLM_MOE_X=1"}, "are of VLLM_MOE_X=1, needed none"),
+    ],
+)
+def test_a_table_measured_here_with_other_software_is_measured_again(change, why):
+    assert QUESTION.why_not(table(measured_here=True, driver="", **change)) == why
+
+
+def test_a_shipped_table_holds_for_any_driver_and_torch_but_not_for_other_settings_of_vllm():
+    assert QUESTION.why_not(table(torch="2.11", triton="3.5")) == ""
+    tuned = dataclasses.replace(QUESTION, environment="tuned=abc")
+    assert tuned.why_not(table()) == "are of no settings of vLLM, needed tuned=abc"
+
+
+@pytest.mark.parametrize("change", [{"unfinished": True}, {"disturbed": "busy"}])
+def test_a_final_table_goes_before_a_later_one_that_is_not(change):
+    final, later = table(), table(driver="", **change)
+    assert SpeedTables(tables=(final, later)).find(QUESTION) == final
+    assert SpeedTables(tables=(later,)).find(QUESTION) == later
 
 
 def test_what_was_measured_here_goes_before_what_is_shipped():

@@ -23,7 +23,7 @@ QUESTION = SpeedQuestion(
     kernel_hash="abc",
     vllm="0.32.0",
 )
-REQUEST = SpeedRequest(device="cpu", questions=(QUESTION,), seconds=5.0, threads=2, tables="")
+REQUEST = SpeedRequest(device="cpu", questions=(QUESTION,), seconds=5.0, cores=(0, 1))
 
 MEASURES = """
 import sys
@@ -54,6 +54,12 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
 
     return put
+
+
+DIES = MEASURES.replace("sys.argv[1:], measure", "sys.argv[1:], lambda *given: (measure(*given), os._exit(9))").replace(
+    "import sys", "import os, sys"
+)
+UNFINISHED = MEASURES.replace("measured_here=True", "measured_here=True, unfinished=not request.started")
 
 
 def run(cache: Path, steps: list[Any] | None = None, *, start_up_s: float = 60.0) -> None:
@@ -99,6 +105,33 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path: Path, child: Any) -> N
         run(tmp_path / "cache", start_up_s=1.0 - REQUEST.seconds)
 
 
+def test_a_second_measurement_goes_on_with_what_the_first_left_unfinished(tmp_path: Path, child: Any) -> None:
+    child(UNFINISHED)
+    run(tmp_path / "cache")
+    (path,) = (tmp_path / "cache").iterdir()
+    assert read_tables(path)[0].unfinished
+    run(tmp_path / "cache")
+    assert not read_tables(path)[0].unfinished
+
+
+def test_a_broken_table_is_measured_from_the_start(tmp_path: Path, child: Any) -> None:
+    (tmp_path / "cache").mkdir()
+    path = tmp_path / "cache" / f"{table_name(QUESTION)}.json"
+    path.write_text("{")
+    child(UNFINISHED)
+    run(tmp_path / "cache")
+    assert read_tables(path)[0].unfinished
+
+
+def test_what_a_process_measured_before_it_died_is_kept(
+    tmp_path: Path, child: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    child(DIES)
+    run(tmp_path / "cache")
+    assert read_kernel_speeds(tmp_path / "cache").find(QUESTION) is not None
+    assert "exit 9" in caplog.text
+
+
 def test_the_measuring_process_gets_no_plan(tmp_path: Path, child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_OPTIMIZER_PROFILE", "balanced")
     child("import os, sys; sys.exit(str([name for name in os.environ if name.startswith('MOE_OPTIMIZER_')]))")
@@ -108,6 +141,9 @@ def test_the_measuring_process_gets_no_plan(tmp_path: Path, child: Any, monkeypa
 
 def test_tables_of_different_questions_have_different_files() -> None:
     names = {table_name(QUESTION)}
-    for change in ({"weights": "fp32"}, {"vllm": "0.33.0"}, {"kernel_hash": "def"}, {"device": "Other"}):
+    for change in (
+        {"weights": "fp32"}, {"vllm": "0.33.0"}, {"kernel_hash": "def"}, {"device": "Other"}, {"torch": "3"},
+        {"triton": "4"}, {"driver": "600"}, {"environment": "tuned=abc"},
+    ):  # fmt: skip
         names.add(table_name(dataclasses.replace(QUESTION, **change)))
-    assert len(names) == 5
+    assert len(names) == 9

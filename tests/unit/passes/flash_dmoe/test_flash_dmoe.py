@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any, Literal
 
 import pytest
 
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
-from moe_optimizer.plan.pass_params import FlashDmoeParams
+from moe_optimizer.plan.pass_params import FlashDmoeParams, Fp8Params
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedTables, TokenRange, TokenSpeeds
 from moe_optimizer.specs.quantity import Quantity, Source
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.specs.workload import WorkloadSpec
 from tests.builders import (
+    OURS,
     context,
     cpu_machine,
     decided_by,
@@ -34,19 +36,82 @@ def test_under_data_parallelism_it_is_left_to_vllm_because_the_plugin_would_refu
     assert (decision.status, decision.reason) == (Status.OFF, "does not run under data parallelism")
 
 
-def test_on_the_cpu_build_our_kernel_is_installed_by_the_plugin():
-    decision = decide()
+def test_on_the_cpu_build_our_kernel_is_installed_by_the_plugin_where_it_is_asked_for():
+    decision = decide(wishes=OURS)
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
     (question,) = decision.params_as(FlashDmoeParams).measure
-    assert question.device == "Test CPU (avx2), 4 threads"
-    assert decision.params == FlashDmoeParams(kernel="cpu", measure=(question,))
+    assert question.device == "Test CPU (avx2), 3 threads"
+    assert decision.params == FlashDmoeParams(kernel="cpu", measure=(question,), cores=(0, 1, 2))
     assert decision.value == "cpu kernel, bf16 weights"
     assert not decision.required
 
 
 def test_no_gain_is_claimed_without_a_record():
-    assert decide().gain is None
-    assert "no speed-up is claimed" in decide().reason
+    decision = decide(wishes=OURS)
+    assert decision.gain is None
+    assert "no speed-up is claimed" in decision.reason
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_was_never_measured_is_left_to_vllm(device):
+    decision = decide() if device == "cpu" else decide_on_h200()
+    assert (decision.status, decision.applier) == (Status.OFF, Applier.NONE)
+    assert decision.params_as(FlashDmoeParams).kernel is None
+    assert decision.params_as(FlashDmoeParams).measure
+    assert "not measured" in decision.reason
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("wishes", [{}, {"flash_dmoe": (Wish.AUTO, "profile")}])
+def test_what_the_start_will_measure_is_pending_until_then(device, wishes):
+    changes = {"will_measure": True, "wishes": wishes}
+    decision = decide(**changes) if device == "cpu" else decide_on_h200(**changes)
+    assert (decision.status, decision.applier) == (Status.PENDING, Applier.NONE)
+
+
+def test_an_fp8_plan_is_pending_though_there_is_a_table_of_bf16_weights():
+    ctx = context(qwen3_30b_a3b(), gpus("h200", 1), software=measured(speeds()), will_measure=True,
+                  wishes={"fp8": (Wish.ON, "flag --enable-fp8")})  # fmt: skip
+    decision = decided_by(ctx, "parallelism", "fp8", "flash_dmoe").decided["flash_dmoe"]
+    assert decision.status is Status.PENDING
+    assert [question.weights for question in decision.params_as(FlashDmoeParams).measure] == ["fp8_block"]
+
+
+def test_an_unfinished_table_is_used_and_its_question_stays_open():
+    decision = decide_on_h200(speeds(unfinished=True), will_measure=True)
+    assert decision.status is Status.ON
+    (question,) = decision.params_as(FlashDmoeParams).measure
+    assert question.weights == "bf16"
+
+
+def test_an_unfinished_measurement_on_the_cpu_decides_nothing_yet():
+    software = measured(dataclasses.replace(cpu_speeds(1.5), unfinished=True), device="cpu")
+    assert decide(software=software).status is Status.OFF
+    assert decide(software=software, will_measure=True).status is Status.PENDING
+
+
+def test_a_table_of_a_busy_gpu_is_used_with_a_warning_and_measured_again():
+    decision = decide_on_h200(speeds(disturbed="the GPU was 43 % busy with something else"))
+    assert decision.status is Status.ON
+    assert "43 % busy" in decision.warnings[0]
+    assert decision.params_as(FlashDmoeParams).measure
+
+
+def test_a_server_that_runs_already_has_the_weights_that_vllm_was_told_to_make():
+    ctx = context(qwen3_30b_a3b(), gpus("h200", 1), software=measured(), inside_vllm=True,
+                  wishes={"fp8": (Wish.ON, "flag --enable-fp8")})  # fmt: skip
+    decision = decided_by(ctx, "parallelism", "fp8", "flash_dmoe").decided["flash_dmoe"]
+    assert [question.weights for question in decision.params_as(FlashDmoeParams).measure] == ["bf16"]
+
+
+def test_a_tuned_configuration_is_a_question_of_its_own(tmp_path):
+    rows = {"1": {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1}}
+    (tmp_path / "E=128,N=768,device_name=NVIDIA_H200.json").write_text(json.dumps(rows))
+    with_config = dataclasses.replace(measured(speeds()), tuned_configs=str(tmp_path))
+    decision = decide_on_h200(software=with_config)
+    (question,) = decision.params_as(FlashDmoeParams).measure
+    assert question.environment.startswith("tuned=")
+    assert "needed tuned=" in decision.reason
 
 
 @pytest.mark.parametrize(
@@ -147,7 +212,7 @@ def test_where_vllm_is_never_slower_nothing_is_replaced():
     slower = (TokenSpeeds(tokens=1, stock_us=30.0, ours_us={"direct": 31.0}),)
     decision = decide_on_h200(speeds(slower))
     assert (decision.status, decision.applier) == (Status.OFF, Applier.NONE)
-    assert "as fast or faster at every number of tokens" in decision.reason
+    assert "vLLM's kernel measured 1.03x faster at 1 token" in decision.reason
     on = {"flash_dmoe": (Wish.ON, "flag --enable-flash-dmoe")}
     assert decide_on_h200(speeds(slower), wishes=on).status is Status.REFUSED
 
@@ -181,18 +246,26 @@ def test_the_layer_is_looked_up_as_one_gpu_holds_it():
     assert (shape.intermediate_size, shape.num_experts, shape.num_global_experts) == (768, 64, 128)
 
 
-def test_an_fp8_checkpoint_is_looked_up_with_both_kinds_of_scales():
+def test_an_fp8_checkpoint_is_looked_up_with_its_own_kind_of_scales():
     asked = decide_on_h200(model=qwen3_30b_a3b_fp8()).params_as(FlashDmoeParams).measure
-    assert [question.weights for question in asked] == ["fp8_block", "fp8_channel"]
+    assert [question.weights for question in asked] == ["fp8_block"]
+    per_tensor = dataclasses.replace(qwen3_30b_a3b_fp8(), weight_block=None)
+    (question,) = decide_on_h200(model=per_tensor).params_as(FlashDmoeParams).measure
+    assert question.weights == "fp8_channel"
     decision = decide_on_h200(speeds(weights="fp8_block"), model=qwen3_30b_a3b_fp8())
     assert list(decision.params_as(FlashDmoeParams).dispatch) == ["fp8_block"]
 
 
-def test_weights_that_vllm_converts_are_looked_up_in_both_forms():
+def test_weights_that_vllm_converts_are_looked_up_as_converted_and_kept_layers_as_loaded():
     ctx = context(qwen3_30b_a3b(), gpus("h200", 1), software=measured(speeds(), speeds(weights="fp8_block")),
                   wishes={"fp8": (Wish.ON, "flag --enable-fp8")})  # fmt: skip
     decided = decided_by(ctx, "parallelism", "fp8", "flash_dmoe").decided
     assert decided["fp8"].status is Status.ON
+    assert list(decided["flash_dmoe"].params_as(FlashDmoeParams).dispatch) == ["fp8_block"]
+    fp8 = decided["fp8"]
+    some_kept = dataclasses.replace(fp8.params_as(Fp8Params), excluded_layers=(0,))
+    ctx = decided_by(ctx, "parallelism").with_decision(dataclasses.replace(fp8, params=some_kept))
+    decided = decided_by(ctx, "flash_dmoe").decided
     assert list(decided["flash_dmoe"].params_as(FlashDmoeParams).dispatch) == ["fp8_block", "bf16"]
 
 
@@ -225,14 +298,14 @@ def cpu_speeds(*ratios: float) -> KernelSpeeds:
         for power, ratio in enumerate(ratios)
     )
     shape = LayerShape(hidden_size=128, intermediate_size=128, num_experts=16, num_global_experts=16, top_k=4)
-    return speeds(rows, device="Test CPU (avx2), 4 threads", shape=shape, kernel_hash="d" * 64, driver="")
+    return speeds(rows, device="Test CPU (avx2), 3 threads", shape=shape, kernel_hash="d" * 64, driver="")
 
 
 def test_on_a_processor_where_vllm_is_faster_somewhere_its_kernel_stays():
     software = measured(cpu_speeds(0.94, 1.5), device="cpu")
     decision = decide(software=software)
     assert decision.status is Status.OFF
-    assert "vLLM's own kernel is faster on this processor: 0.94 at 1, 1.50 at 4 tokens" in decision.reason
+    assert "vLLM's kernel measured 1.06x faster at 1 token, ours up to 1.50x faster elsewhere" in decision.reason
     asked_for = decide(software=software, wishes={"flash_dmoe": (Wish.ON, "flag --enable-flash-dmoe")})
     assert asked_for.status is Status.ON
     assert asked_for.warnings == (
@@ -245,6 +318,15 @@ def test_on_a_processor_where_ours_is_never_slower_it_is_used_with_the_measureme
     assert decision.status is Status.ON
     assert "measured here, vLLM's time over ours: 1.00 at 1, 1.50 at 4 tokens" in decision.reason
     assert decision.params_as(FlashDmoeParams).measure == ()
+    assert decision.params_as(FlashDmoeParams).threads == 3
+
+
+def test_a_table_of_other_threads_than_a_worker_says_it_has_is_not_used():
+    software = measured(cpu_speeds(1.5), device="cpu")
+    assert decide(software=software, worker_threads=3).status is Status.ON
+    decision = decide(software=software, worker_threads=1)
+    assert decision.status is Status.OFF
+    assert "1 threads" in decision.reason
 
 
 def test_experts_apart_on_the_cpu_need_it_whatever_was_measured():

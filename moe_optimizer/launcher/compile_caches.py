@@ -1,0 +1,32 @@
+"""Names the folders in which a server keeps the kernels that it compiles, so that the next start finds them.
+
+torch.compile's are where vLLM keeps them (VLLM_CACHE_ROOT), under a hash of its configuration and versions.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.resources import cache_dir
+
+_FOLDERS = {"TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm"}
+"""Variable of Triton and DeepGEMM -> its folder below ours. vLLM before 0.32 sets Triton's itself."""
+_VERSIONS = ("torch", "triton")
+
+
+def compile_caches(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a server on GPUs, as far as `environ` does not set them."""
+    if not plan.num_gpus:
+        return {}
+    versions = [f"vllm-{plan.vllm_version or 'unknown'}", *map(_with_version, _VERSIONS)]
+    root = cache_dir(environ) / "compiled" / "_".join(versions)
+    return {name: str(root / folder) for name, folder in _FOLDERS.items() if not environ.get(name)}
+
+
+def _with_version(name: str) -> str:
+    try:
+        return f"{name}-{importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name}-none"

@@ -1,0 +1,98 @@
+"""Says what a plan asks of the tables of kernel speeds: one question for each format that its experts may have."""
+
+from __future__ import annotations
+
+from moe_optimizer.inspection.kernel_speeds import cpu_device
+from moe_optimizer.plan.pass_params import Fp8Params
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.cpu_workers import worker_threads
+from moe_optimizer.plan_context.expert_kernel import DTYPES, converted_format
+from moe_optimizer.plan_context.triton_config import tuned_digest
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedQuestion
+
+ONLINE_SCHEMES = {"fp8": "fp8_channel", "fp8_per_tensor": "fp8_channel", "fp8_per_channel": "fp8_channel",
+                  "fp8_per_block": "fp8_block"}  # fmt: skip
+"""vLLM's --quantization -> how the experts' weights are then stored."""
+
+
+def layer_shape(ctx: PlanContext) -> LayerShape:
+    """Return the experts of one layer as one device of the plan holds them."""
+    model, split = ctx.model, ctx.parallelism
+    whole = split.expert_parallel
+    experts = -(-model.num_experts // split.num_devices) if whole else model.num_experts
+    width = model.moe_intermediate_size if whole else model.moe_intermediate_size // split.tensor_parallel_size
+    return LayerShape(
+        hidden_size=model.expert_hidden_size,
+        intermediate_size=width,
+        num_experts=experts,
+        num_global_experts=model.num_experts,
+        top_k=model.top_k,
+    )
+
+
+def stored_weights(ctx: PlanContext) -> tuple[str, ...]:
+    """Return how the experts' weights may be stored when they are served, the likely one first, by the names of the
+    tables. A second one is there for layers that stay as loaded, or where the model does not say.
+    """
+    if ctx.device == "cpu":
+        converted = converted_format(ctx)
+        return ("fp8_block",) if converted == "fp8" else (converted or DTYPES[ctx.dtype],)
+    given = ctx.pinned.value("--quantization")
+    if given is not None:
+        return (ONLINE_SCHEMES[given],) if given in ONLINE_SCHEMES else ()
+    if ctx.model.quant_method is not None:
+        return _of_fp8_checkpoint(ctx) if ctx.model.quant_method == "fp8" else ()
+    fp8 = ctx.params(Fp8Params)
+    if fp8 is None or fp8.expert_bits != 8 or ctx.request.inside_vllm:
+        # vLLM itself converts by its arguments only, and one that runs already has got its own.
+        return (DTYPES[ctx.dtype],)
+    kept = (DTYPES[ctx.dtype],) if fp8.excluded_layers else ()
+    return (f"fp8_{fp8.granularity}", *kept)
+
+
+def _of_fp8_checkpoint(ctx: PlanContext) -> tuple[str, ...]:
+    return ("fp8_block",) if ctx.model.weight_block is not None else ("fp8_channel",)
+
+
+def questions(ctx: PlanContext) -> tuple[SpeedQuestion, ...]:
+    """Return what is to be asked of the tables, in the order of `stored_weights`."""
+    kernels, software, vllm = ctx.software.kernels, ctx.software, ctx.software.vllm
+    on_cpu = ctx.device == "cpu"
+    digest = tuned_digest(ctx)
+    tuned = f"tuned={digest}" if digest else ""
+    return tuple(
+        SpeedQuestion(
+            device=cpu_device(ctx.cpu, worker_threads(ctx)) if on_cpu else ctx.gpu.name,
+            weights=weights,
+            shape=layer_shape(ctx),
+            kernel_hash=kernels.cpu_sources if on_cpu else kernels.cuda_sources,
+            vllm="" if vllm is None else release(vllm.version),
+            driver="" if on_cpu else ctx.hardware.driver_version or "",
+            torch=software.torch,
+            triton="" if on_cpu else software.triton,
+            # A tuned configuration is of the format that is likely.
+            environment=f"{software.kernel_environment} {tuned if at == 0 else ''}".strip(),
+        )
+        for at, weights in enumerate(stored_weights(ctx))
+    )
+
+
+def release(version: str) -> str:
+    """Return a version without the build that follows "+": "0.26.0" of "0.26.0+cu130"."""
+    return version.partition("+")[0]
+
+
+def found_tables(ctx: PlanContext) -> dict[str, KernelSpeeds]:
+    """Return the tables that answer, by how the weights are stored."""
+    found = {question.weights: ctx.software.kernel_speeds.find(question) for question in questions(ctx)}
+    return {weights: table for weights, table in found.items() if table is not None}
+
+
+def open_questions(ctx: PlanContext) -> tuple[SpeedQuestion, ...]:
+    """Return the questions that no table answers to the end."""
+    tables = found_tables(ctx)
+    return tuple(
+        question
+        for question in questions(ctx)
+        if question.weights not in tables or not tables[question.weights].is_final
+    )

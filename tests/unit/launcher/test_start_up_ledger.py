@@ -1,0 +1,43 @@
+"""Seconds of each phase of a start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moe_optimizer.launcher.start_up_ledger import StartUpLedger, render_phases, vllm_phases
+
+LOG = """\
+(Worker pid=1) [gpu_model_runner.py:5150] Model loading took 28.46 GiB memory and 9.250000 seconds
+(Worker pid=2) [gpu_model_runner.py:5150] Model loading took 28.46 GiB memory and 10.500000 seconds
+(Worker pid=1) [monitor.py:20] torch.compile took 21.40 s in total
+(Worker pid=1) [gpu_model_runner.py:6582] Graph capturing finished in 117 secs, took 4.10 GiB
+[core.py:403] init engine (profile, create kv cache, warmup model) took 150.20 s (compilation: 21.40 s)
+"""
+
+
+def test_vllms_own_phases_are_read_from_its_log_and_the_slowest_worker_counts(tmp_path: Path) -> None:
+    (tmp_path / "server.log").write_text(LOG)
+    assert vllm_phases(tmp_path / "server.log") == {
+        "vLLM: weights": 10.5, "vLLM: torch.compile": 21.4, "vLLM: graphs": 117.0, "vLLM: engine": 150.2,
+    }  # fmt: skip
+
+
+def test_a_log_that_is_not_there_tells_nothing(tmp_path: Path) -> None:
+    assert vllm_phases(tmp_path / "server.log") == {}
+
+
+def test_a_phase_is_as_long_as_since_the_one_before(tmp_path: Path) -> None:
+    ledger = StartUpLedger()
+    ledger.ended("vLLM answers")
+    ledger.ended("warm-up")
+    phases = ledger.phases(tmp_path / "none")
+    assert list(phases) == ["vLLM answers", "warm-up"]
+    assert all(0 <= seconds < 5 for seconds in phases.values())
+
+
+def test_phases_are_shown_a_line_each() -> None:
+    assert render_phases({"vLLM answers": 48.0, "proofs": 0.25}) == (
+        "vLLM answers     48.0 s",
+        "proofs            0.2 s",
+    )
+    assert render_phases({}) == ()

@@ -1,0 +1,150 @@
+"""A server is driven until nothing compiles any more; the server is a stand-in that says what it compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.errors import ServerFailedError
+from moe_optimizer.launcher import deployment, evidence, launch, supervisor, warm_up
+from moe_optimizer.launcher.warm_up import Shapes, requests_for
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.planner import make_plan
+from moe_optimizer.proof.record import WARMING_FILE
+from tests.builders import OURS, cpu_machine, request, tiny_moe
+from tests.free_ports import free_port
+
+ROOT = Path(__file__).resolve().parents[3]
+FAKE = Path(__file__).with_name("fake_server.py")
+SHAPES = Shapes(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=600)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
+    """Makes a plan of a stand-in with some behaviours."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(deployment, "check_plugin_visible", lambda plan: None)
+    monkeypatch.setattr(evidence, "_PROOF_WAIT_S", 1.0)
+    monkeypatch.setattr(supervisor, "_NOTICE_S", 1.0)
+    monkeypatch.setattr(warm_up, "_PROOF_S", 0.1)
+    monkeypatch.setattr(warm_up, "_AHEAD_S", 0.0)
+
+    def make(*behaviour: str) -> Plan:
+        port = free_port()
+        command = [sys.executable, str(FAKE), str(port), *behaviour]
+        monkeypatch.setattr(deployment, "server_command", lambda plan, arguments: command)
+        return make_plan(request(tiny_moe(), cpu_machine(), port=port, wishes=OURS, batch_size=4))
+
+    return make
+
+
+class Stopped(Exception):  # noqa: N818 - ends a server that is ready
+    pass
+
+
+def served(plan: Plan, run_dir: Path, limit_s: float) -> list[str]:
+    """Serve with a warm-up until it is ready; return what was said."""
+    said: list[str] = []
+
+    def on_ready(info: Any) -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        launch.serve(plan, run_dir=run_dir, warm_up_s=limit_s, on_ready=on_ready, echo=said.append)
+    return said
+
+
+def test_a_server_is_ready_only_after_a_round_that_compiled_nothing(fake: Callable[..., Plan], tmp_path: Path) -> None:
+    said = served(fake("compile"), tmp_path, 60.0)
+    (result,) = [index for index, line in enumerate(said) if line.startswith("warmed up in")]
+    (ready,) = [index for index, line in enumerate(said) if line.startswith("ready after")]
+    assert result < ready
+    assert "stopped before" not in said[result]
+    assert any(line.startswith("warming up: round 2") for line in said), "the first round compiled something"
+
+
+def test_all_that_a_warm_up_asks_comes_while_the_marker_says_so(fake: Callable[..., Plan], tmp_path: Path) -> None:
+    served(fake("compile"), tmp_path, 60.0)
+    lines = (tmp_path / "server.log").read_text().splitlines()
+    assert lines.count("warming") > 20
+    assert "serving" not in lines
+    assert not (tmp_path / WARMING_FILE).exists()
+
+
+def test_a_server_that_never_settles_is_ready_after_the_limit_and_says_so(
+    fake: Callable[..., Plan], tmp_path: Path
+) -> None:
+    begin = time.monotonic()
+    said = served(fake("restless"), tmp_path, 3.0)
+    (result,) = [line for line in said if line.startswith("warmed up in")]
+    assert "stopped before nothing compiled" in result
+    assert time.monotonic() - begin < 60
+
+
+def test_without_a_limit_nothing_is_asked(fake: Callable[..., Plan], tmp_path: Path) -> None:
+    said = served(fake("compile"), tmp_path, 0.0)
+    assert not any("warm" in line for line in said)
+    assert "warming" not in (tmp_path / "server.log").read_text()
+
+
+def test_a_server_that_dies_while_it_is_warmed_up_is_an_error(fake: Callable[..., Plan], tmp_path: Path) -> None:
+    with pytest.raises(ServerFailedError):
+        launch.serve(fake("fragile"), run_dir=tmp_path, warm_up_s=60.0, echo=lambda _line: None)
+
+
+def test_a_marker_of_an_earlier_run_is_removed(fake: Callable[..., Plan], tmp_path: Path) -> None:
+    (tmp_path / WARMING_FILE).touch()
+    with launch.running(fake(), run_dir=tmp_path):
+        assert not (tmp_path / WARMING_FILE).exists()
+
+
+def asked(shapes: Shapes = SHAPES) -> list[warm_up.Request]:
+    return list(requests_for(shapes, seed=0))
+
+
+def test_decode_batches_go_up_to_the_largest() -> None:
+    batches = {len(each.body["prompt"]) for each in asked() if each.what.endswith("at once")}
+    assert {1, 2, 4, 5, 8} <= batches
+    assert max(batches) == 8
+
+
+def test_prompts_go_up_to_two_steps_and_past_multiples_of_16() -> None:
+    lengths = {len(each.body["prompt"][0]) for each in asked() if each.what.startswith("a prompt of")}
+    assert {16, 21, 256, 261, 512} <= lengths
+    assert max(lengths) == 512
+
+
+@pytest.mark.parametrize(("length", "asked_for"), [(600, 592), (200_000, 32_768)])
+def test_a_context_as_long_as_the_model_takes_comes_last(length: int, asked_for: int) -> None:
+    last = asked(dataclasses.replace(SHAPES, max_model_len=length))[-1]
+    assert len(last.body["prompt"][0]) == asked_for
+
+
+@pytest.mark.parametrize(
+    "name", ["top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "logprobs", "n", "stream"]
+)
+def test_every_way_to_sample_is_asked(name: str) -> None:
+    assert any(name in each.body for each in asked())
+
+
+def test_prompts_are_put_beside_requests_that_decode() -> None:
+    assert any(each.beside is not None and each.beside["max_tokens"] > 8 for each in asked())
+
+
+@pytest.mark.parametrize("length", [9, 17, 64])
+def test_nothing_is_longer_than_the_model_takes(length: int) -> None:
+    shapes = Shapes(max_num_seqs=2, max_num_batched_tokens=2048, max_model_len=length)
+    for each in asked(shapes):
+        for body in filter(None, (each.body, each.beside)):
+            assert max(map(len, body["prompt"])) + body["max_tokens"] <= length
+
+
+def test_no_prompt_is_in_the_prefix_cache_of_an_earlier_round() -> None:
+    first, second = ({str(each.body["prompt"]) for each in requests_for(SHAPES, seed=seed)} for seed in (0, 1))
+    assert not first & second

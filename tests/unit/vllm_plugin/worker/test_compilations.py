@@ -1,0 +1,110 @@
+"""What a worker compiles is counted: before it is ready, and after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_optimizer.planner import make_plan
+from moe_optimizer.proof.record import WARMING_FILE, CompilationProof, Proof, ProofWriter
+from moe_optimizer.proof.table import compiled_after_ready
+from moe_optimizer.vllm_plugin.compilation_metrics import CompilationCollector
+from moe_optimizer.vllm_plugin.session import PluginSession
+from moe_optimizer.vllm_plugin.worker import compilations
+from moe_optimizer.vllm_plugin.worker.compilations import JIT_EVENTS, CompilationWatch, cache_folders, cached_kernels
+from tests.builders import OURS, cpu_machine, request, tiny_moe
+
+STEP = SimpleNamespace(total_num_scheduled_tokens=517, num_scheduled_tokens={"a": 512, "b": 5})
+
+
+@pytest.fixture
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CompilationWatch:
+    session = PluginSession(run_dir=tmp_path, plan=make_plan(request(tiny_moe(), cpu_machine(), wishes=OURS)))
+    made = CompilationWatch(session)
+    monkeypatch.setattr(compilations, "_watch", made)
+    return made
+
+
+def counts(watch: CompilationWatch) -> tuple[int, int]:
+    proof = watch._session.proof.compilations
+    assert proof is not None
+    return proof.before_ready, proof.after_ready
+
+
+def test_what_is_compiled_before_the_first_step_is_before_ready(watch: CompilationWatch) -> None:
+    watch.compiled("a graph")
+    assert counts(watch) == (1, 0)
+
+
+def test_what_a_warm_up_compiles_is_before_ready(watch: CompilationWatch, tmp_path: Path) -> None:
+    (tmp_path / WARMING_FILE).touch()
+    watch.step(STEP)
+    watch.compiled("a graph")
+    assert counts(watch) == (1, 0)
+
+
+def test_what_is_compiled_later_is_a_warning_with_kernel_and_shape(
+    watch: CompilationWatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch.step(STEP)
+    watch.compiled("Triton kernel fused_moe_kernel")
+    assert counts(watch) == (0, 1)
+    assert "Triton kernel fused_moe_kernel, in a step of 517 tokens of 2 requests" in caplog.text
+    proof = watch._session.proof.compilations
+    assert proof is not None
+    assert proof.last[0].startswith("Triton kernel fused_moe_kernel")
+
+
+def test_the_proof_names_only_the_last_ones(watch: CompilationWatch) -> None:
+    watch.step(STEP)
+    for number in range(20):
+        watch.compiled(f"kernel {number}")
+    proof = watch._session.proof.compilations
+    assert proof is not None
+    assert proof.after_ready == 20
+    assert len(proof.last) == 8
+    assert proof.last[-1].startswith("kernel 19")
+
+
+def test_an_event_of_vllms_monitor_is_counted_and_passed_on(watch: CompilationWatch) -> None:
+    passed: list[dict[str, Any]] = []
+    event = {"backend": "Triton", "event": "kernel JIT compilation", "fn_name": "k", "detail": None}
+    JIT_EVENTS.replacement(lambda **event: passed.append(event))(**event)
+    assert passed == [event]
+    assert counts(watch) == (1, 0)
+
+
+def test_kernels_in_the_caches_of_libraries_are_found_by_name(tmp_path: Path) -> None:
+    (tmp_path / "deep_gemm" / "cache" / "kernel.fp8_gemm.abc").mkdir(parents=True)
+    ops = tmp_path / ".cache" / "flashinfer" / "0.7" / "90a" / "cached_ops" / "sampling"
+    ops.mkdir(parents=True)
+    (ops / "sampling.so").touch()
+    (ops / "build.ninja").touch()
+    folders = cache_folders({"VLLM_CACHE_ROOT": str(tmp_path), "FLASHINFER_WORKSPACE_BASE": str(tmp_path)})
+    assert set(cached_kernels(folders)) == {"DeepGEMM kernel kernel.fp8_gemm.abc", "FlashInfer kernel sampling"}
+
+
+def worker(rank: int, proof: CompilationProof | None) -> Proof:
+    return Proof(
+        role="worker", rank=rank, pid=rank, plan_digest="", versions={}, world_size=2, model_rank=rank,
+        compilations=proof,
+    )  # fmt: skip
+
+
+def test_the_metrics_have_the_counts_of_every_worker(tmp_path: Path) -> None:
+    for rank in range(2):
+        ProofWriter(tmp_path, worker(rank, CompilationProof(before_ready=3, after_ready=rank))).write()
+    (metric,) = CompilationCollector(tmp_path).collect()
+    values = {(sample.labels["rank"], sample.labels["when"]): sample.value for sample in metric.samples}
+    assert values == {
+        ("0", "before_ready"): 3, ("0", "after_ready"): 0, ("1", "before_ready"): 3, ("1", "after_ready"): 1,
+    }  # fmt: skip
+
+
+def test_the_table_says_how_much_was_compiled_after_ready() -> None:
+    proofs = [worker(0, CompilationProof(after_ready=2)), worker(1, CompilationProof(after_ready=1))]
+    assert compiled_after_ready(proofs) == ("compiled after ready: 3",)
+    assert compiled_after_ready([worker(0, None)]) == ()
