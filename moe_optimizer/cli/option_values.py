@@ -27,6 +27,23 @@ def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
     return parse
 
 
+def whole_numbers(lowest: int, highest: int) -> Callable[[str], tuple[int, ...]]:
+    """Return a parser of whole numbers in [lowest, highest], separated by commas."""
+    one = whole_number(lowest, highest)
+    return lambda text: tuple(one(each) for each in text.split(","))
+
+
+def positive_numbers(text: str) -> tuple[float, ...]:
+    """Parse positive, finite numbers, separated by commas."""
+    try:
+        values = tuple(float(each) for each in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(0 < each < float("inf") for each in values):
+        raise typer.BadParameter(f"got {text!r}, expected positive numbers, separated by commas")
+    return values
+
+
 def seconds(text: str) -> float:
     """Parse a positive, finite number of seconds: 20 or 20s."""
     value = seconds_in(text)

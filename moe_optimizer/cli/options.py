@@ -8,7 +8,15 @@ from typing import Any
 
 import typer
 
-from moe_optimizer.cli.option_values import completes, seconds, seconds_or_none, switch_name, whole_number
+from moe_optimizer.cli.option_values import (
+    completes,
+    positive_numbers,
+    seconds,
+    seconds_or_none,
+    switch_name,
+    whole_number,
+    whole_numbers,
+)
 from moe_optimizer.errors import InputError
 
 SWITCHES: Mapping[str, str] = {
@@ -52,6 +60,12 @@ def _hardware() -> Iterable[str]:
     from moe_optimizer.inspection import hardware_names
 
     return hardware_names()
+
+
+def _workloads() -> Iterable[str]:
+    from moe_optimizer.measure.bench.workload import workload_names
+
+    return workload_names()
 
 
 def _flag(name: str, text: str) -> Any:
@@ -234,6 +248,51 @@ class ServeOptions(PlanOptions):
         "SECONDS",
         "Time limit for measuring the expert kernels before the start, if no table of kernel speeds fits this "
         f"machine and model; 0: never.  [default: {DEFAULT_CALIBRATE_S:g}]",
+        seconds_or_none,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(PlanOptions):
+    """Options of `moe-optimizer bench`."""
+
+    plan: str | None = _option("--plan", "FILE", "Serve this plan (plan.json of a run) instead of a profile's.")
+    against: str | None = _option(
+        "--against", "stock|PROFILE|FILE|URL", "What to compare with; '': nothing.  [default: stock]"
+    )
+    workload: str = _option(
+        "--workload",
+        "NAME|FILE",
+        "Of configs/workloads, or a YAML file, or a trace (.jsonl).  [default: chat]",
+        values=_workloads,
+        default="chat",
+    )
+    clients: tuple[int, ...] | None = _option(
+        "--clients", "N,N,...", "Clients of the closed loop, instead of the workload's.", whole_numbers(1, 65_536)
+    )
+    rates: tuple[float, ...] | None = _option(
+        "--rates", "X,X,...", "Requests per second of an open loop, instead of the workload's.", positive_numbers
+    )
+    requests_per_client: int | None = _option(
+        "--requests-per-client", "N", "In each round, instead of the workload's.", whole_number(1, 65_536)
+    )
+    repetitions: int | None = _option(
+        "--repetitions", "N", "Rounds of each side; the more, the narrower.  [default: 5]", whole_number(2, 1000)
+    )
+    ttft: float | None = _option("--ttft", "MS", "Count requests within this time to the first token.", seconds)
+    tpot: float | None = _option("--tpot", "MS", "Count requests within this time per output token.", seconds)
+    tokenizer: str | None = _option("--tokenizer", "DIR", "Where prompts come from.  [default: the model]")
+    run_dir: str | None = _option("--run-dir", "DIR", "Folder for samples and logs.  [default: a new one in runs/]")
+    ready_timeout: float | None = _option(
+        "--ready-timeout",
+        "SECONDS",
+        f"Stop if a server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
+        seconds,
+    )
+    calibrate: float | None = _option(
+        "--calibrate",
+        "SECONDS",
+        f"Time limit for measuring the expert kernels before the start.  [default: {DEFAULT_CALIBRATE_S:g}]",
         seconds_or_none,
     )
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moe_optimizer.launcher.launch import ServerInfo
     from moe_optimizer.plan.plan import Plan
 
-TAKES_VLLM_ARGS = ("serve", "plan", "tune")
+TAKES_VLLM_ARGS = ("serve", "plan", "bench", "tune")
 """Commands that accept arguments of `vllm serve` after `--`."""
 
 
