@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moe_optimizer import env
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.option_values import positive_numbers, whole_numbers
 from moe_optimizer.cli.options import DEFAULT_PORT, DEFAULT_READY_TIMEOUT_S, BenchOptions
 from moe_optimizer.cli.preflight import check_can_serve_here
 from moe_optimizer.cli.progress import ProgressBar, ProgressLines
@@ -18,10 +19,11 @@ from moe_optimizer.errors import ExitCode, InputError
 from moe_optimizer.process_environment import changed_environment
 
 if TYPE_CHECKING:
-    from moe_optimizer.measure.bench.run import BenchRequest
+    from moe_optimizer.measure.bench.request import BenchRequest
     from moe_optimizer.measure.bench.side import Side
 
 _DEFAULT_REPETITIONS = 5
+_MOST_CLIENTS = 65_536
 _URL = ("http://", "https://")
 
 
@@ -49,11 +51,11 @@ def command(options: BenchOptions) -> int:
 
 
 def _request(options: BenchOptions, lines: ProgressLines) -> BenchRequest:
+    from moe_optimizer.measure.bench.request import BenchRequest
     from moe_optimizer.measure.bench.result import Limits
-    from moe_optimizer.measure.bench.run import BenchRequest
     from moe_optimizer.measure.bench.side import STOCK
     from moe_optimizer.measure.bench.trace import read_trace
-    from moe_optimizer.measure.bench.workload import Workload, load_workload
+    from moe_optimizer.measure.bench.workload import load_workload
 
     workload, trace = None, ()
     if options.workload.endswith(".jsonl"):
@@ -63,8 +65,11 @@ def _request(options: BenchOptions, lines: ProgressLines) -> BenchRequest:
     else:
         workload = load_workload(options.workload)
         if options.clients or options.rates:
-            changed = workload.model_dump() | {"clients": options.clients or (), "rates": options.rates or ()}
-            workload = Workload.model_validate(changed)
+            clients = () if options.clients is None else whole_numbers("--clients", options.clients, _MOST_CLIENTS)
+            rates = () if options.rates is None else positive_numbers("--rates", options.rates)
+            if clients and rates:
+                raise InputError("--clients and --rates: expected one of them: a closed or an open loop")
+            workload = workload.model_copy(update={"clients": clients, "rates": rates})
         if options.requests_per_client is not None:
             workload = workload.model_copy(update={"requests_per_client": options.requests_per_client})
     sides = [_side(options, options.plan or _profile_or_default(options), number=0, lines=lines)]

@@ -27,20 +27,30 @@ def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
     return parse
 
 
-def whole_numbers(lowest: int, highest: int) -> Callable[[str], tuple[int, ...]]:
-    """Return a parser of whole numbers in [lowest, highest], separated by commas."""
-    one = whole_number(lowest, highest)
-    return lambda text: tuple(one(each) for each in text.split(","))
+def whole_numbers(flag: str, text: str, highest: int) -> tuple[int, ...]:
+    """Parse whole numbers in [1, highest], separated by commas.
+
+    Raises:
+        InputError: names the flag.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part[:9]) <= highest for part in parts):
+        raise InputError(f"{flag}: got {text!r:.80}, expected numbers from 1 to {highest}, separated by commas")
+    return tuple(int(part) for part in parts)
 
 
-def positive_numbers(text: str) -> tuple[float, ...]:
-    """Parse positive, finite numbers, separated by commas."""
+def positive_numbers(flag: str, text: str) -> tuple[float, ...]:
+    """Parse positive, finite numbers, separated by commas.
+
+    Raises:
+        InputError: names the flag.
+    """
     try:
-        values = tuple(float(each) for each in text.split(","))
+        values = tuple(float(part) for part in text.split(","))
     except ValueError:
         values = ()
     if not values or not all(0 < each < float("inf") for each in values):
-        raise typer.BadParameter(f"got {text!r}, expected positive numbers, separated by commas")
+        raise InputError(f"{flag}: got {text!r:.80}, expected positive numbers, separated by commas")
     return values
 
 

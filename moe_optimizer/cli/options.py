@@ -10,12 +10,10 @@ import typer
 
 from moe_optimizer.cli.option_values import (
     completes,
-    positive_numbers,
     seconds,
     seconds_or_none,
     switch_name,
     whole_number,
-    whole_numbers,
 )
 from moe_optimizer.errors import InputError
 
@@ -267,12 +265,8 @@ class BenchOptions(PlanOptions):
         values=_workloads,
         default="chat",
     )
-    clients: tuple[int, ...] | None = _option(
-        "--clients", "N,N,...", "Clients of the closed loop, instead of the workload's.", whole_numbers(1, 65_536)
-    )
-    rates: tuple[float, ...] | None = _option(
-        "--rates", "X,X,...", "Requests per second of an open loop, instead of the workload's.", positive_numbers
-    )
+    clients: str | None = _option("--clients", "N,N,...", "Clients of the closed loop, instead of the workload's.")
+    rates: str | None = _option("--rates", "X,X,...", "Requests per second of an open loop, instead of the workload's.")
     requests_per_client: int | None = _option(
         "--requests-per-client", "N", "In each round, instead of the workload's.", whole_number(1, 65_536)
     )

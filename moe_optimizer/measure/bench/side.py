@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,14 +13,19 @@ import psutil
 
 from moe_optimizer import env
 from moe_optimizer.errors import InputError, ServerFailedError
+from moe_optimizer.files import read_text
 from moe_optimizer.launcher.http_client import ServerClient, api_key
 from moe_optimizer.launcher.launch import running
+from moe_optimizer.launcher.metrics_page import total
 from moe_optimizer.launcher.server_info import ServerInfo
 from moe_optimizer.measure.bench.result import MemoryUse
 from moe_optimizer.plan.decision import Status
+from moe_optimizer.plan.json_codec import decode, encode
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.process_environment import changed_environment
 
+_COMPILATIONS = "moe_optimizer_compilations_after_ready_total"
+_FACTS_BYTES = 4096
 STOCK = "stock"
 """The name of the side that is vLLM alone: the plugin changes nothing, and the arguments are only the user's."""
 
@@ -42,6 +48,35 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartFacts:
+    """What one start of a server was like."""
+
+    ready_s: float | None
+    """None for a server that somebody else started."""
+    memory: MemoryUse
+    compilations: int | None
+    """Kernels compiled after the server said it was ready; None where nobody counts them."""
+
+    def to_json(self) -> str:
+        """Return the form that `read_start` reads."""
+        return json.dumps(encode(self))
+
+
+def start_path(folder: Path, key: str) -> Path:
+    """Return the file that holds the facts of one start."""
+    return folder / f"{key}.start.json"
+
+
+def read_start(path: Path) -> StartFacts:
+    """Read the facts of one start.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    return decode(StartFacts, json.loads(read_text(path, max_bytes=_FACTS_BYTES)), origin=str(path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunningSide:
     """A server that answers."""
 
@@ -49,7 +84,6 @@ class RunningSide:
     model: str
     max_model_len: int
     ready_s: float | None
-    """None for a server that somebody else started."""
     info: ServerInfo | None
 
     def check_alive(self, name: str) -> None:
@@ -64,8 +98,12 @@ class RunningSide:
         if not ServerClient(self.base_url, api_key()).healthy():
             raise ServerFailedError(f"{name}: {self.base_url}/health does not answer 200")
 
-    def memory(self) -> MemoryUse:
-        """Return what the server uses now."""
+    def facts(self) -> StartFacts:
+        """Return what this start was like, and what the server uses now."""
+        page = ServerClient(self.base_url, api_key()).metrics()
+        return StartFacts(ready_s=self.ready_s, memory=self._memory(), compilations=total(page, _COMPILATIONS))
+
+    def _memory(self) -> MemoryUse:
         pids = [server.pid for server in self.info.servers] if self.info else []
         tree = [each for pid in pids for each in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
         resident = sum(each.memory_info().rss for each in tree)

@@ -62,7 +62,8 @@ def send(request: LoadRequest, on_step: OnStep) -> int:
     for number, each in enumerate(missing):
         on_step(number / len(missing), each.title)
         before = energy_joules()
-        found = main(parser.parse_args(_arguments(request, each)))
+        arguments: Any = parser.parse_args(_arguments(request, each))
+        found = main(arguments)
         after = energy_joules()
         used = None if before is None or after is None else after - before
         write_atomically(Path(each.samples), json.dumps(encode(_samples(found, used))))
