@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -87,6 +88,7 @@ def gain(
     return Gain(math.exp(center), low, high, word)
 
 
+@functools.lru_cache
 def _student_quantile(degrees: int, probability: float) -> float:
     """Return a quantile of Student's distribution, from a million seeded draws: no table, no further dependency."""
     draws = np.random.default_rng(0).standard_t(degrees, _DRAWS)

@@ -59,7 +59,7 @@ class Workload(Section):
     """
 
     description: str
-    requests: Annotated[tuple[RequestKind, ...], Field(strict=False, min_length=1)]
+    requests: Annotated[tuple[RequestKind, ...], Field(strict=False)]
     clients: Annotated[tuple[_CLIENTS, ...], Field(strict=False)] = ()
     rates: Annotated[tuple[_RATE, ...], Field(strict=False)] = ()
     requests_per_client: int = Field(default=4, ge=1, le=65_536)
@@ -73,6 +73,8 @@ class Workload(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Workload:
+        if not self.requests:
+            raise PydanticCustomError("requests", "at least one kind in `requests`")
         if bool(self.clients) == bool(self.rates):
             raise PydanticCustomError("loads", "either `clients` or `rates`")
         shared = self.shared_prefix.tokens if self.shared_prefix else 0
