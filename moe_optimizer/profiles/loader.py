@@ -71,7 +71,8 @@ def read_section(kind: type[Checked], path: Path, *, origin: str, what: str) -> 
 def _input_error(error: ValidationError, document: YamlDocument, origin: str, kind: type[BaseModel]) -> InputError:
     """Turn the first complaint, in file order, into a sentence."""
     complaints = error.errors(include_url=False, include_context=True)
-    first = min(complaints, key=lambda complaint: document.line(tuple(complaint["loc"])))
+    # A misspelt key is unknown and missing at once: the unknown one says more.
+    first = min(complaints, key=lambda each: (document.line(tuple(each["loc"])), each["type"] != "extra_forbidden"))
     path = tuple(first["loc"])
     place = f"{origin}:{document.line(path)}"
     owner = ".".join(map(str, path[:-1])) or "top level"
