@@ -310,6 +310,20 @@ class MeasureSpeedsOptions(PlanOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasureStepOptions(PlanOptions):
+    """Options of `moe-optimizer measure step`."""
+
+    batches: str = _option(
+        "--batches", "N,N,...", "Sequences decoded together.  [default: 1,8,64,256]", default="1,8,64,256"
+    )
+    context_tokens: int = _option(
+        "--context", "N", "Tokens of each sequence.  [default: 512]", whole_number(1, 16_777_216), default=512
+    )
+    steps: int = _option("--steps", "N", "Counted steps.  [default: 20]", whole_number(1, 10_000), default=20)
+    timeout: float | None = _option("--timeout", "SECONDS", "Limit for each side.  [default: 600]", seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasureTextOptions(ModelOptions):
     """Options of `moe-optimizer measure activation-norms`."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moe_optimizer.launcher.launch import ServerInfo
     from moe_optimizer.plan.plan import Plan
 
-TAKES_VLLM_ARGS = ("serve", "plan", "bench", "tune")
+TAKES_VLLM_ARGS = ("serve", "plan", "bench", "tune", "measure step")
 """Commands that accept arguments of `vllm serve` after `--`."""
 
 

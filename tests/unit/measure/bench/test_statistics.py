@@ -33,9 +33,7 @@ def test_a_against_a_finds_no_difference_in_19_of_20_runs(count):
 
 @pytest.mark.parametrize(("higher", "word"), [(False, "faster"), (True, "slower")])
 def test_a_gain_far_above_the_noise_is_found_though_the_machine_drifts_more(higher, word):
-    found = [
-        gain(*rounds(seed, 5, factor=1.15), higher_is_better=higher, comparisons=4).verdict for seed in range(40)
-    ]
+    found = [gain(*rounds(seed, 5, factor=1.15), higher_is_better=higher, comparisons=4).verdict for seed in range(40)]
     assert found.count(word) >= 38
 
 
