@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -15,6 +16,7 @@ from moe_optimizer.profiles.schema import Profile
 from moe_optimizer.resources import config_dir
 from moe_optimizer.yaml_document import YamlDocument, read_yaml
 
+Checked = TypeVar("Checked", bound=BaseModel)
 _ENDINGS = (".yaml", ".yml")
 
 
@@ -36,36 +38,47 @@ def load_profile(name_or_path: str) -> Profile:
             )
         path = config_dir() / f"{name_or_path}.yaml"
         origin = f"configs/{path.name}"
-    document = read_yaml(path, origin=origin, what="profile")
+    return read_section(Profile, path, origin=origin, what="profile")
+
+
+def read_section(kind: type[Checked], path: Path, *, origin: str, what: str) -> Checked:
+    """Read and check a YAML file of one type; `origin` names it in messages, `what` says what it holds.
+
+    Raises:
+        InputError: it cannot be read, or is not valid; the message names file, line and field.
+    """
+    document = read_yaml(path, origin=origin, what=what)
     if not isinstance(document.data, dict):
-        raise InputError(f"{origin}:1: got {_kind(document.data)}, expected a mapping of profile keys")
+        raise InputError(f"{origin}:1: got {_kind(document.data)}, expected a mapping of {what} keys")
     try:
-        return Profile.model_validate(document.data)
+        return kind.model_validate(document.data)
     except ValidationError as error:
-        raise _input_error(error, document, origin) from None
+        raise _input_error(error, document, origin, kind) from None
 
 
-def _input_error(error: ValidationError, document: YamlDocument, origin: str) -> InputError:
+def _input_error(error: ValidationError, document: YamlDocument, origin: str, kind: type[BaseModel]) -> InputError:
     """Turn the first complaint, in file order, into a sentence."""
     complaints = error.errors(include_url=False, include_context=True)
-    first = min(complaints, key=lambda complaint: document.line(tuple(complaint["loc"])))
+    # A misspelt key is unknown and missing at once: the unknown one says more.
+    first = min(complaints, key=lambda each: (document.line(tuple(each["loc"])), each["type"] != "extra_forbidden"))
     path = tuple(first["loc"])
     place = f"{origin}:{document.line(path)}"
     owner = ".".join(map(str, path[:-1])) or "top level"
     if first["type"] == "extra_forbidden":
-        return _unknown_key(str(path[-1]), path[:-1], place, owner)
+        return _unknown_key(kind, path, place, owner)
     if first["type"] == "missing":
         return InputError(f"{origin}: key `{'.'.join(map(str, path))}` is missing")
     field = ".".join(map(str, path))
     return InputError(f"{place} ({field}): got {_kind(first['input'])}, expected {_expected(first)}")
 
 
-def _unknown_key(key: str, parent: Sequence[str | int], place: str, owner: str) -> InputError:
-    known = tuple(_section_at(parent).model_fields)
+def _unknown_key(kind: type[BaseModel], path: Sequence[str | int], place: str, owner: str) -> InputError:
+    *parent, key = (str(each) for each in path)
+    known = tuple(_section_at(kind, parent).model_fields)
     expected = ", ".join(f"`{name}`" for name in known)
     return InputError(
         f"unknown key in {place} ({owner}): got `{key:.80}`, expected one of {expected}",
-        hint=(None if parent else _flat_key_hint(key)) or did_you_mean(key, known),
+        hint=(None if parent or kind is not Profile else _flat_key_hint(key)) or did_you_mean(key, known),
     )
 
 
@@ -98,14 +111,13 @@ def _places(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def _section_at(path: Sequence[str | int]) -> type[BaseModel]:
-    section: type[BaseModel] = Profile
+def _section_at(kind: type[BaseModel], path: Sequence[str]) -> type[BaseModel]:
+    """Return the type of the section at a path; an index of a list stands for the list's items."""
     for key in path:
-        annotation = section.model_fields[str(key)].annotation
-        assert isinstance(annotation, type), f"{path}: {annotation}"
-        assert issubclass(annotation, BaseModel), f"{path}: {annotation}"
-        section = annotation
-    return section
+        annotation: Any = kind if key.isdecimal() else kind.model_fields[key].annotation
+        found = [annotation, *typing.get_args(annotation)]
+        kind = next(each for each in found if isinstance(each, type) and issubclass(each, BaseModel))
+    return kind
 
 
 def _kind(value: Any) -> str:
