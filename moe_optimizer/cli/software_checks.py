@@ -96,6 +96,8 @@ def _why_not_loadable() -> str:
 
 
 def _vllm(vllm: VllmInstallation | None) -> Check:
+    from moe_optimizer.inspection import read_vllm_runs
+
     wanted = ".".join(map(str, MIN_VERSION))
     if vllm is None:
         return Check("vllm", "missing", "not installed",
@@ -103,6 +105,9 @@ def _vllm(vllm: VllmInstallation | None) -> Check:
     detail = f"{vllm.version} ({vllm.device}) from {vllm.distribution} at {vllm.location}"
     if not supported_version(vllm.version)[0]:
         return Check("vllm", "missing", detail, f"older than {wanted}: pip install -U {vllm.distribution}")
+    untried = read_vllm_runs().why_untried(vllm.version, vllm.device)
+    if untried:
+        return Check("vllm", "note", f"{detail}; {untried}", "see what has changed: moe-optimizer doctor --drift")
     return Check("vllm", "ok", detail)
 
 

@@ -30,6 +30,8 @@ def plan_warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan
         warnings.append("no vLLM is installed: the plan cannot be started here")
     elif context.device == "cuda" and vllm.device == "cpu":
         warnings.append(f"the installed vLLM {vllm.version} is the CPU build: this plan cannot be started here")
+    elif untried := request.software.vllm_runs.why_untried(vllm.version, vllm.device):
+        warnings.append(untried)
     if not request.model.is_moe:
         warnings.append("the model has no experts: only the passes that do not need any can help")
     most, length = request.model.max_model_len, context.workload.max_model_len

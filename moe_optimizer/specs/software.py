@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_optimizer.specs.kernel_speeds import SpeedTables
+from moe_optimizer.specs.vllm_runs import VllmRuns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +62,5 @@ class SoftwareSpec:
     """Whether vLLM's own variable names that folder: then vLLM looks there whatever the plan says, unless its server
     is given another value."""
     kernel_speeds: SpeedTables = field(default_factory=SpeedTables)
+    vllm_runs: VllmRuns = field(default_factory=VllmRuns)
+    """The versions of vLLM that this package has been run with; without a table none is warned of."""

@@ -60,9 +60,12 @@ def test_missing_vllm_is_needed_to_serve(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("version", "status"), [("0.25.1", "missing"), ("0.26.0", "ok"), ("1.0", "ok"), ("0.33rc1", "ok"), ("dev", "ok")]
+    ("version", "status"),
+    [("0.25.1", "missing"), ("0.26.0", "ok"), ("1.0", "note"), ("0.33rc1", "note"), ("dev", "note")],
 )
-def test_a_vllm_older_than_supported_is_missing(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
+def test_a_vllm_older_than_supported_is_missing_and_one_not_run_a_note(
+    monkeypatch: pytest.MonkeyPatch, version: str, status: str
+) -> None:
     vllm = VllmInstallation(distribution="vllm", version=version, device="cuda", location="/x")
     assert software(monkeypatch, vllm=vllm)["vllm"].status == status
 
