@@ -16,13 +16,12 @@ from moe_optimizer.cli.check import Check
 from moe_optimizer.cli.machine_checks import find_compiler
 from moe_optimizer.errors import InputError
 from moe_optimizer.launcher.command import ENTRY_POINT, ENTRY_POINT_GROUP
+from moe_optimizer.resources import SOURCES
 from moe_optimizer.vllm_plugin.compat import MIN_VERSION, supported_version
 
 if TYPE_CHECKING:
     from moe_optimizer.specs.software import KernelInventory, VllmInstallation
 
-SOURCES = Path(__file__).resolve().parents[2] / "csrc"
-"""The kernels' sources; an installed package has none."""
 OPS = Path(__file__).resolve().parents[1] / "ops"
 """Folder of the extension module."""
 _LOAD = """

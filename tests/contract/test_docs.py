@@ -78,6 +78,15 @@ def test_readmes_table_has_the_versions_of_vllm_that_were_run() -> None:
     assert named == run
 
 
+def test_the_page_on_installing_has_every_run_of_vllm() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+\.\d+\.\d+ \|.*$", page, re.MULTILINE)
+    runs = read_vllm_runs().runs
+    assert rows == [
+        f"| {run.version} | {run.device.upper()} | {run.machine} | {run.ran} | {run.date} |" for run in runs
+    ]
+
+
 def test_the_container_has_the_newest_vllm_that_was_run_on_gpus() -> None:
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
     newest = read_vllm_runs().versions("cuda")[0]

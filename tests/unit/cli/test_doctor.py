@@ -88,6 +88,16 @@ def test_kernels_of_other_sources_are_a_note(
     assert (check.status, "csrc/" in check.detail) == (status, status == "note")
 
 
+@pytest.mark.parametrize("has_sources", [True, False])
+def test_build_tools_are_looked_for_only_beside_the_kernels_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_sources: bool
+) -> None:
+    monkeypatch.setattr(machine_checks, "SOURCES", tmp_path if has_sources else tmp_path / "none")
+    names = {check.name for check in machine_checks.machine_checks(load_hardware("cpu", None))}
+    assert ({"cmake", "ninja", "nvcc"} <= names) == has_sources
+    assert "compiler" in names
+
+
 def test_kernels_without_sources_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert software(monkeypatch, kernels=BUILT)["kernels"].status == "ok"
 
