@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from moe_optimizer.inspection.model_inspector import to_inspect_json as to_inspect_json
     from moe_optimizer.inspection.software import read_software as read_software
     from moe_optimizer.inspection.vllm_installation import find_vllm as find_vllm
+    from moe_optimizer.inspection.vllm_runs import read_vllm_runs as read_vllm_runs
 
 _HOMES = {
     "ModelInspector": "model_inspector",
@@ -28,6 +29,7 @@ _HOMES = {
     "read_kernel_inventory": "kernel_inventory",
     "read_kernel_speeds": "kernel_speeds",
     "read_software": "software",
+    "read_vllm_runs": "vllm_runs",
     "to_inspect_json": "model_inspector",
 }
 

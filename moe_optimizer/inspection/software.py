@@ -30,6 +30,7 @@ def read_software() -> SoftwareSpec:
         vllm=vllm,
         kernels=inspection.read_kernel_inventory(),
         kernel_speeds=inspection.read_kernel_speeds(),
+        vllm_runs=inspection.read_vllm_runs(),
         tuned_configs=str(user_folder(vllm.version if vllm else "", os.environ)),
         tuned_configs_by_variable=bool(os.environ.get(FOLDER_VARIABLE)),
         torch=_version("torch"),
