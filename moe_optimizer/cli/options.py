@@ -32,7 +32,7 @@ SWITCHES: Mapping[str, str] = {
 
 DECLARATION = "declaration"
 """Key of a field's metadata: the typer option or argument that fills the field."""
-ENGINES = ("vllm", "embedded")
+ENGINES = ("vllm", "embedded", "auto")
 RENDERINGS = ("ray", "lws")
 GRANULARITIES = ("block", "channel")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
@@ -149,7 +149,12 @@ class PlanOptions(ModelOptions):
     port: int | None = _option(
         "--port", "PORT", f"Port to serve on.  [default: {DEFAULT_PORT}]", whole_number(1, 65_535)
     )
-    engine: str | None = _option("--engine", "|".join(ENGINES), "Serving engine.  [default: vllm]", values=ENGINES)
+    engine: str | None = _option(
+        "--engine",
+        "|".join(ENGINES),
+        "Serving engine; auto: vLLM where it runs, else the embedded one.  [default: vllm]",
+        values=ENGINES,
+    )
     hardware: str | None = _option(
         "--hardware",
         "NAME",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_optimizer import env
-from moe_optimizer.cli import messages
+from moe_optimizer.cli import embedded, messages
 from moe_optimizer.cli.options import PlanOptions
 from moe_optimizer.cli.preflight import check_flags
 from moe_optimizer.cli.settings import Setting, Settings, resolve
@@ -82,14 +82,14 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
     if settings.disabled:
         share = min(profile.gpu_memory_utilization, _PLAIN_SHARE)
         profile = profile.model_copy(update={"gpu_memory_utilization": share})
-    request = _request(options, settings, profile)
+    request, warnings = embedded.with_engine(_request(options, settings, profile))
     if request.software.vllm is not None:
         check_flags(request.software.vllm, request.vllm_args)
 
     from moe_optimizer.inspection import read_kernel_speeds
     from moe_optimizer.planner import make_plan
 
-    if measure is not None and not settings.disabled:
+    if measure is not None and not settings.disabled and request.engine != embedded.ENGINE:
         # A required pass may be undecided until its kernels are measured.
         first = dataclasses.replace(request, required=request.required - {_MEASURED_PASS})
         if measure(make_plan(first), settings):
@@ -98,6 +98,8 @@ def make(options: PlanOptions, *, measure: Callable[[Plan, Settings], bool] | No
     plan = make_plan(request)
     if settings.disabled:
         plan = plan.replace(serve_args=plan.plain_args)
+    if warnings:
+        plan = plan.replace(warnings=(*warnings, *plan.warnings))
     if settings["strict"]:
         refuse_unmet_wishes(plan, profile, settings.wishes)
     return Planned(settings, profile, plan)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_optimizer.cli import INTERRUPTED, messages
+from moe_optimizer.cli import INTERRUPTED, embedded, messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, ServeOptions
 from moe_optimizer.cli.preflight import check_can_serve_here
@@ -38,7 +38,13 @@ def command(options: ServeOptions) -> int:
     progress = ProgressLines(verbose=options.verbose)
     with messages.held_messages(verbose=options.verbose, then=progress.warn):
         planned = planning.make(options, measure=functools.partial(_measure, options, progress))
-        check_can_serve_here(planned.plan, planned.settings)
+        if planned.plan.engine == embedded.ENGINE:
+            embedded.check_can_serve_here(planned.plan)
+        else:
+            check_can_serve_here(planned.plan, planned.settings)
+    if planned.plan.engine == embedded.ENGINE:
+        run_dir = _run_dir(planned.plan, options)
+        return embedded.serve(planned.plan, run_dir=run_dir, progress=progress, as_json=options.json)
     return _launch(planned.plan, options, progress, strict=planned.settings["strict"])
 
 

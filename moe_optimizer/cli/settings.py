@@ -16,7 +16,7 @@ from moe_optimizer.cli.options import (
     ENGINES,
     PlanOptions,
 )
-from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.errors import InputError
 from moe_optimizer.passes.registry import PASS_NAMES, required_key, resolve_wishes
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.serve_args import ServeArguments
@@ -89,12 +89,9 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
 
     Raises:
         InputError: an unknown choice or --require, or contradicting flags and environment.
-        UnsupportedError: the embedded engine, which this version lacks.
     """
     check_choice("--engine", options.engine, ENGINES)
     check_choice("--dtype", options.dtype, DTYPES)
-    if options.engine == "embedded":
-        raise UnsupportedError("--engine embedded: not available in this version", hint="use --engine vllm")
     variables = {
         "calibrate": (environment.calibrate_s, env.CALIBRATE),
         "profile": (environment.profile, env.PROFILE),
