@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field, model_validator
-from transformers import AutoConfig, PreTrainedConfig
 
 from moe_optimizer.engine.arguments import Arguments
+from moe_optimizer.engine.attention.choice import BackendName
 from moe_optimizer.engine.weights import LoadFormat
 from moe_optimizer.errors import InputError
 from moe_optimizer.log import get_logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _log = get_logger(__name__)
 
@@ -56,7 +60,13 @@ class EngineArgs(Arguments):
     """GiB of host memory for preempted sequences; above 0 they are swapped instead of computed again."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    attention_backend: Literal["auto", "sdpa"] = "auto"
+    attention_backend: BackendName = "auto"
+    enforce_eager: bool = False
+    """No CUDA graphs."""
+    compile_layers: bool | None = None
+    """Whether torch.compile joins the operations between matrix products; None does on GPUs."""
+    fused_moe: bool = True
+    """False computes the experts one after the other in plain torch."""
     seed: int = 0
 
     @model_validator(mode="after")
@@ -80,6 +90,8 @@ class EngineConfig:
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
+    cuda_graphs: bool
+    compile: bool
 
     @classmethod
     def resolve(cls, args: EngineArgs) -> EngineConfig:
@@ -88,6 +100,8 @@ class EngineConfig:
         Raises:
             InputError: the model cannot be read, or arguments contradict each other or the model.
         """
+        from transformers import AutoConfig
+
         folder = Path(args.model).expanduser()
         if not (folder / "config.json").is_file():
             raise InputError(
@@ -116,7 +130,16 @@ class EngineConfig:
             device=device,
             dtype=_dtype(args.dtype, hf_config, device),
             max_model_len=max_model_len,
+            cuda_graphs=device.type == "cuda" and not args.enforce_eager,
+            compile=_compiles(device) if args.compile_layers is None else args.compile_layers,
         )
+
+
+def _compiles(device: torch.device) -> bool:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is not None:
+        return device.type == "cuda"
+    _log.warning("Triton is not installed: norms, rotations and activations run one operation at a time")
+    return False
 
 
 def _device(name: str) -> torch.device:

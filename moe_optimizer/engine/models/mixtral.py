@@ -24,5 +24,6 @@ class MixtralForCausalLM(CausalLM):
             self.config.intermediate_size,
             num_experts=self.config.num_local_experts,
             top_k=self.config.num_experts_per_tok,
+            ranks=self.ranks,
             renormalize=True,
         )

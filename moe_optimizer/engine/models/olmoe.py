@@ -23,5 +23,6 @@ class OlmoeForCausalLM(CausalLM):
             self.config.intermediate_size,
             num_experts=self.config.num_experts,
             top_k=self.config.num_experts_per_tok,
+            ranks=self.ranks,
             renormalize=self.config.norm_topk_prob,
         )

@@ -22,5 +22,6 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
             config.moe_intermediate_size,
             num_experts=config.num_experts,
             top_k=config.num_experts_per_tok,
+            ranks=self.ranks,
             renormalize=config.norm_topk_prob,
         )
