@@ -15,7 +15,7 @@ from moe_optimizer.log import get_logger
 
 _log = get_logger(__name__)
 Compute = Callable[[Tensor, Tensor, AttentionContext], Tensor]
-"""Token ids, positions and context to the logits of every token."""
+"""Token ids, positions and context to the last hidden state of every token."""
 _LARGEST = 512
 
 
@@ -30,7 +30,7 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     numbers_4S: Tensor
     """Token ids, positions, slots and context lengths."""
-    logits_SV: Tensor
+    hidden_SH: Tensor
 
 
 class DecodeGraphs:
@@ -67,8 +67,8 @@ class DecodeGraphs:
         """The captured sizes, ascending."""
         return sorted(self._graphs)
 
-    def logits(self, batch: PackedBatch) -> Tensor | None:
-        """Return the logits of a batch of decodes; None if there is no graph for it. The next call overwrites them."""
+    def hidden(self, batch: PackedBatch) -> Tensor | None:
+        """Return the last hidden states of a batch of decodes, which the next call overwrites; None without a graph."""
         count = batch.num_decodes
         size = next((size for size in self.sizes if size >= count), None)
         if batch.prefills or size is None:
@@ -80,7 +80,7 @@ class DecodeGraphs:
         captured.numbers_4S.copy_(torch.from_numpy(numbers_4S))
         self._tables_SN[:count, : batch.block_tables.shape[1]].copy_(torch.from_numpy(batch.block_tables))
         captured.graph.replay()
-        return captured.logits_SV[:count]
+        return captured.hidden_SH[:count]
 
     def _capture(self, size: int, pool: tuple[int, int]) -> _Graph:
         numbers_4S = torch.zeros((4, size), dtype=torch.int64, device=self._tables_SN.device)
@@ -103,5 +103,5 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits_SV = self._compute(token_ids, positions, context)
-        return _Graph(graph, numbers_4S, logits_SV)
+            hidden_SH = self._compute(token_ids, positions, context)
+        return _Graph(graph, numbers_4S, hidden_SH)

@@ -57,13 +57,13 @@ class ModelRunner:
     def compute(self, batch: PackedBatch) -> Tensor:
         """Compute a step; return the logits [S, V] of the sampled tokens, in float32."""
         self.kv_cache.move(batch)
-        if self.graphs is not None and (logits_SV := self.graphs.logits(batch)) is not None:
-            return logits_SV
         if not len(batch.token_ids):
             return torch.empty(0)
-        token_ids, positions, context, sampled = self.prepare(batch)
-        hidden_TH = self.model(token_ids, positions, context)
-        return self.model.logits(hidden_TH.index_select(0, sampled)).float()
+        hidden_SH = None if self.graphs is None else self.graphs.hidden(batch)
+        if hidden_SH is None:
+            token_ids, positions, context, sampled = self.prepare(batch)
+            hidden_SH = self.model(token_ids, positions, context).index_select(0, sampled)
+        return self.model.logits(hidden_SH).float()
 
     def prepare(self, batch: PackedBatch) -> tuple[Tensor, Tensor, AttentionContext, Tensor]:
         """Return token ids, positions, where attention finds them, and which are sampled."""
@@ -86,11 +86,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture(self) -> DecodeGraphs:
-        def compute(token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-            return self.model.logits(self.model(token_ids, positions, context)).float()
-
         return DecodeGraphs(
-            compute,
+            self.model,
             capture_sizes(self.config.args.max_num_seqs),
             max_blocks=-(-self.cache_size.max_model_len // self.block_size),
             block_size=self.block_size,
