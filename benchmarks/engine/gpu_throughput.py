@@ -11,7 +11,6 @@ JSON; --write stores it.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.engine.own_process import in_own_process  # noqa: E402
 from benchmarks.engine.workload import Request, model_folder, peak_bytes, random_requests  # noqa: E402
 from benchmarks.record import head, packages, parser_of, write_record  # noqa: E402
 
@@ -42,7 +42,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for workload in ("nano", "decode") if args.only is None else (args.only,):
         results[workload] = {
-            side: _in_own_process(_measure, side, workload, quick=args.quick) for side in args.sides.split(",")
+            side: in_own_process(_measure, side, workload, quick=args.quick) for side in args.sides.split(",")
         }
     installed = [name for name in ("torch", "triton", "vllm", "transformers") if _version(name)]
     record = {
@@ -113,25 +113,6 @@ def _decode(run: Any, *, quick: bool) -> dict[str, Any]:
             samples.append((long - short) / DECODE_TOKENS * 1e3)
         found[f"ms_per_token_at_{batch}"] = {"median": statistics.median(samples), "samples": samples}
     return found
-
-
-def _in_own_process(function: Any, *arguments: Any, **named: Any) -> Any:
-    """Return what `function` returns in a fresh process, which gives the GPU's memory back."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, function, arguments, named))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        return {"error": "the process ended without a result; its messages are above"}
-    finally:
-        process.join()
-
-
-def _send(sender: Any, function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    sender.send(function(*arguments, **named))
 
 
 if __name__ == "__main__":
