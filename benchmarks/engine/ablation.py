@@ -12,6 +12,7 @@ not depend on how many.
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import tempfile

@@ -304,3 +304,28 @@ class BuildOptions(CommonOptions):
     """Options of `moe-optimizer build`."""
 
     check: bool = _flag("--check", "Only report what is built.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(ModelOptions):
+    """Options of `moe-optimizer debug compare`."""
+
+    layer: int | None = _option("--layer", "N", "Only this layer.  [default: all]", whole_number(0, 100_000))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OracleOptions(ModelOptions):
+    """Options of `moe-optimizer debug oracle`."""
+
+    url: str = _option("--url", "URL", "Base URL of the server.", default="http://127.0.0.1:8000")
+    tolerance: float = _option(
+        "--tolerance", "NATS", "Largest difference of a log-probability.  [default: 0.1]", float, default=0.1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationsOptions(ModelOptions):
+    """Options of `moe-optimizer debug generations`."""
+
+    save: str | None = _option("--save", "FILE", "Keep the outputs here.")
+    against: str | None = _option("--against", "FILE", "Compare with the outputs kept here.")
