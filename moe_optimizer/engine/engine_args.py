@@ -61,6 +61,10 @@ class EngineArgs(Arguments):
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     attention_backend: BackendName = "auto"
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Processes that share the model, a GPU each; on a CPU they share its cores."""
+    enable_expert_parallel: bool = False
+    """Whole experts on each of them instead of a slice of every expert."""
     enforce_eager: bool = False
     """No CUDA graphs."""
     compile_layers: bool | None = None
@@ -94,8 +98,8 @@ class EngineConfig:
     compile: bool
 
     @classmethod
-    def resolve(cls, args: EngineArgs) -> EngineConfig:
-        """Read the model's configuration and make every choice.
+    def resolve(cls, args: EngineArgs, *, rank: int = 0) -> EngineConfig:
+        """Read the model's configuration and make every choice, for one of the processes that share the model.
 
         Raises:
             InputError: the model cannot be read, or arguments contradict each other or the model.
@@ -109,7 +113,7 @@ class EngineConfig:
                 hint="`hf download NAME --local-dir FOLDER` fetches a model",
             )
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        device = _device(args.device)
+        device = _device(args.device, rank, args.tensor_parallel_size)
         max_model_len = args.max_model_len or hf_config.max_position_embeddings
         if max_model_len > hf_config.max_position_embeddings:
             raise InputError(
@@ -142,18 +146,23 @@ def _compiles(device: torch.device) -> bool:
     return False
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, rank: int, size: int) -> torch.device:
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda", 0)
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise InputError(f"device: got {name!r}, expected auto, cpu, cuda, cuda:N or mps") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device: got {name!r}, and torch finds no CUDA device", hint="device='cpu' runs everywhere")
-    return device
+    if device.type == "mps" and size > 1:
+        raise InputError(f"tensor_parallel_size: got {size} on mps, expected 1")
+    if device.type != "cuda":
+        return device
+    first = device.index or 0
+    if first + size > torch.cuda.device_count():
+        raise InputError(f"tensor_parallel_size: got {size}, and there are {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", first + rank)
 
 
 def _dtype(name: str, hf_config: PreTrainedConfig, device: torch.device) -> torch.dtype:

@@ -337,6 +337,31 @@ def test_the_cache_leaves_the_memory_that_was_not_given(make_engine: Any) -> Non
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_two_gpus_give_the_tokens_of_one(whole_experts: bool, tmp_path: Path) -> None:
+    values = {**MODELS["experts"], "vocab_size": 512, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(values.pop("model_type"), **values, initializer_range=0.1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    found = []
+    for size in (1, 2):
+        args = EngineArgs(
+            model=str(tmp_path), dtype="float32", skip_tokenizer_init=True, max_num_seqs=8, num_gpu_blocks_override=64,
+            tensor_parallel_size=size, enable_expert_parallel=whole_experts and size > 1,
+            compile_layers=False,
+        )  # fmt: skip
+        engine = LLMEngine(args)
+        try:
+            found.append(generate(engine, prompts(4)))
+        finally:
+            engine.shutdown()
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prompt_has_the_logits_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:

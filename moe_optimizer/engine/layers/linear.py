@@ -21,14 +21,14 @@ Shard = str | tuple[str, int] | None
 class Layer(nn.Module):
     """A layer whose parameters are stored as one tensor each; others override `load_weight`."""
 
-    def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> None:
-        """Copy a tensor of the checkpoint into `shard` of the parameter `name`."""
+    def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> int:
+        """Copy a tensor of the checkpoint into `shard` of the parameter `name`; return how many elements it filled."""
         assert shard is None, f"{type(self).__name__}.{name} has no shard {shard!r}"
-        copy_checked(self.get_parameter(name), tensor)
+        return copy_checked(self.get_parameter(name), tensor)
 
 
-def copy_checked(target: Tensor, source: Tensor) -> None:
-    """Copy, converting the dtype.
+def copy_checked(target: Tensor, source: Tensor) -> int:
+    """Copy, converting the dtype; return how many elements.
 
     Raises:
         InputError: the shapes differ.
@@ -36,6 +36,7 @@ def copy_checked(target: Tensor, source: Tensor) -> None:
     if target.shape != source.shape:
         raise InputError(f"got shape {list(source.shape)}, expected {list(target.shape)} by config.json")
     target.data.copy_(source)
+    return target.numel()
 
 
 class Linear(Layer):
@@ -70,11 +71,11 @@ class Linear(Layer):
         y = self.ranks.sum(F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
-    def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> None:
+    def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> int:
         """Copy this rank's slice."""
         if name == "weight" and tensor.dim() == 2:
             tensor = self.ranks.slice_of(tensor, 1, self.weight.shape[1])
-        super().load_weight(name, tensor, shard)
+        return super().load_weight(name, tensor, shard)
 
 
 class MergedLinear(Layer):
@@ -97,11 +98,11 @@ class MergedLinear(Layer):
         """Return each projection of the last dimension."""
         return F.linear(x, self.weight, self.bias).split(list(self.sizes.values()), dim=-1)
 
-    def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> None:
+    def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> int:
         """Copy this rank's slice of one projection into its rows."""
         rows = self.get_parameter(name).split(list(self.sizes.values()))
         target = rows[list(self.sizes).index(str(shard))]
-        copy_checked(target, self.ranks.slice_of(tensor, 0, len(target)))
+        return copy_checked(target, self.ranks.slice_of(tensor, 0, len(target)))
 
 
 class Embedding(Layer):
@@ -125,6 +126,6 @@ class Embedding(Layer):
         """Return the logit of every token."""
         return self.ranks.gather(F.linear(x_TH, self.weight))
 
-    def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> None:
+    def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> int:
         """Copy this rank's slice."""
-        super().load_weight(name, self.ranks.slice_of(tensor, 0, len(self.weight)), shard)
+        return super().load_weight(name, self.ranks.slice_of(tensor, 0, len(self.weight)), shard)

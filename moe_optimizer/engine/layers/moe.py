@@ -73,7 +73,7 @@ class Experts(Layer):
             local = torch.arange(num_experts, dtype=torch.int32) - self.first
             self.expert_map = local.where((local >= 0) & (local < held), -1)
 
-    def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> None:
+    def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> int:
         """Copy one matrix of one expert, if this rank has it."""
         assert isinstance(shard, tuple), f"got shard {shard!r}, expected (gate, up or down, expert)"
         matrix, expert = shard
@@ -82,10 +82,10 @@ class Experts(Layer):
             raise InputError(f"got expert {expert}, expected {self.num_experts} experts by config.json")
         local = expert - self.first
         if not 0 <= local < len(self.w13):
-            return
+            return 0
         rows = {"gate": slice(0, half), "up": slice(half, 2 * half), "down": slice(None)}[matrix]
         mine = self.slices.slice_of(tensor, 1 if matrix == "down" else 0, half)
-        copy_checked(self.get_parameter(name)[local, rows], mine)
+        return copy_checked(self.get_parameter(name)[local, rows], mine)
 
     def to_fp8(self) -> None:
         """Hold the weights in FP8 (E4M3) with one float32 scale for each 128x128 block."""
