@@ -35,8 +35,9 @@ def generations(folder: Path, *, save: Path | None, against: Path | None, max_to
         raise InputError("--save, --against: expected one of them")
     llm = LLM(str(folder), dtype="float32", device="cpu", max_num_seqs=8)
     found: dict[str, Any] = {}
-    for kind, values in (("greedy", {"temperature": 0.0}), ("seeded", {"temperature": 0.8, "seed": _SEED})):
-        params = SamplingParams(**values, max_tokens=max_tokens)
+    greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
+    seeded = SamplingParams(temperature=0.8, seed=_SEED, max_tokens=max_tokens)
+    for kind, params in (("greedy", greedy), ("seeded", seeded)):
         outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
         found |= {
             f"{kind}: {prompt!r}": output.outputs[0].token_ids for prompt, output in zip(PROMPTS, outputs, strict=True)

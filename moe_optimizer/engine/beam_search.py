@@ -79,15 +79,16 @@ def beam_search(
             return beam.cum_logprob / max(1, len(beam.tokens) - search.num_prompt) ** params.length_penalty
 
         best = sorted(search.complete + search.beams, key=score, reverse=True)[: params.beam_width]
-        for beam in best if engine.tokenizer is not None else ():
+        for beam in best if engine.tokenizer else ():
             beam.text = engine.tokenizer.decode(beam.tokens[search.num_prompt :], skip_special_tokens=True)
         results.append(BeamSearchOutput(best))
     return results
 
 
 def _logprobs(output: RequestOutput) -> dict[int, Logprob]:
-    (logprobs,) = output.outputs[0].logprobs or ()
-    return logprobs
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None, "log-probabilities were asked for"
+    return logprobs[0]
 
 
 def _advance(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.hidden_SH[:count]
 
-    def _capture(self, size: int, pool: tuple[int, int]) -> _Graph:
+    def _capture(self, size: int, pool: Any) -> _Graph:
         numbers_4S = torch.zeros((4, size), dtype=torch.int64, device=self._tables_SN.device)
         numbers_4S[2] = -1
         token_ids, positions, slots, lengths = numbers_4S

@@ -13,7 +13,7 @@ import sys
 import traceback
 from datetime import timedelta
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -102,8 +102,9 @@ class ParallelExecutor:
             while not taken.acquire(timeout=1.0):
                 if not process.is_alive():
                     raise ServerFailedError(f"{process.name} ended with exit code {process.exitcode}; its log is above")
-        self._mailbox.buf[:_SIZE_BYTES] = len(data).to_bytes(_SIZE_BYTES, "little")
-        self._mailbox.buf[_SIZE_BYTES : _SIZE_BYTES + len(data)] = data
+        buffer = cast(memoryview, self._mailbox.buf)
+        buffer[:_SIZE_BYTES] = len(data).to_bytes(_SIZE_BYTES, "little")
+        buffer[_SIZE_BYTES : _SIZE_BYTES + len(data)] = data
         for full in self._full:
             full.release()
 
@@ -116,8 +117,9 @@ def _serve_rank(args: Any, rank: int, address: str, mailbox_name: str, semaphore
         runner = ModelRunner(config, ranks=_join(config, rank, address))
         while True:
             full.acquire()
-            size = int.from_bytes(mailbox.buf[:_SIZE_BYTES], "little")
-            batch = pickle.loads(bytes(mailbox.buf[_SIZE_BYTES : _SIZE_BYTES + size]))
+            buffer = cast(memoryview, mailbox.buf)
+            size = int.from_bytes(buffer[:_SIZE_BYTES], "little")
+            batch = pickle.loads(buffer[_SIZE_BYTES : _SIZE_BYTES + size])
             taken.release()
             runner.compute(batch)
     except Exception:  # noqa: BLE001  (whatever it is, rank 0 waits for this process and sees it end)

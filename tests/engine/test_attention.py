@@ -157,7 +157,7 @@ def _context(starts: Tensor, lengths: Tensor, tables: Tensor, block_size: int) -
 @pytest.mark.parametrize("step", STEPS)
 def test_flash_attention_is_given_what_its_functions_ask_for(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", PretendedFlash("flash_attn"))
-    from moe_optimizer.engine.attention.flash import FlashAttention
+    from moe_optimizer.engine.attention.flash_attention import FlashAttention
 
     context = make_step(STEPS[step], 4)
     q, k, v, cache = inputs(context, HEADS[0])

@@ -50,8 +50,8 @@ def prefill_logits(folder: Path, token_ids: list[int], **arguments: Any) -> Tens
     engine.add_request("0", token_ids)
     step = engine.scheduler.schedule()
     with torch.inference_mode():
-        token_ids, positions, context, _ = runner.prepare(PackedBatch.of(step, runner.block_size))
-        return runner.model.logits(runner.model(token_ids, positions, context)).float()
+        token_ids_T, positions, context, _ = runner.prepare(PackedBatch.of(step, runner.block_size))
+        return runner.model.logits(runner.model(token_ids_T, positions, context)).float()
 
 
 def decode_logits(folder: Path, token_ids: list[int], num_prompt: int, **arguments: Any) -> dict[int, Tensor]:

@@ -259,7 +259,7 @@ def test_a_padded_graph_gives_the_tokens_of_eager(make_engine: Any) -> None:
 def test_attention_on_a_gpu_is_triton_where_there_is_no_flash_attention(make_engine: Any) -> None:
     if importlib.util.find_spec("flash_attn") is not None:
         pytest.skip("flash-attn is installed")
-    from moe_optimizer.engine.attention.triton import TritonAttention
+    from moe_optimizer.engine.attention.triton_attention import TritonAttention
 
     layer = next(model_of(make_engine("dense")).attention_layers())
     assert isinstance(layer.backend, TritonAttention)
@@ -364,7 +364,7 @@ def test_two_gpus_give_the_tokens_of_one(whole_experts: bool, tmp_path: Path) ->
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_prompt_has_the_logits_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:
+def test_a_prompt_has_the_logits_of_transformers(name: str, dtype: Any, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = {**MODELS[name], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
@@ -376,8 +376,10 @@ def test_a_prompt_has_the_logits_of_transformers(name: str, dtype: str, tmp_path
     for prompt in prompts(3):
         ids = torch.tensor([prompt], device="cuda")
         with torch.inference_mode():
-            exact = AutoModelForCausalLM.from_pretrained(tmp_path).cuda().eval()(ids).logits[0]
-            theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=DTYPES[dtype]).cuda().eval()(ids).logits[0]
+            loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+            exact = loaded.cuda().eval()(ids).logits[0]
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=DTYPES[dtype])
+            theirs = loaded.cuda().eval()(ids).logits[0]
         args = EngineArgs(model=str(tmp_path), dtype=dtype, skip_tokenizer_init=True, num_gpu_blocks_override=64,
                           max_num_seqs=4, compile_layers=False, enforce_eager=True)  # fmt: skip
         ours = prompt_logits(LLMEngine(args), prompt)

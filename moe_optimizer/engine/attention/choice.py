@@ -30,13 +30,13 @@ def make_backend(name: BackendName, device: torch.device, block_size: int) -> At
     if name == "flash" or (name == "auto" and not why_no_flash):
         if why_no_flash:
             raise UnsupportedError(f"attention_backend: got 'flash', and {why_no_flash}")
-        from moe_optimizer.engine.attention.flash import FlashAttention
+        from moe_optimizer.engine.attention.flash_attention import FlashAttention
 
         return FlashAttention()
     if importlib.util.find_spec("triton") is not None:
         if name == "auto":
             logger.info("attention runs through Triton kernels: %s", why_no_flash)
-        from moe_optimizer.engine.attention.triton import TritonAttention
+        from moe_optimizer.engine.attention.triton_attention import TritonAttention
 
         return TritonAttention()
     if name == "triton":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ class MoE(nn.Module):
     """
 
     fused = True
-    """False computes the experts in plain torch, one after the other: what a naive engine does."""
+    """False computes the experts in plain torch."""
 
     def __init__(
         self,
@@ -39,15 +41,31 @@ class MoE(nn.Module):
     def forward(self, x_TH: Tensor) -> Tensor:
         """Transform every token."""
         experts, logits_TE = self.experts, self.gate(x_TH)
-        tensors = {"expert_map": experts.expert_map, "w13_scale": experts.w13_scale, "w2_scale": experts.w2_scale}
-        if self.fused:
-            router = {"top_k": self.top_k, "renormalize": self.renormalize}
-            return self.ranks.sum(ops.flash_dmoe(x_TH, logits_TE, experts.w13, experts.w2, **router, **tensors))
-        from moe_optimizer.ops import reference
-        from moe_optimizer.ops.topk_router import topk_router
+        compute = ops.flash_dmoe if self.fused else _plain
+        return self.ranks.sum(
+            compute(
+                x_TH,
+                logits_TE,
+                experts.w13,
+                experts.w2,
+                top_k=self.top_k,
+                renormalize=self.renormalize,
+                expert_map=experts.expert_map,
+                w13_scale=experts.w13_scale,
+                w2_scale=experts.w2_scale,
+            )
+        )
 
-        weights_TX, ids_TX = topk_router(logits_TE, top_k=self.top_k, renormalize=self.renormalize)
-        return self.ranks.sum(reference.fused_experts(x_TH, experts.w13, experts.w2, weights_TX, ids_TX, **tensors))
+
+def _plain(
+    x_TH: Tensor, logits_TE: Tensor, w13: Tensor, w2: Tensor, *, top_k: int, renormalize: bool, **tensors: Any
+) -> Tensor:
+    """Compute the experts one after the other in plain torch, as a naive engine does."""
+    from moe_optimizer.ops import reference
+    from moe_optimizer.ops.topk_router import topk_router
+
+    routed = topk_router(logits_TE, top_k=top_k, renormalize=renormalize)
+    return reference.fused_experts(x_TH, w13, w2, *routed, **tensors)
 
 
 class Experts(Layer):

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TINY_MOE = ROOT / "examples" / "tiny-moe"
 
 
-def asked(engine: str, *, vllm: str | None = None, hardware: Any = None, **values: Any) -> Any:
+def asked(engine: str, *, vllm: Any = None, hardware: Any = None, **values: Any) -> Any:
     made = request(tiny_moe(), hardware or cpu_machine(), engine=engine, **values)
     installed = vllm and VllmInstallation(distribution="vllm", version="0.32.0", device=vllm, location="/nowhere")
     software = type(made.software)(**{**_fields(made.software), "vllm": installed or None})

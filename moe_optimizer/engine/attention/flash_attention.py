@@ -7,7 +7,7 @@ from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
 from moe_optimizer.engine.attention.context import AttentionContext
-from moe_optimizer.engine.attention.triton import store
+from moe_optimizer.engine.attention.triton_attention import store
 
 
 class FlashAttention:

@@ -3,10 +3,12 @@
 Legend: T tokens, H query heads, K key/value heads, R query heads for each, d head size, B blocks, S block size.
 """
 
+# pyright: reportIndexIssue=false
+# (A kernel is launched as kernel[grid](arguments), and its stub is unknown without Triton.)
 # Names in kernels: M rows of a tile (R heads of each of its tokens), N keys read at a time, D = d rounded up.
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -45,7 +47,8 @@ class TritonAttention:
         return out_THd
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Part:
     """Sequences [first, first + count) of a step, and how they are tiled."""
 
     first: int
