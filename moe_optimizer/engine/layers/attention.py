@@ -74,7 +74,7 @@ class Attention(nn.Module):
     def turned(self, q_THd: Tensor, k_TKd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys, normalized head by head if the model does that, and rotated."""
         if self.qk_norm == "head":
-            q_THd, k_TKd = self.q_norm(q_THd), self.k_norm(k_TKd)
+            q_THd, k_TKd = self.q_norm.normalized(q_THd), self.k_norm.normalized(k_TKd)
         return rotate(q_THd, cos_T1d, sin_T1d), rotate(k_TKd, cos_T1d, sin_T1d)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> torch.Size:

@@ -20,6 +20,10 @@ class RMSNorm(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
+        return self.normalized(x)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Do the same, for methods that are compiled as a whole."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
@@ -27,4 +31,4 @@ class RMSNorm(Layer):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum, normalized, and the sum."""
         residual = x + residual
-        return self.forward(residual), residual
+        return self.normalized(residual), residual

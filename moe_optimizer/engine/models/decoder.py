@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moe_optimizer.engine.attention.context import AttentionContext
 from moe_optimizer.engine.layers.attention import Attention, QKNorm
 from moe_optimizer.engine.layers.linear import Embedding, Shard
+from moe_optimizer.engine.layers.moe import MoE
 from moe_optimizer.engine.layers.norm import RMSNorm
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.layers.rope import RotaryEmbedding
@@ -103,6 +104,17 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def mlp(self, layer: int) -> nn.Module:
         """Return the feed-forward part of a layer: `MLP` or `MoE`."""
+
+    def moe(self, intermediate_size: int, num_experts: int, *, renormalize: bool) -> MoE:
+        """Return the experts of a layer."""
+        return MoE(
+            self.config.hidden_size,
+            intermediate_size,
+            num_experts=num_experts,
+            top_k=self.config.num_experts_per_tok,
+            renormalize=renormalize,
+            ranks=self.ranks,
+        )
 
     def attention(self) -> Attention:
         """Return the attention of a layer."""
