@@ -1,32 +1,35 @@
 """Tokens per second of the embedded engine beside transformers, on one workload with random lengths and a fixed seed.
 
-    python benchmarks/engine/throughput.py examples/tiny-moe --num-requests 64 --dtype float32
+    python benchmarks/engine/throughput.py examples/tiny-moe --num-requests 64 --dtype float32 [--write]
 
-The engines take turns, so that what else the machine does meets all of them. Prints one line of JSON.
+The engines take turns, so that what else the machine does meets all of them. Prints JSON; --write stores it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import random
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from moe_optimizer.engine import LLM, SamplingParams
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-Request = tuple[list[int], int]
-"""Prompt tokens, number of output tokens."""
+from benchmarks.engine.workload import Request, random_requests  # noqa: E402
+from benchmarks.record import cpu_name, cpu_slug, head, host, packages, parser_of, write_record  # noqa: E402
+from moe_optimizer.engine import LLM, SamplingParams  # noqa: E402
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, write=True, commit=True)
     parser.add_argument("model")
     parser.add_argument("--num-requests", type=int, default=64)
     parser.add_argument("--input-len", type=int, nargs=2, default=(16, 128), metavar=("LEAST", "MOST"))
@@ -36,8 +39,10 @@ def main() -> None:
     parser.add_argument("--only-engine", action="store_true")
     args = parser.parse_args()
 
+    load_before = os.getloadavg()[0]
     llm = LLM(args.model, dtype=args.dtype, enable_prefix_caching=False)
-    requests = _workload(args, llm.llm_engine.config.hf_config.vocab_size)
+    vocab_size = llm.llm_engine.config.hf_config.vocab_size
+    requests = random_requests(args.num_requests, args.input_len, args.output_len, vocab_size)
     runs: dict[str, Callable[[list[Request]], None]] = {"engine": lambda some: _engine(llm, some)}
     if not args.only_engine:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
@@ -55,15 +60,18 @@ def main() -> None:
     ratios = {
         f"engine / {name}": round(medians["engine"] / each, 2) for name, each in medians.items() if name != "engine"
     }
-    print(json.dumps({"workload": vars(args), "output_tokens_per_s": medians, "ratios": ratios, "samples": samples}))
-
-
-def _workload(args: argparse.Namespace, vocab_size: int) -> list[Request]:
-    rng = random.Random(0)
-    return [
-        ([rng.randrange(vocab_size) for _ in range(rng.randint(*args.input_len))], rng.randint(*args.output_len))
-        for _ in range(args.num_requests)
-    ]
+    record = {
+        **head("output tokens per second of the embedded engine and of transformers on the same requests", args.commit),
+        **host(load_before),
+        "packages": packages("torch", "transformers"),
+        "workload": {name: value for name, value in vars(args).items() if name not in ("write", "commit")},
+        "output_tokens_per_s": medians,
+        "ratios": ratios,
+        "samples": samples,
+    }
+    print(json.dumps(record))
+    if args.write:
+        write_record(record, cpu_slug(cpu_name()), f"engine_throughput_{Path(args.model).name}")
 
 
 def _engine(llm: LLM, requests: list[Request]) -> None:

@@ -26,7 +26,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 def outputs(**arguments: Any) -> list[list[int]]:
     llm = LLM(str(TINY_MOE), dtype="float32", device="cpu", max_model_len=128, num_gpu_blocks_override=64, **arguments)
-    params = SamplingParams(temperature=0, max_tokens=16)
+    greedy, drawn = SamplingParams(temperature=0, max_tokens=16), SamplingParams(temperature=0.8, seed=3, max_tokens=16)
+    params = [greedy, greedy, drawn]
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
@@ -50,7 +51,7 @@ def test_compiling_makes_one_graph_for_all_layers() -> None:
     torch._dynamo.reset()
     counters.clear()
     outputs(compile_layers=True)
-    # Norm with sum, and norm with rotation; a graph for each layer would reach the limit of recompilations.
+    # Norm with sum, norm with rotation, the sampler; a graph for each layer would reach the limit of recompilations.
     assert counters["stats"]["unique_graphs"] <= 4
     assert not counters["graph_break"]
 
