@@ -96,12 +96,15 @@ class DecodeGraphs:
             prefills=(),
             block_size=self._block_size,
         )
-        # Once outside: kernels are compiled and libraries make their workspaces at the first call.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        # Twice outside: at the first call kernels are compiled and libraries make workspaces; the second raises at
+        # what waits for the host, such as experts in plain torch, where a capture that fails leaves a broken stream.
+        self._compute(token_ids, positions, context)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
             self._compute(token_ids, positions, context)
-        torch.cuda.current_stream().wait_stream(stream)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             hidden_SH = self._compute(token_ids, positions, context)

@@ -18,6 +18,8 @@ from torch import Tensor
 from moe_optimizer.engine.attention.context import AttentionContext
 
 _TILE_KEYS = 64
+_TILE_KEY_BYTES = 256
+"""Most bytes of a key with tiles of that many: three stages of keys and values fit a core's shared memory."""
 _PREFILL_ROWS = 64
 _DECODE_ROWS = _LEAST_WIDTH = 16
 """The fewest rows and columns that a tensor core multiplies."""
@@ -85,6 +87,7 @@ def _launch(q_THd: Tensor, cache_2BSKd: Tensor, out_THd: Tensor, context: Attent
     rows = max(part.least_rows, triton.next_power_of_2(shared))
     tokens = rows // shared
     width = max(_LEAST_WIDTH, triton.next_power_of_2(size))
+    keys = _TILE_KEYS if width * q_THd.element_size() <= _TILE_KEY_BYTES else _TILE_KEYS // 2
     parts = lse = out_THd
     if part.splits > 1:
         parts = torch.empty((part.splits, part.count, heads, size), dtype=torch.float32, device=q_THd.device)
@@ -93,7 +96,7 @@ def _launch(q_THd: Tensor, cache_2BSKd: Tensor, out_THd: Tensor, context: Attent
         q_THd, cache_2BSKd[0], cache_2BSKd[1], out_THd, parts, lse,
         context.block_tables_SN, context.context_lengths_S, context.query_starts_S1,
         q_THd.stride(0), context.block_tables_SN.stride(0), part.first, part.count, size**-0.5,
-        H=heads, K=kv_heads, d=size, S=block_size, TOKENS=tokens, M=rows, N=_TILE_KEYS, D=width, SPLITS=part.splits,
+        H=heads, K=kv_heads, d=size, S=block_size, TOKENS=tokens, M=rows, N=keys, D=width, SPLITS=part.splits,
         PRECISION="ieee" if q_THd.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     if part.splits > 1:
