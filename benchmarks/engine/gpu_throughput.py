@@ -41,9 +41,13 @@ def main() -> None:
 
     results: dict[str, Any] = {}
     for workload in ("nano", "decode") if args.only is None else (args.only,):
-        results[workload] = {
-            side: in_own_process(_measure, side, workload, quick=args.quick) for side in args.sides.split(",")
-        }
+        results[workload] = {}
+        for side in args.sides.split(","):
+            try:
+                results[workload][side] = in_own_process(_measure, side, workload, quick=args.quick)
+            except RuntimeError as error:
+                # What the other sides found is kept.
+                results[workload][side] = {"error": str(error)}
     installed = [name for name in ("torch", "triton", "vllm", "transformers") if _version(name)]
     record = {
         **head("the embedded engine and vLLM on one GPU, the same random weights' shapes and requests", args.commit),
