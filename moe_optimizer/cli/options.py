@@ -33,7 +33,7 @@ SWITCHES: Mapping[str, str] = {
 
 DECLARATION = "declaration"
 """Key of a field's metadata: the typer option or argument that fills the field."""
-ENGINES = ("vllm", "embedded")
+ENGINES = ("vllm", "embedded", "auto")
 RENDERINGS = ("ray", "lws")
 GRANULARITIES = ("block", "channel")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
@@ -161,7 +161,12 @@ class PlanOptions(ModelOptions):
     port: int | None = _option(
         "--port", "PORT", f"Port to serve on.  [default: {DEFAULT_PORT}]", whole_number(1, 65_535)
     )
-    engine: str | None = _choice("--engine", "|".join(ENGINES), "Serving engine.  [default: vllm]", ENGINES)
+    engine: str | None = _choice(
+        "--engine",
+        "|".join(ENGINES),
+        "Serving engine; auto: vLLM where it runs, else the embedded one.  [default: vllm]",
+        ENGINES,
+    )
     hardware: str | None = _option(
         "--hardware",
         "NAME",
@@ -367,3 +372,28 @@ class BuildOptions(CommonOptions):
     """Options of `moe-optimizer build`."""
 
     check: bool = _flag("--check", "Only report what is built.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(ModelOptions):
+    """Options of `moe-optimizer debug compare`."""
+
+    layer: int | None = _option("--layer", "N", "Only this layer.  [default: all]", whole_number(0, 100_000))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OracleOptions(ModelOptions):
+    """Options of `moe-optimizer debug oracle`."""
+
+    url: str = _option("--url", "URL", "Base URL of the server.", default="http://127.0.0.1:8000")
+    tolerance: float = _option(
+        "--tolerance", "NATS", "Largest difference of a log-probability.  [default: 0.1]", float, default=0.1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationsOptions(ModelOptions):
+    """Options of `moe-optimizer debug generations`."""
+
+    save: str | None = _option("--save", "FILE", "Keep the outputs here.")
+    against: str | None = _option("--against", "FILE", "Compare with the outputs kept here.")
