@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_a_touched_proof_is_written_by_itself(tmp_path: Path) -> None:
     writer.proof.passes["flash_dmoe"].ran = True
     writer.touch()
     eventually(lambda: read_proofs(tmp_path)[0].passes["flash_dmoe"].ran, "the writer thread did not write")
+
+
+def test_a_run_folder_that_was_removed_meanwhile_is_private_again(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    writer = ProofWriter(run_dir, proof())
+    for _ in range(2):
+        writer.write()
+        assert run_dir.stat().st_mode & 0o777 == 0o700
+        shutil.rmtree(run_dir)
 
 
 def test_a_folder_that_refuses_does_not_raise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
