@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -84,4 +85,11 @@ def test_an_unknown_field_is_an_error(tmp_path: Path) -> None:
     data = json.loads(writer.path.read_text())
     writer.path.write_text(json.dumps({**data, "surprise": 1}))
     with pytest.raises(InputError, match="surprise"):
+        read_proofs(tmp_path)
+
+
+def test_a_pipe_among_the_proofs_does_not_block(tmp_path: Path) -> None:
+    (tmp_path / PROOF_DIR).mkdir()
+    os.mkfifo(tmp_path / PROOF_DIR / "worker-0-1.json")
+    with pytest.raises(InputError, match="is not a regular file"):
         read_proofs(tmp_path)
