@@ -113,7 +113,7 @@ def _fetch_metadata(hub_id: str, environ: Mapping[str, str]) -> Path:
     if is_offline(environ):
         raise InputError(
             f"model {hub_id}: no such folder, and not in the hub cache {where} (offline)",
-            hint="download it first, or unset HF_HUB_OFFLINE",
+            hint=f"where there is a network, without HF_HUB_OFFLINE: hf download {hub_id}",
         )
     # Slow to import (it brings an HTTP client), and only needed here.
     from huggingface_hub import snapshot_download
@@ -124,11 +124,11 @@ def _fetch_metadata(hub_id: str, environ: Mapping[str, str]) -> Path:
     except LocalEntryNotFoundError:
         raise InputError(
             f"model {hub_id}: no such folder, not in the hub cache {where}, and the hub cannot be reached",
-            hint="give a folder, or download the model where there is a network",
+            hint=f"give a folder, or where there is a network: hf download {hub_id}",
         ) from None
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise InputError(
             f"model {hub_id}: no such folder, and not found on the hub: {type(error).__name__}",
-            hint="check the spelling; a private or gated model needs HF_TOKEN",
+            hint=f"check the spelling; a private or gated model needs HF_TOKEN and: hf download {hub_id}",
         ) from None
     return _checked_folder(Path(folder), hub_id)

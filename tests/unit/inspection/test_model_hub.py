@@ -62,6 +62,7 @@ def test_an_id_that_is_not_cached_is_refused_offline(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not in the hub cache") as error:
         resolve_model("owner/name", {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"})
     assert "HF_HUB_OFFLINE" in str(error.value.hint)
+    assert "hf download " in str(error.value.hint)
 
 
 def test_a_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
