@@ -119,9 +119,7 @@ class PluginSession:
             self._on_plan(self)
         if self.proof.rank == 0:
             names = ", ".join(decision.pass_name for decision in plan.plugin_decisions) or "nothing"
-            logger.info(
-                "profile %s: applies %s; plan.json and proofs are in %s", plan.profile_name, names, self.run_dir
-            )
+            logger.info("profile %s: %s to apply; plan and proofs are in %s", plan.profile_name, names, self.run_dir)
         return plan
 
     def wanted(self, pass_name: str) -> Decision | None:
