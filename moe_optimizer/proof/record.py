@@ -148,6 +148,8 @@ class Proof:
     """This process's rank among them; -1 in a process that holds none."""
     passes: dict[str, PassProof] = field(default_factory=dict)
     patches: tuple[PatchProof, ...] = ()
+    served_model_name: str = ""
+    """The label `model_name` of vLLM's metrics; "" in a process that holds no part of the model."""
     compilations: CompilationProof | None = None
     """None in a process that compiles nothing, or where nobody looks."""
     schema_version: int = SCHEMA_VERSION
