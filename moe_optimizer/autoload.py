@@ -148,5 +148,7 @@ def _of_all_workers(probed: HardwareSpec, facts: ServerFacts) -> HardwareSpec:
     if probed.cpu is None or probed.cpu.cores >= facts.world_size:
         return probed
     # Which cores the others have is not known here, and nothing is bound to cores in a server that runs already.
-    cpu = dataclasses.replace(probed.cpu, cores=facts.world_size, core_ids=tuple(range(facts.world_size)))
+    # Without its physical cores: with each worker's own, every worker would make another plan.
+    core_ids = tuple(range(facts.world_size))
+    cpu = dataclasses.replace(probed.cpu, cores=facts.world_size, core_ids=core_ids, physical_cores=())
     return dataclasses.replace(probed, cpu=cpu)
