@@ -52,6 +52,9 @@ if [ -n "$arch" ] && [ "$arch" != sm_90a ]; then
     "without --arch the CPU kernels are built, and where nvcc is found the CUDA kernels for Hopper"
 fi
 
+# Nothing that lies in the folder this was started in is imported, such as a json.py there.
+export PYTHONSAFEPATH=1
+
 # What the build needs, each found before anything is touched.
 python="${PYTHON:-}"
 [ -n "$python" ] || { [ -x "$root/.venv/bin/python" ] && python="$root/.venv/bin/python"; } || python="$(command -v python3 || true)"

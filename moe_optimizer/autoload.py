@@ -41,7 +41,9 @@ def register() -> None:
         return
 
     from moe_optimizer.env import read_environment
+    from moe_optimizer.log import configure_inside_vllm
 
+    configure_inside_vllm()
     environment = read_environment()
     if environment.plan is not None:
         _apply_plan_file(environment.plan)
@@ -146,5 +148,7 @@ def _of_all_workers(probed: HardwareSpec, facts: ServerFacts) -> HardwareSpec:
     if probed.cpu is None or probed.cpu.cores >= facts.world_size:
         return probed
     # Which cores the others have is not known here, and nothing is bound to cores in a server that runs already.
-    cpu = dataclasses.replace(probed.cpu, cores=facts.world_size, core_ids=tuple(range(facts.world_size)))
+    # Without its physical cores: with each worker's own, every worker would make another plan.
+    core_ids = tuple(range(facts.world_size))
+    cpu = dataclasses.replace(probed.cpu, cores=facts.world_size, core_ids=core_ids, physical_cores=())
     return dataclasses.replace(probed, cpu=cpu)

@@ -6,13 +6,35 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 # SIGINT last: its handler is restored first, and the handlers of the others belong to a block around this one.
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+def python_command(*words: str) -> list[str]:
+    """Return the command line of this Python that imports nothing from the folder it is started in.
+
+    `python -m` looks there first: a torch.py or yaml.py that lies in the user's folder would be executed.
+    """
+    return [sys.executable, "-P", *words]
+
+
+def python_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return an environment in which no Python, children of children included, imports from the folder it starts in.
+
+    Args:
+        environ: what it is made of; default: this process's.
+    """
+    kept = dict(os.environ if environ is None else environ)
+    # An empty entry is the current folder, and is what PYTHONPATH=$PYTHONPATH:/x leaves where it was not set.
+    folders = [folder for folder in kept.pop("PYTHONPATH", "").split(os.pathsep) if folder]
+    paths = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
+    return {**kept, **paths, "PYTHONSAFEPATH": "1"}
 
 
 @contextlib.contextmanager

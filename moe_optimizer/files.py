@@ -75,15 +75,27 @@ def _refused(path: Path, name: str | None, problem: str) -> InputError:
     return InputError(f"{name}: {problem}", hint=None if str(path) in name else f"looked at {path}")
 
 
+def make_private_folder(path: Path) -> None:
+    """Make a folder with every folder above it that is missing, mode 0700; one that is there keeps its mode.
+
+    Raises:
+        OSError: one cannot be created, or is something else.
+    """
+    # Path.mkdir gives the mode to the last one only: others could list a run folder made for the proofs below it.
+    for folder in reversed([path, *path.parents]):
+        if not folder.is_dir():
+            folder.mkdir(exist_ok=True, mode=0o700)
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write `content`, text as UTF-8, to `path` through a temporary file in the same folder and a rename, mode 0600.
 
-    A process killed at any point leaves the old file or the new one, never a part.
+    A process killed at any point leaves the old file or the new one, never a part. Missing folders are made private.
 
     Raises:
         OSError: the folder cannot be created or written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private_folder(path.parent)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as stream:

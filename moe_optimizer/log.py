@@ -16,7 +16,7 @@ def get_logger(name: str) -> logging.Logger:
 def configure(*, verbose: bool) -> None:
     """Send this package's messages to stderr: warnings and up, or everything when verbose.
 
-    Only the command line calls this. Inside vLLM's processes vLLM's own handler takes the messages.
+    Only the command line calls this; inside vLLM's processes see `configure_inside_vllm`.
     """
     logger = logging.getLogger(LOGGER_NAME)
     logger.handlers.clear()
@@ -25,3 +25,26 @@ def configure(*, verbose: bool) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
     logger.propagate = False
+
+
+def configure_inside_vllm() -> None:
+    """Have this package's messages written to stderr with its name before each. Harmless when repeated.
+
+    vLLM configures its own logger only: without a handler of ours, warnings stand in its log as if they were vLLM's,
+    and the rest is lost.
+    """
+    logger = logging.getLogger(LOGGER_NAME)
+    if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
+        handler = _ToStderr()
+        handler.setFormatter(logging.Formatter("moe-optimizer %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+
+class _ToStderr(logging.StreamHandler):
+    """Writes to what sys.stderr is by then: vLLM puts one in its place that names the process."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one message."""
+        self.stream = sys.stderr
+        super().emit(record)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_optimizer.child_process import child_process
+from moe_optimizer.child_process import child_process, python_environment
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.messages import Output
 from moe_optimizer.cli.options import BuildOptions
@@ -71,4 +71,4 @@ def run_build(script: Path) -> None:
 def _build_environment() -> dict[str, str]:
     """Return the environment with this interpreter's folder first in PATH: pip installs cmake and ninja there."""
     folder = str(Path(sys.executable).parent)
-    return os.environ | {"PATH": os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])}
+    return python_environment() | {"PATH": os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])}

@@ -82,7 +82,7 @@ def parse_metrics(text: str, *, origin: str) -> ExpertLoad:
             model = labels.get("model_name", model)
             if name == "tokens_total":
                 tokens.setdefault(int(labels["layer"]), {})[int(labels["expert"])] = int(value)
-            elif name == "load_max_over_mean":
+            elif name == "load_max_over_mean_ratio":
                 names[int(labels["layer"])] = labels["name"]
             elif name == "load_steps_total":
                 steps = int(value)

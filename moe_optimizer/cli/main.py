@@ -14,6 +14,8 @@ from moe_optimizer.cli import INTERRUPTED
 
 PIPE_CLOSED = 128 + 13
 """Exit code when the reader of stdout or stderr went away (SIGPIPE), as shells report it."""
+_ROOT = os.path.realpath(__file__).rpartition("/moe_optimizer/")[0]
+"""The folder that holds this package: a checkout, or site-packages."""
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = "moe-optimizer", command: str | None = None) -> int:
@@ -25,6 +27,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "moe-optimizer", c
         command: the command to run with all of `argv`; default: the first of `argv` names it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _leave_out_current_folder()
     try:
         from moe_optimizer.cli.app import run
 
@@ -48,6 +51,24 @@ def main(argv: Sequence[str] | None = None, *, program: str = "moe-optimizer", c
         return _missing_package(error, arguments)
     except Exception as error:  # noqa: BLE001 - anything else is our bug
         return _our_bug(error, verbose=_asks_for_verbose(arguments))
+
+
+def _leave_out_current_folder() -> None:
+    """Import nothing that lies in the folder this was started in, unless that is where this package lies.
+
+    `python -m` looks there first, and an empty entry of PYTHONPATH means it too.
+    """
+    try:
+        here = os.getcwd()  # noqa: PTH109 - pathlib is not imported yet
+    except OSError:
+        return  # the folder is gone, and nothing can lie in it
+    if here == _ROOT:
+        return
+    if sys.path[0] in ("", here):
+        del sys.path[0]
+    entries = os.environ.get("PYTHONPATH", "x").split(os.pathsep)
+    if "" in entries and here in sys.path[: len(entries) + 1]:
+        sys.path.remove(here)
 
 
 def _missing_package(error: ModuleNotFoundError, arguments: Sequence[str]) -> int:

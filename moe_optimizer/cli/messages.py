@@ -107,9 +107,10 @@ def write_warnings(warnings: Iterable[str]) -> None:
 def write_error(error: MoeOptimizerError) -> None:
     """Write the error to stderr: one line, then the hint if there is one.
 
-    The last log lines of a dead server follow the first line unchanged.
+    The last log lines of a dead server follow the first line unchanged, and then the warnings noted on the error.
     """
     first, _, log = str(error).partition("\n") if isinstance(error, ServerFailedError) else (str(error), "", "")
+    log = "\n".join(filter(None, (log, *warning_lines(getattr(error, "__notes__", ())))))
     write_error_lines(first, log, hint=error.hint)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+import textwrap
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import messages
@@ -13,6 +15,9 @@ from moe_optimizer.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
+
+
+_NO_GPU = "No GPU was found here: this is the plan for the CPU. For another machine: --hardware with one of {names}."
 
 
 def _check_can_be_rendered(plan: Plan, render: str) -> None:
@@ -57,9 +62,18 @@ def command(options: PlanCommandOptions) -> messages.Output:
 
 def plan_output(plan: Plan, *, as_json: bool, explain: bool = False) -> messages.Output:
     """Return the plan for stdout, and its warnings for stderr unless a terminal shows them with the plan."""
+    from moe_optimizer.inspection import hardware_names
     from moe_optimizer.plan.explain import render_plan
 
     color = messages.use_color(sys.stdout)
-    render = functools.partial(render_plan, width=messages.output_width(), color=color, explain=explain)
+    width = messages.output_width()
+    render = functools.partial(render_plan, width=width, color=color, explain=explain)
+    if plan.hardware.origin == "probed" and plan.hardware.gpu is None:
+        head = textwrap.fill(_NO_GPU.format(names=", ".join(hardware_names())), width)
+        return _output(plan, lambda shown: f"{head}\n\n{render(shown)}", as_json=as_json)
+    return _output(plan, render, as_json=as_json)
+
+
+def _output(plan: Plan, render: Callable[[Plan], str], *, as_json: bool) -> messages.Output:
     told = sys.stdout.isatty() and not as_json
     return messages.Output(result=plan, render=render, notes=() if told else messages.warning_lines(plan.warnings))

@@ -14,7 +14,7 @@ from moe_optimizer.cli import embedded
 from moe_optimizer.cli.options import PlanOptions
 from moe_optimizer.cli.settings import Setting, Settings, resolve
 from moe_optimizer.env import read_environment
-from moe_optimizer.errors import InputError
+from moe_optimizer.errors import InputError, MoeOptimizerError
 from moe_optimizer.log import get_logger
 
 if TYPE_CHECKING:
@@ -71,17 +71,34 @@ def decide(settings: Settings, request: PlanRequest) -> Plan:
     Raises:
         InputError, UnsupportedError, DoesNotFitError: see `make_plan`.
     """
-    from moe_optimizer.planner import make_plan
-
-    plan = make_plan(request)
+    plan = _planned(request)
     return plan.replace(serve_args=plan.plain_args) if settings.disabled else plan
 
 
 def decide_before_measuring(request: PlanRequest) -> Plan:
     """Return a plan in which a wished or required pass may be pending until its kernels are measured."""
-    from moe_optimizer.planner import make_plan
+    return _planned(dataclasses.replace(request, strict=False, will_measure=True))
 
-    return make_plan(dataclasses.replace(request, strict=False, will_measure=True))
+
+def _planned(request: PlanRequest) -> Plan:
+    """Return the planner's plan, with a warning where the installed vLLM is too old for the plugin.
+
+    Raises:
+        InputError, UnsupportedError, DoesNotFitError: see `make_plan`; what the facts warn of is noted on them.
+    """
+    from moe_optimizer.planner import make_plan
+    from moe_optimizer.vllm_plugin.compat import supported_version
+
+    vllm = request.software.vllm
+    why_not = "" if vllm is None else supported_version(vllm.version)[1]
+    too_old = (f"the installed vLLM is too old for what the plugin applies: {why_not}",) if why_not else ()
+    try:
+        plan = make_plan(request)
+    except MoeOptimizerError as error:
+        for warning in dict.fromkeys((*too_old, *request.hardware.warnings, *request.model.warnings)):
+            error.add_note(warning)
+        raise
+    return plan.replace(warnings=(*too_old, *plan.warnings)) if too_old else plan
 
 
 def after_measuring(request: PlanRequest) -> PlanRequest:

@@ -83,11 +83,12 @@ def _check_weights(plan: Plan) -> None:
     if not folder.is_dir():
         if is_offline(os.environ):
             raise InputError(f"model {plan.model.name}: its weights are not in the hub cache (offline)",
-                             hint="download it first, or unset HF_HUB_OFFLINE")  # fmt: skip
+                             hint=f"without HF_HUB_OFFLINE: hf download {plan.model.path}")  # fmt: skip
         return
     missing = missing_weights(folder)
     if missing:
-        raise InputError(f"model {plan.model.name}: {missing}", hint="download the model again")
+        hint = "download the model again" + (f": hf download {plan.model.name}" if "/" in plan.model.name else "")
+        raise InputError(f"model {plan.model.name}: {missing}", hint=hint)
 
 
 def _check_tokenizer(plan: Plan) -> None:

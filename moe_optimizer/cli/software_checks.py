@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import machinery, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optimizer import env
+from moe_optimizer.child_process import python_command, python_environment
 from moe_optimizer.cli.check import Check
 from moe_optimizer.cli.machine_checks import find_compiler
 from moe_optimizer.errors import InputError
@@ -73,8 +73,8 @@ def _is_stale(inventory: KernelInventory) -> bool:
     if compiler is None or not script.is_file():
         return False
     archs = ",".join(inventory.cuda_archs) or _DEFAULT_ARCHS
-    command = [sys.executable, str(script), "hash", "--compiler", compiler, "--cuda-archs", archs]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    command = python_command(str(script), "hash", "--compiler", compiler, "--cuda-archs", archs)
+    finished = _run(command)
     return finished.returncode == 0 and finished.stdout.strip() != inventory.source_hash
 
 
@@ -87,11 +87,15 @@ def _why_not_loadable() -> str:
     extension = next(filter(Path.is_file, files), None)
     if extension is None:
         return ""
-    command = [sys.executable, "-c", _LOAD, str(extension)]
-    tried = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    command = python_command("-c", _LOAD, str(extension))
+    tried = _run(command)
     if tried.returncode < 0:
         return f"signal {signal.Signals(-tried.returncode).name}"
     return tried.stderr.strip().splitlines()[-1] if tried.returncode else ""
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=python_environment())
 
 
 def _vllm(vllm: VllmInstallation | None) -> Check:

@@ -14,6 +14,7 @@ from moe_optimizer.cli.option_values import whole_numbers
 from moe_optimizer.cli.options import TuneOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.errors import MoeOptimizerError, UnsupportedError
+from moe_optimizer.files import make_private_folder
 from moe_optimizer.plan.pass_params import TunedConfigsParams
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def run_tuning(
     """
     from moe_optimizer.measure.process import MeasurementError, run_measurement
 
-    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private_folder(log.parent)
     with progress_bar("tuning", lines=progress) as show:
         try:
             return run_measurement(module, request, on_step=show, log=log, grace_s=_GRACE_S)

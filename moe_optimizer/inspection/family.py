@@ -129,6 +129,8 @@ class Family:
         note = self.disagreement(config)
         if note is not None:
             notes.append(f"{config.where}{note}")
+        if self.experts is not None and has_experts:
+            notes += [f"{config.where}{text}" for text in self.experts.contradictions(config)]
         if self.experts is None:
             counts = {name: config.raw.get(name) for name in EXPERT_COUNTS}
             ignored = next((name for name, count in counts.items() if isinstance(count, int) and count > 1), None)
@@ -184,7 +186,6 @@ class Family:
 
 def _check_layer_types(config: Config) -> None:
     """Refuse a list of anything but words, also where the family's layers do not depend on it: no loader takes it."""
-    entries = config.get("layer_types")
-    for i, entry in enumerate(entries if isinstance(entries, list) else ()):
+    for i, entry in enumerate(config.items("layer_types") or ()):
         if not isinstance(entry, str):
             raise config.error(f"layer_types[{i}]", entry, "a string")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from moe_optimizer.inspection.config import Config, Names
+from moe_optimizer.inspection.json_file import shown
 from moe_optimizer.inspection.layer_rules import ExpertRule, all_layers
 from moe_optimizer.inspection.shapes import ExpertLayer, Site
 
@@ -192,6 +193,15 @@ class Experts:
             else None
             for layer in range(num_layers)
         )
+
+    def contradictions(self, config: Config) -> Iterator[str]:
+        """Yield what several fields say differently that all name the experts, or those that a token uses."""
+        for used, names in ((self.count, COUNT), (self.top_k, TOP_K)):
+            first = config.name_of(used)
+            value = config.get(first)
+            for name in names:
+                if config.has(name) and config.get(name) != value:
+                    yield f"{first}: got {shown(value)}, and {name}: {shown(config.get(name))}; the first is used"
 
     def _layer(self, site: Site, *, count: int, top_k: int, width: int, shared: tuple[int, int]) -> ExpertLayer:
         config, hidden_size = site.config, site.hidden_size

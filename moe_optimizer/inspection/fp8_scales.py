@@ -14,17 +14,25 @@ _BLOCK_TEXT = re.compile(r"\d{1,6}x\d{1,6}")
 
 
 def weight_block(scheme: Config) -> tuple[int, int] | None:
-    """Return the rows and columns of the block of weights that shares a scale; None where there are no blocks."""
-    block = scheme.get("weight_block_size")
+    """Return the rows and columns of the block of weights that shares a scale; None where there are no blocks.
+
+    Raises:
+        InputError: what stands for a block is none.
+    """
+    name, block = "weight_block_size", scheme.get("weight_block_size")
     if block is None:
         # vLLM's MoE layers need blocks of one size, so the first group that has any says it.
-        blocks = (lookup(group, "weights.block_structure") for group in scheme.entries("config_groups").values())
-        block = next((each for each in blocks if each is not None), None)
+        groups = scheme.entries("config_groups").items()
+        blocks = ((key, lookup(group, "weights.block_structure")) for key, group in groups)
+        key, block = next(((key, each) for key, each in blocks if each is not None), ("", None))
+        name = f"config_groups.{key}.weights.block_structure"
+    if block is None:
+        return None
     if isinstance(block, str) and _BLOCK_TEXT.fullmatch(block):
         block = [int(side) for side in block.split("x")]
     if isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block):
         return block[0], block[1]
-    return None
+    raise scheme.error(name, block, "two integers of at least 1, the rows and columns that share a scale")
 
 
 def is_fp8(scheme: Config, method: str) -> bool:
@@ -66,7 +74,11 @@ def is_scaled_fp8(scheme: Config, method: str) -> bool:
 
 
 def scale_bytes(scheme: Config, method: str, bits: float) -> float:
-    """Return the bytes of scales for each weight, as the method's checkpoints store them."""
+    """Return the bytes of scales for each weight, as the method's checkpoints store them.
+
+    Raises:
+        InputError: no weight at all would share a scale.
+    """
     block = weight_block(scheme)
     if block is not None:
         return 4 / (block[0] * block[1])
@@ -74,6 +86,8 @@ def scale_bytes(scheme: Config, method: str, bits: float) -> float:
         return 1 / 32
     names = ("group_size", "quantization.group_size", "q_group_size", "config_groups.group_0.weights.group_size")
     group = scheme.get(names)
+    if type(group) is int and group == 0:
+        raise scheme.error(scheme.name_of(names), group, "the weights that share a scale, -1 for a whole channel")
     if type(group) is not int or group <= 0:
         return 0.0
     # NVFP4 has an FP8 scale for each group; GPTQ and AWQ an FP16 scale and a packed zero point.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from moe_optimizer.errors import InputError
+from moe_optimizer.files import read_text
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """owner/name (or a bare name for a few old repositories), as the hub allows."""
 METADATA_PATTERNS = ("config.json", "hf_quant_config.json", "*.safetensors.index.json")
 """Files fetched for a model that is not in the cache; never weights."""
+_MAX_REVISION_BYTES = 256
 
 
 def resolve_model(model: str | Path, environ: Mapping[str, str] | None = None) -> Path:
@@ -58,6 +59,11 @@ def _checked_folder(folder: Path, text: str) -> Path:
     except OSError as error:
         raise InputError(f"model {text}: cannot be read: {error.strerror}") from None
     if "config.json" not in names:
+        if "params.json" in names:
+            raise InputError(
+                f"model {text}: config.json: is missing, found params.json: the format of Mistral's own tools",
+                hint="take the repository's files in the format of transformers (config.json, model*.safetensors)",
+            )
         gguf = next((name for name in sorted(names) if name.endswith(".gguf")), None)
         found = f"found {gguf}" if gguf else "expected a Hugging Face model folder"
         hint = "GGUF files are not supported" if gguf else "is this the folder that holds the weights?"
@@ -80,13 +86,18 @@ def _cached_snapshot(hub_id: str, environ: Mapping[str, str]) -> Path | None:
     repository = hub_cache(environ) / f"models--{hub_id.replace('/', '--')}"
     snapshots = repository / "snapshots"
     try:
-        revision = (repository / "refs" / "main").read_text(encoding="ascii").strip()
+        revision = read_text(repository / "refs" / "main", max_bytes=_MAX_REVISION_BYTES).strip()
         candidates = [snapshots / revision] if revision and "/" not in revision else []
-    except (OSError, UnicodeDecodeError):
+    except InputError:
         candidates = []
-    with contextlib.suppress(OSError):  # not cached at all
+    try:
         candidates += sorted(snapshots.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((path for path in candidates if (path / "config.json").is_file()), None)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # not cached at all
+    except OSError as error:
+        raise InputError(f"model {hub_id}: the hub cache {repository} cannot be read: {error.strerror}") from None
+    # Not Path.is_file, which raises where a folder may not be entered.
+    return next((path for path in candidates if os.path.isfile(path / "config.json")), None)  # noqa: PTH113
 
 
 def is_offline(environ: Mapping[str, str]) -> bool:
@@ -102,7 +113,7 @@ def _fetch_metadata(hub_id: str, environ: Mapping[str, str]) -> Path:
     if is_offline(environ):
         raise InputError(
             f"model {hub_id}: no such folder, and not in the hub cache {where} (offline)",
-            hint="download it first, or unset HF_HUB_OFFLINE",
+            hint=f"where there is a network, without HF_HUB_OFFLINE: hf download {hub_id}",
         )
     # Slow to import (it brings an HTTP client), and only needed here.
     from huggingface_hub import snapshot_download
@@ -113,11 +124,11 @@ def _fetch_metadata(hub_id: str, environ: Mapping[str, str]) -> Path:
     except LocalEntryNotFoundError:
         raise InputError(
             f"model {hub_id}: no such folder, not in the hub cache {where}, and the hub cannot be reached",
-            hint="give a folder, or download the model where there is a network",
+            hint=f"give a folder, or where there is a network: hf download {hub_id}",
         ) from None
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise InputError(
             f"model {hub_id}: no such folder, and not found on the hub: {type(error).__name__}",
-            hint="check the spelling; a private or gated model needs HF_TOKEN",
+            hint=f"check the spelling; a private or gated model needs HF_TOKEN and: hf download {hub_id}",
         ) from None
     return _checked_folder(Path(folder), hub_id)

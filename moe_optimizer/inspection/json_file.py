@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from moe_optimizer.errors import InputError
@@ -14,37 +16,51 @@ MAX_CONFIG_BYTES = 4 << 20
 MAX_DEPTH = 64
 """Deepest nesting parsed. Real files stay under ten; json recurses, and would exhaust the stack."""
 
+LFS_POINTER = b"version https://git-lfs"
+"""How the small file begins that git-lfs leaves in place of one that it has not fetched."""
+LFS_HINT = "fetch the files themselves: git lfs pull"
+
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-def read_json_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, object]:
+def read_json_object(
+    path: Path, *, max_bytes: int = MAX_CONFIG_BYTES, repeated: list[str] | None = None
+) -> dict[str, object]:
     """Return the object in the JSON file `path`.
 
     Duplicate keys keep the last value and the tokens NaN and Infinity are read as floats, as Python's own
     reader (and so transformers and vLLM) does.
 
+    Args:
+        path: the file.
+        max_bytes: the largest size that is read.
+        repeated: gets a warning for each key that an object has twice.
+
     Raises:
         InputError: not a regular readable file, too large, nested too deeply, not UTF-8, not JSON, not an object.
     """
-    return parse_json_object(read_bytes(path, max_bytes=max_bytes, name=path.name), name=path.name)
+    data = read_bytes(path, max_bytes=max_bytes, name=path.name)
+    return parse_json_object(data, name=path.name, repeated=repeated)
 
 
-def parse_json_object(data: bytes, *, name: str) -> dict[str, object]:
-    """Parse `data` as a JSON object; `name` is what error messages call the file.
+def parse_json_object(data: bytes, *, name: str, repeated: list[str] | None = None) -> dict[str, object]:
+    """Parse `data` as a JSON object; `name` is what error messages call the file, `repeated` as in `read_json_object`.
 
     Raises:
         InputError: empty, nested too deeply, not UTF-8, not JSON, not an object.
     """
     if not data.strip():
         raise InputError(f"{name}: the file is empty, expected a JSON object")
+    if data.startswith(LFS_POINTER):
+        raise InputError(f"{name}: got a git-lfs pointer, expected a JSON object", hint=LFS_HINT)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{name}: byte {error.start} is not UTF-8 text, expected a JSON object") from None
     _check_depth(data, name)
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=None if repeated is None else _noting(name, repeated))
     except json.JSONDecodeError as error:
         raise InputError(
             f"{name}:{error.lineno}: not valid JSON: {error.msg} at column {error.colno}",
@@ -71,6 +87,23 @@ def shown(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     text = json.dumps(value) if isinstance(value, (str, bool, type(None))) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _noting(name: str, repeated: list[str]) -> Callable[[list[tuple[str, object]]], dict[str, object]]:
+    """Return what makes an object of its pairs and notes the keys that it has twice."""
+
+    def as_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            repeated.extend(
+                f"{name}: {key[:80]}: is given {count} times, the last counts: {shown(value[key])}"
+                for key, count in counts.items()
+                if count > 1
+            )
+        return value
+
+    return as_object
 
 
 def _check_depth(data: bytes, name: str) -> None:

@@ -38,12 +38,22 @@ def read_kernel_speeds(cache: Path | None = None) -> SpeedTables:
     tables: list[KernelSpeeds] = []
     warnings: list[str] = []
     folders = (shipped_dir(), measured_dir() if cache is None else cache)
-    for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
+    for path in (path for folder in folders for path in _json_files(folder, warnings)):
         try:
             tables += read_tables(path)
         except InputError as error:
             warnings.append(f"{path}: kernel speeds not used: {error}")
     return SpeedTables(tables=tuple(tables), warnings=tuple(warnings))
+
+
+def _json_files(folder: Path, warnings: list[str]) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.name.endswith(".json"))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        warnings.append(f"{folder}: kernel speeds not used: cannot be read: {error.strerror}")
+        return []
 
 
 def read_tables(path: Path) -> tuple[KernelSpeeds, ...]:

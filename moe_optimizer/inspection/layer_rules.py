@@ -148,9 +148,13 @@ def indices(
 
 
 @_rule
-def sparse_step(config: Config, num_layers: int, field: Names, *, default: int = 1) -> tuple[bool, ...]:
-    """Layer i has experts when (i + 1) % field == 0; a step of zero means none."""
-    step = config.integer(field, default)
+def sparse_step(
+    config: Config, num_layers: int, field: Names, *, default: int = 1, zero_is_none: bool = False
+) -> tuple[bool, ...]:
+    """Layer i has experts when (i + 1) % field == 0. With `zero_is_none` no layer has when the field is zero, by which
+    the classes of other architectures divide.
+    """
+    step = config.integer(field, default, minimum=0 if zero_is_none else 1)
     return tuple(bool(step) and (i + 1) % (step or 1) == 0 for i in range(num_layers))
 
 
@@ -163,11 +167,17 @@ def every_offset(config: Config, num_layers: int, period: Names, offset: Names) 
 
 @_rule
 def within(config: Config, num_layers: int) -> tuple[bool, ...]:
-    """From the first index to the last (-1: of all layers), every interval-th layer counted from one."""
+    """From the first index to the last (-1: of all layers), every interval-th layer counted from one.
+
+    Raises:
+        InputError: the interval is zero, by which the class would divide.
+    """
     first, last = _scalar(config, "moe_layer_start_index", 0), _scalar(config, "moe_layer_end_index", -1)
     every_n = _scalar(config, "moe_layer_interval", 1)
+    if every_n < 1:
+        raise config.error("moe_layer_interval", every_n, "at least 1")
     last = num_layers - 1 if last == -1 else last
-    return tuple(first <= i <= last and bool(every_n) and (i + 1) % (every_n or 1) == 0 for i in range(num_layers))
+    return tuple(first <= i <= last and (i + 1) % every_n == 0 for i in range(num_layers))
 
 
 @_rule
@@ -223,7 +233,7 @@ def by_fields(*, first_dense: int = 0) -> ExpertRule:
         ("moe_layer_indices", indices("moe_layer_indices")),
         ("is_moe_layer", flags("is_moe_layer")),
         ("expert_layer_period", every_offset("expert_layer_period", "expert_layer_offset")),
-        ("interleave_moe_layer_step", sparse_step("interleave_moe_layer_step")),
+        ("interleave_moe_layer_step", sparse_step("interleave_moe_layer_step", zero_is_none=True)),
         ("moe_layer_interval", within()),
         otherwise=both(
             indices("mlp_only_layers", have_experts=False),

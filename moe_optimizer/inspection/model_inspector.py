@@ -15,7 +15,12 @@ from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.inspection.model_spec import build_spec
 from moe_optimizer.inspection.quantization_scheme import read_quantization
 from moe_optimizer.inspection.safetensors_header import read_tensors
-from moe_optimizer.inspection.servable import configuration_classes, is_servable, runs_through_transformers
+from moe_optimizer.inspection.servable import (
+    configuration_classes,
+    is_servable,
+    runs_through_transformers,
+    with_quantization,
+)
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.specs.model import ModelSpec
 
@@ -56,13 +61,13 @@ class ModelInspector:
             UnsupportedError: well formed, but of a kind that cannot be served safely or is not known.
         """
         folder = resolve_model(model)
-        root = Config(read_json_object(folder / "config.json"), where="config.json: ")
+        warnings: list[str] = []
+        root = Config(read_json_object(folder / "config.json", repeated=warnings), where="config.json: ")
         config = _language_config(root)
         architectures = _architectures(root)
         model_type = config.text("model_type") or root.text("model_type")
         servable = is_servable(architectures)
         needs_remote_code = _needs_remote_code(root, served=servable[0])
-        warnings: list[str] = []
         # The language model's own architecture says most, then its model_type, then the outer architecture.
         family = find_family(*_architectures(config), model_type, *architectures)
         if family is None:
@@ -88,6 +93,8 @@ class ModelInspector:
         if servable[0] is False and all(layer.mixer.kind != "state" for layer in decoder.layers):
             fallback = runs_through_transformers(architectures[0], model_type)
             servable = fallback if fallback[0] else servable
+        quantization = read_quantization(root, config, folder)
+        servable = with_quantization(servable, quantization.method)
         # A hub id as given, or a folder's last component.
         name = folder.resolve().name if expanded(str(model)).is_dir() else str(model)
         return build_spec(
@@ -98,7 +105,7 @@ class ModelInspector:
             model_type=model_type,
             config=config,
             decoder=decoder,
-            quantization=read_quantization(root, config, folder),
+            quantization=quantization,
             servable=servable,
             tensors=tensors,
             needs_remote_code=needs_remote_code,

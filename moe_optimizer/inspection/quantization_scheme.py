@@ -118,7 +118,7 @@ def _method(scheme: Config) -> str:
 
 
 def _ignored(scheme: Config) -> list[object]:
-    lists = [value for name in IGNORED_FIELDS if isinstance(value := scheme.get(name), list)]
+    lists = [scheme.items(name) or [] for name in IGNORED_FIELDS]
     # GPTQModel's negative rules.
     left_out = [f"re:{key[2:]}" for key in scheme.entries("dynamic") if key.startswith("-:")]
     return [*itertools.chain(*lists), *left_out]

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.files import open_regular
-from moe_optimizer.inspection.json_file import read_json_object
+from moe_optimizer.inspection.json_file import LFS_HINT, LFS_POINTER, read_json_object
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
@@ -146,11 +146,9 @@ def read_header(path: Path, *, max_bytes: int, name: str) -> tuple[dict[str, Any
         prefix = stream.read(8)
         if len(prefix) < 8:
             raise InputError(f"{name}: got {size} bytes, expected a safetensors file", hint=_CUT_OFF)
-        if prefix == _LFS_POINTER:
-            raise InputError(
-                f"{name}: got a git-lfs pointer, expected a safetensors file",
-                hint="fetch the weights themselves: git lfs pull",
-            )
+        if LFS_POINTER.startswith(prefix):
+            # As the length of a header these eight bytes would be 2 * 10^18.
+            raise InputError(f"{name}: got a git-lfs pointer, expected a safetensors file", hint=LFS_HINT)
         length = int.from_bytes(prefix, "little")
         if not 2 <= length <= max_bytes:
             raise InputError(f"{name}: got a header of {length} bytes, expected 2 to {max_bytes}")
@@ -210,5 +208,3 @@ def _integers(value: object) -> TypeGuard[list[int]]:
 
 
 _CUT_OFF = "the file may be cut off; download it again"
-_LFS_POINTER = b"version "
-"""How a pointer of git-lfs begins: eight bytes that would be a header of 2 * 10^18."""

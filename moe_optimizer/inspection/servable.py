@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moe_optimizer.files import text_or_nothing
 from moe_optimizer.inspection.vllm_installation import package_folder
+from moe_optimizer.inspection.vllm_sources import lacks_quantization
 
 NOT_SERVED = ("_SPECULATIVE_DECODING_MODELS", "_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
 """Tables of the registry that are not architectures to serve: drafts, former ones, ones in separate plugins."""
@@ -91,6 +92,14 @@ def runs_through_transformers(architecture: str, model_type: str) -> tuple[bool,
     if f"\nclass {architecture}(" not in source or "_supports_attention_backend = True" not in source:
         return False, ""
     return True, f"{architecture} is not in vLLM's registry; its Transformers backend runs it"
+
+
+def with_quantization(servable: tuple[bool | None, str], method: str | None) -> tuple[bool | None, str]:
+    """Return the answer for a checkpoint whose architecture has this one, as its weights are quantised."""
+    folder = package_folder("vllm")
+    if servable[0] and folder is not None and method is not None and lacks_quantization(folder, method):
+        return False, f"quant_method {method!r:.80} is not a quantisation of the installed vLLM"
+    return servable
 
 
 def _assignment(statement: ast.stmt) -> tuple[str, ast.expr | None]:

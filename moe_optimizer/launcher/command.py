@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from moe_optimizer import env
+from moe_optimizer.child_process import python_command, python_environment
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.launcher.compile_caches import compile_caches
 from moe_optimizer.plan.plan import Plan
@@ -26,9 +26,9 @@ def server_command(plan: Plan, serve_args: ServeArguments) -> list[str]:
     line dies looking up its own version; there the server module behind it is started, which takes the same flags.
     """
     if _has_distribution("vllm"):
-        start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", plan.model.path]
+        start = python_command("-m", "vllm.entrypoints.cli.main", "serve", plan.model.path)
     else:
-        start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", plan.model.path]
+        start = python_command("-m", "vllm.entrypoints.openai.api_server", "--model", plan.model.path)
     return [*start, *serve_args.words]
 
 
@@ -50,7 +50,7 @@ def server_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str] |
     return {
         "VLLM_NO_USAGE_STATS": "1",
         **compile_caches(plan, environ),
-        **kept,
+        **python_environment(kept),
         **plan.serve_env,
         env.PLAN: str(plan_path),
     }

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.files import write_atomically
+from moe_optimizer.files import make_private_folder, write_atomically
 from moe_optimizer.plan.plan import PLAN_FILE, Plan
 from moe_optimizer.proof.record import PROOF_DIR, WARMING_FILE
 from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR
@@ -85,7 +85,7 @@ class RunFolder:
         """
         missing = self._missing_folders()
         try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_folder(self.path)
             descriptor = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             _remove_empty(missing)

@@ -1,6 +1,6 @@
 """Runs a measurement in a process of its own: vLLM is imported there, and what it allocates ends with it.
 
-`python -m MODULE REQUEST EVENTS`: REQUEST is a JSON file. One JSON object a line goes to the file descriptor EVENTS,
+`python -P -m MODULE REQUEST EVENTS`: REQUEST is a JSON file. One JSON object a line goes to the file descriptor EVENTS,
 {"progress": share, "text": what} on the way, {"result": ...} or {"refused": why} at the end. What libraries print goes
 to a log.
 """
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moe_optimizer.child_process import child_process
+from moe_optimizer.child_process import child_process, python_command, python_environment
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
 from moe_optimizer.inspection.json_file import read_json_object
 from moe_optimizer.plan.json_codec import decode, encode
@@ -65,11 +65,11 @@ def run_measurement(
     with tempfile.TemporaryDirectory(prefix="moe-optimizer-measure-") as folder, log.open("wb") as output:
         path = Path(folder) / "request.json"
         path.write_text(json.dumps(encode(request)), encoding="utf-8")
-        command = [sys.executable, "-m", module, str(path), str(write_end)]
+        command = python_command("-m", module, str(path), str(write_end))
         files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "pass_fds": (write_end,)}
         with (
             os.fdopen(read_end, encoding="utf-8") as events,
-            child_process(command, grace_s=grace_s, env=environment, **files) as process,
+            child_process(command, grace_s=grace_s, env=python_environment(environment), **files) as process,
             _killed_after(process, timeout_s) as expired,
         ):
             os.close(write_end)

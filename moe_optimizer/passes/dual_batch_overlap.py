@@ -37,7 +37,10 @@ class DualBatchOverlap(OptimizationPass):
         if ctx.num_gpus < 2:
             return False, "needs at least 2 GPUs, found 1"
         if ctx.parallelism.data_parallel_size < 2 or not ctx.parallelism.expert_parallel:
-            return False, "needs data parallel with expert parallel; without them no tokens travel to other GPUs"
+            return False, (
+                "needs data parallel with expert parallel (--enable-expert-parallel, and --data-parallel-size after "
+                "--); without them no tokens travel to other GPUs"
+            )
         given = ctx.pinned.value(_FLAG)
         if given not in (None, *_BACKENDS):
             return False, f"needs a DeepEP all-to-all, and {_FLAG} {given} is given after --"

@@ -52,7 +52,8 @@ class ExpertPlacement(OptimizationPass):
             return False, "needs at least 2 GPUs, found 1"
         if not ctx.parallelism.expert_parallel:
             unit = "GPU" if ctx.device == "cuda" else "process"
-            return False, f"needs expert parallelism; without it every {unit} has a slice of every expert"
+            needed = "needs expert parallelism (--enable-expert-parallel)"
+            return False, f"{needed}; without it every {unit} has a slice of every expert"
         if load_balancer_asked(ctx, _why_no_initial(ctx)):
             why_not = why_no_load_balancer(ctx)
             return not why_not, why_not

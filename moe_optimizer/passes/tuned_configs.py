@@ -23,6 +23,17 @@ from moe_optimizer.specs.kernel_speeds import STOCK, kernel_for
 from moe_optimizer.specs.quantity import Quantity, Source
 
 
+def _absent(file: Path) -> bool:
+    """Whether there is no such file; one that may not be looked at is there, and reading it says why it is not used."""
+    try:
+        file.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 class TunedConfigs(OptimizationPass):
     """Use of a tuned configuration for these experts on this GPU, where there is one.
 
@@ -63,7 +74,7 @@ class TunedConfigs(OptimizationPass):
         config = user_config(ctx)
         # What `moe-optimizer tune` needs to know.
         params = TunedConfigsParams(file=shape.file_name, shape=shape, dtype=ctx.dtype)
-        if config is None or not config.exists():
+        if config is None or _absent(config):
             return self._none_found(ctx, params, keep_out=named is not None)
         try:
             rows = read_rows(config)

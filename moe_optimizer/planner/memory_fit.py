@@ -7,6 +7,7 @@ import math
 
 from moe_optimizer.costs.memory import GIB
 from moe_optimizer.errors import DoesNotFitError
+from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan_context.context import PlanContext
@@ -81,10 +82,12 @@ def _fit_hint(context: PlanContext) -> str:
     terms = context.memory_terms(context.kv_cache.kv_bits) | {"num_devices": 1}
     planned = context.memory(**terms).min_devices
     stored = context.memory(**terms, expert_bits=None, linear_bits=None).min_devices
+    converts = context.decided["fp8"].status is Status.ON
+    by_flag = "" if converts or context.model.quant_method is not None else " (--enable-fp8)"
     needs = {
         f"as stored ({context.model.quant_method or context.dtype})": stored,
         "in BF16": context.memory(**terms, expert_bits=16, linear_bits=16).min_devices,
-        "in FP8": context.memory(**terms, expert_bits=8, linear_bits=8).min_devices,
+        f"in FP8{by_flag}": context.memory(**terms, expert_bits=8, linear_bits=8).min_devices,
     }
     if planned != stored:
         needs = {"as planned": planned} | needs
@@ -104,8 +107,12 @@ def _advice(context: PlanContext, needed: int) -> str:
     """
     asked, there = context.profile.passes.parallelism, context.hardware.num_gpus
     wanted = needed * context.parallelism.data_parallel_size * context.num_servers
-    if context.request.num_nodes > 1 or needed <= context.parallelism.tensor_parallel_size or wanted > there:
+    if context.request.num_nodes > 1 or needed <= context.parallelism.tensor_parallel_size:
         return ""
+    if wanted > there:
+        # One copy of the model is planned over several machines, and of whole ones.
+        whole = there == context.gpu.max_gpus_per_node and wanted == needed
+        return f"; over several machines: moe-optimizer plan --nodes {-(-wanted // there)}" if whole else ""
     if asked.max_gpus is not None and asked.max_gpus < wanted:
         return f"; {there} are there, and {context.profile_origin} uses at most {asked.max_gpus}: take another profile"
     if "--tensor-parallel-size" in context.pinned or asked.tensor_parallel_size is not None:

@@ -71,7 +71,7 @@ def make_plan(request: PlanRequest) -> Plan:
         plain_args=plain_arguments(own_args, context, request.vllm_args),
         serve_env=serve_environment(context),
         group=_server_group(context, serve_args),
-        warnings=(*gpu_warnings, *plan_warnings(request, context, memory)),
+        warnings=_with_unmet((*gpu_warnings, *plan_warnings(request, context, memory)), decisions, request),
     )
     verify_plan(plan, pass_names=PASS_NAMES, user_args=request.vllm_args)
     if request.strict:
@@ -131,10 +131,22 @@ def _server_group(context: PlanContext, serve_args: ServeArguments) -> ServerGro
     return groups[0] if groups else None
 
 
-def _require_wishes(plan: Plan, request: PlanRequest) -> None:
+def _with_unmet(warnings: tuple[str, ...], decisions: tuple[Decision, ...], request: PlanRequest) -> tuple[str, ...]:
+    """Return the warnings with one more for each wish that is not carried out and that none of them speaks of."""
+    unmet = [
+        f"{name} refused ({origin}): {why}"
+        for name, origin, why in _unmet_wishes(decisions, request)
+        if not any(origin in warning or why in warning for warning in warnings)
+    ]
+    return (*warnings, *unmet)
+
+
+def _unmet_wishes(decisions: tuple[Decision, ...], request: PlanRequest) -> list[tuple[str, str, str]]:
+    """Return what was asked for and is not carried out: its name, who asked, and why."""
     unmet: list[tuple[str, str, str]] = []
+    decided = {decision.pass_name: decision for decision in decisions}
     for optimization in all_passes():
-        decision = plan.decision(optimization.name)
+        decision = decided[optimization.name]
         if why_not := optimization.unmet(decision):
             unmet.append((optimization.name, decision.wish_origin, why_not))
         for setting, _ in optimization.setting_flags.values():
@@ -144,6 +156,11 @@ def _require_wishes(plan: Plan, request: PlanRequest) -> None:
             why_off = optimization.why_setting_off(decision, setting) if wish is Wish.ON else ""
             if why_off:
                 unmet.append((f"{setting} of {optimization.name}", origin, why_off))
+    return unmet
+
+
+def _require_wishes(plan: Plan, request: PlanRequest) -> None:
+    unmet = _unmet_wishes(plan.decisions, request)
     if unmet:
         name, origin, why = unmet[0]
         raise UnsupportedError(f"--strict: {name} ({origin}): {why}", hint="leave --strict out to serve without it")

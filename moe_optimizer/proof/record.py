@@ -6,14 +6,14 @@ The launcher, tests and benchmarks accept nothing else as evidence that a pass i
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_optimizer.files import write_atomically
+from moe_optimizer.errors import InputError
+from moe_optimizer.files import read_bytes, write_atomically
 from moe_optimizer.log import get_logger
 from moe_optimizer.plan.json_codec import decode_text, encode
 from moe_optimizer.specs.layer_name import decoder_layer
@@ -24,6 +24,7 @@ PROOF_DIR = "proof"
 WARMING_FILE = "warming"
 """Lies beside plan.json while the launcher warms a server up: what runs until then is no user's traffic."""
 _FLUSH_INTERVAL_S = 1.0
+_MAX_PROOF_BYTES = 64 << 20
 """Chosen: a reader sees counts that are at most this old, and no forward pass waits for the disk."""
 
 logger = get_logger(__name__)
@@ -147,6 +148,8 @@ class Proof:
     """This process's rank among them; -1 in a process that holds none."""
     passes: dict[str, PassProof] = field(default_factory=dict)
     patches: tuple[PatchProof, ...] = ()
+    served_model_name: str = ""
+    """The label `model_name` of vLLM's metrics; "" in a process that holds no part of the model."""
     compilations: CompilationProof | None = None
     """None in a process that compiles nothing, or where nobody looks."""
     schema_version: int = SCHEMA_VERSION
@@ -210,7 +213,11 @@ def read_proofs(run_dir: Path) -> tuple[Proof, ...]:
         return ()
     proofs = []
     for path in folder.glob("*.json"):
-        with contextlib.suppress(FileNotFoundError):
-            text = path.read_bytes().decode(errors="replace")
-            proofs.append(decode_text(Proof, text, origin=f"{path}: not a proof", schema_version=SCHEMA_VERSION))
+        try:
+            text = read_bytes(path, max_bytes=_MAX_PROOF_BYTES).decode(errors="replace")
+        except InputError:
+            if path.exists():
+                raise
+            continue  # the next server of this folder has removed it meanwhile
+        proofs.append(decode_text(Proof, text, origin=f"{path}: not a proof", schema_version=SCHEMA_VERSION))
     return tuple(sorted(proofs, key=lambda proof: (proof.role, proof.rank, proof.pid)))

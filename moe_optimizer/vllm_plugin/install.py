@@ -84,9 +84,9 @@ def _install_compilation_count(session: PluginSession) -> None:
         return
     _patch(session, None, WORKER_MODEL_LOADED, WORKER_EXECUTE_MODEL, JIT_EVENTS)
     if session.proof.role == "frontend":
-        from moe_optimizer.vllm_plugin.compilation_metrics import show_compilations
+        from moe_optimizer.vllm_plugin.proof_metrics import show_proofs
 
-        show_compilations(session.run_dir)
+        show_proofs(session.run_dir)
 
 
 def _install_decisions(session: PluginSession) -> None:

@@ -119,6 +119,9 @@ class PluginSession:
         self.writer.touch()
         if self._on_plan is not None:
             self._on_plan(self)
+        if self.proof.rank == 0:
+            names = ", ".join(decision.pass_name for decision in plan.plugin_decisions) or "nothing"
+            logger.info("profile %s: %s to apply; plan and proofs are in %s", plan.profile_name, names, self.run_dir)
         return plan
 
     def wanted(self, pass_name: str) -> Decision | None:
@@ -263,7 +266,6 @@ class PluginSession:
             if decision.status is Status.REFUSED:
                 entry = self._pass(decision.pass_name, requested=decision.wish.value)
                 entry.why_not = f"refused: {decision.reason}"
-                logger.warning("%s (%s) is %s", decision.pass_name, decision.wish_origin, entry.why_not)
             if decision.status is not Status.ON or decision.applier in (Applier.PLUGIN, Applier.NONE):
                 continue
             needs = " ".join(decision.vllm_args.words) or ", ".join(f"{k}={v}" for k, v in decision.env.items())

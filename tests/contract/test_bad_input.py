@@ -63,8 +63,8 @@ def refused(
     assert "internal error" not in finished.first_line
     assert "Traceback" not in finished.stderr
     assert len(finished.hints) <= 1
-    rest = [line for line in finished.stderr.splitlines()[1:] if line and not line.startswith("hint: ")]
-    assert rest == [], f"more than one line and a hint: {finished.stderr!r}"
+    rest = [line for line in finished.stderr.splitlines()[1:] if line and not line.startswith(("hint: ", "warning: "))]
+    assert rest == [], f"more than one line, warnings and a hint: {finished.stderr!r}"
     assert finished.left_running == ()
     assert sorted(folder.rglob("*")) == before, "something was left behind"
     return finished

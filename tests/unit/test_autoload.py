@@ -153,6 +153,20 @@ def test_a_worker_bound_to_one_core_plans_for_the_cores_of_all_workers() -> None
     assert plan.parallelism.tensor_parallel_size == 2
 
 
+def test_workers_bound_to_different_cores_make_one_plan() -> None:
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("needs two cores")
+    digests = set()
+    try:
+        for core in (min(before), max(before)):
+            os.sched_setaffinity(0, {core})
+            digests.add(autoload.plan_for_server(FACTS, load_profile("balanced"), None).digest)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert len(digests) == 1
+
+
 def software_planned_for(monkeypatch: pytest.MonkeyPatch) -> SoftwareSpec:
     """Return the software in the request that a starting server makes."""
     requests = []

@@ -29,6 +29,19 @@ def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
+def test_nobody_else_can_list_a_folder_that_is_made_above_it(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "a" / "proof" / "worker.json"
+    write_atomically(path, "x")
+    assert {folder.stat().st_mode & 0o777 for folder in path.parents[:3]} == {0o700}
+
+
+def test_a_folder_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir(mode=0o755)
+    write_atomically(folder / "mine" / "plan.json", "x")
+    assert folder.stat().st_mode & 0o777 == 0o755
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_atomically(path, "old")

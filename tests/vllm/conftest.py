@@ -30,6 +30,7 @@ from moe_optimizer.proof.record import Proof, read_proofs
 from moe_optimizer.proof.verdict import model_holders
 from moe_optimizer.specs.expert_load import PlacementLoad
 from moe_optimizer.specs.software import SoftwareSpec
+from tests import shadowing
 from tests.builders import placement_load, tiny_moe
 from tests.eventually import eventually
 from tests.free_ports import four_free_ports, free_port
@@ -177,12 +178,16 @@ def serve_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served
 
 
 def _served(plan: Plan, run_dir: Path, environment: dict[str, str], *, count: bool) -> Served:
+    # None of vLLM's processes imports what lies where the server is started.
+    executed = shadowing.lay(run_dir.with_name(f"{run_dir.name}-started-here"))
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(executed.parent)
         for name, value in environment.items():
             patch.setenv(name, value)
         with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
             answers, *again = [ask(info.base_url) for _ in info.servers]
             counted = count_one_request(info) if count else None
+            assert list(executed.iterdir()) == []
             return Served(answers, info.proofs, info.run_dir, info, tuple(again), counted)
 
 

@@ -38,6 +38,7 @@ def test_plain_vllm_with_a_profile_plans_by_itself_and_names_what_only_flags_cou
     plain_tensor_parallel: Served,
 ) -> None:
     assert (plain_tensor_parallel.run_dir / "plan.json").is_file()
+    assert plain_tensor_parallel.run_dir.stat().st_mode & 0o777 == 0o700
     workers = model_holders(plain_tensor_parallel.proofs)
     assert len({worker.plan_digest for worker in workers} - {""}) == 1
     for worker in workers:

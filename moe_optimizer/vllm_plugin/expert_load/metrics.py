@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from datetime import datetime
@@ -15,6 +16,8 @@ from moe_optimizer.costs.expert_imbalance import LoadReport, load_report
 from moe_optimizer.errors import InputError
 from moe_optimizer.inspection.expert_load import read_run_load
 from moe_optimizer.log import get_logger
+from moe_optimizer.proof.record import read_proofs
+from moe_optimizer.proof.verdict import model_holders
 from moe_optimizer.specs.expert_load import ExpertLoad
 
 TOKENS_METRIC = "moe_optimizer_expert_tokens"
@@ -49,8 +52,12 @@ class ExpertLoadCollector(Collector):
         """Yield the counts and their figures; nothing before the first served step."""
         try:
             load = read_run_load(self._run_dir)
+            holders = model_holders(read_proofs(self._run_dir))
         except InputError:
             return
+        # As vLLM's metrics call it, so that they join.
+        name = next((proof.served_model_name for proof in holders if proof.served_model_name), load.model)
+        load = dataclasses.replace(load, model=name)
         yield _tokens(load)
         yield from _about(load)
         yield from _figures(load.model, load_report(load))
@@ -79,12 +86,12 @@ def _about(load: ExpertLoad) -> Iterator[Metric]:
 
 def _figures(model: str, report: LoadReport) -> Iterator[Metric]:
     busiest = GaugeMetricFamily(
-        f"{_LOAD}_max_over_mean",
+        f"{_LOAD}_max_over_mean_ratio",
         "Tokens of the busiest expert of a layer over the mean of all its experts.",
         labels=("model_name", "layer", "name"),
     )
     ranks = GaugeMetricFamily(
-        f"{_LOAD}_rank_imbalance",
+        f"{_LOAD}_rank_imbalance_ratio",
         "Tokens of the busiest rank over the mean, with the experts in order on that many ranks.",
         labels=("model_name", "layer", "ranks"),
     )

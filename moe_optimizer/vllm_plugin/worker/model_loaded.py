@@ -24,6 +24,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         start_counting(session, self)
         watch_compilations(session)
         cache_specs = original(self)
+        session.proof.served_model_name = str(self.vllm_config.model_config.served_model_name)
         session.proof.model_rank, session.proof.world_size = world()
         prove_flags(session, self, cache_specs)
         watch_experts(session, self)

@@ -227,7 +227,7 @@ moe_optimizer_expert_tokens_total{expert="0",layer="3",model_name="a\\"b"} 6.0
 moe_optimizer_expert_tokens_total{expert="1",layer="3",model_name="a\\"b"} 1.2e+06
 moe_optimizer_expert_load_steps_total{model_name="a\\"b"} 20.0
 moe_optimizer_expert_load_since_timestamp_seconds{model_name="a\\"b"} 1.7952e+09
-moe_optimizer_expert_load_max_over_mean{layer="3",model_name="a\\"b",name="layers.3"} 1.5
+moe_optimizer_expert_load_max_over_mean_ratio{layer="3",model_name="a\\"b",name="layers.3"} 1.5
 vllm:something{a="b"} 1.0
 """
 

@@ -79,3 +79,10 @@ def test_colours_need_a_terminal_and_nobody_against_them(
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: terminal)
     assert messages.use_color(stream) is want
+
+
+def test_warnings_noted_on_an_error_come_between_it_and_its_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    error = InputError("no room", hint="make some")
+    error.add_note("a key is given twice")
+    messages.write_error(error)
+    assert capsys.readouterr().err == "error: no room\nwarning: a key is given twice\n\nhint: make some\n"

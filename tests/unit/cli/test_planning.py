@@ -8,12 +8,12 @@ import pytest
 from moe_optimizer import env
 from moe_optimizer.cli import planning
 from moe_optimizer.cli.options import PlanOptions, ServeOptions
-from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.errors import DoesNotFitError, InputError, UnsupportedError
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.software import VllmInstallation
-from tests.builders import deepseek_v3, gpus, request
+from tests.builders import cpu_machine, deepseek_v3, gpus, request, tiny_moe
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
 
@@ -59,3 +59,20 @@ def test_strict_refuses_a_cache_whose_type_is_not_as_asked_for_though_its_tier_i
     asked = request(deepseek_v3(), gpus("h200", 8), wishes=wishes, strict=True)
     with pytest.raises(UnsupportedError, match=r"^--strict: kv_cache \(flag --enable-kv-cache\): mla"):
         make_plan(asked)
+
+
+def test_a_plan_that_fails_keeps_what_the_facts_warn_of() -> None:
+    model = dataclasses.replace(deepseek_v3(), warnings=("config.json: a key is given twice",))
+    with pytest.raises(DoesNotFitError) as caught:
+        planning._planned(request(model, gpus("h100_sxm", 1)))
+    assert caught.value.__notes__ == ["config.json: a key is given twice"]
+
+
+def test_an_old_vllm_is_the_plans_first_warning() -> None:
+    asked = request(tiny_moe(), cpu_machine())
+    assert asked.software.vllm is not None
+    vllm = dataclasses.replace(asked.software.vllm, version="0.25.1")
+    software = dataclasses.replace(asked.software, vllm=vllm)
+    first = planning._planned(dataclasses.replace(asked, software=software)).warnings[0]
+    assert "too old" in first
+    assert "0.25.1" in first

@@ -14,7 +14,7 @@ from moe_optimizer.cli import planning
 from moe_optimizer.cli.options import ServeOptions
 from moe_optimizer.cli.preflight import check_can_serve_here
 from moe_optimizer.errors import InputError, MoeOptimizerError, UnsupportedError
-from moe_optimizer.inspection import load_hardware
+from moe_optimizer.inspection import load_hardware, servable
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.software import VllmInstallation
@@ -129,6 +129,8 @@ def test_a_configuration_without_its_type_is_planned_but_not_served(
 def test_a_quantisation_that_vllm_does_not_have_is_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    # Not known when the model was looked at: the vLLM that serves is another.
+    monkeypatch.setattr(servable, "package_folder", lambda name: None)
     config = json.loads((Path(TINY_MOE) / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "zip9"}}))
     folder = tmp_path / "vllm" / "model_executor" / "layers" / "quantization"
@@ -156,7 +158,7 @@ WHOLE_TOKENIZER = '{"model": {"vocab": {}}}'
         ({}, "no tokenizer"),
         ({"tokenizer_config.json": "{}", "special_tokens_map.json": "{}"}, "no tokenizer"),
         ({"tokenizer.json": WHOLE_TOKENIZER[:-4]}, "tokenizer.json:1"),
-        ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1"}, "tokenizer.json:1"),
+        ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1"}, "tokenizer.json: got a git-lfs"),
         ({"tokenizer.json": "{}", "tokenizer.model": "x"}, "tokenizer.json: model: is missing"),
         ({"tokenizer.json": WHOLE_TOKENIZER, "tokenizer_config.json": "{"}, "tokenizer_config.json:1"),
         ({"vocab.json": "{", "merges.txt": ""}, "vocab.json:1"),

@@ -323,4 +323,4 @@ def test_a_git_lfs_pointer_is_called_one(inspect_config: Inspect) -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 42\n"
     with pytest.raises(InputError, match="git-lfs pointer") as error:
         inspect_config(CONFIG, {"model.safetensors": pointer})
-    assert error.value.hint == "fetch the weights themselves: git lfs pull"
+    assert error.value.hint == "fetch the files themselves: git lfs pull"

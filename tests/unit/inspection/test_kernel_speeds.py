@@ -98,6 +98,14 @@ def test_a_pipe_among_the_tables_is_a_warning(tmp_path: Path):
     assert "pipe.json" in warning
 
 
+def test_a_cache_that_cannot_be_read_is_a_warning(tmp_path: Path):
+    (tmp_path / "loop").symlink_to("loop")
+    read = read_kernel_speeds(tmp_path / "loop")
+    assert read.tables == read_kernel_speeds(tmp_path / "none").tables
+    (warning,) = read.warnings
+    assert str(tmp_path / "loop") in warning
+
+
 def test_a_table_file_is_json_that_a_person_can_read(tmp_path: Path):
     write_tables(tmp_path / "mine.json", (table(),))
     data = json.loads((tmp_path / "mine.json").read_text())

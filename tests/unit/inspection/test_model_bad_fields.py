@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from moe_optimizer.errors import InputError
 from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.specs.model import ModelSpec
+from tests.unit.inspection.conftest import CONFIGS
 from tests.unit.inspection.one_sentence import message
 
 Inspect = Callable[..., ModelSpec]
@@ -156,3 +158,69 @@ def test_a_quantisation_file_that_is_no_file_is_refused(
 def test_an_array_shorter_than_the_layers_is_refused(load_config: Load, inspect_config: Inspect) -> None:
     with pytest.raises(InputError, match="moe_topk: got 3 entries"):
         inspect_config({**load_config("hunyuan"), "moe_topk": [8, 8, 8]})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "key"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("arctic", {"moe_layer_frequency": 0}, "moe_layer_frequency"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval"),
+        ("qwen3_moe", {"mlp_only_layers": "[0, 1]"}, "mlp_only_layers"),
+        ("minimax_m2", {"layer_types": '["full_attention"]'}, "layer_types"),
+        ("qwen3_moe", {"quantization_config": {"quant_method": "fp8", "ignored_layers": "['a']"}}, "ignored_layers"),
+        ("qwen3_moe", {"quantization_config": {"quant_method": "fp8", "weight_block_size": "[128]"}}, "weight_block"),
+        ("qwen3_moe", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}}, "weight_block"),
+        ("qwen3_moe", {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 0}}, "group_size"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_zero_to_divide_by_and_a_quoted_list_are_refused_by_their_key(
+    name: str, changes: dict[str, Any], key: str, load_config: Load, inspect_config: Inspect
+) -> None:
+    with pytest.raises(InputError, match=key):
+        inspect_config({**load_config(name), **changes})
+
+
+def test_a_group_of_experts_without_end_is_a_channel(load_config: Load, inspect_config: Inspect) -> None:
+    scheme = {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    assert inspect_config({**load_config("qwen3_moe"), "quantization_config": scheme}).weight_bits == 4
+
+
+def test_a_step_of_zero_means_no_experts_where_the_class_asks_first(load_config: Load, inspect_config: Inspect) -> None:
+    config = load_config("llama4")
+    config["text_config"]["interleave_moe_layer_step"] = 0
+    assert not inspect_config(config).is_moe
+
+
+def test_a_key_given_twice_is_said_and_the_last_counts(load_config: Load, inspect_config: Inspect) -> None:
+    text = json.dumps(load_config("qwen3_moe")).replace('"num_experts": 128', '"num_experts": 64, "num_experts": 128')
+    spec = inspect_config(text)
+    assert spec.num_experts == 128
+    (warning,) = [line for line in spec.warnings if "num_experts" in line]
+    assert "given 2 times" in warning
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_local_experts", 64), ("n_routed_experts", 64), ("moe_topk", 2)])
+def test_two_counts_that_disagree_are_said_by_their_keys(
+    key: str, value: int, load_config: Load, inspect_config: Inspect
+) -> None:
+    spec = inspect_config({**load_config("qwen3_moe"), key: value})
+    used = "num_experts_per_tok" if key == "moe_topk" else "num_experts"
+    (warning,) = [line for line in spec.warnings if key in line]
+    assert f"{used}: got" in warning
+    assert (spec.num_experts, spec.top_k) == (128, 8)
+
+
+def test_two_counts_that_agree_are_no_warning(load_config: Load, inspect_config: Inspect) -> None:
+    plain = inspect_config(load_config("qwen3_moe"))
+    assert inspect_config({**load_config("qwen3_moe"), "num_local_experts": 128}).warnings == plain.warnings
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+def test_no_published_configuration_is_said_to_contradict_itself(path: Path) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        spec = ModelInspector(trust_remote_code=True).inspect(folder)
+    assert not [line for line in spec.warnings if "is used" in line or "given" in line]

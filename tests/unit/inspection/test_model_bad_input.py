@@ -221,3 +221,22 @@ def test_own_code_is_needed_where_only_it_reads_the_configuration(
 def test_a_class_without_its_configuration_is_not_needed(load_config: Load, inspect_config: Inspect) -> None:
     config = load_config("bailing_moe") | {"auto_map": {"AutoModelForCausalLM": "modeling_bailing_moe.Own"}}
     assert not inspect_config(config).needs_remote_code
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 42\n"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "hf_quant_config.json"])
+def test_a_git_lfs_pointer_in_place_of_json_is_called_one(
+    name: str, load_config: Load, inspect_config: Inspect
+) -> None:
+    with pytest.raises(InputError, match=f"{name}: got a git-lfs pointer") as error:
+        inspect_config(load_config("qwen3_moe"), {name: POINTER})
+    assert "git lfs pull" in (error.value.hint or "")
+
+
+def test_a_folder_in_mistrals_own_format_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text("{}")
+    (tmp_path / "consolidated.safetensors").write_text("")
+    with pytest.raises(InputError, match=r"params\.json"):
+        ModelInspector().inspect(tmp_path)

@@ -29,7 +29,6 @@ def assert_dense(spec: ModelSpec) -> None:
         ("jamba", {"num_experts": 1}),
         ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}),
         ("qwen3_moe", {"mlp_only_layers": list(range(48))}),
-        ("qwen3_moe", {"decoder_sparse_step": 0}),
         ("deepseek_v3", {"first_k_dense_replace": 61}),
         ("deepseek_v3", {"n_routed_experts": None}),
         ("ernie4_5_moe", {"moe_num_experts": 0}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,6 +62,7 @@ def test_an_id_that_is_not_cached_is_refused_offline(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not in the hub cache") as error:
         resolve_model("owner/name", {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"})
     assert "HF_HUB_OFFLINE" in str(error.value.hint)
+    assert "hf download " in str(error.value.hint)
 
 
 def test_a_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,3 +115,18 @@ def test_inspection_imports_nothing_heavy(
 def test_a_cache_below_the_home_of_a_user_that_does_not_exist_is_empty() -> None:
     with pytest.raises(InputError, match="not in the hub cache"):
         resolve_model("owner/name", {"HF_HOME": "~no-such-user/hf", "HF_HUB_OFFLINE": "1"})
+
+
+def test_a_pipe_in_the_cache_does_not_block(tmp_path: Path) -> None:
+    snapshot = cached(tmp_path, "owner/name", "abc123")
+    (tmp_path / "models--owner--name" / "refs" / "main").unlink()
+    os.mkfifo(tmp_path / "models--owner--name" / "refs" / "main")
+    assert resolve_model("owner/name", {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}) == snapshot
+
+
+def test_a_cache_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    repository = tmp_path / "models--owner--name"
+    repository.mkdir()
+    (repository / "snapshots").symlink_to("snapshots")
+    with pytest.raises(InputError, match=f"{repository} cannot be read"):
+        resolve_model("owner/name", {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"})

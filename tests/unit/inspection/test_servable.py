@@ -167,3 +167,14 @@ def test_the_installed_tables_are_of_the_known_form() -> None:
     assert classes.has("qwen3_moe", ())
     assert classes.has("", ("LongcatFlashForCausalLM",))
     assert not classes.has("a_model_of_nobody", ())
+
+
+def test_a_quantisation_that_vllm_lacks_is_not_servable(
+    load_config: Callable[[str], dict[str, Any]], inspect_config: Callable[..., ModelSpec]
+) -> None:
+    config = {**load_config("qwen3_moe"), "quantization_config": {"quant_method": "no_such_method", "bits": 4}}
+    spec = inspect_config(config)
+    assert spec.servable is False
+    assert "'no_such_method'" in spec.servable_reason
+    config["quantization_config"]["quant_method"] = "gptq"
+    assert inspect_config(config).servable is True

@@ -229,4 +229,4 @@ def test_the_router_gets_no_key_to_hand_on_and_no_proxy(tmp_path: Path) -> None:
         "PATH": "/bin",
     }
     environment = router.router_environment(tmp_path / "plan.json", environ)
-    assert environment == {"PATH": "/bin", "MOE_OPTIMIZER_PLAN": str(tmp_path / "plan.json")}
+    assert environment == {"PATH": "/bin", "PYTHONSAFEPATH": "1", "MOE_OPTIMIZER_PLAN": str(tmp_path / "plan.json")}

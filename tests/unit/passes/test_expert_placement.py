@@ -113,7 +113,10 @@ def test_an_even_load_is_left_alone_unless_asked_for():
         (lambda: on_cpu(wishes=ON), "needs the load of the experts"),
         (lambda: decided(dense_model(), cpu_machine(), wishes=ON), "the model has no experts"),
         (lambda: decided(qwen3_30b_a3b(), gpus("h100_sxm", 1), wishes=ON), "needs at least 2 GPUs, found 1"),
-        (lambda: on_gpus(wishes=ON, parallelism={}), "needs expert parallelism; without it every GPU has a slice"),
+        (
+            lambda: on_gpus(wishes=ON, parallelism={}),
+            "needs expert parallelism (--enable-expert-parallel); without",
+        ),
         (
             lambda: on_cpu(placement_load(tiny_moe()), wishes=ON, flash_dmoe=False),
             "only our expert kernel was shown to follow the expert map",

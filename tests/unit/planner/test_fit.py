@@ -36,7 +36,7 @@ def test_mixtral_in_bf16_needs_two_h100():
     assert error.exit_code == ExitCode.UNSUPPORTED
     assert "each needs 93.4 GB of weights" in str(error)
     assert "may use 77 GB of 85.5 GB" in str(error)
-    assert error.hint == "GPUs of this kind needed: 2 as stored (bfloat16), 2 in BF16, 1 in FP8"
+    assert error.hint == "GPUs of this kind needed: 2 as stored (bfloat16), 2 in BF16, 1 in FP8 (--enable-fp8)"
     assert make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 2))).num_gpus == 2
 
 
@@ -176,3 +176,11 @@ def test_no_layer_is_left_where_nothing_bounds_its_error():
     plan = fp8_on_the_cpu(48, max_layer_error=None)
     assert "does not count" not in plan.decision("fp8").reason
     assert not any("layers that it changes" in each for each in plan.warnings)
+
+
+def test_a_model_for_more_than_one_machine_names_the_command_that_plans_for_several():
+    error = refused(request(deepseek_v3(), gpus("h100_sxm", 8)), DoesNotFitError)
+    assert error.hint is not None
+    assert error.hint.endswith("over several machines: moe-optimizer plan --nodes 2")
+    nodes = request(deepseek_v3(), gpus("h100_sxm", 8), num_gpus=16, num_nodes=2)
+    assert make_plan(nodes).num_gpus == 16

@@ -123,3 +123,24 @@ def test_a_required_setting_is_switched_on_and_its_pass_must_be_seen_running():
     assert plan.serve_args.value("--kv-offloading-size") is not None
     assert "--enable-expert-parallel" in plan.serve_args
     assert {each.pass_name for each in plan.decisions if each.required} == {"kv_cache", "parallelism"}
+
+
+def test_every_flag_that_is_refused_is_a_warning_that_names_it():
+    """On a CPU and on a GPU: what was asked for by flag and is not planned is said, not only listed."""
+    for machine in (cpu_machine(), gpus("h100_sxm")):
+        for switch in switches():
+            try:
+                plan = make_plan(request(tiny_moe(), machine, wishes=resolve_wishes([switch.flag], [])))
+            except MoeOptimizerError:
+                continue  # refused as a whole, by a sentence
+            for decision in plan.decisions:
+                if decision.wish is Wish.ON and decision.status is Status.REFUSED:
+                    said = [line for line in plan.warnings if decision.wish_origin in line or decision.reason in line]
+                    assert said, (switch.flag, decision)
+
+
+def test_a_refused_flag_is_said_with_its_reason():
+    plan = make_plan(request(tiny_moe(), cpu_machine(), wishes=resolve_wishes(["dual-batch-overlap"], [])))
+    (line,) = [line for line in plan.warnings if "dual_batch_overlap" in line]
+    assert "--enable-dual-batch-overlap" in line
+    assert plan.decision("dual_batch_overlap").reason in line

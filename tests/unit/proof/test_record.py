@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,15 @@ def test_a_touched_proof_is_written_by_itself(tmp_path: Path) -> None:
     eventually(lambda: read_proofs(tmp_path)[0].passes["flash_dmoe"].ran, "the writer thread did not write")
 
 
+def test_a_run_folder_that_was_removed_meanwhile_is_private_again(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    writer = ProofWriter(run_dir, proof())
+    for _ in range(2):
+        writer.write()
+        assert run_dir.stat().st_mode & 0o777 == 0o700
+        shutil.rmtree(run_dir)
+
+
 def test_a_folder_that_refuses_does_not_raise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / PROOF_DIR).write_text("a file where the folder should be")
     writer = ProofWriter(tmp_path, proof())
@@ -74,4 +85,11 @@ def test_an_unknown_field_is_an_error(tmp_path: Path) -> None:
     data = json.loads(writer.path.read_text())
     writer.path.write_text(json.dumps({**data, "surprise": 1}))
     with pytest.raises(InputError, match="surprise"):
+        read_proofs(tmp_path)
+
+
+def test_a_pipe_among_the_proofs_does_not_block(tmp_path: Path) -> None:
+    (tmp_path / PROOF_DIR).mkdir()
+    os.mkfifo(tmp_path / PROOF_DIR / "worker-0-1.json")
+    with pytest.raises(InputError, match="is not a regular file"):
         read_proofs(tmp_path)

@@ -15,7 +15,7 @@ from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.builders import cpu_machine, profile_with, request, tiny_moe
 
-NEEDS = "needs expert parallelism; without it every process has a slice of every expert"
+NEEDS = "needs expert parallelism (--enable-expert-parallel); without it every process has a slice of every expert"
 
 
 def plan_of(**passes: dict[str, Any]) -> Callable[[Any], Plan]:
@@ -32,7 +32,16 @@ def test_a_refused_wish_is_in_the_proof_and_in_the_log(tmp_path: Path, caplog: p
     session = resolved(tmp_path, plan_of(expert_placement={"mode": "on"}))
     entry = session.proof.passes["expert_placement"]
     assert (entry.requested, entry.applied, entry.why_not) == (Wish.ON.value, False, f"refused: {NEEDS}")
-    assert f"expert_placement (profile balanced) is refused: {NEEDS}" in caplog.text
+    assert caplog.text.count(f"expert_placement refused (profile balanced): {NEEDS}") == 1
+
+
+def test_the_log_says_in_one_line_what_is_applied_and_where_the_proofs_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "moe_optimizer")
+    resolved(tmp_path, plan_of())
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert line == f"profile balanced: expert_load to apply; plan and proofs are in {tmp_path}"
 
 
 def test_what_was_only_auto_is_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

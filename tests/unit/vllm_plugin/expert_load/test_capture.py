@@ -68,7 +68,9 @@ def worker_of(*layers: Layer, tensor_parallel_size: int = 1, **parallel: Any) ->
         }
         | parallel
     )
-    model_config = SimpleNamespace(get_num_experts=lambda: EXPERTS, enable_return_routed_experts=False)
+    model_config = SimpleNamespace(
+        get_num_experts=lambda: EXPERTS, enable_return_routed_experts=False, served_model_name="chat"
+    )
     return SimpleNamespace(
         model_runner=SimpleNamespace(get_model=lambda: model),
         vllm_config=SimpleNamespace(model_config=model_config, parallel_config=parallel_config),

@@ -10,6 +10,7 @@ import prometheus_client
 import pytest
 
 from moe_optimizer.cli.expert_metrics import parse_metrics
+from moe_optimizer.proof.record import Proof, ProofWriter
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
 from moe_optimizer.vllm_plugin.expert_load import metrics as expert_load_metrics
 from moe_optimizer.vllm_plugin.expert_load.metrics import ExpertLoadCollector
@@ -45,7 +46,17 @@ def test_the_metrics_page_is_read_back_as_the_load_it_shows(
     part_path(tmp_path, 0).write_text(LOAD.to_json())
     page = page_of(tmp_path, registry)
     assert parse_metrics(page, origin="page") == LOAD
-    assert 'moe_optimizer_expert_load_rank_imbalance{layer="0",model_name="a\\"b\\\\c",ranks="2"} 1.5' in page
+    assert 'moe_optimizer_expert_load_rank_imbalance_ratio{layer="0",model_name="a\\"b\\\\c",ranks="2"} 1.5' in page
+
+
+def test_the_model_is_called_as_in_vllms_metrics(tmp_path: Path, registry: prometheus_client.CollectorRegistry) -> None:
+    part_path(tmp_path, 0).parent.mkdir()
+    part_path(tmp_path, 0).write_text(LOAD.to_json())
+    proof = Proof(
+        role="worker", rank=0, pid=1, plan_digest="", versions={}, world_size=1, model_rank=0, served_model_name="chat"
+    )
+    ProofWriter(tmp_path, proof).write()
+    assert parse_metrics(page_of(tmp_path, registry), origin="page").model == "chat"
 
 
 def test_before_the_first_step_the_page_shows_nothing_of_ours(

@@ -11,7 +11,7 @@ import pytest
 from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import WARMING_FILE, CompilationProof, Proof, ProofWriter
 from moe_optimizer.proof.table import compiled_after_ready
-from moe_optimizer.vllm_plugin.compilation_metrics import CompilationCollector
+from moe_optimizer.vllm_plugin.proof_metrics import ProofCollector
 from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker import compilations
 from moe_optimizer.vllm_plugin.worker.compilations import JIT_EVENTS, CompilationWatch, cache_folders, cached_kernels
@@ -97,7 +97,7 @@ def worker(rank: int, proof: CompilationProof | None) -> Proof:
 def test_the_metrics_have_the_counts_of_every_worker(tmp_path: Path) -> None:
     for rank in range(2):
         ProofWriter(tmp_path, worker(rank, CompilationProof(before_ready=3, after_ready=rank))).write()
-    (metric,) = CompilationCollector(tmp_path).collect()
+    (metric,) = [each for each in ProofCollector(tmp_path).collect() if each.name == "moe_optimizer_compilations"]
     values = {(sample.labels["rank"], sample.labels["when"]): sample.value for sample in metric.samples}
     assert values == {
         ("0", "before_ready"): 3, ("0", "after_ready"): 0, ("1", "before_ready"): 3, ("1", "after_ready"): 1,

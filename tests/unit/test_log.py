@@ -1,0 +1,32 @@
+"""Our messages inside vLLM's processes are told from vLLM's."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from moe_optimizer.log import LOGGER_NAME, configure_inside_vllm, get_logger
+
+
+@pytest.fixture(autouse=True)
+def _own_handlers() -> Iterator[None]:
+    logger = logging.getLogger(LOGGER_NAME)
+    kept = logger.handlers, logger.level, logger.propagate
+    logger.handlers, logger.propagate = [], True
+    yield
+    logger.handlers, logger.level, logger.propagate = kept
+
+
+def test_each_message_begins_with_our_name_and_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure_inside_vllm()
+    configure_inside_vllm()
+    # As vLLM does later, to name the process in each line.
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    get_logger("moe_optimizer.vllm_plugin.session").warning("nothing is applied: %s", "why")
+    get_logger("moe_optimizer.vllm_plugin.session").info("all is well")
+    written = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert written == "moe-optimizer WARNING: nothing is applied: why\nmoe-optimizer INFO: all is well\n"
