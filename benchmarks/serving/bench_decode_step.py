@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import head, parser_of  # noqa: E402
 from benchmarks.serving.plans import plan_here  # noqa: E402
-from moe_optimizer.inspection import read_kernel_speeds  # noqa: E402
+from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
 from moe_optimizer.measure.decode_step.ledger import Ledger, ledger_of  # noqa: E402
 from moe_optimizer.measure.decode_step.profiled_steps import StepProfile  # noqa: E402
 from moe_optimizer.measure.decode_step.profiling import Side, profile_steps  # noqa: E402

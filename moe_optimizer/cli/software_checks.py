@@ -39,7 +39,7 @@ _DEFAULT_ARCHS = "sm_90a"
 
 def software_checks() -> Iterator[Check]:
     """Yield the checks of kernels, vLLM, plugin and environment."""
-    from moe_optimizer.inspection import find_vllm
+    from moe_optimizer.inspection.vllm_installation import find_vllm
 
     yield _kernels()
     vllm = find_vllm()
@@ -49,7 +49,7 @@ def software_checks() -> Iterator[Check]:
 
 
 def _kernels() -> Check:
-    from moe_optimizer.inspection import read_kernel_inventory
+    from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory
 
     inventory = read_kernel_inventory()
     if not inventory.built:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.files import read_text
-from moe_optimizer.inspection import ModelInspector
+from moe_optimizer.inspection.model_inspector import ModelInspector
 
 if TYPE_CHECKING:
     from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights
