@@ -35,22 +35,21 @@ class TunedConfigs(OptimizationPass):
     flag = "tuned-configs"
     title = "use a tuned Triton MoE configuration"
     limits = "it applies where vLLM picks its Triton kernel, which another MoE backend may replace"
+    needs_experts = True
 
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+    def why_not(self, ctx: PlanContext) -> str:
         """Needs experts, a GPU, a dtype whose file name is known, and a vLLM to look into."""
-        if not ctx.model.is_moe:
-            return False, "the model has no experts"
         if ctx.device == "cpu":
-            return False, "Triton configurations are for GPUs"
+            return "Triton configurations are for GPUs"
         if triton_scheme(ctx) is None:
             given = ctx.pinned.value("--quantization")
             found = f"--quantization {given}" if given else f"{ctx.model.quant_method}, {ctx.model.weight_bits:g} bits"
-            return False, f"needs experts in BF16, FP16, FP32, or FP8 with FP32 scales, found {found}"
+            return f"needs experts in BF16, FP16, FP32, or FP8 with FP32 scales, found {found}"
         if ctx.software.vllm is None:
-            return False, "no vLLM is installed to look into"
+            return "no vLLM is installed to look into"
         if not (Path(ctx.software.vllm.location) / SHIPPED).is_dir():
-            return False, f"vLLM {ctx.software.vllm.version} does not keep its configurations in vllm/{SHIPPED}"
-        return True, ""
+            return f"vLLM {ctx.software.vllm.version} does not keep its configurations in vllm/{SHIPPED}"
+        return ""
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return that nothing is used; switched off, not what vLLM's own variable names either."""
