@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
 from moe_optimizer.profiles import profile_names
 from moe_optimizer.profiles.schema import Profile
 from moe_optimizer.resources import config_dir
-from moe_optimizer.yaml_document import YamlDocument, read_yaml
+from moe_optimizer.yaml_model import read_section
 
 _ENDINGS = (".yaml", ".yml")
 
@@ -36,37 +35,7 @@ def load_profile(name_or_path: str) -> Profile:
             )
         path = config_dir() / f"{name_or_path}.yaml"
         origin = f"configs/{path.name}"
-    document = read_yaml(path, origin=origin, what="profile")
-    if not isinstance(document.data, dict):
-        raise InputError(f"{origin}:1: got {_kind(document.data)}, expected a mapping of profile keys")
-    try:
-        return Profile.model_validate(document.data)
-    except ValidationError as error:
-        raise _input_error(error, document, origin) from None
-
-
-def _input_error(error: ValidationError, document: YamlDocument, origin: str) -> InputError:
-    """Turn the first complaint, in file order, into a sentence."""
-    complaints = error.errors(include_url=False, include_context=True)
-    first = min(complaints, key=lambda complaint: document.line(tuple(complaint["loc"])))
-    path = tuple(first["loc"])
-    place = f"{origin}:{document.line(path)}"
-    owner = ".".join(map(str, path[:-1])) or "top level"
-    if first["type"] == "extra_forbidden":
-        return _unknown_key(str(path[-1]), path[:-1], place, owner)
-    if first["type"] == "missing":
-        return InputError(f"{origin}: key `{'.'.join(map(str, path))}` is missing")
-    field = ".".join(map(str, path))
-    return InputError(f"{place} ({field}): got {_kind(first['input'])}, expected {_expected(first)}")
-
-
-def _unknown_key(key: str, parent: Sequence[str | int], place: str, owner: str) -> InputError:
-    known = tuple(_section_at(parent).model_fields)
-    expected = ", ".join(f"`{name}`" for name in known)
-    return InputError(
-        f"unknown key in {place} ({owner}): got `{key:.80}`, expected one of {expected}",
-        hint=(None if parent else _flat_key_hint(key)) or did_you_mean(key, known),
-    )
+    return read_section(Profile, path, origin=origin, what="profile", hint_for=_flat_key_hint)
 
 
 def _flat_key_hint(key: str) -> str | None:
@@ -96,49 +65,3 @@ def _places(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _places(kind, f"{prefix}{name}.")
         else:
             yield prefix + name
-
-
-def _section_at(path: Sequence[str | int]) -> type[BaseModel]:
-    section: type[BaseModel] = Profile
-    for key in path:
-        annotation = section.model_fields[str(key)].annotation
-        assert isinstance(annotation, type), f"{path}: {annotation}"
-        assert issubclass(annotation, BaseModel), f"{path}: {annotation}"
-        section = annotation
-    return section
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
-    if isinstance(value, str):
-        return f"the text {value!r:.80}"
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return f"{value}"[:80]
-
-
-_EXPECTED = {
-    "bool_type": "true or false",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "string_type": "a text",
-    "tuple_type": "a list",
-    "model_type": "a mapping",
-    "model_attributes_type": "a mapping",
-}
-
-
-def _expected(complaint: Any) -> str:
-    kind, context = complaint["type"], complaint.get("ctx", {})
-    if kind == "literal_error":
-        return str(context["expected"]).replace("'", "`")
-    if kind == "greater_than_equal":
-        return f"at least {context['ge']}"
-    if kind == "less_than_equal":
-        return f"at most {context['le']}"
-    return _EXPECTED.get(kind) or str(complaint["msg"])
