@@ -11,9 +11,9 @@ from moe_optimizer.inspection.tuned_configs import (
     FOLDER_VARIABLE,
     SHIPPED,
     read_rows,
-    read_tuned_sizes,
     state_path,
 )
+from moe_optimizer.inspection.tuning_state import read_tuning
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.pass_params import FlashDmoeParams, TunedConfigsParams
@@ -125,13 +125,15 @@ def _measured_gain(ctx: PlanContext, config: Path) -> tuple[Gain | None, tuple[s
     decode step's; and what is to be said where that cannot be read.
     """
     try:
-        sizes = [size for size in read_tuned_sizes(config) if _left_to_vllm(ctx, size.tokens)]
+        tuning = read_tuning(config)
     except InputError as error:
         return None, (f"tuned_configs: its gain is not known: {error}",)
-    if not sizes:
+    verdicts = () if tuning is None else tuning.verdicts.values()
+    wins = [each for each in verdicts if each.won and _left_to_vllm(ctx, each.tokens)]
+    if tuning is None or not wins:
         return None, ()
-    near = min(sizes, key=lambda size: abs(math.log(size.tokens / ctx.workload.batch_size)))
-    ref = f"moe-optimizer tune, vLLM {near.vllm_version}: {state_path(config).name}"
+    near = min(wins, key=lambda win: (abs(math.log(win.tokens / ctx.workload.batch_size)), win.tokens))
+    ref = f"moe-optimizer tune, vLLM {tuning.identity.get('vllm', 'unknown')}: {state_path(config).name}"
     ratio = Quantity(near.ratio, "ratio", Source.MEASURED, ref)
     return Gain(metric=f"time of a MoE layer at {near.tokens} tokens", ratio=ratio), ()
 
