@@ -86,7 +86,7 @@ class TunedConfigs(OptimizationPass):
         self, ctx: PlanContext, params: TunedConfigsParams, *, keep_out: bool, warnings: tuple[str, ...] = ()
     ) -> Decision:
         """Return whether vLLM ships the file, where the user's folder has none that can be used."""
-        assert ctx.software.vllm is not None, "supported() has checked it"
+        assert ctx.software.vllm is not None, "why_not() has checked it"
         version, named, file = ctx.software.vllm.version, ctx.section(self.name).folder, params.file
         fields = {"keep_out": keep_out, "warnings": warnings, "params": params}
         if (Path(ctx.software.vllm.location) / SHIPPED / file).is_file():
