@@ -18,11 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import head, parser_of  # noqa: E402
-from benchmarks.serving.decode_step.ledger import Ledger, ledger_of  # noqa: E402
-from benchmarks.serving.decode_step.profiled_steps import StepProfile  # noqa: E402
-from benchmarks.serving.decode_step.profiling import Side, profile_steps  # noqa: E402
 from benchmarks.serving.plans import plan_here  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
+from moe_optimizer.measure.decode_step.ledger import Ledger, ledger_of  # noqa: E402
+from moe_optimizer.measure.decode_step.profiled_steps import StepProfile  # noqa: E402
+from moe_optimizer.measure.decode_step.profiling import Side, profile_steps  # noqa: E402
 from moe_optimizer.plan.json_codec import encode  # noqa: E402
 from moe_optimizer.plan.pass_params import Fp8Params, KvCacheParams  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402

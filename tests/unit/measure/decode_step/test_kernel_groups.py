@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.serving.decode_step.kernel_groups import GROUPS, group_of
+from moe_optimizer.measure.decode_step.kernel_groups import GROUPS, group_of
 
 
 @pytest.mark.parametrize(

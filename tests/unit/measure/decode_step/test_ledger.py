@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.serving.decode_step.ledger import ledger_of
-from benchmarks.serving.decode_step.profiled_steps import KernelTime, StepProfile
+from moe_optimizer.measure.decode_step.ledger import ledger_of
+from moe_optimizer.measure.decode_step.profiled_steps import KernelTime, StepProfile
 from tests.builders import gpus, qwen3_30b_a3b
 
 KERNELS = (

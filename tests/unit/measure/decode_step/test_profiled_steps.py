@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.serving.decode_step.profiled_steps import exclusive_us
+from moe_optimizer.measure.decode_step.profiled_steps import exclusive_us
 
 
 def test_overlapping_launches_are_counted_once() -> None:

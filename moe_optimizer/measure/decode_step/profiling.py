@@ -7,17 +7,16 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.serving.decode_step.profiled_steps import ProfiledSteps, StepsRequest
 from moe_optimizer.errors import RequiredNotAppliedError, ServerFailedError, UnsupportedError
 from moe_optimizer.launcher.command import check_plugin_visible
+from moe_optimizer.measure.decode_step.profiled_steps import ProfiledSteps, StepsRequest
 from moe_optimizer.measure.process import MeasurementError, run_measurement
 from moe_optimizer.plan.json_codec import decode
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import read_proofs
 from moe_optimizer.proof.verdict import not_running
 
-_MODULE = "benchmarks.serving.decode_step.profiled_steps"
-_ROOT = Path(__file__).resolve().parents[3]
+_MODULE = "moe_optimizer.measure.decode_step.profiled_steps"
 _GRACE_S = 10.0
 _IN_EVERY_STEP = ("flash_dmoe", "fp8", "sparsity_24")
 
@@ -53,7 +52,6 @@ def profile_steps(
         steps=steps,
     )
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MOE_OPTIMIZER_")}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), environment.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory(prefix="moe-optimizer-step-") as name:
         folder = Path(name)
         if side == "ours":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from benchmarks.serving.decode_step.kernel_groups import ATTENTION, EXPERTS, GROUPS, MATRICES, group_of
-from benchmarks.serving.decode_step.profiled_steps import StepProfile
 from moe_optimizer.costs.roofline import DecodeStep, decode_step_bytes, memory_bandwidth
+from moe_optimizer.measure.decode_step.kernel_groups import ATTENTION, EXPERTS, GROUPS, MATRICES, group_of
+from moe_optimizer.measure.decode_step.profiled_steps import StepProfile
 from moe_optimizer.specs.hardware import GpuSpec
 from moe_optimizer.specs.model import ModelSpec
 
