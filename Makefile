@@ -1,10 +1,13 @@
 # make demo   set up, serve the bundled model through vLLM with the plugin, ask it, show the proof, stop
 # make test   set up and run every check and test
 # make setup  set up only: .venv/bin/moe-optimizer works afterwards
-.PHONY: help setup build demo test lint clean
+# make wheel  build dist/*.whl with the CPU and CUDA kernels, one per Python (PYTHONS="3.11 3.12")
+.PHONY: help setup build wheel demo test lint clean
 .DEFAULT_GOAL := help
 
 DEVICE ?= auto
+PYTHON ?= python3
+PYTHONS ?=
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -14,6 +17,9 @@ setup:
 
 build:
 	@bash build.sh
+
+wheel:
+	@$(PYTHON) scripts/build_wheels.py $(if $(PYTHONS),--pythons $(PYTHONS))
 
 demo: setup
 	@.venv/bin/python scripts/demo.py

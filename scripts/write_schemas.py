@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from moe_optimizer.cli.check import Report
 from moe_optimizer.cli.experts import ExpertsOutput
 from moe_optimizer.cli.ready_server import ReadyServer
+from moe_optimizer.measure.bench.result import BenchResult
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.specs.expert_load import ExpertLoad
 from moe_optimizer.specs.model import ModelSpec
@@ -38,6 +39,7 @@ def schemas() -> dict[str, dict[str, Any]]:
         "doctor.schema.json": _schema(Report, "moe-optimizer doctor --json"),
         "build.schema.json": _schema(KernelInventory, "moe-optimizer build --json"),
         "serve.schema.json": _schema(ReadyServer, "moe-optimizer serve --json, once the server is ready"),
+        "bench.schema.json": _schema(BenchResult, "moe-optimizer bench --json"),
         "experts.schema.json": _schema(ExpertsOutput, "moe-optimizer experts --json"),
         "expert_load.schema.json": _schema(ExpertLoad, "expert_load.json of a run folder"),
         "config.schema.json": _config_schema(),

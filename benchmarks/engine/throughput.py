@@ -1,32 +1,37 @@
 """Tokens per second of the embedded engine beside transformers, on one workload with random lengths and a fixed seed.
 
-    python benchmarks/engine/throughput.py examples/tiny-moe --num-requests 64 --dtype float32
+    python benchmarks/engine/throughput.py examples/tiny-moe --num-requests 64 --dtype float32 [--write]
 
-The engines take turns, so that what else the machine does meets all of them. Prints one line of JSON.
+The engines take turns, so that what else the machine does meets all of them; vLLM (--vllm) runs behind them in a
+process of its own, as it sets the number of threads of its process. Prints JSON; --write stores it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import random
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from moe_optimizer.engine import LLM, SamplingParams
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-Request = tuple[list[int], int]
-"""Prompt tokens, number of output tokens."""
+from benchmarks.engine.own_process import in_own_process  # noqa: E402
+from benchmarks.engine.workload import Request, random_requests  # noqa: E402
+from benchmarks.record import cpu_name, cpu_slug, head, host, packages, parser_of, write_record  # noqa: E402
+from moe_optimizer.engine import LLM, SamplingParams  # noqa: E402
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, write=True, commit=True)
     parser.add_argument("model")
     parser.add_argument("--num-requests", type=int, default=64)
     parser.add_argument("--input-len", type=int, nargs=2, default=(16, 128), metavar=("LEAST", "MOST"))
@@ -34,10 +39,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only-engine", action="store_true")
+    parser.add_argument("--vllm", action="store_true", help="vLLM's offline engine too, on a CPU its CPU build")
     args = parser.parse_args()
 
+    load_before = os.getloadavg()[0]
     llm = LLM(args.model, dtype=args.dtype, enable_prefix_caching=False)
-    requests = _workload(args, llm.llm_engine.config.hf_config.vocab_size)
+    vocab_size = llm.llm_engine.config.hf_config.vocab_size
+    requests = random_requests(args.num_requests, args.input_len, args.output_len, vocab_size)
     runs: dict[str, Callable[[list[Request]], None]] = {"engine": lambda some: _engine(llm, some)}
     if not args.only_engine:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
@@ -51,24 +59,46 @@ def main() -> None:
             started = time.perf_counter()
             run(requests)
             samples[name].append(sum(count for _, count in requests) / (time.perf_counter() - started))
+    if args.vllm:
+        samples["vllm"] = in_own_process(_vllm_rates, args.model, args.dtype, requests, args.turns)
     medians = {name: round(statistics.median(values), 1) for name, values in samples.items()}
     ratios = {
         f"engine / {name}": round(medians["engine"] / each, 2) for name, each in medians.items() if name != "engine"
     }
-    print(json.dumps({"workload": vars(args), "output_tokens_per_s": medians, "ratios": ratios, "samples": samples}))
-
-
-def _workload(args: argparse.Namespace, vocab_size: int) -> list[Request]:
-    rng = random.Random(0)
-    return [
-        ([rng.randrange(vocab_size) for _ in range(rng.randint(*args.input_len))], rng.randint(*args.output_len))
-        for _ in range(args.num_requests)
-    ]
+    record = {
+        **head("output tokens per second of the embedded engine and of transformers on the same requests", args.commit),
+        **host(load_before),
+        "packages": packages("torch", "transformers"),
+        "workload": {name: value for name, value in vars(args).items() if name not in ("write", "commit")},
+        "output_tokens_per_s": medians,
+        "ratios": ratios,
+        "samples": samples,
+    }
+    print(json.dumps(record))
+    if args.write:
+        write_record(record, cpu_slug(cpu_name()), f"engine_throughput_{Path(args.model).name}")
 
 
 def _engine(llm: LLM, requests: list[Request]) -> None:
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for _, count in requests]
     llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
+
+
+def _vllm_rates(model_folder: str, dtype: str, requests: list[Request], turns: int) -> list[float]:
+    """Return tokens per second of vLLM's offline engine; called in a process of its own."""
+    from vllm import LLM as VllmLLM  # noqa: N811
+    from vllm import SamplingParams as VllmSamplingParams
+
+    model = VllmLLM(model_folder, dtype=dtype, enable_prefix_caching=False)
+
+    def run(some: list[Request]) -> float:
+        params = [VllmSamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for _, count in some]
+        started = time.perf_counter()
+        model.generate([{"prompt_token_ids": prompt} for prompt, _ in some], params, use_tqdm=False)
+        return sum(count for _, count in some) / (time.perf_counter() - started)
+
+    run(requests[:4])
+    return [run(requests) for _ in range(turns)]
 
 
 def _one_by_one(model: Any, requests: list[Request]) -> None:

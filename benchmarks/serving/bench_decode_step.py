@@ -20,15 +20,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.record import head, parser_of  # noqa: E402
 from benchmarks.serving.plans import plan_here  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
-from moe_optimizer.measure.decode_step.ledger import Ledger, ledger_of  # noqa: E402
-from moe_optimizer.measure.decode_step.profiled_steps import StepProfile  # noqa: E402
-from moe_optimizer.measure.decode_step.profiling import Side, profile_steps  # noqa: E402
+from moe_optimizer.measure.decode_step.comparison import compare_steps, render  # noqa: E402
 from moe_optimizer.plan.json_codec import encode  # noqa: E402
-from moe_optimizer.plan.pass_params import Fp8Params, KvCacheParams  # noqa: E402
-from moe_optimizer.plan.plan import Plan  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402
-
-SIDES: tuple[Side, ...] = ("stock", "ours")
 
 
 def main() -> int:
@@ -57,61 +51,20 @@ def main() -> int:
             options.commit,
         ),
         "plan_digest": plan.digest,
-        "sides": {},
     }
-    ledgers: dict[Side, list[Ledger]] = {}
-    for side in SIDES:
-        found = profile_steps(
-            plan, side, batches=batches, context=options.context, steps=options.steps, timeout_s=options.timeout_s
-        )
-        ledgers[side] = [ledger_of_side(plan, side, profile) for profile in found.profiles]
-        record |= {"device": found.device, "vllm": found.vllm, "torch": found.torch}
-        record["sides"][side] = {
-            "ledgers": [encode(each) for each in ledgers[side]],
-            "profiles": [encode(profile) for profile in found.profiles],
-        }
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    for stock, ours in zip(ledgers["stock"], ledgers["ours"], strict=True):
-        print(table_of(stock, ours))
-    return 0
-
-
-def ledger_of_side(plan: Plan, side: Side, profile: StepProfile) -> Ledger:
-    """Return the ledger of one side, with the bits that its weights and its cache are stored in."""
-    assert plan.hardware.gpu is not None
-    expert_bits = linear_bits = plan.model.weight_bits
-    kv_bits = 16
-    if side == "ours":
-        fp8, cache = plan.decision("fp8").params, plan.decision("kv_cache").params
-        if isinstance(fp8, Fp8Params):
-            expert_bits = fp8.stored_expert_bits or expert_bits
-            linear_bits = fp8.stored_linear_bits or linear_bits
-        kv_bits = cache.kv_bits if isinstance(cache, KvCacheParams) else kv_bits
-    return ledger_of(
-        profile, plan.model, plan.hardware.gpu, expert_bits=expert_bits, linear_bits=linear_bits, kv_bits=kv_bits
+    found = compare_steps(
+        plan,
+        batches=batches,
+        context=options.context,
+        steps=options.steps,
+        timeout_s=options.timeout_s,
+        on_step=lambda _share, text: print(text, flush=True),
     )
-
-
-def table_of(stock: Ledger, ours: Ledger) -> str:
-    """Return both ledgers of one batch, a line per group."""
-    lines = [
-        f"batch {stock.batch}, context {stock.context}: step {stock.step_us:.0f} us stock vLLM, {ours.step_us:.0f} us "
-        f"ours; kernels {stock.kernels_us:.0f} and {ours.kernels_us:.0f} us",
-        f"{'group':14} {'stock us':>9} {'calls':>7} {'ours us':>9} {'calls':>7} {'least us':>9}",
-    ]
-    by_group = {row.group: row for row in ours.rows}
-    groups = [row.group for row in stock.rows] + [row.group for row in ours.rows]
-    of_stock = {row.group: row for row in stock.rows}
-    for group in dict.fromkeys(groups):
-        cells = [_cells(of_stock.get(group)), _cells(by_group.get(group))]
-        row = of_stock.get(group) or by_group[group]
-        least = "" if row.least_us is None else f"{row.least_us:.0f}"
-        lines.append(f"{group:14} {cells[0]} {cells[1]} {least:>9}")
-    return "\n".join(lines) + "\n"
-
-
-def _cells(row: Any) -> str:
-    return f"{row.us:9.1f} {row.calls:7.1f}" if row is not None else f"{'':9} {'':7}"
+    record |= {"device": found.device, "vllm": found.vllm, "torch": found.torch}
+    record["sides"] = {"stock": encode(found.stock), "ours": encode(found.ours)}
+    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(render(found))
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from moe_optimizer import __version__
-from moe_optimizer.cli import build, doctor, experts, inspect, measure, messages, plan, serve, tune
+from moe_optimizer.cli import bench, build, debug, doctor, experts, inspect, measure, messages, plan, serve, tune
 from moe_optimizer.cli.arguments import check_consistency, split_at_separator, with_our_switches
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError
 from moe_optimizer.near_match import did_you_mean
@@ -50,8 +50,10 @@ def _root(
 app.command("serve", epilog=_SYNONYMS)(serve.command)
 app.command("inspect")(inspect.command)
 app.command("plan", epilog=_SYNONYMS)(plan.command)
+app.command("bench", epilog=_SYNONYMS)(bench.command)
 app.command("tune", epilog=_SYNONYMS)(tune.command)
 app.add_typer(measure.app, name="measure")
+app.add_typer(debug.app, name="debug")
 app.command("doctor")(doctor.command)
 app.command("experts")(experts.command)
 app.command("build")(build.command)

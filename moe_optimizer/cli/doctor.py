@@ -26,6 +26,7 @@ def command(options: DoctorOptions) -> messages.Output:
 
 def _examine(options: DoctorOptions) -> Report:
     from moe_optimizer.cli.check import Report
+    from moe_optimizer.cli.engine_checks import engine_checks
     from moe_optimizer.cli.machine_checks import machine_checks
     from moe_optimizer.cli.model_checks import model_checks
     from moe_optimizer.cli.package_checks import package_checks
@@ -40,6 +41,7 @@ def _examine(options: DoctorOptions) -> Report:
         *machine_checks(hardware),
         *package_checks(),
         *software_checks(),
+        *engine_checks(has_gpu=hardware.gpu is not None),
         kernel_speeds_check(hardware),
         *(model_checks(model) if model is not None else ()),
     )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from moe_optimizer.cli.check import Check
+from moe_optimizer.resources import SOURCES
 
 if TYPE_CHECKING:
     from moe_optimizer.specs.hardware import HardwareSpec
@@ -98,7 +99,8 @@ def _compilers() -> Iterator[Check]:
                     "install a C++ compiler, for example: apt install g++")  # fmt: skip
     else:
         yield Check("compiler", "ok", f"{_version(compiler)} ({compiler})")
-    for name in _BUILD_TOOLS:
+    # An installed package has its kernels compiled already.
+    for name in _BUILD_TOOLS if SOURCES.is_dir() else ():
         path = shutil.which(name, path=_tool_path())
         if path is not None:
             yield Check(name, "ok", f"{_version(path)} ({path})")

@@ -11,7 +11,8 @@ import typer
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
-from moe_optimizer.cli.options import MeasureSpeedsOptions, MeasureTextOptions, SensitivityOptions
+from moe_optimizer.cli.option_values import whole_numbers
+from moe_optimizer.cli.options import MeasureSpeedsOptions, MeasureStepOptions, MeasureTextOptions, SensitivityOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.errors import InputError
 
@@ -19,6 +20,8 @@ _DEFAULT_BUDGET_S = 60.0
 _DEFAULT_MAX_TOKENS = 4096
 _SPEEDS_PASS = "flash_dmoe"
 _GRACE_S = 10.0
+_MOST_SEQUENCES = 65_536
+_STEP_TIMEOUT_S = 600.0
 
 
 @takes(MeasureSpeedsOptions)
@@ -48,6 +51,33 @@ def _rendered_speeds(found: Mapping[str, Any]) -> str:
     first = "measured" if found["measured"] else "nothing was measured: tables answer what a plan asks"
     rows = (("speeds", first), ("kernels", found["kernels"]), ("reason", found["reason"]))
     return messages.two_columns(rows, width=messages.output_width())
+
+
+@takes(MeasureStepOptions)
+def step(options: MeasureStepOptions) -> messages.Output:
+    """Measure where the time of a decode step goes, by the plan and by stock vLLM.
+
+    Shows time and calls of each group of kernels beside the least time that the group's bytes take. On one GPU;
+    arguments after -- go to vllm serve, on both sides.
+    """
+    from moe_optimizer.cli import planning
+    from moe_optimizer.cli.preflight import check_can_serve_here
+    from moe_optimizer.measure.decode_step.comparison import compare_steps, render
+
+    batches = whole_numbers("--batches", options.batches, _MOST_SEQUENCES)
+    settings, request = planning.read_request(options)
+    plan = planning.decide(settings, planning.after_measuring(request))
+    check_can_serve_here(plan, settings)
+    with progress_bar("decode step", lines=ProgressLines(verbose=options.verbose)) as show:
+        found = compare_steps(
+            plan,
+            batches=batches,
+            context=options.context_tokens,
+            steps=options.steps,
+            timeout_s=options.timeout or _STEP_TIMEOUT_S,
+            on_step=show,
+        )
+    return messages.Output(result=found, render=render)
 
 
 @takes(SensitivityOptions)
@@ -117,5 +147,6 @@ app = typer.Typer(
     help="Measure kernels on this machine, or a model on a text, for plans and profiles to use.", rich_markup_mode=None
 )
 app.command("speeds")(speeds)
+app.command("step")(step)
 app.command("fp8-sensitivity")(fp8_sensitivity)
 app.command("activation-norms")(activation_norms)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import typer
 
 from moe_optimizer.env import seconds_in
+from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
 from moe_optimizer.synonyms import SWITCHES
 
@@ -24,6 +25,33 @@ def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def whole_numbers(flag: str, text: str, highest: int) -> tuple[int, ...]:
+    """Parse whole numbers in [1, highest], separated by commas.
+
+    Raises:
+        InputError: names the flag.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part[:9]) <= highest for part in parts):
+        raise InputError(f"{flag}: got {text!r:.80}, expected numbers from 1 to {highest}, separated by commas")
+    return tuple(int(part) for part in parts)
+
+
+def positive_numbers(flag: str, text: str) -> tuple[float, ...]:
+    """Parse positive, finite numbers, separated by commas.
+
+    Raises:
+        InputError: names the flag.
+    """
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(0 < each < float("inf") for each in values):
+        raise InputError(f"{flag}: got {text!r:.80}, expected positive numbers, separated by commas")
+    return values
 
 
 def seconds(text: str) -> float:

@@ -33,7 +33,7 @@ SWITCHES: Mapping[str, str] = {
 
 DECLARATION = "declaration"
 """Key of a field's metadata: the typer option or argument that fills the field."""
-ENGINES = ("vllm", "embedded")
+ENGINES = ("vllm", "embedded", "auto")
 RENDERINGS = ("ray", "lws")
 GRANULARITIES = ("block", "channel")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
@@ -53,6 +53,12 @@ def _hardware() -> Iterable[str]:
     from moe_optimizer.inspection.hardware_catalog import hardware_names
 
     return hardware_names()
+
+
+def _workloads() -> Iterable[str]:
+    from moe_optimizer.measure.bench.workload import workload_names
+
+    return workload_names()
 
 
 def _flag(name: str, text: str) -> Any:
@@ -155,7 +161,12 @@ class PlanOptions(ModelOptions):
     port: int | None = _option(
         "--port", "PORT", f"Port to serve on.  [default: {DEFAULT_PORT}]", whole_number(1, 65_535)
     )
-    engine: str | None = _choice("--engine", "|".join(ENGINES), "Serving engine.  [default: vllm]", ENGINES)
+    engine: str | None = _choice(
+        "--engine",
+        "|".join(ENGINES),
+        "Serving engine; auto: vLLM where it runs, else the embedded one.  [default: vllm]",
+        ENGINES,
+    )
     hardware: str | None = _option(
         "--hardware",
         "NAME",
@@ -246,6 +257,47 @@ class ServeOptions(PlanOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchOptions(PlanOptions):
+    """Options of `moe-optimizer bench`."""
+
+    plan: str | None = _option("--plan", "FILE", "Serve this plan (plan.json of a run) instead of a profile's.")
+    against: str | None = _option(
+        "--against", "stock|PROFILE|FILE|URL", "What to compare with; '': nothing.  [default: stock]"
+    )
+    workload: str = _option(
+        "--workload",
+        "NAME|FILE",
+        "Of configs/workloads, or a YAML file, or a trace (.jsonl).  [default: chat]",
+        values=_workloads,
+        default="chat",
+    )
+    clients: str | None = _option("--clients", "N,N,...", "Clients of the closed loop, instead of the workload's.")
+    rates: str | None = _option("--rates", "X,X,...", "Requests per second of an open loop, instead of the workload's.")
+    requests_per_client: int | None = _option(
+        "--requests-per-client", "N", "In each round, instead of the workload's.", whole_number(1, 65_536)
+    )
+    repetitions: int | None = _option(
+        "--repetitions", "N", "Rounds of each side; the more, the narrower.  [default: 5]", whole_number(2, 1000)
+    )
+    ttft: float | None = _option("--ttft", "MS", "Count requests within this time to the first token.", seconds)
+    tpot: float | None = _option("--tpot", "MS", "Count requests within this time per output token.", seconds)
+    tokenizer: str | None = _option("--tokenizer", "DIR", "Where prompts come from.  [default: the model]")
+    run_dir: str | None = _option("--run-dir", "DIR", "Folder for samples and logs.  [default: a new one in runs/]")
+    ready_timeout: float | None = _option(
+        "--ready-timeout",
+        "SECONDS",
+        f"Stop if a server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
+        seconds,
+    )
+    calibrate: float | None = _option(
+        "--calibrate",
+        "SECONDS",
+        f"Time limit for measuring the expert kernels before the start.  [default: {DEFAULT_CALIBRATE_S:g}]",
+        seconds_or_none,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TuneOptions(PlanOptions):
     """Options of `moe-optimizer tune`."""
 
@@ -261,6 +313,20 @@ class MeasureSpeedsOptions(PlanOptions):
     """Options of `moe-optimizer measure speeds`."""
 
     budget: float | None = _option("--budget", "SECONDS", "Time to spend.  [default: 60]", seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureStepOptions(PlanOptions):
+    """Options of `moe-optimizer measure step`."""
+
+    batches: str = _option(
+        "--batches", "N,N,...", "Sequences decoded together.  [default: 1,8,64,256]", default="1,8,64,256"
+    )
+    context_tokens: int = _option(
+        "--context", "N", "Tokens of each sequence.  [default: 512]", whole_number(1, 16_777_216), default=512
+    )
+    steps: int = _option("--steps", "N", "Counted steps.  [default: 20]", whole_number(1, 10_000), default=20)
+    timeout: float | None = _option("--timeout", "SECONDS", "Limit for each side.  [default: 600]", seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,3 +372,28 @@ class BuildOptions(CommonOptions):
     """Options of `moe-optimizer build`."""
 
     check: bool = _flag("--check", "Only report what is built.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(ModelOptions):
+    """Options of `moe-optimizer debug compare`."""
+
+    layer: int | None = _option("--layer", "N", "Only this layer.  [default: all]", whole_number(0, 100_000))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OracleOptions(ModelOptions):
+    """Options of `moe-optimizer debug oracle`."""
+
+    url: str = _option("--url", "URL", "Base URL of the server.", default="http://127.0.0.1:8000")
+    tolerance: float = _option(
+        "--tolerance", "NATS", "Largest difference of a log-probability.  [default: 0.1]", float, default=0.1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationsOptions(ModelOptions):
+    """Options of `moe-optimizer debug generations`."""
+
+    save: str | None = _option("--save", "FILE", "Keep the outputs here.")
+    against: str | None = _option("--against", "FILE", "Compare with the outputs kept here.")

@@ -110,7 +110,7 @@ def read_request(options: PlanOptions) -> tuple[Settings, PlanRequest]:
         share = min(profile.gpu_memory_utilization, _PLAIN_SHARE)
         profile = profile.model_copy(update={"gpu_memory_utilization": share})
     dtype, software = settings["dtype"], read_software()
-    if software.vllm is not None:
+    if software.vllm is not None and settings["engine"] == "vllm":
         check_knows(software.vllm, options.vllm_args)
     request = PlanRequest(
         model=ModelInspector(trust_remote_code=settings["trust_remote_code"]).inspect(settings["model"]),
@@ -137,6 +137,9 @@ def read_request(options: PlanOptions) -> tuple[Settings, PlanRequest]:
         fp8_sensitivity=read_sensitivity_file(profile.passes.fp8.sensitivity),
         activation_norms=read_activation_norms_file(profile.passes.sparsity_24.activation_norms),
     )
+    request, warnings = embedded.with_engine(request)
+    for warning in warnings:
+        LOGGER.warning("%s", warning)
     return settings, request
 
 

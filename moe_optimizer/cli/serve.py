@@ -9,14 +9,14 @@ import sys
 import time
 from pathlib import Path
 
-from moe_optimizer.cli import INTERRUPTED, messages
+from moe_optimizer.cli import INTERRUPTED, embedded, messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, ServeOptions
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.env import read_environment
 from moe_optimizer.errors import ExitCode, InputError
 
-TAKES_VLLM_ARGS = ("serve", "plan", "tune")
+TAKES_VLLM_ARGS = ("serve", "plan", "bench", "tune", "measure step")
 """Commands that accept arguments of `vllm serve` after `--`."""
 
 
@@ -41,6 +41,10 @@ def command(options: ServeOptions) -> messages.Output | int:
     with messages.held_messages(verbose=options.verbose, then=lines.warn):
         settings, request = planning.read_request(options)
         run_dir = _run_dir(options, request.model.name)
+        if request.engine == embedded.ENGINE:
+            plan = planning.decide(settings, request)
+            embedded.check_can_serve_here(plan)
+            return embedded.serve(plan, run_dir=run_dir, progress=lines, as_json=options.json)
         if not settings.disabled:
             # Measured after every check that could refuse the start.
             plan = planning.decide_before_measuring(request)

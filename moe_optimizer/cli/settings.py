@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_optimizer import env
 from moe_optimizer.cli.options import DEFAULT_CALIBRATE_S, DEFAULT_HOST, DEFAULT_PORT, PlanOptions
-from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.errors import InputError
 from moe_optimizer.passes.registry import PASS_NAMES, required_key, resolve_wishes
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.profiles import DEFAULT_PROFILE
@@ -80,10 +80,7 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
 
     Raises:
         InputError: an unknown --require, or contradicting flags and environment.
-        UnsupportedError: the embedded engine, which this version lacks.
     """
-    if options.engine == "embedded":
-        raise UnsupportedError("--engine embedded: not available in this version", hint="use --engine vllm")
     variables = {
         "calibrate": (environment.calibrate_s, env.CALIBRATE),
         "profile": (environment.profile, env.PROFILE),

@@ -16,13 +16,12 @@ from moe_optimizer.cli.check import Check
 from moe_optimizer.cli.machine_checks import find_compiler
 from moe_optimizer.errors import InputError
 from moe_optimizer.launcher.command import ENTRY_POINT, ENTRY_POINT_GROUP
+from moe_optimizer.resources import SOURCES
 from moe_optimizer.vllm_plugin.compat import MIN_VERSION, supported_version
 
 if TYPE_CHECKING:
     from moe_optimizer.specs.software import KernelInventory, VllmInstallation
 
-SOURCES = Path(__file__).resolve().parents[2] / "csrc"
-"""The kernels' sources; an installed package has none."""
 OPS = Path(__file__).resolve().parents[1] / "ops"
 """Folder of the extension module."""
 _LOAD = """
@@ -96,6 +95,8 @@ def _why_not_loadable() -> str:
 
 
 def _vllm(vllm: VllmInstallation | None) -> Check:
+    from moe_optimizer.inspection.vllm_runs import read_vllm_runs
+
     wanted = ".".join(map(str, MIN_VERSION))
     if vllm is None:
         return Check("vllm", "missing", "not installed",
@@ -103,6 +104,9 @@ def _vllm(vllm: VllmInstallation | None) -> Check:
     detail = f"{vllm.version} ({vllm.device}) from {vllm.distribution} at {vllm.location}"
     if not supported_version(vllm.version)[0]:
         return Check("vllm", "missing", detail, f"older than {wanted}: pip install -U {vllm.distribution}")
+    untried = read_vllm_runs().why_untried(vllm.version, vllm.device)
+    if untried:
+        return Check("vllm", "note", f"{detail}; {untried}", "see what has changed: moe-optimizer doctor --drift")
     return Check("vllm", "ok", detail)
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.option_values import whole_numbers
 from moe_optimizer.cli.options import TuneOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
-from moe_optimizer.errors import InputError, MoeOptimizerError, UnsupportedError
+from moe_optimizer.errors import MoeOptimizerError, UnsupportedError
 from moe_optimizer.plan.pass_params import TunedConfigsParams
 
 if TYPE_CHECKING:
@@ -116,10 +117,7 @@ def _request(
 def _tokens(text: str | None) -> tuple[int, ...]:
     if text is None:
         return DEFAULT_TOKENS
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part[:9]) <= _MOST_TOKENS for part in parts):
-        raise InputError(f"--tokens: got {text!r:.80}, expected numbers from 1 to {_MOST_TOKENS}, separated by commas")
-    return tuple(sorted({int(part) for part in parts}))
+    return tuple(sorted(set(whole_numbers("--tokens", text, _MOST_TOKENS))))
 
 
 def run_tuning(

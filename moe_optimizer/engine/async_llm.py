@@ -135,6 +135,7 @@ class AsyncLLM:
         """Stop the thread. Requests under way get a ServerFailedError."""
         self._commands.put(None)
         self._thread.join()
+        self.engine.shutdown()
 
     def _run(self) -> None:
         failure = "it was shut down"

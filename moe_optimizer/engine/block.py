@@ -31,11 +31,3 @@ class BlockTable:
     """Hashes of its first blocks, as many as are full and computed."""
     host_ids: list[int] = field(default_factory=list)
     """Blocks in host memory, in place of `block_ids`, while the sequence is swapped out."""
-    num_slots: int = 0
-    """Tokens that can be held before the block manager has to be asked for room."""
-
-    def clear(self) -> None:
-        """Forget every block on the device."""
-        self.block_ids = array("i")
-        self.contents = []
-        self.num_slots = 0

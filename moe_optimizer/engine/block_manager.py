@@ -75,15 +75,18 @@ class BlockManager:
             self._hold(block_id)
             table.block_ids.append(block_id)
             table.contents.append(before)
-        sequence.num_computed_tokens = table.num_slots = len(table.block_ids) * self.block_size
+        sequence.num_computed_tokens = sequence.num_slots = len(table.block_ids) * self.block_size
 
     def publish(self, sequence: Sequence) -> None:
-        """Let prompts find the sequence's blocks that have become full."""
+        """Let prompts find the sequence's blocks that have become full.
+
+        Asked for prompts; the blocks of an output are published when the sequence lets go of them.
+        """
         if not self.prefix_caching:
             return
         table, size = sequence.block_table, self.block_size
         before = table.contents[-1] if table.contents else b""
-        for index in range(len(table.contents), sequence.num_computed_tokens // size):
+        for index in range(len(table.contents), min(sequence.num_computed_tokens // size, len(table.block_ids))):
             before = block_hash(before, sequence.token_ids[index * size : (index + 1) * size])
             table.contents.append(before)
             block = self.blocks[table.block_ids[index]]
@@ -112,7 +115,7 @@ class BlockManager:
             self._release(source)
         for _ in range(num_new):
             table.block_ids.append(self._take())
-        table.num_slots = len(table.block_ids) * self.block_size
+        sequence.num_slots = len(table.block_ids) * self.block_size
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -123,15 +126,12 @@ class BlockManager:
         child.block_table.contents = parent.block_table.contents[: (child.num_tokens - 1) // self.block_size]
         child.num_computed_tokens = child.num_tokens - 1
         # Both must ask before they write next.
-        parent.block_table.num_slots = child.block_table.num_slots = 0
+        parent.num_slots = child.num_slots = 0
 
     def free(self, sequence: Sequence) -> None:
         """Take back every block, on the device and in host memory."""
         table = sequence.block_table
-        # The end first: of a prompt that is used again, the beginning is worth most.
-        for block_id in reversed(table.block_ids):
-            self._release(block_id)
-        table.clear()
+        self._let_go(sequence)
         self._free_host.extend(table.host_ids)
         table.host_ids = []
         sequence.num_computed_tokens = 0
@@ -145,9 +145,7 @@ class BlockManager:
             return False
         table.host_ids = [self._free_host.pop() for _ in table.block_ids]
         copies.extend(zip(table.block_ids, table.host_ids, strict=True))
-        for block_id in reversed(table.block_ids):
-            self._release(block_id)
-        table.clear()
+        self._let_go(sequence)
         return True
 
     def swap_in(self, sequence: Sequence, copies: Copies) -> bool:
@@ -156,11 +154,19 @@ class BlockManager:
         if max(len(table.host_ids), self.blocks_for(sequence.num_tokens)) > self.num_available:
             return False
         table.block_ids = array("i", [self._take() for _ in table.host_ids])
-        table.num_slots = len(table.block_ids) * self.block_size
+        sequence.num_slots = len(table.block_ids) * self.block_size
         copies.extend(zip(table.host_ids, table.block_ids, strict=True))
         self._free_host.extend(table.host_ids)
         table.host_ids = []
         return True
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.publish(sequence)
+        # The end first: of a prompt that is used again, the beginning is worth most.
+        for block_id in reversed(sequence.block_table.block_ids):
+            self._release(block_id)
+        sequence.block_table.block_ids, sequence.block_table.contents = array("i"), []
+        sequence.num_slots = 0
 
     # One block
 

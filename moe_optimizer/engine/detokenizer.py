@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
 from moe_optimizer.engine.sampling_params import SamplingParams
 
 _NUM_BEFORE = 5
@@ -49,6 +47,8 @@ class Detokenizer:
         return new
 
     def _start(self, before: list[int]) -> None:
+        from tokenizers.decoders import DecodeStream
+
         self._stream = DecodeStream(skip_special_tokens=self._params.skip_special_tokens)
         for token_id in before:
             self._step(token_id)

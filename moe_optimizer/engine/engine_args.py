@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field, model_validator
-from transformers import AutoConfig, PreTrainedConfig
 
 from moe_optimizer.engine.arguments import Arguments
+from moe_optimizer.engine.attention.choice import BackendName
 from moe_optimizer.engine.weights import LoadFormat
 from moe_optimizer.errors import InputError
 from moe_optimizer.log import get_logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _log = get_logger(__name__)
 
@@ -56,7 +60,17 @@ class EngineArgs(Arguments):
     """GiB of host memory for preempted sequences; above 0 they are swapped instead of computed again."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    attention_backend: Literal["auto", "sdpa"] = "auto"
+    attention_backend: BackendName = "auto"
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Processes that share the model, a GPU each; on a CPU they share its cores."""
+    enable_expert_parallel: bool = False
+    """Whole experts on each of them instead of a slice of every expert."""
+    enforce_eager: bool = False
+    """No CUDA graphs."""
+    compile_layers: bool | None = None
+    """Whether torch.compile joins the operations between matrix products; None does on GPUs."""
+    fused_moe: bool = True
+    """False computes the experts one after the other in plain torch."""
     seed: int = 0
 
     @model_validator(mode="after")
@@ -80,14 +94,18 @@ class EngineConfig:
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
+    cuda_graphs: bool
+    compile: bool
 
     @classmethod
-    def resolve(cls, args: EngineArgs) -> EngineConfig:
-        """Read the model's configuration and make every choice.
+    def resolve(cls, args: EngineArgs, *, rank: int = 0) -> EngineConfig:
+        """Read the model's configuration and make every choice, for one of the processes that share the model.
 
         Raises:
             InputError: the model cannot be read, or arguments contradict each other or the model.
         """
+        from transformers import AutoConfig
+
         folder = Path(args.model).expanduser()
         if not (folder / "config.json").is_file():
             raise InputError(
@@ -95,7 +113,7 @@ class EngineConfig:
                 hint="`hf download NAME --local-dir FOLDER` fetches a model",
             )
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        device = _device(args.device)
+        device = _device(args.device, rank, args.tensor_parallel_size)
         max_model_len = args.max_model_len or hf_config.max_position_embeddings
         if max_model_len > hf_config.max_position_embeddings:
             raise InputError(
@@ -116,21 +134,35 @@ class EngineConfig:
             device=device,
             dtype=_dtype(args.dtype, hf_config, device),
             max_model_len=max_model_len,
+            cuda_graphs=device.type == "cuda" and not args.enforce_eager,
+            compile=_compiles(device) if args.compile_layers is None else args.compile_layers,
         )
 
 
-def _device(name: str) -> torch.device:
+def _compiles(device: torch.device) -> bool:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is not None:
+        return device.type == "cuda"
+    _log.warning("Triton is not installed: norms, rotations and activations run one operation at a time")
+    return False
+
+
+def _device(name: str, rank: int, size: int) -> torch.device:
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda", 0)
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise InputError(f"device: got {name!r}, expected auto, cpu, cuda, cuda:N or mps") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device: got {name!r}, and torch finds no CUDA device", hint="device='cpu' runs everywhere")
-    return device
+    if device.type == "mps" and size > 1:
+        raise InputError(f"tensor_parallel_size: got {size} on mps, expected 1")
+    if device.type != "cuda":
+        return device
+    first = device.index or 0
+    if first + size > torch.cuda.device_count():
+        raise InputError(f"tensor_parallel_size: got {size}, and there are {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", first + rank)
 
 
 def _dtype(name: str, hf_config: PreTrainedConfig, device: torch.device) -> torch.dtype:

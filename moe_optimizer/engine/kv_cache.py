@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from moe_optimizer.engine.engine_args import EngineConfig
+from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.models.decoder import CausalLM
-from moe_optimizer.engine.scheduler_output import Copies, SchedulerOutput
+from moe_optimizer.engine.packed_batch import PackedBatch
+from moe_optimizer.engine.scheduler_output import Copies
 from moe_optimizer.errors import DoesNotFitError
 
 _GIB = 1 << 30
@@ -45,20 +47,21 @@ class KVCache:
             host_shape = attention.kv_cache_shape(size.num_host_blocks, block_size)
             self.host_layers.append(_zeros(host_shape, config.dtype, torch.device("cpu")))
 
-    def move(self, step: SchedulerOutput) -> None:
+    def move(self, step: PackedBatch) -> None:
         """Make a step's moves, in the order that the scheduler relies on."""
         _copy_blocks(self.layers, self.host_layers, step.swap_out)
         _copy_blocks(self.layers, self.layers, step.copies)
         _copy_blocks(self.host_layers, self.layers, step.swap_in)
 
 
-def fit_cache(config: EngineConfig, model: CausalLM, peak_bytes: int = 0) -> CacheSize:
+def fit_cache(config: EngineConfig, model: CausalLM, peak_bytes: int = 0, ranks: Ranks = ALONE) -> CacheSize:
     """Return the size of the cache that the arguments and the memory allow.
 
     Args:
         config: the engine's.
         model: loaded.
         peak_bytes: what a step needs beside weights and cache, on a GPU.
+        ranks: that share the model; the one with the least memory decides for all.
 
     Raises:
         DoesNotFitError: the longest sequence asked for does not fit.
@@ -71,7 +74,8 @@ def fit_cache(config: EngineConfig, model: CausalLM, peak_bytes: int = 0) -> Cac
     elif args.kv_cache_memory_bytes is not None:
         num_blocks = args.kv_cache_memory_bytes // block_bytes
     else:
-        num_blocks = min(needed * args.max_num_seqs, _free_bytes(config, peak_bytes) // block_bytes)
+        free = ranks.least(_free_bytes(config, peak_bytes) // (1 if config.device.type == "cuda" else ranks.size))
+        num_blocks = min(needed * args.max_num_seqs, free // block_bytes)
     longest = min(config.max_model_len, num_blocks * args.block_size)
     if num_blocks < 1 or (args.max_model_len is not None and longest < args.max_model_len):
         raise DoesNotFitError(

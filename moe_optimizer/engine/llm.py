@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from typing import Any, cast
 
 from tqdm import tqdm
 
+from moe_optimizer.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.llm_engine import LLMEngine, Prompt
 from moe_optimizer.engine.outputs import RequestOutput
@@ -85,6 +87,11 @@ class LLM:
             for each in several
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Return the likeliest outputs of each prompt, the best first."""
+        generate = partial(self.generate, use_tqdm=False)
+        return beam_search(self.llm_engine, generate, _several(prompts), params)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers.

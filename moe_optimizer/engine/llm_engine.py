@@ -10,9 +10,9 @@ from moe_optimizer.engine import protocols
 from moe_optimizer.engine.block_manager import BlockManager
 from moe_optimizer.engine.engine_args import EngineArgs, EngineConfig
 from moe_optimizer.engine.kv_cache import CacheSize
-from moe_optimizer.engine.model_runner import ModelRunner
 from moe_optimizer.engine.output_processor import OutputProcessor
 from moe_optimizer.engine.outputs import RequestOutput, SampledToken
+from moe_optimizer.engine.parallel import ParallelExecutor, make_executor
 from moe_optimizer.engine.sampling_params import SamplingParams
 from moe_optimizer.engine.scheduler import Scheduler
 from moe_optimizer.engine.sequence import Sequence, SequenceGroup
@@ -34,7 +34,7 @@ class LLMEngine:
 
     Args:
         args: what the user asks for.
-        executor: in place of a `ModelRunner`.
+        executor: in place of that of `make_executor`.
         scheduler: in place of a `Scheduler`, with its block manager.
         sampler: in place of a `TorchSampler`.
 
@@ -51,7 +51,7 @@ class LLMEngine:
         sampler: protocols.Sampler | None = None,
     ) -> None:
         self.config = config = EngineConfig.resolve(args)
-        self.executor = executor or ModelRunner(config, sampler)
+        self.executor = executor or make_executor(config, sampler)
         self.scheduler = scheduler or _make_scheduler(args, self.executor.cache_size)
         self.max_model_len = self.executor.cache_size.max_model_len
         self.tokenizer: Any = config.tokenizer_folder and load_tokenizer(config.tokenizer_folder)
@@ -117,6 +117,11 @@ class LLMEngine:
                 sequence.finish_reason = "abort"
                 self.scheduler.finish(sequence)
         return self.outputs.output(group)
+
+    def shutdown(self) -> None:
+        """End the processes that share the model."""
+        if isinstance(self.executor, ParallelExecutor):
+            self.executor.shutdown()
 
     def has_unfinished_requests(self) -> bool:
         """Whether there is anything to compute."""

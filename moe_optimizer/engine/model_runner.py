@@ -1,107 +1,98 @@
-"""`ModelRunner`: turns a scheduled step into tensors, runs the model, and samples."""
+"""`ModelRunner`: turns a packed step into tensors, runs the model, and samples."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_optimizer.engine.attention.choice import make_backend
-from moe_optimizer.engine.attention.context import AttentionContext, Prefill
+from moe_optimizer.engine.attention.context import AttentionContext
+from moe_optimizer.engine.cuda_graphs import DecodeGraphs, capture_sizes
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.kv_cache import KVCache, fit_cache
-from moe_optimizer.engine.layers.moe import Experts
+from moe_optimizer.engine.layers.compiled import compile_layers
+from moe_optimizer.engine.layers.moe import Experts, MoE
+from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.models.decoder import CausalLM
 from moe_optimizer.engine.models.registry import model_class
 from moe_optimizer.engine.outputs import SampledToken
+from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.engine.protocols import Sampler
 from moe_optimizer.engine.sampler import TorchSampler
 from moe_optimizer.engine.scheduler_output import SchedulerOutput
-from moe_optimizer.engine.sequence import Sequence
 from moe_optimizer.engine.weights import load_weights
 
 
 class ModelRunner:
     """The model, its KV cache and the sampler, on one device.
 
+    Args:
+        config: the engine's.
+        sampler: in place of a `TorchSampler`.
+        ranks: that share the model, this process one of them.
+
     Raises:
         MoeOptimizerError: the model cannot be loaded, or does not fit.
     """
 
-    def __init__(self, config: EngineConfig, sampler: Sampler | None = None) -> None:
-        self.config = config
-        self.sampler = sampler or TorchSampler(config.device, config.args.seed)
-        self.model = load_model(config)
-        backend = make_backend(config.args.attention_backend, config.device)
+    def __init__(self, config: EngineConfig, sampler: Sampler | None = None, ranks: Ranks = ALONE) -> None:
+        self.config, self.block_size = config, config.args.block_size
+        self.sampler = sampler or TorchSampler(config.device, config.args.seed, compiled=config.compile)
+        self.model = load_model(config, ranks)
+        backend = make_backend(config.args.attention_backend, config.device, self.block_size)
         for attention in self.model.attention_layers():
             attention.backend = backend
-        self.cache_size = fit_cache(config, self.model, self._peak_bytes())
+        self.cache_size = fit_cache(config, self.model, self._peak_bytes(), ranks)
         self.kv_cache = KVCache(config, self.model, self.cache_size)
+        self.graphs = self._capture() if config.cuda_graphs and backend.capturable else None
 
-    @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> list[SampledToken]:
         """Compute a step; return a token for each of `step.sampled`."""
-        self.kv_cache.move(step)
-        if not step.num_tokens:
-            return []
-        logits = self.logits(step)
-        return self.sampler.sample(logits, step.sampled) if step.sampled else []
+        logits_SV = self.compute(PackedBatch.of(step, self.block_size))
+        with torch.inference_mode():
+            return self.sampler.sample(logits_SV, step.sampled) if step.sampled else []
 
-    def logits(self, step: SchedulerOutput) -> Tensor:
-        """Compute a step; return the logits [S, V] of `step.sampled`, in float32."""
-        token_ids, positions, context = self.prepare(step)
-        hidden_TH = self.model(token_ids, positions, context)
-        places = list(range(len(step.decodes)))
-        for prefill, (sequence, count) in zip(context.prefills, step.prefills, strict=True):
-            if sequence.num_computed_tokens + count == sequence.num_tokens:
-                places.append(prefill.end - 1)
-        return self.model.logits(hidden_TH.index_select(0, self._tensor(places))).float()
+    @torch.inference_mode()
+    def compute(self, batch: PackedBatch) -> Tensor:
+        """Compute a step; return the logits [S, V] of the sampled tokens, in float32."""
+        self.kv_cache.move(batch)
+        if not len(batch.token_ids):
+            return torch.empty(0)
+        hidden_SH = None if self.graphs is None else self.graphs.hidden(batch)
+        if hidden_SH is None:
+            token_ids, positions, context, sampled = self.prepare(batch)
+            hidden_SH = self.model(token_ids, positions, context).index_select(0, sampled)
+        return self.model.logits(hidden_SH).float()
 
-    def prepare(self, step: SchedulerOutput) -> tuple[Tensor, Tensor, AttentionContext]:
-        """Return the token ids and positions of a step, decodes first, and where attention finds them."""
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        size = self.config.args.block_size
-        for sequence, count in [*((sequence, 1) for sequence in step.decodes), *step.prefills]:
-            span = range(sequence.num_computed_tokens, sequence.num_computed_tokens + count)
-            blocks = sequence.block_table.block_ids
-            token_ids += sequence.token_ids[span.start : span.stop]
-            positions += span
-            slots += [blocks[position // size] * size + position % size for position in span]
-        lengths, tables_DN = self.prepare_decode(step.decodes)
+    def prepare(self, batch: PackedBatch) -> tuple[Tensor, Tensor, AttentionContext, Tensor]:
+        """Return token ids, positions, where attention finds them, and which are sampled."""
+        starts = np.arange(len(batch.context_lengths) + 1)
+        starts[batch.num_decodes + 1 :] = [prefill.end for prefill in batch.prefills]
+        numbers = (batch.token_ids, batch.positions, batch.slots, batch.context_lengths, starts, batch.sampled)
+        # One copy to the device instead of six.
+        moved = torch.from_numpy(np.concatenate(numbers)).to(self.config.device)
+        token_ids, positions, slots, lengths, query_starts, sampled = moved.split([len(each) for each in numbers])
         context = AttentionContext(
-            slots_T=self._tensor(slots),
-            num_decodes=len(step.decodes),
-            block_tables_DN=tables_DN,
-            context_lengths_D=lengths,
-            prefills=tuple(self.prepare_prefill(step)),
-            block_size=size,
+            slots_T=slots,
+            block_tables_SN=torch.from_numpy(batch.block_tables).to(self.config.device),
+            context_lengths_S=lengths,
+            query_starts_S1=query_starts,
+            num_decodes=batch.num_decodes,
+            prefills=batch.prefills,
+            block_size=self.block_size,
         )
-        return self._tensor(token_ids), self._tensor(positions), context
+        return token_ids, positions, context, sampled
 
-    def prepare_decode(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
-        """Return the context lengths and the block tables, padded with zeros."""
-        tables = [sequence.block_table.block_ids for sequence in sequences]
-        padded = np.zeros((len(tables), max(map(len, tables), default=0)), dtype=np.int32)
-        for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = table
-        lengths = [sequence.num_computed_tokens + 1 for sequence in sequences]
-        return self._tensor(lengths), torch.from_numpy(padded).to(self.config.device)
-
-    def prepare_prefill(self, step: SchedulerOutput) -> Iterator[Prefill]:
-        """Yield where the prefills of a step begin and end, and the blocks up to their end."""
-        begin = len(step.decodes)
-        for sequence, count in step.prefills:
-            num_blocks = -(-(sequence.num_computed_tokens + count) // self.config.args.block_size)
-            block_ids = torch.tensor(sequence.block_table.block_ids[:num_blocks], dtype=torch.int32)
-            yield Prefill(begin, begin + count, sequence.num_computed_tokens, block_ids.to(self.config.device))
-            begin += count
-
-    def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.config.device)
+    @torch.inference_mode()
+    def _capture(self) -> DecodeGraphs:
+        return DecodeGraphs(
+            self.model,
+            capture_sizes(self.config.args.max_num_seqs),
+            max_blocks=-(-self.cache_size.max_model_len // self.block_size),
+            block_size=self.block_size,
+            device=self.config.device,
+        )
 
     def _peak_bytes(self) -> int:
         """Return what the largest step needs beside weights and cache; 0 where that is host memory."""
@@ -113,20 +104,23 @@ class ModelRunner:
         return 5 * 4 * vocabulary + 30 * 4 * hidden
 
 
-def load_model(config: EngineConfig) -> CausalLM:
+def load_model(config: EngineConfig, ranks: Ranks = ALONE) -> CausalLM:
     """Build the model on its device and load its weights."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(config.dtype)
     try:
         with config.device:
-            model = model_class(config.hf_config)(config.hf_config, config.max_model_len, config.dtype)
+            model = model_class(config.hf_config)(config.hf_config, config.max_model_len, config.dtype, ranks)
     finally:
         torch.set_default_dtype(before)
     model.requires_grad_(requires_grad=False)
     model.to(config.device)
     load_weights(model, config.folder, config.args.load_format, seed=config.args.seed)
-    if config.args.quantization == "fp8":
-        for module in model.modules():
-            if isinstance(module, Experts):
-                module.to_fp8()
+    for module in model.modules():
+        if isinstance(module, Experts) and config.args.quantization == "fp8":
+            module.to_fp8()
+        if isinstance(module, MoE):
+            module.fused = config.args.fused_moe
+    if config.compile:
+        compile_layers(model)
     return model.eval()

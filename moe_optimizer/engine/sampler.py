@@ -19,9 +19,15 @@ class TorchSampler:
 
     The second is a draw from the softmax, without computing it. The noise of a request with a seed comes from a
     generator of its own, so its samples do not depend on the batch.
+
+    Args:
+        device: of the logits.
+        seed: of the requests that have none.
+        compiled: join the operations on the logits by torch.compile.
     """
 
-    def __init__(self, device: torch.device, seed: int) -> None:
+    def __init__(self, device: torch.device, seed: int, *, compiled: bool = False) -> None:
+        self._largest = torch.compile(_largest, dynamic=True) if compiled else _largest
         self._generator = torch.Generator(device=device).manual_seed(seed)
         self._filters: tuple[list[SamplingParams], SamplingFilters] | None = None
 
@@ -55,7 +61,7 @@ class TorchSampler:
             temperature_S1 = torch.tensor(values, device=logits_SV.device)[:, None]
         random_S1 = temperature_S1 > 0
         scores_SV = filters.apply(logits_SV / torch.where(random_S1, temperature_S1, 1.0))
-        return (scores_SV + self._gumbel(scores_SV, sequences) * random_S1).argmax(-1)
+        return self._largest(scores_SV, self._exponential(scores_SV, sequences), random_S1)
 
     def _filters_of(self, params: list[SamplingParams], device: torch.device) -> SamplingFilters:
         """Return the filters as tensors; those of the step before, if the batch is the same."""
@@ -63,12 +69,17 @@ class TorchSampler:
             self._filters = (params, SamplingFilters.of(params, device))
         return self._filters[1]
 
-    def _gumbel(self, like_SV: Tensor, sequences: list[Sequence]) -> Tensor:
+    def _exponential(self, like_SV: Tensor, sequences: list[Sequence]) -> Tensor:
         noise = torch.empty_like(like_SV).exponential_(generator=self._generator)
         for row, sequence in enumerate(sequences):
             if sequence.params.seed is not None:
                 noise[row].exponential_(generator=_generator_of(sequence, like_SV.device))
-        return noise.log_().neg_()
+        return noise
+
+
+def _largest(scores_SV: Tensor, exponential_SV: Tensor, random_S1: Tensor) -> Tensor:
+    """Return the place of the largest score; in random rows with Gumbel noise, minus the log of exponential noise."""
+    return (scores_SV - exponential_SV.log() * random_S1).argmax(-1)
 
 
 def _penalize(logits_V: Tensor, sequence: Sequence) -> None:

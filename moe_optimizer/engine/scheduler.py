@@ -105,37 +105,30 @@ class Scheduler:
 
     def commit(self, step: SchedulerOutput) -> None:
         """Account for the tokens that the step has computed."""
-        size = self.blocks.block_size
         for sequence in step.decodes:
             sequence.num_computed_tokens += 1
-            if sequence.num_computed_tokens % size == 0:
-                self.blocks.publish(sequence)
         for sequence, count in step.prefills:
             sequence.num_computed_tokens += count
             self.blocks.publish(sequence)
 
     def _schedule_decodes(self, step: SchedulerOutput) -> list[Sequence]:
         """Schedule every running sequence with one token to compute; return the others."""
-        prefilling: list[Sequence] = []
-        position = 0
-        while position < len(self.running):
-            sequence = self.running[position]
-            if sequence.num_tokens - sequence.num_computed_tokens > 1:
-                prefilling.append(sequence)
-            elif sequence.num_tokens <= sequence.block_table.num_slots or self._make_room(step, sequence):
-                step.decodes.append(sequence)
-            position += 1
-        # Some may have been preempted for a decode.
-        return [sequence for sequence in prefilling if sequence.status is Status.RUNNING]
+        # Passes over all sequences are this function's time: those that need no block are not called for one by one.
+        for sequence in [each for each in self.running if each.num_tokens > each.num_slots]:
+            if sequence.status is Status.RUNNING:
+                self._make_room(step, sequence)
+        step.decodes = [each for each in self.running if each.num_computed_tokens + 1 == each.num_tokens]
+        if len(step.decodes) == len(self.running):
+            return []
+        return [each for each in self.running if each.num_computed_tokens + 1 < each.num_tokens]
 
-    def _make_room(self, step: SchedulerOutput, sequence: Sequence) -> bool:
+    def _make_room(self, step: SchedulerOutput, sequence: Sequence) -> None:
         """Make room for one token, at the cost of those served after `sequence`, or of itself."""
         while not self.blocks.make_room(sequence, 1, step.copies):
             victim = self.running[-1]
             self._preempt(step, victim)
             if victim is sequence:
-                return False
-        return True
+                return
 
     def _schedule_chunk(self, step: SchedulerOutput, sequence: Sequence, budget: int) -> int:
         """Schedule as much of a prompt as the budget allows, whose blocks it has; return how much."""

@@ -38,6 +38,8 @@ class Sequence:
     """Earlier ones are served first and preempted last."""
     num_computed_tokens: int = 0
     block_table: BlockTable = field(default_factory=BlockTable)
+    num_slots: int = 0
+    """Tokens that it may hold before the block manager has to be asked for room."""
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoTokenizer, PreTrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -18,6 +19,8 @@ def load_tokenizer(folder: Path) -> Any:
         InputError: there is none.
         UnsupportedError: it is not a fast one.
     """
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -7,12 +7,13 @@ import pickle
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from moe_optimizer.engine.layers.linear import Layer
 from moe_optimizer.engine.models.decoder import CausalLM
 from moe_optimizer.errors import InputError, UnsupportedError
 
@@ -43,10 +44,10 @@ def load_weights(model: CausalLM, folder: Path, load_format: LoadFormat, *, seed
             raise InputError(f"{folder}: got tensor {name!r}, expected one of a {type(model).__name__}")
         module, _, parameter = target.rpartition(".")
         try:
-            model.get_submodule(module).load_weight(parameter, tensor, shard)  # type: ignore[operator]
+            layer = cast(Layer, model.get_submodule(module))
+            loaded[target] += layer.load_weight(parameter, tensor, shard)
         except InputError as error:
             raise error.named_by(f"{folder}: {name}") from None
-        loaded[target] += tensor.numel()
     for name, parameter in parameters.items():
         if loaded[name] != parameter.numel():
             raise InputError(f"{folder}: {name}: got {loaded[name]} elements, expected {parameter.numel()}")

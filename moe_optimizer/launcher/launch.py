@@ -67,12 +67,17 @@ def serving(
 
 @contextlib.contextmanager
 def running(
-    plan: Plan, *, run_dir: Path, require: frozenset[str] = frozenset(), ready_timeout_s: float = 600.0
+    plan: Plan,
+    *,
+    run_dir: Path,
+    require: frozenset[str] = frozenset(),
+    ready_timeout_s: float = 600.0,
+    warm_up_s: float = 0.0,
 ) -> Iterator[ServerInfo]:
     """Serve `plan` while the block lasts, quietly and without a look at signals. For tests and benchmarks.
 
     Raises: as `serving`.
     """
-    run = Supervisor(plan, run_dir, require=require)
+    run = Supervisor(plan, run_dir, require=require, warm_up_s=warm_up_s)
     with run.started():
         yield run.wait_until_ready(ready_timeout_s)

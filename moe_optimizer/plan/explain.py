@@ -51,6 +51,7 @@ class _Page:
             (_ALONE if plan.group is None else _IN_GROUP, self._difference(plan)),
         )
         version = f"vLLM {plan.vllm_version}" if plan.vllm_version else "no vLLM installed"
+        version = "embedded engine" if plan.engine == "embedded" else version
         lines = [self._paint(f"Plan {plan.digest}: profile {plan.profile_name}, {version}", "bold")]
         for title, body in sections:
             written = list(body)
@@ -151,6 +152,10 @@ class _Page:
             yield from self._wrap(f"- {warning}", hang=2)
 
     def _commands(self, plan: Plan) -> Iterator[str]:
+        if plan.engine == "embedded":
+            head = f"python -m moe_optimizer.engine.server --model {shlex.quote(plan.model.path)}"
+            yield from self._command([head], plan.serve_args)
+            return
         if plan.num_nodes > 1:
             yield from (printable(f"  {line}".rstrip()) for line in render_ray(plan).splitlines())
             yield ""
@@ -195,6 +200,8 @@ class _Page:
         return [words[0], *(f"    {shlex.quote(value)}" for value in words[1:])]
 
     def _difference(self, plan: Plan) -> Iterator[str]:
+        if plan.engine == "embedded":
+            return
         planned, plain = plan.serve_args.arguments, plan.plain_args.arguments
         differing = [("-", each) for each in plain if each not in planned]
         differing += [("+", each) for each in planned if each not in plain]

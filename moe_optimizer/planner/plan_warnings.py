@@ -26,10 +26,12 @@ def plan_warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan
     if request.hardware.gpu is not None and context.device == "cpu":
         warnings.append("this machine has a GPU, but the installed vLLM is the CPU build; planning for the CPU")
     vllm = request.software.vllm
-    if vllm is None:
+    if vllm is None and request.engine == "vllm":
         warnings.append("no vLLM is installed: the plan cannot be started here")
-    elif context.device == "cuda" and vllm.device == "cpu":
+    elif vllm is not None and context.device == "cuda" and vllm.device == "cpu":
         warnings.append(f"the installed vLLM {vllm.version} is the CPU build: this plan cannot be started here")
+    elif untried := request.software.vllm_runs.why_untried(vllm.version, vllm.device):
+        warnings.append(untried)
     if request.model.is_moe:
         warnings += request.software.kernel_speeds.warnings
     else:

@@ -80,8 +80,8 @@ def check_request(request: PlanRequest) -> None:
         UnsupportedError: this version or the model cannot do what is asked.
     """
     given = request.vllm_args
-    if request.engine != "vllm":
-        raise UnsupportedError(f"engine {request.engine!r} is not available in this version, expected 'vllm'")
+    if request.engine == "embedded" and request.num_nodes > 1:
+        raise UnsupportedError(f"--nodes {request.num_nodes}: the embedded engine runs on one machine")
     if request.model.needs_remote_code and not (request.trust_remote_code or "--trust-remote-code" in given):
         raise UnsupportedError(
             f"{request.model.name}: its configuration wants to run code of its own (auto_map)",
@@ -173,7 +173,7 @@ def check_for_device(request: PlanRequest, device: str) -> None:
     Raises:
         UnsupportedError: with what it is.
     """
-    if device != "cpu":
+    if device != "cpu" or request.engine != "vllm":
         return
     quantization = request.vllm_args.value("--quantization") or ""
     if "fp8" in quantization:

@@ -14,10 +14,17 @@ every supported version takes the flag."""
 
 def own_arguments(request: PlanRequest, context: PlanContext) -> ServeArguments:
     """Return the arguments that no pass owns."""
-    arguments = ["--host", request.host, "--port", str(request.port), "--shutdown-timeout", str(DRAIN_TIMEOUT_S)]
+    arguments = ["--host", request.host, "--port", str(request.port)]
+    embedded = request.engine == "embedded"
+    if embedded:
+        # No pass decides for this engine; it drains by itself.
+        arguments += ["--max-num-seqs", str(context.workload.batch_size)]
+    else:
+        arguments += ["--shutdown-timeout", str(DRAIN_TIMEOUT_S)]
     if request.trust_remote_code:
         arguments.append("--trust-remote-code")
-    if request.dtype is not None or context.device == "cpu":
+    # The embedded engine takes the dtype that the processor multiplies in.
+    if request.dtype is not None or (context.device == "cpu" and not embedded):
         arguments += ["--dtype", context.dtype]
     length = context.kv_cache.max_model_len
     if length is not None and length != context.model.max_model_len:
@@ -41,7 +48,7 @@ def plain_arguments(own: ServeArguments, context: PlanContext, user: ServeArgume
 def serve_environment(context: PlanContext) -> dict[str, str]:
     """Return the variables that vLLM is started with beside its own environment."""
     environment: dict[str, str] = {}
-    if context.device == "cpu":
+    if context.device == "cpu" and context.request.engine == "vllm":
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(context.kv_cache.host_cache_gib)
     for decision in context.decided.values():
         environment |= decision.env

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_optimizer.specs.kernel_speeds import SpeedTables
+from moe_optimizer.specs.vllm_runs import VllmRuns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,3 +71,5 @@ class SoftwareSpec:
     """vLLM's variable of the cores of its CPU workers."""
     reserved_cores: int | None = None
     """vLLM's variable of the cores that its CPU workers leave free; None: its default."""
+    vllm_runs: VllmRuns = field(default_factory=VllmRuns)
+    """The versions of vLLM that this package has been run with; without a table none is warned of."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,7 @@ class PluginSession:
         self._on_plan = on_plan
         self._planning_failure = ""
         self._layers: dict[int, _Layer] = {}
+        self._shapes: Counter[tuple[int, ...]] = Counter()
         self._counting = True
         self._other_passes: list[Callable[[Any], tuple[str, ...]]] = []
         self.pid = os.getpid()
@@ -177,6 +179,11 @@ class PluginSession:
         for entry in self._layers[address].entries:
             entry.layers += (layer,)
         self.writer.touch()
+
+    def layers_of_shape(self, shape: tuple[int, ...]) -> int:
+        """Count a layer whose experts have this shape; return how many were counted before it."""
+        self._shapes[shape] += 1
+        return self._shapes[shape] - 1
 
     def ask_of_layers(self, passes_of: Callable[[Any], tuple[str, ...]]) -> None:
         """Call `passes_of` for each loaded layer of our kernels, to get further passes that the layer counts for."""

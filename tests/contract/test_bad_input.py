@@ -302,9 +302,14 @@ def test_a_wrong_flag_is_refused(
     assert hint in "".join(finished.hints)
 
 
-def test_the_embedded_engine_is_said_to_be_missing(tmp_path: Path, run_command: Any) -> None:
-    arguments = ["--model", str(TINY_MOE), "--engine", "embedded"]
-    refused(run_command, tmp_path, arguments, "embedded", codes=(UNSUPPORTED,))
+def test_the_embedded_engine_refuses_an_optimization_of_vllm(tmp_path: Path, run_command: Any) -> None:
+    arguments = ["--model", str(TINY_MOE), "--engine", "embedded", "--enable-fp8"]
+    refused(run_command, tmp_path, arguments, "--enable-fp8", "embedded", codes=(BAD_INPUT,))
+
+
+def test_the_embedded_engine_refuses_an_argument_that_only_vllm_has(tmp_path: Path, run_command: Any) -> None:
+    arguments = ["--model", str(TINY_MOE), "--engine", "embedded", "--", "--enforce-eagr"]
+    refused(run_command, tmp_path, arguments, "--enforce-eagr", codes=(BAD_INPUT,), fresh=True)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,12 @@ SURFACE = {
     "experts": COMMON | {"SOURCE", "--png", "--top"},
     "build": COMMON | {"--check"},
     "measure": {"--help"},
+    "debug": {"--help"},
+}
+DEBUG = {
+    "compare": COMMON | MODEL | {"--layer"},
+    "oracle": COMMON | MODEL | {"--url", "--tolerance"},
+    "generations": COMMON | MODEL | {"--save", "--against"},
 }
 MEASURE_TEXT = COMMON | MODEL | {"--text", "--output", "--max-tokens"}
 MEASURE = {
@@ -76,6 +82,13 @@ def test_the_options_of_measure_are_the_published_ones(name: str) -> None:
     commands = root().commands["measure"].commands
     assert list(commands) == list(MEASURE)
     assert options_of(commands[name]) == MEASURE[name]
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_the_options_of_debug_are_the_published_ones(name: str) -> None:
+    commands = root().commands["debug"].commands
+    assert list(commands) == list(DEBUG)
+    assert options_of(commands[name]) == DEBUG[name]
 
 
 def test_the_exit_codes_are_the_published_ones() -> None:

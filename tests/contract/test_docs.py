@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer import env
+from moe_optimizer.inspection.vllm_runs import read_vllm_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,6 +66,32 @@ def test_named_make_targets_exist(document: Path) -> None:
 def test_named_environment_variables_exist(document: Path) -> None:
     named = set(re.findall(r"\bMOE_OPTIMIZER_[A-Z_]+\b", document.read_text(encoding="utf-8")))
     assert named <= set(env.NAMES), f"{document.relative_to(ROOT)}: unknown variables {sorted(named - set(env.NAMES))}"
+
+
+def test_readmes_table_has_the_versions_of_vllm_that_were_run() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (heading,) = re.findall(r"^\| optimization \|.*$", readme, re.MULTILINE)
+    named = {
+        (column.strip().startswith("CPU"), version) for column, version in re.findall(r"([^|]*vLLM ([\d.]+))", heading)
+    }
+    run = {(run.device == "cpu", run.version.rpartition(".")[0]) for run in read_vllm_runs().runs}
+    assert named == run
+
+
+def test_the_page_on_installing_has_every_run_of_vllm() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+\.\d+\.\d+ \|.*$", page, re.MULTILINE)
+    runs = read_vllm_runs().runs
+    assert rows == [
+        f"| {run.version} | {run.device.upper()} | {run.machine} | {run.ran} | {run.date} |" for run in runs
+    ]
+
+
+def test_the_container_has_the_newest_vllm_that_was_run_on_gpus() -> None:
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    newest = read_vllm_runs().versions("cuda")[0]
+    assert f"ARG VLLM_VERSION={newest}\n" in dockerfile
+    assert set(re.findall(r"vllm-moe-optimizer:(\S+)", dockerfile)) == {newest}
 
 
 def test_readme_names_the_test_command_that_ci_runs() -> None:

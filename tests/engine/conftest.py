@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.engine import tiny_models
+if not torch.cuda.is_available():
+    # Read by Triton when it is imported, which transformers does: its kernels are interpreted on the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
+
+from tests.engine import tiny_models
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

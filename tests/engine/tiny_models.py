@@ -49,6 +49,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts_per_tok": 3, "num_key_value_heads": 1}),
     "olmoe": ("olmoe", {**_BASE, **_EXPERTS}),
     "olmoe-clipped": ("olmoe", {**_BASE, **_EXPERTS, "clip_qkv": 0.5, "norm_topk_prob": True}),
+    # An even vocabulary, for ranks that share it.
+    "qwen3-even": ("qwen3", {**_BASE, "vocab_size": 98, "head_dim": 16, "attention_bias": True,
+        "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "mixtral-even": ("mixtral", {**_BASE, "vocab_size": 98, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe-even": ("qwen3_moe", {**_QWEN3_MOE, "vocab_size": 98}),
 }  # fmt: skip
 
 

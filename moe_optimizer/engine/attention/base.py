@@ -15,6 +15,9 @@ class AttentionBackend(Protocol):
     Legend: T tokens, H query heads, K key/value heads, d head size, B blocks, S block size.
     """
 
+    capturable: bool
+    """Whether a CUDA graph may hold its decodes: no choice of the host depends on the lengths."""
+
     def attend(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, context: AttentionContext
     ) -> Tensor:

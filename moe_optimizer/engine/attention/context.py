@@ -1,6 +1,6 @@
 """`AttentionContext`: where the tokens of one step stand, for every attention layer.
 
-Legend: T tokens of the step, D decodes, G decodes of a group, L longest context, N most blocks of a sequence.
+Legend: T tokens, S sequences, D decodes, G decodes of a group, L longest context, N most blocks of a sequence.
 The decodes come first: tokens [0, D) are one of each decoding sequence, tokens [D, T) the packed prefills.
 """
 
@@ -19,15 +19,17 @@ _MOST_PADDING = 1.25
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One sequence of which several tokens are computed."""
+    """One sequence of which several tokens are computed: tokens [begin, end) of the step."""
 
     begin: int
-    """Its first token's place in the step."""
     end: int
     num_computed: int
     """Its tokens before the step's: already in the KV cache."""
-    block_ids: Tensor
-    """Blocks that hold its tokens up to the step's last."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that its last one attends to."""
+        return self.num_computed + self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +43,27 @@ class DecodeGroup:
     """True where a sequence has a token, up to the end of the group's last block."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionContext:
     """What attention needs to know of a step beside the tensors of the layer."""
 
     slots_T: Tensor
-    """Where each token's key and value go: block * block size + place in the block."""
+    """Where each token's key and value go: block * block size + place in the block; -1 for one that is padding."""
+    block_tables_SN: Tensor
+    """Blocks of each sequence; what lies behind its context may be any block."""
+    context_lengths_S: Tensor
+    """Tokens that the last token of each sequence attends to, the step's included; 0 for one that is padding."""
+    query_starts_S1: Tensor
+    """Where each sequence's tokens begin in the step, and the end of the last."""
     num_decodes: int
-    block_tables_DN: Tensor
-    """Blocks of each decoding sequence; what lies behind its context may be any block."""
-    context_lengths_D: Tensor
-    """Tokens that each decoding sequence attends to, the step's included."""
     prefills: tuple[Prefill, ...]
     block_size: int
 
     @cached_property
     def decode_groups(self) -> list[DecodeGroup]:
         """The decodes by length: padded to the longest of a group, they read a quarter more than they have."""
-        order_D = self.context_lengths_D.argsort()
-        num_blocks = [-(-length // self.block_size) for length in self.context_lengths_D[order_D].tolist()]
+        order_D = self.context_lengths_S[: self.num_decodes].argsort()
+        num_blocks = [-(-length // self.block_size) for length in self.context_lengths_S[order_D].tolist()]
         begins = [0]
         for place, number in enumerate(num_blocks):
             if number > _MOST_PADDING * num_blocks[begins[-1]]:
@@ -70,5 +74,5 @@ class AttentionContext:
 
     def _group(self, rows_G: Tensor, num_blocks: int) -> DecodeGroup:
         positions = torch.arange(num_blocks * self.block_size, device=rows_G.device)
-        mask = (positions < self.context_lengths_D[rows_G, None])[:, None, None, :]
-        return DecodeGroup(rows_G, self.block_tables_DN[rows_G, :num_blocks], mask)
+        mask = (positions < self.context_lengths_S[rows_G, None])[:, None, None, :]
+        return DecodeGroup(rows_G, self.block_tables_SN[rows_G, :num_blocks], mask)

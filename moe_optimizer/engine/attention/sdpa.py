@@ -7,11 +7,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from moe_optimizer.engine.attention.base import store
-from moe_optimizer.engine.attention.context import AttentionContext, DecodeGroup, Prefill
+from moe_optimizer.engine.attention.context import AttentionContext, DecodeGroup
 
 
 class SdpaAttention:
     """Prefills one sequence at a time; decodes those of similar length together, over their gathered contexts."""
+
+    capturable = False
 
     def __init__(self) -> None:
         self._workspace = torch.empty(0)
@@ -27,9 +29,13 @@ class SdpaAttention:
                 out_THd.index_copy_(
                     0, group.rows_G, self._decode(q_THd.index_select(0, group.rows_G), cache_2BSKd, group)
                 )
-        for prefill in context.prefills:
+        for prefill, block_ids in zip(context.prefills, context.block_tables_SN[context.num_decodes :], strict=True):
             rows = slice(prefill.begin, prefill.end)
-            out_THd[rows] = _prefill(q_THd[rows], k_TKd[rows], v_TKd[rows], cache_2BSKd, prefill)
+            keys, values = k_TKd[rows], v_TKd[rows]
+            if prefill.num_computed:
+                read_N = block_ids[: -(-prefill.length // context.block_size)]
+                keys, values = cache_2BSKd.index_select(1, read_N).flatten(1, 2)[:, : prefill.length]
+            out_THd[rows] = _prefill(q_THd[rows], keys, values, prefill.num_computed)
         return out_THd
 
     def _decode(self, q_GHd: Tensor, cache_2BSKd: Tensor, group: DecodeGroup) -> Tensor:
@@ -52,14 +58,12 @@ class SdpaAttention:
         return gathered
 
 
-def _prefill(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, prefill: Prefill) -> Tensor:
-    """A prompt or a chunk of one; keys and values of tokens before it are read from the cache."""
+def _prefill(q_THd: Tensor, k_LKd: Tensor, v_LKd: Tensor, num_computed: int) -> Tensor:
+    """A prompt or a chunk of one, behind `num_computed` tokens whose keys and values come first."""
     mask = None
-    if prefill.num_computed:
-        length = prefill.num_computed + len(q_THd)
-        k_TKd, v_TKd = (half.index_select(0, prefill.block_ids).flatten(0, 1)[:length] for half in cache_2BSKd)
-        mask = torch.ones(len(q_THd), length, dtype=torch.bool, device=q_THd.device).tril(prefill.num_computed)
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q_THd, k_TKd, v_TKd))
+    if num_computed:
+        mask = torch.ones(len(q_THd), len(k_LKd), dtype=torch.bool, device=q_THd.device).tril(num_computed)
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q_THd, k_LKd, v_LKd))
     shared = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=shared)
     return out[0].transpose(0, 1)

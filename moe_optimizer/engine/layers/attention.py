@@ -14,15 +14,21 @@ from moe_optimizer.engine.attention.base import AttentionBackend
 from moe_optimizer.engine.attention.context import AttentionContext
 from moe_optimizer.engine.layers.linear import Linear, MergedLinear
 from moe_optimizer.engine.layers.norm import RMSNorm
+from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.layers.rope import rotate
+from moe_optimizer.errors import UnsupportedError
 
 QKNorm = Literal["none", "head", "whole"]
 """Whether queries and keys are normalized, and over what: each head, or all heads of a token together."""
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. `kv_cache` and `backend` are set before the first call."""
+    """Grouped-query attention. `kv_cache` and `backend` are set before the first call.
 
+    Several ranks share the heads; there may be fewer key/value heads than ranks, which then hold them more than once.
+    """
+
+    fused_methods = ("turned",)
     kv_cache: Tensor
     """[2, blocks, block size, K, d]: this layer's keys and values."""
     backend: AttentionBackend
@@ -38,12 +44,17 @@ class Attention(nn.Module):
         qk_norm: QKNorm = "none",
         eps: float = 1e-6,
         clip: float | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
-        self.head_dim, self.num_kv_heads, self.clip, self.qk_norm = head_dim, num_kv_heads, clip, qk_norm
-        sizes = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
-        self.qkv_proj = MergedLinear(hidden_size, sizes, bias=bias)
-        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=bias)
+        if qk_norm == "whole" and ranks.size > 1:
+            raise UnsupportedError(f"tensor_parallel_size: got {ranks.size}, expected 1: the norm spans all heads")
+        self.num_kv_heads = 1 if ranks.size % num_kv_heads == 0 else ranks.share(num_kv_heads, "key/value heads")
+        self.head_dim, self.clip, self.qk_norm = head_dim, clip, qk_norm
+        sizes = {"q": ranks.share(num_heads, "heads") * head_dim}
+        sizes |= {"k": self.num_kv_heads * head_dim, "v": self.num_kv_heads * head_dim}
+        self.qkv_proj = MergedLinear(hidden_size, sizes, bias=bias, ranks=ranks)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=bias, split="inputs", ranks=ranks)
         if qk_norm != "none":
             self.q_norm = RMSNorm(head_dim if qk_norm == "head" else sizes["q"], eps)
             self.k_norm = RMSNorm(head_dim if qk_norm == "head" else sizes["k"], eps)
@@ -56,11 +67,15 @@ class Attention(nn.Module):
         if self.clip is not None:
             q, k, v = (tensor.clamp(-self.clip, self.clip) for tensor in (q, k, v))
         q, k, v = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (q, k, v))
-        if self.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rope), rotate(k, *rope)
+        q, k = self.turned(q, k, *rope)
         out = self.backend.attend(q, k, v, self.kv_cache, context)
         return self.o_proj(out.flatten(-2))
+
+    def turned(self, q_THd: Tensor, k_TKd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, normalized head by head if the model does that, and rotated."""
+        if self.qk_norm == "head":
+            q_THd, k_TKd = self.q_norm.normalized(q_THd), self.k_norm.normalized(k_TKd)
+        return rotate(q_THd, cos_T1d, sin_T1d), rotate(k_TKd, cos_T1d, sin_T1d)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> torch.Size:
         """Return the shape of `kv_cache`."""

@@ -11,6 +11,8 @@ from moe_optimizer.engine.layers.linear import Layer
 class RMSNorm(Layer):
     """Divides by the root of the mean square, in float32, and multiplies by a weight, in the model's dtype."""
 
+    fused_methods = ("forward", "add")
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
@@ -18,6 +20,15 @@ class RMSNorm(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
+        return self.normalized(x)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Do the same, for methods that are compiled as a whole."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum, normalized, and the sum."""
+        residual = x + residual
+        return self.normalized(residual), residual

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moe_optimizer.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Those whose frequencies do not depend on the length of the sequence.
 _SCALED = ("linear", "llama3", "yarn")
@@ -53,5 +56,7 @@ def _frequencies(config: PreTrainedConfig, head_dim: int) -> tuple[Tensor, float
             exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
         if kind in _SCALED:
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
             return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     raise UnsupportedError(f"config.json: rope_type: got {kind!r}, expected one of default, {', '.join(_SCALED)}")

@@ -8,18 +8,21 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from moe_optimizer.engine.attention.context import AttentionContext
 from moe_optimizer.engine.layers.attention import Attention, QKNorm
-from moe_optimizer.engine.layers.linear import Embedding, Linear, Shard
+from moe_optimizer.engine.layers.linear import Embedding, Shard
+from moe_optimizer.engine.layers.moe import MoE
 from moe_optimizer.engine.layers.norm import RMSNorm
+from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.layers.rope import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _PACKED: dict[str, tuple[str, str]] = {
     "q_proj": ("qkv_proj", "q"),
@@ -41,10 +44,14 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.mlp = mlp
 
-    def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
-        """Transform every token."""
-        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), rope, context)
-        return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
+    def forward(
+        self, x_TH: Tensor, residual_TH: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        """Return what is to be added next, and the sum so far: the next norm adds them."""
+        x_TH, residual_TH = self.input_layernorm.add(x_TH, residual_TH)
+        x_TH = self.self_attn(x_TH, rope, context)
+        x_TH, residual_TH = self.post_attention_layernorm.add(x_TH, residual_TH)
+        return self.mlp(x_TH), residual_TH
 
 
 class Decoder(nn.Module):
@@ -59,9 +66,10 @@ class Decoder(nn.Module):
     def forward(self, token_ids_T: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
         """Return the last hidden state of every token."""
         x_TH = self.embed_tokens(token_ids_T)
+        residual_TH = torch.zeros_like(x_TH)
         for layer in self.layers:
-            x_TH = layer(x_TH, rope, context)
-        return self.norm(x_TH)
+            x_TH, residual_TH = layer(x_TH, residual_TH, rope, context)
+        return self.norm.add(x_TH, residual_TH)[0]
 
 
 class CausalLM(nn.Module, ABC):
@@ -71,6 +79,7 @@ class CausalLM(nn.Module, ABC):
         config: as transformers reads it.
         max_positions: longest sequence.
         dtype: of the weights; set as torch's default while the model is built.
+        ranks: that share the model.
     """
 
     expert_matrices: ClassVar[Mapping[str, str]] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
@@ -79,21 +88,33 @@ class CausalLM(nn.Module, ABC):
     """Parts of a checkpoint's names, and what they are called here."""
     qk_norm: ClassVar[QKNorm] = "none"
 
-    def __init__(self, config: PreTrainedConfig, max_positions: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: PreTrainedConfig, max_positions: int, dtype: torch.dtype, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.ranks = config, ranks
         layers = [
             DecoderLayer(config.hidden_size, config.rms_norm_eps, self.attention(), self.mlp(index))
             for index in range(config.num_hidden_layers)
         ]
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.model = Decoder(Embedding(config.vocab_size, config.hidden_size), layers, norm)
-        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        sizes = (config.vocab_size, config.hidden_size)
+        self.model = Decoder(Embedding(*sizes, ranks=ranks), layers, norm)
+        self.lm_head = None if config.tie_word_embeddings else Embedding(*sizes, ranks=ranks)
         self.rope = RotaryEmbedding(config, self.head_dim, max_positions, dtype)
 
     @abstractmethod
     def mlp(self, layer: int) -> nn.Module:
         """Return the feed-forward part of a layer: `MLP` or `MoE`."""
+
+    def moe(self, intermediate_size: int, num_experts: int, *, renormalize: bool) -> MoE:
+        """Return the experts of a layer."""
+        return MoE(
+            self.config.hidden_size,
+            intermediate_size,
+            num_experts=num_experts,
+            top_k=self.config.num_experts_per_tok,
+            renormalize=renormalize,
+            ranks=self.ranks,
+        )
 
     def attention(self) -> Attention:
         """Return the attention of a layer."""
@@ -106,6 +127,7 @@ class CausalLM(nn.Module, ABC):
             qk_norm=self.qk_norm,
             eps=self.config.rms_norm_eps,
             clip=getattr(self.config, "clip_qkv", None),
+            ranks=self.ranks,
         )
 
     @property
@@ -119,8 +141,7 @@ class CausalLM(nn.Module, ABC):
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Return the logits [T, V] of the tokens behind these."""
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden_TH, head.weight)
+        return (self.model.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden_TH)
 
     def attention_layers(self) -> Iterator[Attention]:
         """Yield the layers that have a KV cache."""

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from torch import nn
 
-from moe_optimizer.engine.layers.moe import MoE
 from moe_optimizer.engine.models.decoder import CausalLM
 
 
@@ -19,10 +18,4 @@ class MixtralForCausalLM(CausalLM):
 
     def mlp(self, layer: int) -> nn.Module:
         """Return the same for every layer."""
-        return MoE(
-            self.config.hidden_size,
-            self.config.intermediate_size,
-            num_experts=self.config.num_local_experts,
-            top_k=self.config.num_experts_per_tok,
-            renormalize=True,
-        )
+        return self.moe(self.config.intermediate_size, self.config.num_local_experts, renormalize=True)

@@ -7,7 +7,6 @@ from typing import ClassVar
 from torch import nn
 
 from moe_optimizer.engine.layers.attention import QKNorm
-from moe_optimizer.engine.layers.moe import MoE
 from moe_optimizer.engine.models.decoder import CausalLM
 
 
@@ -18,10 +17,5 @@ class OlmoeForCausalLM(CausalLM):
 
     def mlp(self, layer: int) -> nn.Module:
         """Return the same for every layer."""
-        return MoE(
-            self.config.hidden_size,
-            self.config.intermediate_size,
-            num_experts=self.config.num_experts,
-            top_k=self.config.num_experts_per_tok,
-            renormalize=self.config.norm_topk_prob,
-        )
+        config = self.config
+        return self.moe(config.intermediate_size, config.num_experts, renormalize=config.norm_topk_prob)

@@ -18,4 +18,4 @@ class Qwen3ForCausalLM(CausalLM):
 
     def mlp(self, layer: int) -> nn.Module:
         """Return the same for every layer."""
-        return MLP(self.config.hidden_size, self.config.intermediate_size)
+        return MLP(self.config.hidden_size, self.config.intermediate_size, ranks=self.ranks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from moe_optimizer.engine.layers.moe import MoE
 from moe_optimizer.engine.models.qwen3 import Qwen3ForCausalLM
 
 
@@ -17,10 +16,4 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step
         if dense or not config.num_experts:
             return super().mlp(layer)
-        return MoE(
-            config.hidden_size,
-            config.moe_intermediate_size,
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
-            renormalize=config.norm_topk_prob,
-        )
+        return self.moe(config.moe_intermediate_size, config.num_experts, renormalize=config.norm_topk_prob)

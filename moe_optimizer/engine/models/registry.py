@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING
 
 from moe_optimizer.engine.models.decoder import CausalLM
 from moe_optimizer.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FAMILIES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),

@@ -2,7 +2,11 @@
 
 import sys
 
-from moe_optimizer.engine.server.serve import main
+from moe_optimizer.engine.server.serve import read_command_line, serve
+from moe_optimizer.errors import MoeOptimizerError
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        serve(**read_command_line(sys.argv[1:]))
+    except MoeOptimizerError as error:
+        sys.exit(f"error: {error}" + (f"\n\nhint: {error.hint}" if error.hint else ""))

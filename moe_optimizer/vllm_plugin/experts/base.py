@@ -163,13 +163,13 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
         """Bring up to date what the kernels keep beside the weights that vLLM has changed in place: nothing."""
 
     @abstractmethod
-    def served(self, layer: Any, *, largest: int, first: bool) -> Served | None:
+    def served(self, layer: Any, *, largest: int, position: int) -> Served | None:
         """Return what the canary tries of this layer; None where our kernels do not compute it.
 
         Args:
             layer: vLLM's.
             largest: most tokens of a forward.
-            first: no layer of the same shape was tried before it.
+            position: of the layer among those of its shape; the first one tries what depends on the shape alone.
         """
 
 

@@ -11,6 +11,7 @@ A canary that fails ends the start or the update: compiled and captured graphs c
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,13 +58,13 @@ def check_model(session: PluginSession, model: torch.nn.Module, *, when: str, la
     Raises:
         RequiredNotAppliedError: a layer is wrong.
     """
-    worst, layers, sizes, shapes = CheckResult(0.0, ""), 0, set[int](), set[tuple[int, ...]]()
+    worst, layers, sizes, shapes = CheckResult(0.0, ""), 0, set[int](), Counter[tuple[int, ...]]()
     try:
         with session.not_counting(), torch.inference_mode():
             for layer, experts in our_layers(model):
                 shape = tuple(layer.w13_weight.shape)
-                result, tried = _check(layer, experts, largest=largest, first=shape not in shapes, graphs=graphs)
-                shapes.add(shape)
+                result, tried = _check(layer, experts, largest=largest, position=shapes[shape], graphs=graphs)
+                shapes[shape] += 1
                 layers, sizes = layers + bool(tried), sizes | tried
                 worst = max(worst, result, key=lambda each: (bool(each.reason), each.error))
                 if worst.reason:
@@ -93,10 +94,10 @@ def check_model(session: PluginSession, model: torch.nn.Module, *, when: str, la
 
 
 def _check(
-    layer: Any, experts: MoeOptimizerExperts, *, largest: int, first: bool, graphs: int
+    layer: Any, experts: MoeOptimizerExperts, *, largest: int, position: int, graphs: int
 ) -> tuple[CheckResult, set[int]]:
     """Return the outcome for one layer, and the numbers of tokens that were tried."""
-    served = experts.served(layer, largest=largest, first=first)
+    served = experts.served(layer, largest=largest, position=position)
     if served is None or not served.sizes:
         return CheckResult(0.0, ""), set()
     kernels = {

@@ -129,12 +129,12 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
                 return
         raise RequiredNotAppliedError(f"{EXPERTS_PASS}: {name}: our kernel is wrong here, and vLLM has no other")
 
-    def served(self, layer: Any, *, largest: int, first: bool) -> Served | None:
+    def served(self, layer: Any, *, largest: int, position: int) -> Served | None:
         """Return what the canary tries; the largest forward once for each shape, as it costs what a prompt costs."""
         if self._stock is not None or not self.weights.w13.numel():
             return None
         held = {name: getattr(layer, name) for name in self.weights.parameters}
-        sizes = tuple(dict.fromkeys(min(tokens, largest) for tokens in (*_CHECKED_TOKENS, largest if first else 1)))
+        sizes = tuple(dict.fromkeys(min(tokens, largest) for tokens in (*_CHECKED_TOKENS, 1 if position else largest)))
         return Served(
             layer=self._described(str(getattr(layer, "layer_name", "")), self.weights.with_parameters(held), layer),
             sizes={kernel.NAME: sizes},

@@ -165,14 +165,15 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         """Return the weights of vLLM's layer as it holds them now."""
         return KernelWeights(format=PLAIN, w13=layer.w13_weight, w2=layer.w2_weight)
 
-    def served(self, layer: Any, *, largest: int, first: bool) -> Served | None:  # noqa: ARG002 - cheap for each layer
-        """Return what the canary tries: both ends of every planned range of tokens."""
+    def served(self, layer: Any, *, largest: int, position: int) -> Served | None:
+        """Return what the canary tries: the planned kernels as the layer's own check takes them."""
         if self._layer is None:
             return None
+        sizes = self._layer.sizes(largest, position=position)
         return Served(
             layer=self._layer.described(self.stored_weights(layer)),
-            sizes=self._layer.sizes(largest),
-            rounding=frozenset(name for name in self._layer.sizes(largest) if rounds_activations(name)),
+            sizes=sizes,
+            rounding=frozenset(name for name in sizes if rounds_activations(name)),
             num_experts=_CANARY_EXPERTS,
         )
 

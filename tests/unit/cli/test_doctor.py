@@ -60,9 +60,12 @@ def test_missing_vllm_is_needed_to_serve(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("version", "status"), [("0.25.1", "missing"), ("0.26.0", "ok"), ("1.0", "ok"), ("0.33rc1", "ok"), ("dev", "ok")]
+    ("version", "status"),
+    [("0.25.1", "missing"), ("0.26.0", "ok"), ("1.0", "note"), ("0.33rc1", "note"), ("dev", "note")],
 )
-def test_a_vllm_older_than_supported_is_missing(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
+def test_a_vllm_older_than_supported_is_missing_and_one_not_run_a_note(
+    monkeypatch: pytest.MonkeyPatch, version: str, status: str
+) -> None:
     vllm = VllmInstallation(distribution="vllm", version=version, device="cuda", location="/x")
     assert software(monkeypatch, vllm=vllm)["vllm"].status == status
 
@@ -83,6 +86,16 @@ def test_kernels_of_other_sources_are_a_note(
     (tmp_path / "build_info.py").write_text(f"print({digest!r})", encoding="utf-8")
     check = software(monkeypatch, kernels=BUILT)["kernels"]
     assert (check.status, "csrc/" in check.detail) == (status, status == "note")
+
+
+@pytest.mark.parametrize("has_sources", [True, False])
+def test_build_tools_are_looked_for_only_beside_the_kernels_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_sources: bool
+) -> None:
+    monkeypatch.setattr(machine_checks, "SOURCES", tmp_path if has_sources else tmp_path / "none")
+    names = {check.name for check in machine_checks.machine_checks(load_hardware("cpu", None))}
+    assert ({"cmake", "ninja", "nvcc"} <= names) == has_sources
+    assert "compiler" in names
 
 
 def test_kernels_without_sources_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from moe_optimizer.cli.options import SWITCHES, PlanOptions, ServeOptions
 from moe_optimizer.cli.settings import resolve
 from moe_optimizer.cli.show_config import effective_settings
 from moe_optimizer.env import Environment, read_environment
-from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.errors import InputError
 from moe_optimizer.passes.registry import PASS_NAMES, switches
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.serve_args import ServeArguments
@@ -111,11 +111,6 @@ def test_the_kill_switch_turns_every_pass_off_but_the_number_of_gpus() -> None:
 def test_asking_for_a_pass_contradicts_the_kill_switch(asked: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="contradicts MOE_OPTIMIZER_DISABLE=1"):
         resolve(options(**asked), environment(disable="1"))
-
-
-def test_the_embedded_engine_is_not_there_yet() -> None:
-    with pytest.raises(UnsupportedError, match="embedded"):
-        resolve(options(engine="embedded"), NOTHING_SET)
 
 
 def test_the_effective_batch_size_is_the_flags_else_the_profiles() -> None:

@@ -23,6 +23,7 @@ from moe_optimizer.ops.cuda_variants import (
     choose_tile_tokens,
 )
 from moe_optimizer.ops.kernel_arguments import CudaProblem, Router
+from tests.builders import qwen3_30b_a3b
 from tests.kernel_emulator import Emulator
 
 SHARED_BYTES = 227 * 1024
@@ -226,11 +227,11 @@ def test_workspace_parts_are_aligned_and_apart(emulator: Emulator, mode, router)
 
 
 @pytest.mark.parametrize("mode", [GemmMode.BF16, GemmMode.FP8_WEIGHTS])
-def test_the_memory_plan_counts_the_buffers_of_one_forward(emulator: Emulator, qwen3_30b_a3b, mode: GemmMode):
+def test_the_memory_plan_counts_the_buffers_of_one_forward(emulator: Emulator, mode: GemmMode):
     sizes = replace(QWEN3, num_tokens=8192, weight_bytes=2 if mode is GemmMode.BF16 else 1)
     laid_out = emulator.layout(problem_of(sizes), GroupedVariant(mode), 132)["bytes"]
     request = MemoryRequest(
-        model=qwen3_30b_a3b, device_bytes=80 * GIB, num_devices=1, gpu_memory_utilization=0.9,
+        model=qwen3_30b_a3b(), device_bytes=80 * GIB, num_devices=1, gpu_memory_utilization=0.9,
         max_num_batched_tokens=8192, max_num_seqs=1, max_model_len=None,
     )  # fmt: skip
     counted = activation_bytes(replace(request, kernel_tokens=8192)) - activation_bytes(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from moe_optimizer.errors import DoesNotFitError, ExitCode, UnsupportedError
+from moe_optimizer.inspection.vllm_runs import read_vllm_runs
 from moe_optimizer.planner import make_plan
 from tests.builders import (
     cpu_machine,
@@ -124,6 +125,12 @@ def test_a_named_machine_is_planned_for_whatever_is_installed_here():
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1), software=software("cpu")))
     assert plan.num_gpus == 1
     assert any("cannot be started here" in warning for warning in plan.warnings)
+
+
+def test_a_vllm_that_was_not_run_with_this_package_is_a_warning():
+    newer = dataclasses.replace(software("cuda", version="0.33.0"), vllm_runs=read_vllm_runs())
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h200"), software=newer))
+    assert any("has not been run with vLLM 0.33.0" in warning for warning in plan.warnings)
 
 
 def test_a_cuda_vllm_without_a_gpu_is_unsupported():

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_optimizer.errors import UnsupportedError
-from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
+from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from tests.builders import cpu_machine, dense_model, gpus, request, shaped_model, tiny_moe
@@ -32,8 +33,18 @@ def test_a_dense_model_is_planned_and_said_to_have_no_experts():
     assert any("the model has no experts" in warning for warning in plan.warnings)
 
 
-def test_another_engine_is_not_available():
-    assert "embedded" in str(refused(request(tiny_moe(), cpu_machine(), engine="embedded"), UnsupportedError))
+def test_the_embedded_engine_is_given_none_of_vllms_arguments():
+    off = dict.fromkeys(PASS_NAMES, (Wish.OFF, "--engine embedded"))
+    plan = make_plan(request(tiny_moe(), cpu_machine(), engine="embedded", wishes=off))
+    assert plan.engine == "embedded"
+    assert not {"--shutdown-timeout", "--dtype", "--trust-remote-code"} & plan.serve_args.values.keys()
+    assert "VLLM_CPU_KVCACHE_SPACE" not in plan.serve_env
+    assert not any("vLLM" in warning for warning in plan.warnings)
+
+
+def test_the_embedded_engine_runs_on_one_machine():
+    asked = request(tiny_moe(), gpus("h200", 8), engine="embedded", num_nodes=2)
+    assert "--nodes 2" in str(refused(asked, UnsupportedError))
 
 
 MODELS = st.builds(

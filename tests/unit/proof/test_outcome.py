@@ -11,10 +11,10 @@ from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.outcome import judge
 from moe_optimizer.proof.record import PassProof, Proof
 from moe_optimizer.proof.verdict import NO_WORKER
-from tests.builders import cpu_machine, request, tiny_moe
+from tests.builders import OURS, cpu_machine, request, tiny_moe
 
 PASS = "flash_dmoe"
-PLAN = make_plan(request(tiny_moe(), cpu_machine()))
+PLAN = make_plan(request(tiny_moe(), cpu_machine(), wishes=OURS))
 RAN = Proof(
     role="worker", rank=0, pid=1, plan_digest=PLAN.digest, versions={}, world_size=1, model_rank=0,
     passes={PASS: PassProof(requested="x", applied=True, ran=True, kernel="k", isa="avx2")},

@@ -11,7 +11,7 @@ import pytest
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 
 
-@pytest.mark.parametrize("name", ["update_class_defaults", "write_kernel_speeds", "write_schemas"])
+@pytest.mark.parametrize("name", ["build_wheels", "update_class_defaults", "write_kernel_speeds", "write_schemas"])
 @pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--halp", 2)])
 def test_help_is_shown_and_an_unknown_option_refused(
     name: str, argument: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

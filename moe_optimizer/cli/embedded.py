@@ -1,0 +1,148 @@
+"""Plans and serves with the embedded engine: `--engine embedded`, or `--engine auto` where vLLM cannot run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_optimizer.cli import INTERRUPTED, messages
+from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from moe_optimizer.cli.progress import ProgressLines
+    from moe_optimizer.launcher.run_folder import RunFolder
+    from moe_optimizer.plan.plan import Plan
+    from moe_optimizer.plan_context.request import PlanRequest
+
+ENGINE = "embedded"
+
+
+def with_engine(request: PlanRequest) -> tuple[PlanRequest, tuple[str, ...]]:
+    """Return the request with "auto" decided, and what to warn of; no pass is wished for the embedded engine.
+
+    Raises:
+        InputError: an optimization of vLLM is asked of the embedded engine.
+        UnsupportedError: so is code that comes with the model.
+    """
+    from moe_optimizer.passes.registry import PASS_NAMES
+    from moe_optimizer.plan.decision import Wish
+
+    origin, warnings = "--engine embedded", ()
+    if request.engine == "auto":
+        why_not = _why_not_vllm(request)
+        if not why_not:
+            return dataclasses.replace(request, engine="vllm"), ()
+        origin = "--engine auto"
+        warnings = (f"--engine auto: the embedded engine serves, because {why_not}",)
+    elif request.engine != ENGINE:
+        return request, ()
+    asked = [said_by for wish, said_by in request.wishes.values() if wish is Wish.ON and said_by.startswith("flag ")]
+    if asked or request.required:
+        said = asked[0].removeprefix("flag ") if asked else f"--require {min(request.required)}"
+        raise InputError(
+            f"{said}: an optimization of vLLM, and the embedded engine serves ({origin})",
+            hint="docs/engine.md lists what the embedded engine switches; its arguments go after --",
+        )
+    if request.trust_remote_code:
+        raise UnsupportedError("--trust-remote-code: the embedded engine runs no code that comes with a model")
+    off = dict.fromkeys([*PASS_NAMES, "parallelism.expert_parallel"], (Wish.OFF, origin))
+    software = dataclasses.replace(request.software, vllm=None)
+    return dataclasses.replace(request, engine=ENGINE, wishes=off, software=software), warnings
+
+
+def _why_not_vllm(request: PlanRequest) -> str:
+    """Return why vLLM cannot serve here, "" where it can."""
+    vllm = request.software.vllm
+    if vllm is None:
+        return "vLLM is not installed"
+    if vllm.device == "cuda" and request.hardware.gpu is None:
+        return f"vLLM {vllm.version} is built for CUDA and there is no GPU"
+    return ""
+
+
+def check_can_serve_here(plan: Plan) -> None:
+    """Refuse what is known to fail before the model is loaded.
+
+    Raises:
+        InputError: weights are missing.
+        UnsupportedError: a package is missing, or the engine has no such model family.
+    """
+    from moe_optimizer.cli.engine_checks import missing_packages
+    from moe_optimizer.cli.model_checks import missing_weights
+
+    absent = missing_packages()
+    if absent:
+        raise UnsupportedError(
+            f"--engine embedded: not installed: {', '.join(absent)}", hint="run: pip install 'moe-optimizer[engine]'"
+        )
+    folder = Path(plan.model.path)
+    if not folder.is_dir():
+        raise InputError(
+            f"model {plan.model.name}: the embedded engine reads folders",
+            hint=f"run: hf download {plan.model.name} --local-dir FOLDER",
+        )
+    if "--load-format" not in plan.serve_args and (missing := missing_weights(folder)):
+        raise InputError(f"model {plan.model.name}: {missing}", hint="download the model again")
+
+
+def serve(plan: Plan, *, run_dir: Path, progress: ProgressLines, as_json: bool) -> int:
+    """Serve `plan` in this process until SIGINT or SIGTERM; requests under way may finish.
+
+    Raises:
+        MoeOptimizerError: the model cannot be loaded, or the address or the folder cannot be used.
+    """
+    from moe_optimizer.engine.server.serve import read_command_line
+    from moe_optimizer.engine.server.serve import serve as serve_engine
+    from moe_optimizer.launcher.address import reserved, server_address
+    from moe_optimizer.launcher.run_folder import RunFolder
+
+    started, ready, folder = time.monotonic(), False, RunFolder(run_dir)
+
+    def on_ready() -> None:
+        nonlocal ready
+        ready = True
+        _report(plan, folder, time.monotonic() - started, progress, as_json=as_json)
+
+    arguments = read_command_line(["--model", plan.model.path, *plan.serve_args.words])
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with reserved([server_address(plan.serve_args)]), folder.locked():
+            folder.prepare(plan)
+            progress.warn(plan.warnings)
+            progress.line(f"loading {plan.model.name} into the embedded engine")
+            serve_engine(**arguments, on_ready=on_ready)
+    except KeyboardInterrupt:
+        return ExitCode.OK if ready else INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return ExitCode.OK
+
+
+def _report(plan: Plan, folder: RunFolder, start_up_s: float, progress: ProgressLines, *, as_json: bool) -> None:
+    import sys
+
+    from moe_optimizer.cli.ready_server import ReadyServer
+    from moe_optimizer.launcher.address import base_url, server_address
+
+    url = base_url(*server_address(plan.serve_args))
+    progress.line(f"ready after {start_up_s:.1f} s: {url}, model {plan.model.path} (embedded engine)")
+    progress.release()
+    if not as_json:
+        return
+    info = ReadyServer(
+        base_url=url,
+        model=plan.serve_args.value("--served-model-name") or plan.model.path,
+        pid=os.getpid(),
+        run_dir=str(folder.path),
+        log="",
+        plan_digest=plan.digest,
+        start_up_s=start_up_s,
+        servers=(),
+        passes=(),
+    )
+    messages.write_data(messages.as_json_text(info))
+    sys.stdout.flush()

@@ -1,0 +1,52 @@
+"""Checks for the doctor what the embedded engine needs, and what makes it faster. Imports none of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from collections.abc import Iterator
+
+from moe_optimizer.cli.check import Check
+from moe_optimizer.cli.package_checks import package_version
+
+PACKAGES = ("torch", "transformers", "safetensors", "fastapi", "uvicorn", "jinja2")
+_FLASH_ATTENTION_GLIBC = (2, 32)
+"""The oldest C library that FlashAttention's wheels run on."""
+
+
+def engine_checks(*, has_gpu: bool) -> Iterator[Check]:
+    """Yield the packages of the embedded engine, and on a machine with a GPU its faster kernels, each apart."""
+    absent = missing_packages()
+    if absent:
+        yield Check(
+            "embedded engine", "note", f"not installed: {', '.join(absent)}; --engine embedded needs it",
+            "run: pip install 'moe-optimizer[engine]'",
+        )  # fmt: skip
+    else:
+        yield Check("embedded engine", "ok", ", ".join(f"{name} {package_version(name)}" for name in PACKAGES))
+    if has_gpu:
+        yield _triton()
+        yield _flash_attention()
+
+
+def missing_packages() -> list[str]:
+    """Return which packages of the embedded engine cannot be imported."""
+    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def _triton() -> Check:
+    if importlib.util.find_spec("triton") is None:
+        lost = "not installed: the embedded engine gathers the KV blocks of each step instead of reading them in place"
+        return Check("triton", "note", lost, "it comes with torch for CUDA")
+    return Check("triton", "ok", package_version("triton") or "installed, version unknown")
+
+
+def _flash_attention() -> Check:
+    if importlib.util.find_spec("flash_attn") is not None:
+        return Check("flash-attn", "ok", package_version("flash-attn") or "installed, version unknown")
+    name, version = platform.libc_ver()
+    detail = "not installed: the embedded engine's prompts run through torch's own attention"
+    if name == "glibc" and tuple(map(int, version.split(".")[:2])) < _FLASH_ATTENTION_GLIBC:
+        wanted = ".".join(map(str, _FLASH_ATTENTION_GLIBC))
+        return Check("flash-attn", "note", f"{detail}; its wheels need glibc {wanted}, found {version}")
+    return Check("flash-attn", "note", detail)

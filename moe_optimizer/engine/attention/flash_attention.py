@@ -1,0 +1,40 @@
+"""Attention through the package flash-attn."""
+
+from __future__ import annotations
+
+import torch
+from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from torch import Tensor
+
+from moe_optimizer.engine.attention.context import AttentionContext
+from moe_optimizer.engine.attention.triton_attention import store
+
+
+class FlashAttention:
+    """Decodes through the kernel for a paged cache, prefills packed one behind the other."""
+
+    capturable = True
+
+    def attend(
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, context: AttentionContext
+    ) -> Tensor:
+        """See `AttentionBackend`."""
+        store(k_TKd, v_TKd, cache_2BSKd, context.slots_T)
+        keys, values = cache_2BSKd
+        count, lengths_S = context.num_decodes, context.context_lengths_S.int()
+        out_THd = torch.empty_like(q_THd)
+        if count:
+            out_THd[:count] = flash_attn_with_kvcache(
+                q_THd[:count, None], keys, values,
+                cache_seqlens=lengths_S[:count], block_table=context.block_tables_SN[:count], causal=True,
+            )[:, 0]  # fmt: skip
+        if context.prefills:
+            key_starts = torch.nn.functional.pad(lengths_S[count:].cumsum(0), (1, 0)).int()
+            out_THd[count:] = flash_attn_varlen_func(
+                q_THd[count:], keys, values,
+                cu_seqlens_q=(context.query_starts_S1[count:] - count).int(), cu_seqlens_k=key_starts,
+                max_seqlen_q=max(prefill.end - prefill.begin for prefill in context.prefills),
+                max_seqlen_k=max(prefill.length for prefill in context.prefills),
+                block_table=context.block_tables_SN[count:], causal=True,
+            )  # fmt: skip
+        return out_THd

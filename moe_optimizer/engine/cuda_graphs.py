@@ -1,0 +1,111 @@
+"""`DecodeGraphs`: a decode step as a CUDA graph, one for each of a few batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_optimizer.engine.attention.context import AttentionContext
+from moe_optimizer.engine.packed_batch import PackedBatch
+from moe_optimizer.log import get_logger
+
+_log = get_logger(__name__)
+Compute = Callable[[Tensor, Tensor, AttentionContext], Tensor]
+"""Token ids, positions and context to the last hidden state of every token."""
+_LARGEST = 512
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Return 1, 2, 4, 8, 16, 32, 48 .. up to the number of sequences, which is one of them, and 512 at most."""
+    most = min(max_num_seqs, _LARGEST)
+    return sorted({size for size in (1, 2, 4, 8, *range(16, most, 16), most) if size <= most})
+
+
+@dataclass(slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    numbers_4S: Tensor
+    """Token ids, positions, slots and context lengths."""
+    hidden_SH: Tensor
+
+
+class DecodeGraphs:
+    """Launches a whole decode step at once, padded to the next captured size.
+
+    Args:
+        compute: what is captured.
+        sizes: batch sizes, ascending; empty captures nothing.
+        max_blocks: most blocks of a sequence.
+        block_size: tokens per block.
+        device: of the model.
+    """
+
+    def __init__(
+        self, compute: Compute, sizes: list[int], *, max_blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        self._compute, self._block_size = compute, block_size
+        self._graphs: dict[int, _Graph] = {}
+        if not sizes:
+            return
+        self._tables_SN = torch.zeros((sizes[-1], max_blocks), dtype=torch.int32, device=device)
+        self._starts_S1 = torch.arange(sizes[-1] + 1, device=device)
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            # The largest first: the others fit into its memory.
+            for size in reversed(sizes):
+                self._graphs[size] = self._capture(size, pool)
+        except RuntimeError as error:
+            self._graphs = {}
+            _log.warning("decodes run without CUDA graphs, many small launches slower: capture failed: %s", error)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The captured sizes, ascending."""
+        return sorted(self._graphs)
+
+    def hidden(self, batch: PackedBatch) -> Tensor | None:
+        """Return the last hidden states of a batch of decodes, which the next call overwrites; None without a graph."""
+        count = batch.num_decodes
+        size = next((size for size in self.sizes if size >= count), None)
+        if batch.prefills or size is None:
+            return None
+        captured = self._graphs[size]
+        numbers_4S = np.zeros((4, size), np.int64)
+        numbers_4S[2, count:] = -1
+        numbers_4S[:, :count] = batch.token_ids, batch.positions, batch.slots, batch.context_lengths
+        captured.numbers_4S.copy_(torch.from_numpy(numbers_4S))
+        self._tables_SN[:count, : batch.block_tables.shape[1]].copy_(torch.from_numpy(batch.block_tables))
+        captured.graph.replay()
+        return captured.hidden_SH[:count]
+
+    def _capture(self, size: int, pool: Any) -> _Graph:
+        numbers_4S = torch.zeros((4, size), dtype=torch.int64, device=self._tables_SN.device)
+        numbers_4S[2] = -1
+        token_ids, positions, slots, lengths = numbers_4S
+        context = AttentionContext(
+            slots_T=slots,
+            block_tables_SN=self._tables_SN[:size],
+            context_lengths_S=lengths,
+            query_starts_S1=self._starts_S1[: size + 1],
+            num_decodes=size,
+            prefills=(),
+            block_size=self._block_size,
+        )
+        # Twice outside: at the first call kernels are compiled and libraries make workspaces; the second raises at
+        # what waits for the host, such as experts in plain torch, where a capture that fails leaves a broken stream.
+        self._compute(token_ids, positions, context)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._compute(token_ids, positions, context)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            hidden_SH = self._compute(token_ids, positions, context)
+        return _Graph(graph, numbers_4S, hidden_SH)

@@ -1,0 +1,144 @@
+"""`ParallelExecutor`: one process per rank; this one schedules and samples, the others compute what they are sent.
+
+The step goes to the others through shared memory, and everything between layers through torch.distributed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import traceback
+from datetime import timedelta
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from moe_optimizer.engine.engine_args import EngineConfig
+from moe_optimizer.engine.layers.ranks import Ranks
+from moe_optimizer.engine.model_runner import ModelRunner
+from moe_optimizer.engine.outputs import SampledToken
+from moe_optimizer.engine.packed_batch import PackedBatch
+from moe_optimizer.engine.protocols import Executor, Sampler
+from moe_optimizer.engine.scheduler_output import SchedulerOutput
+from moe_optimizer.errors import ServerFailedError
+
+_TIMEOUT = timedelta(minutes=10)
+"""Chosen: loading a large model differs between ranks by minutes."""
+_MAILBOX_BYTES = 64 << 20
+"""Chosen: a step of 1 million tokens; pages never written to take no memory."""
+_SIZE_BYTES = 8
+
+
+def make_executor(config: EngineConfig, sampler: Sampler | None) -> Executor:
+    """Return a `ModelRunner`, or a `ParallelExecutor` for several ranks."""
+    if config.args.tensor_parallel_size == 1:
+        return ModelRunner(config, sampler)
+    return ParallelExecutor(config, sampler)
+
+
+class ParallelExecutor:
+    """Rank 0 here, the other ranks in processes that end with this one.
+
+    Raises:
+        MoeOptimizerError: the model cannot be loaded or divided, or does not fit.
+        ServerFailedError: a rank died.
+    """
+
+    def __init__(self, config: EngineConfig, sampler: Sampler | None = None) -> None:
+        size = config.args.tensor_parallel_size
+        context = multiprocessing.get_context("spawn")
+        self._mailbox = SharedMemory(create=True, size=_MAILBOX_BYTES)
+        # Full: a step lies in the mailbox. Taken: the rank has read it.
+        self._full = [context.Semaphore(0) for _ in range(size - 1)]
+        self._taken = [context.Semaphore(1) for _ in range(size - 1)]
+        address = f"tcp://127.0.0.1:{_free_port()}"
+        self._others = [
+            context.Process(
+                target=_serve_rank,
+                args=(config.args, rank, address, self._mailbox.name, (self._full[rank - 1], self._taken[rank - 1])),
+                name=f"rank-{rank}",
+                daemon=True,
+            )
+            for rank in range(1, size)
+        ]
+        try:
+            for process in self._others:
+                process.start()
+            ranks = _join(config, 0, address)
+            self._runner = ModelRunner(config, sampler, ranks)
+        except BaseException:
+            self.shutdown()
+            raise
+        self.cache_size = self._runner.cache_size
+
+    def execute(self, step: SchedulerOutput) -> list[SampledToken]:
+        """Compute a step on every rank; return a token for each of `step.sampled`."""
+        batch = PackedBatch.of(step, self._runner.block_size)
+        self._send(batch)
+        logits_SV = self._runner.compute(batch)
+        with torch.inference_mode():
+            return self._runner.sampler.sample(logits_SV, step.sampled) if step.sampled else []
+
+    def shutdown(self) -> None:
+        """End the other ranks."""
+        for process in self._others:
+            if process.is_alive():
+                process.terminate()
+                process.join()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._mailbox.close()
+        self._mailbox.unlink()
+
+    def _send(self, batch: PackedBatch) -> None:
+        data = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
+        assert len(data) + _SIZE_BYTES <= _MAILBOX_BYTES, f"a step of {len(data)} bytes"
+        for process, taken in zip(self._others, self._taken, strict=True):
+            while not taken.acquire(timeout=1.0):
+                if not process.is_alive():
+                    raise ServerFailedError(f"{process.name} ended with exit code {process.exitcode}; its log is above")
+        buffer = cast(memoryview, self._mailbox.buf)
+        buffer[:_SIZE_BYTES] = len(data).to_bytes(_SIZE_BYTES, "little")
+        buffer[_SIZE_BYTES : _SIZE_BYTES + len(data)] = data
+        for full in self._full:
+            full.release()
+
+
+def _serve_rank(args: Any, rank: int, address: str, mailbox_name: str, semaphores: Any) -> None:
+    """Load this rank's part of the model and compute what the mailbox holds, until the process is ended."""
+    try:
+        config = EngineConfig.resolve(args, rank=rank)
+        mailbox, (full, taken) = SharedMemory(mailbox_name), semaphores
+        runner = ModelRunner(config, ranks=_join(config, rank, address))
+        while True:
+            full.acquire()
+            buffer = cast(memoryview, mailbox.buf)
+            size = int.from_bytes(buffer[:_SIZE_BYTES], "little")
+            batch = pickle.loads(buffer[_SIZE_BYTES : _SIZE_BYTES + size])
+            taken.release()
+            runner.compute(batch)
+    except Exception:  # noqa: BLE001  (whatever it is, rank 0 waits for this process and sees it end)
+        traceback.print_exc()
+        sys.stderr.flush()
+        # Not sys.exit: threads of torch.distributed may wait for the other ranks.
+        os._exit(1)
+
+
+def _join(config: EngineConfig, rank: int, address: str) -> Ranks:
+    size = config.args.tensor_parallel_size
+    backend = "nccl" if config.device.type == "cuda" else "gloo"
+    if config.device.type == "cuda":
+        torch.cuda.set_device(config.device)
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=_TIMEOUT)
+    return Ranks(rank, size, config.args.enable_expert_parallel)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,1 @@
+"""Loads servers with the same requests and says which is faster, and by how much."""

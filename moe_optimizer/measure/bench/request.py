@@ -1,0 +1,103 @@
+"""Says what a benchmark measures, and where its files are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.files import read_text, write_atomically
+from moe_optimizer.measure.bench.result import Limits
+from moe_optimizer.measure.bench.schedule import Turn
+from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.bench.trace import Load, TraceRequest, draw, loads_of, moved
+from moe_optimizer.measure.bench.workload import Workload
+from moe_optimizer.plan.json_codec import encode
+
+_WARM_UP_ROUND = 1_000_000
+"""Added to a round's number: requests of the warm-up are not those that count."""
+_DIGEST_FILE = "bench.digest"
+_DIGEST_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRequest:
+    """What to measure."""
+
+    sides: tuple[Side, ...]
+    """One or two."""
+    workload_name: str
+    workload: Workload | None
+    trace: tuple[TraceRequest, ...] = ()
+    """Replayed as it is, where there is no workload."""
+    repetitions: int
+    limits: Limits
+    folder: Path
+    """Gets traces, samples and the run folders; a run that was stopped goes on from what is there."""
+    tokenizer: str
+    trust_remote_code: bool
+    ready_timeout_s: float
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """The points at which servers are measured."""
+        return loads_of(self.workload) if self.workload is not None else (Load(),)
+
+    @property
+    def description(self) -> str:
+        """What the requests are like."""
+        return self.workload.description if self.workload is not None else f"{len(self.trace)} requests of a trace"
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and completion together."""
+        if self.workload is not None:
+            return self.workload.longest
+        return max(each.input_length + each.output_length for each in self.trace)
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether all servers have room beside each other. On a GPU vLLM takes what there is."""
+        plans = [side.plan for side in self.sides if side.plan is not None]
+        if len(self.sides) > 1 and any(plan.num_gpus for plan in plans):
+            return False
+        needed = sum(plan.memory.budget_bytes for plan in plans)
+        return len(self.sides) == 1 or all(needed <= plan.memory.total_bytes for plan in plans)
+
+    def requests(self, turn: Turn) -> tuple[TraceRequest, ...]:
+        """Return the requests of one turn: the same for both sides, and others in every repetition."""
+        number = turn.repetition + (0 if turn.counted else _WARM_UP_ROUND)
+        if self.workload is None:
+            return moved(self.trace, number)
+        shorter = {"requests_per_client": 1, "seconds": self.workload.seconds / 2}
+        workload = self.workload if turn.counted else self.workload.model_copy(update=shorter)
+        return draw(workload, turn.load, round_number=number)
+
+    def samples_path(self, turn: Turn) -> Path:
+        """Return the file of the samples of one turn."""
+        return self.folder / f"{turn.key}.json"
+
+    def claim_folder(self) -> None:
+        """Create the folder, or take one in which the same benchmark was stopped.
+
+        Raises:
+            InputError: another benchmark's samples are there.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        mark = self.folder / _DIGEST_FILE
+        if not mark.exists():
+            write_atomically(mark, self._digest() + "\n")
+        elif read_text(mark, max_bytes=_DIGEST_BYTES).strip() != self._digest():
+            raise InputError(
+                f"--run-dir: {self.folder} has samples of other plans or another workload",
+                hint="name another folder, or remove this one",
+            )
+
+    def _digest(self) -> str:
+        """Return a text that is equal for requests whose samples may be put together."""
+        sides = [(side.name, side.url, side.plan.digest if side.plan else None) for side in self.sides]
+        workload = self.workload.model_dump() if self.workload is not None else None
+        what = json.dumps([sides, workload, encode(self.trace), self.tokenizer], sort_keys=True)
+        return hashlib.sha256(what.encode()).hexdigest()[:16]

@@ -1,0 +1,184 @@
+"""Computes from the samples of rounds what a benchmark says: a distribution for each load, and verdicts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_optimizer.measure.bench.samples import RoundSamples
+from moe_optimizer.measure.bench.statistics import Spread, Word, gain, spread
+from moe_optimizer.measure.bench.trace import Load
+
+_MS = 1000.0
+_METRICS = {"tpot_ms": False, "ttft_ms": False, "output_tokens_per_s": True}
+"""What verdicts are about -> whether higher is better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Times that a good request keeps, in milliseconds; None: any."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """One side under one load; latencies over the requests of all counted rounds, rates as medians of the rounds."""
+
+    clients: int | None
+    rate: float | None
+    """Requests per second; None with `clients`: a closed loop, and without: a trace's own times."""
+    rounds: int
+    completed: int
+    failed: int
+    """Always 0: a failed request ends a benchmark."""
+    tpot_ms: Spread | None
+    """Time per output token; None when no completion has two tokens."""
+    ttft_ms: Spread
+    itl_ms: Spread | None
+    e2e_ms: Spread
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    requests_per_s: float
+    goodput_per_s: float | None
+    """Requests per second within the limits; None without limits."""
+    joules_per_token: float | None
+    """Energy of all GPUs over the output tokens; None where GPUs do not count it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """The requests before the counted ones, in the first minute of a server, all loads together."""
+
+    ttft_ms: Spread
+    compilations: int | None
+    """Kernels compiled after the server said it was ready; None where nobody counts them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes in use at the end, of the GPUs together and of the server's processes."""
+
+    gpu_bytes: int | None
+    process_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideResult:
+    """One of the two servers that were compared."""
+
+    name: str
+    plan_digest: str | None
+    """None for a server that was only named by its URL."""
+    passes: tuple[str, ...]
+    """Those that are on by the plan, and proven to run."""
+    ready_s: tuple[float, ...]
+    """Seconds from start to ready, one for each start."""
+    warm: WarmUp
+    memory: MemoryUse
+    loads: tuple[LoadResult, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether the first side is faster than the second; the interval holds for all verdicts of a run together."""
+
+    metric: str
+    load: str
+    ratio: float
+    """Above 1: the first side is faster, or has more tokens per second."""
+    low: float
+    high: float
+    verdict: Word
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    """What `moe-optimizer bench --json` prints."""
+
+    workload: str
+    description: str
+    repetitions: int
+    together: bool
+    """Both servers up at the same time, loaded in turns; else started in turns."""
+    sides: tuple[SideResult, ...]
+    verdicts: tuple[Verdict, ...]
+    environment: Mapping[str, str]
+
+
+def load_result(load: Load, rounds: Sequence[RoundSamples], limits: Limits) -> LoadResult:
+    """Return what the counted rounds of one load say."""
+    tpot = [each for samples in rounds for each in samples.tpot_s]
+    itl = [each for samples in rounds for each in samples.itl_s]
+    energies = [samples.energy_j for samples in rounds if samples.energy_j is not None]
+    tokens = sum(sum(samples.output_tokens) for samples in rounds)
+    return LoadResult(
+        clients=load.clients,
+        rate=load.rate,
+        rounds=len(rounds),
+        completed=sum(len(samples.errors) for samples in rounds),
+        failed=0,
+        tpot_ms=spread([_MS * each for each in tpot]) if tpot else None,
+        ttft_ms=spread([_MS * each for samples in rounds for each in samples.ttft_s]),
+        itl_ms=spread([_MS * each for each in itl]) if itl else None,
+        e2e_ms=spread([_MS * each for samples in rounds for each in samples.e2e_s]),
+        output_tokens_per_s=statistics.median(_output_rate(samples) for samples in rounds),
+        total_tokens_per_s=statistics.median(
+            (sum(samples.input_tokens) + sum(samples.output_tokens)) / samples.duration_s for samples in rounds
+        ),
+        requests_per_s=statistics.median(len(samples.errors) / samples.duration_s for samples in rounds),
+        goodput_per_s=_goodput(rounds, limits),
+        joules_per_token=sum(energies) / tokens if len(energies) == len(rounds) else None,
+    )
+
+
+def warm_up(rounds: Sequence[RoundSamples], compilations: int | None) -> WarmUp:
+    """Return what users of the first minute see."""
+    first = [_MS * each for samples in rounds for each in samples.ttft_s]
+    return WarmUp(ttft_ms=spread(first), compilations=compilations)
+
+
+def verdicts(
+    ours: Mapping[Load, Sequence[RoundSamples]], theirs: Mapping[Load, Sequence[RoundSamples]]
+) -> list[Verdict]:
+    """Compare two sides under each load, round by round."""
+    found = []
+    for load, rounds in ours.items():
+        for metric, higher in _METRICS.items():
+            mine, other = _by_round(metric, rounds), _by_round(metric, theirs[load])
+            if mine and other:
+                one = gain(mine, other, higher_is_better=higher, comparisons=len(ours) * len(_METRICS))
+                found.append(
+                    Verdict(
+                        metric=metric, load=str(load), ratio=one.ratio, low=one.low, high=one.high, verdict=one.verdict
+                    )
+                )
+    return found
+
+
+def _by_round(metric: str, rounds: Sequence[RoundSamples]) -> list[float]:
+    if metric == "output_tokens_per_s":
+        return [_output_rate(samples) for samples in rounds]
+    values = [samples.tpot_s if metric == "tpot_ms" else samples.ttft_s for samples in rounds]
+    return [_MS * statistics.median(each) for each in values if each]
+
+
+def _output_rate(samples: RoundSamples) -> float:
+    return sum(samples.output_tokens) / samples.duration_s
+
+
+def _goodput(rounds: Sequence[RoundSamples], limits: Limits) -> float | None:
+    if limits == Limits():
+        return None
+    return statistics.median(_good(samples, limits) / samples.duration_s for samples in rounds)
+
+
+def _good(samples: RoundSamples, limits: Limits) -> int:
+    rows = zip(samples.ttft_s, samples.e2e_s, samples.output_tokens, strict=True)
+    return sum(
+        (limits.ttft_ms is None or _MS * first <= limits.ttft_ms)
+        and (limits.tpot_ms is None or tokens < 2 or _MS * (end - first) / (tokens - 1) <= limits.tpot_ms)
+        for first, end, tokens in rows
+    )

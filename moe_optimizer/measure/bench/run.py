@@ -1,0 +1,178 @@
+"""Runs a benchmark: starts both servers, or one after the other, and sends them the same requests in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from moe_optimizer import __version__
+from moe_optimizer.errors import InputError, MoeOptimizerError
+from moe_optimizer.files import write_atomically
+from moe_optimizer.measure.bench.request import BenchRequest
+from moe_optimizer.measure.bench.result import BenchResult, SideResult, load_result, verdicts, warm_up
+from moe_optimizer.measure.bench.samples import RoundSamples, check_samples, read_samples
+from moe_optimizer.measure.bench.schedule import Start, Turn, starts
+from moe_optimizer.measure.bench.side import RunningSide, StartFacts, opened, read_start, start_path
+from moe_optimizer.measure.bench.trace import Load, write_trace
+from moe_optimizer.measure.bench.vllm_load import LoadRequest, Round
+from moe_optimizer.measure.process import run_measurement
+
+_LOADER = "moe_optimizer.measure.bench.vllm_load"
+_GRACE_S = 5.0
+
+OnStep = Callable[[float, str], None]
+
+
+def run_bench(request: BenchRequest, *, on_step: OnStep) -> BenchResult:
+    """Measure all sides under all loads. What a stopped run has measured in the same folder is kept.
+
+    Args:
+        request: what to measure.
+        on_step: takes the share that is done and what comes next.
+
+    Raises:
+        InputError: the folder has other samples, or a server takes no requests as long as the workload's.
+        RequiredNotAppliedError: an optimization of a plan did not run.
+        ServerFailedError: a server died, or a request failed: there is no result then.
+    """
+    request.claim_folder()
+    plan = starts(request.loads, request.repetitions, len(request.sides), side_by_side=request.side_by_side)
+    for number, start in enumerate(plan):
+        if not _is_measured(request, start):
+            _measure(request, start, _part(on_step, number, len(plan)))
+    sides = [_Measured(request, index, plan) for index in range(len(request.sides))]
+    return BenchResult(
+        workload=request.workload_name,
+        description=request.description,
+        repetitions=request.repetitions,
+        together=request.side_by_side,
+        sides=tuple(side.result() for side in sides),
+        verdicts=tuple(verdicts(sides[0].rounds, sides[1].rounds)) if len(sides) > 1 else (),
+        environment=_environment(request),
+    )
+
+
+def _is_measured(request: BenchRequest, start: Start) -> bool:
+    files = [request.samples_path(turn) for turn in start.turns]
+    return all(path.exists() for path in (*files, *(start_path(request.folder, key) for key in start.keys)))
+
+
+def _measure(request: BenchRequest, start: Start, on_step: OnStep) -> None:
+    """Start the servers of a part of the run, send them its rounds, check what they gave, and stop them."""
+    names = " and ".join(request.sides[side].name for side in start.sides)
+    on_step(0.0, f"starting {names}")
+    with contextlib.ExitStack() as stack:
+        up = {
+            side: stack.enter_context(_opened(request, side, key))
+            for side, key in zip(start.sides, start.keys, strict=True)
+        }
+        _send(request, start.turns, up, on_step)
+        for side, key in zip(start.sides, start.keys, strict=True):
+            up[side].check_alive(request.sides[side].name)
+            write_atomically(start_path(request.folder, key), up[side].facts().to_json())
+
+
+def _part(on_step: OnStep, number: int, parts: int) -> OnStep:
+    return lambda share, text: on_step((number + share) / parts, text)
+
+
+@contextlib.contextmanager
+def _opened(request: BenchRequest, side: int, key: str) -> Iterator[RunningSide]:
+    name = request.sides[side].name
+    with opened(request.sides[side], run_dir=request.folder / key, ready_timeout_s=request.ready_timeout_s) as server:
+        if server.max_model_len < request.longest:
+            raise InputError(
+                f"workload {request.workload_name}: has requests of up to {request.longest} tokens, but {name} takes "
+                f"at most {server.max_model_len}",
+                hint="choose another --workload",
+            )
+        server.check_alive(name)
+        yield server
+
+
+def _send(request: BenchRequest, turns: Sequence[Turn], up: Mapping[int, RunningSide], on_step: OnStep) -> None:
+    """Send rounds to servers that are up; a round that must not count leaves no samples.
+
+    Raises:
+        ServerFailedError: a request failed.
+    """
+    run_measurement(
+        _LOADER,
+        LoadRequest(
+            tokenizer=request.tokenizer,
+            trust_remote_code=request.trust_remote_code,
+            rounds=tuple(_round(request, turn, up[turn.side]) for turn in turns),
+        ),
+        on_step=on_step,
+        log=request.folder / "load.log",
+        # Prompts are drawn from hashes of strings there.
+        environment={**os.environ, "PYTHONHASHSEED": "0"},
+        grace_s=_GRACE_S,
+    )
+    for turn in turns:
+        path = request.samples_path(turn)
+        try:
+            title = f"{request.sides[turn.side].name}, {turn.load}"
+            check_samples(read_samples(path), request.requests(turn), title=title)
+        except MoeOptimizerError:
+            path.unlink()
+            raise
+
+
+def _round(request: BenchRequest, turn: Turn, server: RunningSide) -> Round:
+    requests = request.requests(turn)
+    trace = request.samples_path(turn).with_suffix(".jsonl")
+    write_trace(requests, trace)
+    return Round(
+        base_url=server.base_url,
+        model=server.model,
+        trace=str(trace),
+        requests=len(requests),
+        clients=turn.load.clients,
+        samples=str(request.samples_path(turn)),
+        title=f"{request.sides[turn.side].name}: {turn.load}" + ("" if turn.counted else ", warm-up"),
+    )
+
+
+class _Measured:
+    """What the files of a benchmark say of one side."""
+
+    def __init__(self, request: BenchRequest, index: int, plan: Sequence[Start]) -> None:
+        self._request = request
+        self._side = request.sides[index]
+        self._starts: list[StartFacts] = []
+        self._warm_up: list[RoundSamples] = []
+        self.rounds: dict[Load, list[RoundSamples]] = {}
+        for start in plan:
+            keys = dict(zip(start.sides, start.keys, strict=True))
+            if index in keys:
+                self._starts.append(read_start(start_path(request.folder, keys[index])))
+            for turn in start.turns:
+                if turn.side == index:
+                    kept = self.rounds.setdefault(turn.load, []) if turn.counted else self._warm_up
+                    kept.append(read_samples(request.samples_path(turn)))
+
+    def result(self) -> SideResult:
+        """Return what the benchmark says of this side."""
+        compilations = [each.compilations for each in self._starts if each.compilations is not None]
+        return SideResult(
+            name=self._side.name,
+            plan_digest=self._side.plan.digest if self._side.plan is not None else None,
+            passes=self._side.passes,
+            ready_s=tuple(each.ready_s for each in self._starts if each.ready_s is not None),
+            warm=warm_up(self._warm_up, sum(compilations) if compilations else None),
+            memory=self._starts[-1].memory,
+            loads=tuple(load_result(load, rounds, self._request.limits) for load, rounds in self.rounds.items()),
+        )
+
+
+def _environment(request: BenchRequest) -> dict[str, str]:
+    about = {"moe-optimizer": __version__, "python": platform.python_version(), "model": request.tokenizer}
+    plans = [side.plan for side in request.sides if side.plan is not None]
+    if not plans:
+        return about
+    hardware = plans[0].hardware
+    device = hardware.gpu.name if hardware.gpu and plans[0].num_gpus else hardware.cpu.name if hardware.cpu else "CPU"
+    return {**about, "vllm": str(plans[0].vllm_version), "device": device, "gpus": str(plans[0].num_gpus)}

@@ -1,0 +1,181 @@
+"""Starts and describes the servers that a benchmark compares."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from moe_optimizer import env
+from moe_optimizer.errors import InputError, ServerFailedError
+from moe_optimizer.files import read_text
+from moe_optimizer.launcher.http_client import ServerClient, api_key
+from moe_optimizer.launcher.launch import running
+from moe_optimizer.launcher.server_info import ServerInfo
+from moe_optimizer.launcher.warm_up import DEFAULT_LIMIT_S
+from moe_optimizer.measure.bench.result import MemoryUse
+from moe_optimizer.plan.decision import Status
+from moe_optimizer.plan.json_codec import decode, encode
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.process_environment import changed_environment
+from moe_optimizer.proof.record import read_proofs
+from moe_optimizer.proof.verdict import model_holders
+
+_FACTS_BYTES = 4096
+STOCK = "stock"
+"""The name of the side that is vLLM alone: the plugin changes nothing, and the arguments are only the user's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A server that runs by a plan, or one that runs already."""
+
+    name: str
+    plan: Plan | None
+    url: str | None = None
+    """Of a server that somebody else started; then there is no plan."""
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The passes that are on."""
+        if self.plan is None or self.name == STOCK:
+            return ()
+        return tuple(each.pass_name for each in self.plan.decisions if each.status is Status.ON)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFacts:
+    """What one start of a server was like."""
+
+    ready_s: float | None
+    """None for a server that somebody else started."""
+    memory: MemoryUse
+    compilations: int | None
+    """Kernels compiled after the server said it was ready; None where nobody counts them."""
+
+    def to_json(self) -> str:
+        """Return the form that `read_start` reads."""
+        return json.dumps(encode(self))
+
+
+def start_path(folder: Path, key: str) -> Path:
+    """Return the file that holds the facts of one start."""
+    return folder / f"{key}.start.json"
+
+
+def read_start(path: Path) -> StartFacts:
+    """Read the facts of one start.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    return decode(StartFacts, json.loads(read_text(path, max_bytes=_FACTS_BYTES)), origin=str(path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningSide:
+    """A server that answers."""
+
+    base_url: str
+    model: str
+    max_model_len: int
+    ready_s: float | None
+    info: ServerInfo | None
+
+    def check_alive(self, name: str) -> None:
+        """Refuse to go on with a server that has ended or does not answer.
+
+        Raises:
+            ServerFailedError: says which.
+        """
+        for server in self.info.servers if self.info else ():
+            if not psutil.pid_exists(server.pid) or psutil.Process(server.pid).status() == psutil.STATUS_ZOMBIE:
+                raise ServerFailedError(f"{name}: the server has ended", hint=f"its log: {server.log_path}")
+        if not ServerClient(self.base_url, api_key()).healthy():
+            raise ServerFailedError(f"{name}: {self.base_url}/health does not answer 200")
+
+    def facts(self) -> StartFacts:
+        """Return what this start was like, and what the server uses now."""
+        folders = [server.log_path.parent for server in self.info.servers] if self.info else []
+        counts = [proof.compilations for folder in folders for proof in model_holders(read_proofs(folder))]
+        after_ready = [count.after_ready for count in counts if count is not None]
+        return StartFacts(
+            ready_s=self.ready_s, memory=self._memory(), compilations=sum(after_ready) if after_ready else None
+        )
+
+    def _memory(self) -> MemoryUse:
+        pids = [server.pid for server in self.info.servers] if self.info else []
+        tree = [each for pid in pids for each in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
+        resident = sum(each.memory_info().rss for each in tree)
+        return MemoryUse(gpu_bytes=_gpu_bytes({each.pid for each in tree}), process_bytes=resident or None)
+
+
+@contextlib.contextmanager
+def opened(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[RunningSide]:
+    """Start the server of a side and stop it at the end of the block; one with a URL is only asked.
+
+    What runs must be what was planned: a benchmark of something else would be worse than none.
+
+    Raises:
+        RequiredNotAppliedError: an optimization of the plan does not run.
+        ServerFailedError: the server died, was not ready in time, or does not answer at its URL.
+    """
+    if side.plan is None:
+        assert side.url is not None, "a side has a plan or a URL"
+        yield _asked(side.url)
+        return
+    changes: Mapping[str, str] = {env.DISABLE: "1"} if side.name == STOCK else {}
+    required = frozenset(each.pass_name for each in side.plan.plugin_decisions) if not changes else frozenset()
+    begin = time.monotonic()
+    with (
+        changed_environment(changes),
+        running(
+            side.plan,
+            run_dir=run_dir,
+            require=required,
+            ready_timeout_s=ready_timeout_s,
+            warm_up_s=0.0 if changes else DEFAULT_LIMIT_S,
+        ) as info,
+    ):
+        yield RunningSide(
+            base_url=info.base_url,
+            model=info.model,
+            max_model_len=ServerClient(info.base_url, api_key()).max_model_len(),
+            ready_s=time.monotonic() - begin,
+            info=info,
+        )
+
+
+def _asked(url: str) -> RunningSide:
+    client = ServerClient(url, api_key())
+    try:
+        return RunningSide(
+            base_url=url, model=client.models()[0], max_model_len=client.max_model_len(), ready_s=None, info=None
+        )
+    except (OSError, ValueError, LookupError) as error:
+        raise InputError(f"{url}: no server of the OpenAI API answers: {error}") from None
+
+
+def _gpu_bytes(pids: set[int]) -> int | None:
+    """Return the GPU memory of some processes; None without a GPU, or where its driver does not see processes."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        used = 0
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(index))
+            used += sum(int(each.usedGpuMemory or 0) for each in processes if each.pid in pids)
+        return used or None
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,88 @@
+"""Shows the result of a benchmark as text of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moe_optimizer.measure.bench.result import BenchResult, LoadResult, SideResult, Verdict
+from moe_optimizer.measure.bench.statistics import Spread
+from moe_optimizer.measure.bench.trace import Load
+
+_METRICS = {"tpot_ms": "time per output token", "ttft_ms": "time to first token", "output_tokens_per_s": "tokens/s"}
+_GIB = 2**30
+
+
+def render(result: BenchResult) -> str:
+    """Return the sides under each load, what their first minute was like, and the verdicts."""
+    how = "side by side" if result.together else "started in turns"
+    lines = [f"{result.workload}: {result.description}", f"{result.repetitions} repetitions, {how}", ""]
+    lines += [
+        f"{'load':<15}{'side':<14}{'TPOT ms':>8} {'p99':>7} {'TTFT ms':>8} {'p99':>8} {'tokens/s':>9}",
+        *(
+            _row(result.sides[side], load)
+            for load in range(len(result.sides[0].loads))
+            for side in range(len(result.sides))
+        ),
+        "",
+    ]
+    lines += [line for side in result.sides for line in _about(side)]
+    if result.verdicts:
+        lines += ["", *_verdicts(result)]
+    return "\n".join(lines)
+
+
+def _row(side: SideResult, number: int) -> str:
+    load = side.loads[number]
+    tpot, tpot_99 = _pair(load.tpot_ms)
+    ttft, ttft_99 = _pair(load.ttft_ms)
+    name = str(Load(clients=load.clients, rate=load.rate))
+    row = (
+        f"{name:<15}{side.name[:13]:<14}{tpot:>8} {tpot_99:>7} {ttft:>8} {ttft_99:>8} {load.output_tokens_per_s:>9.1f}"
+    )
+    return row + _further(load)
+
+
+def _further(load: LoadResult) -> str:
+    parts = []
+    if load.goodput_per_s is not None:
+        parts.append(f"{load.goodput_per_s:.2f} of {load.requests_per_s:.2f} requests/s within the limits")
+    if load.joules_per_token is not None:
+        parts.append(f"{load.joules_per_token:.3f} J per output token")
+    return f"\n{'':<15}{'; '.join(parts)}" if parts else ""
+
+
+def _about(side: SideResult) -> Iterable[str]:
+    facts = []
+    if side.ready_s:
+        facts.append("ready after " + ", ".join(f"{each:.0f}" for each in side.ready_s) + " s")
+    facts.append(f"first requests: TTFT {side.warm.ttft_ms.median:.0f} ms, p99 {side.warm.ttft_ms.p99:.0f} ms")
+    if side.warm.compilations is not None:
+        facts.append(f"compiled after ready: {side.warm.compilations}")
+    if side.memory.gpu_bytes is not None:
+        facts.append(f"GPU memory {side.memory.gpu_bytes / _GIB:.1f} GiB")
+    if side.memory.process_bytes is not None:
+        facts.append(f"processes {side.memory.process_bytes / _GIB:.1f} GiB")
+    yield f"{side.name}: {'; '.join(facts)}"
+    if side.passes:
+        yield f"  on: {', '.join(side.passes)}"
+
+
+def _verdicts(result: BenchResult) -> Iterable[str]:
+    ours, theirs = result.sides[0].name, result.sides[1].name
+    yield f"{ours} against {theirs} (intervals hold together with 95 % confidence)"
+    for each in result.verdicts:
+        yield f"  {each.load:<15}{_METRICS[each.metric]:<23}{_sentence(each)}"
+
+
+def _sentence(verdict: Verdict) -> str:
+    interval = f"({verdict.low:.3f} to {verdict.high:.3f})"
+    if verdict.verdict == "no difference shown":
+        return f"no difference shown {interval}"
+    return f"{verdict.verdict}: {verdict.ratio:.3f}x {interval}"
+
+
+def _pair(spread: Spread | None) -> tuple[str, str]:
+    if spread is None:
+        return "-", "-"
+    digits = 2 if spread.median < 100 else 1
+    return f"{spread.median:.{digits}f}", f"{spread.p99:.{digits}f}"

@@ -1,0 +1,103 @@
+"""Sends the requests of traces to servers with `vllm bench serve`, in a process of its own.
+
+    python -m moe_optimizer.measure.bench.vllm_load REQUEST EVENTS
+
+vLLM's own load generator is what others measure with. Importing it takes seconds and a gigabyte, so that one process
+sends all rounds. The result is a file of samples for each round; what they mean is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_optimizer.files import write_atomically
+from moe_optimizer.measure.bench.gpu_energy import energy_joules
+from moe_optimizer.measure.bench.samples import RoundSamples
+from moe_optimizer.measure.bench.trace import CHUNK_TOKENS
+from moe_optimizer.measure.process import OnStep, answer_request
+from moe_optimizer.plan.json_codec import encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The requests of one trace, sent once to one server."""
+
+    base_url: str
+    model: str
+    """The name that the server serves."""
+    trace: str
+    """Path of the file."""
+    requests: int
+    clients: int | None
+    """At most so many requests at a time, each as soon as another ends; None: at the trace's times."""
+    samples: str
+    """Path of the file to write; a round whose file is there is not sent again."""
+    title: str
+    """For progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """Rounds to send, one after the other."""
+
+    tokenizer: str
+    """Folder or name of the model, from whose vocabulary prompts are drawn."""
+    trust_remote_code: bool
+    rounds: tuple[Round, ...]
+
+
+def send(request: LoadRequest, on_step: OnStep) -> int:
+    """Send the rounds that have no samples yet; return how many there were."""
+    # The public functions behind `vllm bench serve`: the command needs the metadata of a package called vllm.
+    from vllm.benchmarks.serve import add_cli_args, main
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    missing = [each for each in request.rounds if not Path(each.samples).exists()]
+    for number, each in enumerate(missing):
+        on_step(number / len(missing), each.title)
+        before = energy_joules()
+        arguments: Any = parser.parse_args(_arguments(request, each))
+        found = main(arguments)
+        after = energy_joules()
+        used = None if before is None or after is None else after - before
+        write_atomically(Path(each.samples), json.dumps(encode(_samples(found, used))))
+    return len(missing)
+
+
+def _arguments(request: LoadRequest, each: Round) -> list[str]:
+    closed = ["--no-self-timed", "--max-concurrency", str(each.clients)]
+    return [
+        *("--backend", "openai", "--base-url", each.base_url, "--endpoint", "/v1/completions"),
+        *("--model", each.model, "--tokenizer", request.tokenizer),
+        *(["--trust-remote-code"] if request.trust_remote_code else []),
+        *("--dataset-name", "timed_trace", "--dataset-path", each.trace, "--num-prompts", str(each.requests)),
+        *("--timed-trace-chunk-hash-size", str(CHUNK_TOKENS), "--temperature", "0", "--ignore-eos"),
+        # The servers are ready: a request to find out would be one that nobody counts.
+        *("--ready-check-timeout-sec", "0", "--save-detailed", "--disable-tqdm"),
+        *(closed if each.clients is not None else []),
+    ]
+
+
+def _samples(found: dict[str, Any], energy: float | None) -> RoundSamples:
+    itls = [tuple(map(float, each)) for each in found["itls"]]
+    ttfts = tuple(map(float, found["ttfts"]))
+    return RoundSamples(
+        duration_s=float(found["duration"]),
+        ttft_s=ttfts,
+        e2e_s=tuple(first + sum(rest) for first, rest in zip(ttfts, itls, strict=True)),
+        itl_s=tuple(gap for each in itls for gap in each),
+        input_tokens=tuple(map(int, found["input_lens"])),
+        output_tokens=tuple(map(int, found["output_lens"])),
+        errors=tuple(str(each or "") for each in found["errors"]),
+        energy_j=energy,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(answer_request(LoadRequest, sys.argv[1:], send))

@@ -1,0 +1,108 @@
+"""Puts the ledger of a plan's decode steps beside that of stock vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_optimizer.measure.decode_step.ledger import Ledger, LedgerRow, ledger_of
+from moe_optimizer.measure.decode_step.profiled_steps import StepProfile
+from moe_optimizer.measure.decode_step.profiling import Side, profile_steps
+from moe_optimizer.measure.process import OnStep
+from moe_optimizer.plan.pass_params import Fp8Params, KvCacheParams
+from moe_optimizer.plan.plan import Plan
+
+SIDES: tuple[Side, ...] = ("stock", "ours")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideSteps:
+    """The decode steps of one side: a ledger and the profile behind it for each batch."""
+
+    ledgers: tuple[Ledger, ...]
+    profiles: tuple[StepProfile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepComparison:
+    """What `moe-optimizer measure step --json` prints."""
+
+    plan_digest: str
+    device: str
+    vllm: str
+    torch: str
+    stock: SideSteps
+    ours: SideSteps
+
+
+def compare_steps(
+    plan: Plan, *, batches: tuple[int, ...], context: int, steps: int, timeout_s: float, on_step: OnStep
+) -> StepComparison:
+    """Profile decode steps of stock vLLM and of the plan, one after the other.
+
+    Args:
+        plan: for one GPU.
+        batches: sequences decoded together.
+        context: tokens of each sequence.
+        steps: counted steps of each batch.
+        timeout_s: for each side.
+        on_step: called before each side.
+
+    Raises:
+        UnsupportedError, RequiredNotAppliedError, ServerFailedError: see `profile_steps`.
+    """
+    found = {}
+    for number, side in enumerate(SIDES):
+        on_step(number / len(SIDES), f"decode steps of {'stock vLLM' if side == 'stock' else 'the plan'}")
+        found[side] = profile_steps(plan, side, batches=batches, context=context, steps=steps, timeout_s=timeout_s)
+    ours = found["ours"]
+    sides = {
+        side: SideSteps(
+            ledgers=tuple(_ledger(plan, side, profile) for profile in found[side].profiles),
+            profiles=found[side].profiles,
+        )
+        for side in SIDES
+    }
+    return StepComparison(
+        plan_digest=plan.digest, device=ours.device, vllm=ours.vllm, torch=ours.torch,
+        stock=sides["stock"], ours=sides["ours"],
+    )  # fmt: skip
+
+
+def _ledger(plan: Plan, side: Side, profile: StepProfile) -> Ledger:
+    """Return the ledger of one side, with the bits that its weights and its cache are stored in."""
+    assert plan.hardware.gpu is not None, "profile_steps refuses a plan without a GPU"
+    expert_bits = linear_bits = plan.model.weight_bits
+    kv_bits = 16
+    if side == "ours":
+        fp8, cache = plan.decision("fp8").params, plan.decision("kv_cache").params
+        if isinstance(fp8, Fp8Params):
+            expert_bits = fp8.stored_expert_bits or expert_bits
+            linear_bits = fp8.stored_linear_bits or linear_bits
+        kv_bits = cache.kv_bits if isinstance(cache, KvCacheParams) else kv_bits
+    return ledger_of(
+        profile, plan.model, plan.hardware.gpu, expert_bits=expert_bits, linear_bits=linear_bits, kv_bits=kv_bits
+    )
+
+
+def render(found: StepComparison) -> str:
+    """Return a table for each batch: a line per group of kernels."""
+    pairs = zip(found.stock.ledgers, found.ours.ledgers, strict=True)
+    return "\n\n".join(_table(stock, ours) for stock, ours in pairs)
+
+
+def _table(stock: Ledger, ours: Ledger) -> str:
+    lines = [
+        f"batch {stock.batch}, context {stock.context}: step {stock.step_us:.0f} us stock vLLM, {ours.step_us:.0f} us "
+        f"ours; kernels {stock.kernels_us:.0f} and {ours.kernels_us:.0f} us",
+        f"{'group':14} {'stock us':>9} {'calls':>7} {'ours us':>9} {'calls':>7} {'least us':>9}",
+    ]
+    of_stock, of_ours = ({row.group: row for row in ledger.rows} for ledger in (stock, ours))
+    for group in dict.fromkeys((*of_stock, *of_ours)):
+        row = of_ours.get(group) or of_stock[group]
+        least = "" if row.least_us is None else f"{row.least_us:.0f}"
+        lines.append(f"{group:14} {_cells(of_stock.get(group))} {_cells(of_ours.get(group))} {least:>9}")
+    return "\n".join(lines)
+
+
+def _cells(row: LedgerRow | None) -> str:
+    return f"{'':9} {'':7}" if row is None else f"{row.us:9.1f} {row.calls:7.1f}"

@@ -1,0 +1,176 @@
+"""The attention backends against plain torch. Without a GPU Triton's kernels are interpreted."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moe_optimizer.engine.attention.base import AttentionBackend
+from moe_optimizer.engine.attention.choice import make_backend
+from moe_optimizer.engine.attention.context import AttentionContext, Prefill
+from moe_optimizer.engine.attention.sdpa import SdpaAttention
+from moe_optimizer.errors import UnsupportedError
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NEEDS_TRITON = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton, which comes with torch for CUDA"
+)
+# (tokens of the step, tokens computed before it): one token is a decode, decodes come first.
+STEPS = {
+    "decodes": [(1, 0), (1, 3), (1, 4), (1, 40), (1, 130)],
+    "prefills": [(5, 0), (1, 0), (37, 0)],
+    "chunks": [(9, 4), (30, 33), (4, 0)],
+    "mixed": [(1, 7), (1, 70), (40, 0), (8, 21)],
+}
+# Query heads, key/value heads, head size.
+HEADS = [(4, 2, 16), (6, 1, 24), (4, 4, 80), (3, 1, 32)]
+
+
+def make_backends() -> list[Any]:
+    return [pytest.param("sdpa"), pytest.param("triton", marks=NEEDS_TRITON)]
+
+
+def make_step(spans: list[tuple[int, int]], block_size: int) -> AttentionContext:
+    """A context whose sequences lie in shuffled blocks."""
+    lengths = [tokens + before for tokens, before in spans]
+    counts = [-(-length // block_size) for length in lengths]
+    shuffled = iter(np.random.default_rng(0).permutation(sum(counts)).tolist())
+    tables = np.zeros((len(spans), max(counts)), np.int32)
+    for row, count in zip(tables, counts, strict=True):
+        row[:count] = [next(shuffled) for _ in range(count)]
+    num_decodes = sum(tokens == 1 for tokens, _ in spans) if spans[0][0] == 1 else 0
+    slots, starts, prefills = [], [0], []
+    for (tokens, before), row in zip(spans, tables, strict=True):
+        slots += [
+            int(row[place // block_size]) * block_size + place % block_size for place in range(before, before + tokens)
+        ]
+        if len(starts) > num_decodes:
+            prefills.append(Prefill(starts[-1], starts[-1] + tokens, before))
+        starts.append(starts[-1] + tokens)
+    return AttentionContext(
+        slots_T=torch.tensor(slots, device=DEVICE),
+        block_tables_SN=torch.from_numpy(tables).to(DEVICE),
+        context_lengths_S=torch.tensor(lengths, device=DEVICE),
+        query_starts_S1=torch.tensor(starts, device=DEVICE),
+        num_decodes=num_decodes,
+        prefills=tuple(prefills),
+        block_size=block_size,
+    )
+
+
+def expected(q_THd: Tensor, cache_2BSKd: Tensor, context: AttentionContext) -> Tensor:
+    """Softmax of one token's scores after the other, in float64."""
+    keys, values = cache_2BSKd.double()
+    out, starts = torch.empty_like(q_THd), context.query_starts_S1.tolist()
+    for row, length in enumerate(context.context_lengths_S.tolist()):
+        tokens = starts[row + 1] - starts[row]
+        blocks = context.block_tables_SN[row, : -(-length // context.block_size)].long()
+        k_LKd, v_LKd = keys[blocks].flatten(0, 1), values[blocks].flatten(0, 1)
+        for token in range(tokens):
+            seen = length - tokens + token + 1
+            q_Hd = q_THd[starts[row] + token].double()
+            shared = q_Hd.shape[0] // k_LKd.shape[1]
+            k_LHd, v_LHd = (each[:seen].repeat_interleave(shared, 1) for each in (k_LKd, v_LKd))
+            probs_HL = (torch.einsum("hd,lhd->hl", q_Hd, k_LHd) * q_Hd.shape[1] ** -0.5).softmax(-1)
+            out[starts[row] + token] = torch.einsum("hl,lhd->hd", probs_HL, v_LHd).to(out.dtype)
+    return out
+
+
+def inputs(context: AttentionContext, heads: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values as slices of one product, and a cache with something in every block."""
+    query_heads, kv_heads, size = heads
+    torch.manual_seed(1)
+    tokens = len(context.slots_T)
+    widths = [query_heads * size, kv_heads * size, kv_heads * size]
+    q, k, v = torch.randn(tokens, sum(widths), device=DEVICE).split(widths, dim=-1)
+    num_blocks = int(context.block_tables_SN.max()) + 1
+    cache = torch.randn(2, num_blocks, context.block_size, kv_heads, size, device=DEVICE)
+    return q.unflatten(-1, (-1, size)), k.unflatten(-1, (-1, size)), v.unflatten(-1, (-1, size)), cache
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", make_backends())
+def test_a_backend_computes_causal_attention_over_its_pages(
+    name: Any, step: str, heads: tuple[int, int, int], block_size: int
+) -> None:
+    context = make_step(STEPS[step], block_size)
+    q, k, v, cache = inputs(context, heads)
+    got = make_backend(name, DEVICE, block_size).attend(q, k, v, cache, context)
+    stored = cache[:, :, :].flatten(1, 2)[:, context.slots_T]
+    assert torch.equal(stored, torch.stack((k, v)))
+    assert (got - expected(q, cache, context)).abs().max() < 2e-6
+
+
+@NEEDS_TRITON
+def test_padding_is_stored_nowhere_and_attends_to_nothing() -> None:
+    context = make_step(STEPS["decodes"], 4)
+    context.slots_T[3:] = -1
+    context.context_lengths_S[3:] = 0
+    q, k, v, cache = inputs(context, HEADS[0])
+    before = cache.clone()
+    got = make_backend("triton", DEVICE, 4).attend(q, k, v, cache, context)
+    assert torch.equal(got[3:], torch.zeros_like(got[3:]))
+    changed = (cache != before).any(-1).any(-1).any(0).flatten().nonzero().flatten()
+    assert sorted(changed.tolist()) == sorted(context.slots_T[:3].tolist())
+    assert (got[:3] - expected(q, cache, make_step(STEPS["decodes"], 4))[:3]).abs().max() < 2e-6
+
+
+class PretendedFlash(ModuleType):
+    """The two functions of flash-attn that the backend calls, as its documentation defines them."""
+
+    @staticmethod
+    def flash_attn_with_kvcache(
+        q: Tensor, keys: Tensor, values: Tensor, *, cache_seqlens: Tensor, block_table: Tensor, causal: bool
+    ) -> Tensor:
+        starts = torch.arange(len(q) + 1)
+        context = _context(starts, cache_seqlens, block_table, keys.shape[1])
+        return expected(q[:, 0], torch.stack((keys, values)), context)[:, None]
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        q: Tensor, keys: Tensor, values: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+        max_seqlen_q: int, max_seqlen_k: int, block_table: Tensor, causal: bool,
+    ) -> Tensor:  # fmt: skip
+        lengths = cu_seqlens_k.diff()
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+        assert max_seqlen_k == int(lengths.max())
+        return expected(q, torch.stack((keys, values)), _context(cu_seqlens_q, lengths, block_table, keys.shape[1]))
+
+
+def _context(starts: Tensor, lengths: Tensor, tables: Tensor, block_size: int) -> AttentionContext:
+    return AttentionContext(
+        slots_T=torch.empty(0), block_tables_SN=tables, context_lengths_S=lengths, query_starts_S1=starts,
+        num_decodes=0, prefills=(), block_size=block_size,
+    )  # fmt: skip
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("step", STEPS)
+def test_flash_attention_is_given_what_its_functions_ask_for(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", PretendedFlash("flash_attn"))
+    from moe_optimizer.engine.attention.flash_attention import FlashAttention
+
+    context = make_step(STEPS[step], 4)
+    q, k, v, cache = inputs(context, HEADS[0])
+    want = SdpaAttention().attend(q, k, v, cache.clone(), context)
+    assert (FlashAttention().attend(q, k, v, cache, context) - want).abs().max() < 2e-6
+
+
+def test_a_backend_that_was_named_and_cannot_run_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="FlashAttention"):
+        make_backend("flash", torch.device("cpu"), 256)
+
+
+def test_auto_on_a_cpu_is_sdpa() -> None:
+    backend: AttentionBackend = make_backend("auto", torch.device("cpu"), 16)
+    assert isinstance(backend, SdpaAttention)
+    assert not backend.capturable

@@ -1,0 +1,63 @@
+"""Beam search finds what the same search over whole texts finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moe_optimizer.engine import LLM, BeamSearchParams
+from moe_optimizer.errors import InputError
+
+
+def search(folder: Path, prompt: list[int], width: int, count: int, end: int | None) -> list[tuple[list[int], float]]:
+    """The definition: every continuation of every beam is scored by a forward pass over the whole text."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    beams, complete = [(prompt, 0.0)], []
+    for _ in range(count):
+        longer = []
+        for tokens, score in beams:
+            with torch.inference_mode():
+                logprobs = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+            longer += [([*tokens, token], score + value) for token, value in enumerate(logprobs.tolist())]
+        longer.sort(key=lambda beam: beam[1], reverse=True)
+        ended = [beam for beam in longer if beam[0][-1] == end]
+        # Of each beam only the 2 * width likeliest continuations are looked at, in vLLM too.
+        complete += [beam for beam in ended if beam in longer[: 2 * width]]
+        beams = [beam for beam in longer if beam[0][-1] != end][:width]
+    found = complete + beams
+    return sorted(found, key=lambda beam: beam[1] / (len(beam[0]) - len(prompt)), reverse=True)[:width]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_beams_are_those_of_a_search_over_whole_texts(width: int, tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model("qwen3")
+    llm = LLM(str(folder), skip_tokenizer_init=True, num_gpu_blocks_override=64, block_size=4, max_num_seqs=8)
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8]]
+    outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=width, max_tokens=6))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        want = search(folder, prompt, width, 6, None)
+        assert [beam.tokens for beam in output.sequences] == [tokens for tokens, _ in want]
+        assert [beam.cum_logprob for beam in output.sequences] == pytest.approx([score for _, score in want], abs=1e-4)
+        assert {beam.finish_reason for beam in output.sequences} == {"length"}
+
+
+def test_a_beam_that_ends_is_complete_and_the_others_go_on(tiny_model: Callable[..., Path]) -> None:
+    llm = LLM(str(tiny_model("qwen3")), skip_tokenizer_init=True, num_gpu_blocks_override=64, max_num_seqs=8)
+    params = BeamSearchParams(beam_width=2, max_tokens=5)
+    second = llm.beam_search([1, 2, 3], params)[0].sequences[0].tokens[4]
+    llm.llm_engine._eos_ids = frozenset({second})
+    sequences = llm.beam_search([1, 2, 3], params)[0].sequences
+    assert len(sequences) == 2
+    for beam in sequences:
+        assert (beam.tokens[-1] == second) == (beam.finish_reason == "stop")
+        assert second not in beam.tokens[3:-1]
+    assert not any(beam.tokens[-1] == second and beam.finish_reason == "length" for beam in sequences)
+
+
+def test_a_width_beyond_the_reported_logprobs_is_refused() -> None:
+    with pytest.raises(InputError, match="beam_width"):
+        BeamSearchParams(beam_width=51, max_tokens=3)

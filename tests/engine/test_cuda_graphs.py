@@ -1,0 +1,111 @@
+"""What a replayed graph reads: the batch in the captured buffers, and padding behind it. Graphs are pretended here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moe_optimizer.engine.attention.context import AttentionContext, Prefill
+from moe_optimizer.engine.cuda_graphs import DecodeGraphs
+from moe_optimizer.engine.packed_batch import PackedBatch
+
+
+class Compute:
+    """Returns what it was given, one row for each token, and can do so again with what the buffers then hold."""
+
+    def __init__(self) -> None:
+        self.recording: Any = None
+        self.fails = False
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        if self.fails:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        out = self._rows(token_ids, positions, context)
+        if self.recording is not None:
+            self.recording.again = lambda: out.copy_(self._rows(token_ids, positions, context))
+        return out
+
+    @staticmethod
+    def _rows(token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        numbers = (token_ids, positions, context.slots_T, context.context_lengths_S, context.query_starts_S1[1:])
+        return torch.cat((torch.stack(numbers, 1), context.block_tables_SN), 1)
+
+
+class Graph:
+    """A graph that runs its function again."""
+
+    replays = 0
+
+    def replay(self) -> None:
+        Graph.replays += 1
+        self.again()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def compute(monkeypatch: pytest.MonkeyPatch) -> Compute:
+    made = Compute()
+
+    @contextlib.contextmanager
+    def capture(graph: Graph, pool: Any) -> Iterator[None]:
+        made.recording = graph
+        yield
+        made.recording = None
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    return made
+
+
+def make_graphs(compute: Compute) -> DecodeGraphs:
+    return DecodeGraphs(compute, [1, 2, 4], max_blocks=3, block_size=4, device=torch.device("cpu"))
+
+
+def decodes(count: int, *, prefills: tuple[Prefill, ...] = ()) -> PackedBatch:
+    numbers = np.arange(1, count + 1)
+    return PackedBatch(
+        token_ids=numbers * 10, positions=numbers + 3, slots=numbers * 4, context_lengths=numbers + 4,
+        block_tables=np.stack((numbers, numbers + 1), 1).astype(np.int32), num_decodes=count, prefills=prefills,
+        sampled=numbers - 1, swap_out=[], copies=[], swap_in=[],
+    )  # fmt: skip
+
+
+def test_a_batch_is_read_whole_and_padding_is_stored_nowhere(compute: Compute) -> None:
+    graphs = make_graphs(compute)
+    for count in (3, 1, 4, 2):
+        hidden = graphs.hidden(decodes(count))
+        assert hidden is not None
+        numbers = torch.arange(1, count + 1)
+        want = torch.stack((numbers * 10, numbers + 3, numbers * 4, numbers + 4, numbers, numbers, numbers + 1), 1)
+        assert torch.equal(hidden[:, :7], want)
+    padded = graphs._graphs[4].hidden_SH
+    graphs.hidden(decodes(3))
+    # Its slot is -1 and its context is empty.
+    assert padded[3, 2:4].tolist() == [-1, 0]
+
+
+def test_prompts_and_larger_batches_have_no_graph(compute: Compute) -> None:
+    graphs = make_graphs(compute)
+    before = Graph.replays
+    assert graphs.hidden(decodes(2, prefills=(Prefill(2, 5, 0),))) is None
+    assert graphs.hidden(decodes(5)) is None
+    assert Graph.replays == before
+
+
+def test_what_cannot_be_captured_runs_without_graphs_and_says_so(
+    compute: Compute, caplog: pytest.LogCaptureFixture
+) -> None:
+    compute.fails = True
+    with caplog.at_level("WARNING"):
+        graphs = make_graphs(compute)
+    assert graphs.sizes == []
+    assert graphs.hidden(decodes(1)) is None
+    assert "called a synchronizing CUDA operation" in caplog.text

@@ -1,0 +1,88 @@
+"""Several processes that share a model give the outputs of one: tensor and expert parallelism, over gloo on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optimizer.engine import LLMEngine, SamplingParams
+from moe_optimizer.engine.engine_args import EngineArgs
+from moe_optimizer.engine.layers.ranks import Ranks
+from moe_optimizer.engine.parallel import ParallelExecutor
+from moe_optimizer.errors import InputError, ServerFailedError, UnsupportedError
+
+PROMPTS = [list(range(1, 30)), [5, 3], [7] * 12]
+
+
+def generate(folder: Path, **arguments: Any) -> list[list[int]]:
+    values = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 32, "max_num_seqs": 4, **arguments}
+    engine = LLMEngine(EngineArgs(model=str(folder), skip_tokenizer_init=True, **values))
+    try:
+        for number, prompt in enumerate(PROMPTS):
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
+            engine.add_request(str(number), prompt, params)
+        found = {}
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+            engine.check_integrity()
+        return [found[str(number)] for number in range(len(PROMPTS))]
+    finally:
+        engine.shutdown()
+
+
+# Slices of a dense model with biases and tied embeddings, fewer key/value heads than ranks, slices of experts.
+@pytest.mark.parametrize("name", ["qwen3-even", "mixtral-even", "qwen3_moe-even"])
+def test_two_ranks_give_the_tokens_of_one(name: str, tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model(name)
+    assert generate(folder, tensor_parallel_size=2) == generate(folder)
+
+
+def test_whole_experts_on_each_rank_give_the_tokens_of_one(tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model("qwen3_moe-even")
+    got = generate(folder, tensor_parallel_size=2, enable_expert_parallel=True)
+    assert got == generate(folder)
+
+
+def test_a_rank_that_died_ends_the_engine(tiny_model: Callable[..., Path]) -> None:
+    args = EngineArgs(
+        model=str(tiny_model("qwen3-even")), dtype="float32", device="cpu", skip_tokenizer_init=True,
+        num_gpu_blocks_override=8, tensor_parallel_size=2,
+    )  # fmt: skip
+    engine = LLMEngine(args)
+    executor = engine.executor
+    assert isinstance(executor, ParallelExecutor)
+    try:
+        executor._others[0].kill()
+        executor._others[0].join()
+        # The mailbox is empty: one step is taken by nobody.
+        executor._taken[0].acquire()
+        engine.add_request("0", [1, 2, 3])
+        with pytest.raises(ServerFailedError, match="rank-1 ended with exit code -9"):
+            engine.step()
+    finally:
+        executor.shutdown()
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="divisor of the 5 heads"):
+        Ranks(0, 2).share(5, "heads")
+
+
+def test_ranks_share_a_slice_where_there_are_fewer_slices() -> None:
+    tensor = torch.arange(4.0)[:, None]
+    assert [Ranks(rank, 4).slice_of(tensor, 0, 2).flatten().tolist() for rank in range(4)] == [
+        [0, 1], [0, 1], [2, 3], [2, 3],
+    ]  # fmt: skip
+    assert [Ranks(rank, 2).slice_of(tensor, 0, 2).flatten().tolist() for rank in range(2)] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 7, reason="there are as many GPUs as the test says there are not")
+def test_more_ranks_than_gpus_are_refused() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    with pytest.raises(InputError, match="tensor_parallel_size: got 8"):
+        LLMEngine(EngineArgs(model="examples/tiny-moe", tensor_parallel_size=8))

@@ -1,0 +1,116 @@
+"""`--engine embedded` and `auto`: what is planned, when which engine serves, and that it serves."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optimizer.cli import embedded
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.passes.registry import PASS_NAMES, resolve_wishes
+from moe_optimizer.plan.decision import Status
+from moe_optimizer.plan.explain import render_plan
+from moe_optimizer.planner import make_plan
+from moe_optimizer.specs.software import VllmInstallation
+from tests.builders import cpu_machine, gpus, request, tiny_moe
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY_MOE = ROOT / "examples" / "tiny-moe"
+
+
+def asked(engine: str, *, vllm: Any = None, hardware: Any = None, **values: Any) -> Any:
+    made = request(tiny_moe(), hardware or cpu_machine(), engine=engine, **values)
+    installed = vllm and VllmInstallation(distribution="vllm", version="0.32.0", device=vllm, location="/nowhere")
+    software = type(made.software)(**{**_fields(made.software), "vllm": installed or None})
+    return type(made)(**{**_fields(made), "software": software})
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("vllm", "hardware", "engine", "said"),
+    [
+        ("cpu", cpu_machine(), "vllm", None),
+        ("cuda", gpus("h200", 1), "vllm", None),
+        (None, cpu_machine(), "embedded", "vLLM is not installed"),
+        (None, gpus("h200", 1), "embedded", "vLLM is not installed"),
+        ("cuda", cpu_machine(), "embedded", "there is no GPU"),
+    ],
+)
+def test_auto_takes_vllm_where_it_runs_and_says_why_not(vllm: Any, hardware: Any, engine: str, said: Any) -> None:
+    found, warnings = embedded.with_engine(asked("auto", vllm=vllm, hardware=hardware))
+    assert found.engine == engine
+    assert (not warnings) if said is None else said in warnings[0]
+
+
+def test_a_request_for_vllm_is_left_as_it_is() -> None:
+    given = asked("vllm")
+    assert embedded.with_engine(given) == (given, ())
+
+
+def test_an_embedded_plan_has_no_pass_on_and_shows_the_command_of_the_engine() -> None:
+    found, _ = embedded.with_engine(asked("embedded", vllm="cpu", batch_size=7))
+    plan = make_plan(found)
+    assert [decision.pass_name for decision in plan.decisions] == list(PASS_NAMES)
+    assert not [decision for decision in plan.decisions if decision.status is Status.ON]
+    text = render_plan(plan)
+    assert "python -m moe_optimizer.engine.server --model" in text
+    assert "--max-num-seqs 7" in text
+    assert "vllm serve" not in text
+
+
+def test_an_optimization_of_vllm_is_refused() -> None:
+    with pytest.raises(InputError, match="--enable-fp8"):
+        embedded.with_engine(asked("embedded", wishes=resolve_wishes(["fp8"], [])))
+
+
+def test_code_of_the_model_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="--trust-remote-code"):
+        embedded.with_engine(asked("embedded", trust_remote_code=True))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_answers_and_ends_with_exit_code_0(number: signal.Signals, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        str(ROOT / "run_optimizer.py"),
+        "--model",
+        str(TINY_MOE),
+        "--engine",
+        "embedded",
+        "--json",
+    ]
+    more = ["--port", str(port), "--run-dir", str(tmp_path / "run"), "--max-model-len", "256"]
+    with subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            printed = ""
+            while not printed.endswith("}\n"):
+                line = server.stdout.readline()
+                assert line, server.stderr and server.stderr.read()
+                printed += line
+            ready = json.loads(printed)
+            body = json.dumps({"prompt": "def f(", "max_tokens": 4, "temperature": 0}).encode()
+            asking = urllib.request.Request(
+                f"{ready['base_url']}/v1/completions", body, {"content-type": "application/json"}
+            )
+            with urllib.request.urlopen(asking, timeout=60) as reply:
+                assert json.load(reply)["usage"]["completion_tokens"] == 4
+            server.send_signal(number)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["engine"] == "embedded"

@@ -1,0 +1,169 @@
+"""`debug`: nothing differs where nothing does, and what was changed is what is named."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+from moe_optimizer.debug.compare import compare
+from moe_optimizer.debug.generations import generations
+from moe_optimizer.debug.oracle import oracle
+from moe_optimizer.debug.steps import Comparison
+from moe_optimizer.engine import LLMEngine
+from moe_optimizer.engine.engine_args import EngineArgs
+from moe_optimizer.errors import InputError
+from tests.engine.tiny_models import SHAPES, TINY_MOE, write_model
+
+
+@pytest.fixture(scope="module")
+def make_comparison(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Comparison]:
+    def make(name: str) -> Comparison:
+        folder = write_model(tmp_path_factory.mktemp(name), name)
+        args = EngineArgs(
+            model=str(folder), dtype="float32", device="cpu", skip_tokenizer_init=True, num_gpu_blocks_override=16
+        )
+        return Comparison(LLMEngine(args), folder, list(range(1, 40)))
+
+    return make
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_operation_of_every_family_is_that_of_transformers(name: str, make_comparison: Any) -> None:
+    steps = list(make_comparison(name).steps())
+    assert [step for step in steps if not step.same] == []
+    assert {"embeddings", "layer 1: Q projection", "layer 1: causal mask", "layer 0: head 1", "logits"} <= {
+        step.name for step in steps
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "expected"),
+    [
+        ("qwen3_moe", "model.embed_tokens.weight", "embeddings"),
+        ("qwen3_moe", "model.layers.1.self_attn.k_norm.weight", "layer 1: K norm"),
+        ("qwen3_moe", "model.layers.1.mlp.gate.weight", "layer 1: router"),
+        ("qwen3_moe", "model.layers.0.mlp.experts.w2", "layer 0: experts"),
+        ("qwen3", "model.layers.0.mlp.down_proj.weight", "layer 0: MLP"),
+        ("qwen3", "lm_head.weight", "logits"),
+    ],
+)
+def test_a_changed_weight_is_named_by_its_operation(
+    name: str, parameter: str, expected: str, make_comparison: Any
+) -> None:
+    comparison = make_comparison(name)
+    comparison.ours.get_parameter(parameter).data += 0.01
+    assert next(step for step in comparison.steps() if not step.same).name == expected
+
+
+def test_a_value_that_is_no_number_differs(make_comparison: Any) -> None:
+    comparison = make_comparison("qwen3")
+    comparison.ours.model.norm.weight.data[0] = float("nan")
+    assert next(step for step in comparison.steps() if not step.same).name == "final norm"
+
+
+def test_a_layer_that_there_is_not_is_refused(make_comparison: Any) -> None:
+    with pytest.raises(InputError, match="--layer: got 2"):
+        list(make_comparison("qwen3").steps(2))
+
+
+def test_the_bundled_model_has_nothing_that_differs() -> None:
+    report = compare(TINY_MOE, layer=0)
+    assert report.first_difference is None
+    assert {finding.name for finding in report.findings} >= {"tokenizer round trip", "generated tokens", "KV cache"}
+    assert len(report.pattern) == 24
+    assert all(weights.std > 0 for weights in report.weights if "norm" not in weights.name)
+
+
+def test_changed_outputs_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "outputs.json"
+    assert generations(TINY_MOE, save=file, against=None, max_tokens=6).changed == ()
+    assert generations(TINY_MOE, save=None, against=file, max_tokens=6).changed == ()
+    kept = json.loads(file.read_text())
+    name = sorted(kept)[0]
+    kept[name][3] += 1
+    file.write_text(json.dumps(kept))
+    (changed,) = generations(TINY_MOE, save=None, against=file, max_tokens=6).changed
+    assert changed.startswith(f"{name}: token 3")
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers as vLLM does, with what transformers computes; one reported log-probability may be wrong."""
+
+    model: Any = None
+    wrong: tuple[int, float] | None = None
+    """Place, and what is added."""
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "served"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        token_ids, tokens, logprobs = list(body["prompt"]), [], []
+        for _ in range(4):
+            with torch.inference_mode():
+                row = self.model(torch.tensor([token_ids])).logits[0, -1].log_softmax(-1)
+            token_ids.append(int(row.argmax()))
+            tokens.append(f"token_id:{token_ids[-1]}")
+            logprobs.append(float(row.max()))
+        if self.wrong is not None:
+            logprobs[self.wrong[0]] += self.wrong[1]
+        self._answer({"choices": [{"logprobs": {"tokens": tokens, "token_logprobs": logprobs}}]})
+
+    def _answer(self, value: Any) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass
+
+
+@pytest.fixture
+def server_url() -> Iterator[str]:
+    from transformers import AutoModelForCausalLM
+
+    Server.model, Server.wrong = AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32).eval(), None
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_server_that_is_right_is_within_rounding(server_url: str) -> None:
+    report = oracle(server_url, TINY_MOE)
+    assert report.same
+    assert report.tokens == 16
+    assert report.largest_difference < 1e-4
+
+
+def test_the_first_wrong_token_of_a_server_is_named(server_url: str) -> None:
+    Server.wrong = (2, 0.5)
+    report = oracle(server_url, TINY_MOE)
+    assert not report.same
+    assert report.first_difference is not None
+    assert (report.first_difference.prompt, report.first_difference.place) == (0, 2)
+    assert [line.partition(":")[0] for line in report.layers]
+    assert {line.partition(":")[0] for line in report.layers} == {"Attention", "MoE", "RMSNorm"}
+
+
+def test_a_server_that_is_not_there_is_an_error_of_the_user() -> None:
+    with pytest.raises(InputError, match="http://127"):
+        oracle("http://127.0.0.1:9", TINY_MOE)
+
+
+def test_the_oracle_needs_token_ids() -> None:
+    from moe_optimizer.debug.oracle import _token_id
+
+    with pytest.raises(InputError, match="token_id:N"):
+        _token_id("the")
