@@ -2,8 +2,7 @@
 
     python benchmarks/engine/throughput.py examples/tiny-moe --num-requests 64 --dtype float32 [--write]
 
-The engines take turns, so that what else the machine does meets all of them; vLLM (--vllm) runs behind them in a
-process of its own, as it sets the number of threads of its process. Prints JSON; --write stores it.
+The engines take turns, so that what else the machine does meets all of them. Prints JSON; --write stores it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.engine.own_process import in_own_process  # noqa: E402
 from benchmarks.engine.workload import Request, random_requests  # noqa: E402
 from benchmarks.record import cpu_name, cpu_slug, head, host, packages, parser_of, write_record  # noqa: E402
 from moe_optimizer.engine import LLM, SamplingParams  # noqa: E402
@@ -39,7 +37,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only-engine", action="store_true")
-    parser.add_argument("--vllm", action="store_true", help="vLLM's offline engine too, on a CPU its CPU build")
     args = parser.parse_args()
 
     load_before = os.getloadavg()[0]
@@ -59,8 +56,6 @@ def main() -> None:
             started = time.perf_counter()
             run(requests)
             samples[name].append(sum(count for _, count in requests) / (time.perf_counter() - started))
-    if args.vllm:
-        samples["vllm"] = in_own_process(_vllm_rates, args.model, args.dtype, requests, args.turns)
     medians = {name: round(statistics.median(values), 1) for name, values in samples.items()}
     ratios = {
         f"engine / {name}": round(medians["engine"] / each, 2) for name, each in medians.items() if name != "engine"
@@ -82,23 +77,6 @@ def main() -> None:
 def _engine(llm: LLM, requests: list[Request]) -> None:
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for _, count in requests]
     llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
-
-
-def _vllm_rates(model_folder: str, dtype: str, requests: list[Request], turns: int) -> list[float]:
-    """Return tokens per second of vLLM's offline engine; called in a process of its own."""
-    from vllm import LLM as VllmLLM  # noqa: N811
-    from vllm import SamplingParams as VllmSamplingParams
-
-    model = VllmLLM(model_folder, dtype=dtype, enable_prefix_caching=False)
-
-    def run(some: list[Request]) -> float:
-        params = [VllmSamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for _, count in some]
-        started = time.perf_counter()
-        model.generate([{"prompt_token_ids": prompt} for prompt, _ in some], params, use_tqdm=False)
-        return sum(count for _, count in some) / (time.perf_counter() - started)
-
-    run(requests[:4])
-    return [run(requests) for _ in range(turns)]
 
 
 def _one_by_one(model: Any, requests: list[Request]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_optimizer import env
+from moe_optimizer.cli import embedded
 from moe_optimizer.cli.options import PlanOptions
 from moe_optimizer.cli.settings import Setting, Settings, resolve
 from moe_optimizer.env import read_environment
