@@ -9,7 +9,6 @@ import typer
 
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
-from moe_optimizer.cli.engine_checks import missing_packages
 from moe_optimizer.cli.options import CompareOptions, GenerationsOptions, OracleOptions
 from moe_optimizer.errors import ExitCode, UnsupportedError
 
@@ -67,6 +66,8 @@ def generations(options: GenerationsOptions) -> messages.Output:
 
 
 def _check_packages() -> None:
+    from moe_optimizer.cli.engine_checks import missing_packages
+
     absent = missing_packages()
     if absent:
         raise UnsupportedError(f"not installed: {', '.join(absent)}", hint="run: pip install 'moe-optimizer[engine]'")

@@ -72,7 +72,7 @@ def check_can_serve_here(plan: Plan) -> None:
         UnsupportedError: a package is missing, or the engine has no such model family.
     """
     from moe_optimizer.cli.engine_checks import missing_packages
-    from moe_optimizer.cli.model_checks import missing_weights
+    from moe_optimizer.inspection.weight_files import missing_weights
 
     absent = missing_packages()
     if absent:

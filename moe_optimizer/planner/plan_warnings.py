@@ -30,7 +30,7 @@ def plan_warnings(request: PlanRequest, context: PlanContext, memory: MemoryPlan
         warnings.append("no vLLM is installed: the plan cannot be started here")
     elif vllm is not None and context.device == "cuda" and vllm.device == "cpu":
         warnings.append(f"the installed vLLM {vllm.version} is the CPU build: this plan cannot be started here")
-    elif untried := request.software.vllm_runs.why_untried(vllm.version, vllm.device):
+    elif vllm is not None and (untried := request.software.vllm_runs.why_untried(vllm.version, vllm.device)):
         warnings.append(untried)
     if request.model.is_moe:
         warnings += request.software.kernel_speeds.warnings

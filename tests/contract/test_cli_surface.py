@@ -35,13 +35,17 @@ SURFACE = {
     "serve": COMMON | PLAN | {"--dry-run", "--run-dir", "--ready-timeout", "--calibrate", "--no-warm-up"},
     "inspect": COMMON | MODEL,
     "plan": COMMON | PLAN | {"--explain", "--nodes", "--render"},
+    "bench": COMMON | PLAN | {
+        "--plan", "--against", "--workload", "--clients", "--rates", "--requests-per-client", "--repetitions",
+        "--ttft", "--tpot", "--tokenizer", "--run-dir", "--ready-timeout", "--calibrate",
+    },
     "tune": COMMON | PLAN | {"--budget", "--tokens", "--folder"},
     "doctor": COMMON | {"MODEL", "--model", "--drift"},
     "experts": COMMON | {"SOURCE", "--png", "--top"},
     "build": COMMON | {"--check"},
     "measure": {"--help"},
     "debug": {"--help"},
-}
+}  # fmt: skip
 DEBUG = {
     "compare": COMMON | MODEL | {"--layer"},
     "oracle": COMMON | MODEL | {"--url", "--tolerance"},
@@ -50,6 +54,7 @@ DEBUG = {
 MEASURE_TEXT = COMMON | MODEL | {"--text", "--output", "--max-tokens"}
 MEASURE = {
     "speeds": COMMON | PLAN | {"--budget"},
+    "step": COMMON | PLAN | {"--batches", "--context", "--steps", "--timeout"},
     "fp8-sensitivity": MEASURE_TEXT | {"--granularity"},
     "activation-norms": MEASURE_TEXT,
 }
