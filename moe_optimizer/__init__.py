@@ -8,12 +8,12 @@ __all__ = ["ModelInspector"]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from moe_optimizer.inspection import ModelInspector
+    from moe_optimizer.inspection.model_inspector import ModelInspector
 
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        from moe_optimizer import inspection
+        from moe_optimizer.inspection import model_inspector
 
-        return getattr(inspection, name)
+        return getattr(model_inspector, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

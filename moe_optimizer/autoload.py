@@ -91,15 +91,12 @@ def plan_for_server(facts: ServerFacts, profile: Profile, hardware: str | None) 
     Raises:
         MoeOptimizerError: the model cannot be read or does not fit.
     """
-    from moe_optimizer.inspection import (
-        ModelInspector,
-        load_hardware,
-        probe_hardware,
-        read_software,
-    )
     from moe_optimizer.inspection.activation_norms import read_activation_norms_file
     from moe_optimizer.inspection.expert_load import read_placement_load
     from moe_optimizer.inspection.fp8_sensitivity import read_sensitivity_file
+    from moe_optimizer.inspection.hardware_probe import load_hardware, probe_hardware
+    from moe_optimizer.inspection.model_inspector import ModelInspector
+    from moe_optimizer.inspection.software import read_software
     from moe_optimizer.plan.decision import Wish
     from moe_optimizer.plan.serve_args import ServeArguments
     from moe_optimizer.plan_context.request import PlanRequest

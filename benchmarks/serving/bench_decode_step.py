@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import head, parser_of  # noqa: E402
 from benchmarks.serving.plans import plan_here  # noqa: E402
-from moe_optimizer.inspection import read_kernel_speeds  # noqa: E402
+from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
 from moe_optimizer.measure.decode_step.comparison import compare_steps, render  # noqa: E402
 from moe_optimizer.plan.json_codec import encode  # noqa: E402
 from moe_optimizer.profiles import load_profile  # noqa: E402

@@ -39,7 +39,8 @@ from benchmarks.serving.decode_steps import (  # noqa: E402
 )
 from benchmarks.serving.dummy_model import write_dummy_model  # noqa: E402
 from benchmarks.serving.plans import free_port, plan_here, vllm_version  # noqa: E402
-from moe_optimizer.inspection import find_vllm, probe_hardware  # noqa: E402
+from moe_optimizer.inspection.hardware_probe import probe_hardware  # noqa: E402
+from moe_optimizer.inspection.vllm_installation import find_vllm  # noqa: E402
 from moe_optimizer.launcher.launch import ServerInfo  # noqa: E402
 from moe_optimizer.launcher.supervisor import Supervisor  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402

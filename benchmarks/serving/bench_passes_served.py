@@ -24,7 +24,7 @@ from benchmarks.serving.closed_loop import OUTPUT_TOKENS, PROMPT_TOKENS, load_at
 from benchmarks.serving.plans import plan_here, served  # noqa: E402
 from moe_optimizer.cli.progress import ProgressLines  # noqa: E402
 from moe_optimizer.cli.speed_questions import measure_if_needed  # noqa: E402
-from moe_optimizer.inspection import read_kernel_speeds  # noqa: E402
+from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
 from moe_optimizer.launcher.http_client import ServerClient  # noqa: E402
 from moe_optimizer.launcher.launch import running  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402

@@ -27,7 +27,10 @@ from perplexity import perplexity  # noqa: E402
 
 from benchmarks.record import head, parser_of  # noqa: E402
 from benchmarks.serving.plans import free_port, plan_here  # noqa: E402
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory  # noqa: E402
+from moe_optimizer.inspection.hardware_probe import probe_hardware  # noqa: E402
+from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory  # noqa: E402
+from moe_optimizer.inspection.model_inspector import ModelInspector  # noqa: E402
+from moe_optimizer.inspection.vllm_installation import find_vllm  # noqa: E402
 from moe_optimizer.launcher.launch import running  # noqa: E402
 from moe_optimizer.plan.decision import Wish  # noqa: E402
 from moe_optimizer.plan.plan import Plan  # noqa: E402

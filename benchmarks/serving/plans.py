@@ -8,7 +8,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_software
+from moe_optimizer.inspection.hardware_probe import probe_hardware
+from moe_optimizer.inspection.model_inspector import ModelInspector
+from moe_optimizer.inspection.software import read_software
+from moe_optimizer.inspection.vllm_installation import find_vllm
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.plan.plan import Plan

@@ -27,7 +27,7 @@ def command(options: BuildOptions) -> Output:
 
     Runs build.sh. The build's own output goes to stderr. Exit code 3 when nothing is built afterwards.
     """
-    from moe_optimizer.inspection import read_kernel_inventory
+    from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory
 
     if not options.check:
         run_build(_SCRIPT)

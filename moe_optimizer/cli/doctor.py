@@ -32,7 +32,7 @@ def _examine(options: DoctorOptions) -> Report:
     from moe_optimizer.cli.package_checks import package_checks
     from moe_optimizer.cli.software_checks import software_checks
     from moe_optimizer.cli.speed_checks import kernel_speeds_check
-    from moe_optimizer.inspection import probe_hardware
+    from moe_optimizer.inspection.hardware_probe import probe_hardware
     from moe_optimizer.vllm_plugin.drift import SeamStatus, probe_seams
 
     model = options.named_model

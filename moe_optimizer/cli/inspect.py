@@ -18,7 +18,7 @@ def command(options: ModelOptions) -> messages.Output:
 
     Reads config.json and the safetensors headers, never weights or code.
     """
-    from moe_optimizer.inspection import ModelInspector, to_inspect_json
+    from moe_optimizer.inspection.model_inspector import ModelInspector, to_inspect_json
 
     spec = ModelInspector(trust_remote_code=options.trust_remote_code).inspect(options.model_name)
     return messages.Output(

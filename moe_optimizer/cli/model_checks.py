@@ -14,8 +14,8 @@ _DOWNLOAD = "download the model again"
 
 def model_checks(model: str) -> Iterator[Check]:
     """Yield the checks of configuration, tokenizer, chat template and weights of one model."""
-    from moe_optimizer.inspection import ModelInspector
     from moe_optimizer.inspection.hub import resolve_model
+    from moe_optimizer.inspection.model_inspector import ModelInspector
 
     try:
         folder = resolve_model(model)

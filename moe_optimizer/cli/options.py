@@ -50,7 +50,7 @@ def _profiles() -> Iterable[str]:
 
 
 def _hardware() -> Iterable[str]:
-    from moe_optimizer.inspection import hardware_names
+    from moe_optimizer.inspection.hardware_catalog import hardware_names
 
     return hardware_names()
 

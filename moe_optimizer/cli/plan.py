@@ -62,7 +62,7 @@ def command(options: PlanCommandOptions) -> messages.Output:
 
 def plan_output(plan: Plan, *, as_json: bool, explain: bool = False) -> messages.Output:
     """Return the plan for stdout, and its warnings for stderr unless a terminal shows them with the plan."""
-    from moe_optimizer.inspection import hardware_names
+    from moe_optimizer.inspection.hardware_catalog import hardware_names
     from moe_optimizer.plan.explain import render_plan
 
     color = messages.use_color(sys.stdout)

@@ -103,7 +103,7 @@ def _planned(request: PlanRequest) -> Plan:
 
 def after_measuring(request: PlanRequest) -> PlanRequest:
     """Return the request with the tables of kernel speeds as they are now; with it nothing is pending."""
-    from moe_optimizer.inspection import read_kernel_speeds
+    from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds
 
     software = dataclasses.replace(request.software, kernel_speeds=read_kernel_speeds())
     return dataclasses.replace(request, software=software, will_measure=False)
@@ -115,9 +115,10 @@ def read_request(options: PlanOptions) -> tuple[Settings, PlanRequest]:
     Raises:
         InputError, UnsupportedError: a fact cannot be read, or vLLM has no such flag.
     """
-    from moe_optimizer.inspection import ModelInspector, read_software
     from moe_optimizer.inspection.activation_norms import read_activation_norms_file
     from moe_optimizer.inspection.fp8_sensitivity import read_sensitivity_file
+    from moe_optimizer.inspection.model_inspector import ModelInspector
+    from moe_optimizer.inspection.software import read_software
     from moe_optimizer.inspection.vllm_sources import check_knows
     from moe_optimizer.plan_context.request import PlanRequest
     from moe_optimizer.planner.request_checks import ALLOW_LONG_MODEL_LEN
@@ -209,7 +210,7 @@ def read_hardware(named: Setting, num_gpus: int | None, nodes: int = 1) -> Hardw
     Raises:
         InputError: no hardware of that name, or GPUs for hardware that has none.
     """
-    from moe_optimizer.inspection import load_hardware, probe_hardware
+    from moe_optimizer.inspection.hardware_probe import load_hardware, probe_hardware
 
     if named.value is None:
         return probe_hardware()

@@ -29,7 +29,7 @@ def check_can_serve_here(plan: Plan, settings: Settings) -> None:
 
 
 def _check_same_hardware(plan: Plan, settings: Settings) -> None:
-    from moe_optimizer.inspection import probe_hardware
+    from moe_optimizer.inspection.hardware_probe import probe_hardware
 
     here, planned = probe_hardware(), plan.hardware
     name = settings["hardware"]
@@ -43,7 +43,7 @@ def _check_same_hardware(plan: Plan, settings: Settings) -> None:
 
 
 def _check_vllm(plan: Plan) -> None:
-    from moe_optimizer.inspection import find_vllm
+    from moe_optimizer.inspection.vllm_installation import find_vllm
     from moe_optimizer.inspection.vllm_sources import check_knows
 
     vllm = find_vllm()

@@ -38,7 +38,7 @@ _DEFAULT_ARCHS = "sm_90a"
 
 def software_checks() -> Iterator[Check]:
     """Yield the checks of kernels, vLLM, plugin and environment."""
-    from moe_optimizer.inspection import find_vllm
+    from moe_optimizer.inspection.vllm_installation import find_vllm
 
     yield _kernels()
     vllm = find_vllm()
@@ -48,7 +48,7 @@ def software_checks() -> Iterator[Check]:
 
 
 def _kernels() -> Check:
-    from moe_optimizer.inspection import read_kernel_inventory
+    from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory
 
     inventory = read_kernel_inventory()
     if not inventory.built:
@@ -99,7 +99,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _vllm(vllm: VllmInstallation | None) -> Check:
-    from moe_optimizer.inspection import read_vllm_runs
+    from moe_optimizer.inspection.vllm_runs import read_vllm_runs
 
     wanted = ".".join(map(str, MIN_VERSION))
     if vllm is None:

@@ -17,7 +17,9 @@ _HINT = "`moe-optimizer serve` measures a model's layer before its first start (
 
 def kernel_speeds_check(hardware: HardwareSpec) -> Check:
     """Check which tables were measured on this machine's processor, with its vLLM and its kernels."""
-    from moe_optimizer.inspection import find_vllm, read_kernel_inventory, read_kernel_speeds
+    from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory
+    from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds
+    from moe_optimizer.inspection.vllm_installation import find_vllm
 
     speeds = read_kernel_speeds()
     if speeds.warnings:

@@ -63,7 +63,8 @@ def _check_can_tune_here() -> None:
     Raises:
         UnsupportedError: no GPU, or no vLLM for it.
     """
-    from moe_optimizer.inspection import find_vllm, probe_hardware
+    from moe_optimizer.inspection.hardware_probe import probe_hardware
+    from moe_optimizer.inspection.vllm_installation import find_vllm
 
     if probe_hardware().gpu is None:
         raise UnsupportedError(
@@ -80,7 +81,7 @@ def _wanted(plan: Plan) -> TunedConfigsParams:
     Raises:
         UnsupportedError: the plan is for another GPU than the one here, or Triton does not run the experts.
     """
-    from moe_optimizer.inspection import probe_hardware
+    from moe_optimizer.inspection.hardware_probe import probe_hardware
 
     here, planned = probe_hardware().gpu, plan.hardware.gpu
     if here is not None and planned is not None and planned.key != here.key:
@@ -95,8 +96,8 @@ def _request(
     plan: Plan, wanted: TunedConfigsParams, options: TuneOptions, profile_folder: str | None
 ) -> dict[str, Any]:
     """Return the `TuneRequest` as an object; it is written to where serving with the same profile looks."""
-    from moe_optimizer.inspection import find_vllm
     from moe_optimizer.inspection.tuned_configs import SHIPPED, user_folder
+    from moe_optimizer.inspection.vllm_installation import find_vllm
 
     vllm = find_vllm()
     assert vllm is not None, "_check_can_tune_here has looked"

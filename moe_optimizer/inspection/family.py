@@ -39,7 +39,7 @@ class Family:
     """The rules of the models with these names."""
 
     names: tuple[str, ...]
-    """The model_types that mean such a model, then the architectures."""
+    """The model_types that mean such a model, then architectures that are none of them in camel case."""
     layers: Names = LAYERS
     kinds: KindRule = field(default=every("attention"))
     """Name of each layer's mixer: a key of `mixers`, "sliding" and "chunked" (windowed "attention" unless

@@ -9,29 +9,76 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Generic, Literal, TypeVar
+
+from pydantic import Field
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
 from moe_optimizer.resources import config_dir
 from moe_optimizer.specs.hardware import GpuSpec
 from moe_optimizer.specs.quantity import Quantity, Source
-from moe_optimizer.yaml_document import YamlDocument, read_yaml
+from moe_optimizer.yaml_model import Section, read_section
 
-_QUANTITY_KEYS = ("value", "unit", "source", "ref")
-_UNITS = {
-    "compute_capability": "major.minor",
-    "sm_count": "SMs",
-    "max_gpus_per_node": "GPUs",
-    "gpu_link_bandwidth": "bytes/s",
-    "memory": "bytes",
-    "nominal_memory": "bytes",
-    "memory_bandwidth": "bytes/s",
-}
-_DENSE_FLOPS_DTYPES = ("fp32", "bf16", "fp16", "fp8", "fp4", "int8")
-_MEASURED_UNITS = {"copy_bandwidth": "bytes/s", "bf16_flops": "flop/s", "fp8_flops": "flop/s"}
-_REQUIRED = ("name", "nvml_names", "pci_device_ids", *_UNITS, "gpu_link", "dense_flops")
-_OPTIONAL = ("measured",)
+_Text = Annotated[str, Field(min_length=1)]
+_Number = Annotated[float, Field(gt=0)]
+_Count = Annotated[int, Field(gt=0)]
+_Version = Annotated[int, Field(ge=0)]
+_Value = TypeVar("_Value")
+_Unit = TypeVar("_Unit", bound=str)
+
+
+class _Fact(Section, Generic[_Value, _Unit]):
+    value: _Value
+    unit: _Unit
+    source: Source
+    ref: _Text
+
+    @property
+    def quantity(self) -> Quantity:
+        assert isinstance(self.value, (int, float)), self
+        return Quantity(float(self.value), self.unit, self.source, self.ref)
+
+
+_Bytes = _Fact[_Number, Literal["bytes"]]
+_BytesRate = _Fact[_Number, Literal["bytes/s"]]
+_FlopRate = _Fact[_Number, Literal["flop/s"]]
+
+
+class _Rates(Section):
+    def quantities(self) -> dict[str, Quantity]:
+        return {name: fact.quantity for name, fact in self if fact is not None}
+
+
+class _DenseFlops(_Rates):
+    fp32: _FlopRate | None = None
+    bf16: _FlopRate | None = None
+    fp16: _FlopRate | None = None
+    fp8: _FlopRate | None = None
+    fp4: _FlopRate | None = None
+    int8: _FlopRate | None = None
+
+
+class _Measured(_Rates):
+    copy_bandwidth: _BytesRate | None = None
+    bf16_flops: _FlopRate | None = None
+    fp8_flops: _FlopRate | None = None
+
+
+class _GpuFacts(Section):
+    name: _Text
+    nvml_names: tuple[_Text, ...]
+    pci_device_ids: tuple[_Text, ...]
+    compute_capability: _Fact[tuple[_Version, _Version], Literal["major.minor"]]
+    sm_count: _Fact[_Count, Literal["SMs"]]
+    max_gpus_per_node: _Fact[_Count, Literal["GPUs"]]
+    gpu_link: Literal["nvlink", "pcie"]
+    gpu_link_bandwidth: _BytesRate
+    memory: _Bytes
+    nominal_memory: _Bytes
+    memory_bandwidth: _BytesRate
+    dense_flops: _DenseFlops
+    measured: _Measured = _Measured()
 
 
 CPU_NAME = "cpu"
@@ -90,123 +137,19 @@ def read_hardware_file(path: Path) -> CatalogEntry:
         InputError: unreadable, not YAML, or a key that is unknown, missing, given twice or of the wrong type or
             unit; the message names file and line.
     """
-    facts = _Facts.read(path)
-    facts.check_keys((), required=_REQUIRED, optional=_OPTIONAL)
-    facts.check_keys(("dense_flops",), required=(), optional=_DENSE_FLOPS_DTYPES)
-    if "measured" in facts.document.data:
-        facts.check_keys(("measured",), required=(), optional=tuple(_MEASURED_UNITS))
-    quantities = {key: facts.quantity((key,), unit) for key, unit in _UNITS.items() if key != "compute_capability"}
+    facts = read_section(_GpuFacts, path, origin=str(path), what="hardware")
     gpu = GpuSpec(
         key=path.stem,
-        name=facts.text(("name",)),
-        compute_capability=facts.compute_capability(),
-        memory=quantities["memory"],
-        memory_bandwidth=quantities["memory_bandwidth"],
-        dense_flops={key: facts.quantity(("dense_flops", key), "flop/s") for key in facts.at(("dense_flops",))},
-        gpu_link_bandwidth=quantities["gpu_link_bandwidth"],
-        gpu_link=facts.gpu_link(),
-        sm_count=facts.count(("sm_count",)),
-        max_gpus_per_node=facts.count(("max_gpus_per_node",)),
-        nominal_memory=quantities["nominal_memory"],
-        measured={
-            key: facts.quantity(("measured", key), _MEASURED_UNITS[key])
-            for key in facts.document.data.get("measured", ())
-        },
+        name=facts.name,
+        compute_capability=facts.compute_capability.value,
+        memory=facts.memory.quantity,
+        memory_bandwidth=facts.memory_bandwidth.quantity,
+        dense_flops=facts.dense_flops.quantities(),
+        gpu_link_bandwidth=facts.gpu_link_bandwidth.quantity,
+        gpu_link=facts.gpu_link,
+        sm_count=facts.sm_count.value,
+        max_gpus_per_node=facts.max_gpus_per_node.value,
+        nominal_memory=facts.nominal_memory.quantity,
+        measured=facts.measured.quantities(),
     )
-    return CatalogEntry(
-        gpu=gpu, nvml_names=facts.texts(("nvml_names",)), pci_device_ids=facts.texts(("pci_device_ids",))
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """A YAML mapping with the line of every key, for messages."""
-
-    path: Path
-    document: YamlDocument
-
-    @staticmethod
-    def read(path: Path) -> _Facts:
-        document = read_yaml(path, origin=str(path), what="hardware")
-        if not isinstance(document.data, dict):
-            raise InputError(f"{path}: expected a mapping of hardware facts")
-        return _Facts(path, document)
-
-    def error(self, key: tuple[str, ...], problem: str, *, hint: str | None = None) -> InputError:
-        name = f" ({'.'.join(key)})" if key else ""
-        return InputError(f"{self.path}:{self.document.line(key)}{name}: {problem}", hint=hint)
-
-    def at(self, key: tuple[str, ...]) -> Any:
-        value: Any = self.document.data
-        for part in key:
-            value = value[part]
-        return value
-
-    def check_keys(self, group: tuple[str, ...], *, required: tuple[str, ...], optional: tuple[str, ...]) -> None:
-        value = self.at(group)
-        if not isinstance(value, dict):
-            raise self.error(group, f"got {value!r:.80}, expected a mapping")
-        allowed = (*required, *optional)
-        for key in value:
-            if key not in allowed:
-                raise self.error(
-                    (*group, str(key)),
-                    f"unknown key {key!r}, expected one of {', '.join(allowed)}",
-                    hint=did_you_mean(str(key), allowed),
-                )
-        for key in required:
-            if key not in value:
-                raise self.error((*group, key), f"key {key!r} is missing")
-
-    def quantity(self, key: tuple[str, ...], unit: str) -> Quantity:
-        self.check_keys(key, required=_QUANTITY_KEYS, optional=())
-        fact = self.at(key)
-        value = fact["value"]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            hint = "write 4.8e+12, with the sign: YAML reads 4.8e12 as text" if isinstance(value, str) else None
-            raise self.error((*key, "value"), f"got {value!r}, expected a positive number", hint=hint)
-        if fact["unit"] != unit:
-            raise self.error((*key, "unit"), f"got {fact['unit']!r}, expected {unit!r}")
-        return Quantity(float(value), unit, self._source(key), self.text((*key, "ref")))
-
-    def count(self, key: tuple[str, ...]) -> int:
-        value = self.at(key)["value"]
-        if not isinstance(value, int):
-            raise self.error((*key, "value"), f"got {value!r}, expected a whole number")
-        return value
-
-    def compute_capability(self) -> tuple[int, int]:
-        key = ("compute_capability",)
-        self.check_keys(key, required=_QUANTITY_KEYS, optional=())
-        value = self.at(key)["value"]
-        numbers = isinstance(value, list) and [part for part in value if type(part) is int and part >= 0]
-        if not numbers or len(numbers) != 2 or len(value) != 2:
-            raise self.error((*key, "value"), f"got {value!r}, expected two whole numbers such as [9, 0]")
-        self._source(key)
-        return numbers[0], numbers[1]
-
-    def gpu_link(self) -> Literal["nvlink", "pcie"]:
-        value = self.at(("gpu_link",))
-        if value not in ("nvlink", "pcie"):
-            raise self.error(("gpu_link",), f"got {value!r}, expected nvlink or pcie")
-        return value
-
-    def text(self, key: tuple[str, ...]) -> str:
-        value = self.at(key)
-        if not isinstance(value, str) or not value.strip():
-            raise self.error(key, f"got {value!r:.80}, expected text")
-        return value
-
-    def texts(self, key: tuple[str, ...]) -> tuple[str, ...]:
-        value = self.at(key)
-        if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
-            raise self.error(key, f"got {value!r:.80}, expected a list of texts")
-        return tuple(value)
-
-    def _source(self, key: tuple[str, ...]) -> Source:
-        value = self.at(key)["source"]
-        try:
-            return Source(value)
-        except ValueError:
-            expected = ", ".join(source.value for source in Source)
-            raise self.error((*key, "source"), f"got {value!r}, expected one of {expected}") from None
+    return CatalogEntry(gpu=gpu, nvml_names=facts.nvml_names, pci_device_ids=facts.pci_device_ids)

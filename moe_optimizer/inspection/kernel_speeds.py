@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.files import read_text, write_atomically
-from moe_optimizer.plan.json_codec import decode, encode
+from moe_optimizer.plan.json_codec import decode_text, encode
 from moe_optimizer.resources import cache_dir, config_dir
 from moe_optimizer.specs.hardware import CpuSpec
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, SpeedTables
@@ -16,6 +17,12 @@ from moe_optimizer.specs.kernel_speeds import KernelSpeeds, SpeedTables
 SCHEMA_VERSION = 1
 _MAX_FILE_BYTES = 5_000_000
 _FOLDER = "kernel_speeds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TableFile:
+    tables: tuple[KernelSpeeds, ...]
+    schema_version: int = SCHEMA_VERSION
 
 
 def measured_dir() -> Path:
@@ -62,16 +69,9 @@ def read_tables(path: Path) -> tuple[KernelSpeeds, ...]:
     Raises:
         InputError: it cannot be read, or is not such a file.
     """
-    try:
-        data = json.loads(read_text(path, max_bytes=_MAX_FILE_BYTES, name=path.name))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"not JSON: {error}") from None
-    if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
-        raise InputError(f"not a table of schema_version {SCHEMA_VERSION}")
-    tables = data.get("tables")
-    if not isinstance(tables, list):
-        raise InputError("tables: expected a list")
-    return tuple(_checked(decode(KernelSpeeds, table, origin="tables"), path) for table in tables)
+    text = read_text(path, max_bytes=_MAX_FILE_BYTES, name=path.name)
+    file = decode_text(_TableFile, text, origin=path.name, schema_version=SCHEMA_VERSION)
+    return tuple(_checked(table, path) for table in file.tables)
 
 
 def _checked(table: KernelSpeeds, path: Path) -> KernelSpeeds:
@@ -90,8 +90,7 @@ def write_tables(path: Path, tables: tuple[KernelSpeeds, ...]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    data = {"schema_version": SCHEMA_VERSION, "tables": [encode(table) for table in tables]}
-    write_atomically(path, json.dumps(data, indent=1, sort_keys=True) + "\n")
+    write_atomically(path, json.dumps(encode(_TableFile(tables=tables)), indent=1, sort_keys=True) + "\n")
 
 
 def cpu_device(cpu: CpuSpec, threads: int) -> str:

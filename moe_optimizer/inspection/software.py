@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Mapping
 
-from moe_optimizer import inspection
+from moe_optimizer.inspection import kernel_inventory, kernel_speeds, vllm_installation, vllm_runs
 from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE, user_folder
 from moe_optimizer.specs.software import SoftwareSpec
 
@@ -24,13 +24,13 @@ _BINDING, _RESERVED = "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU
 
 def read_software() -> SoftwareSpec:
     """Return what is installed here, without importing any of it."""
-    vllm = inspection.find_vllm()
+    vllm = vllm_installation.find_vllm()
     reserved = os.environ.get(_RESERVED, "")
     return SoftwareSpec(
         vllm=vllm,
-        kernels=inspection.read_kernel_inventory(),
-        kernel_speeds=inspection.read_kernel_speeds(),
-        vllm_runs=inspection.read_vllm_runs(),
+        kernels=kernel_inventory.read_kernel_inventory(),
+        kernel_speeds=kernel_speeds.read_kernel_speeds(),
+        vllm_runs=vllm_runs.read_vllm_runs(),
         tuned_configs=str(user_folder(vllm.version if vllm else "", os.environ)),
         tuned_configs_by_variable=bool(os.environ.get(FOLDER_VARIABLE)),
         torch=_version("torch"),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from moe_optimizer.errors import InputError
@@ -19,7 +17,6 @@ REQUIRED = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M")
 """What every row must say; the kernel launch fails without."""
 STATE_ENDING = ".tuning.json"
 """Of the file in which `moe-optimizer tune` keeps what it has measured, beside the configuration."""
-_MAX_STATE_BYTES = 32 << 20
 
 Row = dict[str, int]
 """Launch parameters of the kernel for one number of tokens."""
@@ -60,44 +57,9 @@ def read_rows(path: Path) -> dict[int, Row]:
     return rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TunedSize:
-    """A number of tokens at which a tuning found a row that beats what vLLM takes without the file."""
-
-    tokens: int
-    ratio: float
-    """Time without over time with the row, of one MoE layer, timed in turns."""
-    vllm_version: str
-    """With which it was measured."""
-
-
 def state_path(config: Path) -> Path:
     """Return where a tuning keeps what it measured for the configuration file `config`."""
     return config.with_name(config.name.removesuffix(".json") + STATE_ENDING)
-
-
-def read_tuned_sizes(config: Path) -> tuple[TunedSize, ...]:
-    """Return what the tuning that made a configuration measured, smallest first; () where no tuning made it.
-
-    Raises:
-        InputError: what it left beside the configuration cannot be read.
-    """
-    path = state_path(config)
-    if not path.exists():
-        return ()
-    state = read_json_object(path, max_bytes=_MAX_STATE_BYTES)
-    sizes = []
-    try:
-        version = str(state["identity"]["vllm"])  # type: ignore[index]
-        for verdict in state["verdicts"].values():  # type: ignore[union-attr]
-            tokens, ratio, low, high = (verdict[name] for name in ("tokens", "ratio", "low", "high"))
-            if not (math.isfinite(ratio) and ratio > 0 and tokens >= 1):
-                raise ValueError(f"{tokens} tokens, ratio {ratio}")
-            if low <= high:
-                sizes.append(TunedSize(tokens=int(tokens), ratio=float(ratio), vllm_version=version))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path.name}: not a tuning: {type(error).__name__}: {error}") from None
-    return tuple(sorted(sizes, key=lambda size: size.tokens))
 
 
 def nearest(rows: Mapping[int, Row], tokens: int) -> Row:

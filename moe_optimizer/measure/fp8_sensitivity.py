@@ -49,16 +49,15 @@ class LayerErrors:
         self._granularity: Literal["block", "channel"] = granularity
         self._layers: dict[int, _LayerSums] = {}
 
-    def add(self, weights: KernelWeights, call: ExpertsCall) -> None:
+    def add(self, layer: int, weights: KernelWeights, call: ExpertsCall) -> None:
         """Compute a call, whose exact output is in `call.out`, with FP8 weights, and add the difference."""
         from moe_optimizer.ops.fp8_quant import quantize_fp8
         from moe_optimizer.ops.fused_experts import fused_experts
 
-        address = weights.w13.data_ptr()
-        if address not in self._layers:
+        if layer not in self._layers:
             converted = [quantize_fp8(weight, granularity=self._granularity) for weight in (weights.w13, weights.w2)]
-            self._layers[address] = _LayerSums((converted[0], converted[1]))
-        sums = self._layers[address]
+            self._layers[layer] = _LayerSums((converted[0], converted[1]))
+        sums = self._layers[layer]
         (w13, w13_scale), (w2, w2_scale) = sums.weights
         changed = fused_experts(
             call.x.contiguous(),
@@ -73,25 +72,19 @@ class LayerErrors:
         sums.difference += float((changed.double() - call.out.double()).square().sum())
         sums.size += float(call.out.double().square().sum())
 
-    def by_address(self) -> dict[int, float]:
-        """Return the relative error of each layer, by the address of its w13."""
-        return {
-            address: math.sqrt(sums.difference / sums.size) if sums.size else 0.0
-            for address, sums in self._layers.items()
-        }
+    def by_layer(self) -> dict[int, float]:
+        """Return the relative error of each layer."""
+        layers = sorted(self._layers.items())
+        return {layer: math.sqrt(sums.difference / sums.size) if sums.size else 0.0 for layer, sums in layers}
 
 
 def measure(request: SensitivityRequest, on_step: OnStep) -> Fp8Sensitivity:
     """Run the text through the model, write the error of each layer and return it."""
     on_step(0.0, "starting vLLM")
     errors = LayerErrors(request.granularity)
-    observed = observe_text(request, observe=errors.add)
-    found = {observed.layer_index(address): error for address, error in errors.by_address().items()}
+    tokens = observe_text(request, errors.add)
     sensitivity = Fp8Sensitivity(
-        model=request.name,
-        granularity=request.granularity,
-        tokens=observed.tokens,
-        errors=dict(sorted(found.items())),
+        model=request.name, granularity=request.granularity, tokens=tokens, errors=errors.by_layer()
     )
     write_atomically(Path(request.output), sensitivity.to_json())
     return sensitivity

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.files import read_text
-from moe_optimizer.inspection import ModelInspector
+from moe_optimizer.inspection.model_inspector import ModelInspector
 
 if TYPE_CHECKING:
     from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights
@@ -45,13 +45,8 @@ class TextRequest:
     """File that is written."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObservedText:
-    """A text that was run."""
-
-    tokens: int
-    layer_index: Callable[[int], int]
-    """Address of a layer's w13 -> index of the decoder layer."""
+Observer = Callable[[int, "KernelWeights", "ExpertsCall"], None]
+"""Called after each call of the kernel with the index of the decoder layer; the output, in `call.out`, goes on."""
 
 
 def check_request(request: TextRequest) -> TextRequest:
@@ -78,12 +73,8 @@ def _text(request: TextRequest) -> str:
     return read_text(Path(request.text), max_bytes=_MAX_TEXT_BYTES, name=f"--text {request.text}")
 
 
-def observe_text(request: TextRequest, *, observe: Callable[[KernelWeights, ExpertsCall], None]) -> ObservedText:
-    """Run the text through the model in windows of 512 tokens.
-
-    Args:
-        request: what to run.
-        observe: called after each call of the kernel, whose output is in `call.out` and goes on.
+def observe_text(request: TextRequest, observe: Observer) -> int:
+    """Run the text through the model in windows of 512 tokens; return the number of tokens.
 
     Raises:
         UnsupportedError: our CPU kernel does not compute this model's experts here.
@@ -101,10 +92,9 @@ def observe_text(request: TextRequest, *, observe: Callable[[KernelWeights, Expe
         return _observe(request, observe)
 
 
-def _observe(request: TextRequest, observe: Callable[[KernelWeights, ExpertsCall], None]) -> ObservedText:
+def _observe(request: TextRequest, observe: Observer) -> int:
     import vllm
 
-    from moe_optimizer.specs.layer_name import decoder_layer
     from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, weight_format
     from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_session
 
@@ -126,16 +116,12 @@ def _observe(request: TextRequest, observe: Callable[[KernelWeights, ExpertsCall
 
     def observed(weights: KernelWeights, call: ExpertsCall) -> None:
         compute(weights, call)
-        observe(weights, call)
-
-    def layer_index(address: int) -> int:
-        name = session.layer_at(address).name
-        index = decoder_layer(name)
-        assert index is not None, f"{name}: no decoder layer"
-        return index
+        layer = session.layer_at(weights.w13.data_ptr())
+        assert layer.decoder_layer is not None, f"{layer.name}: no decoder layer"
+        observe(layer.decoder_layer, weights, call)
 
     # After vLLM's warm-up, which runs on dummy tokens.
     plain.compute = observed
     prompts: Any = [{"prompt_token_ids": tokens[at : at + _WINDOW]} for at in range(0, len(tokens), _WINDOW)]
     engine.generate(prompts, vllm.SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
-    return ObservedText(len(tokens), layer_index)
+    return len(tokens)

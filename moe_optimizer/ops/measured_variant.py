@@ -6,7 +6,8 @@ import functools
 
 import torch
 
-from moe_optimizer.inspection import read_kernel_inventory, read_kernel_speeds
+from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory
+from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds
 from moe_optimizer.ops.cuda_variants import Variant, rounds_activations, variant_named
 from moe_optimizer.ops.kernel_arguments import CudaProblem
 from moe_optimizer.specs.kernel_speeds import LayerShape, TokenSpeeds

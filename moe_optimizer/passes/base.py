@@ -19,7 +19,7 @@ class OptimizationPass(ABC):
     Lifecycle: a pass is created once and holds no state. For each plan, in the order of the registry,
     `decide` asks in turn
       1. is it wished? off -> `when_off`, status OFF;
-      2. `supported`: can this model on this machine with this vLLM do it at all?
+      2. `why_not`: can this model on this machine with this vLLM do it at all?
          no -> REFUSED when it was asked for by name (mode on), OFF when it was only auto, with the reason;
       3. `choose`: the decision itself.
     A pass reads its context and returns a Decision. It applies nothing, and it does not know other passes
@@ -34,12 +34,14 @@ class OptimizationPass(ABC):
     """What it does, for --help: a few words."""
     limits: ClassVar[str]
     """What it does not cover, or what it may cost: a sentence for the plan."""
+    needs_experts: ClassVar[bool] = False
+    """Whether a dense model has nothing to do for it."""
     setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {}
     """Further --enable-/--disable- flags: flag -> (setting of this pass's section, title)."""
 
-    @abstractmethod
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
-        """Return whether model, machine and vLLM allow it; when not, the reason with what is there and needed."""
+    def why_not(self, ctx: PlanContext) -> str:  # noqa: ARG002 - some passes are for every model and machine
+        """Return why model, machine or vLLM do not allow it, with what is there and needed; "" when they do."""
+        return ""
 
     @abstractmethod
     def choose(self, ctx: PlanContext) -> Decision:
@@ -70,10 +72,8 @@ class OptimizationPass(ABC):
         wish, origin = ctx.wish(self.name)
         if wish is Wish.OFF:
             return self.when_off(ctx, f"switched off by {origin}")
-        allowed, reason = self.supported(ctx)
-        if not allowed:
-            return self.refused(ctx, reason)
-        return self.choose(ctx)
+        reason = "the model has no experts" if self.needs_experts and not ctx.model.is_moe else self.why_not(ctx)
+        return self.refused(ctx, reason) if reason else self.choose(ctx)
 
     def refused(self, ctx: PlanContext, reason: str) -> Decision:
         """Return the decision for a pass that cannot be done here; its params are those of off, for later passes."""

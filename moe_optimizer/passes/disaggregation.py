@@ -57,16 +57,16 @@ class Disaggregation(OptimizationPass):
         "prompt's cache travels between them"
     )
 
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+    def why_not(self, ctx: PlanContext) -> str:
         """Needs devices for two servers, and arguments that both can have."""
         if ctx.device == "cuda" and ctx.num_gpus < len(_ROLES):
-            return False, f"needs at least 2 GPUs, one for prefill and one for decode, found {ctx.num_gpus}"
+            return f"needs at least 2 GPUs, one for prefill and one for decode, found {ctx.num_gpus}"
         why_not = unsafe_flag(ctx, _UNSAFE_FLAGS)
         if ctx.device == "cpu":
             why_not = why_not or undividable_cpu(ctx, len(_ROLES))
             if not why_not and ctx.model.state_bytes_per_sequence:
                 why_not = "the model keeps a state beside its cache, which does not travel over a shared folder"
-        return not why_not, why_not
+        return why_not
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return two servers where they are asked for by name; nothing measured says when they pay."""

@@ -27,26 +27,25 @@ class DualBatchOverlap(OptimizationPass):
         "pays only where the exchange takes long beside the computation; can fail at start-up for some "
         "models, so it must be tried on the very model and machine before it is relied on"
     )
+    needs_experts = True
 
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+    def why_not(self, ctx: PlanContext) -> str:
         """Needs experts, CUDA, DP together with EP, and DeepEP."""
-        if not ctx.model.is_moe:
-            return False, "the model has no experts"
         if ctx.device == "cpu":
-            return False, "vLLM overlaps batches on CUDA only"
+            return "vLLM overlaps batches on CUDA only"
         if ctx.num_gpus < 2:
-            return False, "needs at least 2 GPUs, found 1"
+            return "needs at least 2 GPUs, found 1"
         if ctx.parallelism.data_parallel_size < 2 or not ctx.parallelism.expert_parallel:
-            return False, (
+            return (
                 "needs data parallel with expert parallel (--enable-expert-parallel, and --data-parallel-size after "
                 "--); without them no tokens travel to other GPUs"
             )
         given = ctx.pinned.value(_FLAG)
         if given not in (None, *_BACKENDS):
-            return False, f"needs a DeepEP all-to-all, and {_FLAG} {given} is given after --"
+            return f"needs a DeepEP all-to-all, and {_FLAG} {given} is given after --"
         if ctx.hardware.origin == "probed" and not ctx.software.deep_ep:
-            return False, "needs DeepEP (the package deep_ep), which is not installed here"
-        return True, ""
+            return "needs DeepEP (the package deep_ep), which is not installed here"
+        return ""
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return the decision for a pass that is not used, which leaves the user's own flag where it is."""

@@ -27,18 +27,17 @@ class ExpertLoad(OptimizationPass):
     flag = "expert-load"
     title = "count the tokens that each expert is given"
     limits = "tokens of rejected speculation count; not with data parallelism or dual batch overlap"
+    needs_experts = True
 
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+    def why_not(self, ctx: PlanContext) -> str:
         """Needs experts, and a router that sees exactly the tokens of its own step."""
-        if not ctx.model.is_moe:
-            return False, "the model has no experts"
         copies = ctx.parallelism.data_parallel_size
         if copies > 1:
-            return False, f"data parallelism ({copies}): a router sees the tokens of other replicas too"
+            return f"data parallelism ({copies}): a router sees the tokens of other replicas too"
         for flag, why in _CONFLICTS.items():
             if ctx.pinned.is_on(flag):
-                return False, f"{flag}: {why}"
-        return True, ""
+                return f"{flag}: {why}"
+        return ""
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Count, unless the model is on several machines: the cost is measured on both kinds of device."""

@@ -43,24 +43,21 @@ class ExpertPlacement(OptimizationPass):
     flag = "expert-placement"
     title = "place and replicate experts by their load"
     limits = "as good as the traffic is like the one measured; no speed was measured on GPUs"
+    needs_experts = True
 
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+    def why_not(self, ctx: PlanContext) -> str:
         """Needs expert parallelism, and a way: a measured load for `initial`, CUDA for `eplb`."""
-        if not ctx.model.is_moe:
-            return False, "the model has no experts"
         if ctx.device == "cuda" and ctx.num_gpus < 2:
-            return False, "needs at least 2 GPUs, found 1"
+            return "needs at least 2 GPUs, found 1"
         if not ctx.parallelism.expert_parallel:
             unit = "GPU" if ctx.device == "cuda" else "process"
             needed = "needs expert parallelism (--enable-expert-parallel)"
-            return False, f"{needed}; without it every {unit} has a slice of every expert"
+            return f"{needed}; without it every {unit} has a slice of every expert"
         if load_balancer_asked(ctx, _why_no_initial(ctx)):
-            why_not = why_no_load_balancer(ctx)
-            return not why_not, why_not
+            return why_no_load_balancer(ctx)
         if ctx.request.expert_load is None:
-            return False, "needs the load of the experts: serve with --enable-expert-load, then --expert-load FILE"
-        why_not = _why_no_initial(ctx)
-        return not why_not, why_not
+            return "needs the load of the experts: serve with --enable-expert-load, then --expert-load FILE"
+        return _why_no_initial(ctx)
 
     def refused(self, ctx: PlanContext, reason: str) -> Decision:
         """Return the decision without the pass, and warn where the user's own flag goes to vLLM all the same."""

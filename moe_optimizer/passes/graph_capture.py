@@ -38,14 +38,14 @@ class GraphCapture(OptimizationPass):
     title = "CUDA graphs for every planned batch size"
     limits = "more graphs cost memory and start-up time; the memory plan counts vLLM's default sizes"
 
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+    def why_not(self, ctx: PlanContext) -> str:
         """CUDA graphs need a GPU and no argument of the user's against them; eager execution needs neither."""
         without = _argument_against_graphs(ctx.pinned)
         if without:
-            return False, f"{without} is given after --"
+            return f"{without} is given after --"
         if ctx.device == "cpu" and not _eager(ctx):
-            return False, "CUDA graphs need a GPU; vLLM's own compilation for the CPU stays as it is"
-        return True, ""
+            return "CUDA graphs need a GPU; vLLM's own compilation for the CPU stays as it is"
+        return ""
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return vLLM's default."""

@@ -37,7 +37,7 @@ class Replicas(OptimizationPass):
     title = "whole servers behind a router, each on its share of the GPUs"
     limits = "on one machine; requests are dealt in turns, so prompts with a common beginning may meet different caches"
 
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+    def why_not(self, ctx: PlanContext) -> str:
         """Needs devices for two servers on one machine, and arguments that servers behind a router can have."""
         why_not = unsafe_flag(ctx, UNSAFE_FLAGS)
         if ctx.num_servers > 1:
@@ -48,7 +48,7 @@ class Replicas(OptimizationPass):
             why_not = why_not or undividable_cpu(ctx, _asked(ctx) or _CPU_SERVERS)
         elif ctx.num_gpus < max(2, _asked(ctx) or 0):
             why_not = f"needs at least {max(2, _asked(ctx) or 0)} GPUs, one for each server, found {ctx.num_gpus}"
-        return not why_not, why_not
+        return why_not
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return the servers where they are asked for by name; where they were measured, slices were faster."""

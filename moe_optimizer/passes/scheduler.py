@@ -39,10 +39,6 @@ class Scheduler(OptimizationPass):
     title = "requests and tokens in one step, from batch size and memory"
     limits = "activation memory is modelled"
 
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:  # noqa: ARG002
-        """Every vLLM has these flags."""
-        return True, ""
-
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return vLLM's own defaults, as the memory plan needs to know them."""
         tokens, sequences = _vllm_defaults(ctx)

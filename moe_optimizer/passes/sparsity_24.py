@@ -35,11 +35,36 @@ class Sparsity24(OptimizationPass):
     flag = "sparsity"
     title = "2:4 sparse experts"
     limits = "unquantised BF16 experts on vLLM's CPU build, through our kernel; it costs quality"
+    needs_experts = True
 
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+    def why_not(self, ctx: PlanContext) -> str:
         """Check model, device, dtype and sizes, then the kernel."""
-        reason = _why_not(ctx)
-        return not reason, reason
+        model = ctx.model
+        if model.quant_method is not None:
+            return f"needs unquantised expert weights to prune, found {model.quant_method}"
+        if ctx.device != "cpu":
+            return "vLLM removed its 2:4 kernels, and ours is for vLLM's CPU build"
+        if "--quantization" in ctx.pinned:
+            return f"--quantization {ctx.pinned.value('--quantization')} is given after -- and decides"
+        if ctx.dtype != "bfloat16":
+            return f"needs bfloat16, found {ctx.dtype}"
+        converted = converted_format(ctx)
+        if converted is not None:
+            return f"the experts are converted to {converted} already, by {ctx.decided['fp8'].wish_origin}"
+        width = model.moe_intermediate_size
+        if not ctx.parallelism.expert_parallel:
+            width //= ctx.parallelism.tensor_parallel_size
+        if model.expert_hidden_size % _SIZE_MULTIPLE or width % _SIZE_MULTIPLE:
+            return (
+                f"needs a hidden size and an expert width in multiples of {_SIZE_MULTIPLE}, "
+                f"found {model.expert_hidden_size} and {width}"
+            )
+        if ctx.request.activation_norms is not None and ctx.parallelism.tensor_parallel_size > 1:
+            return "sparsity_24.activation_norms are those of whole layers: they need tensor parallel size 1"
+        reason = why_not_for_converted_weights(ctx)
+        if not reason and _OP not in ctx.software.kernels.cpu_ops:
+            return f"{_OP} has no CPU kernel in this build"
+        return reason
 
     def gain(self, ctx: PlanContext) -> Gain | None:
         """Return how many times fewer expert bytes a decode step reads."""
@@ -75,37 +100,6 @@ class Sparsity24(OptimizationPass):
                 "bundled model, not measured on others",
             ),
         )
-
-
-def _why_not(ctx: PlanContext) -> str:
-    model = ctx.model
-    if not model.is_moe:
-        return "the model has no experts"
-    if model.quant_method is not None:
-        return f"needs unquantised expert weights to prune, found {model.quant_method}"
-    if ctx.device != "cpu":
-        return "vLLM removed its 2:4 kernels, and ours is for vLLM's CPU build"
-    if "--quantization" in ctx.pinned:
-        return f"--quantization {ctx.pinned.value('--quantization')} is given after -- and decides"
-    if ctx.dtype != "bfloat16":
-        return f"needs bfloat16, found {ctx.dtype}"
-    converted = converted_format(ctx)
-    if converted is not None:
-        return f"the experts are converted to {converted} already, by {ctx.decided['fp8'].wish_origin}"
-    width = model.moe_intermediate_size
-    if not ctx.parallelism.expert_parallel:
-        width //= ctx.parallelism.tensor_parallel_size
-    if model.expert_hidden_size % _SIZE_MULTIPLE or width % _SIZE_MULTIPLE:
-        return (
-            f"needs a hidden size and an expert width in multiples of {_SIZE_MULTIPLE}, "
-            f"found {model.expert_hidden_size} and {width}"
-        )
-    if ctx.request.activation_norms is not None and ctx.parallelism.tensor_parallel_size > 1:
-        return "sparsity_24.activation_norms are those of whole layers: they need tensor parallel size 1"
-    reason = why_not_for_converted_weights(ctx)
-    if not reason and _OP not in ctx.software.kernels.cpu_ops:
-        return f"{_OP} has no CPU kernel in this build"
-    return reason
 
 
 def _check_norms(ctx: PlanContext) -> None:

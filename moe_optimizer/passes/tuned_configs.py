@@ -11,9 +11,9 @@ from moe_optimizer.inspection.tuned_configs import (
     FOLDER_VARIABLE,
     SHIPPED,
     read_rows,
-    read_tuned_sizes,
     state_path,
 )
+from moe_optimizer.inspection.tuning_state import read_tuning
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.pass_params import FlashDmoeParams, TunedConfigsParams
@@ -46,22 +46,21 @@ class TunedConfigs(OptimizationPass):
     flag = "tuned-configs"
     title = "use a tuned Triton MoE configuration"
     limits = "it applies where vLLM picks its Triton kernel, which another MoE backend may replace"
+    needs_experts = True
 
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+    def why_not(self, ctx: PlanContext) -> str:
         """Needs experts, a GPU, a dtype whose file name is known, and a vLLM to look into."""
-        if not ctx.model.is_moe:
-            return False, "the model has no experts"
         if ctx.device == "cpu":
-            return False, "Triton configurations are for GPUs"
+            return "Triton configurations are for GPUs"
         if triton_scheme(ctx) is None:
             given = ctx.pinned.value("--quantization")
             found = f"--quantization {given}" if given else f"{ctx.model.quant_method}, {ctx.model.weight_bits:g} bits"
-            return False, f"needs experts in BF16, FP16, FP32, or FP8 with FP32 scales, found {found}"
+            return f"needs experts in BF16, FP16, FP32, or FP8 with FP32 scales, found {found}"
         if ctx.software.vllm is None:
-            return False, "no vLLM is installed to look into"
+            return "no vLLM is installed to look into"
         if not (Path(ctx.software.vllm.location) / SHIPPED).is_dir():
-            return False, f"vLLM {ctx.software.vllm.version} does not keep its configurations in vllm/{SHIPPED}"
-        return True, ""
+            return f"vLLM {ctx.software.vllm.version} does not keep its configurations in vllm/{SHIPPED}"
+        return ""
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return that nothing is used; switched off, not what vLLM's own variable names either."""
@@ -98,7 +97,7 @@ class TunedConfigs(OptimizationPass):
         self, ctx: PlanContext, params: TunedConfigsParams, *, keep_out: bool, warnings: tuple[str, ...] = ()
     ) -> Decision:
         """Return whether vLLM ships the file, where the user's folder has none that can be used."""
-        assert ctx.software.vllm is not None, "supported() has checked it"
+        assert ctx.software.vllm is not None, "why_not() has checked it"
         version, named, file = ctx.software.vllm.version, ctx.section(self.name).folder, params.file
         fields = {"keep_out": keep_out, "warnings": warnings, "params": params}
         if (Path(ctx.software.vllm.location) / SHIPPED / file).is_file():
@@ -137,13 +136,15 @@ def _measured_gain(ctx: PlanContext, config: Path) -> tuple[Gain | None, tuple[s
     decode step's; and what is to be said where that cannot be read.
     """
     try:
-        sizes = [size for size in read_tuned_sizes(config) if _left_to_vllm(ctx, size.tokens)]
+        tuning = read_tuning(config)
     except InputError as error:
         return None, (f"tuned_configs: its gain is not known: {error}",)
-    if not sizes:
+    verdicts = () if tuning is None else tuning.verdicts.values()
+    wins = [each for each in verdicts if each.won and _left_to_vllm(ctx, each.tokens)]
+    if tuning is None or not wins:
         return None, ()
-    near = min(sizes, key=lambda size: abs(math.log(size.tokens / ctx.workload.batch_size)))
-    ref = f"moe-optimizer tune, vLLM {near.vllm_version}: {state_path(config).name}"
+    near = min(wins, key=lambda win: (abs(math.log(win.tokens / ctx.workload.batch_size)), win.tokens))
+    ref = f"moe-optimizer tune, vLLM {tuning.identity.get('vllm', 'unknown')}: {state_path(config).name}"
     ratio = Quantity(near.ratio, "ratio", Source.MEASURED, ref)
     return Gain(metric=f"time of a MoE layer at {near.tokens} tokens", ratio=ratio), ()
 

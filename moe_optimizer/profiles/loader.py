@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
 from moe_optimizer.profiles import profile_names
 from moe_optimizer.profiles.schema import Profile
 from moe_optimizer.resources import config_dir
-from moe_optimizer.yaml_document import YamlDocument, read_yaml
+from moe_optimizer.yaml_model import read_section
 
-Checked = TypeVar("Checked", bound=BaseModel)
 _ENDINGS = (".yaml", ".yml")
 
 
@@ -38,48 +35,7 @@ def load_profile(name_or_path: str) -> Profile:
             )
         path = config_dir() / f"{name_or_path}.yaml"
         origin = f"configs/{path.name}"
-    return read_section(Profile, path, origin=origin, what="profile")
-
-
-def read_section(kind: type[Checked], path: Path, *, origin: str, what: str) -> Checked:
-    """Read and check a YAML file of one type; `origin` names it in messages, `what` says what it holds.
-
-    Raises:
-        InputError: it cannot be read, or is not valid; the message names file, line and field.
-    """
-    document = read_yaml(path, origin=origin, what=what)
-    if not isinstance(document.data, dict):
-        raise InputError(f"{origin}:1: got {_kind(document.data)}, expected a mapping of {what} keys")
-    try:
-        return kind.model_validate(document.data)
-    except ValidationError as error:
-        raise _input_error(error, document, origin, kind) from None
-
-
-def _input_error(error: ValidationError, document: YamlDocument, origin: str, kind: type[BaseModel]) -> InputError:
-    """Turn the first complaint, in file order, into a sentence."""
-    complaints = error.errors(include_url=False, include_context=True)
-    # A misspelt key is unknown and missing at once: the unknown one says more.
-    first = min(complaints, key=lambda each: (document.line(tuple(each["loc"])), each["type"] != "extra_forbidden"))
-    path = tuple(first["loc"])
-    place = f"{origin}:{document.line(path)}"
-    owner = ".".join(map(str, path[:-1])) or "top level"
-    if first["type"] == "extra_forbidden":
-        return _unknown_key(kind, path, place, owner)
-    if first["type"] == "missing":
-        return InputError(f"{origin}: key `{'.'.join(map(str, path))}` is missing")
-    field = ".".join(map(str, path))
-    return InputError(f"{place} ({field}): got {_kind(first['input'])}, expected {_expected(first)}")
-
-
-def _unknown_key(kind: type[BaseModel], path: Sequence[str | int], place: str, owner: str) -> InputError:
-    *parent, key = (str(each) for each in path)
-    known = tuple(_section_at(kind, parent).model_fields)
-    expected = ", ".join(f"`{name}`" for name in known)
-    return InputError(
-        f"unknown key in {place} ({owner}): got `{key:.80}`, expected one of {expected}",
-        hint=(None if parent or kind is not Profile else _flat_key_hint(key)) or did_you_mean(key, known),
-    )
+    return read_section(Profile, path, origin=origin, what="profile", hint_for=_flat_key_hint)
 
 
 def _flat_key_hint(key: str) -> str | None:
@@ -109,48 +65,3 @@ def _places(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _places(kind, f"{prefix}{name}.")
         else:
             yield prefix + name
-
-
-def _section_at(kind: type[BaseModel], path: Sequence[str]) -> type[BaseModel]:
-    """Return the type of the section at a path; an index of a list stands for the list's items."""
-    for key in path:
-        annotation: Any = kind if key.isdecimal() else kind.model_fields[key].annotation
-        found = [annotation, *typing.get_args(annotation)]
-        kind = next(each for each in found if isinstance(each, type) and issubclass(each, BaseModel))
-    return kind
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
-    if isinstance(value, str):
-        return f"the text {value!r:.80}"
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return f"{value}"[:80]
-
-
-_EXPECTED = {
-    "bool_type": "true or false",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "string_type": "a text",
-    "tuple_type": "a list",
-    "model_type": "a mapping",
-    "model_attributes_type": "a mapping",
-}
-
-
-def _expected(complaint: Any) -> str:
-    kind, context = complaint["type"], complaint.get("ctx", {})
-    if kind == "literal_error":
-        return str(context["expected"]).replace("'", "`")
-    if kind == "greater_than_equal":
-        return f"at least {context['ge']}"
-    if kind == "less_than_equal":
-        return f"at most {context['le']}"
-    return _EXPECTED.get(kind) or str(complaint["msg"])

@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
+
+from moe_optimizer.yaml_model import Section
 
 Mode = Literal["auto", "on", "off"]
 
@@ -25,12 +27,6 @@ def _check_kept_part(text: str) -> str:
 
 KeptPart = Annotated[str, AfterValidator(_check_kept_part)]
 """A part of the model that FP8 leaves alone."""
-
-
-class Section(BaseModel):
-    """Base of every part of a profile: frozen, no unknown key, no conversion between types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Workload(Section):

@@ -37,8 +37,8 @@ class TokenSpeeds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelSpeeds:
-    """Times of one layer shape, and everything they depend on."""
+class SpeedQuestion:
+    """What a plan asks of the tables: everything that the times of a layer depend on."""
 
     device: str
     """GPU as the driver names it; for a processor its name, instruction set and number of threads."""
@@ -49,43 +49,11 @@ class KernelSpeeds:
     """Of the sources that our kernels for this device are built from."""
     vllm: str
     """Version whose kernel is "stock"."""
-    driver: str
+    driver: str = ""
     """Of the GPU; "" for a processor."""
-    rows: tuple[TokenSpeeds, ...]
-    """Ascending in `tokens`."""
-    source: str
-    """The record, or when it was measured."""
     torch: str = ""
-    measured_here: bool = False
-    """By this user, not shipped: then it holds for these versions of driver, torch and Triton only, since measuring
-    again is easy."""
     triton: str = ""
     """"" where it was not recorded, or where there is none."""
-    environment: str = ""
-    """As in `SpeedQuestion`."""
-    unfinished: bool = False
-    """The time ended before every number of tokens was measured that may matter."""
-    disturbed: str = ""
-    """What else kept the device busy meanwhile; "" where nothing was noticed."""
-
-    @property
-    def is_final(self) -> bool:
-        """Whether another measurement would bring nothing."""
-        return not self.unfinished and not self.disturbed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedQuestion:
-    """What a plan asks of the tables."""
-
-    device: str
-    weights: str
-    shape: LayerShape
-    kernel_hash: str
-    vllm: str
-    driver: str = ""
-    torch: str = ""
-    triton: str = ""
     environment: str = ""
     """What changes the speed of vLLM's own kernel beside all that: its variables, the tuned configuration; "" where
     nothing is set."""
@@ -111,6 +79,28 @@ class SpeedQuestion:
             if mine != theirs:
                 return f"are of {what} {theirs or 'unknown'}, needed {mine or 'none'}"
         return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSpeeds(SpeedQuestion):
+    """The answer to one question."""
+
+    rows: tuple[TokenSpeeds, ...]
+    """Ascending in `tokens`."""
+    source: str
+    """The record, or when it was measured."""
+    measured_here: bool = False
+    """By this user, not shipped: then it holds for these versions of driver, torch and Triton only, since measuring
+    again is easy."""
+    unfinished: bool = False
+    """The time ended before every number of tokens was measured that may matter."""
+    disturbed: str = ""
+    """What else kept the device busy meanwhile; "" where nothing was noticed."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another measurement would bring nothing."""
+        return not self.unfinished and not self.disturbed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from moe_optimizer.inspection import ModelInspector
+from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.specs.model import AttentionKind, AttentionSpec, ModelSpec
 
 _TINY_MOE = Path(__file__).parents[2] / "examples" / "tiny-moe"

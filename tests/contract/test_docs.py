@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_optimizer import env
-from moe_optimizer.inspection import read_vllm_runs
+from moe_optimizer.inspection.vllm_runs import read_vllm_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 

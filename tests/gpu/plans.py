@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
+from moe_optimizer.inspection.hardware_probe import probe_hardware
+from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory
+from moe_optimizer.inspection.model_inspector import ModelInspector
+from moe_optimizer.inspection.vllm_installation import find_vllm
 from moe_optimizer.ops.cuda_variants import MoeSizes, candidate_variants
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments

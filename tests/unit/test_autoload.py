@@ -198,7 +198,7 @@ def test_a_server_on_gpus_asks_for_the_speeds_of_the_weights_that_it_has(
     monkeypatch: pytest.MonkeyPatch, quantization: str | None, weights: str
 ) -> None:
     found = software("cuda", cuda_ops=("fused_experts",))
-    monkeypatch.setattr("moe_optimizer.inspection.read_software", lambda: found)
+    monkeypatch.setattr("moe_optimizer.inspection.software.read_software", lambda: found)
     changes = {"device": "cuda", "dtype": "bfloat16", "tensor_parallel_size": 1, "expert_parallel": False}
     facts = dataclasses.replace(FACTS, **changes, world_size=1, quantization=quantization)
     plan = autoload.plan_for_server(facts, profile_with("aggressive"), "h200")

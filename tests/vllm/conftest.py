@@ -18,7 +18,10 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.inspection import ModelInspector, find_vllm, probe_hardware, read_kernel_inventory
+from moe_optimizer.inspection.hardware_probe import probe_hardware
+from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory
+from moe_optimizer.inspection.model_inspector import ModelInspector
+from moe_optimizer.inspection.vllm_installation import find_vllm
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.launch import ServerInfo, running
 from moe_optimizer.passes.registry import resolve_wishes

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from moe_optimizer.errors import DoesNotFitError, UnsupportedError
-from moe_optimizer.inspection import ModelInspector, load_hardware
+from moe_optimizer.inspection.hardware_probe import load_hardware
+from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.passes.registry import resolve_wishes, switches
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments

@@ -14,7 +14,9 @@ import pytest
 
 from moe_optimizer.costs.fp8_blocks import block_of_slice
 from moe_optimizer.errors import DoesNotFitError, InputError, UnsupportedError
-from moe_optimizer.inspection import ModelInspector, find_vllm, load_hardware
+from moe_optimizer.inspection.hardware_probe import load_hardware
+from moe_optimizer.inspection.model_inspector import ModelInspector
+from moe_optimizer.inspection.vllm_installation import find_vllm
 from moe_optimizer.plan.pass_params import ParallelismParams, TunedConfigsParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments

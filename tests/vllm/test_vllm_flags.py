@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_optimizer.inspection import find_vllm
+from moe_optimizer.inspection.vllm_installation import find_vllm
 from moe_optimizer.inspection.vllm_sources import unknown_flags
 from moe_optimizer.launcher.server_log import refusal
 from moe_optimizer.plan.serve_args import ServeArguments

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_optimizer.inspection import find_vllm
+from moe_optimizer.inspection.vllm_installation import find_vllm
 from moe_optimizer.inspection.vllm_sources import lacks_quantization
 
 pytestmark = pytest.mark.vllm

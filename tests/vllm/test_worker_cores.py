@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_optimizer.inspection import probe_hardware
+from moe_optimizer.inspection.hardware_probe import probe_hardware
 from moe_optimizer.plan_context.cpu_workers import worker_cores
 from tests.builders import context, decided_by, software, tiny_moe
 

@@ -13,12 +13,21 @@ from moe_optimizer.inspection.family import Family
 
 GENERIC = generic.FAMILY
 """Rules by field names alone, for a model that no family lists."""
+_CAUSAL = "ForCausalLM"
 
 
 def find_family(*names: str) -> Family | None:
-    """Return the family that lists one of these architectures and model_types; the first known one counts."""
+    """Return the family of one of these architectures and model_types; the first known one counts.
+
+    An architecture that is a model_type in camel case ("Qwen3MoeForCausalLM") is of the family that lists the latter.
+    """
     families = _index()
-    return next((families[name] for name in names if name in families), None)
+    return next((families[key] for name in names for key in (name, _folded(name)) if key in families), None)
+
+
+def _folded(architecture: str) -> str:
+    stem = architecture.removesuffix(_CAUSAL)
+    return stem.lower().replace("_", "") + _CAUSAL if stem != architecture else architecture
 
 
 def class_defaults(model_type: str, family: Family) -> dict[str, object]:
@@ -44,4 +53,5 @@ def all_families() -> list[Family]:
 
 @cache
 def _index() -> dict[str, Family]:
-    return {name: family for family in all_families() for name in family.names}
+    named = {name: family for family in all_families() for name in family.names}
+    return {name.lower().replace("_", "") + _CAUSAL: family for name, family in named.items()} | named

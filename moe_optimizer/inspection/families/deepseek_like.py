@@ -53,7 +53,7 @@ def _num_ngram_tables(config: Config) -> int:
 
 
 DEEPSEEK_V3 = Family(
-    names=("deepseek_v3", "kimi_k2", "mistral_large_3", "DeepseekV3ForCausalLM", "MistralLarge3ForCausalLM"),
+    names=("deepseek_v3", "kimi_k2", "mistral_large_3"),
     disagreement=frequency_ignored,
     kinds=_latent_or_plain,
     mixers={"attention": LatentAttention(), "plain": Attention(head_dim=())},
@@ -62,55 +62,55 @@ DEEPSEEK_V3 = Family(
 
 FAMILIES = (
     Family(
-        names=("deepseek", "DeepseekForCausalLM"),
+        names=("deepseek",),
         disagreement=frequency_ignored,
         experts=EXPERTS,
     ),
     replace(
         DEEPSEEK_V3,
-        names=("deepseek_v2", "DeepseekV2ForCausalLM"),
+        names=("deepseek_v2",),
         disagreement=all_of(frequency_ignored, bias_ignored("mlp_bias")),
     ),
     DEEPSEEK_V3,
     Family(
-        names=("mistral4", "Mistral4ForCausalLM"),
+        names=("mistral4",),
         mixers={"attention": LatentAttention()},
         experts=EXPERTS,
     ),
     Family(
-        names=("deepseek_v32", "DeepseekV32ForCausalLM"),
+        names=("deepseek_v32",),
         disagreement=frequency_ignored,
         mixers={"attention": LatentAttention(indexer=True)},
         experts=EXPERTS,
     ),
     Family(
-        names=("glm_moe_dsa", "GlmMoeDsaForCausalLM"),
+        names=("glm_moe_dsa",),
         mixers={"attention": LatentAttention(indexer=True)},
         experts=EXPERTS,
     ),
     Family(
-        names=("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+        names=("glm4_moe_lite",),
         mixers={"attention": LatentAttention()},
         experts=EXPERTS,
         defaults={"first_k_dense_replace": 1},
     ),
     Family(
-        names=("axk1", "AXK1ForCausalLM"),
+        names=("axk1",),
         disagreement=lambda _: "vLLM has a norm after the experts of each layer, transformers has none",
         mixers={"attention": LatentAttention()},
         layer_extra=_norm_after_experts,
         experts=EXPERTS,
     ),
     Family(
-        names=("youtu", "YoutuForCausalLM"),
+        names=("youtu",),
         mixers={"attention": LatentAttention()},
     ),
     Family(
-        names=("minicpm3", "MiniCPM3ForCausalLM"),
+        names=("minicpm3",),
         mixers={"attention": LatentAttention(value_shares_hidden=True)},
     ),
     Family(
-        names=("longcat_flash", "longcat_flash_ngram", "LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"),
+        names=("longcat_flash", "longcat_flash_ngram"),
         disagreement=zero_experts,
         extra_embeddings=_ngram_tables,
         model_extra=_ngram_projections,
@@ -126,12 +126,12 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=("glm4_moe", "glm4v_moe_text", "Glm4MoeForCausalLM"),
+        names=("glm4_moe", "glm4v_moe_text"),
         mixers={"attention": Attention(o_bias=False, qk_norm="head", qk_norm_when="use_qk_norm")},
         experts=replace(EXPERTS, layers=after_first("first_k_dense_replace")),
     ),
     Family(
-        names=("dots1", "Dots1ForCausalLM"),
+        names=("dots1",),
         mixers={"attention": Attention(qk_norm="head")},
         experts=replace(EXPERTS, layers=after_first("first_k_dense_replace")),
     ),

@@ -45,71 +45,50 @@ FAMILIES = (
             "step1",
             "telechat3",
             "teleflm",
-            "AquilaForCausalLM",
             "AquilaModel",
-            "BaiChuanForCausalLM",
-            "BaichuanForCausalLM",
-            "CwmForCausalLM",
-            "ExaoneForCausalLM",
-            "GraniteForCausalLM",
-            "IQuestCoderForCausalLM",
-            "InternLM3ForCausalLM",
-            "LLaMAForCausalLM",
-            "LlamaForCausalLM",
-            "Ministral3ForCausalLM",
-            "MistralForCausalLM",
-            "NanbeigeForCausalLM",
-            "Phi3ForCausalLM",
-            "Phi3VForCausalLM",
-            "Phi4MMForCausalLM",
-            "SmolLM3ForCausalLM",
-            "SolarForCausalLM",
-            "Step1ForCausalLM",
-            "TeleChat3ForCausalLM",
-            "TeleFLMForCausalLM",
         ),
         kinds=listed(otherwise=windowed()),
         dense=LLAMA_MLP,
     ),
     Family(
-        names=("arcee", "ArceeForCausalLM"),
+        names=("arcee",),
         dense=Dense(gated=False, bias="mlp_bias"),
     ),
     Family(
-        names=("apertus", "ApertusForCausalLM"),
+        names=("apertus",),
         mixers={"attention": Attention(qk_norm="head")},
         dense=Dense(gated=False, bias=False),
         layer_extra=lambda _: 2,  # the two learned slopes of xIELU
     ),
     Family(
-        names=("seed_oss", "SeedOssForCausalLM"),
+        names=("seed_oss",),
         mixers={"attention": Attention(o_bias="attention_out_bias")},
         dense=LLAMA_MLP,
     ),
     Family(
-        names=("exaone4", "exaone4_5_text", "Exaone4ForCausalLM"),
+        names=("exaone4", "exaone4_5_text"),
         kinds=listed(otherwise=last_of("sliding_window_pattern")),
         mixers={"attention": HEAD_NORMED},
     ),
     Family(
-        names=("granite_swa", "GraniteSWAForCausalLM"),
+        names=("granite_swa",),
         kinds=listed(otherwise=every("attention")),
         mixers={"attention": Attention(sinks=True)},
         dense=LLAMA_MLP,
     ),
     Family(
-        names=("hyperclovax", "HyperCLOVAXForCausalLM"),
+        names=("hyperclovax",),
         norms=lambda config: 4 if config.flag("use_post_norm") else 2,
         dense=LLAMA_MLP,
     ),
-    Family(names=("olmo", "OlmoForCausalLM"), norm="none"),
+    Family(names=("olmo",), norm="none"),
     Family(
-        names=("olmo2", "olmo3", "Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+        names=("olmo2", "olmo3"),
         kinds=listed(otherwise=every("attention")),
         mixers={"attention": Attention(qk_norm="width")},
     ),
     Family(
-        names=("phi", "PhiForCausalLM"),
+        names=("phi",),
         mixers={"attention": BIASED_NORMED},
         dense=Dense(gated=False, bias=True),
         norms=1,
@@ -117,7 +96,7 @@ FAMILIES = (
         head_bias=True,
     ),
     Family(
-        names=("stablelm", "stablelm_epoch", "StableLmForCausalLM", "StableLMEpochForCausalLM"),
+        names=("stablelm", "stablelm_epoch"),
         mixers={
             "attention": Attention(
                 qkv_bias="use_qkv_bias", o_bias=False, qk_norm="each_head", qk_norm_when="qk_layernorm"
@@ -127,35 +106,35 @@ FAMILIES = (
         norm="layer",
     ),
     Family(
-        names=("starcoder2", "Starcoder2ForCausalLM"),
+        names=("starcoder2",),
         kinds=windowed(),
         mixers={"attention": Attention(qkv_bias="use_bias", o_bias="use_bias")},
         dense=Dense(bias="use_bias", gated=False),
         norm="layer",
     ),
     Family(
-        names=("cohere2", "cohere_compass_text", "cohere", "Cohere2ForCausalLM", "CohereForCausalLM"),
+        names=("cohere2", "cohere_compass_text", "cohere"),
         kinds=listed(otherwise=last_of("sliding_window_pattern", default=4)),
         mixers={"attention": Attention(qk_norm="each_head", qk_norm_when="use_qk_norm")},
         norms=1,
     ),
     Family(
-        names=("glm", "helium", "GlmForCausalLM", "HeliumForCausalLM"),
+        names=("glm", "helium"),
         mixers={"attention": Attention(o_bias=False)},
         dense=LLAMA_MLP,
     ),
     Family(
-        names=("glm4", "glm4v_text", "glm_ocr_text", "Glm4ForCausalLM"),
+        names=("glm4", "glm4v_text", "glm_ocr_text"),
         mixers={"attention": Attention(o_bias=False)},
         norms=4,
     ),
     Family(
-        names=("nemotron", "jais2", "NemotronForCausalLM", "Jais2ForCausalLM"),
+        names=("nemotron", "jais2"),
         dense=Dense(gated=False, bias="mlp_bias"),
         norm="layer",
     ),
     Family(
-        names=("ernie4_5", "paddleocr_vl_text", "Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
+        names=("ernie4_5", "paddleocr_vl_text"),
         mixers={"attention": Attention(qkv_bias="use_bias", o_bias="use_bias")},
         dense=Dense(bias="use_bias"),
     ),
@@ -165,11 +144,11 @@ FAMILIES = (
         defaults={"use_qk_norm": True},
     ),
     Family(
-        names=("mimo", "MiMoForCausalLM"),
+        names=("mimo",),
         mixers={"attention": Attention(qkv_bias=True, o_bias=False)},
     ),
     Family(
-        names=("internlm", "internlm2", "InternLMForCausalLM", "InternLM2ForCausalLM"),
+        names=("internlm", "internlm2"),
         mixers={"attention": Attention(qkv_bias="bias", o_bias="bias")},
     ),
     Family(
@@ -178,11 +157,11 @@ FAMILIES = (
         mixers={"attention": NO_BIAS},
     ),
     Family(
-        names=("telechat", "telechat2", "TeleChatForCausalLM", "TeleChat2ForCausalLM"),
+        names=("telechat", "telechat2"),
         mixers={"attention": Attention(qkv_bias=False, o_bias=True)},
     ),
     Family(
-        names=("nanochat", "NanoChatForCausalLM"),
+        names=("nanochat",),
         norm="none",
         dense=Dense(gated=False, bias=False),
     ),
@@ -201,7 +180,7 @@ FAMILIES = (
         dense=Dense(bias=False, adjust=halves),
     ),
     Family(
-        names=("PanguEmbedded", "pangu_embedded", "PanguEmbeddedForCausalLM"),
+        names=("PanguEmbedded", "pangu_embedded"),
         kinds=windowed("interleaved_sliding_window"),
         mixers={
             "attention": Attention(qkv_bias=("qkv_bias", "attention_bias", "bias"), o_bias=("attention_bias", "bias"))

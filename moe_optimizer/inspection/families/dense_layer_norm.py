@@ -45,14 +45,14 @@ def _opt_projections(config: Config, hidden_size: int) -> int:
 
 FAMILIES = (
     Family(
-        names=("gpt2", "gpt_bigcode", "GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
+        names=("gpt2", "gpt_bigcode", "GPT2LMHeadModel"),
         mixers={"attention": Attention(kv_heads=_one_if_multi_query, qkv_bias=True, o_bias=True)},
         dense=WIDE_MLP,
         norm="layer",
         positions=("n_positions", "max_position_embeddings"),
     ),
     Family(
-        names=("gptj", "codegen", "GPTJForCausalLM", "CodeGenForCausalLM"),
+        names=("gptj", "codegen"),
         mixers={"attention": NO_BIAS},
         dense=WIDE_MLP,
         norms=1,
@@ -60,19 +60,19 @@ FAMILIES = (
         head_bias=True,
     ),
     Family(
-        names=("gpt_neo", "GPTNeoForCausalLM"),
+        names=("gpt_neo",),
         mixers={"attention": Attention(qkv_bias=False, o_bias=True)},
         dense=WIDE_MLP,
         norm="layer",
         positions=("max_position_embeddings",),
     ),
     Family(
-        names=("gpt_neox", "GPTNeoXForCausalLM"),
+        names=("gpt_neox",),
         dense=WIDE_MLP,
         norm="layer",
     ),
     Family(
-        names=("opt", "OPTForCausalLM"),
+        names=("opt",),
         mixers={"attention": Attention(qkv_bias="enable_bias", o_bias="enable_bias")},
         dense=Dense(gated=False, bias="enable_bias"),
         norm="layer",
@@ -81,26 +81,26 @@ FAMILIES = (
         extra_embeddings=_opt_tables,
     ),
     Family(
-        names=("bloom", "BloomForCausalLM"),
+        names=("bloom",),
         mixers={"attention": BIASED},
         dense=WIDE_MLP,
         norm="layer",
         embedding_norm=True,
     ),
     Family(
-        names=("falcon", "RefinedWeb", "RefinedWebModel", "FalconForCausalLM"),
+        names=("falcon", "RefinedWeb", "RefinedWebModel"),
         mixers={"attention": Attention(kv_heads=_falcon_kv_heads, qkv_bias="bias", o_bias="bias")},
         dense=Dense(gated=False, bias="bias", multiple_of_hidden=4),
         norms=_falcon_norms,
         norm="layer",
     ),
     Family(
-        names=("mpt", "MPTForCausalLM", "MptForCausalLM"),
+        names=("mpt",),
         mixers={"attention": NO_BIAS},
         dense=Dense(width=(), gated=False, bias=False, multiple_of_hidden=4),
     ),
     Family(
-        names=("persimmon", "PersimmonForCausalLM"),
+        names=("persimmon",),
         mixers={"attention": BIASED_NORMED},
         dense=Dense(gated=False, bias=True),
         norm="layer",

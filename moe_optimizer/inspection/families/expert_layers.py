@@ -41,39 +41,39 @@ def _cache_sharing(config: Config, num_layers: int) -> tuple[str, ...]:
 
 FAMILIES = (
     Family(
-        names=("mixtral", "MixtralForCausalLM", "QuantMixtralForCausalLM"),
+        names=("mixtral", "QuantMixtralForCausalLM"),
         kinds=windowed(),
         mixers={"attention": NO_BIAS},
         experts=Experts(width=("intermediate_size",)),
     ),
     Family(
-        names=("olmoe", "flex_olmo", "OlmoeForCausalLM", "FlexOlmoForCausalLM"),
+        names=("olmoe", "flex_olmo"),
         mixers={"attention": Attention(qk_norm="width")},
         experts=Experts(width=("intermediate_size",)),
     ),
     Family(
-        names=("phimoe", "PhiMoEForCausalLM", "PhimoeForCausalLM"),
+        names=("phimoe",),
         kinds=windowed(),
         norm="layer",
         head_bias="lm_head_bias",
         experts=Experts(width=("intermediate_size",)),
     ),
     Family(
-        names=("granitemoe", "GraniteMoeForCausalLM"),
+        names=("granitemoe",),
         experts=Experts(width=("intermediate_size",)),
     ),
     Family(
-        names=("granitemoeshared", "GraniteMoeSharedForCausalLM"),
+        names=("granitemoeshared",),
         experts=GRANITE_EXPERTS,
     ),
     Family(
-        names=("granitemoe_swa", "GraniteMoeSWAForCausalLM"),
+        names=("granitemoe_swa",),
         kinds=listed(otherwise=every("attention")),
         mixers={"attention": Attention(sinks=True)},
         experts=GRANITE_EXPERTS,
     ),
     Family(
-        names=("gpt_oss", "GptOssForCausalLM"),
+        names=("gpt_oss",),
         kinds=listed(otherwise=last_of(default=2)),
         mixers={"attention": Attention(sinks=True)},
         experts=Experts(
@@ -83,7 +83,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=("dbrx", "DbrxForCausalLM"),
+        names=("dbrx",),
         mixers={"attention": Attention(kv_heads=("attn_config.kv_n_heads",), qkv_bias=False, o_bias=False)},
         dense=None,
         experts=Experts(
@@ -93,16 +93,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=(
-            "minimax",
-            "minimax_text_01",
-            "minimax_m1",
-            "MiniMaxText01",
-            "MiniMaxM1",
-            "MiniMaxForCausalLM",
-            "MiniMaxText01ForCausalLM",
-            "MiniMaxM1ForCausalLM",
-        ),
+        names=("minimax", "minimax_text_01", "minimax_m1", "MiniMaxText01", "MiniMaxM1"),
         kinds=listed(
             otherwise=numbered(
                 "attn_type_list",
@@ -114,13 +105,13 @@ FAMILIES = (
         experts=GRANITE_EXPERTS,
     ),
     Family(
-        names=("minimax_m2", "MiniMaxM2ForCausalLM"),
+        names=("minimax_m2",),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="width", qk_norm_when="use_qk_norm")},
         experts=Experts(width=("intermediate_size",)),
         defaults={"use_qk_norm": True},
     ),
     Family(
-        names=("arctic", "ArcticForCausalLM"),
+        names=("arctic",),
         layer_extra=_arctic_residual,
         experts=Experts(
             width=("intermediate_size",),
@@ -128,7 +119,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=("grok-1", "grok1", "grok_1", "Grok1ModelForCausalLM", "Grok1ForCausalLM"),
+        names=("grok-1", "grok1", "grok_1", "Grok1ModelForCausalLM"),
         mixers={"attention": NO_BIAS},
         norms=4,
         dense=Dense(width=("intermediate_size",)),
@@ -139,7 +130,7 @@ FAMILIES = (
         defaults={"tie_word_embeddings": True},
     ),
     Family(
-        names=("afmoe", "AfmoeForCausalLM"),
+        names=("afmoe",),
         disagreement=bias_ignored("attention_bias"),
         kinds=listed(otherwise=last_of("global_attn_every_n_layers")),
         mixers={"attention": Attention(qkv_bias=False, o_bias=False, qk_norm="head", gate="width")},
@@ -151,7 +142,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=("llama4_text", "llama4", "Llama4ForCausalLM"),
+        names=("llama4_text", "llama4"),
         disagreement=interleaving_listed,
         kinds=listed(
             otherwise=numbered(
@@ -168,20 +159,20 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=("exaone_moe", "ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
+        names=("exaone_moe",),
         kinds=listed(otherwise=last_of("sliding_window_pattern", default=4)),
         mixers={"attention": HEAD_NORMED},
         experts=EXPERTS,
     ),
     Family(
-        names=("aria_text", "AriaTextForCausalLM"),
+        names=("aria_text",),
         experts=Experts(
             width=("intermediate_size", "moe_intermediate_size"),
             shared=Shared(bias="mlp_bias"),
         ),
     ),
     Family(
-        names=("minicpm", "MiniCPMForCausalLM"),
+        names=("minicpm",),
         mixers={"attention": NO_BIAS},
         experts=Experts(width=("intermediate_size",)),
         defaults={"tie_word_embeddings": True},
@@ -195,7 +186,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=("xverse", "XverseForCausalLM", "XverseMoeForCausalLM"),
+        names=("xverse", "XverseMoeForCausalLM"),
         mixers={"attention": NO_BIAS},
         experts=Experts(
             width=("intermediate_size",),
@@ -203,7 +194,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=("moondream3_text", "moondream3", "Moondream3ForCausalLM", "HfMoondream"),
+        names=("moondream3_text", "moondream3", "HfMoondream"),
         mixers={"attention": Attention(heads=("n_heads",), kv_heads=("n_kv_heads",), qkv_bias=True, o_bias=True)},
         dense=Dense(width=("ff_dim",), gated=False, bias=True),
         norm="layer",
@@ -233,7 +224,7 @@ FAMILIES = (
         },
     ),
     Family(
-        names=("hunyuan_v1_moe", "hunyuan", "hunyuan_moe", "HunYuanMoEV1ForCausalLM", "HunYuanForCausalLM"),
+        names=("hunyuan_v1_moe", "hunyuan", "hunyuan_moe", "HunYuanMoEV1ForCausalLM"),
         kinds=_cache_sharing,
         mixers={"attention": HUNYUAN_ATTENTION, "borrowing": replace(HUNYUAN_ATTENTION, borrows_cache=True)},
         experts=Experts(

@@ -96,24 +96,24 @@ def _gemma(*, borrows: bool, full: bool) -> Attention:
 
 
 FAMILIES = (
-    Family(names=("gemma", "GemmaForCausalLM")),
+    Family(names=("gemma",)),
     Family(
-        names=("gemma2", "Gemma2ForCausalLM"),
+        names=("gemma2",),
         kinds=listed(otherwise=last_of(default=2)),
         norms=4,
     ),
     Family(
-        names=("vaultgemma", "VaultGemmaForCausalLM"),
+        names=("vaultgemma",),
         kinds=listed(otherwise=last_of(default=2)),
     ),
     Family(
-        names=("gemma3_text", "gemma3", "Gemma3ForCausalLM", "Rnj1ForCausalLM"),
+        names=("gemma3_text", "gemma3", "Rnj1ForCausalLM"),
         kinds=listed(otherwise=last_of(("sliding_window_pattern", "_sliding_window_pattern"), default=6)),
         mixers={"attention": Attention(qk_norm="head")},
         norms=4,
     ),
     Family(
-        names=("gemma3n_text", "gemma3n", "Gemma3nForCausalLM"),
+        names=("gemma3n_text", "gemma3n"),
         kinds=_with_borrowing(listed(otherwise=last_of(default=5))),
         mixers={
             "attention": Attention(qk_norm="head"),
@@ -126,7 +126,7 @@ FAMILIES = (
         extra_embeddings=_per_layer_embedding,
     ),
     Family(
-        names=("gemma4_text", "gemma4", "gemma4_unified_text", "diffusion_gemma_text", "Gemma4ForCausalLM"),
+        names=("gemma4_text", "gemma4", "gemma4_unified_text", "diffusion_gemma_text"),
         kinds=_with_borrowing(_ends_full(listed(otherwise=last_of(default=6)))),
         mixers={
             "attention": _gemma(borrows=False, full=True),

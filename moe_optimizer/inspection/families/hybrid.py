@@ -86,7 +86,7 @@ def _griffin_kinds(config: Config, num_layers: int) -> tuple[str, ...]:
 
 FAMILIES = (
     Family(
-        names=("jamba", "JambaForCausalLM"),
+        names=("jamba",),
         kinds=where(every_offset("attn_layer_period", "attn_layer_offset"), "attention", otherwise="mamba"),
         mixers={"attention": NO_BIAS, "mamba": Mamba1(inner_norms=True)},
         experts=Experts(
@@ -95,34 +95,34 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=("mamba", "falcon_mamba", "MambaForCausalLM", "FalconMambaForCausalLM"),
+        names=("mamba", "falcon_mamba"),
         kinds=every("mamba"),
         mixers={"mamba": Mamba1(inner=("intermediate_size",))},
         dense=None,
         norms=1,
     ),
     Family(
-        names=("mamba2", "Mamba2ForCausalLM"),
+        names=("mamba2",),
         kinds=every("mamba"),
         mixers={"mamba": Mamba2()},
         dense=None,
         norms=1,
     ),
     Family(
-        names=("bamba", "BambaForCausalLM"),
+        names=("bamba",),
         kinds=where(indices("attn_layer_indices"), "attention", otherwise="mamba"),
         mixers={"attention": Attention(), "mamba": Mamba2()},
         dense=Dense(bias="mlp_bias"),
     ),
     Family(
-        names=("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+        names=("granitemoehybrid",),
         kinds=listed(("layers_block_type", "layer_types"), otherwise=every("mamba"), names=STATE_KINDS),
         mixers={"attention": Attention(), "mamba": Mamba2()},
         dense=Dense(width=("shared_intermediate_size",), bias=False),
         experts=replace(GRANITE_EXPERTS, one_is_dense=False),
     ),
     Family(
-        names=("falcon_h1", "FalconH1ForCausalLM"),
+        names=("falcon_h1",),
         mixers={
             "attention": parallel(
                 Attention(),
@@ -132,24 +132,24 @@ FAMILIES = (
         dense=Dense(bias="mlp_bias"),
     ),
     Family(
-        names=("lfm2", "Lfm2ForCausalLM"),
+        names=("lfm2",),
         kinds=listed(otherwise=where(indices("full_attn_idxs"), "attention", otherwise="conv")),
         mixers=LFM2_MIXERS,
         dense=Dense(width=("block_ff_dim", "intermediate_size"), bias=False, adjust=_lfm2_widths),
     ),
     Family(
-        names=("lfm2_moe", "Lfm2MoeForCausalLM"),
+        names=("lfm2_moe",),
         kinds=listed(otherwise=where(indices("full_attn_idxs"), "attention", otherwise="conv")),
         mixers=LFM2_MIXERS,
         experts=Experts(layers=by_fields()),
     ),
     Family(
-        names=("olmo_hybrid", "OlmoHybridForCausalLM"),
+        names=("olmo_hybrid",),
         kinds=listed(otherwise=last_of(otherwise="linear", default=4)),
         mixers={"attention": Attention(qk_norm="width"), "linear": gated_delta_net},
     ),
     Family(
-        names=("zamba2", "Zamba2ForCausalLM"),
+        names=("zamba2",),
         kinds=listed(
             ("layers_block_type", "layer_types"),
             otherwise=every("mamba"),
@@ -162,7 +162,7 @@ FAMILIES = (
         defaults={"mamba_headdim": "auto"},
     ),
     Family(
-        names=("recurrent_gemma", "RecurrentGemmaForCausalLM"),
+        names=("recurrent_gemma",),
         kinds=_griffin_kinds,
         mixers={"attention": Attention(o_bias=True), "recurrent": gated_recurrence},
         window="attention_window_size",

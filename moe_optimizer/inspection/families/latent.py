@@ -37,7 +37,7 @@ def _last_of_each_group(config: Config, num_layers: int) -> tuple[str, ...]:
 
 FAMILIES = (
     Family(
-        names=("hy_v4", "HYV4ForCausalLM"),
+        names=("hy_v4",),
         mixers={"attention": LatentAttention(indexer=True, gate="width", sinks=True)},
         layer_extra=pair_hyper,
         model_extra=hyper_head,
@@ -45,7 +45,7 @@ FAMILIES = (
         defaults={"index_topk_freq": 4},
     ),
     Family(
-        names=("glm5_next_text", "glm5_next", "Glm5NextForCausalLM"),
+        names=("glm5_next_text", "glm5_next"),
         kinds=listed(
             otherwise=last_of(otherwise="linear", default=4),
             names=INDEXED_KINDS,
@@ -55,7 +55,7 @@ FAMILIES = (
         experts=replace(EXPERTS, layers=by_fields(first_dense=3)),
     ),
     Family(
-        names=("dots3_note", "Dots3NoteForCausalLM"),
+        names=("dots3_note",),
         kinds=listed(otherwise=every("attention")),
         mixers={
             "attention": LatentAttention(indexer=True, gate=_gate("attention_gate_type", default="width")),
@@ -69,20 +69,20 @@ FAMILIES = (
         experts=EXPERTS,
     ),
     Family(
-        names=("pangu_ultra_moe", "PanguUltraMoEForCausalLM"),
+        names=("pangu_ultra_moe",),
         mixers={"attention": LatentAttention(bias=False)},
         norms=lambda config: 4 if config.flag("sandwich_norm") else 2,
         experts=EXPERTS,
     ),
     Family(
-        names=("pangu_pro_moe_v2", "PanguProMoEV2ForCausalLM"),
+        names=("pangu_pro_moe_v2",),
         mixers={"attention": sink_attention},
         norms=lambda config: 4 if config.flag("sandwich_norm") else 2,
         dense=Dense(bias="mlp_bias"),
         experts=EXPERTS,
     ),
     Family(
-        names=("bailing_hybrid_v3", "bailing_moe_v3", "BailingMoeV3ForCausalLM"),
+        names=("bailing_hybrid_v3", "bailing_moe_v3"),
         kinds=_last_of_each_group,
         mixers={
             "attention": LatentAttention(
@@ -100,7 +100,7 @@ FAMILIES = (
         defaults={"short_conv_kernel_size": 4},
     ),
     Family(
-        names=("kimi_linear", "KimiLinearForCausalLM"),
+        names=("kimi_linear",),
         kinds=listed(
             otherwise=where(indices("linear_attn_config.full_attn_layers", first=1), "attention", otherwise="linear")
         ),
@@ -115,7 +115,7 @@ FAMILIES = (
         experts=replace(EXPERTS, latent=("routed_expert_hidden_size",), latent_norm="latent_moe_use_norm"),
     ),
     Family(
-        names=("k2_horizon", "K2HorizonForCausalLM"),
+        names=("k2_horizon",),
         mixers={
             "attention": Attention(
                 qk_norm="each_head",

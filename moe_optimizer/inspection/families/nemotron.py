@@ -84,7 +84,7 @@ def _searched_norms(site: Site) -> int:
 
 FAMILIES = (
     Family(
-        names=("nemotron_h", "nemotron_h_puzzle", "NemotronHForCausalLM", "NemotronHPuzzleForCausalLM"),
+        names=("nemotron_h", "nemotron_h_puzzle"),
         rewrite=_spread_blocks,
         disagreement=nemotron_layers,
         kinds=listed(TYPES, otherwise=pattern(PATTERN, MIXER_KINDS), names=STATE_KINDS),

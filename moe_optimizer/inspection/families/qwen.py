@@ -19,7 +19,7 @@ QWEN2_EXPERTS = Experts(
 QWEN3_ATTENTION = Attention(qk_norm="head")
 GATED_ATTENTION = Attention(qk_norm="head", gate="width", gate_bias="attention_bias")
 QWEN3_NEXT = Family(
-    names=("qwen3_next", "Qwen3NextForCausalLM"),
+    names=("qwen3_next",),
     kinds=listed(otherwise=last_of("full_attention_interval", otherwise="linear", default=4)),
     mixers={"attention": GATED_ATTENTION, "linear": gated_delta_net},
     experts=QWEN2_EXPERTS,
@@ -27,26 +27,18 @@ QWEN3_NEXT = Family(
 
 FAMILIES = (
     Family(
-        names=(
-            "qwen2",
-            "qwen2_vl",
-            "qwen2_vl_text",
-            "qwen2_5_vl",
-            "qwen2_5_vl_text",
-            "qwen2_5_omni_text",
-            "Qwen2ForCausalLM",
-        ),
+        names=("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_omni_text"),
         kinds=WINDOW,
         mixers={"attention": Attention(qkv_bias=True, o_bias=False)},
     ),
     Family(
-        names=("qwen2_moe", "Qwen2MoeForCausalLM"),
+        names=("qwen2_moe",),
         kinds=WINDOW,
         mixers={"attention": Attention(qkv_bias=("qkv_bias",), o_bias=False)},
         experts=QWEN2_EXPERTS,
     ),
     Family(
-        names=("qwen3", "qwen3_vl_text", "qwen3_omni_moe_talker_code_predictor", "Qwen3ForCausalLM"),
+        names=("qwen3", "qwen3_vl_text", "qwen3_omni_moe_talker_code_predictor"),
         kinds=WINDOW,
         mixers={"attention": QWEN3_ATTENTION},
     ),
@@ -57,7 +49,6 @@ FAMILIES = (
             "qwen3_omni_moe_text",
             "interns1_pro_text",
             "intern_s1_pro_text",
-            "Qwen3MoeForCausalLM",
             "InternS1ProForConditionalGeneration",
         ),
         kinds=windowed(flag="use_sliding_window", first="max_window_layers"),
@@ -65,6 +56,6 @@ FAMILIES = (
         experts=Experts(layers=by_fields()),
     ),
     QWEN3_NEXT,
-    replace(QWEN3_NEXT, names=("qwen3_5_text", "qwen3_5", "Qwen3_5ForCausalLM"), experts=None),
-    replace(QWEN3_NEXT, names=("qwen3_5_moe_text", "qwen3_5_moe", "Qwen3_5MoeForCausalLM")),
+    replace(QWEN3_NEXT, names=("qwen3_5_text", "qwen3_5"), experts=None),
+    replace(QWEN3_NEXT, names=("qwen3_5_moe_text", "qwen3_5_moe")),
 )

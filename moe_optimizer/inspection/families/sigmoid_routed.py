@@ -35,7 +35,7 @@ BAILING_EXPERTS = Experts(
     shared=Shared(width=("moe_shared_expert_intermediate_size",), bias="use_bias"),
 )
 BAILING = Family(
-    names=("bailing_moe", "bailing_moe_v2", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+    names=("bailing_moe", "bailing_moe_v2"),
     mixers={"attention": BAILING_ATTENTION},
     dense=Dense(bias="use_bias"),
     experts=BAILING_EXPERTS,
@@ -93,7 +93,7 @@ def _image_experts(config: Config, layers: tuple[ExpertLayer | None, ...]) -> in
 FAMILIES = (
     BAILING,
     Family(
-        names=("param2moe", "Param2MoEForCausalLM"),
+        names=("param2moe",),
         mixers={"attention": BAILING_ATTENTION},
         experts=replace(
             BAILING_EXPERTS,
@@ -106,38 +106,31 @@ FAMILIES = (
         defaults={"num_shared_experts": 1},
     ),
     Family(
-        names=("sarvam_moe", "SarvamMoEForCausalLM"),
+        names=("sarvam_moe",),
         mixers={"attention": BAILING_ATTENTION},
         experts=SARVAM_EXPERTS,
         defaults={"num_shared_experts": 1, "use_qk_norm": True},
     ),
     Family(
-        names=("sarvam_mla", "SarvamMLAForCausalLM"),
+        names=("sarvam_mla",),
         mixers={"attention": LatentAttention(bias=False)},
         experts=SARVAM_EXPERTS,
         defaults={"num_shared_experts": 1},
     ),
     replace(
         BAILING,
-        names=("bailing_hybrid", "bailing_moe_v2_5", "BailingMoeV2_5ForCausalLM"),
+        names=("bailing_hybrid", "bailing_moe_v2_5"),
         kinds=last_of("layer_group_size", otherwise="linear"),
         mixers={"attention": LatentAttention(bias=False), "linear": BAILING_LINEAR},
     ),
     replace(
         BAILING,
-        names=("bailing_moe_linear", "BailingMoeLinearForCausalLM", "BailingMoeLinearV2ForCausalLM"),
+        names=("bailing_moe_linear", "BailingMoeLinearV2ForCausalLM"),
         kinds=last_of("layer_group_size", otherwise="linear"),
         mixers={"attention": BAILING_ATTENTION, "linear": BAILING_LINEAR},
     ),
     Family(
-        names=(
-            "ernie4_5_moe",
-            "ernie4_5_moe_vl",
-            "ernie4_5_vl_moe_text",
-            "Ernie4_5_MoeForCausalLM",
-            "Ernie4_5_MoEForCausalLM",
-            "Ernie4_5_VLMoeForConditionalGeneration",
-        ),
+        names=("ernie4_5_moe", "ernie4_5_moe_vl", "ernie4_5_vl_moe_text", "Ernie4_5_VLMoeForConditionalGeneration"),
         rewrite=_text_experts,
         idle_extra=_image_experts,
         mixers={"attention": Attention(qkv_bias="use_bias", o_bias="use_bias")},
@@ -151,7 +144,7 @@ FAMILIES = (
         defaults={"moe_layer_start_index": 1},
     ),
     Family(
-        names=("mimo_v2_flash", "mimo_v2", "MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
+        names=("mimo_v2_flash", "mimo_v2"),
         disagreement=windowed_heads,
         kinds=listed(
             otherwise=numbered("hybrid_layer_pattern", {0: "attention", 1: "sliding"}, otherwise=_first_and_every_sixth)
@@ -174,7 +167,7 @@ FAMILIES = (
         defaults={"add_swa_attention_sink_bias": True},
     ),
     Family(
-        names=("laguna", "LagunaForCausalLM"),
+        names=("laguna",),
         kinds=listed(otherwise=every("attention")),
         mixers={
             "attention": Attention(
@@ -188,7 +181,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=("cohere2_moe", "Cohere2MoeForCausalLM"),
+        names=("cohere2_moe",),
         kinds=listed(otherwise=last_of("sliding_window_pattern", default=4)),
         dense=Dense(width=("prefix_dense_intermediate_size", "intermediate_size"), bias=False),
         norms=1,
@@ -199,7 +192,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=("hy_v3", "HYV3ForCausalLM"),
+        names=("hy_v3",),
         disagreement=shared_all_the_same("num_shared_experts"),
         mixers={"attention": Attention(qk_norm="head")},
         dense=Dense(bias="mlp_bias"),
@@ -210,7 +203,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=("solar_open", "SolarOpenForCausalLM"),
+        names=("solar_open",),
         mixers={"attention": Attention(o_bias=False)},
         dense=None,
         experts=Experts(
@@ -219,7 +212,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=("mellum", "MellumForCausalLM"),
+        names=("mellum",),
         kinds=listed(otherwise=every("attention")),
         mixers={"attention": Attention(qk_norm="head")},
         experts=Experts(layers=by_fields()),

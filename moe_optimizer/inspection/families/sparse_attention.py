@@ -130,7 +130,7 @@ def _other_heads(config: Config, heads: int) -> int:
 
 FAMILIES = (
     Family(
-        names=("deepseek_v4", "deepseek_ref", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"),
+        names=("deepseek_v4", "deepseek_ref", "DeepseekV4ForConditionalGeneration"),
         disagreement=shared_all_the_same("n_shared_experts"),
         kinds=every("sliding"),
         mixers={"sliding": compressed_attention},
@@ -142,7 +142,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=("minimax_m3", "minimax_m3_vl_text", "MiniMaxM3SparseForCausalLM", "MiniMaxM3ForCausalLM"),
+        names=("minimax_m3", "minimax_m3_vl_text", "MiniMaxM3SparseForCausalLM"),
         kinds=listed(
             otherwise=numbered(
                 "sparse_attention_config.sparse_attention_freq",
@@ -167,12 +167,12 @@ FAMILIES = (
         ),
     ),
     Family(
-        names=("step3_text", "Step3TextForCausalLM"),
+        names=("step3_text",),
         mixers={"attention": factorized_attention},
         experts=STEP_EXPERTS,
     ),
     Family(
-        names=("step3p5", "step3p7", "Step3p5ForCausalLM", "Step3p7ForCausalLM", "Step3p7FlashForCausalLM"),
+        names=("step3p5", "step3p7", "Step3p7FlashForCausalLM"),
         kinds=listed(otherwise=last_of(default=2)),
         mixers={
             "attention": STEP_ATTENTION,
@@ -186,7 +186,7 @@ FAMILIES = (
         experts=STEP_EXPERTS,
     ),
     Family(
-        names=("jetmoe", "JetMoeForCausalLM", "JetMoEForCausalLM"),
+        names=("jetmoe",),
         mixers={"attention": routed_attention},
         dense=None,
         layer_extra=lambda site: site.hidden_size,  # a bias on the experts' sum

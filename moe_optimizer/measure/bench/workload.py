@@ -10,9 +10,8 @@ from pydantic_core import PydanticCustomError
 
 from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
-from moe_optimizer.profiles.loader import read_section
-from moe_optimizer.profiles.schema import Section
 from moe_optimizer.resources import config_dir
+from moe_optimizer.yaml_model import Section, read_section
 
 _TOKENS = Annotated[int, Field(ge=1, le=16_777_216)]
 _CLIENTS = Annotated[int, Field(ge=1, le=65_536)]

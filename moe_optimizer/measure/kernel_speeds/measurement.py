@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,15 +93,7 @@ class _Measurement:
 
     def _table(self, question: SpeedQuestion, rows: Rows, spreads: list[float]) -> KernelSpeeds:
         return KernelSpeeds(
-            device=question.device,
-            weights=question.weights,
-            shape=question.shape,
-            kernel_hash=question.kernel_hash,
-            vllm=question.vllm,
-            driver=question.driver,
-            torch=question.torch,
-            triton=question.triton,
-            environment=question.environment,
+            **{each.name: getattr(question, each.name) for each in fields(question)},
             rows=tuple(rows[tokens] for tokens in sorted(rows)),
             source=f"measured here on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             measured_here=True,

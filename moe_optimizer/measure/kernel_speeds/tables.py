@@ -90,7 +90,7 @@ def _started(folder: Path, questions: tuple[SpeedQuestion, ...]) -> tuple[Kernel
     return tuple(table for table in started if table.unfinished)
 
 
-def table_name(table: KernelSpeeds | SpeedQuestion) -> str:
+def table_name(table: SpeedQuestion) -> str:
     """Return the file name of the answer to one question: device, and a digest of everything it depends on."""
     key = [table.device, table.weights, encode(table.shape), table.kernel_hash, table.vllm]
     key += [table.driver, table.torch, table.triton, table.environment]

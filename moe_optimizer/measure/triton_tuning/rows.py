@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from moe_optimizer.inspection.tuned_configs import Row
-from moe_optimizer.measure.triton_tuning.state import Verdict
+from moe_optimizer.inspection.tuning_state import Verdict
 
 LARGEST_TOKENS = 131_072
 """More than one step of a server takes."""

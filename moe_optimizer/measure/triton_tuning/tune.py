@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from moe_optimizer.errors import InputError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.inspection.tuned_configs import FOLDER_VARIABLE, Row, state_path
+from moe_optimizer.inspection.tuning_state import TuneState, Verdict, load_state
 from moe_optimizer.measure.process import OnStep, answer_request
 from moe_optimizer.measure.triton_tuning.rows import file_rows, reach
 from moe_optimizer.measure.triton_tuning.search import best_of, fits, key_of, row_of, search, seeds
-from moe_optimizer.measure.triton_tuning.state import TuneState, Verdict, load_state
 from moe_optimizer.plan.json_codec import encode
 from moe_optimizer.specs.triton_shape import Experts, TritonShape
 

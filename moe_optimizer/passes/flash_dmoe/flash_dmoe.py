@@ -50,13 +50,9 @@ class FlashDmoe(OptimizationPass):
         "activations, BF16 or FP8 weights"
     )
 
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+    def why_not(self, ctx: PlanContext) -> str:
         """Check the model's experts, then vLLM, then which kernels are built."""
-        for check in (why_model_does_not_fit, _vllm_fits, why_not_built):
-            reason = check(ctx)
-            if reason:
-                return False, reason
-        return True, ""
+        return why_model_does_not_fit(ctx) or _vllm_fits(ctx) or why_not_built(ctx)
 
     def is_required(self, ctx: PlanContext) -> bool:
         """Return whether it is asked for, or expert parallelism on the CPU cannot do without it."""

@@ -66,25 +66,24 @@ class Fp8(OptimizationPass):
         "that our kernel computes"
     )
 
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+    def why_not(self, ctx: PlanContext) -> str:
         """Check the checkpoint's own quantisation, the user's arguments, then the device."""
         model = ctx.model
         if ctx.model.weights_are_fp8:
-            return True, ""
+            return ""
         if model.quant_method is not None:
-            return False, f"the checkpoint is quantised already: {model.quant_method}, {model.weight_bits:g} bits"
+            return f"the checkpoint is quantised already: {model.quant_method}, {model.weight_bits:g} bits"
         given = next((flag for flag in _QUANTIZATION_FLAGS if flag in ctx.pinned), None)
         if given is not None:
-            return False, f"{given} {ctx.pinned.value(given)} is given after -- and decides"
+            return f"{given} {ctx.pinned.value(given)} is given after -- and decides"
         if ctx.device == "cpu":
-            reason = _pruned_instead(ctx) or why_not_for_converted_weights(ctx)
-            return not reason, reason
+            return _pruned_instead(ctx) or why_not_for_converted_weights(ctx)
         if not ctx.gpu.supports("fp8"):
             major, minor = ctx.gpu.compute_capability
-            return False, f"needs FP8 matrix units (sm_89 or later), found sm_{major}{minor}"
+            return f"needs FP8 matrix units (sm_89 or later), found sm_{major}{minor}"
         if ctx.dtype == "float32":
-            return False, "vLLM converts bfloat16 and float16 weights only, found float32"
-        return True, ""
+            return "vLLM converts bfloat16 and float16 weights only, found float32"
+        return ""
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return that nothing is converted; of an FP8 checkpoint, that it is FP8 all the same."""

@@ -40,10 +40,9 @@ class KvCache(OptimizationPass):
         "kv-tiering": ("tiering", "keep cold cache blocks in host memory")
     }
 
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+    def why_not(self, ctx: PlanContext) -> str:
         """FP8 needs an attention kind and a device that take it."""
-        why_not = why_not_fp8(ctx) if fp8_asked(ctx) else ""
-        return not why_not, why_not
+        return why_not_fp8(ctx) if fp8_asked(ctx) else ""
 
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return the model's own type, or the user's own argument's, with the sizes the planner needs."""

@@ -54,12 +54,12 @@ class Parallelism(OptimizationPass):
         "expert-parallel": ("expert_parallel", "whole experts on each GPU instead of slices (EP)")
     }
 
-    def supported(self, ctx: PlanContext) -> tuple[bool, str]:
+    def why_not(self, ctx: PlanContext) -> str:
         """One device needs no split; more are supported where the model divides."""
         if ctx.request.num_nodes == _device_limit(ctx) == 1 and set(ctx.asked_sizes) <= {None, 1}:
             kind = "GPU" if ctx.device == "cuda" else "CPU process"
-            return False, f"one {kind}: nothing to split"
-        return True, ""
+            return f"one {kind}: nothing to split"
+        return ""
 
     def why_setting_off(self, decision: Decision, setting: str) -> str:
         """Expert parallelism is on or has been rejected."""

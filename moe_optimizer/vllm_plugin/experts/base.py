@@ -112,6 +112,10 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
         return False
 
     @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key is None and activation_key is None
+
+    @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
         return activation == MoEActivation.SILU
 

@@ -60,10 +60,6 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
     def _supports_current_device() -> bool:
         return current_platform.is_cpu()
 
-    @staticmethod
-    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return weight_key is None and activation_key is None
-
     def process_weights_after_loading(self, layer: Any) -> None:
         """Convert the weights to the planned format, check the kernel on them, and enter the layer in the proof.
 

@@ -90,10 +90,6 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         return current_platform.is_cuda() and current_platform.is_device_capability(_CAPABILITY)
 
     @staticmethod
-    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return weight_key is None and activation_key is None
-
-    @staticmethod
     def _supports_batch_invariance() -> bool:
         # Another number of tokens may be computed by another kernel.
         return False

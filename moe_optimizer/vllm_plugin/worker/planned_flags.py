@@ -16,6 +16,7 @@ from moe_optimizer.plan.decision import Decision
 from moe_optimizer.plan.pass_params import Fp8Params, GraphCaptureParams, KvCacheParams
 from moe_optimizer.plan.serve_args import Argument, ServeArguments, read_integer
 from moe_optimizer.proof.shown import flag_decisions, serves_fp8_checkpoint
+from moe_optimizer.specs.layer_name import decoder_layer
 from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker.captured_graphs import await_capture, captures_graphs
 from moe_optimizer.vllm_plugin.worker.fp8_checkpoint import fp8_in_memory
@@ -30,7 +31,6 @@ _SHOWN_OTHERWISE = (
 )
 """Flags that are not compared with vLLM's configuration: the largest size is, and the weights themselves show FP8."""
 _EXPERT_WEIGHT = re.compile(r"\bw(13|2)_weight$")
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 _SHOWN_BY: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
     "parallelism": {
@@ -144,8 +144,7 @@ def unconverted(decision: Decision, parameters: Iterable[tuple[str, Any]]) -> tu
     experts: list[tuple[str, int]] = []
     linears: list[int] = []
     for name, weight in parameters:
-        layer = _LAYER.search(name)
-        if layer is not None and int(layer[1]) in params.excluded_layers:
+        if decoder_layer(name) in params.excluded_layers:
             continue
         if _EXPERT_WEIGHT.search(name):
             experts.append((name, weight.element_size()))

@@ -41,8 +41,8 @@ def _as_an_installed_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def software(
     monkeypatch: pytest.MonkeyPatch, *, vllm: VllmInstallation | None = CPU_VLLM, kernels: KernelInventory = NOT_BUILT
 ) -> dict[str, Check]:
-    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
-    monkeypatch.setattr("moe_optimizer.inspection.read_kernel_inventory", lambda: kernels, raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.vllm_installation.find_vllm", lambda: vllm)
+    monkeypatch.setattr("moe_optimizer.inspection.kernel_inventory.read_kernel_inventory", lambda: kernels)
     return {check.name: check for check in software_checks.software_checks()}
 
 
@@ -300,9 +300,11 @@ def speeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Check:
     vllm = dataclasses.replace(CPU_VLLM, device="cuda", version="0.32.0+cu130")
     kernels = dataclasses.replace(BUILT, cuda_sources="abc")
     for name, found in (
-        ("find_vllm", vllm), ("read_kernel_inventory", kernels), ("read_kernel_speeds", SpeedTables(tables=(table,)))
-    ):  # fmt: skip
-        monkeypatch.setattr(f"moe_optimizer.inspection.{name}", lambda found=found: found, raising=False)
+        ("vllm_installation.find_vllm", vllm),
+        ("kernel_inventory.read_kernel_inventory", kernels),
+        ("kernel_speeds.read_kernel_speeds", SpeedTables(tables=(table,))),
+    ):
+        monkeypatch.setattr(f"moe_optimizer.inspection.{name}", lambda found=found: found)
     return kernel_speeds_check(load_hardware("h200", 1))
 
 
@@ -334,7 +336,7 @@ def test_the_model_is_an_argument_or_a_flag(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_moe = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
-    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.vllm_installation.find_vllm", lambda: CPU_VLLM)
     for arguments in ([tiny_moe], ["--model", tiny_moe], [tiny_moe, "--model", tiny_moe]):
         main(["doctor", "--json", *arguments])
         checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}

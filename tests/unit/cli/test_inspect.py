@@ -10,7 +10,7 @@ import pytest
 
 from moe_optimizer.cli.inspect import render_model
 from moe_optimizer.cli.main import main
-from moe_optimizer.inspection import ModelInspector
+from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.specs.model import ModelSpec
 
 TINY_MOE = Path(__file__).resolve().parents[3] / "examples" / "tiny-moe"

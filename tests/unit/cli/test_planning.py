@@ -46,7 +46,7 @@ def test_a_flag_that_the_installed_vllm_does_not_have_makes_no_plan(
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "arg_utils.py").write_text('parser.add_argument("--tensor-parallel-size")', encoding="utf-8")
     vllm = VllmInstallation(distribution="vllm", version="0.32.0", device="cuda", location=str(tmp_path))
-    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.vllm_installation.find_vllm", lambda: vllm)
     arguments = ServeArguments("--tensor-paralel-size", "2")
     options = PlanOptions(model=TINY_MOE, hardware="h100_sxm", gpus=2, vllm_args=arguments)
     with pytest.raises(InputError, match=r"--tensor-paralel-size") as caught:

@@ -14,7 +14,8 @@ from moe_optimizer.cli import planning
 from moe_optimizer.cli.options import ServeOptions
 from moe_optimizer.cli.preflight import check_can_serve_here
 from moe_optimizer.errors import InputError, MoeOptimizerError, UnsupportedError
-from moe_optimizer.inspection import load_hardware, servable
+from moe_optimizer.inspection import servable
+from moe_optimizer.inspection.hardware_probe import load_hardware
 from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.specs.software import VllmInstallation
@@ -40,8 +41,8 @@ def refusal(
     **options: Any,
 ) -> MoeOptimizerError | None:
     """What stops a planned model from being served on a machine."""
-    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
-    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: here, raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.vllm_installation.find_vllm", lambda: vllm)
+    monkeypatch.setattr("moe_optimizer.inspection.hardware_probe.probe_hardware", lambda: here)
     settings, request = planning.read_request(ServeOptions(model=model, **options))
     plan = planning.decide(settings, request)
     try:

@@ -15,7 +15,7 @@ from moe_optimizer.cli import INTERRUPTED, planning
 from moe_optimizer.cli.main import main
 from moe_optimizer.cli.options import ServeOptions
 from moe_optimizer.errors import ExitCode, InputError, ServerFailedError
-from moe_optimizer.inspection import load_hardware
+from moe_optimizer.inspection.hardware_probe import load_hardware
 from moe_optimizer.launcher import launch
 from moe_optimizer.launcher.launch import ServerInfo, StopRequestedError
 from moe_optimizer.launcher.server_info import RunningServer
@@ -69,8 +69,9 @@ def launched(
         yield Run()
 
     monkeypatch.setattr(launch, "serving", fake)
-    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: CPU_VLLM, raising=False)
-    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: load_hardware("cpu"), raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.vllm_installation.find_vllm", lambda: CPU_VLLM)
+    here = load_hardware("cpu")
+    monkeypatch.setattr("moe_optimizer.inspection.hardware_probe.probe_hardware", lambda **_: here)
     monkeypatch.setenv("MOE_OPTIMIZER_CALIBRATE", "0")  # nothing is served that measuring would help
     port = () if "--port" in arguments else ("--port", str(free_port()))
     return main(["serve", "--model", TINY_MOE, *port, *arguments]), given

@@ -16,7 +16,7 @@ from moe_optimizer.cli.main import main
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.cli.tune import run_tuning
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
-from moe_optimizer.inspection import load_hardware
+from moe_optimizer.inspection.hardware_probe import load_hardware
 from moe_optimizer.inspection.tuned_configs import SHIPPED
 from moe_optimizer.specs.software import VllmInstallation
 from tests.eventually import eventually, is_running
@@ -36,7 +36,8 @@ def _no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: load_hardware("cpu"), raising=False)
+    here = load_hardware("cpu")
+    monkeypatch.setattr("moe_optimizer.inspection.hardware_probe.probe_hardware", lambda: here)
     for arguments in ([], ["--hardware", "h200"]):
         assert main(["tune", TINY_MOE, *arguments]) == ExitCode.UNSUPPORTED
         assert capsys.readouterr().err.startswith("error: tune: needs a GPU")
@@ -45,7 +46,8 @@ def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_that_there_is_no_gpu_comes_before_what_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: load_hardware("cpu"), raising=False)
+    here = load_hardware("cpu")
+    monkeypatch.setattr("moe_optimizer.inspection.hardware_probe.probe_hardware", lambda: here)
     config = json.loads((Path(TINY_MOE) / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 900, "num_experts": 900}))
     assert main(["tune", str(tmp_path)]) == ExitCode.UNSUPPORTED
@@ -58,8 +60,8 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     shipped.mkdir(parents=True)
     vllm = VllmInstallation(distribution="vllm", version="0.26.0", device="cuda", location=str(tmp_path / "vllm"))
     here = dataclasses.replace(load_hardware("h200", 1), origin="probed", cpu=load_hardware("cpu").cpu)
-    monkeypatch.setattr("moe_optimizer.inspection.find_vllm", lambda: vllm, raising=False)
-    monkeypatch.setattr("moe_optimizer.inspection.probe_hardware", lambda: here, raising=False)
+    monkeypatch.setattr("moe_optimizer.inspection.vllm_installation.find_vllm", lambda: vllm)
+    monkeypatch.setattr("moe_optimizer.inspection.hardware_probe.probe_hardware", lambda: here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return shipped
 

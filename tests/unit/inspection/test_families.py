@@ -19,6 +19,17 @@ DEFAULTS = Path(families.__file__).with_name("class_defaults.json")
 def test_no_model_type_or_architecture_is_listed_twice() -> None:
     names = [name for family in families.all_families() for name in family.names]
     assert sorted(names) == sorted(set(names))
+    # Nor in two families by names that are found as one.
+    folded = [
+        name for family in families.all_families() for name in {each.lower().replace("_", "") for each in family.names}
+    ]
+    assert sorted(folded) == sorted(set(folded))
+
+
+def test_an_architecture_is_found_by_its_model_type_unless_it_is_of_another_kind() -> None:
+    assert families.find_family("Qwen3MoeForCausalLM") is families.find_family("qwen3_moe")
+    assert families.find_family("LLaMAForCausalLM") is families.find_family("llama")
+    assert families.find_family("Qwen3MoeForSequenceClassification", "Qwen3Moe") is None
 
 
 def test_every_family_can_be_found() -> None:

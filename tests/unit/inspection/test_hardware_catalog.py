@@ -112,25 +112,53 @@ def line_of(text: str, start: str) -> int:
 @pytest.mark.parametrize(
     ("before", "after", "message", "hint"),
     [
-        ("\nmemory_bandwidth:", "\nmemory_bandwith:", r"unknown key 'memory_bandwith'", "memory_bandwidth"),
-        ("\n  fp8:", "\n  fp9:", r"\(dense_flops.fp9\): unknown key 'fp9'", "fp8"),
-        ("unit: SMs,", "units: SMs,", r"\(sm_count.units\): unknown key 'units'", "unit"),
-        ("value: 58,", "value: 58.5,", r"\(sm_count.value\): got 58.5, expected a whole number", None),
-        ("value: 58,", "value: -58,", r"got -58, expected a positive number", None),
-        ("value: 58,", "value: true,", r"got True, expected a positive number", None),
-        ("value: 58,", "value: .nan,", r"got nan, expected a positive number", None),
-        ("value: 58,", "value: .inf,", r"got inf, expected a positive number", None),
-        ("value: 300.0e+9,", "value: 300.0e9,", r"got '300.0e9', expected a positive number", "4.8e+12"),
-        ("unit: SMs", "unit: cores", r"\(sm_count.unit\): got 'cores', expected 'SMs'", None),
-        ("source: datasheet", "source: hearsay", r"got 'hearsay', expected one of measured, datasheet", None),
-        ("gpu_link: pcie", "gpu_link: string", r"\(gpu_link\): got 'string', expected nvlink or pcie", None),
-        ("name: NVIDIA L4", "name: ''", r"\(name\): got '', expected text", None),
+        ("\nmemory_bandwidth:", "\nmemory_bandwith:", r"unknown key .*: got `memory_bandwith`", "memory_bandwidth"),
+        ("\n  fp8:", "\n  fp9:", r"unknown key .* \(dense_flops\): got `fp9`", "fp8"),
+        ("unit: SMs,", "units: SMs,", r"unknown key .* \(sm_count\): got `units`", "unit"),
+        ("{value: 121.0e+12, unit:", "{value: 121.0e+12, units:", r" \(dense_flops.bf16\): got `units`", "unit"),
+        ("value: 58,", "value: 58.5,", r"\(sm_count.value\): got 58.5, expected a valid integer", None),
+        ("value: 58,", "value: -58,", r"\(sm_count.value\): got -58, expected greater than 0", None),
+        ("value: 58,", "value: true,", r"\(sm_count.value\): got true, expected a valid integer", None),
+        ("value: 300.0e+9,", "value: .nan,", r"\(memory_bandwidth.value\): got NaN, expected a finite number", None),
+        (
+            "value: 300.0e+9,",
+            "value: .inf,",
+            r"\(memory_bandwidth.value\): got Infinity, expected a finite number",
+            None,
+        ),
+        ("value: 300.0e+9,", "value: 300.0e9,", r'value\): got "300.0e9", expected a valid number', "4.8e+12"),
+        ("unit: SMs", "unit: cores", r'\(sm_count.unit\): got "cores", expected \'SMs\'', None),
+        ("source: datasheet", "source: hearsay", r'source\): got "hearsay", expected \'measured\', \'data', None),
+        (
+            "gpu_link: pcie",
+            "gpu_link: string",
+            r'\(gpu_link\): got "string", expected \'nvlink\' or \'pcie\'',
+            None,
+        ),
+        ("name: NVIDIA L4", "name: ''", r'\(name\): got "", expected String should have at least 1', None),
         ("name: NVIDIA L4", "name: NVIDIA L4\nname: L4", r"key `name` is given twice, first on line", None),
-        ("value: [8, 9]", "value: 8.9", r"got 8.9, expected two whole numbers", None),
-        ("value: [8, 9]", "value: [8, true]", r"expected two whole numbers", None),
-        ('pci_device_ids: ["0x27b8"]', "pci_device_ids: [0x27b8]", r"\(pci_device_ids\): got \[10168\]", None),
-        ("gpu_link: pcie\n", "", r"key 'gpu_link' is missing", None),
-        ("sm_count: {", "sm_count: 58 #{", r"\(sm_count\): got 58, expected a mapping", None),
+        ("value: [8, 9]", "value: 8.9", r"\(compute_capability.value\): got 8.9, expected a valid array", None),
+        (
+            "value: [8, 9]",
+            "value: [8]",
+            r"\(compute_capability.value.1\)|`compute_capability.value.1` is missing",
+            None,
+        ),
+        ("value: [8, 9]", "value: [8, 9, 0]", r"\(compute_capability.value\): got \[8, 9, 0\]", None),
+        (
+            "value: [8, 9]",
+            "value: [8, true]",
+            r"\(compute_capability.value.1\): got true, expected a valid integer",
+            None,
+        ),
+        (
+            'pci_device_ids: ["0x27b8"]',
+            "pci_device_ids: [0x27b8]",
+            r"\(pci_device_ids.0\): got 10168, expected a",
+            None,
+        ),
+        ("gpu_link: pcie\n", "", r"key `gpu_link` is missing", None),
+        ("sm_count: {", "sm_count: 58 #{", r"\(sm_count\): got 58, expected an object", None),
     ],
 )
 def test_broken_file_is_an_error_with_file_and_line(tmp_path, before, after, message, hint):
@@ -138,9 +166,9 @@ def test_broken_file_is_an_error_with_file_and_line(tmp_path, before, after, mes
     path = write(tmp_path, L4.replace(before, after, 1))
     with pytest.raises(InputError, match=message) as caught:
         read_hardware_file(path)
-    assert str(caught.value).startswith(str(path))
     if "missing" not in message:
-        assert re.match(re.escape(str(path)) + r":\d+[: ]", str(caught.value))
+        assert re.search(re.escape(str(path)) + r":\d+[: ]", str(caught.value))
+    assert str(path) in str(caught.value)
     assert hint is None or hint in (caught.value.hint or "")
 
 
@@ -154,7 +182,7 @@ def test_line_is_the_keys_own(tmp_path):
     ("text", "message"),
     [
         ("", "expected a YAML mapping"),
-        ("- a\n- b\n", "expected a mapping"),
+        ("- a\n- b\n", "expected an object"),
         ("a: [1", "not YAML"),
         ("a: !!python/object/apply:os.system ['true']\n", "tags are not allowed"),
         ("[" * 20000, "nested more than 16 deep"),

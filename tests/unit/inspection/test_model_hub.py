@@ -103,7 +103,7 @@ def test_inspection_imports_nothing_heavy(
     folder = model_folder(load_config("deepseek_v3"))
     program = (
         "import sys\n"
-        "from moe_optimizer.inspection import ModelInspector, to_inspect_json\n"
+        "from moe_optimizer.inspection.model_inspector import ModelInspector, to_inspect_json\n"
         f"to_inspect_json(ModelInspector().inspect({str(folder)!r}))\n"
         "heavy = {'torch', 'transformers', 'vllm', 'huggingface_hub', 'numpy', 'pydantic', 'rich', 'yaml'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"

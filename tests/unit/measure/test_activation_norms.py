@@ -33,10 +33,10 @@ def test_rows_of_padding_add_nothing_to_any_expert() -> None:
     x = torch.randn(4, HIDDEN, generator=generator)
     ids = [[0, 1], [1, 0], [-1, -1], [-1, -1]]
     padded, alone = ActivationNorms(), ActivationNorms()
-    padded.add(weights, call_of(x, ids))
-    alone.add(weights, call_of(x[:2], ids[:2]))
-    ((x_norms, h_norms),) = padded.by_address().values()
-    ((x_alone, h_alone),) = alone.by_address().values()
+    padded.add(0, weights, call_of(x, ids))
+    alone.add(0, weights, call_of(x[:2], ids[:2]))
+    ((x_norms, h_norms),) = padded.by_layer().values()
+    ((x_alone, h_alone),) = alone.by_layer().values()
     torch.testing.assert_close(x_norms, x_alone)
     torch.testing.assert_close(h_norms, h_alone)
     # The last expert was given no token: magnitude alone decides for it.

@@ -38,7 +38,7 @@ def test_the_error_is_over_all_calls_of_a_layer() -> None:
     errors, weights = LayerErrors("block"), layer()
     calls = [computed(weights), computed(weights, tokens=3)]
     for call in calls:
-        errors.add(weights, call)
+        errors.add(0, weights, call)
     fp8 = KernelWeights(
         format="plain",
         w13=dequantize_fp8(*quantize_fp8(weights.w13)),
@@ -50,27 +50,27 @@ def test_the_error_is_over_all_calls_of_a_layer() -> None:
         WeightFormat().compute(fp8, call)
         difference += float((call.out - exact).square().sum())
         size += float(exact.square().sum())
-    assert errors.by_address()[weights.w13.data_ptr()] == pytest.approx((difference / size) ** 0.5, rel=1e-3)
+    assert errors.by_layer()[0] == pytest.approx((difference / size) ** 0.5, rel=1e-3)
 
 
 def test_the_exact_output_goes_on() -> None:
     errors, weights = LayerErrors("channel"), layer()
     call = computed(weights)
     before: Any = call.out.clone()
-    errors.add(weights, call)
+    errors.add(0, weights, call)
     assert torch.equal(call.out, before)
 
 
 def test_layers_are_kept_apart() -> None:
     errors, one, other = LayerErrors("block"), layer(), layer()
-    for weights in (one, other):
-        errors.add(weights, computed(weights))
-    found = errors.by_address()
-    assert found.keys() == {one.w13.data_ptr(), other.w13.data_ptr()}
+    for index, weights in ((7, one), (3, other)):
+        errors.add(index, weights, computed(weights))
+    found = errors.by_layer()
+    assert list(found) == [3, 7]
     assert len(set(found.values())) == 2
 
 
 def test_an_output_of_zero_has_no_error() -> None:
     errors, weights = LayerErrors("block"), layer(scale=0.0)
-    errors.add(weights, computed(weights))
-    assert list(errors.by_address().values()) == [0.0]
+    errors.add(0, weights, computed(weights))
+    assert list(errors.by_layer().values()) == [0.0]

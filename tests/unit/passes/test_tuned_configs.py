@@ -155,7 +155,16 @@ def tuned(folder, verdicts) -> None:
     state = {
         "identity": {"vllm": "0.26.0"},
         "verdicts": {
-            str(tokens): {"tokens": tokens, "ratio": ratio, "low": tokens, "high": tokens if won else tokens - 1}
+            str(tokens): {
+                "tokens": tokens,
+                "stock": ROW,
+                "row": ROW,
+                "stock_us": 2.0,
+                "row_us": 1.0,
+                "ratio": ratio,
+                "low": tokens,
+                "high": tokens if won else tokens - 1,
+            }
             for tokens, ratio, won in verdicts
         },
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from moe_optimizer.errors import DoesNotFitError, ExitCode, UnsupportedError
-from moe_optimizer.inspection import read_vllm_runs
+from moe_optimizer.inspection.vllm_runs import read_vllm_runs
 from moe_optimizer.planner import make_plan
 from tests.builders import (
     cpu_machine,

@@ -76,28 +76,31 @@ def test_an_unknown_section_lists_the_passes(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name: 5", ":1 (name): got 5, expected a text"),
-        ("name: m\npasses: {fp8: {mode: maybe}}", ":2 (passes.fp8.mode): got the text 'maybe', expected `auto`, `on`"),
-        ("name: m\n\nworkload:\n  batch_size: 1.5", ":4 (workload.batch_size): got 1.5, expected a whole number"),
-        ("name: m\nworkload: {batch_size: true}", ":2 (workload.batch_size): got true, expected a whole number"),
-        ("name: m\nworkload: {batch_size: 0}", ":2 (workload.batch_size): got 0, expected at least 1"),
-        ("name: m\nworkload: 3", ":2 (workload): got 3, expected a mapping"),
-        ("name: m\ngpu_memory_utilization: .nan", ":2 (gpu_memory_utilization): got nan, expected a finite number"),
-        ("name: m\ngpu_memory_utilization: 90", ":2 (gpu_memory_utilization): got 90, expected at most 0.99"),
-        ("name: m\npasses: {fp8: {required: on}}", ":2 (passes.fp8.required): got the text 'on', expected true or"),
+        ("name: 5", ":1 (name): got 5, expected a valid string"),
+        ("name: m\npasses: {fp8: {mode: maybe}}", ":2 (passes.fp8.mode): got \"maybe\", expected 'auto', 'on'"),
+        ("name: m\n\nworkload:\n  batch_size: 1.5", ":4 (workload.batch_size): got 1.5, expected a valid integer"),
+        ("name: m\nworkload: {batch_size: true}", ":2 (workload.batch_size): got true, expected a valid integer"),
+        ("name: m\nworkload: {batch_size: 0}", ":2 (workload.batch_size): got 0, expected greater than or equal to 1"),
+        ("name: m\nworkload: 3", ":2 (workload): got 3, expected an object"),
+        ("name: m\ngpu_memory_utilization: .nan", ":2 (gpu_memory_utilization): got NaN, expected a finite number"),
+        (
+            "name: m\ngpu_memory_utilization: 90",
+            ":2 (gpu_memory_utilization): got 90, expected less than or equal to 0.99",
+        ),
+        ("name: m\npasses: {fp8: {required: on}}", ':2 (passes.fp8.required): got "on", expected a valid boolean'),
         (
             "name: m\npasses: {fp8: {keep_bf16_layers: [router, 1]}}",
             "(passes.fp8.keep_bf16_layers.1): got 1, expected a",
         ),
         (
             "name: m\npasses: {fp8: {keep_bf16_layers: [rooter]}}",
-            "(passes.fp8.keep_bf16_layers.0): got the text 'rooter', expected one of `router`, `embeddings`, "
+            '(passes.fp8.keep_bf16_layers.0): got "rooter", expected one of `router`, `embeddings`, '
             "`lm_head`, `attention`, `shared_experts` or a layer as `layers.3`",
         ),
-        ("name: m\npasses: {fp8: null}", ":2 (passes.fp8): got null, expected a mapping"),
+        ("name: m\npasses: {fp8: null}", ":2 (passes.fp8): got null, expected an object"),
         ("{}", ": key `name` is missing"),
-        ("[1]", ":1: got a list, expected a mapping"),
-        ("just words", ":1: got the text 'just words', expected a mapping"),
+        ("[1]", ":1: got [1], expected an object"),
+        ("just words", ':1: got "just words", expected an object'),
     ],
 )
 def test_a_wrong_value_names_line_field_what_was_got_and_expected(tmp_path, text, message):

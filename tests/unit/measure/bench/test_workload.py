@@ -47,7 +47,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest(tmp_path: Path):
         (GOOD.replace("least: 4", "lest: 4"), "lest"),
         (GOOD + "shared_prefix: {tokens: 4}\n", "shared_prefix"),
         (GOOD + "speed: 3\n", "speed"),
-        ("- 1\n", "mapping"),
+        ("- 1\n", "object"),
     ],
 )
 def test_a_wrong_workload_is_an_error_that_names_file_and_field(tmp_path: Path, text: str, named: str):

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optimizer.inspection.tuned_configs import nearest
+from moe_optimizer.inspection.tuning_state import Verdict
 from moe_optimizer.measure.triton_tuning.rows import file_rows, reach
-from moe_optimizer.measure.triton_tuning.state import Verdict
 
 LARGEST = 300
 

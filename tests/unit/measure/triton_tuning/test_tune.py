@@ -5,9 +5,9 @@ import json
 import pytest
 
 from moe_optimizer.errors import InputError
-from moe_optimizer.inspection.tuned_configs import TunedSize, nearest, read_rows, read_tuned_sizes, state_path
+from moe_optimizer.inspection.tuned_configs import nearest, read_rows, state_path
+from moe_optimizer.inspection.tuning_state import load_state, read_tuning
 from moe_optimizer.measure.triton_tuning.search import key_of
-from moe_optimizer.measure.triton_tuning.state import load_state
 from moe_optimizer.measure.triton_tuning.tune import MARGIN, TuneRequest, tune
 from moe_optimizer.specs.triton_shape import TritonShape
 
@@ -62,6 +62,9 @@ def request(folder, tokens=(8, 64, 512), budget_s=1000.0):
         shape=shape, num_experts=8, top_k=2, hidden_size=64, dtype="bfloat16", tokens=tokens, budget_s=budget_s,
         folder=str(folder), shipped_folder=str(folder / "shipped"),
     )  # fmt: skip
+
+
+VERDICT = {"tokens": 8, "stock": {}, "row": {}, "stock_us": 2.0, "row_us": 1.0, "ratio": 2.0, "low": 1, "high": 8}
 
 
 def run(bench, folder, **changes):
@@ -161,14 +164,17 @@ def test_a_configuration_of_the_users_own_is_not_replaced(tmp_path):
 
 def test_what_it_measured_for_the_sizes_that_won_is_read_back(tmp_path):
     run(FakeBench({8: 1.2, 64: 1.01, 512: 1.1}), tmp_path)
-    assert read_tuned_sizes(tmp_path / NAME) == (
-        TunedSize(tokens=8, ratio=10 / (10 / 1.2), vllm_version="0.26.0"),
-        TunedSize(tokens=512, ratio=10 / (10 / 1.1), vllm_version="0.26.0"),
-    )
+    state = read_tuning(tmp_path / NAME)
+    assert state is not None
+    assert state.identity["vllm"] == "0.26.0"
+    assert {each.tokens: each.ratio for each in state.verdicts.values() if each.won} == {
+        8: 10 / (10 / 1.2),
+        512: 10 / (10 / 1.1),
+    }
 
 
 def test_a_configuration_that_no_tuning_made_has_nothing_measured(tmp_path):
-    assert read_tuned_sizes(tmp_path / NAME) == ()
+    assert read_tuning(tmp_path / NAME) is None
 
 
 @pytest.mark.parametrize(
@@ -176,14 +182,15 @@ def test_a_configuration_that_no_tuning_made_has_nothing_measured(tmp_path):
     [
         {"verdicts": {}},
         {"identity": {"vllm": "0.26.0"}, "verdicts": {"8": {"tokens": 8}}},
-        {"identity": {"vllm": "0.26.0"}, "verdicts": {"8": {"tokens": 8, "ratio": float("nan"), "low": 1, "high": 8}}},
+        {"identity": {"vllm": "0.26.0"}, "verdicts": {"8": VERDICT | {"ratio": float("nan")}}},
+        {"identity": {"vllm": "0.26.0"}, "verdicts": {"8": VERDICT | {"tokens": 0}}},
         {"identity": {"vllm": "0.26.0"}, "verdicts": []},
     ],
 )
 def test_measurements_that_cannot_be_read_are_an_error(tmp_path, state):
     state_path(tmp_path / NAME).write_text(json.dumps(state), encoding="utf-8")
-    with pytest.raises(InputError, match=r"H200\.tuning\.json: not a tuning: "):
-        read_tuned_sizes(tmp_path / NAME)
+    with pytest.raises(InputError, match=r"H200\.tuning\.json: not a tuning of this version: "):
+        read_tuning(tmp_path / NAME)
 
 
 def test_a_broken_state_is_the_users_to_delete(tmp_path):

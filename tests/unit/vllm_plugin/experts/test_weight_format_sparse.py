@@ -120,8 +120,8 @@ def test_norms_are_over_all_calls_and_of_the_experts_own_tokens() -> None:
     weights, norms = KernelWeights(format="plain", w13=w13, w2=w2), ActivationNorms()
     calls = [layer_call(tokens, even=(0, 1), odd=(2, 1)) for tokens in (6, 2)]
     for call in calls:
-        norms.add(weights, call)
-    ((x, h),) = norms.by_address().values()
+        norms.add(0, weights, call)
+    ((x, h),) = norms.by_layer().values()
     inputs = torch.cat([call.x for call in calls]).float()
     torch.testing.assert_close(x, inputs.norm(dim=0))
     for expert, rows in ((0, inputs[0::2]), (1, inputs), (2, inputs[1::2])):

@@ -1,8 +1,9 @@
-"""Keeps what a tuning has measured beside the configuration, so that a stopped one goes on where it was."""
+"""Keeps what a tuning has measured beside the configuration: a stopped one goes on from it, and plans name its gain."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from moe_optimizer.errors import InputError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.inspection.json_file import read_json_object
-from moe_optimizer.inspection.tuned_configs import Row
+from moe_optimizer.inspection.tuned_configs import Row, state_path
 from moe_optimizer.plan.json_codec import decode, encode
 
 _MAX_BYTES = 32 << 20
@@ -32,6 +33,11 @@ class Verdict:
     low: int
     high: int
     """The row is used for the sizes [low, high]; high < low: for none."""
+
+    def __post_init__(self) -> None:
+        """Raise an InputError for what no measurement gives."""
+        if not (math.isfinite(self.ratio) and self.ratio > 0 and self.tokens >= 1):
+            raise InputError(f"got ratio {self.ratio} at {self.tokens} tokens, expected numbers above 0")
 
     @property
     def won(self) -> bool:
@@ -70,14 +76,28 @@ def load_state(path: Path, identity: dict[str, Any]) -> TuneState:
     data = read_json_object(path, max_bytes=_MAX_BYTES)
     if data.get("identity") != identity:
         return TuneState(identity=identity)
-    try:
-        state = decode(TuneState, data, origin="state")
-    except InputError as error:
-        raise InputError(
-            f"{path}: not a tuning of this version: {error}", hint="delete the file to start anew"
-        ) from None
+    state = _decoded(data, path)
     if state.trying is not None:
         tokens, key = state.trying
         state.measured.setdefault(tokens, {})[key] = None
         state.trying = None
     return state
+
+
+def read_tuning(config: Path) -> TuneState | None:
+    """Return what the tuning that made a configuration measured; None where no tuning made it.
+
+    Raises:
+        InputError: what it left beside the configuration cannot be read.
+    """
+    path = state_path(config)
+    return _decoded(read_json_object(path, max_bytes=_MAX_BYTES), path) if path.exists() else None
+
+
+def _decoded(data: dict[str, object], path: Path) -> TuneState:
+    try:
+        return decode(TuneState, data, origin="state")
+    except InputError as error:
+        raise InputError(
+            f"{path.name}: not a tuning of this version: {error}", hint="delete the file to start anew"
+        ) from None
