@@ -141,6 +141,7 @@ def _report(plan: Plan, folder: RunFolder, start_up_s: float, progress: Progress
         log="",
         plan_digest=plan.digest,
         start_up_s=start_up_s,
+        phases_s={},
         servers=(),
         passes=(),
     )
