@@ -41,7 +41,9 @@ def register() -> None:
         return
 
     from moe_optimizer.env import read_environment
+    from moe_optimizer.lifeline import watch_launcher
 
+    watch_launcher()
     environment = read_environment()
     if environment.plan is not None:
         _apply_plan_file(environment.plan)

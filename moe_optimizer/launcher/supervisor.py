@@ -16,7 +16,6 @@ from moe_optimizer.launcher.address import who_is_answered
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.evidence import Evidence
 from moe_optimizer.launcher.http_client import api_key
-from moe_optimizer.launcher.process import process_is_alive
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.launcher.server_info import RunningServer, ServerInfo
 from moe_optimizer.launcher.server_log import followed
@@ -25,6 +24,7 @@ from moe_optimizer.launcher.start_up_ledger import StartUpLedger, render_phases
 from moe_optimizer.launcher.stop_signals import StopRequestedError
 from moe_optimizer.launcher.warm_up_deployment import warm_up_deployment
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.server_processes import process_is_alive
 
 _POLL_S = 0.2
 _HEALTH_INTERVAL_S = 0.5

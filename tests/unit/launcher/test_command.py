@@ -21,13 +21,19 @@ def plan() -> Plan:
 def test_the_command_line_of_the_cpu_build_is_avoided(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_command, "_has_distribution", lambda name: False)
     command = server_command.server_command(plan, plan.serve_args)
-    assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", plan.model.path]
+    assert command[1:6] == [
+        "-m",
+        "moe_optimizer.supervised",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        plan.model.path,
+    ]
 
 
 def test_vllm_serve_is_used_where_it_works(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_command, "_has_distribution", lambda name: True)
     command = server_command.server_command(plan, plan.serve_args)
-    assert command[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", plan.model.path]
+    assert command[1:6] == ["-m", "moe_optimizer.supervised", "vllm.entrypoints.cli.main", "serve", plan.model.path]
 
 
 def test_requests_are_finished_before_a_stop_unless_the_user_says_otherwise(plan: Plan) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from tests.free_ports import free_port
 from tests.run_processes import processes_of
 from tests.served_until import serve
 
-FAKE = Path(__file__).with_name("fake_server.py")
+FAKE = ("-m", "moe_optimizer.supervised", "tests.unit.launcher.fake_server")
 ROOT = Path(__file__).parents[3]
 PASS = frozenset({"flash_dmoe"})
 
@@ -45,7 +46,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
     def make(*behaviour: str, port: int | None = None) -> Plan:
         port = port or free_port()
-        command = [sys.executable, str(FAKE), str(port), *behaviour]
+        command = [sys.executable, *FAKE, str(port), *behaviour]
         monkeypatch.setattr(deployment, "server_command", lambda plan, arguments: command)
         return make_plan(request(tiny_moe(), cpu_machine(), port=port, wishes=OURS))
 
@@ -310,7 +311,7 @@ def launcher(fake: Fake, tmp_path: Path) -> Iterator[Callable[..., subprocess.Po
         plan = fake(port=port)
         source = tmp_path / "planned.json"
         source.write_text(plan.to_json())
-        arguments = [str(source), str(tmp_path / "run"), str(FAKE), str(port), *behaviour]
+        arguments = [str(source), str(tmp_path / "run"), *FAKE, str(port), *behaviour]
         started.append(
             subprocess.Popen([sys.executable, "-c", LAUNCHER, *arguments], stderr=subprocess.PIPE, text=True)
         )
@@ -325,7 +326,7 @@ def launcher(fake: Fake, tmp_path: Path) -> Iterator[Callable[..., subprocess.Po
             left.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_starting_stops_everything(
     launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -361,19 +362,39 @@ def test_a_signal_while_serving_stops_everything(
     assert not processes_of(tmp_path / "run")
 
 
-def test_the_server_is_asked_to_stop_when_the_launcher_is_killed(
-    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
+def started(run_dir: Path) -> bool:
+    return bool(processes_of(run_dir))
+
+
+def has_a_child(run_dir: Path) -> bool:
+    return len(processes_of(run_dir)) == 2
+
+
+def answers(run_dir: Path) -> bool:
+    log = run_dir / "server.log"
+    return log.is_file() and "asked\n" in log.read_text()
+
+
+# While the server imports, loads, ignores the signal, and answers. Its child ignores signals and knows no launcher.
+@pytest.mark.parametrize(
+    ("behaviour", "moment"),
+    [
+        (("silent",), started),
+        (("silent", "escape"), has_a_child),
+        (("silent", "stubborn"), has_a_child),
+        (("unproven", "mute"), answers),
+    ],
+)
+def test_nothing_outlives_a_launcher_that_is_killed(
+    launcher: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+    behaviour: tuple[str, ...],
+    moment: Callable[[Path], bool],
 ) -> None:
-    process = launcher("silent")
-    eventually(lambda: len(processes_of(tmp_path / "run")) == 2, "the server did not start")
+    process, run_dir = launcher(*behaviour), tmp_path / "run"
+    eventually(lambda: moment(run_dir), "the server did not get there")
     process.kill()
     process.wait(timeout=60)
-
-    def is_the_server(member: psutil.Process) -> bool:
-        try:
-            return str(FAKE) in member.cmdline()
-        except psutil.NoSuchProcess:
-            return False
-
-    # What the server started is left: it ignores every signal that it is asked with.
-    eventually(lambda: not any(map(is_the_server, processes_of(tmp_path / "run"))), "it outlived its launcher")
+    killed_at = time.monotonic()
+    eventually(lambda: not processes_of(run_dir), "it outlived its launcher")
+    assert time.monotonic() - killed_at < 15

@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 
 from moe_optimizer.errors import ServerFailedError
-from moe_optimizer.launcher import deployment, evidence, launch, supervisor, warm_up
+from moe_optimizer.launcher import deployment, evidence, supervisor, warm_up
 from moe_optimizer.launcher.warm_up import Shapes, requests_for
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import WARMING_FILE
 from tests.builders import OURS, cpu_machine, request, tiny_moe
 from tests.free_ports import free_port
+from tests.served_until import serve
 
 ROOT = Path(__file__).resolve().parents[3]
-FAKE = Path(__file__).with_name("fake_server.py")
+FAKE = ("-m", "moe_optimizer.supervised", "tests.unit.launcher.fake_server")
 SHAPES = Shapes(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=600)
 
 
@@ -37,7 +38,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
 
     def make(*behaviour: str) -> Plan:
         port = free_port()
-        command = [sys.executable, str(FAKE), str(port), *behaviour]
+        command = [sys.executable, *FAKE, str(port), *behaviour]
         monkeypatch.setattr(deployment, "server_command", lambda plan, arguments: command)
         return make_plan(request(tiny_moe(), cpu_machine(), port=port, wishes=OURS, batch_size=4))
 
@@ -56,7 +57,7 @@ def served(plan: Plan, run_dir: Path, limit_s: float) -> list[str]:
         raise Stopped
 
     with pytest.raises(Stopped):
-        launch.serve(plan, run_dir=run_dir, warm_up_s=limit_s, on_ready=on_ready, echo=said.append)
+        serve(plan, run_dir=run_dir, warm_up_s=limit_s, on_ready=on_ready, echo=said.append)
     return said
 
 
@@ -95,7 +96,7 @@ def test_without_a_limit_nothing_is_asked(fake: Callable[..., Plan], tmp_path: P
 
 def test_a_server_that_dies_while_it_is_warmed_up_is_an_error(fake: Callable[..., Plan], tmp_path: Path) -> None:
     with pytest.raises(ServerFailedError):
-        launch.serve(fake("fragile"), run_dir=tmp_path, warm_up_s=60.0, echo=lambda _line: None)
+        serve(fake("fragile"), run_dir=tmp_path, warm_up_s=60.0, echo=lambda _line: None)
 
 
 def test_a_marker_of_an_earlier_run_is_removed(fake: Callable[..., Plan], tmp_path: Path) -> None:
