@@ -18,6 +18,7 @@ from moe_optimizer.plan.serve_args import ServeArguments
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "moe_optimizer"
 _SUPERVISED = (sys.executable, "-m", supervised.__name__)
+_DRAINING = "moe_optimizer.vllm_plugin.draining.RefuseWhileDraining"
 _UNSAFE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
@@ -31,7 +32,8 @@ def server_command(plan: Plan, serve_args: ServeArguments) -> list[str]:
         start = [*_SUPERVISED, "vllm.entrypoints.cli.main", "serve", plan.model.path]
     else:
         start = [*_SUPERVISED, "vllm.entrypoints.openai.api_server", "--model", plan.model.path]
-    return [*start, *serve_args.words]
+    draining = () if env.read_environment().disabled else ("--middleware", _DRAINING)
+    return [*start, *serve_args.words, *draining]
 
 
 def server_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:

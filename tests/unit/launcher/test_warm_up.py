@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moe_optimizer.errors import ServerFailedError
-from moe_optimizer.launcher import deployment, evidence, supervisor, warm_up
+from moe_optimizer.launcher import deployment, evidence, launch, supervisor, warm_up
 from moe_optimizer.launcher.warm_up import Shapes, requests_for
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
