@@ -60,7 +60,7 @@ def command(options: ServeOptions) -> messages.Output | int:
         ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
         warm_up_s=0.0 if options.no_warm_up or settings.disabled else DEFAULT_LIMIT_S,
         stall_timeout_s=DEFAULT_STALL_TIMEOUT_S if options.stall_timeout is None else options.stall_timeout,
-        on_warm_up=lines.release,
+        on_loading=lines.release,
         echo=lines.line,
         verbose=options.verbose,
     )

@@ -22,6 +22,7 @@ from moe_optimizer.launcher.server_info import RunningServer, ServerInfo
 from moe_optimizer.launcher.server_log import bound, followed
 from moe_optimizer.launcher.service import Service
 from moe_optimizer.launcher.start_up_ledger import StartUpLedger, render_phases
+from moe_optimizer.launcher.start_up_progress import StartUpProgress
 from moe_optimizer.launcher.stop_signals import StopRequestedError
 from moe_optimizer.launcher.warm_up_deployment import warm_up_deployment
 from moe_optimizer.plan.decision import Status
@@ -45,7 +46,7 @@ class Supervisor:
         strict: every pass must run that workers show.
         warm_up_s: how long everything may be driven through the shapes of traffic before it counts as ready; 0: not.
         stall_timeout_s: how long requests may make no progress until the server counts as hanging; 0: for ever.
-        on_warm_up: called before that, when everything answers and the required passes run.
+        on_loading: called once vLLM has taken its arguments and loads weights, and again before the warm-up.
         echo: takes the messages for the user, line by line; None: there are none.
         verbose: copy the logs to stderr as they grow.
     """
@@ -59,12 +60,12 @@ class Supervisor:
         strict: bool = False,
         warm_up_s: float = 0.0,
         stall_timeout_s: float = 0.0,
-        on_warm_up: Callable[[], None] | None = None,
+        on_loading: Callable[[], None] | None = None,
         echo: Callable[[str], None] | None = None,
         verbose: bool = False,
     ) -> None:
         self._plan = plan
-        self._warm_up_s, self._on_warm_up = warm_up_s, on_warm_up or (lambda: None)
+        self._warm_up_s, self._on_loading = warm_up_s, on_loading or (lambda: None)
         self._echo = echo or (lambda _line: None)
         self._verbose = verbose
         self._stall_timeout_s = stall_timeout_s
@@ -135,12 +136,14 @@ class Supervisor:
         Raises: see `launch.serving`.
         """
         deadline = self._started_at + timeout_s
+        progress = StartUpProgress(self._plan, self._deployment.servers[0].folder.log_path, self._echo)
         for server in self._deployment.servers:
-            self._wait_for(server, deadline, timeout_s)
+            self._wait_for(server, deadline, timeout_s, lambda: self._show(progress))
         if self._deployment.router is not None:
             self._start(self._deployment.router)
             self._wait_for(self._deployment.router, deadline, timeout_s)
         self._ledger.ended("vLLM answers")
+        progress.ended()
         front = self._deployment.front
         if self._warm_up_s:
             # What the proofs need is asked first: its prompts may be in no cache yet.
@@ -183,7 +186,7 @@ class Supervisor:
         return self.info
 
     def _warm_up(self) -> None:
-        self._on_warm_up()
+        self._on_loading()
         result = warm_up_deployment(
             self._plan, self._deployment, self._model(), limit_s=self._warm_up_s, pause=self._pause, say=self._echo
         )
@@ -191,8 +194,16 @@ class Supervisor:
             server.folder.set_warming(warming=False)
         self._echo(result.in_words())
 
-    def _wait_for(self, service: Service, deadline: float, timeout_s: float) -> None:
+    def _show(self, progress: StartUpProgress) -> None:
+        progress.look()
+        if progress.past_arguments:
+            self._on_loading()
+
+    def _wait_for(
+        self, service: Service, deadline: float, timeout_s: float, look: Callable[[], None] = lambda: None
+    ) -> None:
         while not service.becomes_ready():
+            look()
             if time.monotonic() > deadline:
                 raise service.failed(f"not ready after {timeout_s:.0f} s")
             self._pause(_HEALTH_INTERVAL_S)
