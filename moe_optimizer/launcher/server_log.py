@@ -30,7 +30,7 @@ _USAGE_ERROR = re.compile(r"^\S+: error: (\S.*)$")
 _REFUSED = re.compile(r"(?:[a-z_]\w*\.)*(?:ValueError|ValidationError): ")
 # pydantic explains on the line after the error's name, and appends values that do not help a user.
 _DETAIL = re.compile(r"^\s+(?:Value error, )?(.*?)(?: \[type=.*)?$")
-_READING = ("checkpoint shards", "Loading weights took", "Model loading took")
+READING = ("checkpoint shards", "Loading weights took", "Model loading took")
 """Parts of lines that vLLM writes from when it reads weights; a later failure is not a refused argument."""
 
 
@@ -56,7 +56,7 @@ def refusal(log_path: Path, status: int) -> str:
         return printable(found[-1])[:_MAX_CAUSE] if found else ""
     cause = root_cause(log_path)
     refused = _REFUSED.match(cause)
-    if refused is None or any(words in line for line in lines for words in _READING):
+    if refused is None or any(words in line for line in lines for words in READING):
         return ""
     return cause[refused.end() :]
 

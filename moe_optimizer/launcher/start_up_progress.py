@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moe_optimizer.files import write_atomically
+from moe_optimizer.launcher.server_log import READING
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.resources import cache_dir
 
@@ -43,7 +44,7 @@ class StartUpProgress:
         self._began = self._phase_began = time.monotonic()
         self._expected = self._read_expected()
         self.past_arguments = False
-        """Weights are being loaded: what vLLM says of its arguments it has said."""
+        """Weights are being read: what vLLM says of its arguments it has said."""
 
     def look(self) -> None:
         """Read what the log has more, and say which phases have ended."""
@@ -55,6 +56,7 @@ class StartUpProgress:
             return
         self._read_bytes += len(new)
         text = self._rest + new
+        self.past_arguments = self.past_arguments or any(words.encode() in text for words in READING)
         self._rest = text[-100:]  # a line may be half written
         while self._left and any(sign in text for sign, _ in self._left):
             sign, phase = self._left.pop(0)
@@ -65,7 +67,6 @@ class StartUpProgress:
         now = time.monotonic()
         self._say(f"{self._phase} {now - self._phase_began:.0f} s; {phase}{self._expected}")
         self._phase, self._phase_began, self._expected = phase, now, ""
-        self.past_arguments = self.past_arguments or len(self._left) < len(_NEXT) - 1
 
     def _read_expected(self) -> str:
         try:

@@ -34,6 +34,7 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 REFUSALS = {
     "usage": ("api_server.py: error: argument --dtype: invalid choice: 'cheese'", 2),
@@ -101,7 +102,7 @@ def write_proof(pid: int, *, refused: bool, wide: bool) -> None:
 _shapes: list[object] = []
 
 
-def compile_for(body: dict[str, object], *, anew: bool) -> None:
+def compile_for(body: dict[str, Any], *, anew: bool) -> None:
     """Count in the proof what a completion compiles; the log says whether it is of a warm-up."""
     from moe_optimizer.proof.record import WARMING_FILE, CompilationProof, ProofWriter, read_proofs
 
