@@ -6,7 +6,6 @@ launcher was killed during start-up would run with nobody to stop it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -58,16 +57,19 @@ def _end_the_server(grace_s: float) -> None:
     from moe_optimizer import server_processes
 
     session, plan_path = os.getsid(0), os.environ.get(env.PLAN, "")
-    if grace_s and session == os.getpid():
-        # Another process does it: this one may end before the others, and then nobody looks after them.
-        command = [sys.executable, "-m", server_processes.__name__, str(session), plan_path, str(grace_s)]
-        outside = {name: value for name, value in os.environ.items() if name != env.PLAN}
-        with contextlib.suppress(OSError):
-            subprocess.Popen(command, env=outside, stdin=subprocess.DEVNULL, start_new_session=True)
+    if session != os.getpid():
+        time.sleep(grace_s)
+        grace_s = 0.0
+    # Another process does it: this one may end before the others, or start one more while it looks for them.
+    command = [sys.executable, "-m", server_processes.__name__, str(session), plan_path, str(grace_s)]
+    outside = {name: value for name, value in os.environ.items() if name != env.PLAN}
+    try:
+        subprocess.Popen(command, env=outside, stdin=subprocess.DEVNULL, start_new_session=True)
+    except OSError:
+        server_processes.kill_members(session, plan_path, trackers_wait_s=0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if grace_s:
         os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(grace_s)
-    server_processes.kill_members(session, plan_path, trackers_wait_s=0)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _started_at(pid: int) -> str:

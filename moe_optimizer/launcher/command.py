@@ -33,7 +33,7 @@ def server_command(plan: Plan, serve_args: ServeArguments) -> list[str]:
     else:
         start = [*_SUPERVISED, "vllm.entrypoints.openai.api_server", "--model", plan.model.path]
     draining = () if env.read_environment().disabled else ("--middleware", _DRAINING)
-    return [*start, *serve_args.words, *draining]
+    return [*start, *draining, *serve_args.words]
 
 
 def server_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:

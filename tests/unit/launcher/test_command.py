@@ -87,3 +87,11 @@ def test_a_plugin_that_vllm_plugins_leaves_out_is_refused(plan: Plan, monkeypatc
         server_command.check_plugin_visible(plan)
     monkeypatch.setenv("VLLM_PLUGINS", "other,moe_optimizer")
     server_command.check_plugin_visible(plan)
+
+
+def test_a_server_refuses_new_requests_while_it_stops_unless_the_plugin_is_switched_off(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "--middleware" in server_command.server_command(plan, plan.serve_args)
+    monkeypatch.setenv("MOE_OPTIMIZER_DISABLE", "1")
+    assert "--middleware" not in server_command.server_command(plan, plan.serve_args)
