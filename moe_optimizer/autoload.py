@@ -41,9 +41,11 @@ def register() -> None:
         return
 
     from moe_optimizer.env import read_environment
+    from moe_optimizer.lifeline import watch_launcher
     from moe_optimizer.log import configure_inside_vllm
 
     configure_inside_vllm()
+    watch_launcher()
     environment = read_environment()
     if environment.plan is not None:
         _apply_plan_file(environment.plan)

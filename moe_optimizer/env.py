@@ -25,8 +25,10 @@ HARDWARE = "MOE_OPTIMIZER_HARDWARE"
 """Plan for this entry of configs/hardware instead of this machine."""
 CALIBRATE = "MOE_OPTIMIZER_CALIBRATE"
 """Time limit in seconds for measuring kernels in `serve`, if no table of kernel speeds fits; 0: never."""
+LAUNCHER = "MOE_OPTIMIZER_LAUNCHER"
+"""Process with which this one ends, by id and start time; the launcher sets it."""
 
-NAMES = (PROFILE, PLAN, RUN_DIR, DISABLE, HARDWARE, CALIBRATE)
+NAMES = (PROFILE, PLAN, RUN_DIR, DISABLE, HARDWARE, CALIBRATE, LAUNCHER)
 _PREFIX = "MOE_OPTIMIZER_"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")

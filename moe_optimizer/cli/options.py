@@ -40,6 +40,7 @@ DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_READY_TIMEOUT_S = 1800.0
+DEFAULT_STALL_TIMEOUT_S = 60.0
 DEFAULT_CALIBRATE_S = 30.0
 
 
@@ -245,6 +246,12 @@ class ServeOptions(PlanOptions):
         "SECONDS",
         f"Stop if the server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
         seconds,
+    )
+    stall_timeout: float | None = _option(
+        "--stall-timeout",
+        "SECONDS",
+        f"Stop if requests make no progress for so long; 0: never.  [default: {DEFAULT_STALL_TIMEOUT_S:g}]",
+        seconds_or_none,
     )
     calibrate: float | None = _option(
         "--calibrate",

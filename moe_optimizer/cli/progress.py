@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
@@ -31,8 +32,18 @@ class ProgressLines:
         if self._held is not None:
             self._held.append(text)
             return
-        sys.stderr.write(f"{printable(text)}\n")
-        sys.stderr.flush()
+        try:
+            sys.stderr.write(f"{printable(text)}\n")
+            sys.stderr.flush()
+        except OSError as error:
+            # The terminal was closed: SIGHUP comes as well, and nobody reads what is said until then.
+            if error.errno != errno.EIO:
+                raise
+
+    def last(self, text: str) -> None:
+        """Write the line with which the command ends; what is still held is dropped."""
+        self._held = None
+        self.line(text)
 
     def warn(self, warnings: Iterable[str]) -> None:
         """Write each warning as a line of its own, or hold it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moe_optimizer.cli import INTERRUPTED, embedded, messages
 from moe_optimizer.cli.command_signature import takes
-from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, ServeOptions
+from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, DEFAULT_STALL_TIMEOUT_S, ServeOptions
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.env import read_environment
 from moe_optimizer.errors import ExitCode, InputError
@@ -63,7 +63,8 @@ def command(options: ServeOptions) -> messages.Output | int:
         strict=settings["strict"],
         ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
         warm_up_s=0.0 if options.no_warm_up or settings.disabled else DEFAULT_LIMIT_S,
-        on_warm_up=lines.release,
+        stall_timeout_s=DEFAULT_STALL_TIMEOUT_S if options.stall_timeout is None else options.stall_timeout,
+        on_loading=lines.release,
         echo=lines.line,
         verbose=options.verbose,
     )
@@ -75,8 +76,11 @@ def command(options: ServeOptions) -> messages.Output | int:
             messages.write_data(messages.as_json_text(described))
             sys.stdout.flush()
         run.watch()
+    if ready:
+        return ExitCode.OK
     # Stopped before it was ready: that is an interrupt, not the end of a run.
-    return ExitCode.OK if ready else INTERRUPTED
+    lines.last("interrupted")
+    return INTERRUPTED
 
 
 def _run_dir(options: ServeOptions, model_name: str) -> Path:

@@ -7,15 +7,18 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from moe_optimizer import env
+from moe_optimizer import env, supervised
 from moe_optimizer.child_process import python_command, python_environment
 from moe_optimizer.errors import InputError, UnsupportedError
 from moe_optimizer.launcher.compile_caches import compile_caches
+from moe_optimizer.lifeline import this_process
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "moe_optimizer"
+_SUPERVISED = ("-m", supervised.__name__)
+_DRAINING = "moe_optimizer.vllm_plugin.draining.RefuseWhileDraining"
 _UNSAFE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
@@ -26,10 +29,11 @@ def server_command(plan: Plan, serve_args: ServeArguments) -> list[str]:
     line dies looking up its own version; there the server module behind it is started, which takes the same flags.
     """
     if _has_distribution("vllm"):
-        start = python_command("-m", "vllm.entrypoints.cli.main", "serve", plan.model.path)
+        start = python_command(*_SUPERVISED, "vllm.entrypoints.cli.main", "serve", plan.model.path)
     else:
-        start = python_command("-m", "vllm.entrypoints.openai.api_server", "--model", plan.model.path)
-    return [*start, *serve_args.words]
+        start = python_command(*_SUPERVISED, "vllm.entrypoints.openai.api_server", "--model", plan.model.path)
+    draining = () if env.read_environment().disabled else ("--middleware", _DRAINING)
+    return [*start, *draining, *serve_args.words]
 
 
 def server_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -53,6 +57,7 @@ def server_environment(plan: Plan, plan_path: Path, environ: Mapping[str, str] |
         **python_environment(kept),
         **plan.serve_env,
         env.PLAN: str(plan_path),
+        env.LAUNCHER: this_process(),
     }
 
 

@@ -13,7 +13,7 @@ from moe_optimizer.launcher.command import check_plugin_visible, server_command,
 from moe_optimizer.launcher.http_client import ServerClient, api_key
 from moe_optimizer.launcher.router import check_group_can_run, router_command, router_environment
 from moe_optimizer.launcher.run_folder import RunFolder
-from moe_optimizer.launcher.service import Service
+from moe_optimizer.launcher.service import START_GRACE_S, Service
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.server_group import RUN_DIR, ServerRole
 
@@ -85,12 +85,16 @@ class Deployment:
         servers = () if self._plan.group is None else self._plan.group.servers
         return any(RUN_DIR in word for server in servers for word in server.serve_args.words)
 
-    def stop(self, hurry: Callable[[], bool]) -> None:
+    def stop(self, hurry: Callable[[], bool], *, drain: bool) -> None:
         """Stop everything that was started and wait until it is gone.
 
         The router stops first: it ends when its requests are answered, for which it needs the servers.
+
+        Args:
+            hurry: says whether to wait no longer.
+            drain: there may be requests to finish.
         """
-        grace_s = self._plan.serve_args.drain_timeout_s() + _STOP_MARGIN_S
+        grace_s = self._plan.serve_args.drain_timeout_s() + _STOP_MARGIN_S if drain else START_GRACE_S
         if self.router is not None:
             self.router.stop(grace_s=grace_s, hurry=hurry)
         for server in self.servers:

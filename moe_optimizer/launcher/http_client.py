@@ -10,6 +10,8 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from moe_optimizer.proof.record import HEARTBEAT_PATH
+
 _HEALTH_TIMEOUT_S = 5.0
 """Chosen: a server that answers later is asked again."""
 _TIMEOUT_S = 30.0
@@ -61,13 +63,16 @@ class ServerClient:
         """
         return int(self._request("/v1/models")["data"][0]["max_model_len"])
 
-    def metrics(self) -> str:
-        """Return the page of the server's metrics.
+    def metrics(self, *names: str, timeout_s: float = _TIMEOUT_S) -> str:
+        """Return the page of the server's metrics, or of those alone that are named: the others cost it time.
 
         Raises:
             OSError: it does not answer.
         """
-        return self._read(f"{self.base_url}/metrics", _TIMEOUT_S).decode("utf-8", errors="replace")
+        path = HEARTBEAT_PATH if names else "/metrics"
+        query = "".join(f"&name[]={name}" for name in names)
+        page = self._read(f"{self.base_url}{path}{query}", timeout_s)
+        return page.decode("utf-8", errors="replace")
 
     def complete(self, prompt: str | list[int], *, max_tokens: int, timeout_s: float) -> str:
         """Return a greedy completion of a text, or of token ids.

@@ -37,7 +37,8 @@ def serving(
     strict: bool = False,
     ready_timeout_s: float = 600.0,
     warm_up_s: float = 0.0,
-    on_warm_up: Callable[[], None] | None = None,
+    stall_timeout_s: float = 0.0,
+    on_loading: Callable[[], None] | None = None,
     echo: Callable[[str], None] | None = None,
     verbose: bool = False,
 ) -> Iterator[Supervisor]:
@@ -47,7 +48,7 @@ def serving(
     processes is left at the end, however the block ends.
 
     Args:
-        plan, run_dir, require, strict, warm_up_s, on_warm_up, echo, verbose: see `Supervisor`.
+        plan, run_dir, require, strict, warm_up_s, stall_timeout_s, on_loading, echo, verbose: see `Supervisor`.
         ready_timeout_s: how long everything may take to answer.
 
     Raises:
@@ -57,8 +58,8 @@ def serving(
         ServerFailedError: a server or the router died, or was not ready in time; the message has its last lines.
     """
     run = Supervisor(
-        plan, run_dir, require=require, strict=strict, warm_up_s=warm_up_s, on_warm_up=on_warm_up,
-        echo=echo, verbose=verbose,
+        plan, run_dir, require=require, strict=strict, warm_up_s=warm_up_s, stall_timeout_s=stall_timeout_s,
+        on_loading=on_loading, echo=echo, verbose=verbose,
     )  # fmt: skip
     with collected_stops() as stops, run.started(stops):
         run.wait_until_ready(ready_timeout_s)

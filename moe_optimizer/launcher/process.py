@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +13,16 @@ from pathlib import Path
 import psutil
 
 from moe_optimizer import env
+from moe_optimizer.server_processes import kill_members, members_of
 
-_PR_SET_PDEATHSIG = 1
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _KILL_WAIT_S = 30.0
 """Chosen: a killed process first returns its memory, which takes seconds on a busy machine."""
-_TRACKER_WAIT_S = 10.0
-"""Chosen: a tracker ends in milliseconds once the others are gone; killed, it would leave shared memory."""
 _POLL_S = 0.1
 
 
 class ServerProcess:
     """A running `vllm serve`, or the router before several.
-
-    vLLM's engine and workers are found by their session, and by the plan in their environment, which they keep when
-    they change their session or lose their parent.
 
     Args:
         command: argument list, no shell.
@@ -41,17 +34,6 @@ class ServerProcess:
         self.log_path = log_path
         self._marker = environment[env.PLAN]
         self._asked_to_stop = False
-        launcher = os.getpid()
-        libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: nothing may be allocated after it
-
-        def die_with_launcher() -> None:
-            # The kernel sends SIGTERM when the launcher is killed with SIGKILL. The launcher's handler, inherited until
-            # the server's own program runs, would ignore it.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != launcher:
-                os._exit(1)
-
         log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         try:
@@ -63,7 +45,6 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 # Its own session: Ctrl-C at the terminal reaches the launcher only, which then drains the server.
                 start_new_session=True,
-                preexec_fn=die_with_launcher,  # noqa: PLW1509 - calls signal, prctl, getppid and _exit only
             )
         finally:
             os.close(descriptor)
@@ -97,37 +78,14 @@ class ServerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kill every process of this server and wait until they are gone.
-
-        Python's resource trackers get time to end by themselves, since they remove the shared memory of the others.
-        """
-        now = time.monotonic()
-        deadline, trackers_end = now + _KILL_WAIT_S, now + _TRACKER_WAIT_S
-        while time.monotonic() < deadline:
-            members = self.members()
-            for process in members:
-                if time.monotonic() < trackers_end and _tracks_resources(process):
-                    continue
-                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                    process.kill()
-            self.poll()
-            if not members:
-                break
-            psutil.wait_procs(members, timeout=_POLL_S)
+        """Kill every process of this server and wait until they are gone."""
+        kill_members(self.pid, self._marker)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_KILL_WAIT_S)
 
     def members(self) -> list[psutil.Process]:
         """Return the living processes of this server, zombies left out."""
-        return [process for process in psutil.process_iter() if self._is_member(process)]
-
-    def _is_member(self, process: psutil.Process) -> bool:
-        try:
-            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
-                return False
-            return os.getsid(process.pid) == self.pid or process.environ().get(env.PLAN) == self._marker
-        except (psutil.Error, OSError):
-            return False
+        return members_of(self.pid, self._marker)
 
     def last_lines(self, count: int) -> list[str]:
         """Return the last lines of the log, at most `count`, without colours."""
@@ -139,21 +97,3 @@ class ServerProcess:
         except OSError:
             return []
         return [line for line in _COLOR.sub("", text).splitlines() if line.strip()][-count:]
-
-
-def _tracks_resources(process: psutil.Process) -> bool:
-    """Return whether it is the process that multiprocessing starts to clean up after the others."""
-    try:
-        return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
-    except psutil.Error:
-        return False
-
-
-def process_is_alive(pid: int) -> bool:
-    """Return whether a process of this machine still runs; a zombie does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:
-        return True

@@ -7,9 +7,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from moe_optimizer import env
+from moe_optimizer import env, supervised
 from moe_optimizer.child_process import python_command, python_environment
 from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.lifeline import this_process
 from moe_optimizer.plan.pass_params import DisaggregationParams
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
@@ -46,7 +47,7 @@ def check_group_can_run(plan: Plan, environ: Mapping[str, str] | None = None) ->
 
 def router_command(router_args: ServeArguments) -> list[str]:
     """Return the argument list that starts the router."""
-    return python_command("-m", "vllm_router.launch_router", *router_args.words)
+    return python_command("-m", supervised.__name__, "vllm_router.launch_router", *router_args.words)
 
 
 def router_environment(plan_path: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -54,4 +55,4 @@ def router_environment(plan_path: Path, environ: Mapping[str, str] | None = None
     environ = os.environ if environ is None else environ
     # The router would send the key to every server, and reach servers on this machine through the proxy.
     kept = {name: value for name, value in environ.items() if name.upper() not in _NOT_FOR_THE_ROUTER}
-    return {**python_environment(kept), env.PLAN: str(plan_path)}
+    return {**python_environment(kept), env.PLAN: str(plan_path), env.LAUNCHER: this_process()}

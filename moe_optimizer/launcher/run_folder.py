@@ -12,12 +12,14 @@ from pathlib import Path
 from moe_optimizer.errors import InputError
 from moe_optimizer.files import make_private_folder, write_atomically
 from moe_optimizer.plan.plan import PLAN_FILE, Plan
-from moe_optimizer.proof.record import PROOF_DIR, WARMING_FILE
+from moe_optimizer.proof.record import DRAINING_FILE, PROOF_DIR, WARMING_FILE
 from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR
 
 LOCK_FILE = "launcher.lock"
 LOG_FILE = "server.log"
 _MAX_PID_BYTES = 20
+_LEAST_FREE_BYTES = 64 * 2**20
+"""Chosen: plan, proofs and the log of a start take under 2 MiB; a log is moved aside at 64."""
 
 
 class RunFolder:
@@ -48,7 +50,7 @@ class RunFolder:
             for folder in (PROOF_DIR, PARTS_DIR):
                 for old in (self.path / folder).glob("*.json"):
                     old.unlink()
-            for name in (LOAD_FILE, WARMING_FILE):
+            for name in (LOAD_FILE, WARMING_FILE, DRAINING_FILE):
                 (self.path / name).unlink(missing_ok=True)
         except OSError as error:
             raise self._refused(error) from None
@@ -61,17 +63,29 @@ class RunFolder:
         else:
             marker.unlink(missing_ok=True)
 
+    def set_draining(self) -> None:
+        """Tell the API server that it ends: it takes no new requests."""
+        # On a full disk new requests end with the server: no reason to leave it running.
+        with contextlib.suppress(OSError):
+            (self.path / DRAINING_FILE).touch(mode=0o600)
+
     def check(self) -> None:
         """Refuse a folder that `locked` would refuse, and leave nothing behind.
 
         Raises:
-            InputError: another launcher holds it, or it cannot be written.
+            InputError: another launcher holds it, it cannot be written, or its disk is nearly full.
         """
         missing = self._missing_folders()
         with self.locked():
+            free = shutil.disk_usage(self.path).free
             if missing:
                 (self.path / LOCK_FILE).unlink()
         _remove_empty(missing)
+        if free < _LEAST_FREE_BYTES:
+            raise InputError(
+                f"run folder {self.path}: got {free >> 20} MiB free there, expected {_LEAST_FREE_BYTES >> 20} MiB",
+                hint="make room there, or give another folder with --run-dir",
+            )
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -6,14 +6,17 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
+from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError, printable
+from moe_optimizer.launcher.heartbeat import named_role
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.process import ServerProcess
 from moe_optimizer.launcher.run_folder import RunFolder
-from moe_optimizer.launcher.server_log import refusal, root_cause
+from moe_optimizer.launcher.server_log import killed_processes, refusal, root_cause
+from moe_optimizer.proof.record import read_proofs
 
-_START_GRACE_S = 15.0
-"""Chosen: a server that is still loading has no requests to finish."""
+START_GRACE_S = 1.0
+"""Chosen: a server that is still starting has no requests to finish."""
+_OUT_OF_MEMORY = ", probably out of memory"
 _LOG_LINES = 20
 
 
@@ -60,10 +63,24 @@ class Service:
         if refused and self.takes_user_arguments and not self.ready:
             return InputError(f"vLLM refuses its arguments: {refused}", hint=self.log_hint)
         when = "while serving" if self.ready else "during start-up"
+        if killed := self._killed():
+            return ServerFailedError(f"{self.title} ended {when}: {killed}", hint=self.log_hint)
         # vLLM ends with status 0 when its engine is killed, so the status says little.
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         cause = root_cause(self.folder.log_path)
         return self.failed(f"ended {when} ({how}){f': {cause}' if cause else ''}")
+
+    def _killed(self) -> str:
+        """Return in words which of its processes were killed by a signal, "" when its log says of none."""
+        try:
+            roles = {str(proof.pid): named_role(proof.role) for proof in read_proofs(self.folder.path)}
+        except InputError:
+            roles = {}
+        said = [
+            f"{roles.get(name, 'process')} {name} was killed by {by}{_OUT_OF_MEMORY if by == 'SIGKILL' else ''}"
+            for name, by in killed_processes(self.folder.log_path)
+        ]
+        return printable("; ".join(said))
 
     def failed(self, what: str) -> ServerFailedError:
         """Return the error "TITLE WHAT" with the last lines of its log."""
@@ -74,12 +91,14 @@ class Service:
     def ask_to_stop(self) -> None:
         """Tell it to finish its requests and end; do not wait for it."""
         if self._process is not None:
+            self.folder.set_draining()
             self._process.ask_to_stop()
 
     def stop(self, *, grace_s: float, hurry: Callable[[], bool]) -> None:
         """Stop it and everything it started; one that serves has `grace_s` seconds to finish its requests."""
         if self._process is not None:
-            self._process.stop(grace_s=grace_s if self.ready else min(grace_s, _START_GRACE_S), hurry=hurry)
+            self.folder.set_draining()
+            self._process.stop(grace_s=grace_s if self.ready else min(grace_s, START_GRACE_S), hurry=hurry)
 
     @property
     def log_hint(self) -> str:

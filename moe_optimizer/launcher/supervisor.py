@@ -11,20 +11,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from moe_optimizer.errors import ServerFailedError
+from moe_optimizer.errors import ExitCode, MoeOptimizerError, ServerFailedError
 from moe_optimizer.launcher.address import who_is_answered
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.evidence import Evidence
 from moe_optimizer.launcher.http_client import api_key
-from moe_optimizer.launcher.process import process_is_alive
 from moe_optimizer.launcher.run_folder import RunFolder
+from moe_optimizer.launcher.served import Served
 from moe_optimizer.launcher.server_info import RunningServer, ServerInfo
-from moe_optimizer.launcher.server_log import followed
+from moe_optimizer.launcher.server_log import bound, followed
 from moe_optimizer.launcher.service import Service
 from moe_optimizer.launcher.start_up_ledger import StartUpLedger, render_phases
+from moe_optimizer.launcher.start_up_progress import StartUpProgress
 from moe_optimizer.launcher.stop_signals import StopRequestedError
 from moe_optimizer.launcher.warm_up_deployment import warm_up_deployment
+from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.server_processes import process_is_alive
 
 _POLL_S = 0.2
 _HEALTH_INTERVAL_S = 0.5
@@ -42,7 +45,8 @@ class Supervisor:
         require: passes that must run, besides those that the plan requires.
         strict: every pass must run that workers show.
         warm_up_s: how long everything may be driven through the shapes of traffic before it counts as ready; 0: not.
-        on_warm_up: called before that, when everything answers and the required passes run.
+        stall_timeout_s: how long requests may make no progress until the server counts as hanging; 0: for ever.
+        on_loading: called once vLLM has taken its arguments and loads weights, and again before the warm-up.
         echo: takes the messages for the user, line by line; None: there are none.
         verbose: copy the logs to stderr as they grow.
     """
@@ -55,14 +59,18 @@ class Supervisor:
         require: frozenset[str] = frozenset(),
         strict: bool = False,
         warm_up_s: float = 0.0,
-        on_warm_up: Callable[[], None] | None = None,
+        stall_timeout_s: float = 0.0,
+        on_loading: Callable[[], None] | None = None,
         echo: Callable[[str], None] | None = None,
         verbose: bool = False,
     ) -> None:
         self._plan = plan
-        self._warm_up_s, self._on_warm_up = warm_up_s, on_warm_up or (lambda: None)
+        self._warm_up_s, self._on_loading = warm_up_s, on_loading or (lambda: None)
         self._echo = echo or (lambda _line: None)
         self._verbose = verbose
+        self._stall_timeout_s = stall_timeout_s
+        self._served: Served | None = None
+        self._hangs = False
         self._stops: Sequence[int] = ()
         self._deployment = Deployment(plan, RunFolder(run_dir))
         self._evidence = Evidence(plan, self._deployment, require, strict=strict)
@@ -77,7 +85,7 @@ class Supervisor:
         """
         self._stops = stops
         self._deployment.check()
-        with self._deployment.prepared(), self._followers:
+        with self._summed_up(), self._deployment.prepared(), self._followers:
             self._raise_if_stopped()
             self._started_at = time.monotonic()
             self._ledger = StartUpLedger()
@@ -89,10 +97,29 @@ class Supervisor:
             finally:
                 # Ctrl-C also ends the reader of a pipe: a failed message must not keep the servers alive.
                 try:
-                    if stops:
-                        self._echo("stopping; a second Ctrl-C does not wait for running requests")
+                    if stops and self._served is not None:
+                        self._echo(f"stopping{self._served.to_finish(self._plan.serve_args.drain_timeout_s())}")
                 finally:
-                    self._deployment.stop(hurry=lambda: len(stops) > 1)
+                    self._deployment.stop(
+                        hurry=lambda: len(stops) > 1, drain=self._served is not None and not self._hangs
+                    )
+
+    @contextlib.contextmanager
+    def _summed_up(self) -> Iterator[None]:
+        """Say what was served, once everything has ended; a start that failed has served nothing."""
+        code = ExitCode.OK
+        try:
+            yield
+        except MoeOptimizerError as error:
+            code = error.exit_code
+            raise
+        except Exception as error:
+            code = ExitCode.OK if isinstance(error, StopRequestedError) else ExitCode.BUG
+            raise
+        finally:
+            if self._served is not None:
+                with contextlib.suppress(OSError):
+                    self._echo(self._served.in_words(code))
 
     def _start(self, service: Service) -> None:
         name = "vLLM" if service.title == "server" else f"the {service.title}"
@@ -109,12 +136,14 @@ class Supervisor:
         Raises: see `launch.serving`.
         """
         deadline = self._started_at + timeout_s
+        progress = StartUpProgress(self._plan, self._deployment.servers[0].folder.log_path, self._echo)
         for server in self._deployment.servers:
-            self._wait_for(server, deadline, timeout_s)
+            self._wait_for(server, deadline, timeout_s, lambda: self._show(progress))
         if self._deployment.router is not None:
             self._start(self._deployment.router)
             self._wait_for(self._deployment.router, deadline, timeout_s)
         self._ledger.ended("vLLM answers")
+        progress.ended()
         front = self._deployment.front
         if self._warm_up_s:
             # What the proofs need is asked first: its prompts may be in no cache yet.
@@ -138,6 +167,10 @@ class Supervisor:
             for line in (*render_phases(phases), ""):
                 self._echo(line)
         outcome.require(hint=self._deployment.servers[0].log_hint)
+        self._served = Served(
+            [server.client for server in self._deployment.servers],
+            together=self._plan.decision("disaggregation").status is Status.ON,
+        )
         self.info = ServerInfo(
             base_url=front.client.base_url,
             pid=front.pid,
@@ -153,7 +186,7 @@ class Supervisor:
         return self.info
 
     def _warm_up(self) -> None:
-        self._on_warm_up()
+        self._on_loading()
         result = warm_up_deployment(
             self._plan, self._deployment, self._model(), limit_s=self._warm_up_s, pause=self._pause, say=self._echo
         )
@@ -161,8 +194,16 @@ class Supervisor:
             server.folder.set_warming(warming=False)
         self._echo(result.in_words())
 
-    def _wait_for(self, service: Service, deadline: float, timeout_s: float) -> None:
+    def _show(self, progress: StartUpProgress) -> None:
+        progress.look()
+        if progress.past_arguments:
+            self._on_loading()
+
+    def _wait_for(
+        self, service: Service, deadline: float, timeout_s: float, look: Callable[[], None] = lambda: None
+    ) -> None:
         while not service.becomes_ready():
+            look()
             if time.monotonic() > deadline:
                 raise service.failed(f"not ready after {timeout_s:.0f} s")
             self._pause(_HEALTH_INTERVAL_S)
@@ -192,11 +233,26 @@ class Supervisor:
             for proof in self._evidence.proofs_of(server)
             if proof.role in ("engine", "worker")
         ]
+        assert self._served is not None, "it is not ready"
         while True:
             self._pause(_LIVENESS_INTERVAL_S)
+            self._look_for_stalls(self._served)
+            for server in self._deployment.services:
+                bound(server.folder.log_path)
             for server, proof in watched:
                 if not process_is_alive(proof.pid):
                     self._await_end(server, f"hangs: its {proof.role} process {proof.pid} died")
+
+    def _look_for_stalls(self, served: Served) -> None:
+        for server, heartbeat in zip(self._deployment.servers, served.heartbeats, strict=True):
+            stalled_s = heartbeat.beat()
+            hangs = 0 < self._stall_timeout_s <= stalled_s
+            if hangs or heartbeat.warning(stalled_s):
+                what = heartbeat.in_words(stalled_s, server.pid, self._evidence.proofs_of(server))
+                if hangs:
+                    self._hangs = True
+                    raise server.failed(what)
+                self._echo(f"warning: {server.title} {what}")
 
     def _await_end(self, server: Service, otherwise: str) -> NoReturn:
         """Give vLLM the time to notice that one of its processes died: its own end says more."""

@@ -32,7 +32,9 @@ PLAN = MODEL | {
     *(f"--disable-{name}" for name in SWITCHED),
 }  # fmt: skip
 SURFACE = {
-    "serve": COMMON | PLAN | {"--dry-run", "--run-dir", "--ready-timeout", "--calibrate", "--no-warm-up"},
+    "serve": COMMON
+    | PLAN
+    | {"--dry-run", "--run-dir", "--ready-timeout", "--stall-timeout", "--calibrate", "--no-warm-up"},
     "inspect": COMMON | MODEL,
     "plan": COMMON | PLAN | {"--explain", "--nodes", "--render"},
     "bench": COMMON | PLAN | {

@@ -58,6 +58,7 @@ def test_an_interrupt_while_the_server_starts_leaves_nothing(serve: Any) -> None
     finished = serve("silent escape unproven", interrupt_when=lambda pids: any(map(is_server, pids)))
     assert finished.code == INTERRUPTED, finished
     assert finished.stdout == ""
+    assert finished.stderr == "interrupted\n"
     assert "Traceback" not in finished.stderr
     assert "error" not in finished.stderr
     assert finished.left_running == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from moe_optimizer.errors import ExitCode, ServerFailedError
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.launcher.replica_traffic import prompt_tokens
+from moe_optimizer.launcher.run_folder import RunFolder
+from moe_optimizer.launcher.traffic import Traffic, read_traffic
 from moe_optimizer.plan.decision import Applier, Status, Wish
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
@@ -39,6 +42,9 @@ class Seen:
     """On the bundled model's held-out text."""
     prompt_tokens: int | None
     metrics: str
+    traffic: Traffic | None
+    health_when_marked: tuple[int, bool]
+    """Status of /health once the launcher has marked the folder, and whether it says when to come again."""
     end: str = ""
     exit_code: ExitCode = ExitCode.OK
 
@@ -80,7 +86,9 @@ def _serve(plan: Plan, run_dir: Path) -> Seen:
         with urllib.request.urlopen(f"{info.base_url}/metrics", timeout=300) as response:
             metrics = response.read().decode()
         counted = prompt_tokens(ServerClient(info.base_url))
-        visits.append(Seen(plan, info, answers, perplexity, counted, metrics))
+        traffic = read_traffic(ServerClient(info.base_url))
+        RunFolder(run_dir).set_draining()
+        visits.append(Seen(plan, info, answers, perplexity, counted, metrics, traffic, _health(info.base_url)))
         (engine,) = [proof.pid for proof in info.proofs if proof.role == "engine"]
         os.kill(engine, signal.SIGKILL)
 
@@ -88,3 +96,11 @@ def _serve(plan: Plan, run_dir: Path) -> Seen:
         serve(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S, on_ready=visit)
     assert visits, caught.value
     return dataclasses.replace(visits[0], end=str(caught.value), exit_code=caught.value.exit_code)
+
+
+def _health(base_url: str) -> tuple[int, bool]:
+    try:
+        with urllib.request.urlopen(f"{base_url}/health", timeout=300) as response:
+            return response.status, False
+    except urllib.error.HTTPError as error:
+        return error.code, "Retry-After" in error.headers

@@ -68,7 +68,16 @@ def test_it_counts_the_prompt_tokens_by_which_replicas_are_told_to_take_turns(se
     assert seen.prompt_tokens > len(PROMPTS)
 
 
+def test_a_server_that_is_stopped_refuses_new_requests_and_says_how_it_got_on(seen: Seen) -> None:
+    assert seen.health_when_marked == (503, True)
+    assert seen.traffic is not None
+    assert seen.traffic.unfinished == 0
+    assert seen.traffic.finished >= len(PROMPTS)
+    assert "/metrics?heartbeat" not in seen.info.log_path.read_text(encoding="utf-8", errors="replace")
+
+
 def test_a_killed_engine_ends_everything_with_exit_code_7(seen: Seen) -> None:
-    assert seen.end.startswith("server ")
+    (engine,) = [proof.pid for proof in seen.info.proofs if proof.role == "engine"]
+    assert seen.end.endswith(f": engine core {engine} was killed by SIGKILL, probably out of memory")
     assert seen.exit_code is ExitCode.SERVER_FAILED
     assert processes_of(seen.info.run_dir) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 import pytest
@@ -26,3 +27,18 @@ def test_a_terminal_and_verbose_get_them_at_once(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     ProgressLines(verbose=verbose).line("starting")
     assert capsys.readouterr().err == "starting\n"
+
+
+def test_a_closed_terminal_takes_no_lines_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(_text: str) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys.stderr, "write", closed)
+    ProgressLines(verbose=True).line("stopping")
+
+
+def test_the_last_line_stands_alone_where_lines_were_held(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = ProgressLines(verbose=False)
+    progress.line("starting")
+    progress.last("interrupted")
+    assert capsys.readouterr().err == "interrupted\n"

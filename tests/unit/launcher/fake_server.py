@@ -19,6 +19,8 @@ Usage: fake_server.py PORT BEHAVIOUR...
   countless   publish no counts
   compile     compile something for each new shape of a completion
   restless    compile something for every completion
+  stall       have a request with which it gets nowhere
+  killed      say that a process of its own was killed and end with status 0, when it has named its model
   fragile     end with status 0 when it is asked for a completion
 """
 
@@ -32,6 +34,7 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 REFUSALS = {
     "usage": ("api_server.py: error: argument --dtype: invalid choice: 'cheese'", 2),
@@ -43,6 +46,8 @@ REFUSALS = {
     "weights": ("Loading safetensors checkpoint shards:   0% Completed | 0/1\nValueError: a weight of 3 bits", 1),
 }
 METRICS = """\
+vllm:num_requests_running{engine="0"} %d.0
+vllm:request_success_total{engine="0"} 5.0
 vllm:cache_config_info{block_size="16",engine="0"} 1.0
 vllm:external_prefix_cache_hits_total{engine="0"} %d.0
 vllm:prompt_tokens_total{engine="0"} %d.0
@@ -67,7 +72,7 @@ def main() -> None:
         write_proof(child.pid, refused="refuse" in behaviour, wide="wide" in behaviour)
     if "silent" in behaviour:
         time.sleep(600)
-    serve(port, behaviour)
+    serve(port, behaviour, child.pid)
 
 
 def write_proof(pid: int, *, refused: bool, wide: bool) -> None:
@@ -97,7 +102,7 @@ def write_proof(pid: int, *, refused: bool, wide: bool) -> None:
 _shapes: list[object] = []
 
 
-def compile_for(body: dict[str, object], *, anew: bool) -> None:
+def compile_for(body: dict[str, Any], *, anew: bool) -> None:
     """Count in the proof what a completion compiles; the log says whether it is of a warm-up."""
     from moe_optimizer.proof.record import WARMING_FILE, CompilationProof, ProofWriter, read_proofs
 
@@ -113,7 +118,7 @@ def compile_for(body: dict[str, object], *, anew: bool) -> None:
     ProofWriter(folder, proof).write()
 
 
-def serve(port: int, behaviour: set[str]) -> None:
+def serve(port: int, behaviour: set[str], child: int) -> None:
     last = {"leave": "/v1/models", "vanish": "/health", "break": "/v1/models"}
     last_paths = {path for name, path in last.items() if name in behaviour}
 
@@ -121,11 +126,15 @@ def serve(port: int, behaviour: set[str]) -> None:
         received = asked = 0
 
         def do_GET(self) -> None:
-            if self.path == "/metrics":
-                self.answer("" if "countless" in behaviour else METRICS % (Handler.received, Handler.asked))
+            if self.path.startswith("/metrics"):
+                counts = (int("stall" in behaviour), Handler.received, Handler.asked)
+                self.answer("" if "countless" in behaviour else METRICS % counts)
                 return
             cut_off = 9 if "break" in behaviour else 0
             self.answer(json.dumps({"data": [{"id": "fake", "max_model_len": 64}]}), cut_off)
+            if "killed" in behaviour and self.path == "/v1/models":
+                print(f"moe-optimizer: process {child} was killed by SIGKILL", flush=True)
+                os._exit(0)
             if self.path in last_paths:
                 os._exit(0)
 

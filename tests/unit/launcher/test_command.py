@@ -21,13 +21,21 @@ def plan() -> Plan:
 def test_the_command_line_of_the_cpu_build_is_avoided(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_command, "_has_distribution", lambda name: False)
     command = server_command.server_command(plan, plan.serve_args)
-    assert command[1:6] == ["-P", "-m", "vllm.entrypoints.openai.api_server", "--model", plan.model.path]
+    assert command[1:7] == [
+        "-P",
+        "-m",
+        "moe_optimizer.supervised",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        plan.model.path,
+    ]
 
 
 def test_vllm_serve_is_used_where_it_works(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_command, "_has_distribution", lambda name: True)
     command = server_command.server_command(plan, plan.serve_args)
-    assert command[1:6] == ["-P", "-m", "vllm.entrypoints.cli.main", "serve", plan.model.path]
+    start = ["-P", "-m", "moe_optimizer.supervised", "vllm.entrypoints.cli.main", "serve", plan.model.path]
+    assert command[1:7] == start
 
 
 def test_requests_are_finished_before_a_stop_unless_the_user_says_otherwise(plan: Plan) -> None:
@@ -81,3 +89,11 @@ def test_a_plugin_that_vllm_plugins_leaves_out_is_refused(plan: Plan, monkeypatc
         server_command.check_plugin_visible(plan)
     monkeypatch.setenv("VLLM_PLUGINS", "other,moe_optimizer")
     server_command.check_plugin_visible(plan)
+
+
+def test_a_server_refuses_new_requests_while_it_stops_unless_the_plugin_is_switched_off(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "--middleware" in server_command.server_command(plan, plan.serve_args)
+    monkeypatch.setenv("MOE_OPTIMIZER_DISABLE", "1")
+    assert "--middleware" not in server_command.server_command(plan, plan.serve_args)

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from moe_optimizer.errors import ExitCode, InputError, RequiredNotAppliedError, ServerFailedError
-from moe_optimizer.launcher import deployment, evidence, launch, run_folder, supervisor
+from moe_optimizer.launcher import deployment, evidence, heartbeat, launch, run_folder, supervisor
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.launcher.run_folder import RunFolder
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
+from moe_optimizer.proof.record import read_proofs
 from tests.builders import OURS, cpu_machine, qwen3_30b_a3b_fp8, request, tiny_moe, with_arguments
 from tests.eventually import eventually
 from tests.free_ports import free_port
 from tests.run_processes import processes_of
 from tests.served_until import serve
 
-FAKE = Path(__file__).with_name("fake_server.py")
+FAKE = ("-m", "moe_optimizer.supervised", "tests.unit.launcher.fake_server")
 ROOT = Path(__file__).parents[3]
 PASS = frozenset({"flash_dmoe"})
 
@@ -45,7 +51,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
     def make(*behaviour: str, port: int | None = None) -> Plan:
         port = port or free_port()
-        command = [sys.executable, str(FAKE), str(port), *behaviour]
+        command = [sys.executable, *FAKE, str(port), *behaviour]
         monkeypatch.setattr(deployment, "server_command", lambda plan, arguments: command)
         return make_plan(request(tiny_moe(), cpu_machine(), port=port, wishes=OURS))
 
@@ -103,6 +109,62 @@ def test_a_server_that_ends_by_itself_failed_even_with_status_0(fake: Fake, tmp_
     with pytest.raises(ServerFailedError, match=r"ended while serving \(exit status 0\)"):
         serve(fake(moment), run_dir=tmp_path)
     assert not processes_of(tmp_path)
+
+
+def test_a_process_that_was_killed_is_named_and_no_log_lines_follow(fake: Fake, tmp_path: Path) -> None:
+    with pytest.raises(ServerFailedError) as caught:
+        serve(fake("killed"), run_dir=tmp_path)
+    (pid,) = [proof.pid for proof in read_proofs(tmp_path)]
+    assert (
+        str(caught.value) == f"server ended while serving: worker {pid} was killed by SIGKILL, probably out of memory"
+    )
+
+
+def test_requests_without_progress_are_warned_of_and_end_the_server(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "WARN_AFTER_S", 1.0)
+    said: list[str] = []
+    with pytest.raises(ServerFailedError, match=r"no progress for [3-9] s with 1 unfinished request: ") as caught:
+        serve(fake("stall"), run_dir=tmp_path, echo=said.append, stall_timeout_s=3.0)
+    assert caught.value.exit_code is ExitCode.SERVER_FAILED
+    (warning,) = [line for line in said if line.startswith("warning: ")]
+    assert "with 1 unfinished request" in warning
+    assert re.fullmatch(r"served for \d s, 0 requests, exit code 7", said[-1])
+
+
+def test_a_stopped_server_is_named(fake: Fake, tmp_path: Path) -> None:
+    def stop(info: ServerInfo) -> None:
+        os.kill(info.pid, signal.SIGSTOP)
+
+    with pytest.raises(ServerFailedError, match=r"made no progress for \d s: API server \d+ is stopped"):
+        serve(fake(), run_dir=tmp_path, stall_timeout_s=2.0, on_ready=stop)
+    assert not processes_of(tmp_path)
+
+
+def test_a_server_without_requests_may_rest(fake: Fake, tmp_path: Path) -> None:
+    def stop(_: ServerInfo) -> None:
+        threading.Timer(3.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+
+    said: list[str] = []
+    with pytest.raises(launch.StopRequestedError):
+        serve(fake(), run_dir=tmp_path, echo=said.append, stall_timeout_s=1.0, on_ready=stop)
+    assert said[-1] == "served for 3 s, 0 requests, exit code 0" or said[-1].startswith("served for 4 s")
+    assert "stopping" in said
+
+
+def test_a_stop_says_what_it_waits_for(fake: Fake, tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(launch.StopRequestedError):
+        serve(fake("stall"), run_dir=tmp_path, echo=said.append, on_ready=lambda _: signal.raise_signal(signal.SIGTERM))
+    assert any(line.startswith("stopping: finishing 1 request, up to 30 s; ") for line in said)
+
+
+def test_a_full_disk_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 << 20))
+    with pytest.raises(InputError, match=rf"run folder {tmp_path}/run: got 3 MiB free there, expected 64 MiB"):
+        RunFolder(tmp_path / "run").check()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dead_worker_under_a_server_that_hangs_is_noticed(fake: Fake, tmp_path: Path) -> None:
@@ -310,7 +372,7 @@ def launcher(fake: Fake, tmp_path: Path) -> Iterator[Callable[..., subprocess.Po
         plan = fake(port=port)
         source = tmp_path / "planned.json"
         source.write_text(plan.to_json())
-        arguments = [str(source), str(tmp_path / "run"), str(FAKE), str(port), *behaviour]
+        arguments = [str(source), str(tmp_path / "run"), *FAKE, str(port), *behaviour]
         started.append(
             subprocess.Popen([sys.executable, "-c", LAUNCHER, *arguments], stderr=subprocess.PIPE, text=True)
         )
@@ -325,14 +387,16 @@ def launcher(fake: Fake, tmp_path: Path) -> Iterator[Callable[..., subprocess.Po
             left.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_starting_stops_everything(
     launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
 ) -> None:
     process = launcher("silent")
     eventually(lambda: len(processes_of(tmp_path / "run")) == 2, "the server did not start")
     process.send_signal(number)
+    asked_at = time.monotonic()
     assert process.wait(timeout=60) == 0
+    assert time.monotonic() - asked_at < 5  # 2 s, and what a busy machine adds
     assert not processes_of(tmp_path / "run")
 
 
@@ -361,19 +425,39 @@ def test_a_signal_while_serving_stops_everything(
     assert not processes_of(tmp_path / "run")
 
 
-def test_the_server_is_asked_to_stop_when_the_launcher_is_killed(
-    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
+def started(run_dir: Path) -> bool:
+    return bool(processes_of(run_dir))
+
+
+def has_a_child(run_dir: Path) -> bool:
+    return len(processes_of(run_dir)) == 2
+
+
+def answers(run_dir: Path) -> bool:
+    log = run_dir / "server.log"
+    return log.is_file() and "asked\n" in log.read_text()
+
+
+# While the server imports, loads, ignores the signal, and answers. Its child ignores signals and knows no launcher.
+@pytest.mark.parametrize(
+    ("behaviour", "moment"),
+    [
+        (("silent",), started),
+        (("silent", "escape"), has_a_child),
+        (("silent", "stubborn"), has_a_child),
+        (("unproven", "mute"), answers),
+    ],
+)
+def test_nothing_outlives_a_launcher_that_is_killed(
+    launcher: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+    behaviour: tuple[str, ...],
+    moment: Callable[[Path], bool],
 ) -> None:
-    process = launcher("silent")
-    eventually(lambda: len(processes_of(tmp_path / "run")) == 2, "the server did not start")
+    process, run_dir = launcher(*behaviour), tmp_path / "run"
+    eventually(lambda: moment(run_dir), "the server did not get there")
     process.kill()
     process.wait(timeout=60)
-
-    def is_the_server(member: psutil.Process) -> bool:
-        try:
-            return str(FAKE) in member.cmdline()
-        except psutil.NoSuchProcess:
-            return False
-
-    # What the server started is left: it ignores every signal that it is asked with.
-    eventually(lambda: not any(map(is_the_server, processes_of(tmp_path / "run"))), "it outlived its launcher")
+    killed_at = time.monotonic()
+    eventually(lambda: not processes_of(run_dir), "it outlived its launcher")
+    assert time.monotonic() - killed_at < 15

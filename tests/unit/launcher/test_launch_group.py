@@ -16,6 +16,7 @@ from moe_optimizer.errors import ExitCode, InputError, RequiredNotAppliedError, 
 from moe_optimizer.launcher import deployment, evidence, launch, router, supervisor
 from moe_optimizer.launcher.launch import ServerInfo
 from moe_optimizer.launcher.run_folder import RunFolder
+from moe_optimizer.lifeline import this_process
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
@@ -229,4 +230,5 @@ def test_the_router_gets_no_key_to_hand_on_and_no_proxy(tmp_path: Path) -> None:
         "PATH": "/bin",
     }
     environment = router.router_environment(tmp_path / "plan.json", environ)
+    assert environment.pop("MOE_OPTIMIZER_LAUNCHER") == this_process()
     assert environment == {"PATH": "/bin", "PYTHONSAFEPATH": "1", "MOE_OPTIMIZER_PLAN": str(tmp_path / "plan.json")}

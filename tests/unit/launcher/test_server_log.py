@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
-from moe_optimizer.launcher.server_log import refusal, root_cause
+import pytest
+
+from moe_optimizer.launcher import server_log
+from moe_optimizer.launcher.server_log import bound, followed, killed_processes, refusal, root_cause
+from tests.eventually import eventually
 
 LOG = """\
 (APIServer pid=1) INFO 01-01 00:00:00 [utils.py:1] starting
@@ -81,3 +86,32 @@ def test_an_error_of_our_own_plugin_is_no_refusal(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     path.write_text("moe_optimizer.errors.InputError: a wrong plan\n")
     assert refusal(path, 1) == ""
+
+
+def test_processes_that_were_killed_are_found_at_the_end_of_a_long_log(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(
+        "x" * (2 << 20)
+        + "\nmoe-optimizer: process 7 was killed by SIGKILL\n"
+        + "ERROR [multiproc_executor.py:316] Worker proc VllmWorker-1 died unexpectedly (exit code: -11)\n"
+        + "ERROR [multiproc_executor.py:316] Worker proc VllmWorker-0 died unexpectedly (exit code: 1)\n"
+    )
+    assert killed_processes(path) == [("VllmWorker-1", "SIGSEGV"), ("7", "SIGKILL")]
+
+
+def test_a_large_log_is_moved_aside_and_whoever_appends_or_follows_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_log, "_MAX_LOG_BYTES", 100)
+    path, copy = tmp_path / "server.log", io.StringIO()
+    with path.open("a") as server, followed(path, copy):
+        server.write("y" * 200 + "\n")
+        server.flush()
+        eventually(lambda: "y\n" in copy.getvalue())
+        bound(path)
+        server.write("anew\n")
+        server.flush()
+        eventually(lambda: "anew" in copy.getvalue())
+        bound(path)
+    assert path.read_text() == "anew\n"
+    assert (tmp_path / "server.log.old").read_text() == "y" * 200 + "\n"

@@ -22,7 +22,7 @@ from tests.free_ports import free_port
 from tests.served_until import serve
 
 ROOT = Path(__file__).resolve().parents[3]
-FAKE = Path(__file__).with_name("fake_server.py")
+FAKE = ("-m", "moe_optimizer.supervised", "tests.unit.launcher.fake_server")
 SHAPES = Shapes(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=600)
 
 
@@ -38,7 +38,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
 
     def make(*behaviour: str) -> Plan:
         port = free_port()
-        command = [sys.executable, str(FAKE), str(port), *behaviour]
+        command = [sys.executable, *FAKE, str(port), *behaviour]
         monkeypatch.setattr(deployment, "server_command", lambda plan, arguments: command)
         return make_plan(request(tiny_moe(), cpu_machine(), port=port, wishes=OURS, batch_size=4))
 

@@ -1,0 +1,58 @@
+"""An ASGI middleware of the API server: what the launcher and the server have to say to each other by HTTP.
+
+New requests are refused while the launcher stops the server. Without it vLLM answers them with 500, and /health with
+200, until the requests before them are finished.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from moe_optimizer import env
+from moe_optimizer.proof.record import DRAINING_FILE, HEARTBEAT_PATH
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_RETRY_AFTER_S = 10
+"""Chosen: a proxy sends it elsewhere at once, and a new start takes longer."""
+_MESSAGE = "the server is stopping and takes no new requests"
+_STILL_ANSWERED = ("/metrics", "/version")
+
+
+class RefuseWhileDraining:
+    """Answers 503 with Retry-After once the launcher has marked the run folder; requests before that go on."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+        plan = os.environ.get(env.PLAN)
+        logging.getLogger("uvicorn.access").addFilter(_is_not_a_heartbeat)
+        self._marker = Path(plan).parent / DRAINING_FILE if plan else None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        refused = scope["type"] == "http" and not scope["path"].startswith(_STILL_ANSWERED)
+        if not refused or self._marker is None or not self._marker.exists():
+            await self._app(scope, receive, send)
+            return
+        error = {"message": _MESSAGE, "type": "ServiceUnavailableError", "param": None, "code": 503}
+        body = json.dumps({"error": error}).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"retry-after", str(_RETRY_AFTER_S).encode()),
+            (b"connection", b"close"),
+        ]
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _is_not_a_heartbeat(record: logging.LogRecord) -> bool:
+    # uvicorn's arguments: client, method, path, HTTP version, status.
+    return HEARTBEAT_PATH not in str(record.args)

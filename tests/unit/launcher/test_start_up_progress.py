@@ -1,0 +1,65 @@
+"""The phases that a start reaches, from the log, and the estimate from the start before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_optimizer.launcher.start_up_progress import StartUpProgress
+from moe_optimizer.planner import make_plan
+from tests.builders import cpu_machine, request, tiny_moe
+
+ENGINE = "(EngineCore pid=1) INFO [core.py:133] Initializing a V1 LLM engine (v0.32.0)\n"
+LOADING = "(Worker pid=2) INFO [cpu_model_runner.py:68] Starting to load model\n"
+SHARDS = "(Worker pid=2) Loading safetensors checkpoint shards:   0% Completed | 0/1\n"
+LOADED = "(Worker pid=2) INFO [default_loader.py:501] Loading weights took 0.48 seconds\n"
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[StartUpProgress, Path, list[str]]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    said: list[str] = []
+    plan = make_plan(request(tiny_moe(), cpu_machine()))
+    return StartUpProgress(plan, tmp_path / "server.log", said.append), tmp_path / "server.log", said
+
+
+Start = tuple[StartUpProgress, Path, list[str]]
+
+
+def test_each_phase_is_said_once_also_from_a_line_that_is_written_in_two_parts(start: Start) -> None:
+    progress, log, said = start
+    progress.look()
+    assert said == []
+    for until in (len(ENGINE) - 20, len(ENGINE), len(ENGINE + LOADING)):
+        log.write_text((ENGINE + LOADING)[:until])
+        progress.look()
+    assert said == [
+        "importing vLLM 0 s; starting engine and workers",
+        "starting engine and workers 0 s; loading weights",
+    ]
+
+
+# A worker may still refuse its load format where it begins.
+def test_arguments_count_as_taken_when_weights_are_read(start: Start) -> None:
+    progress, log, _ = start
+    for text, past in ((ENGINE + LOADING, False), (ENGINE + LOADING + SHARDS, True)):
+        log.write_text(text)
+        progress.look()
+        assert progress.past_arguments is past
+
+
+def test_a_phase_that_the_log_does_not_name_is_passed_over(start: Start) -> None:
+    progress, log, said = start
+    log.write_text(LOADED)
+    progress.look()
+    assert said == ["importing vLLM 0 s; compiling and sizing the cache"]
+
+
+def test_the_next_start_says_how_long_this_one_took(start: Start, tmp_path: Path) -> None:
+    progress, log, _ = start
+    progress.ended()
+    said: list[str] = []
+    log.write_text(ENGINE)
+    StartUpProgress(make_plan(request(tiny_moe(), cpu_machine())), log, said.append).look()
+    assert said == ["importing vLLM 0 s; starting engine and workers (the last start took 0 s in all)"]

@@ -1,0 +1,65 @@
+"""What a server's counters say of its requests, and whether it gets on with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_optimizer.errors import ExitCode
+from moe_optimizer.launcher.heartbeat import Heartbeat
+from moe_optimizer.launcher.served import Served
+from moe_optimizer.launcher.traffic import Traffic, read_traffic
+
+PAGE = """\
+vllm:num_requests_running{engine="0"} 2.0
+vllm:num_requests_waiting{engine="0"} 4.0
+vllm:request_success_total{engine="0",finished_reason="stop"} %d.0
+vllm:request_success_total{engine="0",finished_reason="length"} 1.0
+vllm:kv_cache_usage_perc{engine="0"} %s
+"""
+
+
+class Client:
+    """A server whose pages are given one after the other; None: it does not answer."""
+
+    def __init__(self, *pages: str | None) -> None:
+        self._pages = list(pages)
+
+    def metrics(self, *names: str, timeout_s: float) -> str:
+        page = self._pages.pop(0)
+        if page is None:
+            raise ConnectionError
+        return page
+
+
+def client(*pages: str | None) -> Any:
+    return Client(*pages)
+
+
+def test_running_and_waiting_requests_are_unfinished_and_all_ends_count() -> None:
+    assert read_traffic(client(PAGE % (10, "0.5"))) == Traffic(6, 11, (6, 11, 0.0, 0.0, 0.5))
+    assert read_traffic(client("")) is None
+
+
+def test_a_long_prompt_gets_on_while_the_cache_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(0, 1000, 10))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
+    beat = Heartbeat(client(*(PAGE % (10, usage) for usage in ("0.1", "0.2", "0.2", "0.2", "0.3"))))
+    assert [beat.beat() > 10 for _ in range(5)] == [False, False, True, True, False]
+
+
+def test_a_server_that_does_not_answer_makes_no_progress_and_is_warned_of_once() -> None:
+    beat = Heartbeat(client(PAGE % (10, "0.1"), None, None))
+    beat.beat()
+    assert beat.beat() > 0
+    assert [beat.warning(seconds) for seconds in (9, 10, 11, 0, 12)] == [False, True, False, False, True]
+    assert "API server 4 does not answer" in beat.in_words(12, 4, ())
+
+
+def test_the_sum_leaves_out_what_came_before_and_counts_a_shared_request_once() -> None:
+    for together, asked in ((False, 10), (True, 5)):
+        served = Served([client(PAGE % (10, "0"), PAGE % (15, "0")) for _ in range(2)], together=together)
+        finishing = served.to_finish(30.0)
+        assert finishing.startswith(f": finishing {6 if together else 12} requests, up to 30 s")
+        assert served.in_words(ExitCode.OK).endswith(f", {asked} requests, exit code 0")

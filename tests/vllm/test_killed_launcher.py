@@ -1,0 +1,54 @@
+"""vLLM's processes end with the launcher, also while they start. More moments: tests/unit/launcher/test_launch.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.eventually import eventually
+from tests.run_processes import processes_of
+from tests.vllm.conftest import tiny_plan
+
+pytestmark = pytest.mark.vllm
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from moe_optimizer.launcher.launch import running
+from moe_optimizer.plan.plan import Plan
+with running(Plan.load(Path(sys.argv[1])), run_dir=Path(sys.argv[2])):
+    pass
+"""
+
+
+def engine_of(run_dir: Path) -> psutil.Process | None:
+    for process in processes_of(run_dir):
+        try:
+            if "EngineCore" in " ".join(process.cmdline()) + process.name():
+                return process
+        except psutil.Error:
+            continue
+    return None
+
+
+def test_a_launcher_that_is_killed_while_the_engine_starts_leaves_no_process(tmp_path: Path) -> None:
+    plan, run_dir = tmp_path / "planned.json", tmp_path / "run"
+    plan.write_text(tiny_plan("--enforce-eager").to_json())
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(plan), str(run_dir)])
+    try:
+        eventually(lambda: engine_of(run_dir), "the engine did not start")
+        launcher.kill()
+        launcher.wait()
+        killed_at = time.monotonic()
+        eventually(lambda: not processes_of(run_dir), "it outlived its launcher")
+        assert time.monotonic() - killed_at < 15
+    finally:
+        launcher.kill()
+        launcher.wait()
+        for left in processes_of(run_dir):
+            left.kill()
