@@ -161,9 +161,8 @@ def test_a_load_that_the_run_itself_would_remove_is_refused(tmp_path: Path, coun
     file = tmp_path / "run" / counts
     file.parent.mkdir(parents=True)
     file.write_text(placement_load(tiny_moe()).placed_by.load.to_json())
-    elsewhere = {"model": str(TINY_MOE), "expert_load": str(file)}
     with pytest.raises(InputError, match="writes its own counts") as caught:
-        planning.make(ServeOptions(**elsewhere, run_dir=str(tmp_path / "run")))
+        planning.make(ServeOptions(model=str(TINY_MOE), expert_load=str(file), run_dir=str(tmp_path / "run")))
     assert str(caught.value).startswith("--expert-load: ")
     assert file.exists()
-    planning.make(ServeOptions(**elsewhere, run_dir=str(tmp_path / "another")))
+    planning.make(ServeOptions(model=str(TINY_MOE), expert_load=str(file), run_dir=str(tmp_path / "another")))

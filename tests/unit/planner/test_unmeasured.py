@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from moe_optimizer.specs.kernel_speeds import SpeedTables
 from tests.builders import cpu_machine, gpus, qwen3_30b_a3b, request, software, tiny_moe
 
 
-def h200(**changes: object):
+def h200(**changes: Any):
     return request(qwen3_30b_a3b(), gpus("h200"), software=software("cuda", cuda_ops=("fused_experts",)), **changes)
 
 
