@@ -53,7 +53,8 @@ def install_plan(plan: Plan, *, run_dir: Path) -> PluginSession:
     _install_decisions(session)
     for decision in flag_decisions(plan):
         _try(session, decision.pass_name, _install_flag_proof, decision)
-    _count_compilations(session)
+    if plan.plugin_decisions:
+        _count_compilations(session)
     return session
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +71,7 @@ def test_everything_is_really_on_before_it_is_switched_off() -> None:
 def test_a_plan_with_every_pass_off_patches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_current", None)
     monkeypatch.setattr(patches, "_reports", {})
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
     stock = plan(MACHINES["CPU"], off=tuple(switch.flag for switch in switches()))
     applied = install_plan(stock, run_dir=tmp_path)
     assert patches.patch_reports() == ()
