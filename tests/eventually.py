@@ -13,16 +13,20 @@ _LONGEST_S = 120.0
 """A busy machine takes many times what an idle one does."""
 
 
-def eventually(answer: Callable[[], T | None], what: str = "") -> T:
+def eventually(
+    answer: Callable[[], T | None], what: str = "", *, within_s: float = _LONGEST_S, every_s: float = 0.02
+) -> T:
     """Return `answer()` once it is true; what others do has no better moment.
 
     Args:
         what: the error when it never comes true.
+        within_s: how long that is waited for.
+        every_s: how often it is asked.
     """
-    deadline = time.monotonic() + _LONGEST_S
+    deadline = time.monotonic() + within_s
     while not (found := answer()):
         assert time.monotonic() < deadline, what or "never came true"
-        time.sleep(0.02)
+        time.sleep(every_s)
     return found
 
 

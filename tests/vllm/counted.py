@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 import urllib.request
@@ -49,14 +50,16 @@ def count_one_request(info: ServerInfo) -> Counted:
     with urllib.request.urlopen(request, timeout=600) as response:
         assert json.load(response)["usage"]["completion_tokens"] == MAX_TOKENS
     after = _settled(info.run_dir, more_than=before.steps)
+    merged = read_expert_load(info.run_dir / LOAD_FILE)
     return Counted(
         request=tuple(
             tuple(b - a for a, b in zip(old.tokens, new.tokens, strict=True))
             for old, new in zip(before.layers, after.layers, strict=True)
         ),
-        merged=read_expert_load(info.run_dir / LOAD_FILE),
+        merged=merged,
         parts=len(list((info.run_dir / "expert_load").glob("*.json"))),
-        on_metrics=read_source(info.base_url),
+        # On /metrics a model has the name that it is served by, as in vLLM's own metrics.
+        on_metrics=dataclasses.replace(read_source(info.base_url), model=merged.model),
     )
 
 

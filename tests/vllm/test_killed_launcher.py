@@ -41,12 +41,13 @@ def test_a_launcher_that_is_killed_while_the_engine_starts_leaves_no_process(tmp
     plan.write_text(tiny_plan("--enforce-eager").to_json())
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(plan), str(run_dir)])
     try:
-        eventually(lambda: engine_of(run_dir), "the engine did not start")
+        eventually(lambda: engine_of(run_dir), "the engine did not start", within_s=500, every_s=0.5)
         launcher.kill()
         launcher.wait()
         killed_at = time.monotonic()
         eventually(lambda: not processes_of(run_dir), "it outlived its launcher")
-        assert time.monotonic() - killed_at < 15
+        # It takes at most 15 s where nothing else runs; here other servers start beside it.
+        assert time.monotonic() - killed_at < 40
     finally:
         launcher.kill()
         launcher.wait()

@@ -24,7 +24,7 @@ def put_weights(layer: Any, weights: KernelWeights) -> None:
     """Make converted weights the parameters of vLLM's layer."""
     for name, tensor in weights.parameters.items():
         replace_parameter(layer, name, tensor)
-        getattr(layer, name).weight_loader = _refuse_loading
+        getattr(layer, name).weight_loader = functools.partial(_refuse_loading, layer)
 
 
 def convert_when_loaded_again(layer: Any, weights: KernelWeights, convert: Callable[[Any], KernelWeights]) -> None:
@@ -53,7 +53,8 @@ def convert_when_loaded_again(layer: Any, weights: KernelWeights, convert: Calla
 
 def is_converted(layer: Any) -> bool:
     """Return whether the weights of vLLM's layer were put there by `put_weights`."""
-    return getattr(getattr(layer, "w13_weight", None), "weight_loader", None) is _refuse_loading
+    loader = getattr(getattr(layer, "w13_weight", None), "weight_loader", None)
+    return isinstance(loader, functools.partial) and loader.func is _refuse_loading
 
 
 def refuse_kernel_format(layers: int) -> InputError:
@@ -65,6 +66,12 @@ def refuse_kernel_format(layers: int) -> InputError:
     )
 
 
-def _refuse_loading(*_arguments: Any, **_named: Any) -> None:
-    """Refuse a tensor of a checkpoint for a parameter that holds converted weights."""
+def _refuse_loading(layer: Any, *_arguments: Any, expert_id: int | None = None, **named: Any) -> bool | None:
+    """Refuse a tensor of a checkpoint for a parameter that holds converted weights.
+
+    A layer is converted as soon as all its own experts are there; while the model is loaded, vLLM still offers it those
+    of other ranks, which its own loader passes over too.
+    """
+    if expert_id is not None and layer._map_global_expert_id_to_local_expert_id(expert_id) == -1:
+        return False if named.get("return_success") else None
     raise InputError("new weights of converted experts: got a single tensor, expected a reload", hint=_HINT)
