@@ -48,6 +48,8 @@ sys.exit(answer_request(SpeedRequest, sys.argv[1:], measure))
 @pytest.fixture
 def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts a program in the place of the measuring module."""
+    # Two programs of the same size within one second would share the bytecode of the first.
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
 
     def put(program: str) -> None:
         (tmp_path / "program.py").write_text(program)
