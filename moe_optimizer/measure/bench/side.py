@@ -18,12 +18,14 @@ from moe_optimizer.launcher.http_client import ServerClient, api_key
 from moe_optimizer.launcher.launch import running
 from moe_optimizer.launcher.server_info import ServerInfo
 from moe_optimizer.launcher.warm_up import DEFAULT_LIMIT_S
+from moe_optimizer.measure.bench.gpu_counters import memory_bytes
 from moe_optimizer.measure.bench.result import MemoryUse
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.json_codec import decode, encode
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.process_environment import changed_environment
 from moe_optimizer.proof.record import read_proofs
+from moe_optimizer.proof.shown import flag_decisions
 from moe_optimizer.proof.verdict import model_holders
 
 _FACTS_BYTES = 4096
@@ -112,7 +114,8 @@ class RunningSide:
         pids = [server.pid for server in self.info.servers] if self.info else []
         tree = [each for pid in pids for each in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
         resident = sum(each.memory_info().rss for each in tree)
-        return MemoryUse(gpu_bytes=_gpu_bytes({each.pid for each in tree}), process_bytes=resident or None)
+        used = memory_bytes({each.pid for each in tree})
+        return MemoryUse(gpu_bytes=None if used is None else int(used), process_bytes=resident or None)
 
 
 @contextlib.contextmanager
@@ -130,7 +133,8 @@ def opened(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[Run
         yield _asked(side.url)
         return
     changes: Mapping[str, str] = {env.DISABLE: "1"} if side.name == STOCK else {}
-    required = frozenset(each.pass_name for each in side.plan.plugin_decisions) if not changes else frozenset()
+    shown = () if changes else (*side.plan.plugin_decisions, *flag_decisions(side.plan))
+    required = frozenset(decision.pass_name for decision in shown)
     begin = time.monotonic()
     with (
         changed_environment(changes),
@@ -159,23 +163,3 @@ def _asked(url: str) -> RunningSide:
         )
     except (OSError, ValueError, LookupError) as error:
         raise InputError(f"{url}: no server of the OpenAI API answers: {error}") from None
-
-
-def _gpu_bytes(pids: set[int]) -> int | None:
-    """Return the GPU memory of some processes; None without a GPU, or where its driver does not see processes."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        used = 0
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(index))
-            used += sum(int(each.usedGpuMemory or 0) for each in processes if each.pid in pids)
-        return used or None
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer.files import write_atomically
-from moe_optimizer.measure.bench.gpu_energy import energy_joules
+from moe_optimizer.measure.bench.gpu_counters import energy_joules
 from moe_optimizer.measure.bench.samples import RoundSamples
 from moe_optimizer.measure.bench.trace import CHUNK_TOKENS
 from moe_optimizer.measure.process import OnStep, answer_request
