@@ -313,7 +313,7 @@ def _route(layer: ExpertsLayer, experts: list[int], tokens: int, generator: torc
 def _rounded_to_fp8(values: torch.Tensor) -> torch.Tensor:
     """Return the values [n, columns] rounded to E4M3, with one scale per row and `_GROUP` columns."""
     columns = values.shape[1]
-    padded = torch.nn.functional.pad(values.float(), (0, -columns % _GROUP)).view(values.shape[0], -1, _GROUP)
+    padded = torch.nn.functional.pad(values.float(), (0, -columns % _GROUP)).unflatten(1, (-1, _GROUP))
     scale = padded.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
     rounded = (padded / scale).to(torch.float8_e4m3fn).float() * scale
-    return rounded.view(values.shape[0], -1)[:, :columns].to(values.dtype)
+    return rounded.flatten(1)[:, :columns].to(values.dtype)

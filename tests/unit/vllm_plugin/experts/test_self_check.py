@@ -204,6 +204,12 @@ def test_a_kernel_that_rounds_the_activations_is_held_to_what_torch_can_do_with_
         assert "error" in check_layer(under_check, {"fp8": rounding(under_check, 1.5)}).reason
 
 
+def test_a_kernel_that_rounds_the_activations_may_be_tried_with_fewer_tokens_than_experts() -> None:
+    under_check = layer()
+    one_token = dataclasses.replace(rounding(under_check, 1.0), tokens=(1,))
+    assert check_layer(under_check, {"fp8": one_token}).reason == ""
+
+
 def test_a_kernel_that_rounds_the_activations_without_saying_so_is_seen() -> None:
     under_check = layer()
     silent = dataclasses.replace(rounding(under_check, 1.0), rounds_activations=False)
