@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from moe_optimizer import __version__
-from moe_optimizer.cli import bench, build, debug, doctor, experts, inspect, measure, messages, plan, serve, tune
+from moe_optimizer.cli import bench, build, debug, doctor, experts, inspect, measure, messages, plan, serve, top, tune
 from moe_optimizer.cli.arguments import check_consistency, split_at_separator, with_our_switches
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError
 from moe_optimizer.near_match import did_you_mean
@@ -56,6 +56,7 @@ app.add_typer(measure.app, name="measure")
 app.add_typer(debug.app, name="debug")
 app.command("doctor")(doctor.command)
 app.command("experts")(experts.command)
+app.command("top")(top.command)
 app.command("build")(build.command)
 
 

@@ -375,6 +375,15 @@ class ExpertsOptions(CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TopOptions(CommonOptions):
+    """Options of `moe-optimizer top`."""
+
+    source: str | None = _argument("SOURCE", "URL of a vLLM server, or run folder of serve.")
+    interval: float | None = _option("--interval", "SECONDS", "Length of an interval.  [default: 1]", seconds)
+    once: bool = _flag("--once", "Show one interval and stop.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BuildOptions(CommonOptions):
     """Options of `moe-optimizer build`."""
 

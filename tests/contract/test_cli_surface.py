@@ -44,6 +44,7 @@ SURFACE = {
     "tune": COMMON | PLAN | {"--budget", "--tokens", "--folder"},
     "doctor": COMMON | {"MODEL", "--model", "--drift"},
     "experts": COMMON | {"SOURCE", "--png", "--top"},
+    "top": COMMON | {"SOURCE", "--interval", "--once"},
     "build": COMMON | {"--check"},
     "measure": {"--help"},
     "debug": {"--help"},

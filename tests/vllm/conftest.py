@@ -24,6 +24,7 @@ from moe_optimizer.inspection.model_inspector import ModelInspector
 from moe_optimizer.inspection.vllm_installation import find_vllm
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.launch import ServerInfo, running
+from moe_optimizer.measure.live.servers import servers_of
 from moe_optimizer.passes.registry import resolve_wishes
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
@@ -39,6 +40,7 @@ from tests.eventually import eventually
 from tests.free_ports import four_free_ports, free_port
 from tests.shared_result import folder_of_all_workers, made_once
 from tests.vllm.counted import Counted, count_one_request
+from tests.vllm.scraped import Watched, watch
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MOE = ROOT / "examples" / "tiny-moe"
@@ -76,6 +78,8 @@ class Served:
     """What was answered when everything was asked again, once for each further server behind a router."""
     counted: Counted | None = None
     """What it counted for one more request; None where nobody asked."""
+    watched: Watched | None = None
+    """What was seen while it answered everything once more; None where nobody asked."""
 
 
 def plan_here(*vllm_args: str, model: Path = TINY_MOE, **request: Any) -> Plan:
@@ -190,8 +194,15 @@ def _served(plan: Plan, run_dir: Path, environment: dict[str, str], *, count: bo
         with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:
             answers, *again = [ask(info.base_url) for _ in info.servers]
             counted = count_one_request(info) if count else None
+            watched = _watched(run_dir) if count else None
             assert list(executed.iterdir()) == []
-            return Served(answers, info.proofs, info.run_dir, info, tuple(again), counted)
+            return Served(answers, info.proofs, info.run_dir, info, tuple(again), counted, watched)
+
+
+def _watched(run_dir: Path) -> Watched:
+    (server,) = servers_of(str(run_dir))
+    folder = run_dir.with_name(f"{run_dir.name}-prometheus")
+    return watch(server, lambda: ask(server.client.base_url), folder)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,1 @@
+"""Reads the metrics of a running server and computes what it does now."""
