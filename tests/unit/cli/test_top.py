@@ -105,7 +105,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 
 
 def test_the_curve_ends_with_the_latest_interval_and_is_highest_at_the_fastest() -> None:
-    text = rendered(shown(1), {"http://replica-0": [1.0, 50.0, 100.0, 0.0, 100.0]}, width=80)
+    text = rendered(shown(1), {"http://replica-0": [20.0, 50.0, 100.0, 0.0, 100.0]}, width=80)
     curve = text.splitlines()[-1].strip()
     assert curve[2] == curve[4] == max(curve)
     assert curve[3] == min(curve)
