@@ -34,6 +34,8 @@ _WEIGHTS = {"bf16": "bf16", "fp8": "fp8_block"}
 _STOCK = "vllm"
 _OURS = ("direct", "grouped-")
 """First letters of our variants' names; the other timings are of vLLM's kernels, or of more than the experts."""
+_PEERS = ("deep_gemm",)
+"""Sides that are another backend of vLLM's, under the name of --moe-backend."""
 
 
 def main(arguments: list[str]) -> int:
@@ -108,7 +110,8 @@ def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
 def _row(case: dict[str, Any]) -> TokenSpeeds:
     times = {name: round(side["median_us"], 2) for name, side in case["sides"].items()}
     ours = {name: time for name, time in times.items() if name.startswith(_OURS)}
-    return TokenSpeeds(tokens=case["tokens"], stock_us=times[_STOCK], ours_us=ours)
+    peers = {name: times[name] for name in _PEERS if name in times}
+    return TokenSpeeds(tokens=case["tokens"], stock_us=times[_STOCK], ours_us=ours, peers_us=peers)
 
 
 def _over_routings(rows: list[TokenSpeeds]) -> TokenSpeeds:
@@ -121,6 +124,11 @@ def _over_routings(rows: list[TokenSpeeds]) -> TokenSpeeds:
         tokens=rows[0].tokens,
         stock_us=round(geometric_mean(row.stock_us for row in rows), 2),
         ours_us={name: round(geometric_mean(row.ours_us[name] for row in rows), 2) for name in holding},
+        peers_us={
+            name: round(geometric_mean(row.peers_us[name] for row in rows), 2)
+            for name in _PEERS
+            if all(name in row.peers_us for row in rows)
+        },
     )
 
 

@@ -6,6 +6,7 @@ import re
 
 from moe_optimizer.inspection.config import Config, lookup
 from moe_optimizer.inspection.scheme_bits import ALGORITHM, ALGORITHM_OF_LAYERS, TYPE_FIELDS, algorithm_bits
+from moe_optimizer.specs.model import Fp8Scales
 
 _STRATEGIES = ("tensor", "channel", "block")
 """What may share a scale, as compressed-tensors names it; its "group" is MXFP8, a power of two for 32 weights."""
@@ -71,6 +72,23 @@ def is_scaled_fp8(scheme: Config, method: str) -> bool:
         dtype, shared = (scheme.get(f"global_quant_config.weight.{name}") for name in ("dtype", "qscheme"))
         return dtype == "fp8_e4m3" and shared in _QUARK_SCHEMES
     return False
+
+
+def fp8_scales(scheme: Config, method: str) -> Fp8Scales:
+    """Return what shares a scale where `is_scaled_fp8` holds, else "". Files of the methods fp8 and modelopt have
+    blocks or one scale per tensor; in the others' files the first group that says it does.
+
+    Raises:
+        InputError: what stands for a block is none.
+    """
+    if not is_scaled_fp8(scheme, method):
+        return ""
+    if weight_block(scheme) is not None:
+        return "block"
+    groups = scheme.entries("config_groups").values()
+    said = [lookup(group, "weights.strategy") for group in groups]
+    said.append(scheme.get("global_quant_config.weight.qscheme"))
+    return "channel" if "channel" in said or "per_channel" in said else "tensor"
 
 
 def scale_bytes(scheme: Config, method: str, bits: float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from moe_optimizer.inspection.module_patterns import ModulePatterns
-from moe_optimizer.specs.model import ExpertFormat
+from moe_optimizer.specs.model import ExpertFormat, Fp8Scales
 
 DTYPE_BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
 
@@ -67,6 +67,8 @@ class Quantization:
     """Whether what is stored in 8 bits is FP8 with FP32 scales."""
     weight_block: tuple[int, int] | None = None
     """Rows and columns of the block of weights that shares a scale; None: per tensor, channel or group."""
+    fp8_scales: Fp8Scales = ""
+    """What shares a scale where all that is stored in 8 bits is FP8 with FP32 scales; "" elsewhere."""
     warnings: tuple[str, ...] = ()
 
     @property

@@ -19,9 +19,9 @@ def why_model_does_not_fit(ctx: PlanContext) -> str:
     model = ctx.model
     if not model.is_moe:
         return "the model has no experts"
-    looked_at = (ctx.device, model.quant_method) == ("cuda", "fp8") and model.expert_format != "other"
-    if model.quant_method is not None and not looked_at:
-        readable = "unquantised experts" + (", or FP8 ones of the method fp8" if ctx.device == "cuda" else "")
+    fp8 = ctx.device == "cuda" and model.expert_format == "fp8" and bool(model.fp8_scales)
+    if model.quant_method is not None and not fp8:
+        readable = "unquantised experts" + (", or FP8 ones with FP32 scales" if ctx.device == "cuda" else "")
         return f"needs {readable}, found {model.quant_method}, {model.weight_bits:g} bits"
     if model.expert_matrices != 3:
         return f"needs gated experts (3 matrices), found {model.expert_matrices}"

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 STOCK = "stock"
-"""What dispatch tables and proofs call vLLM's own kernel."""
+"""What dispatch tables and proofs call vLLM's own kernel: the one that computes beside ours on the same weights."""
+STOCK_BACKENDS = {"cuda": "triton", "cpu": "cpu"}
+"""What vLLM calls that kernel among its MoE backends, on GPUs and on its CPU build."""
 MARGIN = 0.02
 """Chosen: a kernel of ours is used where it takes at least 2 % less than vLLM's. Below that the order of two medians
 changes from run to run (benchmarks/records)."""
@@ -34,6 +36,8 @@ class TokenSpeeds:
     stock_us: float
     ours_us: Mapping[str, float]
     """Kernel variant -> time. A variant that does not cover this many tokens is absent."""
+    peers_us: Mapping[str, float] = field(default_factory=dict)
+    """Another backend of vLLM, as --moe-backend names it -> time. One that had clearly lost before is absent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,7 @@ class SpeedQuestion:
     device: str
     """GPU as the driver names it; for a processor its name, instruction set and number of threads."""
     weights: str
-    """How the weights are stored: "fp32", "bf16", "fp16", "fp8_block", "fp8_channel"."""
+    """How the weights are stored: "fp32", "bf16", "fp16", "fp8_block", "fp8_channel", "fp8_tensor"."""
     shape: LayerShape
     kernel_hash: str
     """Of the sources that our kernels for this device are built from."""
@@ -96,11 +100,16 @@ class KernelSpeeds(SpeedQuestion):
     """The time ended before every number of tokens was measured that may matter."""
     disturbed: str = ""
     """What else kept the device busy meanwhile; "" where nothing was noticed."""
+    backend: str = ""
+    """The backend that vLLM itself takes for this layer; "" where it was not asked."""
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Another backend of vLLM -> why it does not compute this layer here, or could not be timed."""
 
     @property
     def is_final(self) -> bool:
         """Whether another measurement would bring nothing."""
-        return not self.unfinished and not self.disturbed
+        compared = bool(self.backend) or not self.measured_here
+        return compared and not self.unfinished and not self.disturbed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

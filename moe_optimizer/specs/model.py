@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AttentionKind = Literal["mha", "gqa", "mla", "hybrid", "none"]
+Fp8Scales = Literal["", "block", "channel", "tensor"]
 ExpertFormat = Literal["none", "dtype", "fp8", "other"]
 
 
@@ -96,6 +97,8 @@ class ModelSpec:
     weight_block: tuple[int, int] | None
     """Rows and columns of the block of quantised weights that shares a scale; None: per tensor, channel or group, or
     not quantised."""
+    fp8_scales: Fp8Scales = ""
+    """What shares a scale in a checkpoint whose weights are FP8 with FP32 scales; "" for every other."""
     expert_format: ExpertFormat
     """How the routed experts of every MoE layer are stored, in whatever method's files. dtype: not quantised; fp8: in
     FP8 with FP32 scales, of `weight_block` or else of tensors or channels; other: in another way, or not all alike;

@@ -124,6 +124,7 @@ def qwen3_30b_a3b_fp8() -> ModelSpec:
         quant_method="fp8",
         weight_bits=8.0,
         weight_block=(128, 128),
+        fp8_scales="block",
         expert_bytes_per_weight=1 + 4 / 128**2,
         linear_bytes_per_weight=1 + 4 / 128**2,
     )
@@ -173,6 +174,7 @@ def deepseek_v3(*, bytes_per_weight: float = 1 + 4 / 128**2, **changes: Any) -> 
         "quant_method": "fp8",
         "weight_bits": 8.0,
         "weight_block": (128, 128),
+        "fp8_scales": "block",
         "expert_bytes_per_weight": bytes_per_weight,
         "linear_bytes_per_weight": bytes_per_weight,
     }

@@ -164,7 +164,7 @@ def test_scales_per_expert_are_left_to_vllm_where_it_does_not_tell_of_new_weight
     from moe_optimizer.vllm_plugin.experts import cuda as experts_cuda
     from moe_optimizer.vllm_plugin.experts import fp8_cuda
 
-    session = activated(tmp_path, monkeypatch, {"fp8_channel": RANGES})
+    session = activated(tmp_path, monkeypatch, {"fp8_tensor": RANGES})
     monkeypatch.setattr(experts_cuda._load, "kernels", lambda: type("Built", (), {"cuda_run": None}))
     cls = offered("fp8_cuda", "MoeOptimizerFp8CudaExperts")
     keys = (kFp8StaticTensorSym, kFp8DynamicTensorSym)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,25 @@ from vllm.model_executor.layers.fused_moe.config import (
     fp8_w8a8_moe_quant_config,
 )
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+    kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+)
 
 from moe_optimizer.ops.reference import SCALE_BLOCK
 from moe_optimizer.specs.kernel_speeds import LayerShape, SpeedQuestion
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+QUANT_KEYS: dict[str, tuple[Any, Any]] = {
+    "fp8_block": (kFp8Static128BlockSym, kFp8Dynamic128Sym),
+    "fp8_channel": (kFp8StaticChannelSym, kFp8DynamicTokenSym),
+    "fp8_tensor": (kFp8StaticTensorSym, kFp8DynamicTensorSym),
+}
+"""How the weights are stored -> what vLLM calls the quantisation of weights and activations; others have none."""
 _CPU_BYTES = 512 << 20
 """Chosen: largest copy of the experts on a CPU, of which there are two; a larger layer gets fewer experts."""
 _CPU_SPARE_EXPERTS = 4
@@ -38,13 +53,15 @@ class MeasuredLayer:
         self.shape = question.shape if device == "cuda" else fewer_experts(question)
         self.device = device
         self.dtype = DTYPES.get(question.weights, torch.bfloat16)
+        self.quant_keys = QUANT_KEYS.get(question.weights, (None, None))
         generator = torch.Generator(device=device).manual_seed(seed)
         experts, width, hidden = self.shape.num_experts, self.shape.intermediate_size, self.shape.hidden_size
         self.w13 = self._normal(generator, experts, 2 * width, hidden)
         self.w2 = self._normal(generator, experts, hidden, width)
         self.quant_config: Any = FusedMoEQuantConfig.make()
-        if question.weights.startswith("fp8"):
-            self._to_fp8(block=question.weights == "fp8_block")
+        self.scales: tuple[torch.Tensor, ...] = ()
+        if question.weights in QUANT_KEYS:
+            self._to_fp8(question.weights)
         self.expert_map = _expert_map(self.shape, device)
         self.moe_config = FusedMoEConfig(
             num_experts=self.shape.num_global_experts,
@@ -56,7 +73,7 @@ class MeasuredLayer:
             activation=MoEActivation.SILU,
             device=device,
             routing_method=RoutingMethodType.Renormalize,
-            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+            moe_parallel_config=_split(self.shape),
             in_dtype=self.dtype,
         )
 
@@ -64,20 +81,27 @@ class MeasuredLayer:
         values = torch.empty(*shape, dtype=self.dtype, device=self.device)
         return values.normal_(0, shape[-1] ** -0.5, generator=generator)
 
-    def _to_fp8(self, *, block: bool) -> None:
+    def _to_fp8(self, kind: str) -> None:
         """Round the weights to E4M3 with scales of one: times do not depend on their values."""
         scales = []
         for weight in (self.w13, self.w2):
             experts, rows, columns = weight.shape
-            size = (experts, -(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK)) if block else (experts, rows, 1)
+            blocks = (experts, -(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK))
+            size = {"fp8_block": blocks, "fp8_channel": (experts, rows, 1), "fp8_tensor": (experts,)}[kind]
             scales.append(torch.ones(size, dtype=torch.float32, device=self.device))
         self.w13, self.w2 = (weight.to(torch.float8_e4m3fn) for weight in (self.w13, self.w2))
-        self.quant_config = fp8_w8a8_moe_quant_config(
-            *scales,
-            block_shape=[SCALE_BLOCK, SCALE_BLOCK] if block else None,
-            per_act_token_quant=not block,
-            per_out_ch_quant=not block,
-        )
+        self.scales = tuple(scales)
+        self.quant_config = fp8_w8a8_moe_quant_config(*scales, **self.quantisation)
+
+    @property
+    def quantisation(self) -> dict[str, Any]:
+        """What shares a scale, as vLLM's configurations of FP8 experts have it."""
+        channel = self.quant_keys[0] == kFp8StaticChannelSym
+        return {
+            "block_shape": [SCALE_BLOCK, SCALE_BLOCK] if self.quant_keys[0] == kFp8Static128BlockSym else None,
+            "per_act_token_quant": channel,
+            "per_out_ch_quant": channel,
+        }
 
     def inputs(self, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return random activations, routing weights and ids; all experts are equally likely."""
@@ -90,7 +114,7 @@ class MeasuredLayer:
     def runner(self, experts: Any) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], Any]]:
         """Return what makes a call of the layer with these experts, for what `inputs` returns."""
         kernel = mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts)
-        # vLLM's CPU kernel reads a packed copy of the weights.
+        # Some of vLLM's kernels read a copy of the weights in an order of their own.
         w13, w2 = getattr(experts, "packed", (self.w13, self.w2))
 
         def make_call(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Callable[[], Any]:
@@ -122,6 +146,13 @@ def fewer_experts(question: SpeedQuestion) -> LayerShape:
         num_global_experts=experts,
         top_k=min(shape.top_k, experts),
     )
+
+
+def _split(shape: LayerShape) -> FusedMoEParallelConfig:
+    """Return how the ranks share the layer: vLLM chooses another backend where each holds whole experts."""
+    alone = FusedMoEParallelConfig.make_no_parallel()
+    ranks = -(-shape.num_global_experts // shape.num_experts)
+    return dataclasses.replace(alone, ep_size=ranks, use_ep=True) if ranks > 1 else alone
 
 
 def _expert_map(shape: LayerShape, device: str) -> torch.Tensor | None:

@@ -10,12 +10,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_optimizer.errors import described
 from moe_optimizer.inspection.kernel_speeds import write_tables
 from moe_optimizer.measure.kernel_speeds.disturbance import busy_before, unsteady
+from moe_optimizer.measure.kernel_speeds.peers import Compared, Peers
 from moe_optimizer.measure.kernel_speeds.schedule import Rows, next_size, share_done, worth_timing
 from moe_optimizer.measure.kernel_speeds.timing import Timed, timed
 from moe_optimizer.measure.process import OnStep, answer_request
-from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, SpeedQuestion, TokenSpeeds
+from moe_optimizer.specs.kernel_speeds import STOCK, STOCK_BACKENDS, KernelSpeeds, SpeedQuestion, TokenSpeeds
 
 if TYPE_CHECKING:
     from moe_optimizer.measure.kernel_speeds.measured_layer import MeasuredLayer
@@ -54,6 +56,7 @@ class _Measurement:
         self._request = request
         self._on_step = on_step
         self._rows = [_rows_of(question, request.started) for question in request.questions]
+        self._compared = [_compared_before(question, request.started) for question in request.questions]
         self._spreads: list[list[float]] = [[] for _ in request.questions]
         self._busy = busy_before(request.device, request.cores)
         self._measured = 0
@@ -71,34 +74,56 @@ class _Measurement:
         return time.monotonic() < deadline or not self._measured
 
     def _measure(self, index: int, question: SpeedQuestion, deadline: float) -> None:
+        """Measure ours beside the kernel of vLLM's that shares their weights, then vLLM's other backends."""
         device, rows = self._request.device, self._rows[index]
-        layers = [] if next_size(device, rows) is None else _layers(question, device)
+        if next_size(device, rows) is None and self._compared[index].backend:
+            return
+        layers = _layers(question, device)
         while (tokens := next_size(device, rows)) is not None and self._time_is_left(deadline):
             times = _timed(layers, tokens, rows, deadline)
             ours = {name: time_us for name, time_us in times.times_us.items() if name != STOCK}
             rows[tokens] = TokenSpeeds(tokens=tokens, stock_us=times.times_us[STOCK], ours_us=ours)
             self._spreads[index].append(times.spread)
-            self._measured += 1
-            self._write()
-            done = (index + share_done(device, rows)) / len(self._request.questions)
-            self._on_step(done, f"{tokens} tokens, {question.weights}")
+            self._step(index, f"{tokens} tokens, {question.weights}")
+        if next_size(device, rows) is None and self._time_is_left(deadline):
+            self._step(index, f"other backends of vLLM, {question.weights}")
+            self._compare(index, layers, deadline)
+
+    def _compare(self, index: int, layers: list[MeasuredLayer], deadline: float) -> None:
+        compared = self._compared[index]
+        try:
+            peers = Peers(layers, compared, self._write)
+        except Exception as error:  # noqa: BLE001 - another vLLM than known: ours are measured, and its other kernels not
+            compared.backend = STOCK_BACKENDS[self._request.device]
+            compared.unavailable["other"] = f"this vLLM does not tell of them as known: {described(error)}"
+            return
+        peers.compare(self._rows[index], lambda: self._time_is_left(deadline), deadline)
+
+    def _step(self, index: int, what: str) -> None:
+        self._measured += 1
+        self._write()
+        done = (index + share_done(self._request.device, self._rows[index])) / len(self._request.questions)
+        self._on_step(done, what)
 
     def _write(self) -> None:
         tables = (
-            self._table(question, rows, spreads)
-            for question, rows, spreads in zip(self._request.questions, self._rows, self._spreads, strict=True)
+            self._table(index, question, rows)
+            for index, (question, rows) in enumerate(zip(self._request.questions, self._rows, strict=True))
             if rows
         )
         write_tables(Path(self._request.tables), tuple(tables))
 
-    def _table(self, question: SpeedQuestion, rows: Rows, spreads: list[float]) -> KernelSpeeds:
+    def _table(self, index: int, question: SpeedQuestion, rows: Rows) -> KernelSpeeds:
+        compared = self._compared[index]
         return KernelSpeeds(
             **{each.name: getattr(question, each.name) for each in fields(question)},
             rows=tuple(rows[tokens] for tokens in sorted(rows)),
             source=f"measured here on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             measured_here=True,
             unfinished=next_size(self._request.device, rows) is not None,
-            disturbed=self._disturbed(question, spreads),
+            disturbed=self._disturbed(question, self._spreads[index]),
+            backend=compared.backend,
+            unavailable=dict(compared.unavailable),
         )
 
     def _disturbed(self, question: SpeedQuestion, spreads: list[float]) -> str:
@@ -113,6 +138,13 @@ def _measure(request: SpeedRequest, on_step: OnStep) -> None:
 
 def _rows_of(question: SpeedQuestion, started: tuple[KernelSpeeds, ...]) -> dict[int, TokenSpeeds]:
     return {row.tokens: row for table in started if not question.why_not(table) for row in table.rows}
+
+
+def _compared_before(question: SpeedQuestion, started: tuple[KernelSpeeds, ...]) -> Compared:
+    for table in started:
+        if not question.why_not(table):
+            return Compared(backend=table.backend, unavailable=dict(table.unavailable))
+    return Compared()
 
 
 def _prepare(request: SpeedRequest) -> None:

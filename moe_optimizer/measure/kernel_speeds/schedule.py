@@ -19,7 +19,8 @@ _WIDEST_STOCK = 8
 _HOPELESS = 1.25
 """Chosen: a family of kernels that takes this much longer than the best at both neighbours is not tried between."""
 _LOST = 1.1
-"""Chosen: a CPU kernel that takes this much longer than vLLM's anywhere is not used, whatever else is measured."""
+"""Chosen: what computes all numbers of tokens and takes this much longer than the best anywhere is not used, whatever
+else is measured: our CPU kernel, and another backend of vLLM."""
 
 Rows = Mapping[int, TokenSpeeds]
 """What was measured, by number of tokens."""
@@ -72,6 +73,19 @@ def without_losers(times: Mapping[str, float]) -> tuple[str, ...]:
     best = min(ours, key=lambda name: ours[name])
     limit = min(_HOPELESS * ours[best], (1 + _CLEAR) * times[STOCK])
     return tuple(name for name in times if name in (STOCK, best) or times[name] <= limit)
+
+
+def peers_in_the_race(names: Iterable[str], rows: Rows, taken: str) -> tuple[str, ...]:
+    """Return which of vLLM's other backends may still be the best for a whole server: those that lost clearly nowhere,
+    and the one that vLLM takes by itself.
+    """
+    lost = {
+        name
+        for row in rows.values()
+        for name, time in row.peers_us.items()
+        if time > _LOST * min(row.stock_us, _best(row))
+    }
+    return tuple(name for name in names if name == taken or name not in lost)
 
 
 def family(name: str) -> str:

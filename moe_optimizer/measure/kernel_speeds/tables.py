@@ -87,7 +87,7 @@ def _started(folder: Path, questions: tuple[SpeedQuestion, ...]) -> tuple[Kernel
         # A file that is missing or broken: there is nothing to go on with.
         with contextlib.suppress(InputError):
             started += read_tables(folder / f"{table_name(question)}.json")
-    return tuple(table for table in started if table.unfinished)
+    return tuple(table for table in started if table.unfinished or not (table.backend or table.disturbed))
 
 
 def table_name(table: SpeedQuestion) -> str:

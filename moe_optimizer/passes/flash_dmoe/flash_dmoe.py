@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from moe_optimizer.passes.base import OptimizationPass
+from moe_optimizer.passes.flash_dmoe import backend_choice as peers
 from moe_optimizer.passes.flash_dmoe import kernel_choice as speeds
 from moe_optimizer.passes.flash_dmoe.questions import found_tables, open_questions, questions, stored_weights
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import FlashDmoeParams
+from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.cpu_workers import worker_cores, worker_threads
 from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
@@ -71,26 +74,66 @@ class FlashDmoe(OptimizationPass):
         if not tables:
             return self._unmeasured(ctx)
         dispatch = speeds.all_ranges(tables)
-        measure, evidence = open_questions(ctx), _sources(tables)
+        weights = next(iter(dispatch or tables))
+        table, ranges, batch = tables[weights], dispatch.get(weights, ()), ctx.workload.batch_size
+        fields: dict[str, Any] = {"evidence": _sources(tables), "warnings": _disturbed(tables)}
+        params = FlashDmoeParams(kernel=None, measure=open_questions(ctx))
+        ours, of_vllm = peers.with_ours(ranges), peers.of_backend(table.backend)
+        best = peers.best_backend(table, ours, batch, peers.selectable(ctx, table, formats=len(asked)))
+        if best and not (dispatch and ctx.wish(self.name)[0] is Wish.ON):
+            return self._backend(ctx, table, best, ours, params=params, **fields)
+        if dispatch and best:
+            words = peers.in_words(best, peers.of_backend(best), ours, table.rows, batch)
+            fields["warnings"] += (f"flash_dmoe ({ctx.wish(self.name)[1]}): {words}",)
+        others = peers.compared(table, ours if dispatch else of_vllm, batch, without="" if dispatch else table.backend)
+        own_choice = table.backend not in ("", peers.TRITON)
+        if own_choice and (
+            peers.FLAG in ctx.pinned
+            or ctx.request.inside_vllm
+            or not peers.never_slower_than(ours, of_vllm, table.rows)
+        ):
+            reason = f"vLLM takes its {table.backend} experts here"
+            reason += f", and {peers.in_words(table.backend, of_vllm, ours, table.rows, batch)}"
+            return self._left_to_vllm(ctx, reason, params=params, rejected=others, **fields)
         if not dispatch:
             reason = speeds.why_vllms(tuple(tables.values()))
-            params = FlashDmoeParams(kernel=None, measure=measure)
-            return self._left_to_vllm(ctx, reason, evidence=evidence, params=params, warnings=_disturbed(tables))
-        weights, ranges = next(iter(dispatch.items()))
-        table = tables[weights]
-        others = [question.weights for question in asked if question.weights not in tables]
-        unmeasured = f"; nothing is measured for {' and '.join(others)} weights, which vLLM computes" if others else ""
+            return self._left_to_vllm(ctx, reason, params=params, rejected=others, **fields)
+        unasked = [question.weights for question in asked if question.weights not in tables]
+        unmeasured = (
+            f"; nothing is measured for {' and '.join(unasked)} weights, which vLLM computes" if unasked else ""
+        )
         return self.decision(
             ctx,
             Status.ON,
             f"our CUDA kernels up to {ranges[-1].up_to} tokens, {weights} weights",
             f"measured on {table.device} with vLLM {table.vllm}: {speeds.in_plain_words(table, ranges)}{unmeasured}",
             Applier.PLUGIN,
-            evidence=evidence,
-            gain=speeds.measured_gain(table, ranges, ctx.workload.batch_size),
-            rejected={f"above {ranges[-1].up_to} tokens": _why_not_above(table, ranges[-1].up_to)},
-            params=FlashDmoeParams(kernel="cuda", dispatch=dispatch, measure=measure),
-            warnings=_disturbed(tables),
+            gain=speeds.measured_gain(table, ranges, batch),
+            rejected={f"above {ranges[-1].up_to} tokens": _why_not_above(table, ranges[-1].up_to)} | others,
+            params=dataclasses.replace(params, kernel="cuda", dispatch=dispatch),
+            # Ours compute beside Triton's, on weights as they were loaded.
+            vllm_args=ServeArguments(peers.FLAG, peers.TRITON) if own_choice else NO_ARGUMENTS,
+            **fields,
+        )
+
+    def _backend(self, ctx: PlanContext, table: KernelSpeeds, name: str, ours: peers.Times, **fields: Any) -> Decision:
+        """Return the decision for another backend of vLLM's, which is the fastest of all."""
+        batch, its = ctx.workload.batch_size, peers.of_backend(name)
+        faster = peers.in_words(name, its, ours, table.rows, batch)
+        reason = f"measured on {table.device} with vLLM {table.vllm}: {faster} than our kernels and Triton's"
+        others = peers.compared(table, its, batch, without=name)
+        if name == table.backend:
+            return self._left_to_vllm(ctx, f"{reason}; vLLM takes it by itself", rejected=others, **fields)
+        return self.decision(
+            ctx,
+            Status.ON,
+            f"vLLM's {name} experts",
+            f"{reason}, and slower at no measured number",
+            Applier.FLAGS,
+            gain=speeds.gain_over_stock(table, its, batch),
+            vllm_args=ServeArguments(peers.FLAG, name),
+            rejected=others,
+            **fields,
         )
 
     def _on_the_cpu(self, ctx: PlanContext) -> Decision:

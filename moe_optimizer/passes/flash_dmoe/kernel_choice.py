@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moe_optimizer.plan.decision import Gain
 from moe_optimizer.specs.kernel_speeds import (
@@ -41,9 +41,13 @@ def measured_gain(table: KernelSpeeds, ranges: Sequence[TokenRange], batch: int)
     """Return the gain of the experts in a decode step of so many requests; None where none was measured there."""
     row = nearest_row(table.rows, batch)
     use = kernel_for(ranges, row.tokens)
-    if use == STOCK:
-        return None
-    ratio = Quantity(row.stock_us / row.ours_us[use], "ratio", Source.MEASURED, table.source)
+    return None if use == STOCK else gain_over_stock(table, lambda row: row.ours_us[use], batch)
+
+
+def gain_over_stock(table: KernelSpeeds, times: Callable[[TokenSpeeds], float], batch: int) -> Gain:
+    """Return what another way than vLLM's Triton gains in a decode step of so many requests."""
+    row = nearest_row(table.rows, batch)
+    ratio = Quantity(row.stock_us / times(row), "ratio", Source.MEASURED, table.source)
     return Gain(metric=f"expert kernels of one layer at {row.tokens} tokens", ratio=ratio)
 
 

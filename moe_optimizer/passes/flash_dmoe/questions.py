@@ -10,7 +10,7 @@ from moe_optimizer.plan_context.expert_kernel import DTYPES, converted_format
 from moe_optimizer.plan_context.triton_config import tuned_digest
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedQuestion
 
-ONLINE_SCHEMES = {"fp8": "fp8_channel", "fp8_per_tensor": "fp8_channel", "fp8_per_channel": "fp8_channel",
+ONLINE_SCHEMES = {"fp8": "fp8_tensor", "fp8_per_tensor": "fp8_tensor", "fp8_per_channel": "fp8_channel",
                   "fp8_per_block": "fp8_block"}  # fmt: skip
 """vLLM's --quantization -> how the experts' weights are then stored."""
 
@@ -41,17 +41,13 @@ def stored_weights(ctx: PlanContext) -> tuple[str, ...]:
     if given is not None:
         return (ONLINE_SCHEMES[given],) if given in ONLINE_SCHEMES else ()
     if ctx.model.quant_method is not None:
-        return _of_fp8_checkpoint(ctx) if ctx.model.quant_method == "fp8" else ()
+        return (f"fp8_{ctx.model.fp8_scales}",) if ctx.model.fp8_scales else ()
     fp8 = ctx.params(Fp8Params)
     if fp8 is None or fp8.expert_bits != 8 or ctx.request.inside_vllm:
         # vLLM itself converts by its arguments only, and one that runs already has got its own.
         return (DTYPES[ctx.dtype],)
     kept = (DTYPES[ctx.dtype],) if fp8.excluded_layers else ()
     return (f"fp8_{fp8.granularity}", *kept)
-
-
-def _of_fp8_checkpoint(ctx: PlanContext) -> tuple[str, ...]:
-    return ("fp8_block",) if ctx.model.weight_block is not None else ("fp8_channel",)
 
 
 def questions(ctx: PlanContext) -> tuple[SpeedQuestion, ...]:

@@ -20,9 +20,9 @@ from moe_optimizer.vllm_plugin.experts.weight_format import KernelWeights
 from moe_optimizer.vllm_plugin.experts.weight_format_fp8 import FORMAT
 from moe_optimizer.vllm_plugin.session import PluginSession
 
-_BLOCK, _CHANNEL = "fp8_block", "fp8_channel"
-_KINDS = {kFp8Static128BlockSym: _BLOCK, kFp8StaticChannelSym: _CHANNEL, kFp8StaticTensorSym: _CHANNEL}
-"""Weights -> their name in the plan's dispatch. A scale per expert is repeated for each channel."""
+_BLOCK, _CHANNEL, _TENSOR = "fp8_block", "fp8_channel", "fp8_tensor"
+_KINDS = {kFp8Static128BlockSym: _BLOCK, kFp8StaticChannelSym: _CHANNEL, kFp8StaticTensorSym: _TENSOR}
+"""Weights -> their name in the plan's dispatch. For our kernels a scale per expert is repeated for each channel."""
 
 
 class MoeOptimizerFp8CudaExperts(MoeOptimizerCudaExperts):
@@ -57,7 +57,10 @@ class MoeOptimizerFp8CudaExperts(MoeOptimizerCudaExperts):
     def kernel_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[KernelWeights, str]:
         """Return the layer's weights with a scale per block or per channel, and their name in the plan's dispatch."""
         weights = self._weights(w1, w2, self.w1_scale, self.w2_scale)
-        return weights, _CHANNEL if self.block_shape is None else _BLOCK
+        if self.block_shape is not None:
+            return weights, _BLOCK
+        assert self.w1_scale is not None, "checked with the weights"
+        return weights, _TENSOR if self.w1_scale.numel() == w1.shape[0] else _CHANNEL
 
     def stored_weights(self, layer: Any) -> KernelWeights:
         """Return the weights and scales of vLLM's layer as it holds them now: after an update the configuration of its

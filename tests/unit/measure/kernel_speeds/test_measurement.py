@@ -12,6 +12,7 @@ import pytest
 from moe_optimizer.inspection.kernel_speeds import read_tables
 from moe_optimizer.measure.kernel_speeds import measurement
 from moe_optimizer.measure.kernel_speeds.measurement import SpeedRequest
+from moe_optimizer.measure.kernel_speeds.peers import Compared
 from moe_optimizer.measure.kernel_speeds.timing import Timed
 from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, LayerShape, SpeedQuestion
 
@@ -29,6 +30,21 @@ FP8 = SpeedQuestion(
 BF16 = dataclasses.replace(FP8, weights="bf16", environment="")
 
 
+class StandInPeers:
+    """One other backend of vLLM's, which takes half the time."""
+
+    def __init__(self, layers: Any, compared: Compared, write: Any) -> None:
+        self._compared = compared
+        compared.unavailable = {"humming": "not installed"}
+
+    def compare(self, rows: Any, is_left: Any, deadline: float) -> None:
+        for tokens, row in rows.items():
+            if not is_left():
+                return
+            rows[tokens] = dataclasses.replace(row, peers_us={"deep_gemm": 25.0})
+        self._compared.backend = "triton"
+
+
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs a measurement on a clock that each number of tokens moves by a second; returns tables and steps."""
@@ -43,6 +59,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         return Timed({STOCK: 100.0, "direct": 50.0}, spread=0.0)
 
     monkeypatch.setattr(measurement, "_timed", timed)
+    monkeypatch.setattr(measurement, "Peers", StandInPeers)
 
     def run(*questions: SpeedQuestion, seconds: float, **fields: Any) -> tuple[tuple[KernelSpeeds, ...], list[str]]:
         steps: list[str] = []
@@ -102,3 +119,35 @@ def test_a_busy_device_is_in_the_table_and_stays_there_when_it_is_gone_on_with(
     assert table.disturbed == "the GPU was busy"
     (anew,), _ = measure(FP8, seconds=100.0)
     assert anew.disturbed == ""
+
+
+def test_vllms_other_backends_are_compared_once_ours_are_measured(measure: Any) -> None:
+    (begun,), _ = measure(FP8, seconds=3.0)
+    assert (begun.backend, begun.is_final) == ("", False)
+    (table,), _ = measure(FP8, seconds=100.0, started=(begun,))
+    assert {row.peers_us["deep_gemm"] for row in table.rows} == {25.0}
+    assert (table.backend, dict(table.unavailable)) == ("triton", {"humming": "not installed"})
+    assert table.is_final
+
+
+def test_a_table_without_them_is_gone_on_with_until_they_are_compared(measure: Any) -> None:
+    (before,), _ = measure(FP8, seconds=100.0)
+    before = dataclasses.replace(
+        before, backend="", rows=tuple(dataclasses.replace(row, peers_us={}) for row in before.rows)
+    )
+    assert not before.is_final
+    (table,), steps = measure(FP8, seconds=100.0, started=(before,))
+    assert steps == ["other backends of vLLM, fp8_block"]
+    assert table.is_final
+
+
+def test_a_vllm_that_tells_nothing_of_its_backends_leaves_ours_measured(
+    measure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_arguments: Any) -> None:
+        raise AttributeError("no such oracle")
+
+    monkeypatch.setattr(measurement, "Peers", unknown)
+    (table,), _ = measure(FP8, seconds=100.0)
+    assert table.is_final
+    assert "no such oracle" in table.unavailable["other"]

@@ -249,9 +249,12 @@ def test_the_layer_is_looked_up_as_one_gpu_holds_it():
 def test_an_fp8_checkpoint_is_looked_up_with_its_own_kind_of_scales():
     asked = decide_on_h200(model=qwen3_30b_a3b_fp8()).params_as(FlashDmoeParams).measure
     assert [question.weights for question in asked] == ["fp8_block"]
-    per_tensor = dataclasses.replace(qwen3_30b_a3b_fp8(), weight_block=None)
-    (question,) = decide_on_h200(model=per_tensor).params_as(FlashDmoeParams).measure
-    assert question.weights == "fp8_channel"
+    for scales in ("channel", "tensor"):
+        model = dataclasses.replace(
+            qwen3_30b_a3b_fp8(), weight_block=None, fp8_scales=scales, quant_method="compressed-tensors"
+        )
+        (question,) = decide_on_h200(model=model).params_as(FlashDmoeParams).measure
+        assert question.weights == f"fp8_{scales}"
     decision = decide_on_h200(speeds(weights="fp8_block"), model=qwen3_30b_a3b_fp8())
     assert list(decision.params_as(FlashDmoeParams).dispatch) == ["fp8_block"]
 

@@ -1,0 +1,77 @@
+"""vLLM's other MoE backends in a measurement: what its oracles answer, and a kernel of its CPU build timed for real."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from moe_optimizer.measure.kernel_speeds import vllm_backends
+from moe_optimizer.measure.kernel_speeds.measured_layer import MeasuredLayer
+from moe_optimizer.measure.kernel_speeds.peers import Compared, Peers
+from moe_optimizer.measure.kernel_speeds.vllm_backends import Backends, backends_for
+from moe_optimizer.specs.kernel_speeds import LayerShape, SpeedQuestion, TokenSpeeds
+
+SHAPE = LayerShape(hidden_size=64, intermediate_size=64, num_experts=4, num_global_experts=4, top_k=2)
+QUESTION = SpeedQuestion(device="this", weights="bf16", shape=SHAPE, kernel_hash="", vllm="")
+
+
+@pytest.fixture
+def layer() -> MeasuredLayer:
+    return MeasuredLayer(QUESTION, device="cpu", seed=0)
+
+
+def rows() -> dict[int, TokenSpeeds]:
+    return {tokens: TokenSpeeds(tokens=tokens, stock_us=100.0, ours_us={"fused_experts": 90.0}) for tokens in (1, 8)}
+
+
+def portable(*_: Any) -> Backends:
+    """The CPU build's portable class as another backend: the one kernel of vLLM's that every processor has."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    return Backends("cpu", {"portable": (UnquantizedMoeBackend.CPU, CPUUnquantizedExperts)}, {"triton": "no GPU"})
+
+
+def test_each_backend_for_such_weights_that_vllm_refuses_is_there_with_its_reason(layer: MeasuredLayer) -> None:
+    found = backends_for(layer)
+    assert found.taken == "cpu"
+    assert "device cpu" in found.unavailable["triton"]
+    assert "marlin" not in found.unavailable  # for quantised weights
+
+
+def test_a_kernel_of_vllms_is_timed_at_every_number_of_tokens(
+    layer: MeasuredLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_backends, "backends_for", portable)
+    compared, measured = Compared(), rows()
+    peers = Peers([layer], compared, lambda: None)
+    # However slow a busy machine makes it, it stays in the race.
+    monkeypatch.setattr("moe_optimizer.measure.kernel_speeds.peers.peers_in_the_race", lambda names, *_: tuple(names))
+    peers.compare(measured, lambda: True, float("inf"))
+    assert all(row.peers_us["portable"] > 0 for row in measured.values())
+    assert (compared.backend, compared.unavailable) == ("cpu", {"triton": "no GPU"})
+
+
+def test_one_that_fails_has_its_reason_and_one_that_ended_the_process_is_not_tried_again(
+    layer: MeasuredLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_backends, "backends_for", portable)
+    compared, during = Compared(), list[dict[str, str]]()
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no such kernel image")
+
+    monkeypatch.setattr(vllm_backends, "experts_of", fails)
+    Peers([layer], compared, lambda: during.append(dict(compared.unavailable)))
+    assert "no such kernel image" in compared.unavailable["portable"]
+    # What a process that ends in that call leaves behind:
+    left = Compared(unavailable=during[0])
+    assert "ended" in left.unavailable["portable"]
+    tried: list[Any] = []
+    monkeypatch.setattr(vllm_backends, "experts_of", lambda *arguments: tried.append(arguments))
+    Peers([layer], left, lambda: None)
+    assert not tried
+    assert "ended" in left.unavailable["portable"]
