@@ -100,8 +100,10 @@ def _side(options: BenchOptions, what: str, *, number: int, lines: ProgressLines
         return Side(name=Path(what).stem, plan=Plan.load(Path(what)))
     options = dataclasses.replace(options, port=(options.port or DEFAULT_PORT) + number)
     if what == STOCK:
+        # The switches are wishes for the other side: here they would contradict the one that switches everything off.
+        plain = dataclasses.replace(options, switches={}, require=[], strict=False)
         with changed_environment({env.DISABLE: "1"}):
-            settings, request = planning.read_request(options)
+            settings, request = planning.read_request(plain)
     else:
         settings, request = planning.read_request(dataclasses.replace(options, profile=what))
         measure_if_needed(planning.decide_before_measuring(request), settings["calibrate"], lines)
