@@ -47,11 +47,55 @@ class SpeedRequest:
     """File that gets the tables, again after each number of tokens."""
 
 
+class KernelTimer:
+    """Times the kernels of a layer on the device of a request."""
+
+    def __init__(self, request: SpeedRequest) -> None:
+        self._device = request.device
+        self._cores = request.cores
+
+    def prepare(self) -> None:
+        """Set this process up as a worker of vLLM is, before its first layer."""
+        import torch
+
+        if self._device == "cpu":
+            torch.set_num_threads(len(self._cores))
+            return
+        from vllm.v1.worker.workspace import init_workspace_manager
+
+        init_workspace_manager(torch.device("cuda"))
+
+    def layers(self, question: SpeedQuestion) -> list[MeasuredLayer]:
+        """Return so many layers that a GPU's cache does not hold their weights; on the CPU one."""
+        from moe_optimizer.measure.kernel_speeds.measured_layer import MeasuredLayer
+
+        first = MeasuredLayer(question, device=self._device, seed=0)
+        if self._device == "cpu":
+            return [first]
+        size = first.w13.nbytes + first.w2.nbytes
+        count = min(_MAX_LAYERS, max(2, -(-_CUDA_LAYERS_BYTES // size)))
+        return [first, *(MeasuredLayer(question, device=self._device, seed=seed) for seed in range(1, count))]
+
+    def timed(self, layers: list[MeasuredLayer], tokens: int, rows: Rows, deadline: float) -> Timed:
+        """Time the kernels that are worth it; every call has a routing of its own, and layers take turns."""
+        from moe_optimizer.measure.kernel_speeds.measured_sides import ours_for, sides_for
+
+        names = worth_timing(ours_for(layers[0], tokens), tokens, rows)
+        per_layer = [sides_for(layer, names) for layer in layers]
+        inputs = [layers[index % len(layers)].inputs(tokens, index) for index in range(_CALLS)]
+        calls = {
+            name: [per_layer[index % len(layers)][name](*given) for index, given in enumerate(inputs)]
+            for name in per_layer[0]
+        }
+        return timed(calls, layers[0].device, deadline)
+
+
 class _Measurement:
     """The tables of a request as they grow."""
 
-    def __init__(self, request: SpeedRequest, on_step: OnStep) -> None:
+    def __init__(self, request: SpeedRequest, on_step: OnStep, timer: KernelTimer) -> None:
         self._request = request
+        self._timer = timer
         self._on_step = on_step
         self._rows = [_rows_of(question, request.started) for question in request.questions]
         self._spreads: list[list[float]] = [[] for _ in request.questions]
@@ -60,7 +104,7 @@ class _Measurement:
 
     def run(self) -> None:
         """Measure until nothing is left or the time is over, but at least one number of tokens."""
-        _prepare(self._request)
+        self._timer.prepare()
         deadline = time.monotonic() + self._request.seconds
         for index, question in enumerate(self._request.questions):
             if self._time_is_left(deadline):
@@ -72,9 +116,9 @@ class _Measurement:
 
     def _measure(self, index: int, question: SpeedQuestion, deadline: float) -> None:
         device, rows = self._request.device, self._rows[index]
-        layers = [] if next_size(device, rows) is None else _layers(question, device)
+        layers = [] if next_size(device, rows) is None else self._timer.layers(question)
         while (tokens := next_size(device, rows)) is not None and self._time_is_left(deadline):
-            times = _timed(layers, tokens, rows, deadline)
+            times = self._timer.timed(layers, tokens, rows, deadline)
             ours = {name: time_us for name, time_us in times.times_us.items() if name != STOCK}
             rows[tokens] = TokenSpeeds(tokens=tokens, stock_us=times.times_us[STOCK], ours_us=ours)
             self._spreads[index].append(times.spread)
@@ -107,49 +151,14 @@ class _Measurement:
         return " and ".join(dict.fromkeys(filter(None, (*before, self._busy, unsteady(spreads)))))
 
 
-def _measure(request: SpeedRequest, on_step: OnStep) -> None:
-    _Measurement(request, on_step).run()
+def measure(request: SpeedRequest, on_step: OnStep, timer: KernelTimer | None = None) -> None:
+    """Measure what `request` asks and write its tables; `timer` as default times real layers on its device."""
+    _Measurement(request, on_step, timer or KernelTimer(request)).run()
 
 
 def _rows_of(question: SpeedQuestion, started: tuple[KernelSpeeds, ...]) -> dict[int, TokenSpeeds]:
     return {row.tokens: row for table in started if not question.why_not(table) for row in table.rows}
 
 
-def _prepare(request: SpeedRequest) -> None:
-    import torch
-
-    if request.device == "cpu":
-        torch.set_num_threads(len(request.cores))
-        return
-    from vllm.v1.worker.workspace import init_workspace_manager
-
-    init_workspace_manager(torch.device("cuda"))
-
-
-def _layers(question: SpeedQuestion, device: str) -> list[MeasuredLayer]:
-    from moe_optimizer.measure.kernel_speeds.measured_layer import MeasuredLayer
-
-    first = MeasuredLayer(question, device=device, seed=0)
-    if device == "cpu":
-        return [first]
-    size = first.w13.nbytes + first.w2.nbytes
-    count = min(_MAX_LAYERS, max(2, -(-_CUDA_LAYERS_BYTES // size)))
-    return [first, *(MeasuredLayer(question, device=device, seed=seed) for seed in range(1, count))]
-
-
-def _timed(layers: list[MeasuredLayer], tokens: int, rows: Rows, deadline: float) -> Timed:
-    """Time the kernels that are worth it; every call has a routing of its own, and layers take turns."""
-    from moe_optimizer.measure.kernel_speeds.measured_sides import ours_for, sides_for
-
-    names = worth_timing(ours_for(layers[0], tokens), tokens, rows)
-    per_layer = [sides_for(layer, names) for layer in layers]
-    inputs = [layers[index % len(layers)].inputs(tokens, index) for index in range(_CALLS)]
-    calls = {
-        name: [per_layer[index % len(layers)][name](*given) for index, given in enumerate(inputs)]
-        for name in per_layer[0]
-    }
-    return timed(calls, layers[0].device, deadline)
-
-
 if __name__ == "__main__":
-    sys.exit(answer_request(SpeedRequest, sys.argv[1:], _measure))
+    sys.exit(answer_request(SpeedRequest, sys.argv[1:], measure))

@@ -11,7 +11,7 @@ import pytest
 
 from moe_optimizer.inspection.kernel_speeds import read_tables
 from moe_optimizer.measure.kernel_speeds import measurement
-from moe_optimizer.measure.kernel_speeds.measurement import SpeedRequest
+from moe_optimizer.measure.kernel_speeds.measurement import KernelTimer, SpeedRequest
 from moe_optimizer.measure.kernel_speeds.timing import Timed
 from moe_optimizer.specs.kernel_speeds import STOCK, KernelSpeeds, LayerShape, SpeedQuestion
 
@@ -34,21 +34,26 @@ def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs a measurement on a clock that each number of tokens moves by a second; returns tables and steps."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(measurement, "_prepare", lambda request: None)
-    monkeypatch.setattr(measurement, "_layers", lambda question, device: [question.weights])
     monkeypatch.setattr(measurement, "busy_before", lambda device, cores: "")
 
-    def timed(layers: Any, tokens: int, rows: Any, deadline: float) -> Timed:
-        clock[0] += 1.0
-        return Timed({STOCK: 100.0, "direct": 50.0}, spread=0.0)
+    class Timer(KernelTimer):
+        """In place of a GPU."""
 
-    monkeypatch.setattr(measurement, "_timed", timed)
+        def prepare(self) -> None:
+            pass
+
+        def layers(self, question: SpeedQuestion) -> Any:
+            return [question.weights]
+
+        def timed(self, layers: Any, tokens: int, rows: Any, deadline: float) -> Timed:
+            clock[0] += 1.0
+            return Timed({STOCK: 100.0, "direct": 50.0}, spread=0.0)
 
     def run(*questions: SpeedQuestion, seconds: float, **fields: Any) -> tuple[tuple[KernelSpeeds, ...], list[str]]:
         steps: list[str] = []
         path = tmp_path / "tables.json"
         request = SpeedRequest(device="cuda", questions=questions, seconds=seconds, tables=str(path), **fields)
-        measurement._measure(request, lambda _share, text: steps.append(text))
+        measurement.measure(request, lambda _share, text: steps.append(text), Timer(request))
         return read_tables(path), steps
 
     return run
@@ -94,11 +99,11 @@ def test_one_number_of_tokens_is_measured_however_little_time_there_is(measure: 
 def test_a_busy_device_is_in_the_table_and_stays_there_when_it_is_gone_on_with(
     measure: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measurement, "busy_before", lambda device, cores: "the GPU was busy")
+    monkeypatch.setattr(measurement, "busy_before", lambda device, cores: "GPU busy")
     (begun,), _ = measure(FP8, seconds=1.0)
-    assert begun.disturbed == "the GPU was busy"
+    assert begun.disturbed == "GPU busy"
     monkeypatch.setattr(measurement, "busy_before", lambda device, cores: "")
     (table,), _ = measure(FP8, seconds=100.0, started=(begun,))
-    assert table.disturbed == "the GPU was busy"
+    assert table.disturbed == "GPU busy"
     (anew,), _ = measure(FP8, seconds=100.0)
     assert anew.disturbed == ""
