@@ -278,8 +278,8 @@ def test_ambiguous_uuid_prefix_names_no_card(probe):
 
 
 def test_cards_split_by_mig_are_left_out_with_a_warning(probe):
-    hardware = probe(FakeCard(mig=1), FakeCard())
-    assert hardware.num_gpus == 1
+    hardware = probe(FakeCard(mig=1), FakeCard(), FakeCard())
+    assert hardware.num_gpus == 2
     assert hardware.warnings[0].startswith("1 GPUs ")
     assert "MIG" in hardware.warnings[0]
 
