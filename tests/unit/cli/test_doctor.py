@@ -170,7 +170,7 @@ def test_an_unknown_variable_of_ours_is_missing_a_letter(monkeypatch: pytest.Mon
     monkeypatch.setenv("MOE_OPTIMIZER_PROFLE", "x")
     check = software(monkeypatch)["environment"]
     assert check.status == "missing"
-    assert "MOE_OPTIMIZER_PROFILE" in check.hint
+    assert "MOE_OPTIMIZER_PROFILE" in str(check.hint)
 
 
 @pytest.mark.parametrize(
