@@ -71,16 +71,16 @@ def decide(settings: Settings, request: PlanRequest) -> Plan:
     Raises:
         InputError, UnsupportedError, DoesNotFitError: see `make_plan`.
     """
-    plan = _planned(request)
+    plan = planned(request)
     return plan.replace(serve_args=plan.plain_args) if settings.disabled else plan
 
 
 def decide_before_measuring(request: PlanRequest) -> Plan:
     """Return a plan in which a wished or required pass may be pending until its kernels are measured."""
-    return _planned(dataclasses.replace(request, strict=False, will_measure=True))
+    return planned(dataclasses.replace(request, strict=False, will_measure=True))
 
 
-def _planned(request: PlanRequest) -> Plan:
+def planned(request: PlanRequest) -> Plan:
     """Return the planner's plan, with a warning where the installed vLLM is too old for the plugin.
 
     Raises:

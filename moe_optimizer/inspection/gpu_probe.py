@@ -14,7 +14,7 @@ from moe_optimizer.specs.quantity import Quantity, Source
 NO_GPU = HardwareSpec(
     origin="probed", gpu=None, num_gpus=0, cpu=None, driver_version=None, cuda_version=None, warnings=()
 )
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 # Two cards of one model differ by what their error correction and firmware set aside, not by more.
 _MEMORY_TOLERANCE = 0.10
 _PCI_VENDOR_BITS = 16
@@ -38,11 +38,11 @@ def probe_gpus() -> HardwareSpec:
     try:
         import pynvml
     except ImportError:
-        return _none("an NVIDIA driver is loaded, but nvidia-ml-py is not installed") if _driver_loaded() else _none()
+        return _none("an NVIDIA driver is loaded, but nvidia-ml-py is not installed") if DRIVER_FILE.exists() else _none()
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        if not _driver_loaded():
+        if not DRIVER_FILE.exists():
             return _none()
         return _none(f"an NVIDIA driver is loaded, but its management library fails ({error}): planning without GPU")
     try:
@@ -55,10 +55,6 @@ def probe_gpus() -> HardwareSpec:
 
 def _none(*warnings: str) -> HardwareSpec:
     return NO_GPU if not warnings else replace(NO_GPU, warnings=warnings)
-
-
-def _driver_loaded() -> bool:
-    return _DRIVER_FILE.exists()
 
 
 def _probe(nvml: Any) -> HardwareSpec:

@@ -19,7 +19,7 @@ from moe_optimizer.plan.server_group import RUN_DIR, ServerRole
 
 KV_FOLDER = "kv"
 """Below the run folder: the files that a connector over a shared folder hands from server to server."""
-_STOP_MARGIN_S = 20.0
+STOP_MARGIN_S = 20.0
 """Chosen: on top of the drain; stopping engine and workers takes 5 s on the CPU build."""
 
 
@@ -94,7 +94,7 @@ class Deployment:
             hurry: says whether to wait no longer.
             drain: there may be requests to finish.
         """
-        grace_s = self._plan.serve_args.drain_timeout_s() + _STOP_MARGIN_S if drain else START_GRACE_S
+        grace_s = self._plan.serve_args.drain_timeout_s() + STOP_MARGIN_S if drain else START_GRACE_S
         if self.router is not None:
             self.router.stop(grace_s=grace_s, hurry=hurry)
         for server in self.servers:

@@ -24,7 +24,7 @@ from moe_optimizer.proof.verdict import NO_WORKER, Observed, all_holders_reporte
 
 T = TypeVar("T")
 _POLL_S = 0.2
-_PROOF_WAIT_S = 20.0
+PROOF_WAIT_S = 20.0
 """Chosen: proofs are written within a second of the first forward, and at most one request is missing."""
 _WARM_UP_AFTER_S = 3.0
 _WARM_UP_TIMEOUT_S = 120.0
@@ -112,7 +112,7 @@ class Evidence:
             waited = time.monotonic() - begin
             proofs = read_proofs(server.folder.path)
             missing = not_running(self._plan, proofs, shown)
-            if not missing or waited > _PROOF_WAIT_S:
+            if not missing or waited > PROOF_WAIT_S:
                 return proofs
             if all_holders_reported(proofs) and all(_refused(proofs, name) for name in missing):
                 return proofs

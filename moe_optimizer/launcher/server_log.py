@@ -18,7 +18,7 @@ from moe_optimizer.killed_children import KILLED
 _FOLLOW_INTERVAL_S = 0.2
 _MAX_BYTES = 2**20
 _MAX_CAUSE = 500
-_MAX_LOG_BYTES = 64 * 2**20
+MAX_LOG_BYTES = 64 * 2**20
 """Chosen: days of vLLM's lines once in 10 s; a line for each request fills it in hours."""
 _DEAD_WORKER = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: -(\d+)\)")
 # "ValueError: ...", also behind vLLM's prefixes ("(Worker pid=1) ERROR 01-01 00:00:00 [file.py:1] ").
@@ -76,7 +76,7 @@ def killed_processes(log_path: Path) -> list[tuple[str, str]]:
 def bound(log_path: Path) -> None:
     """Move a log that has grown large aside, in place of what was moved there before; it begins anew."""
     with contextlib.suppress(OSError):
-        if log_path.stat().st_size > _MAX_LOG_BYTES:
+        if log_path.stat().st_size > MAX_LOG_BYTES:
             shutil.copyfile(log_path, log_path.with_name(f"{log_path.name}.old"))
             # The server appends to the open file, so it goes on at the new end.
             os.truncate(log_path, 0)

@@ -32,7 +32,7 @@ from moe_optimizer.server_processes import process_is_alive
 _POLL_S = 0.2
 _HEALTH_INTERVAL_S = 0.5
 _LIVENESS_INTERVAL_S = 1.0
-_NOTICE_S = 15.0
+NOTICE_S = 15.0
 """Chosen: vLLM notices a dead worker in about 5 s and ends by itself; after this it counts as hanging."""
 
 
@@ -256,7 +256,7 @@ class Supervisor:
 
     def _await_end(self, server: Service, otherwise: str) -> NoReturn:
         """Give vLLM the time to notice that one of its processes died: its own end says more."""
-        self._pause(_NOTICE_S)
+        self._pause(NOTICE_S)
         raise server.failed(otherwise)
 
     def _pause(self, seconds: float) -> None:

@@ -19,14 +19,14 @@ DEFAULT_LIMIT_S = 120.0
 """Chosen: the shapes of a round take some seconds on a GPU, compiling for them a minute or two on a first start."""
 _ROUNDS = 4
 """Chosen: a second round finds what the first brought; more are needed where two things must meet."""
-_PROOF_S = 1.5
+PROOF_PAUSE_S = 1.5
 """Until the proofs have what was compiled: they are written once a second."""
 _TOKEN_IDS = 200
 """Chosen: ids below are in every vocabulary; they start at 10, after most special tokens."""
 _LONGEST = 32_768
 """Chosen: of a long context; attention over a longer one uses the same kernels."""
 
-_AHEAD_S = 0.05
+AHEAD_S = 0.05
 """Until requests that are to be decoded beside a prompt have begun."""
 _POLL_S = 0.05
 
@@ -105,7 +105,7 @@ def warm_up(
                 say(f"warming up: {done}: {request.what}")
             for client in clients:
                 refused += not _answered(client, model, request, deadline, pause)
-        pause(_PROOF_S)
+        pause(PROOF_PAUSE_S)
         now = compiled()
         settled = now == before and time.monotonic() < deadline
         if settled or time.monotonic() >= deadline:
@@ -196,7 +196,7 @@ def _answered(
     for body in filter(None, (request.beside, request.body)):
         sent.append(executor.submit(client.generate, {"model": model, **body}, timeout_s=left))
         if request.beside is not None:
-            pause(_AHEAD_S)
+            pause(AHEAD_S)
     # Not waited for: when a stop is asked for, the server's end answers what is on the way.
     executor.shutdown(wait=False)
     while concurrent.futures.wait(sent, timeout=_POLL_S).not_done:

@@ -18,7 +18,7 @@ _log = get_logger(__name__)
 
 
 @functools.cache
-def _import_kernels() -> tuple[ModuleType | None, str]:
+def import_kernels() -> tuple[ModuleType | None, str]:
     # torch first: the module then binds to the OpenMP runtime that torch has loaded. Loaded before torch it
     # would bring the system's, and two runtimes would each start a full set of threads.
     import torch  # noqa: F401
@@ -42,7 +42,7 @@ def _why_not_found() -> str:
 
 def kernels_available() -> tuple[bool, str]:
     """Return whether the compiled kernels can be used in this process, and the reason if not ("" if so)."""
-    module, reason = _import_kernels()
+    module, reason = import_kernels()
     return module is not None, reason
 
 
@@ -52,7 +52,7 @@ def kernels() -> ModuleType:
     Raises:
         KernelUnavailableError: it is not built, or not loadable here; the message says which.
     """
-    module, reason = _import_kernels()
+    module, reason = import_kernels()
     if module is None:
         raise KernelUnavailableError(reason, hint=_BUILD_HINT)
     return module

@@ -22,7 +22,7 @@ E4M3_MAX = 448.0
 """Largest finite E4M3 number."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # Chosen: the FP32 intermediate of one step. A whole layer of a large model would be another copy of it.
-_CHUNK_ELEMENTS = 8 * 1024 * 1024
+CHUNK_ELEMENTS = 8 * 1024 * 1024
 
 
 def quantize_fp8(
@@ -144,9 +144,9 @@ def _scale_shape(matrices: Tensor, granularity: Granularity) -> tuple[int, ...]:
 
 
 def _row_chunks(shape: torch.Size, size: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
-    """Yield ranges of rows of about _CHUNK_ELEMENTS and whole blocks, each with its range of block rows."""
+    """Yield ranges of rows of about CHUNK_ELEMENTS and whole blocks, each with its range of block rows."""
     rows, columns = shape
-    block_rows = max(1, _CHUNK_ELEMENTS // max(1, columns * size[0]))
+    block_rows = max(1, CHUNK_ELEMENTS // max(1, columns * size[0]))
     for begin in range(0, -(-rows // size[0]), block_rows):
         end = begin + block_rows
         yield slice(begin * size[0], min(end * size[0], rows)), slice(begin, end)

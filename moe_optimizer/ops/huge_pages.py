@@ -15,7 +15,7 @@ from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
 
-_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # linux/mman.h
 
 
@@ -39,11 +39,11 @@ def use_huge_pages(tensor: Tensor) -> tuple[bool, str]:
     if length <= 0:
         return False, "the tensor is smaller than a huge page"
     try:
-        setting = _SETTING.read_text(encoding="ascii")
+        setting = SETTING.read_text(encoding="ascii")
     except OSError:
         return False, "the kernel has no transparent huge pages"
     if "[never]" in setting:
-        return False, f"transparent huge pages are switched off ({_SETTING})"
+        return False, f"transparent huge pages are switched off ({SETTING})"
     for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
         code = _advise(first, length, advice)
         if code == errno.EINVAL and advice == _MADV_COLLAPSE:

@@ -22,10 +22,10 @@ _SAME_LOAD = 1e-3
 """Chosen: largest loads this close count as equal when moves can be saved; no step gets measurably slower."""
 _MOST_LOAD = 1e30
 """Chosen: sums of it stay finite in float32."""
-_BLOCK_SLOTS = 24_000
+BLOCK_SLOTS = 24_000
 """Chosen: layers with so many slots are placed at a time. More together are slower, because they leave a core's cache;
 fewer are slower too, because every step is taken for each block."""
-_BLOCK_LAYERS = 32
+BLOCK_LAYERS = 32
 """Chosen: but at least so many layers."""
 
 
@@ -87,7 +87,7 @@ def place_experts(  # noqa: PLR0917 - what vLLM's policy is given, in this order
     old_LS = None if previous is None else np.asarray(previous, dtype=np.int64)
     if old_LS is not None and old_LS.shape != (len(load_LE), num_replicas):
         raise InputError(f"previous: got shape {old_LS.shape}, expected {(len(load_LE), num_replicas)}")
-    block = max(_BLOCK_LAYERS, _BLOCK_SLOTS // num_replicas)
+    block = max(BLOCK_LAYERS, BLOCK_SLOTS // num_replicas)
     parts = -(-len(load_LE) // block)
     loads = np.array_split(load_LE, parts)
     olds = [None] * parts if old_LS is None else np.array_split(old_LS, parts)

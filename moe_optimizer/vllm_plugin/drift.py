@@ -99,13 +99,13 @@ def _abstract_methods(root: Path) -> tuple[SeamStatus, str]:
         if source is None:
             return SeamStatus.GONE, f"{name} is gone"
         asked |= _abstract_names(source)
-    unknown = asked - _PROVIDED_METHODS
+    unknown = asked - PROVIDED_METHODS
     if unknown:
         return SeamStatus.CHANGED, f"new abstract methods: {', '.join(sorted(unknown))}"
     return SeamStatus.PRESENT, f"{len(asked)} abstract methods, all provided"
 
 
-_PROVIDED_METHODS = frozenset(
+PROVIDED_METHODS = frozenset(
     {
         "activation_format",
         "_supports_current_device",

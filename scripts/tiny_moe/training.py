@@ -74,7 +74,7 @@ def train(stream: Tensor, shape: Shape, *, seed: int, steps: int, minutes: float
             queue = _epoch(stream, length, generator)
         batch_BL = queue.pop().to(device)
         for optimizer, peak in zip(optimizers, peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * _schedule(step, total)
+            optimizer.param_groups[0]["lr"] = peak * learning_rate_share(step, total)
         logits_BLV, balance = network(batch_BL[:, :-1])
         loss = functional.cross_entropy(logits_BLV.flatten(0, 1), batch_BL[:, 1:].flatten())
         (loss + BALANCE_COEFFICIENT * balance).backward()
@@ -114,7 +114,7 @@ def _optimizers(network: TinyMoe) -> tuple[torch.optim.Optimizer, ...]:
     )
 
 
-def _schedule(step: int, total: int | None) -> float:
+def learning_rate_share(step: int, total: int | None) -> float:
     """Share of the peak learning rate: up linearly, constant, down linearly. `total` is known when the decay begins."""
     rise = min(1.0, (step + 1) / WARMUP_STEPS)
     if total is None:

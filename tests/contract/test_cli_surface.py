@@ -118,7 +118,7 @@ def test_help_fits_eighty_columns_and_has_no_colours(name: str | None, tmp_path:
 def test_run_optimizer_is_the_serve_command(tmp_path: Path, run_command: Any) -> None:
     script = run_command(["--help"], cwd=tmp_path).stdout
     command = run_command(["serve", "--help"], program=("-m", "moe_optimizer"), cwd=tmp_path).stdout
-    assert script.partition("\n")[0] == "Usage: run_optimizer.py [OPTIONS] [MODEL]"
+    assert script.split()[:2] == ["Usage:", "run_optimizer.py"]
     assert script.partition("\n")[2] == command.partition("\n")[2]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,11 +48,13 @@ def test_beams_are_those_of_a_search_over_whole_texts(width: int, tiny_model: Ca
         assert {beam.finish_reason for beam in output.sequences} == {"length"}
 
 
-def test_a_beam_that_ends_is_complete_and_the_others_go_on(tiny_model: Callable[..., Path]) -> None:
-    llm = LLM(str(tiny_model("qwen3")), skip_tokenizer_init=True, num_gpu_blocks_override=64, max_num_seqs=8)
+def test_a_beam_that_ends_is_complete_and_the_others_go_on(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model("qwen3"), tmp_path / "model"))
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 64, "max_num_seqs": 8}
     params = BeamSearchParams(beam_width=2, max_tokens=5)
-    second = llm.beam_search([1, 2, 3], params)[0].sequences[0].tokens[4]
-    llm.llm_engine._eos_ids = frozenset({second})
+    second = LLM(str(folder), **options).beam_search([1, 2, 3], params)[0].sequences[0].tokens[4]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": second}))
+    llm = LLM(str(folder), **options)
     sequences = llm.beam_search([1, 2, 3], params)[0].sequences
     assert len(sequences) == 2
     for beam in sequences:

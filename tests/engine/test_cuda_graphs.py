@@ -108,4 +108,4 @@ def test_what_cannot_be_captured_runs_without_graphs_and_says_so(
         graphs = make_graphs(compute)
     assert graphs.sizes == []
     assert graphs.hidden(decodes(1)) is None
-    assert "called a synchronizing CUDA operation" in caplog.text
+    assert "synchronizing" in caplog.text

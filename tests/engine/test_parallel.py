@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,19 +57,20 @@ def test_a_rank_that_died_ends_the_engine(tiny_model: Callable[..., Path]) -> No
     executor = engine.executor
     assert isinstance(executor, ParallelExecutor)
     try:
-        executor._others[0].kill()
-        executor._others[0].join()
+        (rank,) = multiprocessing.active_children()
+        rank.kill()
+        rank.join()
         # The mailbox is empty: one step is taken by nobody.
         executor._taken[0].acquire()
         engine.add_request("0", [1, 2, 3])
-        with pytest.raises(ServerFailedError, match="rank-1 ended with exit code -9"):
+        with pytest.raises(ServerFailedError, match=r"rank-1.*exit code -9"):
             engine.step()
     finally:
         executor.shutdown()
 
 
 def test_what_does_not_divide_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="divisor of the 5 heads"):
+    with pytest.raises(UnsupportedError, match="5 heads"):
         Ranks(0, 2).share(5, "heads")
 
 

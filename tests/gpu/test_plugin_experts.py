@@ -16,6 +16,7 @@ from moe_optimizer.ops import reference
 from moe_optimizer.ops.cuda_variants import MoeSizes, candidate_variants, rounds_activations
 from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.specs.kernel_speeds import TokenRange, kernel_for
+from tests.plugin_state import own_session
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM")
 
@@ -57,7 +58,7 @@ def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, dispatch: dict[str
         pass_name="flash_dmoe", wish=Wish.ON, wish_origin="test", status=Status.ON, value="", reason="",
         applier=Applier.PLUGIN, params=FlashDmoeParams(kernel="cuda", dispatch=dispatch), required=True,
     )  # fmt: skip
-    monkeypatch.setattr(sessions, "_current", None)
+    own_session(monkeypatch)
     plan: Any = Plan((decision,))
     return sessions.start_session(sessions.PluginSession(run_dir=run_dir, plan=plan))
 

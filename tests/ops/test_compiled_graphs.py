@@ -79,5 +79,5 @@ def test_numbers_of_tokens_that_only_the_data_shows_to_differ_are_refused() -> N
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     assert compiled(SELECTIONS["one token"], SELECTIONS["one token"]).shape == (1, 64)
-    with pytest.raises(TensorContractError, match=r"topk_ids dim 0 \(T\): got 33, expected 1 \(bound by x dim 0\)"):
+    with pytest.raises(TensorContractError, match=r"topk_ids dim 0.* 33,.* 1 "):
         compiled(SELECTIONS["one token"], SELECTIONS["all tokens"])

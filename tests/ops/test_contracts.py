@@ -88,7 +88,7 @@ def test_a_damaged_tensor_is_refused_with_what_was_got_and_expected(op: str, nam
     call, arguments = OPS[op]
     tensors = arguments()
     damaged = dict(damages(op, name, tensors[name]))[kind]
-    with pytest.raises(TensorContractError, match=r": got .*, expected ") as refused:
+    with pytest.raises(TensorContractError, match=r": got.*, expected ") as refused:
         call(**tensors | {name: damaged})
     # What this tensor binds is missed in the next one that has it.
     bound = kind.startswith("dim ") or f"bound by {name})" in str(refused.value)

@@ -168,26 +168,26 @@ def test_the_activation_is_exact_over_its_whole_range(isa: str, activation: str)
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
-    with pytest.raises(TensorContractError, match="instruction set: got 'sse9'"):
+    with pytest.raises(TensorContractError, match=r"instruction set: .*sse9"):
         make_case(1).on_isa("sse9")
 
 
 def test_fp8_weights_need_both_scales() -> None:
     case = quantized(make_case(2), "block")
-    with pytest.raises(TensorContractError, match="w2_scale presence: got None, expected a tensor"):
+    with pytest.raises(TensorContractError, match=r"w2_scale presence: .*None,"):
         replace(case, w2_scale=None).kernel()
 
 
 def test_scales_of_the_wrong_shape_are_refused() -> None:
     case = quantized(make_case(2, hidden=144), "block")
     assert case.w13_scale is not None
-    with pytest.raises(TensorContractError, match="w13_scale dim 2: got 1, expected 2"):
+    with pytest.raises(TensorContractError, match=r"w13_scale dim 2:.* 1,.* 2"):
         replace(case, w13_scale=case.w13_scale[..., :1]).kernel()
 
 
 def test_plain_weights_take_no_scales() -> None:
     case = make_case(2)
-    with pytest.raises(TensorContractError, match="w13_scale presence: got a tensor, expected None"):
+    with pytest.raises(TensorContractError, match=r"w13_scale presence:.*,.* None"):
         fused_experts(case.x, case.w13, case.w2, case.topk_weights, case.topk_ids, w13_scale=torch.ones(8, 96))
 
 

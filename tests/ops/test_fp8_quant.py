@@ -113,7 +113,7 @@ def test_numbers_too_small_for_a_scale_give_no_nan(granularity: Granularity) -> 
 def test_infinite_and_undefined_weights_are_refused_with_their_expert(value: float, granularity: Granularity) -> None:
     weight = torch.ones(4, 200, 200)
     weight[2, 199, 3] = value
-    with pytest.raises(TensorContractError, match="expert 2 has values that are infinite or not a number"):
+    with pytest.raises(TensorContractError, match=r"expert 2 .*infinite"):
         quantize_fp8(weight, granularity=granularity)
 
 
@@ -134,8 +134,8 @@ def test_a_tensor_that_is_no_matrix_of_floats_is_refused(weight: torch.Tensor, m
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"granularity": "tensor"}, "granularity: got 'tensor', expected block or channel"),
-        ({"quantizer": "te"}, "quantizer: got 'te', expected builtin or transformer_engine"),
+        ({"granularity": "tensor"}, "granularity: .*'tensor', .*block"),
+        ({"quantizer": "te"}, "quantizer: .*'te', .*builtin"),
     ],
 )
 def test_an_unknown_word_is_refused(words: dict[str, Any], message: str) -> None:
@@ -153,7 +153,7 @@ def test_scales_of_another_matrix_are_refused() -> None:
 def test_in_chunks_the_bits_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch, granularity: Granularity) -> None:
     weight = random_weight(1, (2, 700, 200), 1.0, torch.bfloat16)
     whole = quantize_fp8(weight, granularity=granularity)
-    monkeypatch.setattr(fp8_quant, "_CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(fp8_quant, "CHUNK_ELEMENTS", 1)
     in_chunks = quantize_fp8(weight, granularity=granularity)
     assert torch.equal(whole[0].view(torch.uint8), in_chunks[0].view(torch.uint8))
     assert torch.equal(whole[1], in_chunks[1])

@@ -85,19 +85,19 @@ def test_weights_that_are_not_finite_are_refused_here_too(installed: None, monke
     monkeypatch.setattr(fp8_quant, "quantize_with_transformer_engine", lambda matrix: quantize_fp8(matrix.nan_to_num()))
     weight = random_weight()
     weight[1, 3, 5] = float("nan")
-    with pytest.raises(TensorContractError, match="expert 1 has values that are infinite"):
+    with pytest.raises(TensorContractError, match=r"expert 1 .*infinite"):
         quantize_fp8(weight, quantizer="transformer_engine")
 
 
 @pytest.mark.parametrize(
     ("device", "granularity", "reason"),
     [
-        ("cuda", "channel", "it has no scales per output channel"),
-        ("cpu", "block", "it converts tensors on CUDA devices, found cpu"),
+        ("cuda", "channel", "output channel"),
+        ("cpu", "block", "found cpu"),
     ],
 )
 def test_what_it_cannot_convert_has_a_reason(installed: None, device: str, granularity: str, reason: str) -> None:
-    assert why_not_transformer_engine(torch.device(device), granularity=granularity) == reason
+    assert why_not_transformer_engine(torch.device(device), granularity=granularity).endswith(reason)
 
 
 def test_it_can_where_it_is_installed(installed: None) -> None:
@@ -106,11 +106,9 @@ def test_it_can_where_it_is_installed(installed: None) -> None:
 
 def test_not_installed_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    assert why_not_transformer_engine(CUDA, granularity="block").startswith("it cannot be imported: ")
+    assert "imported" in why_not_transformer_engine(CUDA, granularity="block")
 
 
 def test_asked_for_where_it_cannot_is_an_error_with_the_reason() -> None:
-    with pytest.raises(
-        KernelUnavailableError, match="Transformer Engine: it converts tensors on CUDA devices, found cpu"
-    ):
+    with pytest.raises(KernelUnavailableError, match=r": Transformer Engine:.* cpu$"):
         quantize_fp8(random_weight(), quantizer="transformer_engine")

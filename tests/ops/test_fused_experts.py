@@ -213,10 +213,10 @@ def test_sizes_without_a_kernel_run_in_torch_and_say_why() -> None:
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ({"hidden": 0, "intermediate": 16}, "H and I must be above 0, got H=0, I=16"),
-        ({"hidden": 16, "intermediate": 0}, "H and I must be above 0, got H=16, I=0"),
-        ({"hidden": 16, "intermediate": 16, "experts": 1025}, "at most 1024 experts, got 1025"),
-        ({"hidden": 16, "intermediate": 16, "top_k": 33}, "at most 32 experts per token, got 33"),
+        ({"hidden": 0, "intermediate": 16}, "H=0, I=16"),
+        ({"hidden": 16, "intermediate": 0}, "H=16, I=0"),
+        ({"hidden": 16, "intermediate": 16, "experts": 1025}, "experts, got 1025"),
+        ({"hidden": 16, "intermediate": 16, "top_k": 33}, "per token, got 33"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -225,32 +225,32 @@ def test_sizes_outside_the_limits_run_in_torch_and_say_why(sizes: dict[str, int]
     case = make_case(3, 16, 16, sizes.get("experts", 8), sizes.get("top_k", 2))
     case = replace(case, x=case.x[:, :hidden], w13=case.w13[:, : 2 * width, :hidden], w2=case.w2[:, :hidden, :width])
     if AVAILABLE:
-        assert why_reference(case.x, case.w13, case.w2, case.topk_ids) == reason
+        assert (why_reference(case.x, case.w13, case.w2, case.topk_ids) or "").endswith(reason)
     torch.testing.assert_close(case.kernel().double(), case.in_torch(torch.float64), rtol=1e-5, atol=1e-5)
 
 
 def _wrong(case: Case) -> dict[str, tuple[Case, str]]:
     return {
-        "w2 H": (replace(case, w2=case.w2[:, :-1]), r"w2 dim 1 \(H\): got 63, expected 64 \(bound by x dim 1\)"),
-        "w13 2I": (replace(case, w13=case.w13[:, :-2]), r"w13 dim 1 \(2I\): got 94, expected 96"),
-        "w13 E": (replace(case, w13=case.w13[:-1]), r"w13 dim 0 \(E\): got 7, expected 8"),
+        "w2 H": (replace(case, w2=case.w2[:, :-1]), r"w2 dim 1 .* 63, .* 64 .*x "),
+        "w13 2I": (replace(case, w13=case.w13[:, :-2]), r"w13 dim 1 .* 94, .* 96"),
+        "w13 E": (replace(case, w13=case.w13[:-1]), r"w13 dim 0 .* 7, .* 8"),
         "rank": (replace(case, x=case.x[0]), r"x dimensions: got \[64\], expected 2"),
-        "dtype": (replace(case, w2=case.w2.double()), r"w2 dtype: got torch.float64, expected torch.float32"),
+        "dtype": (replace(case, w2=case.w2.double()), r"w2 dtype: .*float64, .*float32"),
         "ids": (replace(case, topk_ids=case.topk_ids.to(torch.int16)), r"topk_ids dtype: got torch.int16"),
-        "T": (replace(case, topk_ids=case.topk_ids[:-1]), r"topk_ids dim 0 \(T\): got 2, expected 3"),
+        "T": (replace(case, topk_ids=case.topk_ids[:-1]), r"topk_ids dim 0 .* 2, .* 3"),
         "weights": (replace(case, topk_weights=case.topk_weights.half()), r"topk_weights dtype: got torch.float16"),
-        "stride": (replace(case, x=case.x.T.contiguous().T), r"x stride of the last dimension: got 3, expected 1"),
-        "overlap": (replace(case, w2=case.w2[:1].expand(8, -1, -1)), r"w2 stride of dim 0: got 0, expected at least"),
-        "activation": (replace(case, activation="relu"), r"activation: got 'relu', expected silu or swigluoai"),
-        "device": (replace(case, w2=case.w2.to("meta")), r"w2 device: got meta, expected cpu"),
+        "stride": (replace(case, x=case.x.T.contiguous().T), r"x stride .* 3, .* 1"),
+        "overlap": (replace(case, w2=case.w2[:1].expand(8, -1, -1)), r"w2 stride of dim 0: .* 0,"),
+        "activation": (replace(case, activation="relu"), r"activation: .*'relu', .*silu"),
+        "device": (replace(case, w2=case.w2.to("meta")), r"w2 device: .*meta, .*cpu"),
         "empty map": (
             replace(case, expert_map=torch.zeros(0, dtype=torch.int32)),
-            r"expert_map dim 0 \(global experts\): got 0, expected at least 1",
+            r"expert_map dim 0 .* 0, .* 1",
         ),
-        "id": (replace(case, topk_ids=torch.full_like(case.topk_ids, 8)), r"got expert 8.*expected below 8"),
+        "id": (replace(case, topk_ids=torch.full_like(case.topk_ids, 8)), r"expert 8.*below 8"),
         "map": (
             replace(case, expert_map=torch.full((8,), 8, dtype=torch.int32)),
-            r"expert_map: returns local expert 8.*expected below 8",
+            r"expert_map: .*expert 8.*below 8",
         ),
     }
 
@@ -279,6 +279,6 @@ def test_a_wrong_id_in_the_last_pass_leaves_the_output_alone() -> None:
     ids = case.topk_ids.clone()
     ids[4321, 1] = 4
     out = torch.full_like(case.x, 7.0)
-    with pytest.raises(TensorContractError, match="got expert 4 for token 4321, slot 1, expected below 4"):
+    with pytest.raises(TensorContractError, match=r"expert 4.*token 4321,.*1,"):
         replace(case, topk_ids=ids).kernel(out=out)
     assert (out == 7.0).all()

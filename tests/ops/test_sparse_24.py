@@ -78,7 +78,7 @@ def test_of_equals_the_earlier_are_kept() -> None:
         (torch.ones(1, 4, 24, dtype=torch.bfloat16), "multiple of 16"),
         (torch.ones(1, 4, 16), r"got torch.float32 \[1, 4, 16\]"),
         (torch.ones(4, 16, dtype=torch.bfloat16), r"expected torch.bfloat16 \[E, N, K\]"),
-        (torch.full((1, 4, 16), float("nan"), dtype=torch.bfloat16), "expert 0 has a value that is not finite"),
+        (torch.full((1, 4, 16), float("nan"), dtype=torch.bfloat16), "expert 0 .*not finite"),
     ],
     ids=["ragged", "float32", "one expert", "nan"],
 )
@@ -90,9 +90,9 @@ def test_weights_of_another_shape_dtype_or_not_finite_are_refused(weight: Tensor
 @pytest.mark.parametrize(
     ("norms", "words"),
     [
-        (torch.ones(8), r"got shape \[8\], expected \[16\] or \[2, 16\]"),
-        (torch.full((16,), -1.0), "negative or not finite"),
-        (torch.full((2, 16), float("nan")), "negative or not finite"),
+        (torch.ones(8), r"\[8\], .*\[16\] or \[2, 16\]"),
+        (torch.full((16,), -1.0), "not finite"),
+        (torch.full((2, 16), float("nan")), "not finite"),
     ],
     ids=["length", "negative", "nan"],
 )

@@ -138,10 +138,10 @@ def test_beyond_the_kernels_limits_plain_torch_runs() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"x": torch.ones(4, 32)}, "x dtype: got torch.float32, expected torch.bfloat16"),
-        ({"x": torch.ones(4, 24).bfloat16()}, "H: got 24, expected a multiple of 16"),
-        ({"w13_mask": torch.zeros(8, 32, 8, dtype=torch.uint8)}, "w13_mask dim 2: got 8, expected 4"),
-        ({"w2_mask": torch.zeros(8, 32, 2, dtype=torch.int32)}, "w2_mask dtype: got torch.int32"),
+        ({"x": torch.ones(4, 32)}, "x dtype: .*float32, .*bfloat16"),
+        ({"x": torch.ones(4, 24).bfloat16()}, "H: got 24, .* 16"),
+        ({"w13_mask": torch.zeros(8, 32, 8, dtype=torch.uint8)}, "w13_mask dim 2: .* 8, .* 4"),
+        ({"w2_mask": torch.zeros(8, 32, 2, dtype=torch.int32)}, "w2_mask dtype: .*int32"),
         ({"w2": torch.ones(8, 8, 32).bfloat16().transpose(1, 2)}, "w2 strides"),
         ({"topk_ids": torch.full((4, 2), 8)}, "topk_ids: got expert 8"),
     ],

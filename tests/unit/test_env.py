@@ -44,7 +44,7 @@ def test_every_variable_is_read() -> None:
 def test_a_misspelt_variable_is_an_error_with_its_near_match() -> None:
     with pytest.raises(InputError, match="MOE_OPTIMIZER_PROFIL,") as caught:
         env.read_environment({"MOE_OPTIMIZER_PROFIL": "balanced"})
-    assert caught.value.hint == "did you mean MOE_OPTIMIZER_PROFILE?"
+    assert str(caught.value.hint).endswith(" MOE_OPTIMIZER_PROFILE?")
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_disable_takes_booleans(text: str, value: bool) -> None:
 
 
 def test_disable_refuses_anything_else() -> None:
-    with pytest.raises(InputError, match=r"MOE_OPTIMIZER_DISABLE: got 'maybe', expected one of 1, true"):
+    with pytest.raises(InputError, match=r"MOE_OPTIMIZER_DISABLE:.*'maybe',.* 1, true"):
         env.read_environment({env.DISABLE: "maybe"})
 
 
 @pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf"])
 def test_calibrate_takes_seconds(text: str) -> None:
-    with pytest.raises(InputError, match=f"MOE_OPTIMIZER_CALIBRATE: got '{text}', expected a number of seconds"):
+    with pytest.raises(InputError, match=f"MOE_OPTIMIZER_CALIBRATE: .*'{text}', .*seconds"):
         env.read_environment({env.CALIBRATE: text})

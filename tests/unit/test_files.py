@@ -71,25 +71,25 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
 def test_a_file_of_the_largest_size_is_read_and_one_byte_more_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("abc")
     assert read_bytes(tmp_path / "a", max_bytes=3) == b"abc"
-    with pytest.raises(InputError, match="3 bytes, expected at most 2"):
+    with pytest.raises(InputError, match=r"3 bytes,.* 2$"):
         read_bytes(tmp_path / "a", max_bytes=2)
 
 
 def test_what_is_no_regular_file_is_refused_unread(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
-        with pytest.raises(InputError, match=f"^{path}: is not a regular file"):
+        with pytest.raises(InputError, match=f"^{path}: .*regular file"):
             read_bytes(path, max_bytes=10)
 
 
 def test_a_file_that_cannot_be_read_is_called_by_its_name_and_looked_for_where_the_hint_says(tmp_path: Path) -> None:
     for name, reason in (("absent", "No such file"), ("null\0", "null")):
-        with pytest.raises(InputError, match=f"^the plan: cannot be read: .*{reason}") as error:
+        with pytest.raises(InputError, match=f"^the plan: .*{reason}") as error:
             read_text(tmp_path / name, max_bytes=10, name="the plan")
         assert str(tmp_path) in str(error.value.hint)
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"ab\xff")
-    with pytest.raises(InputError, match="byte 2 is not UTF-8"):
+    with pytest.raises(InputError, match=r"byte 2 .*UTF-8"):
         read_text(tmp_path / "a", max_bytes=10)

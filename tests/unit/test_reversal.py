@@ -16,9 +16,9 @@ from moe_optimizer.planner import make_plan
 from moe_optimizer.profiles import profile_names
 from moe_optimizer.specs.hardware import HardwareSpec
 from moe_optimizer.vllm_plugin import patch as patches
-from moe_optimizer.vllm_plugin import session as sessions
 from moe_optimizer.vllm_plugin.install import install_plan
 from tests.builders import cpu_machine, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
+from tests.plugin_state import own_patches, own_session
 
 EVERYTHING = {
     "parallelism": {"data_parallel_size": 2, "expert_parallel": "on"},
@@ -69,8 +69,8 @@ def test_everything_is_really_on_before_it_is_switched_off() -> None:
 
 
 def test_a_plan_with_every_pass_off_patches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "_current", None)
-    monkeypatch.setattr(patches, "_reports", {})
+    own_session(monkeypatch)
+    own_patches(monkeypatch)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
     stock = plan(MACHINES["CPU"], off=tuple(switch.flag for switch in switches()))
     applied = install_plan(stock, run_dir=tmp_path)

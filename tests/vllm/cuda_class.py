@@ -14,6 +14,7 @@ from moe_optimizer.plan.decision import Applier, Status
 from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.specs.kernel_speeds import TokenRange
 from moe_optimizer.vllm_plugin.session import PluginSession
+from tests.plugin_state import own_session
 from tests.vllm.conftest import tiny_plan
 from tests.vllm.expert_layers import PASS, moe_config
 
@@ -28,7 +29,7 @@ def activated(
 ) -> PluginSession:
     from moe_optimizer.vllm_plugin import session as sessions
 
-    monkeypatch.setattr(sessions, "_current", None)
+    own_session(monkeypatch)
     plan = tiny_plan()
     decisions = tuple(
         dataclasses.replace(

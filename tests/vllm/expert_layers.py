@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from moe_optimizer.vllm_plugin.session import PluginSession
+from tests.plugin_state import own_session
 from tests.vllm.conftest import tiny_plan
 
 PASS = "flash_dmoe"
@@ -18,7 +19,7 @@ def activated(run_dir: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) ->
     """Make a plan this process's own without patching vLLM: the tests build the class themselves."""
     from moe_optimizer.vllm_plugin import session as sessions
 
-    monkeypatch.setattr(sessions, "_current", None)
+    own_session(monkeypatch)
     return sessions.start_session(PluginSession(run_dir=run_dir, plan=tiny_plan(**changes)))
 
 

@@ -78,6 +78,7 @@ def test_a_server_that_is_stopped_refuses_new_requests_and_says_how_it_got_on(se
 
 def test_a_killed_engine_ends_everything_with_exit_code_7(seen: Seen) -> None:
     (engine,) = [proof.pid for proof in seen.info.proofs if proof.role == "engine"]
-    assert seen.end.endswith(f": engine core {engine} was killed by SIGKILL, probably out of memory")
+    assert f": engine core {engine} " in seen.end
+    assert "SIGKILL" in seen.end
     assert seen.exit_code is ExitCode.SERVER_FAILED
     assert processes_of(seen.info.run_dir) == []

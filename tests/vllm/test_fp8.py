@@ -84,7 +84,8 @@ def test_apart_every_worker_converts_its_own_experts(fp8_channels_apart: tuple[S
 def test_a_layer_that_the_plan_keeps_stays_and_says_so(fp8_channels_apart: tuple[Served, float]) -> None:
     for holder in model_holders(fp8_channels_apart[0].proofs):
         (kept,) = [layer for layer in holder.passes["flash_dmoe"].layers if layer.weight_format == "plain"]
-        assert (kept.name, kept.why_plain) == ("model.layers.2.mlp.experts", "kept by the plan")
+        assert kept.name == "model.layers.2.mlp.experts"
+        assert "the plan" in kept.why_plain
         assert kept.weight_bytes == kept.loaded_bytes == BF16_LAYER_BYTES // 2
         assert kept.calls > 0
 

@@ -17,12 +17,12 @@ from moe_optimizer.plan.decision import Wish
 from moe_optimizer.planner import make_plan
 from moe_optimizer.vllm_plugin import install
 from moe_optimizer.vllm_plugin import patch as patches
-from moe_optimizer.vllm_plugin import session as sessions
 from moe_optimizer.vllm_plugin.experts import online_fp8_quantizer
 from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
 from moe_optimizer.vllm_plugin.patch import PatchState
 from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.builders import gpus, profile_with, qwen3_30b_a3b, request, software
+from tests.plugin_state import own_patches, own_session
 
 pytestmark = pytest.mark.vllm
 
@@ -37,10 +37,8 @@ def deep_gemm() -> Any:
 @pytest.fixture
 def activate(deep_gemm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., PluginSession]]:
     """Applies a plan for a GPU in this process, and undoes it afterwards."""
-    monkeypatch.setattr(sessions, "_current", None)
-    monkeypatch.setattr(patches, "_reports", {})
-    # A patch that waits for an import must not wait into another test's.
-    monkeypatch.setattr(patches, "_waiting", {})
+    own_session(monkeypatch)
+    own_patches(monkeypatch)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     online_fp8_quantizer._say_once.cache_clear()
 

@@ -12,11 +12,11 @@ import pytest
 from moe_optimizer.errors import RequiredNotAppliedError
 from moe_optimizer.vllm_plugin import install
 from moe_optimizer.vllm_plugin import patch as patches
-from moe_optimizer.vllm_plugin import session as sessions
 from moe_optimizer.vllm_plugin.experts import kernel, kernel_choice
 from moe_optimizer.vllm_plugin.experts.kernel_choice import UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.patch import PatchState
 from moe_optimizer.vllm_plugin.session import PluginSession
+from tests.plugin_state import own_patches, own_session
 from tests.vllm.conftest import tiny_plan
 from tests.vllm.expert_layers import PASS, moe_config
 
@@ -35,10 +35,8 @@ def activate(oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     """Applies a plan in this process, as in a fresh worker, and undoes it afterwards."""
     import vllm.envs as envs
 
-    monkeypatch.setattr(sessions, "_current", None)
-    monkeypatch.setattr(patches, "_reports", {})
-    # A patch that waits for an import must not wait into another test's.
-    monkeypatch.setattr(patches, "_waiting", {})
+    own_session(monkeypatch)
+    own_patches(monkeypatch)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
     forget_self_tests = kernel.self_test.cache_clear
@@ -114,7 +112,7 @@ def test_lora_is_left_to_stock_because_vllm_would_not_ask(
     monkeypatch.setattr(kernel_choice, "uses_lora", lambda: True)
     session = activate()
     assert chosen(oracle) == "CPUUnquantizedExperts"
-    assert why_not(session) == "kernel does not support LoRA"
+    assert "LoRA" in why_not(session)
 
 
 @pytest.mark.parametrize("layer", ["GELU", "data parallel", "EPLB", "clamped", "FP64"])
@@ -141,10 +139,10 @@ def test_a_vllm_that_routes_inside_its_own_kernel_is_left_alone(
 ) -> None:
     from moe_optimizer.vllm_plugin.experts import cpu
 
-    monkeypatch.setattr(cpu, "_CPU_ROUTER", f"{cpu._CPU_ROUTER}_of_a_later_version")
+    monkeypatch.setattr(cpu, "CPU_ROUTER", f"{cpu.CPU_ROUTER}_of_a_later_version")
     session = activate()
     assert chosen(oracle) == "CPUUnquantizedExperts"
-    assert why_not(session) == "vLLM's CPU build routes tokens inside its own kernel before 0.30"
+    assert "before 0.30" in why_not(session)
 
 
 def raising(*args: Any, **kwargs: Any) -> Any:

@@ -114,7 +114,7 @@ def test_a_wrong_layer_is_computed_by_vllm_and_the_reason_is_in_the_proof(
     proof = session.proof.passes[PASS]
     assert proof.layers == ()
     assert not proof.ran
-    assert "model.layers.0.mlp.experts: self-check failed: fused_experts: error" in proof.why_not
+    assert "model.layers.0.mlp.experts: self-check failed: " in proof.why_not
 
 
 def test_a_wrong_layer_of_a_required_pass_stops_the_start(
@@ -132,7 +132,7 @@ def test_with_an_expert_map_there_is_nothing_to_hand_it_to(
 
     layer = make_layer()
     layer.expert_map = torch.tensor([index // 2 if index % 2 else -1 for index in range(32)], dtype=torch.int32)
-    with pytest.raises(RequiredNotAppliedError, match="ignores the expert map"):
+    with pytest.raises(RequiredNotAppliedError, match="expert map"):
         make_cpu_experts().process_weights_after_loading(layer)
 
 

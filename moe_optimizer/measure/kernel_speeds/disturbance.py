@@ -14,7 +14,7 @@ _CPU_BUSY_PERCENT = 25
 """Chosen: of the cores to measure on; what a quiet machine does by itself is less."""
 _MAX_SPREAD = 0.1
 """Chosen: quartiles of a quiet GPU lie 1 to 2 % of the median apart, of a quiet processor up to 5 %."""
-_LOOKS, _PAUSE_S = 5, 0.1
+_LOOKS, PAUSE_S = 5, 0.1
 
 
 def busy_before(device: str, cores: Sequence[int] = ()) -> str:
@@ -50,7 +50,7 @@ def _gpu_percent() -> float:
         looks = []
         for _ in range(_LOOKS):
             looks.append(float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu))
-            time.sleep(_PAUSE_S)
+            time.sleep(PAUSE_S)
         return statistics.median(looks)
     return 0.0
 
@@ -58,5 +58,5 @@ def _gpu_percent() -> float:
 def _cpu_percent(cores: Sequence[int]) -> float:
     import psutil
 
-    busy = psutil.cpu_percent(interval=_LOOKS * _PAUSE_S, percpu=True)
+    busy = psutil.cpu_percent(interval=_LOOKS * PAUSE_S, percpu=True)
     return statistics.mean(busy[core] for core in cores if core < len(busy)) if cores else 0.0

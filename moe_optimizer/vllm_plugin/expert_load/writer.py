@@ -16,9 +16,9 @@ from moe_optimizer.log import get_logger
 from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR, ExpertLoad, LayerLoad
 from moe_optimizer.vllm_plugin.expert_load.counter import ExpertCounter
 
-_INTERVAL_S = 3.0
+INTERVAL_S = 3.0
 """Chosen: encoding 61 layers of 256 experts takes a few milliseconds, a thousandth of this."""
-_UNSEEN_INTERVAL_S = 0.5
+UNSEEN_INTERVAL_S = 0.5
 """Chosen: delay after vLLM's warm-up until the proof says that every layer is counted."""
 _STOP_WAIT_S = 5.0
 """Chosen: a write takes milliseconds; a process does not wait for one that hangs."""
@@ -115,7 +115,7 @@ class ExpertLoadWriter:
 
     def _keep_writing(self) -> None:
         while True:
-            stepped = self._wake.wait(None if self._seen else _UNSEEN_INTERVAL_S)
+            stepped = self._wake.wait(None if self._seen else UNSEEN_INTERVAL_S)
             self._wake.clear()
             # Read before the write, so that the last write of a process has its last steps too.
             stopping = self._stop.is_set()
@@ -129,7 +129,7 @@ class ExpertLoadWriter:
             if stopping:
                 return
             if stepped:
-                self._stop.wait(_INTERVAL_S)
+                self._stop.wait(INTERVAL_S)
 
 
 def part_path(run_dir: Path, rank: int) -> Path:

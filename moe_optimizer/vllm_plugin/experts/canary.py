@@ -102,10 +102,10 @@ def _check(
         return CheckResult(0.0, ""), set()
     kernels = {
         name: CheckedKernel(
-            run=functools.partial(_through_vllm, layer),
+            run=functools.partial(through_vllm, layer),
             tokens=sizes,
             rounds_activations=name in served.rounding,
-            capture=functools.partial(_captured, layer) if graphs else None,
+            capture=functools.partial(captured, layer) if graphs else None,
             captured_up_to=graphs,
         )
         for name, sizes in served.sizes.items()
@@ -116,7 +116,7 @@ def _check(
     return result, {each for sizes in served.sizes.values() for each in sizes}
 
 
-def _through_vllm(layer: Any, call: ExpertsCall) -> None:
+def through_vllm(layer: Any, call: ExpertsCall) -> None:
     """Compute a call as vLLM's layer computes a request after its router.
 
     Raises:
@@ -140,7 +140,7 @@ def _through_vllm(layer: Any, call: ExpertsCall) -> None:
     call.out.copy_(result)
 
 
-def _captured(layer: Any, call: ExpertsCall) -> Callable[[], None]:
+def captured(layer: Any, call: ExpertsCall) -> Callable[[], None]:
     """Capture a call in a CUDA graph of its own; return its replay.
 
     Raises:
@@ -149,7 +149,7 @@ def _captured(layer: Any, call: ExpertsCall) -> Callable[[], None]:
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            _through_vllm(layer, call)
+            through_vllm(layer, call)
     except RuntimeError as error:
         raise NotCheckedError(f"no graph of a layer: {described(error)}") from error
     return graph.replay

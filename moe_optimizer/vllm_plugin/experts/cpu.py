@@ -22,7 +22,7 @@ from moe_optimizer.vllm_plugin.experts.weight_format import PLAIN, KernelWeights
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session
 
 _CHECKED_TOKENS = (1, 4, 64)
-_CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
+CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 
 
 class MoeOptimizerCpuExperts(MoeOptimizerExperts):
@@ -42,7 +42,7 @@ class MoeOptimizerCpuExperts(MoeOptimizerExperts):
     @classmethod
     def why_not(cls, moe_config: Any, keys: QuantKeys, session: PluginSession) -> str:  # noqa: ARG003
         """Return why the kernel cannot compute this layer here, or "" after it has computed a small one."""
-        if importlib.util.find_spec(_CPU_ROUTER) is None:
+        if importlib.util.find_spec(CPU_ROUTER) is None:
             return "vLLM's CPU build routes tokens inside its own kernel before 0.30"
         not_covered = kernel.why_not_covered(
             moe_config.in_dtype,

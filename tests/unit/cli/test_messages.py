@@ -41,19 +41,21 @@ def test_verbose_shows_everything_at_once(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_an_error_is_one_line_a_blank_one_and_the_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    messages.write_error(InputError("config.json: cut\noff", hint="again"))
-    assert capsys.readouterr().err == "error: config.json: cut off\n\nhint: again\n"
+    messages.write_error(InputError("cut\noff", hint="again"))
+    assert capsys.readouterr().err.split("\n") == ["error: cut off", "", "hint: again", ""]
 
 
 def test_escape_sequences_in_a_name_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
-    messages.write_error(InputError("no \x1b[31mfolder\x1b]0;title\x07 \u202eevil"))
+    messages.write_error(InputError("\x1b[31mfolder\x1b]0;title\x07\u202eevil"))
     messages.write_warnings(["\x1b[2J"])
-    assert capsys.readouterr().err == ("error: no \\x1b[31mfolder\\x1b]0;title\\x07 \\u202eevil\nwarning: \\x1b[2J\n")
+    error, warning = capsys.readouterr().err.splitlines()
+    assert error == "error: \\x1b[31mfolder\\x1b]0;title\\x07\\u202eevil"
+    assert warning == "warning: \\x1b[2J"
 
 
 def test_a_dead_servers_log_follows_its_first_line_unjoined(capsys: pytest.CaptureFixture[str]) -> None:
-    messages.write_error(ServerFailedError("server died\n  last line", hint="read the log"))
-    assert capsys.readouterr().err == "error: server died\n  last line\n\nhint: read the log\n"
+    messages.write_error(ServerFailedError("server died\n  last line", hint="its log"))
+    assert capsys.readouterr().err.splitlines() == ["error: server died", "  last line", "", "hint: its log"]
 
 
 def test_text_that_the_encoding_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +85,6 @@ def test_colours_need_a_terminal_and_nobody_against_them(
 
 def test_warnings_noted_on_an_error_come_between_it_and_its_hint(capsys: pytest.CaptureFixture[str]) -> None:
     error = InputError("no room", hint="make some")
-    error.add_note("a key is given twice")
+    error.add_note("key twice")
     messages.write_error(error)
-    assert capsys.readouterr().err == "error: no room\nwarning: a key is given twice\n\nhint: make some\n"
+    assert capsys.readouterr().err.splitlines() == ["error: no room", "warning: key twice", "", "hint: make some"]

@@ -125,13 +125,14 @@ def test_a_flat_key_that_is_no_profile_key_is_told_where_it_is_said(tmp_path: Pa
 
 
 def test_a_misspelt_key_still_gets_the_nearest(tmp_path: Path) -> None:
-    assert hint_of("max_model_ln", tmp_path) == "did you mean max_model_len?"
+    assert "max_model_len" in str(hint_of("max_model_ln", tmp_path))
 
 
 def test_the_command_line_names_the_place_too(tmp_path: Path, run: Shown) -> None:
     (tmp_path / "flat.yaml").write_text("name: flat\nenable_cuda_graphs: true\n", encoding="utf-8")
     code, _, err = run("serve", "--model", TINY_MOE, "--dry-run", "--profile", str(tmp_path / "flat.yaml"))
-    assert (code, err.splitlines()[-1]) == (2, "hint: its place is `passes.graph_capture.mode` (auto, on or off)")
+    assert code == 2
+    assert "`passes.graph_capture.mode`" in err.splitlines()[-1]
 
 
 def test_the_inspector_can_be_imported_from_the_package() -> None:

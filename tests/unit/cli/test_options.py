@@ -38,7 +38,7 @@ def test_a_time_that_is_not_positive_and_finite_is_refused(text: str) -> None:
 def test_a_near_miss_is_the_hint() -> None:
     with pytest.raises(NotOneOfError) as caught:
         one_of(("vllm", "embedded"))("vlm")
-    assert caught.value.hint == "did you mean vllm?"
+    assert "vllm" in str(caught.value.hint)
 
 
 def test_the_model_may_be_named_in_either_way_but_not_two() -> None:

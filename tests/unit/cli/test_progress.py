@@ -17,7 +17,7 @@ def test_lines_and_warnings_are_held_in_order_until_they_are_released(capsys: py
     assert capsys.readouterr().err == ""
     progress.release()
     progress.line("ready")
-    assert capsys.readouterr().err == "starting \\x1b[31mred\nwarning: two lines\nready\n"
+    assert capsys.readouterr().err.splitlines() == ["starting \\x1b[31mred", "warning: two lines", "ready"]
 
 
 @pytest.mark.parametrize(("terminal", "verbose"), [(True, False), (False, True)])

@@ -60,28 +60,28 @@ def test_a_pass_may_be_required_by_flag_or_by_name(name: str) -> None:
 
 
 def test_requiring_what_is_disabled_is_a_contradiction() -> None:
-    with pytest.raises(InputError, match="--require fp8 and --disable-fp8 contradict"):
+    with pytest.raises(InputError, match=r"--require fp8 .*--disable-fp8 "):
         resolve(options(require=["fp8"], switches={"fp8": False}), NOTHING_SET)
 
 
 def test_an_unknown_pass_in_require_names_the_nearest() -> None:
     with pytest.raises(InputError) as caught:
         resolve(options(require=["flash-moe"]), NOTHING_SET)
-    assert caught.value.hint == "did you mean flash-dmoe?"
+    assert "flash-dmoe" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
     ("values", "variables", "begin"),
     [
-        ({"profile": "nope"}, {}, "--profile: unknown profile 'nope', expected one of "),
-        ({}, {"profile": "nope"}, "environment MOE_OPTIMIZER_PROFILE: unknown profile 'nope'"),
+        ({"profile": "nope"}, {}, "--profile: unknown profile"),
+        ({}, {"profile": "nope"}, "environment MOE_OPTIMIZER_PROFILE: unknown "),
         ({"profile": ""}, {}, "--profile: unknown profile ''"),
-        ({"profile": "/nope.yaml"}, {}, "--profile: profile /nope.yaml: cannot be read"),
-        ({"hardware": "nope"}, {}, "--hardware: unknown hardware 'nope'"),
+        ({"profile": "/nope.yaml"}, {}, "--profile: profile /nope.yaml: "),
+        ({"hardware": "nope"}, {}, "--hardware: unknown hardware"),
         ({"hardware": ""}, {}, "--hardware: unknown hardware ''"),
-        ({}, {"hardware": "nope"}, "environment MOE_OPTIMIZER_HARDWARE: unknown hardware 'nope'"),
-        ({"require": ["nope"]}, {}, "--require: got 'nope', expected one of "),
-        ({"expert_load": "/nope"}, {}, "--expert-load: /nope: cannot be read"),
+        ({}, {"hardware": "nope"}, "environment MOE_OPTIMIZER_HARDWARE: unknown "),
+        ({"require": ["nope"]}, {}, "--require: got 'nope'"),
+        ({"expert_load": "/nope"}, {}, "--expert-load: /nope: "),
         ({"expert_load": ""}, {}, "--expert-load: got ''"),
         ({"expert_load_check": "/nope"}, {}, "--expert-load-check '/nope': "),
     ],
@@ -135,9 +135,9 @@ def test_a_flag_replaces_the_profiles_mode_of_a_pass() -> None:
 @pytest.mark.parametrize(
     ("flags", "vllm_args", "said"),
     [
-        ({"port": 8001}, ["--port", "9000"], "--port 8001 before -- and --port 9000"),
-        ({"dtype": "bfloat16"}, ["--dtype=float16"], "--dtype bfloat16 before -- and --dtype float16"),
-        ({"batch_size": 4}, ["--max_num_seqs", "8"], "--batch-size 4 before -- and --max-num-seqs 8"),
+        ({"port": 8001}, ["--port", "9000"], ("--port 8001", "--port 9000")),
+        ({"dtype": "bfloat16"}, ["--dtype=float16"], ("--dtype bfloat16", "--dtype float16")),
+        ({"batch_size": 4}, ["--max_num_seqs", "8"], ("--batch-size 4", "--max-num-seqs 8")),
         ({"max_model_len": 64}, ["--max-model-len", "128"], "--max-model-len 64"),
         ({"host": "127.0.0.1"}, ["--host", "::"], "--host 127.0.0.1"),
     ],
@@ -147,7 +147,7 @@ def test_a_flag_and_an_argument_for_vllm_that_contradict_are_refused(
 ) -> None:
     with pytest.raises(InputError) as caught:
         resolve(options(**flags, vllm_args=ServeArguments(*vllm_args)), NOTHING_SET)
-    assert said in str(caught.value)
+    assert all(words in str(caught.value) for words in said)
 
 
 @pytest.mark.parametrize(("flags", "vllm_args"), [({}, ["--port", "9000"]), ({"port": 9000}, ["--port", "9000"])])
@@ -161,7 +161,7 @@ def test_a_load_that_the_run_itself_would_remove_is_refused(tmp_path: Path, coun
     file = tmp_path / "run" / counts
     file.parent.mkdir(parents=True)
     file.write_text(placement_load(tiny_moe()).placed_by.load.to_json())
-    with pytest.raises(InputError, match="writes its own counts") as caught:
+    with pytest.raises(InputError, match="its own counts") as caught:
         planning.make(ServeOptions(model=str(TINY_MOE), expert_load=str(file), run_dir=str(tmp_path / "run")))
     assert str(caught.value).startswith("--expert-load: ")
     assert file.exists()

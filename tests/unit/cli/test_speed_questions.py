@@ -39,7 +39,7 @@ def test_a_question_of_the_plan_is_measured_on_the_threads_of_a_worker(measured:
     (asked,) = measured
     # One of four cores is left to vLLM's scheduler.
     assert (asked.device, asked.seconds, asked.cores) == ("cpu", 5.0, (0, 1, 2))
-    assert [question.device for question in asked.questions] == ["Test CPU (avx2), 3 threads"]
+    assert [question.device.split(", ")[-1] for question in asked.questions] == ["3 threads"]
     assert asked.environment == {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 

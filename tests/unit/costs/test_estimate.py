@@ -10,7 +10,8 @@ ASSUMED = Quantity(3.0, "bytes", Source.ASSUMED, "guess c")
 
 def test_a_quotient_names_the_reference_of_what_it_is_divided_by():
     time = divide(6.0, DATASHEET, unit="s", ref="bytes / rate")
-    assert time == Quantity(3.0, "s", Source.MODELLED, "bytes / rate (datasheet b)")
+    assert (time.value, time.unit, time.source) == (3.0, "s", Source.MODELLED)
+    assert time.ref.endswith("(datasheet b)")
 
 
 def test_arithmetic_on_measurements_is_modelled_not_measured():
@@ -19,7 +20,9 @@ def test_arithmetic_on_measurements_is_modelled_not_measured():
 
 def test_result_with_an_assumed_input_is_assumed():
     total = derived(9.0, unit="bytes", ref="sum", inputs=(MEASURED, ASSUMED))
-    assert total == Quantity(9.0, "bytes", Source.ASSUMED, "sum (record a; guess c)")
+    assert (total.value, total.unit, total.source) == (9.0, "bytes", Source.ASSUMED)
+    assert "; guess c" in total.ref
+    assert "record a" in total.ref
 
 
 def test_same_reference_is_named_once():

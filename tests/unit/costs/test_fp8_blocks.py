@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from moe_optimizer.costs.fp8_blocks import block_of_slice, padded_experts, ragged_linear, whole_blocks
@@ -15,14 +17,14 @@ def test_the_linears_of_published_models_divide_into_blocks(model, devices):
 @pytest.mark.parametrize(
     ("shape", "devices", "what"),
     [
-        ({"hidden": 2000}, 1, "the model width of a device: 2000 wide"),
-        ({"heads": 8, "head_dim": 64}, 8, "the attention heads of a device: 64 wide"),
-        ({"dense_layers": 1, "dense_width": 10944}, 1, "the dense MLP of a device: 10944 wide"),
-        ({"shared": 1, "width": 704}, 1, "the shared experts of a device: 704 wide"),
+        ({"hidden": 2000}, 1, "the model width.* 2000 "),
+        ({"heads": 8, "head_dim": 64}, 8, "the attention heads.* 64 "),
+        ({"dense_layers": 1, "dense_width": 10944}, 1, "the dense MLP.* 10944 "),
+        ({"shared": 1, "width": 704}, 1, "the shared experts.* 704 "),
     ],
 )
 def test_the_first_that_does_not_divide_is_named(shape, devices, what):
-    assert ragged_linear(shaped_model(**shape), devices).startswith(what)
+    assert re.match(what, ragged_linear(shaped_model(**shape), devices))
 
 
 def test_a_gate_beside_the_shared_experts_does_not_matter():

@@ -56,9 +56,9 @@ def test_unknown_rate_is_an_error_not_a_guess(h200_measured):
     bare = dataclasses.replace(
         h200_measured, dense_flops={}, memory_bandwidth=dataclasses.replace(h200_measured.memory_bandwidth, value=0.0)
     )
-    with pytest.raises(UnsupportedError, match="no bf16 rate known"):
+    with pytest.raises(UnsupportedError, match="bf16 rate"):
         peak_flops(bare, 16)
-    with pytest.raises(UnsupportedError, match="memory bandwidth not known"):
+    with pytest.raises(UnsupportedError, match="memory bandwidth"):
         memory_bandwidth(bare)
 
 

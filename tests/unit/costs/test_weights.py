@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
@@ -82,26 +83,27 @@ def test_vocabulary_is_padded_before_it_is_split(qwen3_30b_a3b):
     assert odd_bytes > even_bytes
 
 
-@pytest.mark.parametrize(
-    ("devices", "why"), [(3, "32 attention heads do not divide by 3"), (64, "32 attention heads do not divide by 64")]
-)
+@pytest.mark.parametrize(("devices", "why"), [(3, "32 attention.* 3$"), (64, "32 attention.* 64$")])
 def test_head_counts_that_do_not_divide_are_named(qwen3_30b_a3b, devices, why):
-    assert splits_over(qwen3_30b_a3b, devices, expert_parallel=False) == (False, why)
+    divides, why_not = splits_over(qwen3_30b_a3b, devices, expert_parallel=False)
+    assert not divides
+    assert re.match(why, why_not)
 
 
 def test_expert_width_must_divide_under_tp_but_not_under_ep(qwen3_30b_a3b):
     model = dataclasses.replace(qwen3_30b_a3b, moe_intermediate_size=762)
-    assert splits_over(model, 4, expert_parallel=False) == (False, "expert width 762 does not divide by 4")
+    divides, why = splits_over(model, 4, expert_parallel=False)
+    assert not divides
+    assert "expert width 762 " in why
     assert splits_over(model, 4, expert_parallel=True) == (True, "")
 
 
 def test_key_value_heads_must_divide_or_be_divided(qwen3_30b_a3b):
     attention = dataclasses.replace(qwen3_30b_a3b.attention, num_heads=24, num_kv_heads=6)
     model = dataclasses.replace(qwen3_30b_a3b, attention=attention)
-    assert splits_over(model, 4, expert_parallel=True) == (
-        False,
-        "6 key/value heads neither divide by 4 nor divide it",
-    )
+    divides, why = splits_over(model, 4, expert_parallel=True)
+    assert not divides
+    assert "6 key/value heads " in why
     assert splits_over(model, 3, expert_parallel=True)[0]
     assert splits_over(model, 12, expert_parallel=True)[0]
 

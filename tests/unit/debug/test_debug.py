@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -162,8 +164,8 @@ def test_a_server_that_is_not_there_is_an_error_of_the_user() -> None:
         oracle("http://127.0.0.1:9", TINY_MOE)
 
 
-def test_the_oracle_needs_token_ids() -> None:
-    from moe_optimizer.debug.oracle import _token_id
-
+def test_the_oracle_needs_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([{"data": [{"id": "m"}]}, {"choices": [{"logprobs": {"tokens": ["the"], "token_logprobs": [0.0]}}]}])
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(json.dumps(next(answers)).encode()))
     with pytest.raises(InputError, match="token_id:N"):
-        _token_id("the")
+        oracle("http://127.0.0.1:9", TINY_MOE)

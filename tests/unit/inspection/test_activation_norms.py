@@ -41,12 +41,12 @@ def test_no_file_is_none() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (header("layers.1.x"), r"layers\.N\.x and layers\.N\.h of every layer"),
+        (header("layers.1.x"), r"layers\.N\.x and layers\.N\.h"),
         (header(), "of every layer"),
         (header("layers.1.x", "layers.1.h", "weight"), "of every layer"),
-        (header("layers.1.x", "layers.1.h", metadata={"model": "m"}), "expected model and tokens"),
-        (header("layers.1.x", "layers.1.h", metadata=None), "expected model and tokens"),
-        ([], "header is not an object"),
+        (header("layers.1.x", "layers.1.h", metadata={"model": "m"}), "model and tokens"),
+        (header("layers.1.x", "layers.1.h", metadata=None), "model and tokens"),
+        ([], "header .*object"),
     ],
 )
 def test_something_else_is_refused(tmp_path: Path, content: Any, words: str) -> None:
@@ -54,7 +54,7 @@ def test_something_else_is_refused(tmp_path: Path, content: Any, words: str) -> 
         read_activation_norms_file(written(tmp_path, content))
 
 
-@pytest.mark.parametrize(("content", "words"), [(b"", "expected a safetensors file"), (b"\xff" * 16, "a header of")])
+@pytest.mark.parametrize(("content", "words"), [(b"", "safetensors file"), (b"\xff" * 16, "a header of")])
 def test_bytes_that_are_no_header_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "norms.safetensors"
     path.write_bytes(content)
@@ -63,12 +63,12 @@ def test_bytes_that_are_no_header_are_refused(tmp_path: Path, content: bytes, wo
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"absent\.safetensors: .*No such file"):
+    with pytest.raises(InputError, match=r"absent\.safetensors: .*No such"):
         read_activation_norms_file(str(tmp_path / "absent.safetensors"))
 
 
 def test_a_pipe_or_a_device_is_refused_unread(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
-        with pytest.raises(InputError, match=f"^passes.sparsity_24.activation_norms: {path}: is not a regular file"):
+        with pytest.raises(InputError, match=f"^passes.sparsity_24.activation_norms: {path}:.*regular file"):
             read_activation_norms_file(str(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -148,15 +149,15 @@ def test_fp8_scales_do_not_count_as_parameters(inspect_config: Inspect) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_local_experts": 4}, "4 experts, the weight files hold 2"),
-        ({"intermediate_size": 32}, "expected [32, 8]"),
+        ({"num_local_experts": 4}, "4 experts, .* 2"),
+        ({"intermediate_size": 32}, r"\[32, 8\]"),
         ({"num_local_experts": 1}, "has no experts"),
     ],
 )
 def test_contradicting_experts_are_an_error(changes: dict[str, Any], words: str, inspect_config: Inspect) -> None:
     with pytest.raises(InputError) as error:
         inspect_config({**CONFIG, **changes}, {"model.safetensors": safetensors(shapes())})
-    assert words in str(error.value)
+    assert re.search(words, str(error.value))
 
 
 def test_fused_experts_are_checked_by_their_number(inspect_config: Inspect) -> None:
@@ -229,7 +230,7 @@ def test_bytes_that_do_not_fit_dtype_and_shape_are_refused(inspect_config: Inspe
 def test_a_checkpoint_in_gguf_alone_is_called_one(tmp_path: Path) -> None:
     for name in ("model-Q4_K_M.gguf", "training_args.bin"):
         (tmp_path / name).write_bytes(b"GGUF")
-    with pytest.raises(UnsupportedError, match=r"^model-Q4_K_M\.gguf: GGUF weights, expected safetensors$"):
+    with pytest.raises(UnsupportedError, match=r"^model-Q4_K_M\.gguf: GGUF .*safetensors$"):
         read_tensors(tmp_path)
 
 
@@ -249,7 +250,7 @@ def test_bundled_model_agrees_with_its_weights() -> None:
 
 @pytest.mark.parametrize("cut", [1, 7, 300])
 def test_a_file_that_is_cut_off_a_little_is_refused(cut: int, inspect_config: Inspect) -> None:
-    with pytest.raises(InputError, match=r"model\.safetensors: tensor .* ends at byte"):
+    with pytest.raises(InputError, match=r"model\.safetensors: tensor.* ends "):
         inspect_config(CONFIG, {"model.safetensors": safetensors(shapes())[:-cut]})
 
 
@@ -265,11 +266,11 @@ def layout(*ranges: tuple[int, int], size: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (layout((0, 4), (0, 4), size=4), "starts at byte 0 of the data, expected 4"),
-        (layout((0, 4), (2, 6), size=6), "starts at byte 2 of the data, expected 4"),
-        (layout((0, 4), (8, 12), size=12), "starts at byte 8 of the data, expected 4"),
-        (layout((0, 4), size=5), "end at byte 4 of the data, the file holds 5"),
-        (layout(size=1), "end at byte 0 of the data, the file holds 1"),
+        (layout((0, 4), (0, 4), size=4), "byte 0 .* 4"),
+        (layout((0, 4), (2, 6), size=6), "byte 2 .* 4"),
+        (layout((0, 4), (8, 12), size=12), "byte 8 .* 4"),
+        (layout((0, 4), size=5), "end .*byte 4 .* 5"),
+        (layout(size=1), "end .*byte 0 .* 1"),
     ],
     ids=["same bytes", "overlap", "hole", "rest", "only a rest"],
 )
@@ -292,7 +293,7 @@ def test_a_shape_of_thousands_of_dimensions_is_refused(tmp_path: Path) -> None:
         read_tensors(tmp_path)
 
 
-@pytest.mark.parametrize(("dimensions", "words"), [(16, ""), (17, "got 17 dimensions, expected at most 16")])
+@pytest.mark.parametrize(("dimensions", "words"), [(16, ""), (17, "17 dimensions, .* 16")])
 def test_the_limit_of_dimensions_is_exact(dimensions: int, words: str, tmp_path: Path) -> None:
     header = {"t": {"dtype": "BF16", "shape": [1] * dimensions, "data_offsets": [0, 2]}}
     text = json.dumps(header).encode()
@@ -308,14 +309,14 @@ def test_a_type_that_the_format_does_not_have_is_refused(tmp_path: Path) -> None
     header = {"t": {"dtype": "I3", "shape": [8], "data_offsets": [0, 3]}}
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(3))
-    with pytest.raises(InputError, match=r"model\.safetensors: tensor 't': dtype: got 'I3', expected one of .*BOOL"):
+    with pytest.raises(InputError, match=r"'t': dtype:.*'I3',.*BOOL"):
         read_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_file_is_not_waited_for(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match=r"model\.safetensors: (is not a regular file|cannot be read)"):
+    with pytest.raises(InputError, match=r"model\.safetensors:.*(regular file|cannot)"):
         read_tensors(tmp_path)
 
 
@@ -323,4 +324,4 @@ def test_a_git_lfs_pointer_is_called_one(inspect_config: Inspect) -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 42\n"
     with pytest.raises(InputError, match="git-lfs pointer") as error:
         inspect_config(CONFIG, {"model.safetensors": pointer})
-    assert error.value.hint == "fetch the files themselves: git lfs pull"
+    assert "git lfs pull" in str(error.value.hint)

@@ -112,7 +112,8 @@ def test_node_memory_is_that_of_the_first_usable_core(machine, monkeypatch):
     root = machine(files)
     node = probe_cpu(root).node_memory
     assert node is not None
-    assert (node.value, node.ref) == (10 * GIB, "MemTotal of NUMA node0")
+    assert node.value == 10 * GIB
+    assert "node0" in node.ref
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 6, 9})
     node = probe_cpu(root).node_memory
     assert node is not None

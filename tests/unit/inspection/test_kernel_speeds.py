@@ -53,10 +53,10 @@ def test_the_shipped_tables_are_whole_and_name_records_that_exist():
     ("text", "why"),
     [
         ("{", "not JSON"),
-        ("[]", "got a JSON list, expected an object"),
+        ("[]", "a JSON list"),
         ('{"schema_version": 2, "tables": []}', "schema_version: got 2, expected 1"),
-        ('{"schema_version": 1, "tables": {}}', "tables: got dict {}, expected a valid array"),
-        ('{"schema_version": 1, "tables": [{}]}', "field 'device' is missing"),
+        ('{"schema_version": 1, "tables": {}}', "tables: got dict"),
+        ('{"schema_version": 1, "tables": [{}]}', "'device' is missing"),
         ("\x00" * 10, "not JSON"),
         ("[" * 100_000, "not JSON"),
     ],

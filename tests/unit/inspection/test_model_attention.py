@@ -59,7 +59,7 @@ def test_a_latent_family_may_have_ordinary_attention(load_config: Load, inspect_
 def test_key_value_heads_that_do_not_divide_the_query_heads_are_refused(
     load_config: Load, inspect_config: Inspect
 ) -> None:
-    with pytest.raises(InputError, match="num_key_value_heads: got 5, expected a divisor of the 32 query heads"):
+    with pytest.raises(InputError, match=r"num_key_value_heads:.* 5,.* 32 "):
         inspect_config({**load_config("qwen3_moe"), "num_key_value_heads": 5})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_a_count_that_cannot_be_is_refused_by_its_field(
 def test_more_experts_per_token_than_experts_are_refused(load_config: Load, inspect_config: Inspect) -> None:
     with pytest.raises(InputError) as error:
         inspect_config({**load_config("qwen3_moe"), "num_experts_per_tok": 129})
-    assert message(error) == "config.json: num_experts_per_tok: got 129, expected at most the 128 experts of layer 0"
+    assert re.match("config.json: num_experts_per_tok:.*129,.*128.* 0$", message(error))
 
 
 def test_no_expert_per_token_is_refused(load_config: Load, inspect_config: Inspect) -> None:
@@ -122,13 +123,13 @@ def test_an_unknown_dtype_is_refused_with_those_that_are_known(
     config.pop("torch_dtype", None)
     with pytest.raises(InputError) as error:
         inspect_config({**config, field: value})
-    assert message(error).startswith(f'config.json: {field}: got "{value}", expected one of bfloat16, float, float16')
+    assert re.match(f'config.json: {field}:.*"{value}",.*bfloat16, float,', message(error))
 
 
 def test_unknown_dtype_of_a_nested_object_names_it(load_config: Load, inspect_config: Inspect) -> None:
     config = load_config("qwen3_vl_moe")
     config["text_config"]["dtype"] = "int3"
-    with pytest.raises(InputError, match=r'config\.json: text_config\.dtype: got "int3"'):
+    with pytest.raises(InputError, match=r'config\.json: text_config\.dtype: .*"int3"'):
         inspect_config(config)
 
 
@@ -151,7 +152,7 @@ def test_a_quantisation_file_that_is_no_file_is_refused(
 ) -> None:
     folder = model_folder(load_config("qwen3_moe"))
     make(folder / "hf_quant_config.json")
-    with pytest.raises(InputError, match=r"hf_quant_config\.json: (is not a regular file|cannot be read)"):
+    with pytest.raises(InputError, match=r"hf_quant_config\.json:.*(regular file|cannot)"):
         ModelInspector().inspect(folder)
 
 

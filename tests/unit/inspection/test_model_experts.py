@@ -147,7 +147,7 @@ def test_experts_for_images_are_weights_that_text_does_not_use(load_config: Load
 def test_an_array_of_counts_is_refused_where_the_architecture_has_one_number(
     field: str, load_config: Load, inspect_config: Inspect
 ) -> None:
-    with pytest.raises(InputError, match=f"{field}: got an array, expected an integer"):
+    with pytest.raises(InputError, match=f"{field}: .*array, .*integer"):
         inspect_config({**load_config("qwen3_moe"), field: [8]})
 
 

@@ -165,7 +165,7 @@ def test_a_count_with_a_decimal_point_is_refused_as_vllm_refuses_it(
     field: str, load_config: Load, inspect_config: Inspect
 ) -> None:
     config = load_config("qwen3_moe")
-    with pytest.raises(InputError, match=rf"{field}: got \d+\.0, expected an integer"):
+    with pytest.raises(InputError, match=rf"{field}: got \d+\.0,.*integer"):
         inspect_config({**config, field: float(config[field])})
 
 

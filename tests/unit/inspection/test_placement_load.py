@@ -32,15 +32,15 @@ def test_both_are_read_with_their_paths(files):
 
 
 def test_the_load_to_check_on_must_be_another_one(files):
-    with pytest.raises(InputError, match="is the same load as"):
+    with pytest.raises(InputError, match="the same load"):
         read_placement_load(files[1], files["copy"])
 
 
 def test_there_must_be_something_to_check(files):
-    with pytest.raises(InputError, match="there is no load to place by"):
+    with pytest.raises(InputError, match="no load to"):
         read_placement_load(None, files[2])
 
 
 def test_an_absent_file_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"absent\.json: .*No such file"):
+    with pytest.raises(InputError, match=r"absent\.json: .*No such"):
         read_placement_load(str(tmp_path / "absent.json"), None)

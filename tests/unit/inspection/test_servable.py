@@ -46,9 +46,9 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("AForCausalLM",), True, "AForCausalLM"),
         (("Unknown", "CForConditionalGeneration"), True, "CForConditionalGeneration"),
-        (("ADraft",), False, "not in the registry"),
-        (("ElsewhereForCausalLM",), False, "not in the registry"),
-        (("OldForCausalLM",), False, "last served by vLLM 0.10.2"),
+        (("ADraft",), False, "the registry"),
+        (("ElsewhereForCausalLM",), False, "the registry"),
+        (("OldForCausalLM",), False, "vLLM 0.10.2"),
         ((), None, "names no architecture"),
     ],
 )

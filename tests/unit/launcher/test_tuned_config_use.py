@@ -25,7 +25,7 @@ def log(folder: Path, name: str, text: str) -> Path:
 
 
 def test_a_file_that_vllm_says_it_took_is_in_use(tmp_path):
-    assert observed_use(DECISION, [log(tmp_path, "a", NOT_READ + READ)]).ran == "yes, read by vLLM"
+    assert observed_use(DECISION, [log(tmp_path, "a", NOT_READ + READ)]).ran.startswith("yes")
 
 
 def test_a_file_that_one_server_did_not_take_is_not(tmp_path):

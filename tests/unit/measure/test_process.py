@@ -55,7 +55,7 @@ def test_a_process_that_dies_in_the_middle_of_an_event_leaves_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = event('{"result": [') + "sys.exit('an illegal memory access')"
-    with pytest.raises(MeasurementError, match="exit 1: an illegal memory access"):
+    with pytest.raises(MeasurementError, match=r"exit 1:.*illegal memory"):
         run(tmp_path, program, monkeypatch)
 
 
@@ -63,7 +63,7 @@ def test_a_process_that_hangs_is_killed_with_what_it_started(tmp_path: Path, mon
     program = "open('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)"
     monkeypatch.chdir(tmp_path)
     begin = time.monotonic()
-    with pytest.raises(MeasurementError, match="not done after 2 s"):
+    with pytest.raises(MeasurementError, match="after 2 s"):
         run(tmp_path, program, monkeypatch, timeout_s=2.0)
     assert time.monotonic() - begin < 60
     # On a machine that does much else it may not have come that far.

@@ -39,7 +39,7 @@ class FakeHopper:
         module = SimpleNamespace(
             cuda_layout=emulator.module.cuda_layout, cuda_run=lambda *arguments: self._run(emulator, arguments)
         )
-        monkeypatch.setattr(_load, "_import_kernels", lambda: (module, ""))
+        monkeypatch.setattr(_load, "import_kernels", lambda: (module, ""))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: self.capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "fake Hopper")
         properties = SimpleNamespace(multi_processor_count=2)
@@ -47,6 +47,7 @@ class FakeHopper:
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1))
         counter = torch.zeros((), dtype=torch.int32)
+        # The real counters are kept per device for the life of the process.
         monkeypatch.setattr(cuda_dispatch, "_counter_for", lambda device, stream: counter)
 
     def _run(self, emulator: Emulator, arguments: tuple[Any, ...]) -> None:
@@ -152,7 +153,7 @@ def test_another_gpu_runs_the_reference_and_why_reference_names_it(gpu: FakeHopp
     ("module", "reason"), [(None, "kernels not built"), (SimpleNamespace(), "built without CUDA kernels")]
 )
 def test_without_cuda_kernels_the_reference_runs_and_why_reference_says_so(gpu, monkeypatch, module, reason):
-    monkeypatch.setattr(_load, "_import_kernels", lambda: (module, "" if module else "kernels not built"))
+    monkeypatch.setattr(_load, "import_kernels", lambda: (module, "" if module else "kernels not built"))
     case = make_case(3, 2, 4, 64, 32)
     arguments = on_gpu(case)
     why_not = why_reference(arguments["x"], arguments["w13"], arguments["w2"], arguments["topk_ids"])

@@ -103,14 +103,14 @@ def test_the_first_direct_launch_takes_wide_steps_where_few_tiles_divide_better_
 
 
 def test_more_tokens_or_pairs_than_the_tables_hold_are_refused_with_the_number(emulator: Emulator):
-    with pytest.raises(ValueError, match="T: got 65, expected at most 64"):
+    with pytest.raises(ValueError, match=r"T:.*65,.* 64"):
         direct(emulator, replace(QWEN3, num_tokens=65))
-    with pytest.raises(ValueError, match=r"T x k: got 576, expected at most 512"):
+    with pytest.raises(ValueError, match=r"T x k:.*576,.* 512"):
         direct(emulator, replace(QWEN3, num_tokens=64, top_k=9))
 
 
 def test_sizes_that_are_no_multiple_of_16_are_refused(emulator: Emulator):
-    with pytest.raises(ValueError, match="I: got 770, expected a multiple of 16"):
+    with pytest.raises(ValueError, match=r"I:.*770,.* 16"):
         direct(emulator, replace(QWEN3, intermediate_size=770))
 
 
@@ -135,36 +135,36 @@ def test_a_pair_takes_an_even_grid_and_the_shared_memory_of_single_blocks(emulat
 
 
 def test_a_pair_on_one_multiprocessor_is_refused(emulator: Emulator):
-    with pytest.raises(ValueError, match="multiprocessors: got 1, expected at least 2"):
+    with pytest.raises(ValueError, match=r"multiprocessors:.*1,.* 2"):
         grouped(emulator, QWEN3, GemmMode.BF16, 128, paired=True, blocks=1)
 
 
 @pytest.mark.parametrize("mode", [GemmMode.BF16, GemmMode.FP8])
 def test_a_ring_that_could_deadlock_is_refused(emulator: Emulator, mode):
     sizes = replace(QWEN3, weight_bytes=2 if mode == GemmMode.BF16 else 1)
-    with pytest.raises(ValueError, match=r"ring stages: got 1, expected at least 2"):
+    with pytest.raises(ValueError, match=r"ring stages:.*1,.* 2"):
         grouped(emulator, sizes, mode, 32, 1)
 
 
 @pytest.mark.parametrize(("paired", "stages", "ahead"), [(False, 15, 17), (True, 8, 18)])
 def test_more_work_queued_ahead_than_slots_is_refused(emulator: Emulator, paired, stages, ahead):
-    with pytest.raises(ValueError, match=f"work tiles queued ahead: got {ahead}, expected at most 16"):
+    with pytest.raises(ValueError, match=f"queued ahead:.*{ahead},.* 16"):
         grouped(emulator, QWEN3, GemmMode.BF16, 160, stages, paired)
 
 
 def test_a_ring_larger_than_shared_memory_is_refused_with_its_bytes(emulator: Emulator):
-    with pytest.raises(ValueError, match=r"bytes of shared memory: got \d+, expected at most 232448"):
+    with pytest.raises(ValueError, match=r"shared memory:.*\d+,.* 232448"):
         grouped(emulator, QWEN3, GemmMode.BF16, 160, 12)
 
 
 def test_a_tile_whose_sums_exceed_the_registers_is_refused(emulator: Emulator):
     assert 128 not in TILE_TOKENS[GemmMode.FP8_WEIGHTS]
-    with pytest.raises(ValueError, match="token tile: got 128, expected one that is compiled for mode 1"):
+    with pytest.raises(ValueError, match=r"token tile:.*128,.*mode 1"):
         grouped(emulator, replace(QWEN3, weight_bytes=1), GemmMode.FP8_WEIGHTS, 128)
 
 
 def test_weights_of_the_wrong_width_are_refused(emulator: Emulator):
-    with pytest.raises(ValueError, match="bytes per weight: got 2, expected 1"):
+    with pytest.raises(ValueError, match=r"bytes per weight:.*2,.* 1"):
         grouped(emulator, QWEN3, GemmMode.FP8)
 
 

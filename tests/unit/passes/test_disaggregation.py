@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -27,8 +28,8 @@ def on_gpus(count: int, **changes) -> Plan:
 @pytest.mark.parametrize(
     ("hardware", "changes", "why"),
     [
-        (gpus("h100_sxm", 1), {}, "needs at least 2 GPUs, one for prefill and one for decode, found 1"),
-        (cpu_machine(cores=1), {}, "needs at least 2 CPU cores"),
+        (gpus("h100_sxm", 1), {}, " 2 GPUs, .*found 1"),
+        (cpu_machine(cores=1), {}, " 2 CPU cores"),
         (cpu_machine(cores=4), {"profile": TWO_PROCESSES}, "tensor parallelism of 2"),
         (cpu_machine(cores=4), {"pinned": {"--tensor-parallel-size": "2"}}, "tensor parallelism of 2"),
         (cpu_machine(cores=4), {"pinned": {"--data-parallel-size": "2"}}, "data parallelism of 2"),
@@ -41,7 +42,7 @@ def test_what_cannot_be_is_refused_with_the_reason(hardware, changes, why):
     ctx = context(tiny_moe(), hardware, wishes=ON, **changes)
     decision = decided_by(ctx, "disaggregation").decided["disaggregation"]
     assert decision.status is Status.REFUSED
-    assert why in decision.reason
+    assert re.search(why, decision.reason)
 
 
 def test_a_model_with_a_state_beside_its_cache_is_refused_on_the_cpu():
@@ -68,7 +69,7 @@ def test_each_server_has_half_of_the_gpus_and_every_other_pass_plans_for_that():
 
 
 def test_a_gpu_that_is_left_over_is_said():
-    assert "disaggregation leaves 1 of 3 GPUs idle" in on_gpus(3).warnings
+    assert any("1 of 3 GPUs" in warning for warning in on_gpus(3).warnings)
 
 
 def test_the_router_has_the_address_and_the_servers_are_for_it_alone():

@@ -27,14 +27,12 @@ from tests.unit.passes.fp8_decisions import ON, is_ignored, on_gpu, planned, qua
 
 def test_on_a_gpu_experts_and_linears_are_converted_by_vllm_in_blocks():
     decision = on_gpu()
-    assert (decision.status, decision.applier, decision.value) == (
-        Status.ON,
-        Applier.FLAGS,
-        "experts and linears in FP8",
-    )
+    assert (decision.status, decision.applier) == (Status.ON, Applier.FLAGS)
+    params = decision.params_as(Fp8Params)
+    assert (params.expert_bits, params.linear_bits) == (8, 8)
     config = quantization_config(decision)
     assert (config["linear"], config["moe"]) == ("fp8_per_block", "fp8_per_block")
-    assert "no quality gate has judged it" in decision.reason
+    assert "no quality gate" in decision.reason
 
 
 def test_the_granularity_is_vllms_scheme():
@@ -46,7 +44,7 @@ def test_the_granularity_is_vllms_scheme():
 def test_a_part_that_is_off_is_not_converted_and_said(off, left):
     decision = on_gpu(settings={off: "off"})
     assert set(quantization_config(decision)) == {left, "ignore"}
-    assert any(f"fp8.{off} is off in profile aggressive" in why for why in decision.rejected.values())
+    assert any(re.match(rf"fp8\.{off} .*profile aggressive", why) for why in decision.rejected.values())
 
 
 def test_a_dense_model_has_its_linears_converted():
@@ -97,13 +95,13 @@ def test_what_is_listed_stays_and_nothing_beside_it(part, kept, converted):
     config = quantization_config(decision)
     assert is_ignored(config, kept)
     assert not is_ignored(config, converted)
-    assert decision.rejected[part] == "kept by profile aggressive"
+    assert "profile aggressive" in decision.rejected[part]
 
 
 def test_the_gain_is_the_least_time_of_a_step_and_modelled():
     gain = planned(qwen3_30b_a3b(), gpus("h100_sxm", 1)).decided["fp8"].gain
     assert gain is not None
-    assert gain.metric == "least time of one decode step"
+    assert "decode step" in gain.metric
     assert gain.ratio.source is Source.MODELLED
     assert 1.0 < gain.ratio.value < 2.0
 
@@ -123,7 +121,7 @@ def test_the_gain_is_that_of_a_step_of_what_the_cache_holds():
     assert sequences is not None
     assert 300 < int(sequences[1]) < 350
     assert decision.gain.ratio.value > 1.5
-    assert "in bfloat16 the model does not fit these GPUs" in decision.evidence
+    assert any("bfloat16" in each for each in decision.evidence)
 
 
 def test_auto_does_not_change_the_output_for_little():
@@ -133,7 +131,7 @@ def test_auto_does_not_change_the_output_for_little():
     asked = decided_by(context(model, machine, profile, wishes=ON), "parallelism", "fp8").decided["fp8"]
     auto = decided_by(context(model, machine, profile), "parallelism", "fp8").decided["fp8"]
     assert (asked.status, auto.status) == (Status.ON, Status.OFF)
-    assert re.fullmatch(r"a decode step would be at best 1\.0\dx faster, too little .*", auto.reason)
+    assert re.search(r" 1\.0\dx .*too little", auto.reason)
 
 
 def test_experts_alone_gain_less_than_all():
@@ -149,24 +147,22 @@ def test_linears_whose_slices_are_no_whole_groups_stay_in_blocks_and_go_in_chann
     decision = on_gpu(model)
     assert decision.value == "experts in FP8"
     assert decision.params_as(Fp8Params).linear_bits is None
-    assert decision.rejected["attention and dense linears"] == (
-        "the attention heads of a device: 576 wide, vLLM needs a multiple of 128; they stay bfloat16, "
-        "granularity channel converts them"
-    )
-    assert on_gpu(model, settings={"granularity": "channel"}).value == "experts and linears in FP8"
+    (why,) = (why for part, why in decision.rejected.items() if "linears" in part)
+    assert re.search("heads.* 576.* 128;.*granularity channel", why)
+    assert on_gpu(model, settings={"granularity": "channel"}).params_as(Fp8Params).linear_bits == 8
 
 
 def test_a_dense_model_that_cannot_be_converted_in_blocks_is_refused():
     decision = on_gpu(dataclasses.replace(dense_model(), hidden_size=4000))
     assert decision.status is Status.REFUSED
-    assert "linears: the model width of a device: 4000 wide" in decision.reason
+    assert re.search("linears: .* 4000 ", decision.reason)
 
 
 def test_experts_that_vllm_fills_up_to_blocks_are_counted_and_warned_about():
     # 768 / 8 = 96, filled up to 128.
     decision = on_gpu()
     assert decision.params_as(Fp8Params).stored_expert_bits == pytest.approx(8 * 128 / 96)
-    assert decision.warnings == ("fp8: vLLM fills the experts up to whole blocks: 1.33x",)
+    assert [warning[-5:] for warning in decision.warnings] == ["1.33x"]
     profile = profile_with("aggressive", {"fp8": {"mode": "on"}})
     filled = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 8), profile)).memory
     whole = make_plan(request(qwen3_30b_a3b(width=1024), gpus("h100_sxm", 8), profile)).memory
@@ -174,11 +170,11 @@ def test_experts_that_vllm_fills_up_to_blocks_are_counted_and_warned_about():
 
 
 def test_a_gpu_without_fp8_units_is_refused_with_what_it_has():
-    assert on_gpu(name="a100_80gb").reason == "needs FP8 matrix units (sm_89 or later), found sm_80"
+    assert re.search("sm_89 .*found sm_80", on_gpu(name="a100_80gb").reason)
 
 
 def test_float32_is_refused_on_a_gpu():
-    assert on_gpu(dtype="float32").reason == "vLLM converts bfloat16 and float16 weights only, found float32"
+    assert on_gpu(dtype="float32").reason.endswith("found float32")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +183,7 @@ def test_float32_is_refused_on_a_gpu():
         ("auto", True, "vllm", ""),
         ("builtin", False, "builtin", ""),
         ("transformer_engine", True, "transformer_engine", ""),
-        ("transformer_engine", False, "builtin", "it is not installed; builtin is used"),
+        ("transformer_engine", False, "builtin", "builtin"),
     ],
 )
 def test_the_quantizer_on_gpus_is_the_one_asked_for_where_it_is_installed(asked, installed, used, warned):
@@ -198,10 +194,11 @@ def test_the_quantizer_on_gpus_is_the_one_asked_for_where_it_is_installed(asked,
     assert decision.applier is (Applier.FLAGS if used == "vllm" else Applier.PLUGIN)
     assert decision.vllm_args  # vLLM converts in every case
     about = [warning for warning in decision.warnings if warning.startswith("fp8.quantizer")]
-    assert [warning.partition(": ")[2] for warning in about] == ([warned] if warned else [])
+    assert len(about) == bool(warned)
+    assert all(warned in warning for warning in about)
 
 
 def test_per_channel_vllm_converts_with_its_own_quantizer():
     decision = on_gpu(settings={"quantizer": "builtin", "granularity": "channel"})
     assert decision.params_as(Fp8Params).quantizer == "vllm"
-    assert decision.warnings == ("fp8.quantizer builtin: per channel vLLM converts with its own",)
+    assert [warning.partition(": ")[0] for warning in decision.warnings] == ["fp8.quantizer builtin"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from moe_optimizer.plan.decision import Applier, Status
@@ -30,9 +32,8 @@ def test_on_the_cpu_the_plugin_converts_the_experts_and_the_linears_stay():
         stored_expert_bits=8,
         stored_linear_bits=None,
     )
-    assert (
-        decision.rejected["attention and dense linears"] == "vLLM's CPU build cannot convert them; they stay bfloat16"
-    )
+    (why,) = (why for part, why in decision.rejected.items() if "linears" in part)
+    assert re.search("CPU build .*bfloat16$", why)
 
 
 def test_settings_of_the_profile_reach_the_plugin():
@@ -42,35 +43,32 @@ def test_settings_of_the_profile_reach_the_plugin():
 
 
 def test_linears_asked_for_by_name_are_warned_about_on_the_cpu():
-    assert on_cpu(settings={"linears": "on"}).warnings == (
-        "fp8.linears (profile aggressive): vLLM's CPU build cannot convert them; they stay bfloat16",
-    )
+    (warning,) = on_cpu(settings={"linears": "on"}).warnings
+    assert re.match(r"fp8\.linears \(profile aggressive\): ", warning)
 
 
 @pytest.mark.parametrize(("dtype", "ratio"), [("bfloat16", 2.0), ("float32", 4.0)])
 def test_the_gain_on_the_cpu_is_in_bytes_of_what_is_served(dtype, ratio):
     gain = on_cpu(dtype=dtype).gain
     assert gain is not None
-    assert gain.metric == "expert weight bytes per decode step"
+    assert "bytes" in gain.metric
     assert gain.ratio.value == pytest.approx(ratio, rel=0.001)
 
 
 def test_it_needs_our_kernel_on_the_cpu():
     decision = on_cpu(wishes=WITHOUT_FLASH)
     assert decision.status is Status.REFUSED
-    assert decision.reason == (
-        "needs our expert kernel to read the weights, and flash_dmoe is switched off by flag --disable-flash-dmoe"
-    )
+    assert re.search("flash_dmoe .*flag --disable-flash-dmoe", decision.reason)
 
 
 def test_it_needs_the_kernel_built_on_the_cpu():
-    assert on_cpu(software=software("cpu", cpu_ops=())).reason == "kernel not built: run build.sh"
+    assert "build.sh" in on_cpu(software=software("cpu", cpu_ops=())).reason
 
 
 def test_on_the_cpu_our_kernel_is_on_where_the_experts_are_converted():
     ctx = decided_by(planned(tiny_moe(), cpu_machine()), "flash_dmoe")
     assert ctx.decided["flash_dmoe"].status is Status.ON
-    assert ctx.decided["flash_dmoe"].value == "cpu kernel, fp8 weights"
+    assert "fp8" in ctx.decided["flash_dmoe"].value
     assert not ctx.decided["flash_dmoe"].params_as(FlashDmoeParams).measure  # there is no other kernel to choose
 
 
@@ -79,4 +77,5 @@ def test_on_the_cpu_the_builtin_quantizer_converts_whatever_is_asked_for():
     assert "quantizer: builtin" in on_cpu().evidence
     decision = on_cpu(settings={"quantizer": "transformer_engine"})
     assert decision.params_as(Fp8Params).quantizer == "builtin"
-    assert decision.warnings == ("fp8.quantizer transformer_engine: it converts on CUDA devices only; builtin is used",)
+    (warning,) = decision.warnings
+    assert re.match("fp8.quantizer transformer_engine: .*builtin", warning)

@@ -98,14 +98,14 @@ def test_a_requirement_contradicts_what_asking_for_it_contradicts(required, enab
 def test_on_the_cpu_build_nothing_that_needs_our_kernel_goes_with_it_off(flag):
     wishes = resolve_wishes([flag], ["flash-dmoe"])
     check_wishes(wishes, "cuda")
-    with pytest.raises(InputError, match=f"--enable-{flag} and --disable-flash-dmoe contradict"):
+    with pytest.raises(InputError, match=f"--enable-{flag} and --disable-flash-dmoe "):
         check_wishes(wishes, "cpu")
 
 
 def test_an_unknown_flag_gets_a_near_match():
     with pytest.raises(InputError) as caught:
         resolve_wishes(["flash-dome"], [])
-    assert caught.value.hint == "did you mean flash-dmoe?"
+    assert "flash-dmoe" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("text", ["flash-dmoe", "flash_dmoe", "Flash_DMoE"])
@@ -115,9 +115,9 @@ def test_a_pass_is_found_by_name_or_flag(text):
 
 def test_sparsity_is_found_by_its_flag_and_an_unknown_pass_gets_a_near_match():
     assert required_key("sparsity") == required_key("sparsity-24") == "sparsity_24"
-    with pytest.raises(InputError, match=r"^--require: got 'schedule', expected one of .*kv-tiering") as caught:
+    with pytest.raises(InputError, match=r"^--require:.*'schedule',.*kv-tiering") as caught:
         required_key("schedule")
-    assert caught.value.hint == "did you mean scheduler?"
+    assert "scheduler" in str(caught.value.hint)
 
 
 def test_asking_for_the_switches_imports_neither_pydantic_nor_yaml():

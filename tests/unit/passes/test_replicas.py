@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -44,18 +45,18 @@ def counted(count: int):
 @pytest.mark.parametrize(
     ("model", "hardware", "changes", "why"),
     [
-        (tiny_moe, gpus("h100_sxm", 1), {}, "needs at least 2 GPUs, one for each server, found 1"),
-        (tiny_moe, gpus("h100_sxm", 2), {"profile": counted(4)}, "needs at least 4 GPUs"),
-        (tiny_moe, cpu_machine(cores=1), {}, "needs at least 2 CPU cores"),
+        (tiny_moe, gpus("h100_sxm", 1), {}, " 2 GPUs, .*found 1"),
+        (tiny_moe, gpus("h100_sxm", 2), {"profile": counted(4)}, " 4 GPUs"),
+        (tiny_moe, cpu_machine(cores=1), {}, " 2 CPU cores"),
         (tiny_moe, cpu_machine(cores=4), {"pinned": {"--tensor-parallel-size": "2"}}, "tensor parallelism of 2"),
         (tiny_moe, gpus("h100_sxm", 2), {"pinned": {"--ssl-certfile": "c"}}, "plain HTTP"),
-        (deepseek_v3, gpus("h200", 8), {}, "no part of 8 GPUs holds the model by itself"),
+        (deepseek_v3, gpus("h200", 8), {}, "no part of 8"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(model, hardware, changes, why):
     decision = decided_by(context(model(), hardware, wishes=ON, **changes), "replicas").decided["replicas"]
     assert decision.status is Status.REFUSED
-    assert why in decision.reason
+    assert re.search(why, decision.reason)
 
 
 def test_nobody_gets_several_servers_without_asking_by_name():
@@ -101,7 +102,7 @@ def test_a_count_goes_before_what_would_fit_and_a_gpu_left_over_is_said():
     plan = on_gpus(5, profile=counted(2), wishes={})
     assert plan.group is not None
     assert [server.gpus for server in plan.group.servers] == [(0, 1), (2, 3)]
-    assert "replicas leave 1 of 5 GPUs idle" in plan.warnings
+    assert any("1 of 5 GPUs" in warning for warning in plan.warnings)
 
 
 def test_the_router_has_the_address_and_knows_every_server():
@@ -139,7 +140,7 @@ def test_on_gpus_the_plan_says_that_slices_were_faster_with_the_figures_of_the_r
 def test_on_the_cpu_the_plan_claims_no_measurement():
     decision = on_cpu().decision("replicas")
     assert decision.evidence == ()
-    assert decision.rejected["auto"] == "no record says for which load it pays"
+    assert "no record" in decision.rejected["auto"]
 
 
 def test_a_tier_in_host_memory_is_shared_between_the_servers():

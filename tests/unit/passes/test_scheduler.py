@@ -88,11 +88,11 @@ def test_fewer_tokens_than_requests_are_so_many_requests_and_said():
     # vLLM does not start with more requests than tokens of a step.
     decision = decide(batch=64, pinned={"--max-num-batched-tokens": "16"})
     assert decision.params == SchedulerParams(max_num_seqs=16, max_num_batched_tokens=16)
-    assert decision.warnings[0].startswith("16 requests at once instead of 64")
+    assert re.match("16 requests.* 64", decision.warnings[0])
 
 
 def test_fewer_tokens_than_requests_by_the_user_are_a_contradiction():
-    with pytest.raises(InputError, match="--max-num-batched-tokens 4 and --max-num-seqs 8 after -- contradict"):
+    with pytest.raises(InputError, match="--max-num-batched-tokens 4 and --max-num-seqs 8 "):
         decide(pinned={"--max-num-seqs": "8", "--max-num-batched-tokens": "4"})
 
 
@@ -123,8 +123,7 @@ def test_the_profiles_tokens_are_taken_but_never_fewer_than_requests():
 def test_the_floor_of_a_decode_step_is_evidence_with_its_source():
     (evidence,) = decide(batch=64).evidence
     # 64 tokens hit 125.9 of 128 experts: 57 GB of experts, 3 GB of the rest, 9.7 GB of cache at 3.35 TB/s.
-    assert evidence.startswith("a decode step of 64 requests at 1536 tokens takes at least 20.")
-    assert "(modelled: bytes of one decode step" in evidence
+    assert re.search(r" 64 .* 1536 .* 20\.\d ms.*\(modelled: ", evidence)
     (on_eight,) = decide(hardware=gpus("h100_sxm", 8), batch=64).evidence
     assert "(assumed: " in on_eight
     assert "96 all-reduces" in on_eight
@@ -133,7 +132,7 @@ def test_the_floor_of_a_decode_step_is_evidence_with_its_source():
 def test_the_floor_is_that_of_the_weights_cache_and_requests_of_the_plan():
     ctx = context(mixtral_8x7b(), gpus("h100_sxm"), profile_with("aggressive"))
     (evidence,) = decided_by(ctx, "parallelism", "fp8", "dual_batch_overlap", "scheduler").decided["scheduler"].evidence
-    found = re.match(r"a decode step of (\d+) requests at 1536 tokens takes at least ([\d.]+) ms", evidence)
+    found = re.search(r" (\d+) requests at 1536 .* ([\d.]+) ms", evidence)
     assert found is not None
     # The cache holds so many of the 1024. Weights in FP8 and a full cache are the 77 GB at hand, read at 3.35 TB/s.
     assert 280 < int(found[1]) < 310
@@ -144,9 +143,7 @@ def test_the_floor_of_copies_is_that_of_the_experts_they_share():
     shared = profile_with(passes={"parallelism": {"tensor_parallel_size": 1, "data_parallel_size": 8}})
     (evidence,) = decide(deepseek_v3(), gpus("h200", 8), profile=shared, batch=8).evidence
     # An eighth of 654 GB of experts, 63 of 64 tokens' worth of them hit, 16 GB of the rest, at 4.8 TB/s.
-    assert re.match(
-        r"a decode step of 8 requests at 1536 tokens in each of 8 copies takes at least 1\d\.\d ms", evidence
-    )
+    assert re.search(r" 8 .* 1536 .* 8 copies.* 1\d\.\d ms", evidence)
 
 
 def test_several_machines_have_no_floor_of_one_step():
@@ -159,7 +156,7 @@ def test_a_gpu_of_unknown_speed_has_no_floor_but_a_plan():
     assert hardware.gpu is not None
     unknown = dataclasses.replace(hardware.gpu.memory_bandwidth, value=0.0)
     hardware = dataclasses.replace(hardware, gpu=dataclasses.replace(hardware.gpu, memory_bandwidth=unknown))
-    assert decide(hardware=hardware).evidence[0].startswith("no floor is known: ")
+    assert decide(hardware=hardware).evidence[0].startswith("no floor ")
 
 
 def test_off_leaves_vllms_defaults_and_plans_memory_for_them():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,13 @@ def test_with_measured_norms_they_decide_too():
     decision = decided(activation_norms=NORMS)
     # The server may be started in another folder.
     assert decision.params_as(Sparsity24Params).activation_norms == str(Path.cwd() / "norms.safetensors")
-    assert "magnitude x norm of the input" in decision.reason
-    assert "norms.safetensors: norms on 4096 tokens" in decision.evidence
+    assert "magnitude x norm" in decision.reason
+    assert any(re.match("norms.safetensors: .* 4096 ", each) for each in decision.evidence)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"model": "other"}, "model: got other, expected tiny-moe"), ({"layers": (0, 1)}, r"layers: got \[0, 1\]")],
+    [({"model": "other"}, "model: got other"), ({"layers": (0, 1)}, r"layers: got \[0, 1\]")],
 )
 def test_norms_of_something_else_are_an_error(change, words):
     with pytest.raises(InputError, match=words):
@@ -78,13 +79,13 @@ def test_the_plan_warns_of_the_cost_that_the_record_has_for_this_way_of_pruning(
     perplexity = {name: result["perplexity"] for name, result in record["results"].items()}
     more = round(100 * (perplexity[side] / perplexity["all weights"] - 1))
     (warning,) = decision.warnings
-    assert f"{more} % more perplexity on the bundled model" in warning
+    assert f"{more} % more perplexity" in warning
 
 
 def test_auto_does_not_prune():
     decision = decided(wishes={}, profile=profile_with("balanced", {"sparsity_24": {"mode": "auto"}}))
     assert decision.status is Status.OFF
-    assert "no quality gate has allowed it" in decision.reason
+    assert "no quality gate" in decision.reason
 
 
 def apart(degree: int = 2) -> Any:
@@ -94,16 +95,16 @@ def apart(degree: int = 2) -> Any:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"model": qwen3_30b_a3b(), "hardware": gpus("h100_sxm", 1)}, "vLLM removed its 2:4 kernels"),
-        ({"model": deepseek_v3(), "hardware": gpus("h100_sxm", 8)}, "unquantised expert weights to prune, found fp8"),
+        ({"model": qwen3_30b_a3b(), "hardware": gpus("h100_sxm", 1)}, "removed its 2:4"),
+        ({"model": deepseek_v3(), "hardware": gpus("h100_sxm", 8)}, "found fp8"),
         ({"model": dense_model(), "hardware": gpus("h100_sxm", 1)}, "no experts"),
-        ({"dtype": "float32"}, "needs bfloat16, found float32"),
+        ({"dtype": "float32"}, "found float32"),
         ({"model": dataclasses.replace(tiny_moe(), moe_intermediate_size=120)}, "found 128 and 120"),
-        ({"profile": apart(), "activation_norms": NORMS}, "they need tensor parallel size 1"),
-        ({"pinned": {"--quantization": "fp8"}}, "--quantization fp8 is given after --"),
-        ({"wishes": ON | {"flash_dmoe": (Wish.OFF, "flag --disable-flash-dmoe")}}, "switched off by flag"),
-        ({"wishes": ON | {"fp8": (Wish.ON, "profile x")}}, "converted to fp8 already, by profile x"),
-        ({"software": software("cpu", cpu_ops=("fused_experts",))}, "sparse_experts has no CPU kernel in this build"),
+        ({"profile": apart(), "activation_norms": NORMS}, "parallel size 1"),
+        ({"pinned": {"--quantization": "fp8"}}, "--quantization fp8 "),
+        ({"wishes": ON | {"flash_dmoe": (Wish.OFF, "flag --disable-flash-dmoe")}}, "by flag"),
+        ({"wishes": ON | {"fp8": (Wish.ON, "profile x")}}, "by profile x"),
+        ({"software": software("cpu", cpu_ops=("fused_experts",))}, "sparse_experts has"),
     ],
     ids=["gpu", "fp8", "dense", "fp32", "width", "norms apart", "pinned", "no kernel", "fp8 asked", "old build"],
 )
@@ -127,8 +128,8 @@ def test_our_kernel_is_on_for_it_and_claims_no_speed():
     plan = make_plan(request(tiny_moe(), cpu_machine(), "balanced", wishes=ON))
     (kernel,) = [each for each in plan.decisions if each.pass_name == "flash_dmoe"]
     assert kernel.status is Status.ON
-    assert "needed for sparse_24 experts, which no other CPU kernel reads" in kernel.reason
-    assert "no speed-up is claimed" in kernel.reason
+    assert "sparse_24 experts" in kernel.reason
+    assert "no speed-up" in kernel.reason
 
 
 ASKED = {"sparsity_24": (Wish.ON, "flag --enable-sparsity")}
@@ -151,4 +152,4 @@ def test_of_pruning_and_fp8_the_one_that_was_asked_for_is_done(sections, wishes,
     on = {name: plan.decision(name).status is Status.ON for name in ("fp8", "sparsity_24")}
     assert on == {"fp8": not pruned, "sparsity_24": pruned}
     left = plan.decision("fp8" if pruned else "sparsity_24").reason
-    assert ("sparsity_24 is asked for by" if pruned else "are converted to fp8 already") in left
+    assert ("sparsity_24 is asked" if pruned else "converted to fp8") in left

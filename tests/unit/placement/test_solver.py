@@ -148,8 +148,8 @@ def test_layers_do_not_depend_on_each_other(monkeypatch):
     load = rng.lognormal(0, 1, (7, 32))
     previous = place_experts(load * rng.lognormal(0, 0.1, load.shape), 4, 36)
     together = [place_experts(load, 4, 36, previous=each) for each in (None, previous)]
-    monkeypatch.setattr("moe_optimizer.placement.solver._BLOCK_SLOTS", 72)
-    monkeypatch.setattr("moe_optimizer.placement.solver._BLOCK_LAYERS", 1)
+    monkeypatch.setattr("moe_optimizer.placement.solver.BLOCK_SLOTS", 72)
+    monkeypatch.setattr("moe_optimizer.placement.solver.BLOCK_LAYERS", 1)
     in_blocks = [place_experts(load, 4, 36, previous=each) for each in (None, previous)]
     assert all((one == other).all() for one, other in zip(together, in_blocks, strict=True))
 
@@ -222,12 +222,12 @@ def test_ranks_of_a_group_share_a_node_where_groups_do_not_divide():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"num_ranks": 3, "num_replicas": 8}, "num_replicas: got 8, expected a multiple of num_ranks 3"),
-        ({"num_ranks": 4, "num_replicas": 4}, "num_replicas: got 4, expected at least one for each of 8 experts"),
-        ({"num_ranks": 4, "num_replicas": 8, "num_nodes": 3}, "num_ranks: got 4, expected a multiple of num_nodes 3"),
-        ({"num_ranks": 4, "num_replicas": 8, "num_groups": 3}, "experts: got 8, expected a multiple of num_groups 3"),
+        ({"num_ranks": 3, "num_replicas": 8}, "num_replicas: got 8, .*num_ranks 3"),
+        ({"num_ranks": 4, "num_replicas": 4}, "num_replicas: got 4, .* 8 "),
+        ({"num_ranks": 4, "num_replicas": 8, "num_nodes": 3}, "num_ranks: got 4, .*num_nodes 3"),
+        ({"num_ranks": 4, "num_replicas": 8, "num_groups": 3}, "experts: got 8, .*num_groups 3"),
         ({"num_ranks": 0, "num_replicas": 8}, "num_ranks: got 0"),
-        ({"num_ranks": 4, "num_replicas": 8, "previous": [[0, 1]]}, "previous: got shape (1, 2), expected (1, 8)"),
+        ({"num_ranks": 4, "num_replicas": 8, "previous": [[0, 1]]}, "previous: .*(1, 2), .*(1, 8)"),
     ],
 )
 def test_numbers_that_do_not_fit_are_named(arguments, named):

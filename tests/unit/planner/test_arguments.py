@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -29,12 +30,12 @@ def test_an_argument_of_the_users_replaces_the_planners_and_the_decision_says_so
     assert [argument.flag for argument in plan.serve_args.arguments].count("--max-num-seqs") == 1
     decision = plan.decision("scheduler")
     assert "--max-num-seqs" not in decision.vllm_args
-    assert decision.reason.endswith("(--max-num-seqs given by the user)")
+    assert re.search(r"\(--max-num-seqs .*user\)$", decision.reason)
 
 
 def test_a_reason_that_names_the_users_argument_does_not_say_it_twice():
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h200"), vllm_args=("--kv-cache-dtype", "fp8")))
-    assert plan.decision("kv_cache").reason == "--kv-cache-dtype fp8 is given after --"
+    assert plan.decision("kv_cache").reason.count("--kv-cache-dtype") == 1
 
 
 def test_the_users_requests_are_what_gains_are_stated_for():
@@ -49,9 +50,8 @@ def test_the_users_requests_are_what_gains_are_stated_for():
 def test_arguments_that_the_memory_plan_knows_nothing_of_are_named():
     given = ("--kv-cache-memory-bytes", "1G", "--cpu-offload-gb=4", "--no-enable-lora")
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h200"), vllm_args=given))
-    assert plan.warnings == (
-        "the memory plan does not count what is given after --: --cpu-offload-gb, --kv-cache-memory-bytes",
-    )
+    (warning,) = plan.warnings
+    assert warning.endswith(": --cpu-offload-gb, --kv-cache-memory-bytes")
 
 
 def test_the_users_port_replaces_the_planners():
@@ -90,7 +90,7 @@ def test_a_length_beyond_the_models_own_is_refused_unless_vllm_is_told_to_take_i
         make_plan(request(tiny_moe(), cpu_machine(), **asked))
     plan = make_plan(request(tiny_moe(), cpu_machine(), any_model_len=True, **asked))
     assert plan.serve_args.value("--max-model-len") == "2049"
-    assert any("--max-model-len 2049: the model was made for 2048" in warning for warning in plan.warnings)
+    assert any(re.search("--max-model-len 2049:.* 2048", warning) for warning in plan.warnings)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_model_without_a_stated_length_takes_any():
 
 @pytest.mark.parametrize("method", ["fp8", "fp8_per_block", "ptpc_fp8"])
 def test_vllms_own_fp8_on_the_cpu_is_refused(method):
-    with pytest.raises(UnsupportedError, match=f"--quantization {method}: vLLM's CPU build has no FP8 kernels"):
+    with pytest.raises(UnsupportedError, match=f"--quantization {method}:.*CPU build"):
         make_plan(request(tiny_moe(), cpu_machine(), vllm_args=("--quantization", method)))
 
 
@@ -133,7 +133,7 @@ def test_the_cpu_build_gets_its_cache_and_dtype():
     assert plan.serve_env == {"VLLM_CPU_KVCACHE_SPACE": "2"}
     assert plan.serve_args.value("--dtype") == "float32"
     assert plan.memory.kv_cache_bytes == 2 * 2**30
-    assert plan.decision("flash_dmoe").value == "cpu kernel, fp32 weights"
+    assert "fp32" in plan.decision("flash_dmoe").value
 
 
 def test_an_fp32_checkpoint_is_served_in_bf16_as_vllm_does():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from moe_optimizer.errors import DoesNotFitError, ExitCode, UnsupportedError
 from moe_optimizer.inspection.vllm_runs import read_vllm_runs
@@ -23,6 +24,11 @@ from tests.builders import (
 from tests.unit.planner.refusal import refused
 
 
+def gpus_needed(error):
+    """How many GPUs the hint asks for, by how the weights are held."""
+    return {how: int(number) for number, how in re.findall(r"(\d+) ((?:as|in) \w+)", str(error.hint))}
+
+
 def test_qwen3_30b_fits_one_h100_in_bf16_and_leaves_what_is_really_left():
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1), "conservative"))
     assert plan.memory.fits
@@ -34,15 +40,15 @@ def test_qwen3_30b_fits_one_h100_in_bf16_and_leaves_what_is_really_left():
 def test_mixtral_in_bf16_needs_two_h100():
     error = refused(request(mixtral_8x7b(), gpus("h100_sxm", 1)), DoesNotFitError)
     assert error.exit_code == ExitCode.UNSUPPORTED
-    assert "each needs 93.4 GB of weights" in str(error)
-    assert "may use 77 GB of 85.5 GB" in str(error)
-    assert error.hint == "GPUs of this kind needed: 2 as stored (bfloat16), 2 in BF16, 1 in FP8 (--enable-fp8)"
+    assert re.search("93\\.4 GB.* 77 GB.* 85\\.5 GB", str(error))
+    assert gpus_needed(error) == {"as stored": 2, "in BF16": 2, "in FP8": 1}
+    assert "--enable-fp8" in str(error.hint)
     assert make_plan(request(mixtral_8x7b(), gpus("h100_sxm", 2))).num_gpus == 2
 
 
 def test_deepseek_v3_says_how_many_h100_it_needs_in_fp8_and_bf16():
     error = refused(request(deepseek_v3(), gpus("h100_sxm", 1)), DoesNotFitError)
-    assert error.hint == "GPUs of this kind needed: 16 as stored (fp8), 32 in BF16, 16 in FP8"
+    assert gpus_needed(error) == {"as stored": 16, "in BF16": 32, "in FP8": 16}
 
 
 def test_deepseek_v3_fits_eight_h200_and_not_four():
@@ -52,34 +58,33 @@ def test_deepseek_v3_fits_eight_h200_and_not_four():
 
 def test_fewer_gpus_than_needed_although_more_are_there_names_the_flag():
     error = refused(request(mixtral_8x7b(), gpus("h100_sxm", 4), num_gpus=1), DoesNotFitError)
-    assert error.hint is not None
-    assert error.hint.endswith("4 are there: use --gpus 2")
+    assert str(error.hint).endswith("--gpus 2")
 
 
 def test_a_profile_that_takes_no_more_gpus_is_named_instead_of_the_flag():
     error = refused(request(mixtral_8x7b(), gpus("h100_sxm", 4), "single_h100", num_gpus=4), DoesNotFitError)
-    assert error.hint is not None
-    assert error.hint.endswith("4 are there, and profile single_h100 uses at most 1: take another profile")
+    assert re.search("4 are there,.*single_h100.* 1", str(error.hint))
+    assert "--gpus" not in str(error.hint)
 
 
 def test_a_size_of_the_users_that_is_too_small_is_named_instead_of_the_flag():
     asked = request(mixtral_8x7b(), gpus("h100_sxm", 4), vllm_args=("--tensor-parallel-size", "1"))
     error = refused(asked, DoesNotFitError)
-    assert error.hint is not None
-    assert error.hint.endswith("4 are there: ask for a tensor parallel size of 2")
+    assert str(error.hint).endswith("parallel size of 2")
+    assert "--gpus" not in str(error.hint)
 
 
 def test_what_conversion_makes_of_the_weights_is_not_called_as_stored():
     large = shaped_model(hidden=4096, layers=94, heads=64, width=1536)
     error = refused(request(large, gpus("h100_sxm", 1), "aggressive"), DoesNotFitError)
-    assert error.hint == "GPUs of this kind needed: 4 as planned, 8 as stored (bfloat16), 8 in BF16, 4 in FP8"
+    assert gpus_needed(error) == {"as planned": 4, "as stored": 8, "in BF16": 8, "in FP8": 4}
 
 
 def test_copies_that_do_not_fit_are_counted_with_all_their_gpus():
     asked = request(deepseek_v3(), gpus("h100_sxm", 8), vllm_args=("--data-parallel-size", "2"))
     error = refused(asked, DoesNotFitError)
-    assert "does not fit 8 x NVIDIA H100" in str(error)
-    assert error.hint == "GPUs of this kind needed: 16 as stored (fp8), 32 in BF16, 16 in FP8"
+    assert " 8 x NVIDIA H100" in str(error)
+    assert gpus_needed(error) == {"as stored": 16, "in BF16": 32, "in FP8": 16}
 
 
 def test_a_machine_without_room_for_one_gigabyte_of_cache_does_not_fit():
@@ -92,13 +97,13 @@ def test_a_context_that_the_cache_cannot_hold_is_cut_with_a_warning():
     length = plan.serve_args.value("--max-model-len")
     assert length is not None
     assert plan.plain_args.value("--max-model-len") == length
-    assert any(f"max-model-len is {length} instead of 262144" in warning for warning in plan.warnings)
+    assert any(re.search(f"max-model-len .*{length} .*262144", warning) for warning in plan.warnings)
 
 
 def test_more_gpus_than_there_are_is_reduced_with_a_warning():
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), num_gpus=8))
     assert plan.num_gpus == 2
-    assert "--gpus 8: only 2 there; planning for 2" in plan.warnings
+    assert any(warning.startswith("--gpus 8: ") for warning in plan.warnings)
 
 
 def test_single_h100_uses_one_of_many_without_fuss():
@@ -111,31 +116,31 @@ def test_single_h100_uses_one_of_many_without_fuss():
 def test_gpus_on_a_machine_without_any_is_a_warning():
     plan = make_plan(request(tiny_moe(), cpu_machine(), num_gpus=2))
     assert plan.num_gpus == 0
-    assert "--gpus 2: there is no GPU; planning for the CPU" in plan.warnings
+    assert any(warning.startswith("--gpus 2: ") for warning in plan.warnings)
 
 
 def test_a_gpu_with_the_cpu_build_is_planned_for_the_cpu_and_said():
     machine = dataclasses.replace(gpus("h100_sxm", 1), origin="probed", cpu=cpu_machine().cpu)
     plan = make_plan(request(tiny_moe(), machine, software=software("cpu")))
     assert plan.num_gpus == 0
-    assert any("the installed vLLM is the CPU build; planning for the CPU" in warning for warning in plan.warnings)
+    assert any("the CPU build" in warning for warning in plan.warnings)
 
 
 def test_a_named_machine_is_planned_for_whatever_is_installed_here():
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 1), software=software("cpu")))
     assert plan.num_gpus == 1
-    assert any("cannot be started here" in warning for warning in plan.warnings)
+    assert any("be started here" in warning for warning in plan.warnings)
 
 
 def test_a_vllm_that_was_not_run_with_this_package_is_a_warning():
     newer = dataclasses.replace(software("cuda", version="0.33.0"), vllm_runs=read_vllm_runs())
     plan = make_plan(request(qwen3_30b_a3b(), gpus("h200"), software=newer))
-    assert any("has not been run with vLLM 0.33.0" in warning for warning in plan.warnings)
+    assert any("vLLM 0.33.0" in warning for warning in plan.warnings)
 
 
 def test_a_cuda_vllm_without_a_gpu_is_unsupported():
     error = refused(request(tiny_moe(), cpu_machine(), software=software("cuda")), UnsupportedError)
-    assert "built for CUDA, and this machine has no GPU" in str(error)
+    assert "built for CUDA" in str(error)
 
 
 def test_a_machine_of_which_nothing_is_known_is_unsupported():
@@ -145,10 +150,7 @@ def test_a_machine_of_which_nothing_is_known_is_unsupported():
 
 def test_planning_gpt_oss_on_one_h100():
     plan = make_plan(request(gpt_oss_120b(), gpus("h100_sxm", 1)))
-    assert (
-        plan.decision("flash_dmoe").reason
-        == "needs unquantised experts, or FP8 ones of the method fp8, found mxfp4, 4 bits"
-    )
+    assert plan.decision("flash_dmoe").reason.endswith("found mxfp4, 4 bits")
     assert plan.memory.kv_tokens > 100_000
 
 
@@ -159,28 +161,25 @@ def fp8_on_the_cpu(gib: float, **section):
 
 def test_the_weights_with_every_layer_left_unconverted_are_in_the_plan():
     plan = fp8_on_the_cpu(128)
-    assert "stays bfloat16, which the memory plan does not count (all: 61.1 GB of weights instead of 32.1 GB)" in (
-        plan.decision("fp8").reason
-    )
+    assert re.search(r"\(all: 61\.1 GB.* 32\.1 GB\)", plan.decision("fp8").reason)
     assert 32e9 < plan.memory.weight_bytes < 32.2e9
 
 
 def test_layers_left_unconverted_that_may_not_fit_are_a_warning():
     small = fp8_on_the_cpu(48)
-    (warning,) = [each for each in small.warnings if each.startswith("fp8: layers that it changes")]
-    assert "all of them would take 29 GB more than planned" in warning
-    assert not any("layers that it changes" in each for each in fp8_on_the_cpu(128).warnings)
+    (warning,) = [each for each in small.warnings if each.startswith("fp8: layers")]
+    assert " 29 GB more" in warning
+    assert not any("fp8: layers" in each for each in fp8_on_the_cpu(128).warnings)
 
 
 def test_no_layer_is_left_where_nothing_bounds_its_error():
     plan = fp8_on_the_cpu(48, max_layer_error=None)
     assert "does not count" not in plan.decision("fp8").reason
-    assert not any("layers that it changes" in each for each in plan.warnings)
+    assert not any("fp8: layers" in each for each in plan.warnings)
 
 
 def test_a_model_for_more_than_one_machine_names_the_command_that_plans_for_several():
     error = refused(request(deepseek_v3(), gpus("h100_sxm", 8)), DoesNotFitError)
-    assert error.hint is not None
-    assert error.hint.endswith("over several machines: moe-optimizer plan --nodes 2")
+    assert str(error.hint).endswith("moe-optimizer plan --nodes 2")
     nodes = request(deepseek_v3(), gpus("h100_sxm", 8), num_gpus=16, num_nodes=2)
     assert make_plan(nodes).num_gpus == 16

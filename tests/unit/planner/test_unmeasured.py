@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def h200(**changes: Any):
 def test_what_will_be_measured_is_shown_as_pending():
     plan = make_plan(h200(will_measure=True))
     assert plan.decision("flash_dmoe").status is Status.PENDING
-    assert "pending      will be measured" in render_plan(plan)
+    assert re.search(" pending .*measured", render_plan(plan))
     assert all(decision.pass_name != "flash_dmoe" for decision in plan.plugin_decisions)
 
 

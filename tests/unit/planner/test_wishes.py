@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
@@ -26,7 +27,7 @@ from tests.unit.planner.refusal import refused
 def test_a_required_pass_that_is_not_on_makes_no_plan():
     error = refused(request(qwen3_30b_a3b(), gpus("a100_80gb"), required=frozenset({"fp8"})), RequiredNotAppliedError)
     assert error.exit_code is ExitCode.NOT_APPLIED
-    assert str(error).startswith("fp8 is required (flag --require fp8) and refused: needs FP8 matrix units")
+    assert re.match(r"fp8 .*--require fp8\).*FP8 ", str(error))
     assert error.hint is not None
 
 
@@ -88,7 +89,7 @@ def test_a_load_that_nothing_is_placed_by_is_named():
     model = tiny_moe()
     plan = make_plan(request(model, cpu_machine(), expert_load=placement_load(model)))
     reason = plan.decision("expert_placement").reason
-    assert f"experts are not placed by the load given (monday.json): {reason}" in plan.warnings
+    assert any(warning.endswith(f"(monday.json): {reason}") for warning in plan.warnings)
 
 
 def test_everything_off_leaves_a_stock_server():
@@ -108,14 +109,14 @@ def test_the_kill_switch_leaves_the_users_own_arguments():
 @pytest.mark.parametrize(
     ("required", "machine", "words"),
     [
-        ("kv-tiering", cpu_machine(), "tiering of kv_cache is required and off: vLLM moves cache blocks"),
-        ("expert-parallel", gpus("h200", 1), "expert_parallel of parallelism is required and off: one GPU"),
+        ("kv-tiering", cpu_machine(), "tiering of kv_cache .*required"),
+        ("expert-parallel", gpus("h200", 1), "expert_parallel of parallelism .*one GPU"),
     ],
 )
 def test_a_required_setting_that_cannot_be_makes_no_plan(required, machine, words):
     model = tiny_moe() if machine.gpu is None else qwen3_30b_a3b()
     error = refused(request(model, machine, required=frozenset({required})), RequiredNotAppliedError)
-    assert str(error).startswith(words)
+    assert re.match(words, str(error))
 
 
 def test_a_required_setting_is_switched_on_and_its_pass_must_be_seen_running():

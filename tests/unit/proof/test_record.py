@@ -75,7 +75,7 @@ def test_no_folder_means_no_proofs(tmp_path: Path) -> None:
 def test_a_file_that_is_no_proof_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / PROOF_DIR).mkdir()
     (tmp_path / PROOF_DIR / "worker-0-1.json").write_text(text)
-    with pytest.raises(InputError, match=r"worker-0-1\.json: not a proof"):
+    with pytest.raises(InputError, match=r"worker-0-1\.json: .*proof"):
         read_proofs(tmp_path)
 
 
@@ -91,5 +91,5 @@ def test_an_unknown_field_is_an_error(tmp_path: Path) -> None:
 def test_a_pipe_among_the_proofs_does_not_block(tmp_path: Path) -> None:
     (tmp_path / PROOF_DIR).mkdir()
     os.mkfifo(tmp_path / PROOF_DIR / "worker-0-1.json")
-    with pytest.raises(InputError, match="is not a regular file"):
+    with pytest.raises(InputError, match="regular file"):
         read_proofs(tmp_path)

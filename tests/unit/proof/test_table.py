@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -73,7 +74,7 @@ def test_every_copy_of_a_model_without_experts_is_an_engine_whose_workers_must_r
         ([worker(0)], "1 of 2 workers reported"),
         ([worker(0), worker(1, ran=False)], "no forward pass"),
         ([worker(0), worker(1, applied=False, ran=False, why_not="fallback: boom")], "fallback: boom"),
-        ([worker(0), worker(1, why_not="one layer has GELU experts")], "one layer has GELU experts"),
+        ([worker(0), worker(1, why_not="GELU experts")], "GELU experts"),
     ],
 )
 def test_it_does_not_run_otherwise_and_says_why(plan: Plan, proofs: list[Proof], reason: str) -> None:
@@ -108,8 +109,8 @@ def test_a_pass_that_flags_carry_out_runs_where_every_worker_shows_it(plan: Plan
     ("proofs", "reason"),
     [
         ([], NO_WORKER),
-        ([worker(0), worker(1)], "no worker shows what became of its flags"),
-        ([frontend()], "no worker shows what became of its flags"),
+        ([worker(0), worker(1)], "no worker shows"),
+        ([frontend()], "no worker shows"),
         ([with_scheduler(0, ran=True)], "1 of 2 workers reported"),
         ([with_scheduler(0, ran=True), with_scheduler(1, ran=False, why_not="runs with 8")], "runs with 8"),
     ],
@@ -117,7 +118,9 @@ def test_a_pass_that_flags_carry_out_runs_where_every_worker_shows_it(plan: Plan
 def test_flags_that_no_worker_shows_or_that_vllm_changed_do_not_run(
     plan: Plan, proofs: list[Proof], reason: str
 ) -> None:
-    assert not_running(plan, proofs, ["scheduler"]) == {"scheduler": reason}
+    missing = not_running(plan, proofs, ["scheduler"])
+    assert list(missing) == ["scheduler"]
+    assert missing["scheduler"].startswith(reason)
 
 
 def test_nothing_is_said_of_flags_where_nobody_could_look_at_them(plan: Plan) -> None:
@@ -155,23 +158,25 @@ def with_fp8(**why_plain: str) -> Proof:
 
 
 def test_layers_that_were_not_converted_are_named_with_the_reason() -> None:
-    rows = {row.pass_name: row for row in proof_rows(FP8_PLAN, [with_fp8(a="", b="kept by the plan", c="too large")])}
+    rows = {row.pass_name: row for row in proof_rows(FP8_PLAN, [with_fp8(a="", b="kept", c="too large")])}
     assert rows["fp8"].ran == "yes, 1 layers"
-    assert rows["fp8"].why_not.startswith("b stays as loaded: kept by the plan; 1 more too")
+    assert rows["fp8"].why_not.startswith("b ")
+    assert rows["fp8"].why_not.partition("; ")[0].endswith(": kept")
+    assert "; 1 more too;" in rows["fp8"].why_not
     assert rows["flash_dmoe"].why_not == ""
-    assert not_running(FP8_PLAN, [with_fp8(a="", b="kept by the plan")], ["fp8"]) == {}
+    assert not_running(FP8_PLAN, [with_fp8(a="", b="kept")], ["fp8"]) == {}
 
 
 def test_a_conversion_of_no_layer_did_not_run() -> None:
     missing = not_running(FP8_PLAN, [with_fp8(a="too large")], ["fp8"])
-    assert missing["fp8"].startswith("no layer is converted: a stays as loaded: too large")
+    assert re.match("no layer.*: too large", missing["fp8"])
 
 
 @pytest.mark.parametrize(
     ("why_plain", "more"),
     [
         ({"model.layers.0.mlp": "too large", "model.layers.2.mlp": "too large"}, "201 MB"),
-        ({"model.layers.0.mlp": "too large", "model.layers.1.mlp": "kept by the plan"}, "101 MB"),
+        ({"model.layers.0.mlp": "too large", "model.layers.1.mlp": "kept"}, "101 MB"),
     ],
     ids=["found while loading", "one planned"],
 )
@@ -181,16 +186,16 @@ def test_layers_left_against_the_plan_are_shown_with_the_memory_it_does_not_coun
     decision = FP8_PLAN.decision("fp8")
     params = dataclasses.replace(decision.params_as(Fp8Params), excluded_layers=(1,))
     planned = dataclasses.replace(decision, params=params)
-    assert layers_left(planned, [with_fp8(**why_plain)]).endswith(f"; {more} more than the memory plan counts")
+    assert f"; {more} more than" in layers_left(planned, [with_fp8(**why_plain)])
 
 
 def test_layers_that_the_plan_keeps_are_in_its_memory() -> None:
     decision = FP8_PLAN.decision("fp8")
     params = dataclasses.replace(decision.params_as(Fp8Params), excluded_layers=(1,))
     planned = dataclasses.replace(decision, params=params)
-    kept = layers_left(planned, [with_fp8(**{"model.layers.1.mlp": "kept by the plan"})])
+    kept = layers_left(planned, [with_fp8(**{"model.layers.1.mlp": "kept"})])
     assert kept.startswith("model.layers.1.mlp ")
-    assert kept.endswith(": kept by the plan"), "no more memory than the plan counts"
+    assert kept.endswith(": kept"), "no memory beyond the plan's"
 
 
 def test_the_kernel_in_use_is_named_once(plan: Plan) -> None:
@@ -207,12 +212,12 @@ def test_the_table_fits_the_terminal(plan: Plan, width: int) -> None:
 
 
 def test_a_pass_that_is_off_has_a_line_with_the_reason(plan: Plan) -> None:
-    why = "vLLM's kernel measured 2.6x faster"
+    why = "measured 2.6x faster"
     row = Row(pass_name="flash_dmoe", requested="off", applied="-", ran="-", why_not=why)
     long = dataclasses.replace(row, pass_name="fp8", why_not="a reason of many words " * 9)
     *_, first, second = render_table([row, long], width=80).splitlines()
-    assert first == "flash_dmoe off: vLLM's kernel measured 2.6x faster"
-    assert second.startswith("fp8 off: a reason")
+    assert first == f"flash_dmoe off: {why}"
+    assert second.startswith("fp8 off: ")
     assert len(second) <= 80
 
 
@@ -238,12 +243,12 @@ def test_the_canarys_outcome_is_below_the_table_once_for_all_workers() -> None:
     (row,) = [row for row in rows if row.pass_name == PASS]
     assert row.canary == f"{proofs[0].passes[PASS].canary}; 1 more workers passed"
     text = render_table(rows, width=80)
-    assert text.count(f"canary of {PASS}: passed before ready") == 1
+    assert text.count(f"canary of {PASS}: passed ") == 1
     assert max(map(len, text.splitlines())) <= 80
 
 
 def test_a_canary_that_failed_on_one_worker_is_what_is_shown() -> None:
     proofs = [worker(0), worker(1)]
-    proofs[0].passes[PASS].canary, proofs[1].passes[PASS].canary = "passed before ready", "failed before ready: error"
+    proofs[0].passes[PASS].canary, proofs[1].passes[PASS].canary = "passed before ready", "failed before ready"
     (row,) = [row for row in proof_rows(PLAN, proofs) if row.pass_name == PASS]
-    assert row.canary == "failed before ready: error"
+    assert row.canary == "failed before ready"

@@ -193,7 +193,7 @@ def test_training_twice_gives_the_same_weights():
 
 def test_learning_rate_is_constant_until_the_decay_and_ends_near_zero():
     total = 1000
-    rates = [training._schedule(step, total) for step in range(total)]
+    rates = [training.learning_rate_share(step, total) for step in range(total)]
     assert rates[training.WARMUP_STEPS : 700] == [1.0] * (700 - training.WARMUP_STEPS)
     assert rates[700:] == sorted(rates[700:], reverse=True)
     assert 0 < rates[-1] < 0.01

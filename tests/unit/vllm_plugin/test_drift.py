@@ -49,7 +49,7 @@ def test_a_source_that_does_not_parse_is_a_change(tmp_path: Path) -> None:
 def test_the_methods_called_provided_are_the_ones_our_classes_have() -> None:
     shared = methods("experts/base.py")
     for device in ("cpu", "cuda"):
-        assert shared | methods(f"experts/{device}.py") >= drift._PROVIDED_METHODS, device
+        assert shared | methods(f"experts/{device}.py") >= drift.PROVIDED_METHODS, device
 
 
 def methods(file: str) -> set[str]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.vllm_plugin import patch as patches
 from moe_optimizer.vllm_plugin.compat import definition_source, fingerprint
 from moe_optimizer.vllm_plugin.patch import Patch, PatchState, apply_when_imported, patch_reports, undo
+from tests.plugin_state import own_patches
 
 SOURCE = "def choose(backend):\n    return [backend]\n"
 _numbers = itertools.count()
@@ -24,7 +24,7 @@ Module = Callable[..., tuple[str, Path]]
 
 @pytest.fixture(autouse=True)
 def _own_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(patches, "_reports", {})
+    own_patches(monkeypatch)
     before = list(sys.meta_path)
     yield
     sys.meta_path[:] = before

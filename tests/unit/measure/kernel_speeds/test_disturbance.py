@@ -27,14 +27,15 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
         nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=fake.percent),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setattr(disturbance, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(disturbance, "PAUSE_S", 0.0)
     return fake
 
 
-@pytest.mark.parametrize(("percent", "said"), [(0, ""), (9, ""), (43, "the GPU was 43 % busy with something else")])
+@pytest.mark.parametrize(("percent", "said"), [(0, ""), (9, ""), (43, " 43 % busy")])
 def test_a_busy_gpu_is_said(nvml: Any, percent: int, said: str) -> None:
     nvml.percent = percent
-    assert busy_before("cuda") == said
+    assert bool(busy_before("cuda")) == bool(said)
+    assert said in busy_before("cuda")
 
 
 @pytest.mark.parametrize(("visible", "asked"), [("", 0), ("3,1", 3), ("GPU-abc", "GPU-abc")])
@@ -57,10 +58,10 @@ def test_a_gpu_that_cannot_be_asked_counts_as_quiet(nvml: Any) -> None:
 def test_only_the_cores_that_are_measured_on_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval, percpu: [100.0, 5.0, 0.0])
     assert busy_before("cpu", (1, 2)) == ""
-    assert busy_before("cpu", (0,)) == "the processor was 100 % busy with something else"
+    assert " 100 % busy" in busy_before("cpu", (0,))
 
 
 def test_times_far_apart_are_said() -> None:
     assert unsteady([0.01, 0.02, 0.5]) == ""
-    assert unsteady([0.01, 0.3, 0.5]) == "the times of one kernel lay 30% apart"
+    assert "30%" in unsteady([0.01, 0.3, 0.5])
     assert unsteady([]) == ""

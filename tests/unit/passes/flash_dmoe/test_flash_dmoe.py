@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any, Literal
 
 import pytest
@@ -33,23 +34,24 @@ def decide(model=None, hardware=None, **changes: Any) -> Decision:
 
 def test_under_data_parallelism_it_is_left_to_vllm_because_the_plugin_would_refuse():
     decision = decide(pinned={"--data-parallel-size": "2"})
-    assert (decision.status, decision.reason) == (Status.OFF, "does not run under data parallelism")
+    assert decision.status is Status.OFF
+    assert "data parallelism" in decision.reason
 
 
 def test_on_the_cpu_build_our_kernel_is_installed_by_the_plugin_where_it_is_asked_for():
     decision = decide(wishes=OURS)
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
     (question,) = decision.params_as(FlashDmoeParams).measure
-    assert question.device == "Test CPU (avx2), 3 threads"
+    assert question.device.endswith(" 3 threads")
     assert decision.params == FlashDmoeParams(kernel="cpu", measure=(question,), cores=(0, 1, 2))
-    assert decision.value == "cpu kernel, bf16 weights"
+    assert "bf16" in decision.value
     assert not decision.required
 
 
 def test_no_gain_is_claimed_without_a_record():
     decision = decide(wishes=OURS)
     assert decision.gain is None
-    assert "no speed-up is claimed" in decision.reason
+    assert "no speed-up" in decision.reason
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -117,11 +119,11 @@ def test_a_tuned_configuration_is_a_question_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"quant_method": "fp8", "weight_bits": 8.0}, "needs unquantised experts, found fp8, 8 bits"),
-        ({"expert_matrices": 2}, "needs gated experts (3 matrices), found 2"),
-        ({"expert_activation": "gelu"}, "needs the activation silu, found gelu"),
-        ({"expert_has_bias": True}, "needs experts without biases"),
-        ({"num_experts": 2048}, "needs at most 1024 experts"),
+        ({"quant_method": "fp8", "weight_bits": 8.0}, "found fp8, 8 bits"),
+        ({"expert_matrices": 2}, "(3 matrices), found 2"),
+        ({"expert_activation": "gelu"}, "silu, found gelu"),
+        ({"expert_has_bias": True}, "without biases"),
+        ({"num_experts": 2048}, "1024 experts"),
     ],
 )
 def test_a_model_it_cannot_compute_is_refused_with_what_is_needed_and_found(change, why):
@@ -131,7 +133,7 @@ def test_a_model_it_cannot_compute_is_refused_with_what_is_needed_and_found(chan
 
 
 def test_a_dense_model_has_nothing_for_it():
-    assert decide(dense_model(), cpu_machine(gib=64)).reason == "the model has no experts"
+    assert "no experts" in decide(dense_model(), cpu_machine(gib=64)).reason
 
 
 def test_not_built_says_why():
@@ -139,18 +141,16 @@ def test_not_built_says_why():
         software=software("cpu", cpu_ops=()), wishes={"flash_dmoe": (Wish.ON, "flag --enable-flash-dmoe")}
     )
     assert decision.status is Status.REFUSED
-    assert decision.reason == "kernel not built: run build.sh"
+    assert "build.sh" in decision.reason
 
 
 def test_without_a_cuda_kernel_for_the_architecture_it_is_refused():
     none = software("cuda", cuda_ops=())
-    assert decide(qwen3_30b_a3b(), gpus("h100_sxm", 1), software=none).reason == (
-        "fused_experts has no CUDA kernel in this build"
-    )
+    assert decide(qwen3_30b_a3b(), gpus("h100_sxm", 1), software=none).reason.startswith("fused_experts ")
     said = dataclasses.replace(none, kernels=dataclasses.replace(none.kernels, cuda_why_not="no nvcc found"))
-    assert decide(qwen3_30b_a3b(), gpus("h100_sxm"), software=said).reason.endswith("in this build: no nvcc found")
+    assert decide(qwen3_30b_a3b(), gpus("h100_sxm"), software=said).reason.endswith(": no nvcc found")
     built = software("cuda", cuda_ops=("fused_experts",))
-    assert "not built for sm_80, only for sm_90a" in decide(qwen3_30b_a3b(), gpus("a100_80gb"), software=built).reason
+    assert re.search("sm_80, .*sm_90a", decide(qwen3_30b_a3b(), gpus("a100_80gb"), software=built).reason)
 
 
 H200_SHAPE = LayerShape(hidden_size=2048, intermediate_size=768, num_experts=128, num_global_experts=128, top_k=8)
@@ -189,14 +189,16 @@ def test_on_gpus_it_is_used_for_the_numbers_of_tokens_at_which_it_was_faster():
     decision = decide_on_h200(speeds())
     assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN)
     assert decision.params == FlashDmoeParams(kernel="cuda", dispatch={"bf16": (TokenRange(up_to=8, use="direct"),)})
-    assert "tokens in a step 1-8: ours, direct (1.04-1.20x), above 8: vLLM's" in decision.reason
+    assert re.search(r"1-8:.* \(1\.04-1\.20x\), above 8: ", decision.reason)
     assert decision.evidence == ("benchmarks/records/some.json",)
-    assert decision.rejected == {"above 8 tokens": "vLLM's own kernel is as fast or faster there"}
+    assert list(decision.rejected) == ["above 8 tokens"]
+    assert "faster" in decision.rejected["above 8 tokens"]
 
 
 def test_more_tokens_than_were_measured_are_not_called_slower():
     decision = decide_on_h200(speeds(WINS_UP_TO_8[:2]))
-    assert decision.rejected == {"above 8 tokens": "nothing was measured there, so vLLM's own kernel computes it"}
+    assert list(decision.rejected) == ["above 8 tokens"]
+    assert "faster" not in decision.rejected["above 8 tokens"]
 
 
 def test_the_gain_is_what_was_measured_nearest_to_the_batch_size():
@@ -212,7 +214,7 @@ def test_where_vllm_is_never_slower_nothing_is_replaced():
     slower = (TokenSpeeds(tokens=1, stock_us=30.0, ours_us={"direct": 31.0}),)
     decision = decide_on_h200(speeds(slower))
     assert (decision.status, decision.applier) == (Status.OFF, Applier.NONE)
-    assert "vLLM's kernel measured 1.03x faster at 1 token" in decision.reason
+    assert re.search("vLLM.* 1\\.03x.* 1 token", decision.reason)
     on = {"flash_dmoe": (Wish.ON, "flag --enable-flash-dmoe")}
     assert decide_on_h200(speeds(slower), wishes=on).status is Status.REFUSED
 
@@ -220,9 +222,9 @@ def test_where_vllm_is_never_slower_nothing_is_replaced():
 @pytest.mark.parametrize(
     ("tables", "why"),
     [
-        ((), "no kernel speeds for NVIDIA H200"),
-        ((speeds(vllm="0.26.0"),), "the kernel speeds are of vLLM 0.26.0, needed 0.32.0"),
-        ((speeds(kernel_hash="e" * 64),), "the kernel speeds are of kernels from other sources"),
+        ((), "for NVIDIA H200"),
+        ((speeds(vllm="0.26.0"),), "vLLM 0.26.0, needed 0.32.0"),
+        ((speeds(kernel_hash="e" * 64),), "from other sources"),
     ],
 )
 def test_without_a_table_for_this_machine_it_stays_off_until_it_is_measured(tables, why):
@@ -275,13 +277,13 @@ def test_weights_that_vllm_converts_are_looked_up_as_converted_and_kept_layers_a
 def test_online_quantisation_by_the_user_is_looked_up():
     (question,) = decide_on_h200(pinned={"--quantization": "fp8_per_block"}).params_as(FlashDmoeParams).measure
     assert question.weights == "fp8_block"
-    assert "found --quantization awq after --" in decide_on_h200(pinned={"--quantization": "awq"}).reason
+    assert "--quantization awq after" in decide_on_h200(pinned={"--quantization": "awq"}).reason
 
 
 @pytest.mark.parametrize(
     ("pinned", "why"),
     [
-        ({"--moe-backend": "flashinfer_cutlass"}, "found --moe-backend flashinfer_cutlass after --"),
+        ({"--moe-backend": "flashinfer_cutlass"}, "--moe-backend flashinfer_cutlass "),
         ({"--enable-lora": ""}, "found --enable-lora after --"),
         ({"--enable-eplb": ""}, "found --enable-eplb after --"),
     ],
@@ -292,7 +294,7 @@ def test_where_another_kernel_of_vllm_would_be_beside_it_it_stays_off(pinned, wh
 
 
 def test_float16_is_refused_on_gpus():
-    assert "needs bfloat16 on GPUs, found float16" in decide_on_h200(speeds(), dtype="float16").reason
+    assert "found float16" in decide_on_h200(speeds(), dtype="float16").reason
 
 
 def cpu_speeds(*ratios: float) -> KernelSpeeds:
@@ -308,18 +310,17 @@ def test_on_a_processor_where_vllm_is_faster_somewhere_its_kernel_stays():
     software = measured(cpu_speeds(0.94, 1.5), device="cpu")
     decision = decide(software=software)
     assert decision.status is Status.OFF
-    assert "vLLM's kernel measured 1.06x faster at 1 token, ours up to 1.50x faster elsewhere" in decision.reason
+    assert re.search("vLLM.* 1\\.06x.* 1 .*ours.* 1\\.50x", decision.reason)
     asked_for = decide(software=software, wishes={"flash_dmoe": (Wish.ON, "flag --enable-flash-dmoe")})
     assert asked_for.status is Status.ON
-    assert asked_for.warnings == (
-        "flash_dmoe (flag --enable-flash-dmoe): vLLM's own kernel is faster here at some numbers of tokens",
-    )
+    (warning,) = asked_for.warnings
+    assert warning.startswith("flash_dmoe (flag --enable-flash-dmoe): ")
 
 
 def test_on_a_processor_where_ours_is_never_slower_it_is_used_with_the_measurement():
     decision = decide(software=measured(cpu_speeds(1.0, 1.5), device="cpu"))
     assert decision.status is Status.ON
-    assert "measured here, vLLM's time over ours: 1.00 at 1, 1.50 at 4 tokens" in decision.reason
+    assert "1.00 at 1, 1.50 at 4 tokens" in decision.reason
     assert decision.params_as(FlashDmoeParams).measure == ()
     assert decision.params_as(FlashDmoeParams).threads == 3
 

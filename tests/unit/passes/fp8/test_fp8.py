@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -28,54 +29,57 @@ from tests.unit.passes.fp8_decisions import ON, WITHOUT_FLASH, is_ignored, on_cp
 
 def test_an_fp8_checkpoint_is_served_as_it_is_and_no_gain_is_claimed():
     decision = on_gpu(deepseek_v3())
-    assert (decision.status, decision.value) == (Status.ON, "as in the checkpoint")
+    assert decision.status is Status.ON
+    assert "checkpoint" in decision.value
     assert decision.applier is Applier.NONE
     assert decision.gain is None
 
 
 def test_a_checkpoint_quantised_otherwise_is_refused():
     decision = on_gpu(gpt_oss_120b())
-    assert (decision.status, decision.reason) == (Status.REFUSED, "the checkpoint is quantised already: mxfp4, 4 bits")
+    assert decision.status is Status.REFUSED
+    assert decision.reason.endswith(": mxfp4, 4 bits")
 
 
 def test_switched_off_an_fp8_checkpoint_is_said_to_stay_fp8():
     decision = planned(qwen3_30b_a3b_fp8(), gpus("h100_sxm"), wishes={"fp8": (Wish.OFF, "test")}).decided["fp8"]
     assert decision.status is Status.OFF
-    assert decision.reason.endswith("the checkpoint is FP8 already and stays so")
+    assert "checkpoint is FP8" in decision.reason
 
 
 def test_an_fp8_checkpoint_in_the_files_of_another_method_is_one_too():
     model = dataclasses.replace(qwen3_30b_a3b_fp8(), quant_method="compressed-tensors", weight_block=None)
     decision = planned(model, gpus("h100_sxm"), wishes=ON).decided["fp8"]
-    assert (decision.status, decision.value, decision.vllm_args.words) == (Status.ON, "as in the checkpoint", ())
+    assert (decision.status, decision.vllm_args.words) == (Status.ON, ())
+    assert "checkpoint" in decision.value
 
 
 @pytest.mark.parametrize(
     ("block", "isa", "found"),
-    [((128, 128), ("avx512f",), "a processor without amx_tile"), (None, ("amx_tile",), "scales of another kind")],
+    [((128, 128), ("avx512f",), "without amx_tile"), (None, ("amx_tile",), "another kind")],
 )
 def test_the_cpu_build_gets_no_fp8_checkpoint_with_which_it_ends(block, isa, found):
     model = dataclasses.replace(qwen3_30b_a3b_fp8(), weight_block=block)
-    with pytest.raises(UnsupportedError, match=f"{found}; the server would end"):
+    with pytest.raises(UnsupportedError, match=f"{found}; "):
         make_plan(request(model, cpu_machine(gib=256, isa=isa)))
 
 
 def test_the_cpu_build_gets_an_fp8_checkpoint_that_its_kernels_read():
     plan = make_plan(request(qwen3_30b_a3b_fp8(), cpu_machine(gib=256, isa=("amx_tile",)), wishes=ON))
-    assert plan.decision("fp8").value == "as in the checkpoint"
+    assert plan.decision("fp8").status is Status.ON
 
 
 @pytest.mark.parametrize("flag", ["--quantization", "--quantization-config"])
 def test_the_users_own_quantisation_goes_before(flag):
     decision = on_gpu(pinned={flag: "fp8_per_tensor"})
     assert (decision.status, decision.vllm_args.words) == (Status.REFUSED, ())
-    assert decision.reason == f"{flag} fp8_per_tensor is given after -- and decides"
+    assert decision.reason.startswith(f"{flag} fp8_per_tensor ")
 
 
 def test_a_profile_with_both_parts_off_asks_for_nothing():
     off = {"experts": "off", "linears": "off"}
-    assert on_gpu(settings=off, wishes={}).reason == "experts and linears are both off in profile aggressive"
-    assert on_cpu(settings={"experts": "off"}, wishes={}).reason == "the experts are off in profile aggressive"
+    assert re.search("linears.*profile aggressive", on_gpu(settings=off, wishes={}).reason)
+    assert re.search("experts .*profile aggressive", on_cpu(settings={"experts": "off"}, wishes={}).reason)
     assert on_cpu(settings={"experts": "off"}, wishes={}).status is Status.OFF
 
 
@@ -85,7 +89,7 @@ def test_asked_for_by_name_with_its_parts_off_it_is_refused():
 
 
 def test_a_layer_that_the_model_does_not_have_is_an_error():
-    with pytest.raises(InputError, match=r"got layers\.4, expected at most layers\.3: tiny-moe has 4 layers"):
+    with pytest.raises(InputError, match=r"layers\.4, .*layers\.3: tiny-moe"):
         on_cpu(settings={"keep_bf16_layers": ["layers.4"]})
 
 
@@ -101,7 +105,7 @@ def test_layers_that_were_measured_over_the_budget_stay():
     decision = on_cpu(fp8_sensitivity=sensitivity(MEASURED))
     assert decision.params_as(Fp8Params).excluded_layers == (1, 3)
     assert decision.params_as(Fp8Params).max_layer_error is None  # decided here, not once more while loading
-    assert "s.json: FP8 changes the layers' outputs by 0.020 to 0.090 on 4096 tokens" in decision.evidence
+    assert any(re.match(r"s\.json:.* 0\.020 to 0\.090.*4096", each) for each in decision.evidence)
 
 
 def test_measured_and_named_layers_stay_together():
@@ -126,8 +130,8 @@ def test_on_gpus_measured_layers_are_left_out_of_vllms_conversion():
 @pytest.mark.parametrize(
     ("changes", "errors", "message"),
     [
-        ({"model": "other"}, MEASURED, "fp8.sensitivity s.json: model: got other, expected tiny-moe"),
-        ({"granularity": "channel"}, MEASURED, "granularity: got channel, expected block"),
+        ({"model": "other"}, MEASURED, "s.json: model: got other"),
+        ({"granularity": "channel"}, MEASURED, "granularity: got channel"),
         ({}, {0: 0.1}, "layers: got [0], expected [0, 1, 2, 3]"),
     ],
 )
@@ -192,16 +196,16 @@ def test_layers_that_stay_gain_nothing():
 def test_where_every_layer_stays_nothing_is_promised(decide):
     decision = decide(settings={"keep_bf16_layers": [f"layers.{layer}" for layer in range(4)]}, wishes=ON)
     assert decision.status is Status.REFUSED
-    assert decision.reason.startswith("every layer stays as it is: keep_bf16_layers and max_layer_error leave none")
+    assert re.search("keep_bf16_layers.*max_layer_error", decision.reason)
 
 
 def test_required_without_our_kernel_is_no_plan():
     profile = profile_with(passes={"flash_dmoe": {"mode": "off"}})
-    with pytest.raises(RequiredNotAppliedError, match=r"fp8 is required .* needs our expert kernel"):
+    with pytest.raises(RequiredNotAppliedError, match=r"fp8 is required.*kernel"):
         make_plan(request(tiny_moe(), cpu_machine(), profile, required=frozenset({"fp8"})))
 
 
 def test_asked_for_and_our_kernel_switched_off_is_a_contradiction_on_the_cpu():
-    with pytest.raises(InputError, match="--enable-fp8 and --disable-flash-dmoe contradict"):
+    with pytest.raises(InputError, match="--enable-fp8 and --disable-flash-dmoe "):
         make_plan(request(tiny_moe(), cpu_machine(), wishes=WITHOUT_FLASH))
     assert make_plan(request(qwen3_30b_a3b(), gpus("h200"), wishes=WITHOUT_FLASH)).decision("fp8").status is Status.ON

@@ -54,7 +54,7 @@ def test_the_tier_is_as_large_as_the_cache_of_all_gpus():
     assert decision.params_as(KvCacheParams).offload_gib == int(size)
     assert decision.vllm_args.value("--kv-offloading-backend") == "native"
     assert (decision.status, decision.applier) == (Status.ON, Applier.FLAGS)
-    assert f"{size} GiB in host memory" in decision.value
+    assert f"{size} GiB in host" in decision.value
     assert decision.warnings == ()
 
 
@@ -70,7 +70,7 @@ def test_every_engine_of_data_parallel_has_its_own_share():
 
 def test_a_host_that_is_not_known_is_said():
     (warning,) = decide().warnings
-    assert "the host of h100_sxm is not known" in warning
+    assert "host of h100_sxm" in warning
 
 
 def test_nobody_gets_a_tier_without_asking():
@@ -102,7 +102,7 @@ def test_a_tier_beside_an_fp8_cache_that_cannot_be_is_carried_out_as_the_pass():
     assert (decision.status, decision.applier) == (Status.ON, Applier.FLAGS)
     assert decision.vllm_args.value("--kv-cache-dtype") is None
     assert decision.vllm_args.value("--kv-offloading-size") is not None
-    assert "mla attention keeps its own cache type" in decision.rejected["FP8"]
+    assert "mla attention" in decision.rejected["FP8"]
     assert "--enable-kv-cache" in decision.warnings[0]
     assert KvCache().unmet(decision) == decision.rejected["FP8"]
 
@@ -117,7 +117,7 @@ def test_a_required_fp8_cache_that_cannot_be_is_refused_also_beside_a_tier():
     error = refused(
         request(deepseek_v3(), LATENT, wishes=wishes, required=frozenset({"kv_cache"})), RequiredNotAppliedError
     )
-    assert "mla attention keeps its own cache type" in str(error)
+    assert "mla attention" in str(error)
 
 
 HYBRID = dataclasses.replace(shaped_model(), attention=dataclasses.replace(shaped_model().attention, kind="hybrid"))
@@ -126,10 +126,10 @@ HYBRID = dataclasses.replace(shaped_model(), attention=dataclasses.replace(shape
 @pytest.mark.parametrize(
     ("model", "hardware", "changes", "why"),
     [
-        (tiny_moe(), cpu_machine(), {}, "its CPU build has them in host memory already"),
-        (gpt_oss_120b(), host(100), {}, "caches of different kinds"),
-        (HYBRID, host(100), {}, "caches of different kinds"),
-        (None, host(1), {}, "half of the host's memory"),
+        (tiny_moe(), cpu_machine(), {}, "CPU build"),
+        (gpt_oss_120b(), host(100), {}, "different kinds"),
+        (HYBRID, host(100), {}, "different kinds"),
+        (None, host(1), {}, "host's memory"),
         (None, host(100), {"wishes": {**ASKED["wishes"], "disaggregation": (Wish.ON, "flag")}}, "disaggregation"),
         (None, host(100), {"pinned": {"--kv-transfer-config": "{}"}}, "one KV connector"),
         (None, host(100), {"pinned": {"--enable-prefix-caching": "false"}}, "prefix cache"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ IDS = torch.tensor([[0, 1], [1, 3], [2, 2]])
 
 @pytest.fixture(autouse=True)
 def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_load_writer, "_INTERVAL_S", 0.01)
-    monkeypatch.setattr(expert_load_writer, "_UNSEEN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(expert_load_writer, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(expert_load_writer, "UNSEEN_INTERVAL_S", 0.01)
 
 
 def test_a_step_that_ends_while_the_table_is_read_is_written_later(tmp_path: Path) -> None:
@@ -43,7 +44,7 @@ def test_a_step_that_ends_while_the_table_is_read_is_written_later(tmp_path: Pat
         table = read()
         counter.count_rows(3)
         counter.capture(0, IDS)
-        writer._steps += 1
+        writer._steps += 1  # `stepped` would start the thread
         return table
 
     writer._steps = 1
@@ -108,11 +109,11 @@ def test_the_thread_ends_when_it_is_asked_to(moment: str, tmp_path: Path) -> Non
         LayerwiseCounter((0,), EXPERTS), model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",
         path=part_path(tmp_path, 0), on_seen=lambda: None,
     )  # fmt: skip
+    before = set(threading.enumerate())
     writer.start()
     if moment == "after a step":
         writer.stepped()
-    thread = writer._thread
-    assert thread is not None
+    (thread,) = set(threading.enumerate()) - before
     writer.stop()
     assert not thread.is_alive()
 
@@ -120,7 +121,7 @@ def test_the_thread_ends_when_it_is_asked_to(moment: str, tmp_path: Path) -> Non
 def test_steps_since_the_last_write_are_written_when_the_process_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_load_writer, "_INTERVAL_S", 600.0)
+    monkeypatch.setattr(expert_load_writer, "INTERVAL_S", 600.0)
     counter = LayerwiseCounter((0,), EXPERTS)
     writer = ExpertLoadWriter(
         counter, model="m", layers=((0, "a"),), since="2026-11-20T10:00:00+00:00",

@@ -10,9 +10,9 @@ import pytest
 
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.planner import make_plan
-from moe_optimizer.vllm_plugin import session as sessions
 from moe_optimizer.vllm_plugin.session import PluginSession
 from tests.builders import cpu_machine, request, tiny_moe
+from tests.plugin_state import own_session
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def activate_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         needed = frozenset({name}) if required else frozenset[str]()
         plan = make_plan(request(tiny_moe(), cpu_machine(), wishes=wishes, required=needed, **fields))
         session = PluginSession(run_dir=tmp_path, plan=plan)
-        monkeypatch.setattr(sessions, "_current", session)
+        own_session(monkeypatch, session)
         return session
 
     return activate

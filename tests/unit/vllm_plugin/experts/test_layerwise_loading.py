@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-from moe_optimizer.vllm_plugin.experts import layerwise_loading
 from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADING
 
 
@@ -69,7 +69,8 @@ def test_nothing_is_allocated_until_the_layer_is_loaded(vllm: Any) -> None:
 
 def test_freed_memory_is_returned_once_a_layer_is_processed(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     method = created()
-    monkeypatch.setattr(layerwise_loading, "_return_freed_memory", lambda: method.processed.append("returned"))
+    libc = SimpleNamespace(malloc_trim=lambda pad: method.processed.append("returned"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
     method.process_weights_after_loading("layer")
     assert method.processed == ["layer", "returned"]
 

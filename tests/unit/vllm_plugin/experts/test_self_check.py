@@ -150,10 +150,8 @@ def test_an_exception_is_a_reason() -> None:
     def raising(call: ExpertsCall) -> None:
         raise RuntimeError("no launch")
 
-    assert (
-        check_layer(layer(), {"direct": CheckedKernel(run=raising, tokens=(4,))}).reason
-        == "direct: RuntimeError: no launch"
-    )
+    reason = check_layer(layer(), {"direct": CheckedKernel(run=raising, tokens=(4,))}).reason
+    assert reason.split(": ") == ["direct", "RuntimeError", "no launch"]
 
 
 def test_the_first_wrong_kernel_of_several_is_named() -> None:
@@ -266,7 +264,7 @@ def test_two_percent_of_one_tried_expert_is_seen_every_time(form: str, factor: f
             of.format.compute(of.weights, dataclasses.replace(call, topk_weights=weights))
 
         result = check_layer(right, {"kernel": CheckedKernel(run=run, tokens=(64,))})
-        assert f"factor of expert {tried[0]} is off by" in result.reason or "error" in result.reason
+        assert f" expert {tried[0]} is off" in result.reason or "error" in result.reason
 
 
 def test_two_percent_are_seen_where_the_kernel_rounds_activations() -> None:

@@ -90,7 +90,8 @@ def test_layers_that_the_plan_keeps_stay(activate: Activate, name: str, kept: bo
     converted = Fp8Weights().convert(name, w13, w2)
     assert (converted.format == "plain") is kept
     assert (converted.w13 is w13) is kept
-    assert converted.why_plain == ("kept by the plan" if kept else "")
+    assert bool(converted.why_plain) is kept
+    assert ("the plan" in converted.why_plain) is kept
 
 
 def test_a_layer_over_the_budget_stays_and_says_by_how_much(activate: Activate) -> None:
@@ -115,14 +116,14 @@ def test_weights_that_are_not_finite_stay_and_count_as_refused(activate: Activat
     w13, w2 = layer()
     w2[3, 0, 0] = float("inf")
     assert Fp8Weights().convert(NAME, w13, w2).format == "plain"
-    assert "expert 3 has values that are infinite" in session.proof.passes["fp8"].why_not
+    assert "expert 3 has" in session.proof.passes["fp8"].why_not
 
 
 def test_required_a_layer_that_cannot_be_converted_is_an_error(activate: Activate) -> None:
     activate(required=True)
     w13, w2 = layer()
     w13[0, 0, 0] = float("nan")
-    with pytest.raises(RequiredNotAppliedError, match="fp8: required, but not applied"):
+    with pytest.raises(RequiredNotAppliedError, match=r"fp8: .*not applied"):
         Fp8Weights().convert(NAME, w13, w2)
 
 

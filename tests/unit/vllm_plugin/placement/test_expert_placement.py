@@ -132,7 +132,7 @@ def test_no_rank_is_placed_unless_all_can(monkeypatch, this_rank_can):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda layer: setattr(layer.quant_method, "experts_cls", object), "object computes the layer"),
+        (lambda layer: setattr(layer.quant_method, "experts_cls", object), "object computes"),
         (lambda layer: setattr(layer.moe_config.moe_parallel_config, "ep_size", 4), "on 4 ranks"),
         (lambda layer: setattr(layer, "global_num_experts", 8), "8 experts"),
         (lambda layer: setattr(layer.moe_config.moe_parallel_config, "enable_eplb", True), "EPLB"),

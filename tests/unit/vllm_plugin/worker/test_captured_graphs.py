@@ -38,6 +38,7 @@ def session(tmp_path: Path) -> Iterator[PluginSession]:
     started = PluginSession(run_dir=tmp_path, plan=PLAN)
     started.proof.model_rank, started.proof.world_size = 0, 1
     yield started
+    # The module keeps what it waits for, one model per process.
     captured_graphs._awaited = None
 
 
@@ -74,22 +75,22 @@ def test_what_is_captured_as_planned_is_shown(session: PluginSession, second_run
     entry = served(session, worker(1, 8, SIZE, second_runner=second_runner))
     assert (entry.applied, entry.ran, entry.why_not, entry.found) == (True, True, "", f"up to {SIZE}")
     (row,) = [row for row in proof_rows(PLAN, [session.proof]) if row.pass_name == PASS]
-    assert row.ran == f"yes, up to {SIZE}"
+    assert row.ran == f"yes, {entry.found}"
 
 
 @pytest.mark.parametrize(
     ("loaded", "reason"),
     [
-        (worker(1, 64, mode="FULL_DECODE_ONLY"), "captured up to 64 (FULL_DECODE_ONLY)"),
-        (worker(mode="NONE"), "captured up to 0 (NONE)"),
-        (worker(1, 64, second_runner=True), "captured up to 64 (FULL_AND_PIECEWISE)"),
+        (worker(1, 64, mode="FULL_DECODE_ONLY"), "64 (FULL_DECODE_ONLY)"),
+        (worker(mode="NONE"), "0 (NONE)"),
+        (worker(1, 64, second_runner=True), "64 (FULL_AND_PIECEWISE)"),
     ],
     ids=["lowered", "none", "lowered, V2"],
 )
 def test_what_vllm_lowered_after_loading_does_not_run(session: PluginSession, loaded: Any, reason: str) -> None:
     entry = served(session, loaded)
     assert (entry.applied, entry.ran) == (False, False)
-    assert entry.why_not == f"CUDA graphs: vLLM {reason}, planned {SIZE}"
+    assert entry.why_not.endswith(f" {reason}, planned {SIZE}")
     assert not_running(PLAN, [session.proof], [PASS]) == {PASS: entry.why_not}
 
 
@@ -109,7 +110,7 @@ def test_a_rank_of_data_parallelism_shows_what_is_configured_until_its_first_req
 def test_a_vllm_that_keeps_its_graphs_elsewhere_goes_on_and_the_proof_says_so(session: PluginSession) -> None:
     loaded = worker(SIZE)
     loaded.model_runner = SimpleNamespace()
-    assert served(session, loaded).why_not.startswith("cannot be shown: AttributeError")
+    assert served(session, loaded).why_not.startswith("cannot be shown: ")
 
 
 def test_only_the_first_step_looks(session: PluginSession) -> None:
@@ -123,6 +124,8 @@ def test_only_the_first_step_looks(session: PluginSession) -> None:
 def test_a_plan_without_graphs_waits_for_none(tmp_path: Path) -> None:
     plan = planned(graph_capture={"eager": True})
     session = PluginSession(run_dir=tmp_path, plan=plan)
-    prove_flags(session, worker(enforce_eager=True), BF16)
-    assert session.proof.passes[PASS].ran
-    assert captured_graphs._awaited is None
+    loaded = worker(enforce_eager=True)
+    prove_flags(session, loaded, BF16)
+    loaded.model_runner = None
+    step(loaded)
+    assert (session.proof.passes[PASS].ran, session.proof.passes[PASS].why_not) == (True, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,60 +22,68 @@ STEP = SimpleNamespace(total_num_scheduled_tokens=517, num_scheduled_tokens={"a"
 
 
 @pytest.fixture
-def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CompilationWatch:
-    session = PluginSession(run_dir=tmp_path, plan=make_plan(request(tiny_moe(), cpu_machine(), wishes=OURS)))
+def session(tmp_path: Path) -> PluginSession:
+    return PluginSession(run_dir=tmp_path, plan=make_plan(request(tiny_moe(), cpu_machine(), wishes=OURS)))
+
+
+@pytest.fixture
+def watch(session: PluginSession, monkeypatch: pytest.MonkeyPatch) -> CompilationWatch:
     made = CompilationWatch(session)
     monkeypatch.setattr(compilations, "_watch", made)
     return made
 
 
-def counts(watch: CompilationWatch) -> tuple[int, int]:
-    proof = watch._session.proof.compilations
+def counts(session: PluginSession) -> tuple[int, int]:
+    proof = session.proof.compilations
     assert proof is not None
     return proof.before_ready, proof.after_ready
 
 
-def test_what_is_compiled_before_the_first_step_is_before_ready(watch: CompilationWatch) -> None:
+def test_what_is_compiled_before_the_first_step_is_before_ready(
+    session: PluginSession, watch: CompilationWatch
+) -> None:
     watch.compiled("a graph")
-    assert counts(watch) == (1, 0)
+    assert counts(session) == (1, 0)
 
 
-def test_what_a_warm_up_compiles_is_before_ready(watch: CompilationWatch, tmp_path: Path) -> None:
+def test_what_a_warm_up_compiles_is_before_ready(
+    session: PluginSession, watch: CompilationWatch, tmp_path: Path
+) -> None:
     (tmp_path / WARMING_FILE).touch()
     watch.step(STEP)
     watch.compiled("a graph")
-    assert counts(watch) == (1, 0)
+    assert counts(session) == (1, 0)
 
 
 def test_what_is_compiled_later_is_a_warning_with_kernel_and_shape(
-    watch: CompilationWatch, caplog: pytest.LogCaptureFixture
+    session: PluginSession, watch: CompilationWatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch.step(STEP)
     watch.compiled("Triton kernel fused_moe_kernel")
-    assert counts(watch) == (0, 1)
-    assert "Triton kernel fused_moe_kernel, in a step of 517 tokens of 2 requests" in caplog.text
-    proof = watch._session.proof.compilations
+    assert counts(session) == (0, 1)
+    assert re.search("fused_moe_kernel,.* 517 tokens.* 2 ", caplog.text)
+    proof = session.proof.compilations
     assert proof is not None
     assert proof.last[0].startswith("Triton kernel fused_moe_kernel")
 
 
-def test_the_proof_names_only_the_last_ones(watch: CompilationWatch) -> None:
+def test_the_proof_names_only_the_last_ones(session: PluginSession, watch: CompilationWatch) -> None:
     watch.step(STEP)
     for number in range(20):
         watch.compiled(f"kernel {number}")
-    proof = watch._session.proof.compilations
+    proof = session.proof.compilations
     assert proof is not None
     assert proof.after_ready == 20
     assert len(proof.last) == 8
     assert proof.last[-1].startswith("kernel 19")
 
 
-def test_an_event_of_vllms_monitor_is_counted_and_passed_on(watch: CompilationWatch) -> None:
+def test_an_event_of_vllms_monitor_is_counted_and_passed_on(session: PluginSession, watch: CompilationWatch) -> None:
     passed: list[dict[str, Any]] = []
     event = {"backend": "Triton", "event": "kernel JIT compilation", "fn_name": "k", "detail": None}
     JIT_EVENTS.replacement(lambda **event: passed.append(event))(**event)
     assert passed == [event]
-    assert counts(watch) == (1, 0)
+    assert counts(session) == (1, 0)
 
 
 def test_kernels_in_the_caches_of_libraries_are_found_by_name(tmp_path: Path) -> None:
