@@ -38,7 +38,9 @@ def probe_gpus() -> HardwareSpec:
     try:
         import pynvml
     except ImportError:
-        return _none("an NVIDIA driver is loaded, but nvidia-ml-py is not installed") if DRIVER_FILE.exists() else _none()
+        return (
+            _none("an NVIDIA driver is loaded, but nvidia-ml-py is not installed") if DRIVER_FILE.exists() else _none()
+        )
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
