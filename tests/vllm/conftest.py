@@ -154,7 +154,8 @@ def _answer(logprobs: dict[str, Any]) -> Answer:
 def spawning() -> dict[str, str]:
     """Return the environment of a server that starts Python for its engine and workers, as vLLM does by default."""
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return {"PYTHONPATH": os.pathsep.join(folder for folder in folders if folder != str(FORKED))}
+    kept = [folder for folder in folders if folder not in ("", str(FORKED))]
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *kept])}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,7 +24,7 @@ from moe_optimizer.plan.serve_args import ServeArguments
 from tests.builders import profile_with
 from tests.served_until import serve
 from tests.shared_result import folder_of_all_workers, made_once
-from tests.vllm.conftest import READY_TIMEOUT_S, Answer, ask, plan_here
+from tests.vllm.conftest import READY_TIMEOUT_S, Answer, ask, plan_here, spawning
 from tests.vllm.heldout import heldout_perplexity
 
 MAX_MODEL_LEN, MAX_NUM_SEQS = 520, 6
@@ -92,8 +92,11 @@ def _serve(plan: Plan, run_dir: Path) -> Seen:
         (engine,) = [proof.pid for proof in info.proofs if proof.role == "engine"]
         os.kill(engine, signal.SIGKILL)
 
-    with pytest.raises(ServerFailedError) as caught:
-        serve(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S, on_ready=visit)
+    with pytest.MonkeyPatch.context() as patch:
+        # A worker that is forked has the patches of the API server, and its proof does not list them.
+        patch.setenv("PYTHONPATH", spawning()["PYTHONPATH"])
+        with pytest.raises(ServerFailedError) as caught:
+            serve(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S, on_ready=visit)
     assert visits, caught.value
     return dataclasses.replace(visits[0], end=str(caught.value), exit_code=caught.value.exit_code)
 
