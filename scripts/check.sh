@@ -33,9 +33,9 @@ step ruff format --check .
 step clang-format --dry-run --Werror csrc/{bindings,cpu,cpu/simd,include/moeopt,launch}/*.* tests/unit/ops/emulation/*
 step lint-imports
 [ "$what" = lint ] && { await_types; exit; }
-# The tests that start vLLM run after the others, whose time limits the servers' start-up would break. Two workers suit
-# the two cores of a small CI machine; a third for the servers uses the seconds in which one waits for its processes.
-step pytest -q -n "${PYTEST_WORKERS:-2}" -m "not vllm"
+# The tests that start vLLM run after the others, whose time limits the servers' start-up would break. Three workers for
+# the two cores of a small CI machine: a third uses the seconds in which one waits for its processes.
+step pytest -q -n "${PYTEST_WORKERS:-3}" -m "not vllm"
 await_types
 [ "$what" = quick ] && exit 0
 step pytest -q -n "${PYTEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder -m vllm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import mmap
@@ -197,16 +198,18 @@ def build_emulator() -> Emulator:
     folder = Path(tempfile.gettempdir()) / f"moeopt-emulation-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"emulation-{digest.hexdigest()[:16]}.so"
-    if not library.exists():
-        partial = folder / f"{library.name}.{os.getpid()}"
-        subprocess.run(
-            [compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-clobbered", "-shared", "-fPIC",
-             "-fvisibility=hidden", "-DMOEOPT_EMULATE", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}",
-             f"-I{EMULATION}", *(f"-isystem{folder}" for folder in includes),
-             str(EMULATION / "emulated_kernels.cpp"), "-o", str(partial)],
-            check=True, timeout=300,
-        )  # fmt: skip
-        partial.replace(library)
+    with (folder / "lock").open("w") as lock:  # one test worker compiles, the others wait for it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            partial = folder / f"{library.name}.{os.getpid()}"
+            subprocess.run(
+                [compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-clobbered", "-shared", "-fPIC",
+                 "-fvisibility=hidden", "-DMOEOPT_EMULATE", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}",
+                 f"-I{EMULATION}", *(f"-isystem{folder}" for folder in includes),
+                 str(EMULATION / "emulated_kernels.cpp"), "-o", str(partial)],
+                check=True, timeout=300,
+            )  # fmt: skip
+            partial.replace(library)
     spec = importlib.util.spec_from_file_location("emulated_kernels", library)
     assert spec is not None
     assert spec.loader is not None

@@ -74,9 +74,15 @@ def run(arguments: Sequence[str], *, program: str, command: str | None) -> int:
         return error.exit_code
 
 
+@functools.cache
+def _parser() -> Any:
+    """Return the parser of all commands. Making it takes 30 ms: a process that runs many commands does so once."""
+    return typer.main.get_command(app)
+
+
 def _run(arguments: list[str], *, program: str, command: str | None) -> int:
     own, vllm_args = split_at_separator(arguments)
-    root: Any = typer.main.get_command(app)
+    root = _parser()
     name, target = _named_command(root, own if command is None else [command])
     if vllm_args is not None and name not in serve.TAKES_VLLM_ARGS:
         raise InputError(f"--: {name or program} takes no arguments for vllm serve")

@@ -6,6 +6,7 @@ only a required pass ends the process.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from moe_optimizer.vllm_plugin.experts.weight_format_sparse import SPARSITY_PASS
 from moe_optimizer.vllm_plugin.patch import Patch, PatchReport, PatchState, apply_when_imported
 from moe_optimizer.vllm_plugin.placement.expert_placement import PLACEMENT_PASS, ROUTED_EXPERTS
 from moe_optimizer.vllm_plugin.server_facts import ServerFacts
-from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, start_session
+from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession, current_session, start_session
 from moe_optimizer.vllm_plugin.worker.captured_graphs import captures_graphs
 from moe_optimizer.vllm_plugin.worker.compilations import JIT_EVENTS
 from moe_optimizer.vllm_plugin.worker.execute_model import WORKER_EXECUTE_MODEL
@@ -213,9 +214,11 @@ def _patch(session: PluginSession, pass_name: str | None, *patches: Patch, refus
     """Apply each patch once its module is imported; one that does not fit this vLLM refuses the pass, if any."""
 
     def patched(report: PatchReport) -> None:
-        session.patches_changed()
+        # A process that was forked meanwhile has a session and a proof of its own; the parent's are not its to write.
+        own = session if session.pid == os.getpid() else current_session() or session
+        own.patches_changed()
         if report.state is PatchState.REFUSED and pass_name is not None:
-            session.refused(pass_name, f"{refusal}{report.detail}")
+            own.refused(pass_name, f"{refusal}{report.detail}")
 
     for patch in patches:
         apply_when_imported(patch, on_change=patched)

@@ -308,7 +308,10 @@ def current_session() -> PluginSession | None:
     if _current is not None and _current.pid != os.getpid():
         forked = _current.after_fork()
         _current = None
-        return start_session(forked)
+        session = start_session(forked)
+        # The parent's patches are in this process too; nothing installs them again.
+        session.patches_changed()
+        return session
     return _current
 
 

@@ -142,7 +142,7 @@ def test_any_configuration_is_counted_consistently_or_refused_in_a_sentence(chan
         assert model["is_moe"] == (model["num_experts"] > 0)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(changed=changed_configs())
 def test_any_configuration_gives_a_plan_or_a_sentence(changed: bytes) -> None:
     code, printed = run_on(changed, PLAN)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,23 @@ from moe_optimizer.engine.parallel import ParallelExecutor
 from moe_optimizer.errors import InputError, ServerFailedError, UnsupportedError
 
 PROMPTS = [list(range(1, 30)), [5, 3], [7] * 12]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported_once() -> Iterator[None]:
+    """Ranks are forked from a process that has imported the engine; each import takes 5 s of processor time.
+
+    That process computes nothing and has no threads, so a fork is safe: OPENBLAS_NUM_THREADS=1 keeps numpy's away.
+    """
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(
+        [f"moe_optimizer.engine.{name}" for name in ("parallel", "models.mixtral", "models.qwen3_moe")]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENBLAS_NUM_THREADS", "1")
+        forkserver.ensure_running()
+        patch.setattr(multiprocessing, "get_context", lambda method: forks)
+        yield
 
 
 def generate(folder: Path, **arguments: Any) -> list[list[int]]:

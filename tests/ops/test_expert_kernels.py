@@ -66,15 +66,17 @@ def test_every_instruction_set_is_as_exact_as_torch(
     assert_as_exact_as_torch(case, case.on_isa(isa))
 
 
-# K beyond one block of 2048 columns: partial sums are put away and taken up again.
+# K beyond one block of 2048 columns, of the first matrix and of the second: partial sums are put away and taken up
+# again. The other size is small, which saves nine tenths of the time.
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("weights", ["same", "block"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_beyond_one_block_of_columns_are_as_exact_as_torch(isa: str, weights: str, dtype: torch.dtype) -> None:
-    case = make_case(36, 4112, 2064, experts=1, top_k=1, dtype=dtype)
-    if weights != "same":
-        case = quantized(case, weights)
-    assert_as_exact_as_torch(case, case.on_isa(isa))
+    for hidden, intermediate in ((4112, 144), (144, 2064)):
+        case = make_case(36, hidden, intermediate, experts=1, top_k=1, dtype=dtype)
+        if weights != "same":
+            case = quantized(case, weights)
+        assert_as_exact_as_torch(case, case.on_isa(isa))
 
 
 # With these sizes a task has 256 rows: two blocks, which the rows that are multiplied together come from.

@@ -45,6 +45,8 @@ from tests.vllm.scraped import Watched, watch
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MOE = ROOT / "examples" / "tiny-moe"
 READY_TIMEOUT_S = 1500.0
+FORKED = Path(__file__).resolve().parent / "forked"
+"""A folder for PYTHONPATH: a server whose Python finds it forks its engine and workers."""
 # Text like the model's training data, of different lengths, so that several experts and batch sizes come up.
 PROMPTS = (
     "def add(a, b):\n    ",
@@ -149,9 +151,17 @@ def _answer(logprobs: dict[str, Any]) -> Answer:
     )
 
 
+def spawning() -> dict[str, str]:
+    """Return the environment of a server that starts Python for its engine and workers, as vLLM does by default."""
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [folder for folder in folders if folder not in ("", str(FORKED))]
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *kept])}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _server_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing from outside, no network, and one compile cache of the tests' own for the servers of all workers."""
+    """Nothing from outside, no network, one compile cache for the servers of all workers, forks where nobody asks for
+    `spawning`."""
     shared = folder_of_all_workers(tmp_path_factory)
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
@@ -160,6 +170,7 @@ def _server_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
         patch.setenv("VLLM_CACHE_ROOT", str(shared / "vllm_cache"))
+        patch.setenv("PYTHONPATH", str(FORKED), prepend=os.pathsep)
         yield
 
 
@@ -276,6 +287,7 @@ def _serve_plain_tensor_parallel(folder: Path) -> Served:
     (folder / "profile.yaml").write_text(PROFILE_WITHOUT_COUNTS)
     cores = sorted(os.sched_getaffinity(0))
     environment = {
+        **spawning(),
         "MOE_OPTIMIZER_PROFILE": str(folder / "profile.yaml"), "MOE_OPTIMIZER_RUN_DIR": str(folder / "run"),
         "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
     }  # fmt: skip
@@ -307,7 +319,8 @@ sys.modules[broken.__name__] = broken
 def broken_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a server in whose processes our kernel raises."""
     folder = tmp_path_factory.mktemp("site")
-    (folder / "sitecustomize.py").write_text(_BROKEN_KERNEL)
+    forked = (FORKED / "sitecustomize.py").read_text()  # Python reads one file of this name
+    (folder / "sitecustomize.py").write_text(forked + _BROKEN_KERNEL)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
 

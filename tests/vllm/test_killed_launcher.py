@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from tests.eventually import eventually
 from tests.run_processes import processes_of
-from tests.vllm.conftest import tiny_plan
+from tests.vllm.conftest import spawning, tiny_plan
 
 pytestmark = pytest.mark.vllm
 
@@ -37,7 +38,8 @@ def engine_of(run_dir: Path) -> psutil.Process | None:
 def test_a_launcher_that_is_killed_while_the_engine_starts_leaves_no_process(tmp_path: Path) -> None:
     plan, run_dir = tmp_path / "planned.json", tmp_path / "run"
     plan.write_text(tiny_plan("--enforce-eager").to_json())
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(plan), str(run_dir)])
+    environment = {**os.environ, **spawning()}
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(plan), str(run_dir)], env=environment)
     try:
         engine = eventually(lambda: engine_of(run_dir), "the engine did not start", within_s=400, every_s=0.1)
         launcher.kill()
