@@ -167,7 +167,7 @@ _KINDS: tuple[tuple[set[str], Callable[[dict[str, Any], str, _Found], None]], ..
     ({"sides", "verdicts", "environment"}, _read_bench),
     ({"kl_mean", "top1_agreement"}, _read_quality),
     ({"stock", "ours", "plan_digest"}, _read_steps),
-    ({"sides", "plan_digest", "vllm", "torch"}, _read_steps),
+    ({"sides", "plan_digest", "commit"}, _read_steps),
     ({"layers", "num_experts", "steps", "since"}, _read_load),
     ({"load", "report"}, _read_load),
 )

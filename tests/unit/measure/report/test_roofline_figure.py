@@ -34,7 +34,7 @@ def test_more_tokens_never_read_less_and_never_more_than_every_expert(tokens: in
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.device} {table.weights} {table.shape.num_experts}")
 def test_no_measured_kernel_beats_the_data_sheet(table: KernelSpeeds):
-    # A table's times are means over uniform and skewed routing, the bytes are of uniform routing, which hits more experts.
+    # Times are means over uniform and skewed routing; the bytes are of uniform routing, which hits more experts.
     gpu = load_catalog_entry(GPUS[table.device]).gpu
     peak = peak_flops(gpu, 8.0 if table.weights.startswith("fp8") else 16.0).value
     bandwidth = memory_bandwidth(gpu).value
