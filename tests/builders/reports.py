@@ -37,7 +37,7 @@ def full_inputs() -> Inputs:
     )  # fmt: skip
     proof = Proof(
         role="worker", rank=0, pid=4321, plan_digest=plan.digest, versions={"vllm": "0.26.0", "torch": "2.11.0"},
-        passes={
+        model_rank=0, world_size=1, passes={
             decision.pass_name: PassProof(
                 requested=decision.value, applied=True, ran=True, kernel="fused_experts (cuda)", layers=(layer,)
             )

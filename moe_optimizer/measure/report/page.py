@@ -18,7 +18,7 @@ from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds
 from moe_optimizer.measure.bench.result import BenchResult
 from moe_optimizer.measure.bench.side import STOCK
 from moe_optimizer.measure.report.heatmap import heatmap
-from moe_optimizer.measure.report.inputs import Inputs
+from moe_optimizer.measure.report.inputs import Inputs, Run
 from moe_optimizer.measure.report.ledger_figure import ledger_figure
 from moe_optimizer.measure.report.proofs import workers
 from moe_optimizer.measure.report.roofline_figure import roofline
@@ -38,6 +38,7 @@ from moe_optimizer.specs.quantity import bytes_in_words
 
 _FOLDER = Path(__file__).parent
 _MOST_ROOFLINES = 4
+_STOCK_IN_WORDS = "stock vLLM"
 _QUALITY = {
     "kl_mean": "KL divergence of next-token distributions, mean",
     "kl_p99": "KL divergence of next-token distributions, p99",
@@ -77,7 +78,7 @@ def render_page(inputs: Inputs) -> str:
         interval=interval,
         load_name=load_name,
         decided=_decided,
-        runs=[(run, workers(run)) for run in inputs.runs],
+        runs=[(run, workers(run)) for run in _named_runs(inputs, bench)],
         heatmap=_heatmap(inputs),
         load=None if inputs.load is None else load_report(inputs.load).mean,
         rooflines=[] if plan is None else _rooflines(plan),
@@ -91,8 +92,15 @@ def render_page(inputs: Inputs) -> str:
 
 def _in_words(bench: BenchResult) -> BenchResult:
     """Call the side that is vLLM alone by its full name."""
-    sides = [dataclasses.replace(side, name="stock vLLM") if side.name == STOCK else side for side in bench.sides]
+    sides = [dataclasses.replace(side, name=_STOCK_IN_WORDS) if side.name == STOCK else side for side in bench.sides]
     return dataclasses.replace(bench, sides=tuple(sides))
+
+
+def _named_runs(inputs: Inputs, bench: BenchResult | None) -> list[Run]:
+    """Return the runs by the names of their sides; vLLM alone ran by no decision, and has nothing to show here."""
+    sides = {side.plan_digest: side.name for side in bench.sides} if bench is not None else {}
+    runs = [dataclasses.replace(run, title=sides.get(run.plan.digest, run.title)) for run in inputs.runs]
+    return [run for run in runs if run.title != _STOCK_IN_WORDS]
 
 
 def _markup(figures: list[Picture]) -> list[Markup]:

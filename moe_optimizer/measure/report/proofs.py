@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from moe_optimizer.measure.report.inputs import Run
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.proof.record import PassProof, Proof
+from moe_optimizer.proof.verdict import model_holders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +34,9 @@ class WorkerRows:
 
 
 def workers(run: Run) -> tuple[WorkerRows, ...]:
-    """Return each process that computed something, with the passes that the plan asks of it."""
+    """Return each process that holds a part of the model, with the passes that the plan asks of it."""
     wanted = [decision.pass_name for decision in run.plan.decisions if decision.status is Status.ON]
-    return tuple(_worker(proof, wanted) for proof in run.proofs if proof.passes)
+    return tuple(_worker(proof, wanted) for proof in model_holders(run.proofs))
 
 
 def _worker(proof: Proof, wanted: list[str]) -> WorkerRows:

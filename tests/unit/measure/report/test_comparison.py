@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_a_condition_that_one_file_does_not_name_differs(tmp_path: Path):
 
 
 @pytest.mark.parametrize("change", [{"workload": "prefill"}, {"description": "long questions"}])
-def test_other_requests_are_another_workload(change: dict[str, str], tmp_path: Path):
+def test_other_requests_are_another_workload(change: dict[str, Any], tmp_path: Path):
     mine = read_measured(stored(bench_result(), tmp_path / "a"))
     other = read_measured(stored(bench_result(**change), tmp_path / "b"))
     with pytest.raises(InputError, match="workload"):

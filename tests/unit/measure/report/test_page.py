@@ -137,3 +137,23 @@ def test_verdicts_stand_first(page: str):
 def test_a_failed_quality_measure_is_named():
     failed = {**QUALITY, "failed": ["kl_mean"]}
     assert "above a threshold: kl_mean" in render_page(Inputs(quality=failed))
+
+
+def test_only_processes_that_hold_the_model_are_asked_for_proof():
+    inputs = full_inputs()
+    (run,) = inputs.runs
+    frontend = dataclasses.replace(run.proofs[0], role="frontend", pid=99, model_rank=-1, world_size=0)
+    page = render_page(dataclasses.replace(inputs, runs=(dataclasses.replace(run, proofs=(frontend, *run.proofs)),)))
+    assert "worker 0, process 4321" in section(page, "proof")
+    assert "process 99" not in page
+
+
+def test_a_run_is_called_as_its_side_and_stock_vllm_has_no_plan():
+    inputs = full_inputs()
+    (run,) = inputs.runs
+    assert inputs.bench is not None
+    for number, shown in ((0, "<h3>balanced"), (1, "moe-optimizer plan")):
+        sides = list(inputs.bench.sides)
+        sides[number] = dataclasses.replace(sides[number], plan_digest=run.plan.digest)
+        bench = dataclasses.replace(inputs.bench, sides=tuple(sides))
+        assert shown in section(render_page(dataclasses.replace(inputs, bench=bench)), "plan")
