@@ -58,6 +58,7 @@ NOT_MEASURED: dict[str, dict[str, str]] = {
         "| no | 85 s |": _SETTING,
         "| yes | 40 s |": _SETTING,
     },
+    "docs/report.md": {"Bars are 95 % intervals": _SETTING},
     "docs/usage.md": {
         "or after 120 s": _SETTING,
         "At 64 MiB": _SETTING,

@@ -14,6 +14,7 @@ from moe_optimizer.specs.hardware import GpuSpec
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape
 
 _WEIGHT_BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "fp8_block": 8.0 + 32.0 / 128**2, "fp8_channel": 8.0}
+_IN_WORDS = {"fp32": "FP32", "bf16": "BF16", "fp16": "FP16", "fp8_block": "FP8", "fp8_channel": "FP8 per channel"}
 _ACTIVATION_BYTES = 2
 STOCK_NAME = "vLLM"
 _NUMBERS = {"ours, grouped": 0, STOCK_NAME: 1, "ours, direct": 2}
@@ -86,7 +87,7 @@ def roofline(speeds: KernelSpeeds, gpu: GpuSpec) -> Picture:
     best = max(points, key=lambda each: each.flop_per_s / min(peak, bandwidth * each.intensity))
     shape = speeds.shape
     return chart(
-        f"{speeds.weights} weights: TFLOP/s reached, logarithmic",
+        f"{_IN_WORDS[speeds.weights]} weights, {gpu.name}: TFLOP/s, logarithmic",
         f"Roofline of {gpu.name}: {bandwidth / 1e12:.2f} TB/s up to {ridge:.0f} FLOP/byte, then {peak / 1e12:.0f} "
         f"TFLOP/s. Kernels of one layer of {shape.num_experts} experts with {speeds.weights} weights, 1 to "
         f"{points[-1].tokens} tokens. Nearest to the roof: {best.kernel} at {best.tokens} tokens, "
