@@ -11,6 +11,7 @@ from typing import Any
 from moe_optimizer.errors import InputError
 from moe_optimizer.files import read_text
 from moe_optimizer.measure.bench.result import RESULT_FILE
+from moe_optimizer.measure.bench.side import STOCK
 from moe_optimizer.measure.bench.trace import Load
 
 _MAX_BYTES = 64 << 20
@@ -47,6 +48,8 @@ class Row:
     load: str
     side: str
     """As the first file calls it."""
+    second_side: str
+    """The same name, unless the files have no side of the same name."""
     metric: str
     first: Value
     second: Value
@@ -79,7 +82,7 @@ def read_measured(path: Path) -> Measured:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: not JSON: {error}") from None
     try:
-        values = {str(side["name"]): dict(_values(side)) for side in content["sides"]}
+        values = {_side_name(side["name"]): dict(_values(side)) for side in content["sides"]}
         environment = {str(key): str(value) for key, value in content["environment"].items()}
         workload = content["workload"]
     except (KeyError, TypeError, AttributeError) as error:
@@ -123,24 +126,35 @@ def _different(mine: Mapping[str, str], other: Mapping[str, str]) -> dict[str, t
 
 
 def _rows(first: Measured, second: Measured) -> Iterator[Row]:
-    for number, (side, values) in enumerate(first.values.items()):
-        # Sides of the same name belong together; one that the other file lacks goes with that in its place.
-        names = list(second.values)
-        partner = side if side in second.values else names[number] if number < len(names) else None
-        if partner is None or (partner != side and partner in first.values):
-            continue
-        for (load, metric), mine in values.items():
+    common = [side for side in first.values if side in second.values]
+    # Two files without a side of the same name, such as two profiles: in their order.
+    pairs = [(side, side) for side in common] or list(zip(first.values, second.values, strict=False))
+    for side, partner in pairs:
+        for (load, metric), mine in first.values[side].items():
             other = second.values[partner].get((load, metric))
             if other is not None:
-                yield _row(load, side, metric, mine, other)
+                yield _row(load, (side, partner), metric, mine, other)
 
 
-def _row(load: str, side: str, metric: str, mine: Value, other: Value) -> Row:
+def _row(load: str, sides: tuple[str, str], metric: str, mine: Value, other: Value) -> Row:
     ratio = other.median / mine.median if metric == _HIGHER_IS_BETTER else mine.median / other.median
     apart = None
     if mine.low is not None and mine.high is not None and other.low is not None and other.high is not None:
         apart = mine.high < other.low or other.high < mine.low
-    return Row(load=load, side=side, metric=metric, first=mine, second=other, ratio=ratio, apart=apart)
+    return Row(
+        load=load,
+        side=sides[0],
+        second_side=sides[1],
+        metric=metric,
+        first=mine,
+        second=other,
+        ratio=ratio,
+        apart=apart,
+    )
+
+
+def _side_name(name: str) -> str:
+    return STOCK if name == "stock vLLM" else str(name)
 
 
 def _values(side: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Value]]:
@@ -159,6 +173,8 @@ def render(found: Comparison) -> str:
     """Return the comparison as text of 80 columns."""
     lines = [f"A: {found.first}", f"B: {found.second}"]
     lines += [f"differs: {key}: {mine:.60} (A), {other:.60} (B)" for key, (mine, other) in found.different.items()]
+    others = dict.fromkeys((row.side, row.second_side) for row in found.rows if row.side != row.second_side)
+    lines += [f"side: {mine} of A beside {other} of B" for mine, other in others]
     lines += ["", f"{'load':<14}{'side':<14}{'metric':<10}{'A':>10}{'B':>10}  {'B over A':>9}  intervals"]
     for row in found.rows:
         apart = {None: "-", True: "apart", False: "touch"}[row.apart]

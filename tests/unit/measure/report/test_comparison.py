@@ -76,12 +76,22 @@ def test_the_folder_of_a_model_does_not_matter(tmp_path: Path):
     assert not compare_results(mine, other).different
 
 
-def test_sides_of_other_names_are_compared_in_order(tmp_path: Path):
-    mine = read_measured(stored(bench_result(), tmp_path / "a"))
+def named(*names: str) -> BenchResult:
     result = bench_result()
-    renamed = (dataclasses.replace(result.sides[0], name="aggressive"), result.sides[1])
-    other = read_measured(stored(dataclasses.replace(result, sides=renamed), tmp_path / "b"))
-    assert {row.side for row in compare_results(mine, other).rows} == {"balanced", "stock"}
+    sides = [dataclasses.replace(side, name=name) for side, name in zip(result.sides, names, strict=False)]
+    return dataclasses.replace(result, sides=tuple(sides))
+
+
+def test_sides_of_one_name_belong_together_wherever_they_stand(tmp_path: Path):
+    mine = read_measured(stored(named("balanced", "stock"), tmp_path / "a"))
+    other = read_measured(stored(named("stock vLLM"), tmp_path / "b"))
+    assert {(row.side, row.second_side) for row in compare_results(mine, other).rows} == {("stock", "stock")}
+
+
+def test_without_a_common_name_sides_are_compared_in_order_and_it_is_said(tmp_path: Path):
+    mine = read_measured(stored(named("balanced"), tmp_path / "a"))
+    other = read_measured(stored(named("aggressive"), tmp_path / "b"))
+    assert "balanced of A beside aggressive of B" in render(compare_results(mine, other))
 
 
 def test_results_without_a_common_load_are_refused(tmp_path: Path):
