@@ -87,10 +87,28 @@ def host(load_before: float) -> dict[str, object]:
         load_before: the load average before anything was measured.
     """
     return {
+        "device": cpu_name(),
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "load_average_before": load_before,
         "system": system_name(),
+        "python": platform.python_version(),
+    }
+
+
+def gpu_environment() -> dict[str, object]:
+    """Return what every record of this machine's GPUs says of them; what cannot be found out is null."""
+    from moe_optimizer.inspection.hardware_probe import probe_hardware
+
+    hardware = probe_hardware()
+    installed = {each.metadata["Name"].lower(): each.version for each in metadata.distributions()}
+    return {
+        "device": hardware.gpu.name if hardware.gpu else None,
+        "gpus": hardware.num_gpus,
+        "driver": hardware.driver_version,
+        "cuda": hardware.cuda_version,
+        "vllm": installed.get("vllm"),
+        "torch": installed.get("torch"),
         "python": platform.python_version(),
     }
 

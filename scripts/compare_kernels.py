@@ -27,6 +27,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from write_kernel_speeds import RECORDS, build_info  # noqa: E402
 
+from benchmarks.record import checkout  # noqa: E402
+
 _NAME = re.compile(r"\b_Z\w+|\$str\w*")
 _LABEL = re.compile(r"\$L__BB\d+_")
 _DIRECTIVE = re.compile(r"^\s*(?:\.(?:loc|file|section|version|target)\b.*|//.*|)$")
@@ -56,7 +58,8 @@ def main() -> int:
         "what": "sources of the CUDA kernels that compile to the same PTX but for names; the first is the tree itself",
         "date": date,
         "command": ["python", "scripts/compare_kernels.py", *options.commits],
-        "nvcc": build_info().nvcc_version(),
+        **checkout(),
+        "environment": {"device": "none: only compiled", "nvcc": build_info().nvcc_version()},
         "trees": trees,
         "ptx_sha256": sorted(here.elements()),
     }

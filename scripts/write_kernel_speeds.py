@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
 def _is_of_cuda_kernels(record: dict[str, Any]) -> bool:
     cases = record.get("cases") or []
-    return bool(record.get("multiprocessors") and cases and _STOCK in cases[0].get("sides", {}))
+    return bool(record["environment"].get("multiprocessors") and cases and _STOCK in cases[0].get("sides", {}))
 
 
 def _commit_time(commit: str) -> int:
@@ -82,7 +82,8 @@ def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
     """
     measured = record.get("cuda_sources") or sources_at(record["commit"])
     kernel_hash = same_kernels().get(measured, measured)
-    driver = record["nvidia_smi"].split(",")[1].strip()
+    environment = record["environment"]
+    driver = environment["nvidia_smi"].split(",")[1].strip()
     timed: dict[tuple[str, str], dict[int, list[TokenSpeeds]]] = {}
     shapes: dict[str, dict[str, Any]] = {}
     for case in record["cases"]:
@@ -93,15 +94,15 @@ def tables_of(record: dict[str, Any], path: Path) -> list[KernelSpeeds]:
         of_layer.setdefault(case["tokens"], []).append(_row(case))
     return [
         KernelSpeeds(
-            device=record["device"],
+            device=environment["device"],
             weights=_WEIGHTS[dtype],
             shape=_shape(shapes[name]),
             kernel_hash=kernel_hash,
-            vllm=record["vllm"].partition("+")[0],
+            vllm=environment["vllm"].partition("+")[0],
             driver=driver,
             rows=tuple(_over_routings(of_layer[tokens]) for tokens in sorted(of_layer)),
             source=f"benchmarks/records/{path.name}",
-            torch=record["torch"],
+            torch=environment["torch"],
         )
         for (name, dtype), of_layer in timed.items()
     ]

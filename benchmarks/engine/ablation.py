@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.engine.own_process import in_own_process  # noqa: E402
 from benchmarks.engine.workload import Request, model_folder, peak_bytes, random_requests  # noqa: E402
-from benchmarks.record import cpu_name, cpu_slug, head, host, packages, parser_of, write_record  # noqa: E402
+from benchmarks.record import cpu_name, cpu_slug, gpu_environment, head, host, packages, parser_of, write_record  # noqa: E402
 
 Outputs = list[list[int]]
 NAIVE = {
@@ -90,8 +90,9 @@ def main() -> None:
     for rung in rungs:
         del rung["outputs"]
     record = {**head("what each optimization of the embedded engine adds, from a naive loop up", args.commit),
-              "settings": settings, **host(load_before), "gpu": torch.cuda.get_device_name() if on_gpu else None,
-              "packages": packages("torch", "transformers"), "rungs": rungs}  # fmt: skip
+              "environment": {**host(load_before), **(gpu_environment() if on_gpu else {}),
+                              "packages": packages("torch", "transformers")},
+              "settings": settings, "rungs": rungs}  # fmt: skip
     if args.write:
         machine = torch.cuda.get_device_name().split()[1].lower() if on_gpu else cpu_slug(cpu_name())
         write_record(record, machine, f"engine_ablation_{Path(args.model).name}")

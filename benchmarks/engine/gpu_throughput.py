@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.engine.own_process import in_own_process  # noqa: E402
 from benchmarks.engine.workload import Request, model_folder, peak_bytes, random_requests  # noqa: E402
-from benchmarks.record import head, packages, parser_of, write_record  # noqa: E402
+from benchmarks.record import gpu_environment, head, packages, parser_of, write_record  # noqa: E402
 
 TURNS = 3
 DECODE_TOKENS = 128
@@ -51,8 +51,7 @@ def main() -> None:
     installed = [name for name in ("torch", "triton", "vllm", "transformers") if _version(name)]
     record = {
         **head("the embedded engine and vLLM on one GPU, the same random weights' shapes and requests", args.commit),
-        "gpu": torch.cuda.get_device_name(),
-        "packages": packages(*installed),
+        "environment": {**gpu_environment(), "packages": packages(*installed)},
         "quick": args.quick,
         "results": results,
     }

@@ -39,7 +39,7 @@ def main() -> None:
     print(f"{statistics.median(medians):.1f} us a step of {args.sequences} decodes; turns {medians}")
     record = {
         **head("thread time of the engine's scheduler and block manager in one step of decodes", args.commit),
-        **host(load_before),
+        "environment": host(load_before),
         "sequences": args.sequences,
         "steps_per_turn": _STEPS - _FIRST,
         "median_us_of_turns": medians,

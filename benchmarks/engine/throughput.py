@@ -62,8 +62,7 @@ def main() -> None:
     }
     record = {
         **head("output tokens per second of the embedded engine and of transformers on the same requests", args.commit),
-        **host(load_before),
-        "packages": packages("torch", "transformers"),
+        "environment": {**host(load_before), "packages": packages("torch", "transformers")},
         "workload": {name: value for name, value in vars(args).items() if name not in ("write", "commit")},
         "output_tokens_per_s": medians,
         "ratios": ratios,

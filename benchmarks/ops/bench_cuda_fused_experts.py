@@ -84,12 +84,10 @@ def write_record(out: Path) -> None:
         for side in case["sides"].values():
             share = round(100 * case["floor_us"] / side["median_us"])
             side.update({key: _rounded(value) for key, value in side.items()}, share_of_floor_percent=share)
-    what = {
-        "what": "fused experts of one layer: our CUDA kernels beside vLLM fused_experts (Triton) and DeepGEMM's FP8 "
-        "experts, L2-cold (8 weight sets), CUDA graphs, sides interleaved",
+    how = {
         "samples": "microseconds per call of 7 replays of a CUDA graph of 8 calls, rounded to 0.01",
     }
-    (out / "record.json").write_text(json.dumps(facts | what | {"cases": cases}) + "\n")
+    (out / "record.json").write_text(json.dumps(facts | how | {"cases": cases}) + "\n")
 
 
 def _rounded(value: float | list[float]) -> float | list[float]:
@@ -172,14 +170,18 @@ def timing(options: argparse.Namespace, right: dict[str, bool], deadline: float)
     from bench_cuda_sides import find_deep_gemm, find_vllm
     from bench_cuda_timing import device_facts, measure_ceilings
 
-    from benchmarks.record import checkout, command_line
+    from benchmarks.record import head
 
     ceilings = measure_ceilings()
     vllm, why_no_vllm = find_vllm()
     deep_gemm, why_no_deep_gemm = find_deep_gemm()
     facts = {
-        "command": command_line(), **checkout(options.commit),
-        **device_facts(), **ceilings, "vllm": None if vllm is None else vllm.version, "why_no_vllm": why_no_vllm,
+        **head(
+            "fused experts of one layer: our CUDA kernels beside vLLM fused_experts (Triton) and DeepGEMM's FP8 "
+            "experts, L2-cold (8 weight sets), CUDA graphs, sides interleaved", options.commit,
+        ),
+        "environment": {**device_facts(), "vllm": None if vllm is None else vllm.version},
+        **ceilings, "why_no_vllm": why_no_vllm,
         "deep_gemm": deep_gemm is not None, "why_no_deep_gemm": why_no_deep_gemm,
         "checks": right, "weight_sets": NUM_SETS, "cuda_sources": _cuda_sources(),
     }  # fmt: skip

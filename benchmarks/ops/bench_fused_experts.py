@@ -247,6 +247,7 @@ def make_record(
     return {
         **head("one MoE layer on the CPU: wall time of our experts and of vLLM's cpu_fused_moe, in one process"),
         "environment": {
+            "device": cpu_name(),
             "cpu": cpu_name(),
             "isa": isa,
             "threads": options.threads,

@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +33,7 @@ def main() -> int:
     # Without the file: its folder must not be where vLLM looks.
     os.environ.pop("VLLM_TUNED_CONFIG_FOLDER", None)
     from bench_cuda_timing import device_facts
-    from record import checkout, command_line
+    from record import head
 
     from moe_optimizer.inspection.tuned_configs import nearest, read_rows, state_path
     from moe_optimizer.measure.triton_tuning.bench import TritonBench
@@ -71,10 +70,7 @@ def main() -> int:
               f"{sizes[-1]['ratio']:.3f}x{'  same row' if stock == tuned else ''}", flush=True)  # fmt: skip
         bench.forget(tokens)
     record = {
-        "date": time.strftime("%Y-%m-%d"),
-        "subject": "tuned Triton configuration beside vLLM's own",
-        "command": command_line(),
-        **checkout(options.commit),
+        **head("tuned Triton configuration beside vLLM's own", options.commit),
         "file": options.config.name,
         "experts": identity,
         "tuning": list(tuning["verdicts"].values()),

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import head, parser_of  # noqa: E402
+from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
 from benchmarks.serving.plans import plan_here  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
 from moe_optimizer.measure.decode_step.comparison import compare_steps, render  # noqa: E402
@@ -60,7 +60,7 @@ def main() -> int:
         timeout_s=options.timeout_s,
         on_step=lambda _share, text: print(text, flush=True),
     )
-    record |= {"device": found.device, "vllm": found.vllm, "torch": found.torch}
+    record["environment"] = {**gpu_environment(), "vllm": found.vllm, "torch": found.torch}
     record["sides"] = {"stock": encode(found.stock), "ours": encode(found.ours)}
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(render(found))

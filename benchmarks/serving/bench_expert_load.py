@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import cpu_slug, head, host, packages, parser_of, write_record  # noqa: E402
+from benchmarks.record import cpu_slug, gpu_environment, head, host, packages, parser_of, write_record  # noqa: E402
 from benchmarks.serving.counting_work import added_shares, added_work  # noqa: E402
 from benchmarks.serving.decode_steps import (  # noqa: E402
     Rounds,
@@ -160,8 +160,8 @@ def make_record(
     return {
         **head("time of a decode step with expert_load on over off, two servers, requests in turn", options.commit),
         "environment": {
-            "gpu": gpu_name(),
             **host(load_before),
+            **({} if gpu_name() is None else gpu_environment()),
             "vllm": vllm_version(),
             "packages": packages("moe-optimizer", "torch"),
         },

@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import head, parser_of  # noqa: E402
+from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
 from benchmarks.serving.closed_loop import OUTPUT_TOKENS, PROMPT_TOKENS, load_at, table_of  # noqa: E402
 from benchmarks.serving.plans import plan_here, served  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
@@ -57,6 +57,7 @@ def main() -> int:
             "(--load-format dummy), so routing is nearly even",
             options.commit,
         ),
+        "environment": gpu_environment(),
         "prompt_tokens": PROMPT_TOKENS,
         "output_tokens": OUTPUT_TOKENS,
         "sides": {},

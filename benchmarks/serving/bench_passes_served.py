@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import head, parser_of  # noqa: E402
+from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
 from benchmarks.serving.closed_loop import OUTPUT_TOKENS, PROMPT_TOKENS, load_at, table_of  # noqa: E402
 from benchmarks.serving.plans import plan_here, served  # noqa: E402
 from moe_optimizer.cli.progress import ProgressLines  # noqa: E402
@@ -54,6 +54,7 @@ def main() -> int:
             "one GPU, one server after the other; weights are random where vLLM was told to (--load-format dummy)",
             options.commit,
         ),
+        "environment": gpu_environment(),
         "prompt_tokens": PROMPT_TOKENS,
         "output_tokens": OUTPUT_TOKENS,
         "sides": {},

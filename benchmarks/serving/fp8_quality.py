@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from perplexity import perplexity  # noqa: E402
 
-from benchmarks.record import head, parser_of  # noqa: E402
+from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
 from benchmarks.serving.plans import free_port, plan_here  # noqa: E402
 from moe_optimizer.inspection.hardware_probe import probe_hardware  # noqa: E402
 from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory  # noqa: E402
@@ -165,11 +165,9 @@ def served(model: Path, plan: Plan, run_dir: Path) -> dict[str, Any]:
 
 def make_record(results: dict[str, dict[str, Any]], model: Path, commit: str | None) -> dict[str, Any]:
     """Return the results with what they were measured on."""
-    gpu = probe_hardware().gpu
     return {
         **head("perplexity of a small trained model in FP8 and in BF16, served by vLLM on one GPU", commit),
-        "gpu": gpu.name if gpu else None,
-        "driver": probe_hardware().driver_version,
+        "environment": gpu_environment(),
         "workload": {
             "model": "examples/tiny-moe" if model == TINY_MOE else "trained by scripts/train_tiny_moe.py",
             "metrics": {

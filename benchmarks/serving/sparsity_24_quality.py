@@ -103,6 +103,7 @@ def make_record(results: dict[str, dict[str, Any]], norms_tokens: int) -> dict[s
     return {
         **head("perplexity of the bundled model with 2:4 pruned experts and without, served by vLLM's CPU build"),
         "environment": {
+            "device": cpu_name(),
             "cpu": cpu_name(),
             "system": system_name(),
             "python": platform.python_version(),

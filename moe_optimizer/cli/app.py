@@ -9,7 +9,22 @@ from typing import Annotated, Any, cast
 import typer
 
 from moe_optimizer import __version__
-from moe_optimizer.cli import bench, build, debug, doctor, experts, inspect, measure, messages, plan, serve, top, tune
+from moe_optimizer.cli import (
+    bench,
+    build,
+    compare,
+    debug,
+    doctor,
+    experts,
+    inspect,
+    measure,
+    messages,
+    plan,
+    report,
+    serve,
+    top,
+    tune,
+)
 from moe_optimizer.cli.arguments import check_consistency, split_at_separator, with_our_switches
 from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError
 from moe_optimizer.near_match import did_you_mean
@@ -51,6 +66,8 @@ app.command("serve", epilog=_SYNONYMS)(serve.command)
 app.command("inspect")(inspect.command)
 app.command("plan", epilog=_SYNONYMS)(plan.command)
 app.command("bench", epilog=_SYNONYMS)(bench.command)
+app.command("compare")(compare.command)
+app.command("report")(report.command)
 app.command("tune", epilog=_SYNONYMS)(tune.command)
 app.add_typer(measure.app, name="measure")
 app.add_typer(debug.app, name="debug")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,14 +34,18 @@ def command(options: BenchOptions) -> messages.Output:
     A difference is only claimed where the interval shows one. A failed request ends the run without a result.
     Arguments after -- go to vllm serve, on both sides. With --run-dir, a stopped run goes on where it was.
     """
+    from moe_optimizer.cli.report import check_report_path, write_report
     from moe_optimizer.measure.bench.run import run_bench
     from moe_optimizer.measure.bench.table import render
 
     lines = ProgressLines(verbose=options.verbose)
+    if options.html is not None:
+        check_report_path(Path(options.html))
     request = _request(options, lines)
     with progress_bar("bench", lines=lines) as show:
         result = run_bench(request, on_step=show)
-    return messages.Output(result=result, render=render)
+    notes = () if options.html is None else (write_report([request.folder], Path(options.html)),)
+    return messages.Output(result=result, render=render, notes=notes)
 
 
 def _request(options: BenchOptions, lines: ProgressLines) -> BenchRequest:
@@ -69,6 +74,7 @@ def _request(options: BenchOptions, lines: ProgressLines) -> BenchRequest:
     if options.against != "":
         sides.append(_side(options, options.against or STOCK, number=1, lines=lines))
     return BenchRequest(
+        command=("moe-optimizer", *sys.argv[1:]),
         sides=_named_apart(sides),
         workload_name=options.workload,
         workload=workload,

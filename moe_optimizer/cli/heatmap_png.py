@@ -11,16 +11,13 @@ import numpy as np
 
 from moe_optimizer.errors import InputError, printable
 from moe_optimizer.files import write_atomically
+from moe_optimizer.measure.report.heatmap import OCTAVES, UNUSED, colours, times_mean
 from moe_optimizer.specs.expert_load import ExpertLoad
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
-_OCTAVES = 3
-"""The scale ends at 2**-3 and 2**3 times the mean: beyond, a colour would say no more than that it is far off."""
-# Cold to hot: dark blue, white at the mean, dark red. Blue and red stay apart for every kind of colour blindness.
-_STOPS = ((33, 80, 156), (124, 170, 220), (247, 247, 247), (239, 138, 98), (165, 15, 34))
-_BLACK, _GREY, _UNUSED = (20, 20, 20), (110, 110, 110), (205, 205, 205)
+_BLACK, _GREY = (20, 20, 20), (110, 110, 110)
 _MARGIN = 16
 _FONT_SIZE = 14
 _LINE = 20
@@ -58,7 +55,7 @@ def write_heatmap(load: ExpertLoad, path: Path) -> None:
     image.paste(Image.fromarray(_cells(load, cell_width, cell_height)), (_MARGIN + _LABELS, top))
     _draw_axes(draw, load, (_MARGIN + _LABELS, top), (cell_width, cell_height))
     bottom = top + len(load.layers) * cell_height + 2 * _LINE
-    scale = colours(2.0 ** np.linspace(-_OCTAVES, _OCTAVES, _SCALE))
+    scale = colours(2.0 ** np.linspace(-OCTAVES, OCTAVES, _SCALE))
     image.paste(Image.fromarray(np.tile(scale, (11, 1, 1))), (_MARGIN + _LABELS, bottom))
     _label_scale(draw, _MARGIN + _LABELS, bottom)
     written = io.BytesIO()
@@ -67,15 +64,6 @@ def write_heatmap(load: ExpertLoad, path: Path) -> None:
         write_atomically(path, written.getvalue())
     except OSError as error:
         raise InputError(f"--png: {path}: {error.strerror or error}") from None
-
-
-def colours(times_mean: np.ndarray) -> np.ndarray:
-    """Return the colour of each load, given as a multiple of the mean: uint8 RGB as last dimension, grey for none."""
-    exponents = np.log2(np.clip(times_mean, 2.0**-_OCTAVES, 2.0**_OCTAVES))
-    positions = np.linspace(-_OCTAVES, _OCTAVES, len(_STOPS))
-    channels = [np.interp(exponents, positions, channel) for channel in zip(*_STOPS, strict=True)]
-    used = times_mean[..., np.newaxis] > 0
-    return np.where(used, np.stack(channels, axis=-1).round(), _UNUSED).astype(np.uint8)
 
 
 def _cell_size(load: ExpertLoad) -> tuple[int, int]:
@@ -89,9 +77,7 @@ def _title(load: ExpertLoad) -> str:
 
 def _cells(load: ExpertLoad, width: int, height: int) -> np.ndarray:
     """Return the pixels of all cells, with a white line between cells that are large enough for one."""
-    tokens = np.array([layer.tokens for layer in load.layers], dtype=float)
-    pixels = colours(tokens / np.maximum(tokens.mean(axis=1, keepdims=True), 1e-9))
-    pixels = pixels.repeat(height, axis=0).repeat(width, axis=1)
+    pixels = colours(times_mean(load)).repeat(height, axis=0).repeat(width, axis=1)
     if min(width, height) >= 8:
         pixels[height - 1 :: height] = 255
         pixels[:, width - 1 :: width] = 255
@@ -121,9 +107,9 @@ def _step(count: int, pixels: int, room: int) -> int:
 
 
 def _label_scale(draw: ImageDraw, x: int, y: int) -> None:
-    for exponent in range(-_OCTAVES, _OCTAVES + 1):
-        position = x + round((exponent + _OCTAVES) / (2 * _OCTAVES) * (_SCALE - 1))
+    for exponent in range(-OCTAVES, OCTAVES + 1):
+        position = x + round((exponent + OCTAVES) / (2 * OCTAVES) * (_SCALE - 1))
         label = f"{2**exponent}" if exponent >= 0 else f"1/{2**-exponent}"
         draw.text((position, y + 14), label, fill=_BLACK, anchor="mt")
-    draw.rectangle((x + _SCALE + 24, y, x + _SCALE + 34, y + 10), fill=_UNUSED)
+    draw.rectangle((x + _SCALE + 24, y, x + _SCALE + 34, y + 10), fill=UNUSED)
     draw.text((x + _SCALE + 40, y + 5), "no token", fill=_BLACK, anchor="lm")

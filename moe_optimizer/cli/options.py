@@ -302,6 +302,7 @@ class BenchOptions(PlanOptions):
         f"Time limit for measuring the expert kernels before the start.  [default: {DEFAULT_CALIBRATE_S:g}]",
         seconds_or_none,
     )
+    html: str | None = _option("--html", "FILE", "Also write a report: one file, which needs no network.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,6 +373,35 @@ class ExpertsOptions(CommonOptions):
     top: int = _option(
         "--top", "N", "Number of busiest experts to list.  [default: 5]", whole_number(0, 1_000_000), default=5
     )
+
+
+_HTML = "Write the report to this file, which needs no network."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(CommonOptions):
+    """Options of `moe-optimizer report`."""
+
+    sources: list[str] = field(
+        default_factory=list,
+        metadata={
+            DECLARATION: typer.Argument(
+                metavar="SOURCE...",
+                help="Run folder, or files that other commands wrote with --json.",
+                show_default=False,
+            )
+        },
+    )
+    html: str | None = _option("--html", "FILE", f"{_HTML}  [default: report.html in the run folder, or here]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareResultsOptions(CommonOptions):
+    """Options of `moe-optimizer compare`."""
+
+    first: str | None = _argument("A", "Result of bench --json, record, or folder of a bench run.")
+    second: str | None = _argument("B", "The same.")
+    allow_different: bool = _flag("--allow-different", "Compare although machines, versions or workloads differ.")
 
 
 @dataclass(frozen=True, kw_only=True)

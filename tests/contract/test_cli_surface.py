@@ -39,8 +39,10 @@ SURFACE = {
     "plan": COMMON | PLAN | {"--explain", "--nodes", "--render"},
     "bench": COMMON | PLAN | {
         "--plan", "--against", "--workload", "--clients", "--rates", "--requests-per-client", "--repetitions",
-        "--ttft", "--tpot", "--tokenizer", "--run-dir", "--ready-timeout", "--calibrate",
+        "--ttft", "--tpot", "--tokenizer", "--run-dir", "--ready-timeout", "--calibrate", "--html",
     },
+    "compare": COMMON | {"A", "B", "--allow-different"},
+    "report": COMMON | {"SOURCE...", "--html"},
     "tune": COMMON | PLAN | {"--budget", "--tokens", "--folder"},
     "doctor": COMMON | {"MODEL", "--model", "--drift"},
     "experts": COMMON | {"SOURCE", "--png", "--top"},

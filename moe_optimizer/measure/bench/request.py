@@ -26,6 +26,8 @@ _DIGEST_BYTES = 64
 class BenchRequest:
     """What to measure."""
 
+    command: tuple[str, ...]
+    """That asked for it, to be repeated."""
     sides: tuple[Side, ...]
     """One or two."""
     workload_name: str

@@ -10,6 +10,8 @@ from moe_optimizer.measure.bench.samples import RoundSamples
 from moe_optimizer.measure.bench.statistics import Spread, Word, gain, spread
 from moe_optimizer.measure.bench.trace import Load
 
+RESULT_FILE = "bench.json"
+"""The result of a benchmark, in its folder."""
 _MS = 1000.0
 _METRICS = {"tpot_ms": False, "ttft_ms": False, "output_tokens_per_s": True}
 """What verdicts are about -> whether higher is better."""
@@ -40,6 +42,8 @@ class LoadResult:
     itl_ms: Spread | None
     e2e_ms: Spread
     output_tokens_per_s: float
+    output_tokens_per_s_interval: tuple[float, float]
+    """Of the median of the rounds: bootstrap, 95 %."""
     total_tokens_per_s: float
     requests_per_s: float
     goodput_per_s: float | None
@@ -98,6 +102,10 @@ class Verdict:
 class BenchResult:
     """What `moe-optimizer bench --json` prints."""
 
+    command: tuple[str, ...]
+    """That made it."""
+    date: str
+    """When it was finished: ISO 8601 with a UTC offset."""
     workload: str
     description: str
     repetitions: int
@@ -114,6 +122,7 @@ def load_result(load: Load, rounds: Sequence[RoundSamples], limits: Limits) -> L
     itl = [each for samples in rounds for each in samples.itl_s]
     energies = [samples.energy_j for samples in rounds if samples.energy_j is not None]
     tokens = sum(sum(samples.output_tokens) for samples in rounds)
+    output_rate = spread([_output_rate(samples) for samples in rounds])
     return LoadResult(
         clients=load.clients,
         rate=load.rate,
@@ -124,7 +133,8 @@ def load_result(load: Load, rounds: Sequence[RoundSamples], limits: Limits) -> L
         ttft_ms=spread([_MS * each for samples in rounds for each in samples.ttft_s]),
         itl_ms=spread([_MS * each for each in itl]) if itl else None,
         e2e_ms=spread([_MS * each for samples in rounds for each in samples.e2e_s]),
-        output_tokens_per_s=statistics.median(_output_rate(samples) for samples in rounds),
+        output_tokens_per_s=output_rate.median,
+        output_tokens_per_s_interval=(output_rate.low, output_rate.high),
         total_tokens_per_s=statistics.median(
             (sum(samples.input_tokens) + sum(samples.output_tokens)) / samples.duration_s for samples in rounds
         ),

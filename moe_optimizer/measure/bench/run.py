@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
 
 from moe_optimizer import __version__
 from moe_optimizer.errors import InputError, MoeOptimizerError
 from moe_optimizer.files import write_atomically
 from moe_optimizer.measure.bench.request import BenchRequest
-from moe_optimizer.measure.bench.result import BenchResult, SideResult, load_result, verdicts, warm_up
+from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult, SideResult, load_result, verdicts, warm_up
 from moe_optimizer.measure.bench.samples import RoundSamples, check_samples, read_samples
 from moe_optimizer.measure.bench.schedule import Start, Turn, starts
 from moe_optimizer.measure.bench.side import RunningSide, StartFacts, opened, read_start, start_path
 from moe_optimizer.measure.bench.trace import Load, write_trace
 from moe_optimizer.measure.bench.vllm_load import LoadRequest, Round
 from moe_optimizer.measure.process import run_measurement
+from moe_optimizer.plan.json_codec import encode
 
 _LOADER = "moe_optimizer.measure.bench.vllm_load"
 _GRACE_S = 5.0
@@ -43,7 +47,9 @@ def run_bench(request: BenchRequest, *, on_step: OnStep) -> BenchResult:
         if not _is_measured(request, start):
             _measure(request, start, _part(on_step, number, len(plan)))
     sides = [_Measured(request, index, plan) for index in range(len(request.sides))]
-    return BenchResult(
+    result = BenchResult(
+        command=request.command,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
         workload=request.workload_name,
         description=request.description,
         repetitions=request.repetitions,
@@ -52,6 +58,8 @@ def run_bench(request: BenchRequest, *, on_step: OnStep) -> BenchResult:
         verdicts=tuple(verdicts(sides[0].rounds, sides[1].rounds)) if len(sides) > 1 else (),
         environment=_environment(request),
     )
+    write_atomically(request.folder / RESULT_FILE, json.dumps(encode(result), indent=1) + "\n")
+    return result
 
 
 def _is_measured(request: BenchRequest, start: Start) -> bool:
@@ -170,9 +178,14 @@ class _Measured:
 
 def _environment(request: BenchRequest) -> dict[str, str]:
     about = {"moe-optimizer": __version__, "python": platform.python_version(), "model": request.tokenizer}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        about["torch"] = metadata.version("torch")
     plans = [side.plan for side in request.sides if side.plan is not None]
     if not plans:
         return about
     hardware = plans[0].hardware
     device = hardware.gpu.name if hardware.gpu and plans[0].num_gpus else hardware.cpu.name if hardware.cpu else "CPU"
-    return {**about, "vllm": str(plans[0].vllm_version), "device": device, "gpus": str(plans[0].num_gpus)}
+    about |= {"vllm": str(plans[0].vllm_version), "device": device, "gpus": str(plans[0].num_gpus)}
+    if plans[0].num_gpus:
+        return about | {"driver": hardware.driver_version or "unknown"}
+    return about | ({"cores": str(hardware.cpu.cores)} if hardware.cpu else {})

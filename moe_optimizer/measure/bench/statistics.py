@@ -13,6 +13,8 @@ import numpy as np
 
 CONFIDENCE = 0.95
 """That no verdict of a run claims a difference where there is none."""
+CURVE_POINTS = 21
+"""Of a distribution: one for every 5 % of its values."""
 _RESAMPLES = 2000
 _DRAWS = 1_000_000
 
@@ -29,6 +31,8 @@ class Spread:
     """Of the bootstrap interval of the median (95 %)."""
     p90: float
     p99: float
+    curve: tuple[float, ...] = ()
+    """The values that 0, 5, 10 ... 100 % of the requests stay within."""
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -44,7 +48,8 @@ def spread(values: Sequence[float]) -> Spread:
     medians = [float(np.median(generator.choice(data, data.size))) for _ in range(_RESAMPLES if data.size > 1 else 1)]
     low, high = np.quantile(medians, [0.025, 0.975])
     p90, p99 = np.quantile(data, [0.9, 0.99])
-    return Spread(float(np.median(data)), float(low), float(high), float(p90), float(p99))
+    curve = tuple(map(float, np.quantile(data, np.linspace(0, 1, CURVE_POINTS))))
+    return Spread(float(np.median(data)), float(low), float(high), float(p90), float(p99), curve)
 
 
 @dataclass(frozen=True, slots=True)

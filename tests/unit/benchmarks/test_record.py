@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import jsonschema
 import pytest
 
-from benchmarks import record
+from benchmarks import keep, record
+from moe_optimizer.measure.report.comparison import read_measured
+from moe_optimizer.plan.json_codec import encode
+from tests.builders.results import bench_result
 
 
 @pytest.mark.parametrize(
@@ -59,3 +64,30 @@ def test_a_system_is_named_without_who_built_its_kernel(monkeypatch: pytest.Monk
 def test_no_record_names_a_place_on_the_machine_that_made_it(path: Path) -> None:
     found = re.findall(r'"(?:[-\w]+=)?/\w+/[^"]*"|"Linux-[^"]*"', path.read_text(encoding="utf-8"))
     assert found == []
+
+
+SCHEMA = json.loads((record.ROOT / "benchmarks" / "record.schema.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", sorted(record.RECORDS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_record_says_how_it_was_made_and_on_what(path: Path) -> None:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(SCHEMA).validate(found)
+    assert path.name.startswith(found["date"])
+    # Before that day some were measured with changes in the tree, and say so.
+    assert found["date"] < "2026-11-23" or found["dirty"] is False
+
+
+def test_a_result_of_bench_is_kept_as_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = tmp_path / "bench.json"
+    result.write_text(json.dumps(encode(bench_result())))
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(
+        "sys.argv", ["keep.py", str(result), "--machine", "h100", "--subject", "served", "--commit", "abcdef1"]
+    )
+    assert keep.main() == 0
+    (path,) = (tmp_path / "records").iterdir()
+    assert path.name == "2026-11-22_h100_served.json"
+    jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(path.read_text()))
+    assert read_measured(path).values == read_measured(result).values

@@ -38,10 +38,12 @@ def record(**changes: Any) -> dict[str, Any]:
     fields = {
         "cases": [case, {**case, "tokens": 1}, {**case, "routing": "zipf"}],
         "cuda_sources": "abc",
-        "nvidia_smi": "NVIDIA H200, 580.1, 1980 MHz",
-        "device": "NVIDIA H200",
-        "vllm": "0.26.0+cu130",
-        "torch": "2.11.0",
+        "environment": {
+            "nvidia_smi": "NVIDIA H200, 580.1, 1980 MHz",
+            "device": "NVIDIA H200",
+            "vllm": "0.26.0+cu130",
+            "torch": "2.11.0",
+        },
     }
     return fields | changes
 

@@ -1,0 +1,163 @@
+"""Lists the numbers of docs/kernel_speeds.md, which are nearly all in tables, and of decisions that rest on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.claims.claim import Claim, Table, cases
+
+_PAGE = "docs/kernel_speeds.md"
+_CPU_BF16, _CPU_AVX512 = "2026-11-21_epyc-avx512_bf16_fused_experts", "2026-11-21_epyc-avx512_fused_experts"
+_H200, _H100, _STEP = "2026-11-21_h200_fused_experts", "2026-11-22_h100_fused_experts", "2026-11-22_h100_decode_step"
+_VLLM = "vllm"
+_KEEPING_BF16 = ("direct", "grouped-fp8_weights")
+"""Beginnings of the names of kernels that read FP8 weights and keep the tokens in BF16."""
+
+
+def vllm_us(case: Any) -> float:
+    """Return the median time of vLLM's kernel."""
+    return case["sides"][_VLLM]["median_us"]
+
+
+def ours_us(case: Any) -> float:
+    """Return the median time of our fastest variant."""
+    return _median(case, _ours(case))
+
+
+def cpu_ratio(case: Any, side: str) -> float:
+    """Return how many times as fast as vLLM's kernel a CPU kernel of ours is."""
+    return case["ratio_to_stock_bf16"][side]["median"]
+
+
+def _ours(case: Any) -> str:
+    return min((name for name in case["sides"] if name.startswith(("direct", "grouped-"))),
+               key=lambda name: _median(case, name))  # fmt: skip
+
+
+def _median(case: Any, name: str) -> float:
+    return case["sides"][name]["median_us"]
+
+
+def _one(record: Any, **wanted: object) -> Any:
+    (case,) = cases(record, **wanted)
+    return case
+
+
+def _cpu(shape: str) -> Any:
+    def row(bf16: Any, avx512: Any, tokens: str) -> list[float]:
+        found = []
+        for record in (bf16, avx512):
+            for case in cases(record, shape=shape, tokens=int(tokens), routing="uniform"):
+                for side in ("ours_bf16", "ours_fp8"):
+                    of = case["sides"][side]
+                    rate = 100 * of["share_of_read"] if int(tokens) <= 64 else of["gflop_per_s"]
+                    found += [cpu_ratio(case, side), rate]
+        return found
+
+    return row
+
+
+def _h200(record: Any, tokens: str) -> list[float]:
+    """Return of one number of tokens what the table shows, columns with names of variants left out."""
+    found = []
+    for dtype in ("bf16", "fp8"):
+        case = _one(record, shape="qwen3-30b-a3b", dtype=dtype, routing="uniform", tokens=int(tokens))
+        best = _ours(case)
+        found.append(vllm_us(case))
+        if "deep_gemm" in case["sides"]:
+            found.append(_median(case, "deep_gemm"))
+        found += [ours_us(case), vllm_us(case) / ours_us(case), case["sides"][best]["share_of_floor_percent"]]
+        if dtype == "fp8":
+            found.append(min(_median(case, name) for name in case["sides"] if name.startswith(_KEEPING_BF16)))
+    return found
+
+
+def _h200_other(record: Any, layer: str, weights: str, routing: str) -> list[float]:
+    names = {"Qwen3": "qwen3-30b-a3b", "Mixtr": "mixtral-8x7b-tp4", "16 ex": "deepseek-v3-ep16"}
+    found = cases(record, shape=names[layer[:5]], dtype=weights.lower(), routing=routing)
+    return [vllm_us(case) / ours_us(case) for case in sorted(found, key=lambda case: case["tokens"])]
+
+
+def _from_logits(record: Any, weights: str) -> list[float]:
+    return [
+        _median(case, "vllm gate+experts") / _median(case, "flash_dmoe from logits")
+        for case in sorted(
+            cases(record, shape="qwen3-30b-a3b", dtype=weights.lower(), routing="uniform"),
+            key=lambda each: each["tokens"],
+        )
+        if "flash_dmoe from logits" in case["sides"] and case["tokens"] <= 16
+    ]
+
+
+def _h100(record: Any, tokens: str) -> list[float]:
+    found = []
+    for dtype in ("bf16", "fp8"):
+        case = _one(record, shape="qwen3-30b-a3b", dtype=dtype, routing="uniform", tokens=int(tokens))
+        share = 100 * case["floor_us"] / ours_us(case)
+        found += [vllm_us(case), ours_us(case), vllm_us(case) / ours_us(case), share]
+    return found
+
+
+_H100_LAYERS = {
+    "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen3-235B-A22B, a quarter (TP)": "qwen3-235b-a22b-tp4",
+    "Qwen3-235B-A22B, an eighth (TP)": "qwen3-235b-a22b-tp8",
+    "Qwen3-235B-A22B, 16 of 128 experts (EP)": "qwen3-235b-a22b-ep8",
+    "GLM-4.5-Air, a half (TP)": "glm-4.5-air-tp2",
+    "DeepSeek-V3, an eighth (TP)": "deepseek-v3-tp8",
+    "DeepSeek-V3, 16 of 256 experts (EP)": "deepseek-v3-ep16",
+    "Mixtral 8x7B, a half (TP)": "mixtral-8x7b-tp2",
+    "Mixtral 8x7B, a quarter (TP)": "mixtral-8x7b-tp4",
+    "Qwen3-Next-80B-A3B": "qwen3-next-80b-a3b",
+    "Qwen3-Next-80B-A3B, a half (TP)": "qwen3-next-80b-a3b-tp2",
+    "OLMoE-1B-7B": "olmoe-1b-7b",
+}
+
+
+def _h100_layer(record: Any, layer: str) -> list[float]:
+    found: list[float] = []
+    for dtype in ("bf16", "fp8"):
+        ratios = [vllm_us(case) / ours_us(case) for case in cases(record, shape=_H100_LAYERS[layer], dtype=dtype)]
+        if ratios:
+            found += [min(ratios), max(ratios), sum(ratio < 1 for ratio in ratios), len(ratios)]
+    return found
+
+
+def _step(record: Any, batch: str) -> list[float]:
+    stock, ours = (
+        next(ledger for ledger in record["sides"][side]["ledgers"] if ledger["batch"] == int(batch))
+        for side in ("stock", "ours")
+    )
+    rows = {row["group"]: row for row in ours["rows"]}
+    stock_experts = next(row for row in stock["rows"] if row["group"] == "experts")
+    return [
+        stock["step_us"], ours["step_us"], stock_experts["us"], rows["experts"]["us"], rows["experts"]["least_us"],
+        rows["matrices"]["us"], rows["matrices"]["least_us"], rows["attention"]["us"], rows["gate top-k"]["us"],
+    ]  # fmt: skip
+
+
+CLAIMS = [
+    Claim(
+        "docs/adr/0013-two-chained-launches-for-small-batches.md",
+        "they take {50.4} us",
+        (_H200,),
+        lambda found: [
+            _median(_one(found, shape="mixtral-8x7b-tp4", dtype="bf16", routing="uniform", tokens=1), "direct")
+        ],
+    ),
+    *(
+        Table(_PAGE, "| T |", after, 1, (_CPU_BF16, _CPU_AVX512), _cpu(shape))
+        for after, shape in (
+            ("A layer of Qwen3-30B-A3B", "qwen3-30b-a3b"),
+            ("A layer of OLMoE-1B-7B", "olmoe-1b-7b"),
+            ("A quarter of Mixtral 8x7B", "mixtral-8x7b-tp4"),
+            ("16 experts of the size of DeepSeek-V3", "deepseek-v3-ep16"),
+        )
+    ),
+    Table(_PAGE, "| T |", "longer.", 1, (_H200,), _h200),
+    Table(_PAGE, "| T |", "Speed from router logits", 1, (_H200,), _from_logits),
+    Table(_PAGE, "| layer |", "Ratios of other layers", 3, (_H200,), _h200_other),
+    Table(_PAGE, "| T |", "Qwen3-30B-A3B, uniform routing:", 1, (_H100,), _h100),
+    Table(_PAGE, "| layer |", "Every layer that was timed", 1, (_H100,), _h100_layer),
+    Table(_PAGE, "| batch |", "Where a decode step's time goes", 1, (_STEP,), _step),
+]

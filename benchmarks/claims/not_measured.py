@@ -1,0 +1,100 @@
+"""Lists text with numbers and units that no claim computes again, and says what the numbers are instead."""
+
+from __future__ import annotations
+
+_SETTING = "a setting or a limit of this package"
+_SIZE = "a size that was chosen, or arithmetic"
+_THEIRS = "from somebody else, who is named"
+_TEST = "a bound that a test holds"
+
+NOT_MEASURED: dict[str, dict[str, str]] = {
+    "ARCHITECTURE.md": {"all end within 15 s": _TEST},
+    "CHANGELOG.md": {
+        "`serve --calibrate` (30 s)": _SETTING,
+        "for 120 s at most": _SETTING,
+        "under 1 % of a step": "an upper bound of docs/passes/expert_load.md",
+        "ends within 15 s": _TEST,
+        "without progress for 10 s are a warning, for 60 s": _SETTING,
+        "a stop during the start takes 2 s": _TEST,
+        "with under 64 MiB free is refused, and `server.log` is moved to `server.log.old` at 64 MiB": _SETTING,
+    },
+    "docs/adr/0012-measured-speeds-choose-the-kernel.md": {"at least 2 % faster there": _SETTING},
+    "docs/bench.md": {"share a confidence of 95 %": _SETTING},
+    "docs/cpu_kernels.md": {
+        "huge pages (2 MiB)": _SIZE,
+        "prefetched 16 or 32 KiB ahead": _SIZE,
+        "hints 4 to 128 KiB ahead": _SIZE,
+        "hints 512 bytes to 8 KiB ahead other than 2 KiB": _SIZE,
+    },
+    "docs/engine.md": {"so steps below 1.5x": _SETTING},
+    "docs/hardware.md": {
+        'An "80 GB" H100 reports 81559 MiB': _THEIRS,
+        "on one 80 GB card (56.93 GiB of weights), cache tokens; a test holds it | within 2 %": _THEIRS,
+    },
+    "docs/install.md": {"one module, 3 MB packed": "seen when wheels are built", "of 30 MB or more": _SETTING},
+    "docs/kernel_speeds.md": {"sum over 256 MiB": _SIZE},
+    "docs/kernels.md": {
+        "| 6 % (`FP8`)": _TEST,
+        "1 KiB per token": _SIZE,
+        "killed after 90 s": _SETTING,
+        "error up to 6 % in `FP8`": _TEST,
+    },
+    "docs/models.md": {"larger than 4 MiB": _SETTING},
+    "docs/names.md": {"claimed gains (8-10x kernel, 22-27x": _THEIRS},
+    "docs/passes/disaggregation.md": {"lease on it ends (30 seconds": "a setting of vLLM"},
+    "docs/passes/expert_load.md": {
+        "at most every 3 seconds": _SETTING,
+        "| share of the busiest tenth of the experts | 10 % | 100 % |": _SIZE,
+    },
+    "docs/passes/expert_placement.md": {"lighter by more than 1 %": _SETTING, "is within 0.1 % of the new": _SETTING},
+    "docs/passes/flash_dmoe.md": {"a scale that is 2 %": _TEST},
+    "docs/passes/fp8.md": {"at least 1.1x": _SETTING},
+    "docs/passes/kv_cache.md": {"perplexity within 2 %": _TEST},
+    "docs/passes/parallelism.md": {"and 5 % more tokens per second": _THEIRS},
+    "docs/passes/scheduler.md": {"of an assumed 8 us (25 us": "assumptions, named as such"},
+    "docs/passes/tuned_configs.md": {
+        "at least 3 % faster": _SETTING,
+        "600 s) and": _SETTING,
+        "| no | 85 s |": _SETTING,
+        "| yes | 40 s |": _SETTING,
+    },
+    "docs/report.md": {"Bars are 95 % intervals": _SETTING},
+    "docs/usage.md": {
+        "or after 120 s": _SETTING,
+        "At 64 MiB": _SETTING,
+        "without progress for 10 s are a warning; after `--stall-timeout` (60 s": _SETTING,
+        "15 s.": _TEST,
+    },
+}
+"""Document -> text as it stands there -> what its numbers are."""
+
+SUMMED_UP: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
+    "docs/kernel_speeds.md": [
+        (
+            "because vLLM's own result misses",
+            "(2.15 times torch's error; 2 are allowed)",
+            ("2026-11-21_epyc-avx512_fused_experts",),
+        ),
+        (
+            "- The sum read 49 to 54 GB/s",
+            "## The CUDA kernels beside vLLM's, on one H200",
+            ("2026-11-21_epyc-avx512_bf16_fused_experts", "2026-11-21_epyc-avx512_fused_experts"),
+        ),
+        ("DeepGEMM is nowhere faster", "Records: `", ("2026-11-21_h200_fused_experts",)),
+        (
+            "## What bounds the CUDA kernels",
+            "## The CUDA kernels beside vLLM's, on one H100",
+            (
+                "2026-11-20_h200_kernel_trials",
+                "2026-11-20_h200_direct_trials",
+                "2026-11-21_h200_overlap_trials",
+                "2026-11-21_h200_grouped_trials",
+            ),
+        ),
+        ("A share above 100 % means", "\n", ("2026-11-22_h100_fused_experts",)),
+        ("the datasheet's 3.35 TB/s", "\n", ("2026-11-22_h100_decode_step",)),
+    ],
+}
+"""Document -> beginning, end and records of a passage that puts many samples into words: each is read against its
+records by people, no test computes its numbers again.
+"""

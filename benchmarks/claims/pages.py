@@ -1,0 +1,214 @@
+"""Lists the numbers of the pages in docs other than docs/kernel_speeds.md."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+from typing import Any
+
+from benchmarks.claims.claim import Claim, Table
+
+_LAYOUTS = "2026-11-21_h200_layouts"
+_SERVED = "2026-11-21_h200_served"
+_QUALITY = ("2026-11-20_h200_fp8_quality", "2026-11-21_h200_fp8_quality_wide")
+_ABLATION = "2026-11-22_epyc_engine_ablation_tiny-moe"
+_THROUGHPUT = "2026-11-22_epyc_engine_throughput_tiny-moe"
+_STEP = "2026-11-22_epyc_engine_scheduler_step"
+_CHECKS = "2026-11-20_h200_checks"
+_DISAGGREGATION = "2026-11-20_epyc_disaggregation"
+_LOAD_CPU, _LOAD_GPU = "2026-11-20_epyc_expert_load", "2026-11-20_h200_expert_load"
+_PLACEMENT = "2026-11-21_epyc_placement"
+_SPARSITY = "2026-11-20_epyc_sparsity_24"
+_TUNED = "2026-11-20_h200_tuned_configs"
+_CLIENTS = ("1", "16", "128")
+
+
+def _disaggregation(record: Any, label: str) -> list[float]:
+    sides = [record["results"][side] for side in ("one server", "prefill and decode")]
+    if label.startswith("first token"):
+        return [side["first_token_of_long_prompts_ms"]["p50"] for side in sides]
+    traffic = "quiet" if label.endswith("without long prompts, median") else "long prompts"
+    key = {"99th percentile": "p99", "longest": "max"}.get(label, "p50")
+    return [side["between_tokens_ms"][traffic][key] for side in sides]
+
+
+def _added_work(record: Any, key: str) -> list[float]:
+    shares = [100 * size["added_work"][key] for size in record["results"].values()]
+    return [min(shares), max(shares)]
+
+
+def _longer_step(record: Any, requests: str) -> list[float]:
+    found = record["results"][requests]["quantiles"]["50%"]
+    low, high = found["ratio_interval_95"]
+    return [found["off_ms"], *(100 * (each - 1) for each in (found["ratio"], low, high))]
+
+
+def _added_us(record: Any) -> list[float]:
+    added = [1000 * (of["quantiles"]["50%"]["on_ms"] - of["quantiles"]["50%"]["off_ms"])
+             for of in record["results"].values()]  # fmt: skip
+    return [min(added), max(added)]
+
+
+class _Sizes:
+    """The size of a row stands in its first cell, or in that of the row above."""
+
+    def __init__(self) -> None:
+        self.last = ""
+
+    def row(self, record: Any, size: str, load: str) -> list[float]:
+        """Return times, ratios and fullest ranks of one row."""
+        self.last = size or self.last
+        key = self.last.replace(" on ", ", ")
+        key = "256 x 61, 64 ranks, 320 replicas, 8 nodes, 8 groups" if key.startswith("the same") else key
+        (case,) = [each for each in record["results"]["cases"] if (each["size"], each["load"]) == (key, load.lower())]
+        anew, moved = case["anew"], case["moved"]
+        return [
+            anew["ours_ms"]["median"], 1, anew["ratio"], moved["ours_ms"]["median"], 1, moved["ratio"],
+            anew["ours_imbalance"], anew["theirs_imbalance"],
+        ]  # fmt: skip
+
+
+def _placement_growth(record: Any, when: str) -> list[float]:
+    return [case[when]["ns_per_layer_e_log_e"] for case in record["results"]["growth"]]
+
+
+def _layouts(record: Any, layout: str) -> list[float]:
+    def of(side: str, clients: str) -> tuple[float, float]:
+        load = record["sides"][side]["loads"][clients]
+        return load["tpot_ms_median"], load["output_tokens_per_s"]
+
+    if layout.startswith("EP against"):
+        other = "slices" if "slices" in layout else "replicas"
+        found = [100 * (of("experts", each)[0] / of(other, each)[0] - 1) for each in _CLIENTS]
+        return found if other == "replicas" else [*found, 100 * (of("experts", "128")[1] / of(other, "128")[1] - 1)]
+    side = {"slices": "slices", "whole": "experts", "replicas": "replicas"}[layout.split(maxsplit=1)[0]]
+    return [*itertools.chain(*(of(side, clients) for clients in _CLIENTS))]
+
+
+def _spread(record: Any) -> list[float]:
+    found = [record["sides"][side]["loads"]["128"]["tpot_ms"] for side in ("slices", "experts")]
+    return [bound for times in found for bound in (min(times), max(times))]
+
+
+def _replicas(record: Any, label: str) -> list[float]:
+    slices, replicas = (record["sides"][side]["loads"] for side in ("slices", "replicas"))
+    if label.startswith("longer"):
+        return [100 * (replicas[each]["tpot_ms_median"] / slices[each]["tpot_ms_median"] - 1) for each in _CLIENTS]
+    return [
+        100 * (1 - replicas[each]["output_tokens_per_s"] / slices[each]["output_tokens_per_s"]) for each in _CLIENTS
+    ]
+
+
+_FP8_ROWS = {
+    "BF16": "BF16",
+    "experts in FP8, vLLM's kernel": "FP8 experts, vLLM's kernel",
+    "experts in FP8, our kernel on BF16 tokens": "FP8 experts, ours, BF16 tokens",
+    "experts in FP8, our kernel on FP8 tokens, FP32 sums of partial sums": "FP8 experts, ours, FP8 tokens",
+    "the same in wide tiles, sums in the tensor cores": "the same in wide tiles",
+    "experts and linears in FP8, vLLM's": "FP8 experts and linears, vLLM",
+    "the same, `quantizer: builtin`": "the same, our quantizer",
+}
+
+
+def _fp8(bundled: Any, wider: Any, label: str) -> list[float]:
+    found = []
+    for record in (bundled, wider):
+        result = record["results"].get(_FP8_ROWS[label])
+        if result is not None:
+            base = record["results"]["BF16"]["perplexity"]
+            found += [result["perplexity"], 100 * (result["perplexity"] / base - 1)][: 1 if label == "BF16" else 2]
+    return found
+
+
+def _loaded_gib(record: Any, side: str) -> float:
+    (size,) = re.findall(r"Model loading took ([\d.]+) GiB", " ".join(record["sides"][side]["loaded"]))
+    return float(size)
+
+
+def _sparsity(record: Any, label: str) -> list[float]:
+    base, found = record["results"]["all weights"], record["results"][label]
+    change = [] if found is base else [100 * (found["perplexity"] / base["perplexity"] - 1)]
+    return [found["perplexity"], *change, found["expert_bytes"]]
+
+
+def _rungs(record: Any, label: str) -> list[float]:
+    labels = ("naive loop", "KV cache", "batches that wait for their longest", "continuous batching", "chunked prefill",
+              "prefix caching", "our expert kernel", "FP8 experts")  # fmt: skip
+    speeds = [rung["tokens_per_s"] for rung in record["rungs"]]
+    return [speeds[labels.index(label)], speeds[labels.index(label)] / speeds[0]]
+
+
+def _largest_error(record: Any, *kernels: str) -> float:
+    """Return the largest error in per cent of the norm, of kernels whose names begin so."""
+    (found,) = [run["error_by_tokens"] for run in record["runs"] if "error_by_tokens" in run]
+    return 100 * max(error for of in found.values() for name, error in of.items() if name.startswith(kernels))
+
+
+def _error_of_tiles(record: Any) -> list[float]:
+    (found,) = [run["error_by_variant"] for run in record["runs"] if "error_by_variant" in run]
+    errors = {error for name, error in found.items() if name.startswith("grouped-fp8")}
+    return [100 * error for error in errors]
+
+
+def _kept(record: Any) -> list[float]:
+    gains = {size["tokens"]: size["ratio"] for size in record["sizes"]}
+    return [gains[64], gains[4096]]
+
+
+def _same_row(record: Any) -> list[float]:
+    return [max(100 * abs(size["ratio"] - 1) for size in record["sizes"] if size["same_row"])]
+
+
+CLAIMS = [
+    Table("docs/passes/disaggregation.md", "| | one server", "Measured on two cores", 1, (_DISAGGREGATION,),
+          _disaggregation),
+    Claim("docs/passes/disaggregation.md", "after a pause of up to {642} ms", (_DISAGGREGATION,),
+          lambda found: [found["results"]["prefill and decode"]["between_tokens_ms"]["long prompts"]["max"]]),
+    Claim("docs/passes/expert_load.md", "| layers of Qwen3-30B-A3B's shape | {0.10} to {0.17} %", (_LOAD_CPU,),
+          lambda found: _added_work(found, "share_compiled")),
+    Claim("docs/passes/expert_load.md", "| the same | {0.16} to {0.30} %", (_LOAD_CPU,),
+          lambda found: _added_work(found, "share_plain")),
+    Claim("docs/passes/expert_load.md",
+          "1 request ({3.56} ms) | 48 layers of that shape, made-up weights | {0.6} % ({0.4} to {0.9} %)", (_LOAD_GPU,),
+          lambda found: _longer_step(found, "1")),
+    Claim("docs/passes/expert_load.md", "8 requests ({5.79} ms) | the same | {0.2} % ({0.1} to {0.3} %)", (_LOAD_GPU,),
+          lambda found: _longer_step(found, "8")),
+    Claim("docs/passes/expert_load.md", "that is {12} to {21} us a step", (_LOAD_GPU,), _added_us),
+    Table("docs/passes/expert_placement.md", "| | load |", "The table compares CPU time", 2, (_PLACEMENT,),
+          _Sizes().row),
+    Table("docs/passes/expert_placement.md", "| E |", "Time for each unit", 1, (_PLACEMENT,), _placement_growth),
+    Table("docs/passes/fp8.md", "| | bundled", "Perplexity, served on one H200", 1, _QUALITY, _fp8),
+    Claim("docs/passes/fp8.md", "{29.1} GiB of weights instead of {56.9}", (_SERVED,),
+          lambda found: [_loaded_gib(found, "fp8"), _loaded_gib(found, "stock")]),
+    Claim("docs/passes/fp8.md", "{4.31} ms per token with vLLM's FP8, {4.11} in BF16, {3.68} in FP8", (_SERVED,),
+          lambda found: [found["sides"][side]["loads"]["1"]["tpot_ms_median"]
+                         for side in ("fp8", "stock", "fp8+flash_dmoe")]),
+    Table("docs/passes/parallelism.md", "| layout |", "**Measured layouts.**", 1, (_LAYOUTS,), _layouts),
+    Claim("docs/passes/parallelism.md", "took {11.9} to {23.0} ms per token in slices, {12.3} to {16.5} with EP",
+          (_LAYOUTS,), _spread),
+    Table("docs/passes/replicas.md", "| | 1 client", "compared with slices", 1, (_LAYOUTS,), _replicas),
+    Table("docs/passes/sparsity_24.md", "| experts |", "**Evidence.**", 1, (_SPARSITY,), _sparsity),
+    Claim("docs/passes/tuned_configs.md", "{1.035}x (64 tokens) and {1.044}x (4096 tokens)", (_TUNED,), _kept),
+    Claim("docs/passes/tuned_configs.md", "differ by at most {0.6} %", (_TUNED,), _same_row),
+    Table("docs/engine.md", "| added |", "On two cores of an EPYC without", 1, (_ABLATION,), _rungs),
+    Claim("docs/engine.md", "{1700}; transformers one by one {121}, as one batch {252}", (_THROUGHPUT,),
+          lambda found: list(found["output_tokens_per_s"].values())),
+    Claim("docs/engine.md", "{47} us of thread time", (_STEP,),
+          lambda found: [statistics.median(found["median_us_of_turns"])]),
+    Claim("docs/hardware.md", "{733,558} | {732,496}", ("2026-11-20_h200_memory_plan",),
+          lambda found: [found["predicted"]["kv_tokens"], found["measured"]["kv_tokens"]]),
+    Claim("docs/kernels.md", "T = 16, 64, 512 | {4.7} %", (_CHECKS,),
+          lambda found: [_largest_error(found, "vllm")]),
+    Claim("docs/kernels.md", "| `FP8`, same inputs | {4.4} %", (_CHECKS,),
+          lambda found: [_largest_error(found, "grouped-fp8-")]),
+    Claim("docs/kernels.md", "`FP8_WEIGHTS`, same inputs | {0.3} %", (_CHECKS,),
+          lambda found: [_largest_error(found, "direct", "grouped-fp8_weights")]),
+    Claim("docs/kernels.md", "T = 700 | {4.41} %", (_CHECKS,), _error_of_tiles),
+    Claim("docs/kernel_speeds.md", "The error is {4.4} % of the norm, vLLM's {4.7} %", (_CHECKS,),
+          lambda found: [_largest_error(found, "grouped-fp8-"), _largest_error(found, "vllm")]),
+    Claim("docs/kernel_speeds.md", "keeps the tokens in BF16 ({0.3} %)", (_CHECKS,),
+          lambda found: [_largest_error(found, "direct", "grouped-fp8_weights")]),
+    Claim("CHANGELOG.md", "{13} % more perplexity on the bundled model", (_SPARSITY,),
+          lambda found: [_sparsity(found, "2:4 by magnitude")[1]]),
+]  # fmt: skip

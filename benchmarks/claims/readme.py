@@ -1,0 +1,81 @@
+"""Lists the numbers of README.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.claims.claim import Claim, cases
+from benchmarks.claims.kernel_speeds import cpu_ratio, ours_us, vllm_us
+
+_README = "README.md"
+_SERVED, _TWO = "2026-11-21_h200_served", "2026-11-21_h200_x2_served"
+_H100, _LAYER, _CPU = (
+    "2026-11-22_h100_served",
+    "2026-11-21_h200_fused_experts",
+    "2026-11-21_epyc-avx512_bf16_fused_experts",
+)
+_QUALITY, _MEMORY = "2026-11-20_h200_fp8_quality", "2026-11-20_h200_memory_plan"
+
+
+def _tpot(record: Any, side: str, clients: int) -> float:
+    return record["sides"][side]["loads"][str(clients)]["tpot_ms_median"]
+
+
+def _pair(text: str, record: str, ours: str, stock: str, clients: int) -> Claim:
+    def values(found: Any) -> list[float]:
+        mine, other = _tpot(found, ours, clients), _tpot(found, stock, clients)
+        return [mine, other, other / mine]
+
+    return Claim(_README, text, (record,), values)
+
+
+def _h100_pair(record: Any, clients: int) -> list[float]:
+    mine, other = (
+        load["tpot_ms"]["median"] for side in record["sides"] for load in side["loads"] if load["clients"] == clients
+    )
+    return [mine, other, other / mine]
+
+
+def _gains(record: Any, dtype: str) -> list[float]:
+    found = [
+        vllm_us(case) / ours_us(case) for case in cases(record, shape="qwen3-30b-a3b", dtype=dtype, routing="uniform")
+    ]
+    return [min(found), max(found)]
+
+
+def _cpu_gains(record: Any) -> list[float]:
+    found = [cpu_ratio(case, "ours_bf16") for case in cases(record, shape="qwen3-30b-a3b", routing="uniform")]
+    return [min(found), max(found)]
+
+
+def _largest_change(record: Any) -> list[float]:
+    base = record["results"]["BF16"]["perplexity"]
+    largest = max(abs(each["perplexity"] / base - 1) for each in record["results"].values())
+    assert largest < 0.01, largest
+    return [1]
+
+
+CLAIMS = [
+    _pair("| BF16 | 1 | {3.73} / {4.11} | {1.10}x |", _SERVED, "flash_dmoe", "stock", 1),
+    _pair("| BF16 | 8 | {8.73} / {8.97} | {1.03}x |", _SERVED, "flash_dmoe", "stock", 8),
+    _pair("| BF16 | 64 | {16.91} / {17.51} | {1.04}x |", _SERVED, "flash_dmoe", "stock", 64),
+    _pair("| FP8 | 1 | {3.68} / {4.31} | {1.17}x |", _SERVED, "fp8+flash_dmoe", "fp8", 1),
+    _pair("| FP8 | 8 | {6.04} / {6.86} | {1.14}x |", _SERVED, "fp8+flash_dmoe", "fp8", 8),
+    _pair("| FP8 | 64 | {10.61} / {11.25} | {1.06}x |", _SERVED, "fp8+flash_dmoe", "fp8", 64),
+    _pair("| FP8 / BF16 | 64 | {10.61} / {17.51} | {1.65}x |", _SERVED, "fp8+flash_dmoe", "stock", 64),
+    _pair("| BF16 | 1 | {3.32} / {3.95} | {1.19}x |", _TWO, "flash_dmoe", "stock", 1),
+    _pair("| BF16 | 8 | {6.02} / {6.60} | {1.10}x |", _TWO, "flash_dmoe", "stock", 8),
+    _pair("| BF16 | 64 | {10.65} / {11.81} | {1.11}x |", _TWO, "flash_dmoe", "stock", 64),
+    Claim(_README, "| BF16 | 1 to 8192 tokens | | {1.04}x to {1.45}x |", (_LAYER,),
+          lambda found: _gains(found, "bf16")),
+    Claim(_README, "| FP8 | 1 to 8192 tokens | | {1.12}x to {2.21}x |", (_LAYER,),
+          lambda found: _gains(found, "fp8")),
+    Claim(_README, "| BF16 | 1 | {4.50} / {4.81} | {1.07}x |", (_H100,), lambda found: _h100_pair(found, 1)),
+    Claim(_README, "| BF16 | 256 | {39.68} / {42.53} | {1.07}x |", (_H100,), lambda found: _h100_pair(found, 256)),
+    Claim(_README, "16 clients {1.00}x, 64 clients {1.03}x", (_H100,),
+          lambda found: [_h100_pair(found, 16)[2], _h100_pair(found, 64)[2]]),
+    Claim(_README, "| BF16 | 1 to 1024 tokens | | {1.16}x to {2.21}x |", (_CPU,), _cpu_gains),
+    Claim(_README, "perplexity by less than {1} %", (_QUALITY,), _largest_change),
+    Claim(_README, "on one H200 {0.14} % from vLLM's cache", (_MEMORY,),
+          lambda found: [100 * (found["predicted_over_measured"]["kv_tokens"] - 1)]),
+]  # fmt: skip

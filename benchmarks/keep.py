@@ -1,0 +1,42 @@
+"""Keeps a result of `moe-optimizer bench` as a record.
+
+    python benchmarks/keep.py runs/bench-1/bench.json --machine h100 --subject served
+
+Run it in the checkout that was measured: the record names its commit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.record import checkout, parser_of, write_record
+
+
+def main() -> int:
+    """Write the record."""
+    parser = parser_of(__doc__, commit=True)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--machine", required=True)
+    parser.add_argument("--subject", required=True)
+    options = parser.parse_args()
+    result = json.loads(options.result.read_text(encoding="utf-8"))
+    environment = result["environment"] | {"model": Path(result["environment"]["model"]).name}
+    head = {
+        "what": f"{environment['model']}: {' against '.join(side['name'] for side in result['sides'])}, workload "
+        f"{result['workload']}: {result['description']}",
+        "date": result["date"][:10],
+        "command": [Path(word).name if word.startswith("/") else word for word in result["command"]],
+        **checkout(options.commit),
+        "environment": environment,
+    }
+    write_record(
+        head | {key: value for key, value in result.items() if key not in head}, options.machine, options.subject
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""A report in which every section has something to show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from moe_optimizer.measure.report.inputs import Inputs, Run, read_inputs
+from moe_optimizer.planner import make_plan
+from moe_optimizer.proof.record import CompilationProof, LayerProof, PassProof, Proof
+from tests.builders import plans
+from tests.builders.machines import gpus
+from tests.builders.models import qwen3_30b_a3b
+from tests.builders.results import bench_result
+
+ROOT = Path(__file__).resolve().parents[2]
+STEP_RECORD = ROOT / "benchmarks" / "records" / "2026-11-22_h100_decode_step.json"
+QUALITY = {
+    "kl_mean": 0.0012,
+    "kl_p99": 0.02,
+    "top1_agreement": 0.991,
+    "perplexity_ratio": {"value": 1.003, "low": 1.001, "high": 1.005},
+    "greedy_match_tokens": 212,
+    "thresholds": {"kl_mean": 0.01},
+    "failed": [],
+}
+
+
+def full_inputs() -> Inputs:
+    """Return what fills every section: a plan for an H100, one worker's proof, and results of every kind."""
+    model = qwen3_30b_a3b()
+    plan = make_plan(plans.request(model, gpus("h100_sxm")))
+    on = [decision for decision in plan.decisions if decision.status.value == "on"]
+    layer = LayerProof(
+        name="model.layers.0.mlp.experts", num_local_experts=128, hidden_size=2048, intermediate_size=768,
+        dtype="bfloat16", expert_map=False, calls=7, self_check_error=0.5,
+    )  # fmt: skip
+    proof = Proof(
+        role="worker", rank=0, pid=4321, plan_digest=plan.digest, versions={"vllm": "0.26.0", "torch": "2.11.0"},
+        model_rank=0, world_size=1, passes={
+            decision.pass_name: PassProof(
+                requested=decision.value, applied=True, ran=True, kernel="fused_experts (cuda)", layers=(layer,)
+            )
+            for decision in on
+        },
+        compilations=CompilationProof(before_ready=9, after_ready=0),
+    )  # fmt: skip
+    return Inputs(
+        runs=(Run(title="balanced", plan=plan, proofs=(proof,)),),
+        bench=bench_result(),
+        ledgers=read_inputs([STEP_RECORD]).ledgers,
+        quality=json.loads(json.dumps(QUALITY)),
+        load=plans.expert_load(model),
+    )
