@@ -27,16 +27,17 @@ def again(inputs: Inputs, out: Tensor) -> bool:
     Raises:
         TensorContractError: an id in topk_ids names no expert.
     """
-    tokens = inputs.x.shape[0] if inputs.x.dim() == 2 else 0
+    x = inputs.x
+    tokens = x.shape[0] if x.dim() == 2 else 0
     fields = _known.get(_key(inputs, out)) if tokens else None
     if fields is None:
         return False
-    x_address, out_address = inputs.x.data_ptr(), out.data_ptr()
+    x_address, out_address = x.data_ptr(), out.data_ptr()
     if x_address != out_address:
         # Shifted over each other, which the kernels cannot do in place: as `overlaps_shifted`.
-        row_bytes = inputs.x.element_size()
-        x_bytes = row_bytes * tokens * fields["x_stride"]
-        out_bytes = row_bytes * tokens * fields["out_stride"]
+        element_bytes = x.element_size()
+        x_bytes = element_bytes * tokens * fields["x_stride"]
+        out_bytes = element_bytes * tokens * fields["out_stride"]
         if x_address < out_address + out_bytes and out_address < x_address + x_bytes:
             return False
     changed = {
@@ -73,13 +74,20 @@ def enqueue(fields: Fields, isa: str) -> None:
 def _key(inputs: Inputs, out: Tensor) -> tuple[Any, ...]:
     """Return everything that the checks and the description of a call depend on, but for its number of tokens."""
     x, w13, w2, weights, ids, expert_map, w13_scale, w2_scale, w13_bias, w2_bias, activation = inputs
-    rows = x.shape[0]
+    rows, hidden = x.shape
+    slots = ids.shape
+    # Written out: this is most of what a repeated call costs.
     return (
-        *((tensor.shape[1:], tensor.stride(), tensor.dtype, tensor.device) for tensor in (x, out, weights, ids)),
-        out.shape[0] == rows == weights.shape[0] == ids.shape[0],
+        w13.data_ptr(), w13.shape, w13.stride(), w13.dtype,
+        w2.data_ptr(), w2.shape, w2.stride(), w2.dtype,
+        hidden, x.stride(), x.dtype, x.is_cpu,
+        out.shape == x.shape, out.stride(), out.dtype, out.is_cpu,
+        slots[1:], ids.stride(), ids.dtype, ids.is_cpu, slots[0] == rows,
+        weights.shape == slots, weights.stride(), weights.dtype, weights.is_cpu,
         activation,
-        *(
-            None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            for tensor in (w13, w2, expert_map, w13_scale, w2_scale, w13_bias, w2_bias)
-        ),
-    )
+        _constant(expert_map), _constant(w13_scale), _constant(w2_scale), _constant(w13_bias), _constant(w2_bias),
+    )  # fmt: skip
+
+
+def _constant(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
