@@ -87,6 +87,7 @@ def build_spec(
         weights_are_fp8=quantization.fp8,
         weight_block=quantization.weight_block,
         fp8_scales=quantization.fp8_scales,
+        power_of_two_scales=quantization.power_of_two_scales,
         expert_format=quantization.expert_format((entry.modules or EXPERTS, i) for i, entry in moe),
         weight_bytes=stored.weight_bytes,
         expert_weight_bytes=stored.expert_weight_bytes,

@@ -69,6 +69,8 @@ class Quantization:
     """Rows and columns of the block of weights that shares a scale; None: per tensor, channel or group."""
     fp8_scales: Fp8Scales = ""
     """What shares a scale where all that is stored in 8 bits is FP8 with FP32 scales; "" elsewhere."""
+    power_of_two_scales: bool = False
+    """Whether the scheme says that its scales are powers of two."""
     warnings: tuple[str, ...] = ()
 
     @property

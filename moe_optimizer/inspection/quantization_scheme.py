@@ -66,6 +66,7 @@ def read_quantization(root: Config, config: Config, folder: Path) -> Quantizatio
         scaled_fp8=is_scaled_fp8(scheme, method),
         weight_block=weight_block(scheme),
         fp8_scales=fp8_scales(scheme, method),
+        power_of_two_scales=scheme.get("scale_fmt") == "ue8m0",
         warnings=tuple(warnings),
     )
 

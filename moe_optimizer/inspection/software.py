@@ -36,6 +36,7 @@ def read_software() -> SoftwareSpec:
         torch=_version("torch"),
         triton=_version("triton"),
         kernel_environment=kernel_environment(os.environ),
+        deep_gemm_e8m0=os.environ.get(_SET_BY_VLLM[0], ""),
         core_binding=os.environ.get(_BINDING) or "auto",
         reserved_cores=int(reserved) if reserved.isdecimal() else None,
         **{name: importlib.util.find_spec(name) is not None for name in OPTIONAL_PACKAGES},

@@ -37,7 +37,10 @@ _CONTRADICTING_PASSES = {
     ("fp8", "sparsity_24"): "the experts are either pruned or quantised",
     ("kv_cache.tiering", "disaggregation"): "both need vLLM's one KV connector",
     ("expert_load", "dual_batch_overlap"): "a router sees half of the tokens at a time then, so they cannot be counted",
-    ("flash_dmoe", "dual_batch_overlap"): "overlap needs data parallelism, and our kernel does not run under it",
+    (
+        "flash_dmoe",
+        "dual_batch_overlap",
+    ): "overlap needs DeepEP, which hands over tokens as our kernels do not read them",
 }
 """Pairs that may not both be asked for by flag, and why."""
 

@@ -17,7 +17,7 @@ def flag_decisions(plan: Plan) -> tuple[Decision, ...]:
 
 def serves_fp8_checkpoint(decision: Decision) -> bool:
     """Return whether a decision is to serve an FP8 checkpoint as it is."""
-    return decision.applier is Applier.NONE and decision.pass_name == "fp8" and decision.status is Status.ON
+    return decision.pass_name == "fp8" and decision.status is Status.ON and decision.params is None
 
 
 def shown_by_workers(decision: Decision) -> bool:

@@ -11,6 +11,7 @@ from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.proof.record import Proof
+from moe_optimizer.proof.shown import serves_fp8_checkpoint
 from moe_optimizer.proof.verdict import (
     NO_WORKER,
     NOTHING_OBSERVED,
@@ -96,10 +97,11 @@ def _row(plan: Plan, decision: Decision, proofs: Sequence[Proof], absent: str, o
     ran = _share([bool(entry and entry.ran) for entry in entries])
     layers = max((len(entry.layers) for entry in entries if entry), default=0)
     found = [f"{layers} layers"] if layers else sorted({entry.found for entry in entries if entry and entry.found})
+    by_flags = decision.applier is Applier.FLAGS and not serves_fp8_checkpoint(decision)
     return Row(
         pass_name=decision.pass_name,
         requested=requested,
-        applied=applied if decision.applier is Applier.FLAGS else _share([bool(e and e.applied) for e in entries]),
+        applied=applied if by_flags else _share([bool(e and e.applied) for e in entries]),
         ran=ran if ran == "no" else ", ".join((ran, *found)),
         why_not=why_not_running(plan, decision, proofs, absent) or layers_left(decision, proofs),
         canary=_canary([entry.canary for entry in entries if entry and entry.canary]),

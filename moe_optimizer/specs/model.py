@@ -99,6 +99,8 @@ class ModelSpec:
     not quantised."""
     fp8_scales: Fp8Scales = ""
     """What shares a scale in a checkpoint whose weights are FP8 with FP32 scales; "" for every other."""
+    power_of_two_scales: bool = False
+    """Whether the checkpoint says that its scales are powers of two, for activations too (scale_fmt ue8m0)."""
     expert_format: ExpertFormat
     """How the routed experts of every MoE layer are stored, in whatever method's files. dtype: not quantised; fp8: in
     FP8 with FP32 scales, of `weight_block` or else of tensors or channels; other: in another way, or not all alike;

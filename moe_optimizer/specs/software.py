@@ -67,6 +67,8 @@ class SoftwareSpec:
     triton: str = ""
     kernel_environment: str = ""
     """The variables that are set and change which kernel of vLLM runs, as "NAME=VALUE NAME=VALUE"."""
+    deep_gemm_e8m0: str = ""
+    """vLLM's variable whether DeepGEMM rounds scales to powers of two; "" where the user has not set it."""
     core_binding: str = "auto"
     """vLLM's variable of the cores of its CPU workers."""
     reserved_cores: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,12 +31,18 @@ _BESIDE_OTHERS = ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", 
 """Servers may run side by side: vLLM would measure what is free, and stop when one gives some back meanwhile."""
 
 
-def gpu_plan(*vllm_args: str, speeds: Callable[[str, str], KernelSpeeds] | None = None, **request: Any) -> Plan:
+def gpu_plan(
+    *vllm_args: str,
+    speeds: Callable[[str, str], KernelSpeeds] | None = None,
+    model: Path = TINY_MOE,
+    **request: Any,
+) -> Plan:
     """Return a plan in BF16, as the command line makes it; skip the test where vLLM is not for CUDA.
 
     Args:
         vllm_args: of `vllm serve`.
         speeds: makes the only table of speeds from the hash of our kernels and vLLM's version; None: there is none.
+        model: folder of a checkpoint.
         request: fields of PlanRequest.
     """
     vllm, kernels = find_vllm(), read_kernel_inventory()
@@ -45,7 +52,7 @@ def gpu_plan(*vllm_args: str, speeds: Callable[[str, str], KernelSpeeds] | None 
     fields: dict[str, Any] = {"profile": load_profile("balanced"), "port": free_port(), "num_gpus": 1}
     return make_plan(
         PlanRequest(
-            model=ModelInspector().inspect(TINY_MOE),
+            model=ModelInspector().inspect(model),
             hardware=probe_hardware(),
             software=SoftwareSpec(vllm=vllm, kernels=kernels, kernel_speeds=SpeedTables(tables=tables)),
             dtype="bfloat16",

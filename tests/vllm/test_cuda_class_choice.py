@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,34 @@ def test_scales_per_expert_are_left_to_vllm_where_it_does_not_tell_of_new_weight
     assert "when they change" in cls.why_not(config, keys, session)
     monkeypatch.setattr(fp8_cuda, "weight_changes_are_seen", lambda: True)
     assert cls.why_not(config, keys, session) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "supported"),
+    [
+        ({"dp_size": 2}, True),
+        ({"dp_size": 2, "use_ep": True, "ep_size": 2}, True),
+        ({"ep_size": 2, "use_ep": True, "enable_eplb": True}, True),
+        ({"dp_size": 2, "use_ep": True, "ep_size": 2, "all2all_backend": "deepep_high_throughput"}, False),
+        ({"dp_size": 2, "use_ep": True, "ep_size": 2, "all2all_backend": "mori_high_throughput"}, False),
+    ],
+    ids=["DP", "DP+EP", "EPLB", "DeepEP", "MoRI"],
+)
+def test_layers_whose_tokens_arrive_as_the_router_left_them_are_ours(changes: dict[str, Any], supported: bool) -> None:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+
+    parallel = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), **changes)
+    cls = offered("cuda", "MoeOptimizerCudaExperts")
+    assert cls._supports_parallel_config(parallel) is supported
+
+
+def test_under_the_load_balancer_scales_per_expert_are_left_to_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTensorSym, kFp8StaticTensorSym
+
+    session = activated(tmp_path, monkeypatch, {"fp8_tensor": RANGES})
+    config = moe_config(in_dtype=torch.bfloat16)
+    config.moe_parallel_config = dataclasses.replace(config.moe_parallel_config, enable_eplb=True)
+    cls = offered("fp8_cuda", "MoeOptimizerFp8CudaExperts")
+    assert "EPLB" in cls.why_not(config, (kFp8StaticTensorSym, kFp8DynamicTensorSym), session)

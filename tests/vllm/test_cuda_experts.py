@@ -183,7 +183,7 @@ def test_the_workspace_is_vllms_own_at_every_number_of_tokens(kernel: Any) -> No
         assert experts.workspace_shapes(*sizes) == experts.stock.workspace_shapes(*sizes)
 
 
-@pytest.mark.parametrize("form", ["block", "channel", "expert"])
+@pytest.mark.parametrize("form", ["block", "channel", "tensor"])
 def test_fp8_weights_are_read_with_their_scales_and_vllms_kernel_gets_quantised_activations(
     kernels: Kernels, weights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
@@ -191,8 +191,7 @@ def test_fp8_weights_are_read_with_their_scales_and_vllms_kernel_gets_quantised_
 
     from moe_optimizer.vllm_plugin.experts import fp8_cuda as fp8_experts_cuda
 
-    kind = "fp8_block" if form == "block" else "fp8_channel"
-    session = activated(tmp_path, monkeypatch, {kind: RANGES})
+    session = activated(tmp_path, monkeypatch, {f"fp8_{form}": RANGES})
     asked: list[tuple[Any, ...]] = []
 
     def quantize(x: Any, *rest: Any) -> tuple[Any, Any]:
@@ -205,7 +204,7 @@ def test_fp8_weights_are_read_with_their_scales_and_vllms_kernel_gets_quantised_
     shapes = {
         "block": ((EXPERTS, 2, 1), (EXPERTS, 1, 1)),
         "channel": ((EXPERTS, 2 * WIDTH, 1), (EXPERTS, HIDDEN, 1)),
-        "expert": ((EXPERTS,), (EXPERTS,)),
+        "tensor": ((EXPERTS,), (EXPERTS,)),
     }[form]
     scales = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
     config = fp8_w8a8_moe_quant_config(*scales, block_shape=[128, 128] if form == "block" else None)

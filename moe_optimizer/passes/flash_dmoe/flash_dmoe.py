@@ -31,7 +31,7 @@ _CUDA_DTYPES = ("bfloat16",)
 _PINNED_ON_GPUS = {
     "--moe-backend": ("auto", "triton"),
     "--enable-lora": ("false",),
-    "--enable-eplb": ("false",),
+    "--all2all-backend": ("allgather_reducescatter",),
 }
 """Arguments of vLLM with which another of its kernels than Triton computes the experts -> values that keep it."""
 
@@ -49,8 +49,8 @@ class FlashDmoe(OptimizationPass):
     flag = "flash-dmoe"
     title = "our expert kernel instead of vLLM's"
     limits = (
-        "gated SiLU experts without biases, at most 1024 experts and top-32, no data parallelism; on GPUs Hopper, BF16 "
-        "activations, BF16 or FP8 weights"
+        "gated SiLU experts without biases, at most 1024 experts and top-32, no LoRA; on the CPU no data parallelism; "
+        "on GPUs Hopper, BF16 activations, BF16 or FP8 weights"
     )
 
     def why_not(self, ctx: PlanContext) -> str:
@@ -246,10 +246,10 @@ def _vllm_fits(ctx: PlanContext) -> str:
         return f"needs BF16 or FP8 expert weights, found {_quantisation(ctx)}"
     if ctx.dtype not in _CUDA_DTYPES:
         return f"needs bfloat16 on GPUs, found {ctx.dtype}"
-    if ctx.parallelism.data_parallel_size > 1:
-        return "was not compared with vLLM's under data parallelism"
-    if "--enable-eplb" not in ctx.pinned and load_balancer_runs(ctx):
-        return "vLLM's EPLB moves weights under the kernel (expert_placement)"
+    if ctx.wish("dual_batch_overlap")[0] is Wish.ON:
+        return "dual_batch_overlap needs DeepEP, which hands over tokens as the kernel does not read them"
+    if load_balancer_runs(ctx) and "fp8_tensor" in stored_weights(ctx):
+        return "vLLM's EPLB does not move the scales per expert in the form that the kernel reads (expert_placement)"
     for flag, fitting in _PINNED_ON_GPUS.items():
         value = ctx.pinned.value(flag)
         if value not in (None, *fitting):

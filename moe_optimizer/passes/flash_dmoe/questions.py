@@ -6,6 +6,7 @@ from moe_optimizer.inspection.kernel_speeds import cpu_device
 from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan_context.context import PlanContext
 from moe_optimizer.plan_context.cpu_workers import worker_threads
+from moe_optimizer.plan_context.expert_balancing import given_replicas, load_balancer_runs
 from moe_optimizer.plan_context.expert_kernel import DTYPES, converted_format
 from moe_optimizer.plan_context.triton_config import tuned_digest
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape, SpeedQuestion
@@ -19,15 +20,25 @@ def layer_shape(ctx: PlanContext) -> LayerShape:
     """Return the experts of one layer as one device of the plan holds them."""
     model, split = ctx.model, ctx.parallelism
     whole = split.expert_parallel
-    experts = -(-model.num_experts // split.num_devices) if whole else model.num_experts
-    width = model.moe_intermediate_size if whole else model.moe_intermediate_size // split.tensor_parallel_size
+    numbered = model.num_experts + _replicas(ctx)
+    experts = -(-numbered // split.num_devices) if whole else model.num_experts
+    # vLLM slices whole experts over all devices of a server, those of other data-parallel ranks too.
+    width = model.moe_intermediate_size if whole else model.moe_intermediate_size // split.num_devices
     return LayerShape(
         hidden_size=model.expert_hidden_size,
         intermediate_size=width,
         num_experts=experts,
-        num_global_experts=model.num_experts,
+        num_global_experts=numbered,
         top_k=model.top_k,
     )
+
+
+def _replicas(ctx: PlanContext) -> int:
+    """Return how many replicas of experts a layer has, which vLLM's load balancer numbers like experts."""
+    if not load_balancer_runs(ctx):
+        return 0
+    given = given_replicas(ctx)
+    return ctx.section("expert_placement").redundant_experts or 0 if given is None else given
 
 
 def stored_weights(ctx: PlanContext) -> tuple[str, ...]:

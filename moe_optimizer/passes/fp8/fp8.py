@@ -18,6 +18,7 @@ from moe_optimizer.passes.fp8.exclusions import (
     measured_on,
     stored_bits,
 )
+from moe_optimizer.passes.fp8.scale_rounding import WHY, exact_scales
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
@@ -88,8 +89,14 @@ class Fp8(OptimizationPass):
     def when_off(self, ctx: PlanContext, reason: str) -> Decision:
         """Return that nothing is converted; of an FP8 checkpoint, that it is FP8 all the same."""
         if ctx.model.weights_are_fp8:
-            reason = f"{reason}; the checkpoint is FP8 already and stays so"
+            return self._checkpoint(ctx, Status.OFF, "off", f"{reason}; the checkpoint is FP8 already and stays so")
         return self.decision(ctx, Status.OFF, "off", reason, Applier.NONE)
+
+    def _checkpoint(self, ctx: PlanContext, status: Status, value: str, reason: str) -> Decision:
+        """Return the decision for a checkpoint that is FP8 already."""
+        env = exact_scales(ctx, blocks=ctx.model.weight_block is not None)
+        applier, said = (Applier.FLAGS, f"{reason}; {WHY}") if env else (Applier.NONE, reason)
+        return self.decision(ctx, status, value, said, applier, env=env)
 
     def gain(self, ctx: PlanContext) -> Gain | None:
         """Return how much less one decode step must at least take, or on the CPU read; None on an unknown GPU."""
@@ -117,7 +124,7 @@ class Fp8(OptimizationPass):
         """Keep an FP8 checkpoint as it is, else have the wished parts converted."""
         if ctx.model.weights_are_fp8:
             reason = "the checkpoint is FP8 already and is served as it is"
-            return self.decision(ctx, Status.ON, "as in the checkpoint", reason, Applier.NONE)
+            return self._checkpoint(ctx, Status.ON, "as in the checkpoint", reason)
         experts, linears = _parts(ctx)
         if not experts and not linears:
             return self._refused_parts(ctx)
@@ -153,17 +160,19 @@ class Fp8(OptimizationPass):
         by = "layer by layer" if on_cpu else "by vLLM"
         records = _CPU_RECORDS if on_cpu else _GPU_RECORDS if experts else ()
         expert_bits, linear_bits = _stored_bits(ctx, layers)
+        env = exact_scales(ctx, blocks=section.granularity == "block")
         return self.decision(
             ctx,
             Status.ON,
             f"{parts} in FP8",
             f"{parts} with {_SCALES[section.granularity]}, converted {by} while loading"
-            f"{_found_while_loading(ctx, layers)}; {_UNJUDGED}",
+            f"{_found_while_loading(ctx, layers)}{f'; {WHY}' if env else ''}; {_UNJUDGED}",
             # vLLM converts on GPUs; with another quantiser than its own, the plugin has to put it there.
             Applier.FLAGS if quantizer == "vllm" else Applier.PLUGIN,
             evidence=(*records, *_unconverted_does_not_fit(ctx), f"quantizer: {quantizer}", *measured_on(ctx)),
             rejected={**rejected, **excluded_parts(ctx)},
             gain=self.gain(ctx),
+            env=env,
             vllm_args=NO_ARGUMENTS if on_cpu else _vllm_args(section, layers, experts=experts, linears=linears),
             params=Fp8Params(
                 weight_format=FORMAT if on_cpu else None,

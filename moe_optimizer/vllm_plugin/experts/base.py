@@ -121,8 +121,8 @@ class MoeOptimizerExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        # Tensor and expert parallelism were compared with stock vLLM. Data parallelism, which exchanges tokens between
-        # ranks, and EPLB, which moves weights while serving, were not.
+        # Tensor and expert parallelism were compared with stock vLLM on the CPU build too. Data parallelism, which
+        # exchanges tokens between ranks, was not there, and EPLB is for GPUs only.
         return moe_parallel_config.dp_size == 1 and not getattr(moe_parallel_config, "enable_eplb", False)
 
     @staticmethod

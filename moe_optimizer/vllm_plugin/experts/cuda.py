@@ -90,6 +90,14 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
         return current_platform.is_cuda() and current_platform.is_device_capability(_CAPABILITY)
 
     @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        # Under data parallelism vLLM gathers the tokens of all ranks before the experts and sums after them: to a
+        # kernel they are tokens like any other, with global expert numbers. Other ways of exchanging them hand over
+        # something else. EPLB copies weights into the rows that our kernels read in place.
+        exchanges = getattr(moe_parallel_config, "use_all2all_kernels", False)
+        return not exchanges or bool(getattr(moe_parallel_config, "use_ag_rs_all2all_kernels", False))
+
+    @staticmethod
     def _supports_batch_invariance() -> bool:
         # Another number of tokens may be computed by another kernel.
         return False

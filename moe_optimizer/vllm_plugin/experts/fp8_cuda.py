@@ -34,6 +34,9 @@ class MoeOptimizerFp8CudaExperts(MoeOptimizerCudaExperts):
     @classmethod
     def why_not(cls, moe_config: Any, keys: QuantKeys, session: PluginSession) -> str:
         """Return why vLLM computes this layer alone, or ""."""
+        parallel = getattr(moe_config, "moe_parallel_config", None)
+        if keys[0] == kFp8StaticTensorSym and getattr(parallel, "enable_eplb", False):
+            return "its scales per expert are kept in another form, which vLLM's EPLB does not move"
         if keys[0] == kFp8StaticTensorSym and not weight_changes_are_seen():
             return "its scales per expert are kept in another form, and this vLLM does not say when they change"
         return super().why_not(moe_config, keys, session)

@@ -6,6 +6,7 @@ worker is compared with the plan. An FP8 checkpoint needs no argument; its weigh
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -30,6 +31,8 @@ _SHOWN_OTHERWISE = (
     "--quantization-config",
 )
 """Flags that are not compared with vLLM's configuration: the largest size is, and the weights themselves show FP8."""
+_SHOWN_VARIABLES = ("VLLM_USE_DEEP_GEMM_E8M0",)
+"""Variables of vLLM that it may set by itself, and that change what is computed."""
 _EXPERT_WEIGHT = re.compile(r"\bw(13|2)_weight$")
 
 _SHOWN_BY: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
@@ -79,9 +82,10 @@ def prove_flags(session: PluginSession, worker: Any, cache_specs: Mapping[str, A
         try:
             if serves_fp8_checkpoint(decision):
                 stored = fp8_in_memory(worker.model_runner.get_model(), session.plan.model.expert_format)
-                reason, held = stored.why_not, stored.found
+                reason, held = stored.why_not or "; ".join(other_variables(decision, os.environ)), stored.found
             else:
                 found = differences(decision, session.plan.serve_args, worker.vllm_config, cache_specs)
+                found += other_variables(decision, os.environ)
                 if decision.pass_name == "fp8":
                     found += unconverted(decision, worker.model_runner.get_model().named_parameters())
                 reason = "; ".join(found)
@@ -98,7 +102,8 @@ def prove_flags(session: PluginSession, worker: Any, cache_specs: Mapping[str, A
             if not captures_graphs(decision) or worker.vllm_config.parallel_config.data_parallel_size > 1:
                 session.ran(decision.pass_name)
         entry = session.proof.passes[decision.pass_name]
-        entry.requested, entry.found = decision.value, held or entry.found
+        shown = [f"{name}={decision.env[name]}" for name in _SHOWN_VARIABLES if not reason and name in decision.env]
+        entry.requested, entry.found = decision.value, ", ".join(filter(None, (held or entry.found, *shown)))
 
 
 def differences(
@@ -132,6 +137,18 @@ def differences(
     if isinstance(params, KvCacheParams) and params.offload_gib is not None and config.kv_transfer_config is None:
         found.append("vLLM has no KV connector, which offloading to host memory needs")
     return tuple(filter(None, found))
+
+
+def other_variables(decision: Decision, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return which of a decision's variables that change numbers have another value in this process: vLLM sets some
+    for itself by what the model's configuration says.
+    """
+    wrong = [(name, environ.get(name)) for name in _SHOWN_VARIABLES if name in decision.env]
+    return tuple(
+        f"{name}: the worker has {'none' if value is None else value}, planned {decision.env[name]}"
+        for name, value in wrong
+        if value != decision.env[name]
+    )
 
 
 def unconverted(decision: Decision, parameters: Iterable[tuple[str, Any]]) -> tuple[str, ...]:

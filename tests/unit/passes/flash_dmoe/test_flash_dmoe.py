@@ -248,6 +248,45 @@ def test_the_layer_is_looked_up_as_one_gpu_holds_it():
     assert (shape.intermediate_size, shape.num_experts, shape.num_global_experts) == (768, 64, 128)
 
 
+@pytest.mark.parametrize(
+    ("pinned", "sizes"),
+    [
+        ({"--data-parallel-size": "2", "--enable-expert-parallel": "false"}, (384, 128, 128)),
+        ({"--data-parallel-size": "2", "--enable-expert-parallel": ""}, (768, 64, 128)),
+        ({"--tensor-parallel-size": "2", "--enable-expert-parallel": "", "--enable-eplb": ""}, (768, 64, 128)),
+        (
+            {
+                "--tensor-parallel-size": "2",
+                "--enable-expert-parallel": "",
+                "--enable-eplb": "",
+                "--eplb-config": '{"num_redundant_experts": 8}',
+            },
+            (768, 68, 136),
+        ),
+    ],
+    ids=["DP", "DP+EP", "EPLB", "EPLB with replicas"],
+)
+def test_on_several_gpus_it_is_used_as_each_holds_the_experts(pinned, sizes):
+    width, experts, numbered = sizes
+    shape = dataclasses.replace(H200_SHAPE, intermediate_size=width, num_experts=experts, num_global_experts=numbered)
+    decision = decide(qwen3_30b_a3b(), gpus("h200", 2), software=measured(speeds(shape=shape)), pinned=pinned)
+    assert (decision.status, decision.applier) == (Status.ON, Applier.PLUGIN), decision.reason
+
+
+def test_scales_per_expert_are_left_to_vllm_where_its_load_balancer_moves_experts():
+    model = dataclasses.replace(qwen3_30b_a3b_fp8(), weight_block=None, fp8_scales="tensor")
+    pinned = {"--tensor-parallel-size": "2", "--enable-expert-parallel": "", "--enable-eplb": ""}
+    decision = decide(model, gpus("h200", 2), software=measured(), pinned=pinned)
+    assert decision.status is Status.OFF
+    assert "EPLB" in decision.reason
+
+
+def test_another_exchange_of_tokens_than_vllms_own_leaves_the_experts_to_it():
+    pinned = {"--data-parallel-size": "2", "--enable-expert-parallel": "", "--all2all-backend": "deepep_low_latency"}
+    decision = decide(qwen3_30b_a3b(), gpus("h200", 2), software=measured(), pinned=pinned)
+    assert "--all2all-backend deepep_low_latency" in decision.reason
+
+
 def test_an_fp8_checkpoint_is_looked_up_with_its_own_kind_of_scales():
     asked = decide_on_h200(model=qwen3_30b_a3b_fp8()).params_as(FlashDmoeParams).measure
     assert [question.weights for question in asked] == ["fp8_block"]
@@ -285,7 +324,6 @@ def test_online_quantisation_by_the_user_is_looked_up():
     [
         ({"--moe-backend": "flashinfer_cutlass"}, "--moe-backend flashinfer_cutlass "),
         ({"--enable-lora": ""}, "found --enable-lora after --"),
-        ({"--enable-eplb": ""}, "found --enable-eplb after --"),
     ],
 )
 def test_where_another_kernel_of_vllm_would_be_beside_it_it_stays_off(pinned, why):

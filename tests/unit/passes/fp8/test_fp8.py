@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_optimizer.errors import InputError, RequiredNotAppliedError, UnsupportedError
-from moe_optimizer.plan.decision import Applier, Status, Wish
+from moe_optimizer.plan.decision import Status, Wish
 from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.planner import make_plan
 from moe_optimizer.specs.fp8_sensitivity import Fp8Sensitivity, Fp8SensitivityFile
@@ -31,7 +31,7 @@ def test_an_fp8_checkpoint_is_served_as_it_is_and_no_gain_is_claimed():
     decision = on_gpu(deepseek_v3())
     assert decision.status is Status.ON
     assert "checkpoint" in decision.value
-    assert decision.applier is Applier.NONE
+    assert not decision.vllm_args.arguments
     assert decision.gain is None
 
 

@@ -149,6 +149,11 @@ def plan() -> Plan:
     return make_plan(request(qwen3_30b_a3b_fp8(), gpus("h200", 2), profile_with(passes={"fp8": {"mode": "on"}})))
 
 
+@pytest.fixture(autouse=True)
+def _variables_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "0")
+
+
 def proof_of(plan: Plan, run_dir: Path, rank: int, held: torch.nn.Module | None) -> Proof:
     """The proof that a worker with this model writes; None: its vLLM has not the model where we look."""
     session = PluginSession(run_dir=run_dir, plan=plan)
@@ -161,6 +166,7 @@ def fp8_row(plan: Plan, proofs: list[Proof]) -> Row:
     return next(row for row in proof_rows(plan, proofs) if row.pass_name == "fp8")
 
 
+HELD = "float8_e4m3fn, VLLM_USE_DEEP_GEMM_E8M0=0"
 IN_FP8, DEQUANTISED = model(experts(FP8)), model(experts(WIDE))
 
 
@@ -168,7 +174,7 @@ def test_every_worker_that_holds_fp8_says_so(plan: Plan, tmp_path: Path) -> None
     proofs = [proof_of(plan, tmp_path, rank, IN_FP8) for rank in (0, 1)]
     row = fp8_row(plan, proofs)
     assert (row.requested, row.applied, row.why_not) == (plan.decision("fp8").value, "yes, 2 workers", "")
-    assert row.ran.split(", ") == ["yes", "2 workers", "float8_e4m3fn"]
+    assert row.ran.split(", ") == ["yes", "2 workers", *HELD.split(", ")]
     assert not_running(plan, proofs, ["fp8"]) == {}
 
 
@@ -187,7 +193,7 @@ def test_one_worker_that_holds_something_else_fails_the_requirement(
     proofs = [proof_of(plan, tmp_path, 0, IN_FP8), proof_of(plan, tmp_path, 1, held)]
     assert re.match(why_not, not_running(plan, proofs, ["fp8"])["fp8"])
     row = fp8_row(plan, proofs)
-    assert (row.applied, row.ran) == ("1 of 2 workers", "1 of 2 workers, float8_e4m3fn")
+    assert (row.applied, row.ran) == ("1 of 2 workers", f"1 of 2 workers, {HELD}")
     assert re.match(why_not, row.why_not)
 
 

@@ -12,18 +12,29 @@ import pytest
 import torch
 
 from moe_optimizer.passes.registry import resolve_wishes
-from moe_optimizer.plan.decision import Decision
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.pass_params import SchedulerParams
 from moe_optimizer.plan.plan import Plan
+from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.shown import flag_decisions
 from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker.planned_flags import (
     differences,
+    other_variables,
     prove_flags,
     unconverted,
 )
-from tests.builders import cpu_machine, dense_model, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import (
+    cpu_machine,
+    dense_model,
+    gpus,
+    profile_with,
+    qwen3_30b_a3b,
+    qwen3_30b_a3b_fp8,
+    request,
+    tiny_moe,
+)
 from tests.golden.stored import PLANS, read_plan
 
 FLAG_PASSES = ("parallelism", "dual_batch_overlap", "scheduler", "graph_capture", "kv_cache", "fp8")
@@ -38,11 +49,18 @@ def vllm_config(**changed: Any) -> Any:
         "enable_dbo": True, "all2all_backend": "deepep_low_latency", "max_num_seqs": 256, "max_num_batched_tokens": 256,
         "performance_mode": "balanced", "enforce_eager": False, "cache_dtype": "fp8", "kv_offloading_size": None,
         "kv_offloading_backend": "native", "max_cudagraph_capture_size": 512, "kv_transfer_config": None,
-        "distributed_executor_backend": "mp", "is_moe": True,
+        "distributed_executor_backend": "mp", "is_moe": True, "moe_backend": "auto",
     }  # fmt: skip
     # All sections hold all fields: which one a field belongs to is vLLM's to know, and the real server's test.
     section = SimpleNamespace(**(fields | changed))
-    names = ("parallel_config", "scheduler_config", "model_config", "cache_config", "compilation_config")
+    names = (
+        "kernel_config",
+        "parallel_config",
+        "scheduler_config",
+        "model_config",
+        "cache_config",
+        "compilation_config",
+    )
     return SimpleNamespace(**dict.fromkeys(names, section), **(fields | changed))
 
 
@@ -257,3 +275,22 @@ def test_a_plan_that_was_made_in_a_running_vllm_gave_it_no_flags(session: Plugin
     later.plan = plan
     prove_flags(later, worker(session), BF16)
     assert later.proof.passes == {}
+
+
+def test_a_variable_that_vllm_has_set_for_itself_is_found() -> None:
+    plan = make_plan(request(qwen3_30b_a3b_fp8(), gpus("h100_sxm", 1)))
+    name = "VLLM_USE_DEEP_GEMM_E8M0"
+    decision = plan.decision("fp8")
+    assert other_variables(decision, {name: "0"}) == ()
+    assert other_variables(decision, {name: "1"}) == (f"{name}: the worker has 1, planned 0",)
+    assert "none" in other_variables(decision, {})[0]
+
+
+def test_another_backend_than_the_fastest_is_found() -> None:
+    chosen = Decision(
+        pass_name="flash_dmoe", wish=Wish.AUTO, wish_origin="", status=Status.ON, value="vLLM's marlin experts",
+        reason="measured", applier=Applier.FLAGS, vllm_args=ServeArguments("--moe-backend", "marlin"),
+    )  # fmt: skip
+    assert differences(chosen, chosen.vllm_args, vllm_config(moe_backend="marlin"), BF16) == ()
+    (difference,) = differences(chosen, chosen.vllm_args, vllm_config(), BF16)
+    assert "--moe-backend: vLLM runs with auto" in difference

@@ -1,0 +1,78 @@
+"""A call that is repeated is the same call: what a key does not hold may not change, and what changes is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_optimizer.errors import TensorContractError
+from moe_optimizer.ops import cpu_calls, fused_experts, kernels_available
+
+AVAILABLE, REASON = kernels_available()
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"compiled kernels: {REASON}")
+
+EXPERTS, HIDDEN, WIDTH, TOP_K = 4, 64, 32, 2
+
+
+@pytest.fixture
+def layer() -> tuple[torch.Tensor, torch.Tensor]:
+    cpu_calls._known.clear()
+    generator = torch.Generator().manual_seed(0)
+    w13 = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, generator=generator)
+    return w13, torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator)
+
+
+def tokens(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weights, ids = torch.rand(count, EXPERTS, generator=generator).topk(TOP_K)
+    return torch.randn(count, HIDDEN, generator=generator), weights, ids.int()
+
+
+def both(layer: tuple[torch.Tensor, torch.Tensor], count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result into a given output, which may be a repeated call, and a new one, which never is."""
+    x, weights, ids = tokens(count, seed)
+    out = fused_experts(x, *layer, weights, ids, out=torch.full_like(x, float("nan")))
+    return out, fused_experts(x, *layer, weights, ids)
+
+
+def test_repeated_calls_of_other_tokens_give_the_bits_of_first_ones(layer: tuple[torch.Tensor, torch.Tensor]) -> None:
+    for count, seed in ((3, 0), (3, 1), (1, 2), (17, 3), (0, 4), (2, 5)):
+        assert torch.equal(*both(layer, count, seed))
+    assert len(cpu_calls._known) < 6
+
+
+def test_new_values_of_weights_in_place_are_read(layer: tuple[torch.Tensor, torch.Tensor]) -> None:
+    before, _ = both(layer, 3, 0)
+    layer[0].mul_(2)
+    after, new = both(layer, 3, 0)
+    assert torch.equal(after, new)
+    assert not torch.equal(before, after)
+
+
+def test_what_breaks_the_contract_is_refused_after_a_call_that_did_not(
+    layer: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    x, weights, ids = tokens(3, 0)
+    out = torch.empty_like(x)
+    for _ in range(2):
+        fused_experts(x, *layer, weights, ids, out=out)
+    for wrong in (
+        (x.double(), weights, ids, out),
+        (x[:2], weights, ids, out),
+        (x, weights.double(), ids, out),
+        (x, weights, ids[:2], out),
+        (x, weights, ids + EXPERTS, out),
+        (x, weights, ids, out[:, :32]),
+        (x, weights, ids.float(), out),
+    ):
+        with pytest.raises(TensorContractError):
+            fused_experts(wrong[0], *layer, *wrong[1:3], out=wrong[3])
+
+
+def test_in_place_and_shifted_over_each_other_are_right_again(layer: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, weights, ids = tokens(3, 0)
+    want = fused_experts(x, *layer, weights, ids)
+    memory = torch.zeros(5, HIDDEN)
+    for shift in (0, 0, 1, 1):
+        memory[:3] = x
+        assert torch.equal(fused_experts(memory[:3], *layer, weights, ids, out=memory[shift : shift + 3]), want)
