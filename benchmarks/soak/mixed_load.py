@@ -93,7 +93,7 @@ def _soak(folder: Path, seconds: float, clients: int) -> dict[str, Any]:
         "left_in_the_server": left,
         "exit_code": run.code,
         "last_line": last,
-        "processes": {f"{titles[pid]} {pid}": figures for pid, figures in _judged(samples)},
+        "processes": {f"{titles.get(pid, 'other')} {pid}": figures for pid, figures in _judged(samples)},
         "samples": samples,
     }
 
