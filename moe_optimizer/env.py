@@ -27,8 +27,10 @@ CALIBRATE = "MOE_OPTIMIZER_CALIBRATE"
 """Time limit in seconds for measuring kernels in `serve`, if no table of kernel speeds fits; 0: never."""
 LAUNCHER = "MOE_OPTIMIZER_LAUNCHER"
 """Process with which this one ends, by id and start time; the launcher sets it."""
+RESTARTS = "MOE_OPTIMIZER_RESTARTS"
+"""How often the launcher has started this server again after an unexpected end; the launcher sets it."""
 
-NAMES = (PROFILE, PLAN, RUN_DIR, DISABLE, HARDWARE, CALIBRATE, LAUNCHER)
+NAMES = (PROFILE, PLAN, RUN_DIR, DISABLE, HARDWARE, CALIBRATE, LAUNCHER, RESTARTS)
 _PREFIX = "MOE_OPTIMIZER_"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")

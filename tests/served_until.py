@@ -12,6 +12,4 @@ from moe_optimizer.plan.plan import Plan
 
 def serve(plan: Plan, *, on_ready: Callable[[ServerInfo], None] = lambda info: None, **options: Any) -> None:
     """Serve `plan` until something fails or a signal comes: both are raised."""
-    with launch.serving(plan, **options) as run:
-        on_ready(run.info)
-        run.watch()
+    launch.serve(plan, on_ready=on_ready, **options)

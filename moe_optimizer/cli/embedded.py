@@ -144,6 +144,7 @@ def _report(plan: Plan, folder: RunFolder, start_up_s: float, progress: Progress
         phases_s={},
         servers=(),
         passes=(),
+        restarts=0,
     )
     messages.write_data(messages.as_json_text(info))
     sys.stdout.flush()

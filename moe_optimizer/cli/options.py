@@ -253,6 +253,13 @@ class ServeOptions(PlanOptions):
         f"Stop if requests make no progress for so long; 0: never.  [default: {DEFAULT_STALL_TIMEOUT_S:g}]",
         seconds_or_none,
     )
+    restart: int = _option(
+        "--restart",
+        "N",
+        "Start again, N times at most, when a server that was ready ends or hangs.  [default: 0]",
+        whole_number(0, 1000),
+        default=0,
+    )
     calibrate: float | None = _option(
         "--calibrate",
         "SECONDS",

@@ -39,6 +39,8 @@ class ReadyServer:
     """Seconds of each phase of the start; those named "vLLM: ..." are parts of "vLLM answers"."""
     servers: tuple[VllmServer, ...]
     passes: tuple[Row, ...]
+    restarts: int
+    """Times it was started again after an unexpected end; the form is printed anew each time (--restart)."""
 
 
 def ready_server(plan: Plan, info: ServerInfo) -> ReadyServer:
@@ -57,4 +59,5 @@ def ready_server(plan: Plan, info: ServerInfo) -> ReadyServer:
             for server in info.servers
         ),
         passes=info.rows,
+        restarts=info.restarts,
     )

@@ -14,7 +14,7 @@ from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, DEFAULT_STALL_TIMEOUT_S, ServeOptions
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.env import read_environment
-from moe_optimizer.errors import ExitCode, InputError
+from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 
 TAKES_VLLM_ARGS = ("serve", "plan", "bench", "tune", "measure step")
 """Commands that accept arguments of `vllm serve` after `--`."""
@@ -42,6 +42,8 @@ def command(options: ServeOptions) -> messages.Output | int:
         settings, request = planning.read_request(options)
         run_dir = _run_dir(options, request.model.name)
         if request.engine == embedded.ENGINE:
+            if options.restart:
+                raise UnsupportedError("--restart: the embedded engine serves in this process, which ends with it")
             plan = planning.decide(settings, request)
             embedded.check_can_serve_here(plan)
             return embedded.serve(plan, run_dir=run_dir, progress=lines, as_json=options.json)
@@ -57,25 +59,29 @@ def command(options: ServeOptions) -> messages.Output | int:
         launch.check(plan, run_dir=run_dir)
     lines.warn(plan.warnings)
     ready = False
-    serving = launch.serving(
-        plan,
-        run_dir=run_dir,
-        strict=settings["strict"],
-        ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
-        warm_up_s=0.0 if options.no_warm_up or settings.disabled else DEFAULT_LIMIT_S,
-        stall_timeout_s=DEFAULT_STALL_TIMEOUT_S if options.stall_timeout is None else options.stall_timeout,
-        on_loading=lines.release,
-        echo=lines.line,
-        verbose=options.verbose,
-    )
-    with contextlib.suppress(launch.StopRequestedError), serving as run:
+
+    def on_ready(info: launch.ServerInfo) -> None:
+        nonlocal ready
         ready = True
         lines.release()
         if options.json:
-            described = ready_server(plan, run.info)
-            messages.write_data(messages.as_json_text(described))
+            messages.write_data(messages.as_json_text(ready_server(plan, info)))
             sys.stdout.flush()
-        run.watch()
+
+    with contextlib.suppress(launch.StopRequestedError):
+        launch.serve(
+            plan,
+            run_dir=run_dir,
+            on_ready=on_ready,
+            restarts=options.restart,
+            strict=settings["strict"],
+            ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
+            warm_up_s=0.0 if options.no_warm_up or settings.disabled else DEFAULT_LIMIT_S,
+            stall_timeout_s=DEFAULT_STALL_TIMEOUT_S if options.stall_timeout is None else options.stall_timeout,
+            on_loading=lines.release,
+            echo=lines.line,
+            verbose=options.verbose,
+        )
     if ready:
         return ExitCode.OK
     # Stopped before it was ready: that is an interrupt, not the end of a run.

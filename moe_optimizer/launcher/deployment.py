@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from moe_optimizer import env
 from moe_optimizer.launcher.address import base_url, reserved, server_address
 from moe_optimizer.launcher.command import check_plugin_visible, server_command, server_environment
 from moe_optimizer.launcher.http_client import ServerClient, api_key
@@ -28,16 +29,22 @@ class Deployment:
 
     One server has the run folder for itself. Servers of a group have a folder each below it, and the router, which
     listens where the plan says, has the run folder.
+
+    Args:
+        plan: what to serve.
+        folder: of the run.
+        restarts: times its processes ended unexpectedly in this run.
     """
 
-    def __init__(self, plan: Plan, folder: RunFolder) -> None:
+    def __init__(self, plan: Plan, folder: RunFolder, *, restarts: int = 0) -> None:
         self._plan = plan
+        self._restarts = restarts
         self.folder = folder
         self.router: Service | None = None
         if plan.group is None:
-            self.servers = (_server(plan, folder),)
+            self.servers = (_server(plan, folder, restarts),)
         else:
-            self.servers = tuple(_server(plan, folder, role) for role in plan.group.servers)
+            self.servers = tuple(_server(plan, folder, restarts, role) for role in plan.group.servers)
             self.router = _router(plan, folder)
 
     @property
@@ -75,7 +82,7 @@ class Deployment:
         """
         with reserved(self._addresses), self.folder.locked():
             for service in self.services:
-                service.folder.prepare(self._plan)
+                service.folder.prepare(self._plan, restarts=self._restarts)
             with self.folder.scratch(KV_FOLDER) if self._hands_over else contextlib.nullcontext():
                 yield
 
@@ -104,11 +111,12 @@ class Deployment:
             server.stop(grace_s=max(0.0, deadline - time.monotonic()), hurry=hurry)
 
 
-def _server(plan: Plan, run: RunFolder, role: ServerRole | None = None) -> Service:
+def _server(plan: Plan, run: RunFolder, restarts: int, role: ServerRole | None = None) -> Service:
     """Return the server for one role of a group; without a role, the plan's only server."""
     folder = run if role is None else RunFolder(run.path / role.name)
     arguments = plan.serve_args if role is None else role.serve_args
-    command, environment = server_command(plan, arguments), server_environment(plan, folder.plan_path)
+    command = server_command(plan, arguments)
+    environment = {**server_environment(plan, folder.plan_path), env.RESTARTS: str(restarts)}
     if role is not None:
         # The plan's placeholder for the run folder stands only inside JSON.
         command = [word.replace(RUN_DIR, json.dumps(str(run.path))[1:-1]) for word in command]

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
+from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.run_folder import RunFolder
+from moe_optimizer.launcher.served import Served
 from moe_optimizer.launcher.server_info import ServerInfo
 from moe_optimizer.launcher.stop_signals import StopRequestedError, collected_stops
 from moe_optimizer.launcher.supervisor import Supervisor
 from moe_optimizer.plan.plan import Plan
 
-__all__ = ["ServerInfo", "StopRequestedError", "check", "running", "serving"]
+__all__ = ["ServerInfo", "StopRequestedError", "check", "running", "serve"]
+
+_BACK_OFF_S, _LONGEST_BACK_OFF_S = 1.0, 60.0
+"""Chosen: before the first restart, doubled with each; a driver that resets its GPU takes some seconds."""
+_POLL_S = 0.2
 
 
 def check(plan: Plan, *, run_dir: Path) -> None:
@@ -28,11 +36,12 @@ def check(plan: Plan, *, run_dir: Path) -> None:
     folder.check()
 
 
-@contextlib.contextmanager
-def serving(
+def serve(
     plan: Plan,
     *,
     run_dir: Path,
+    on_ready: Callable[[ServerInfo], None],
+    restarts: int = 0,
     require: frozenset[str] = frozenset(),
     strict: bool = False,
     ready_timeout_s: float = 600.0,
@@ -41,14 +50,16 @@ def serving(
     on_loading: Callable[[], None] | None = None,
     echo: Callable[[str], None] | None = None,
     verbose: bool = False,
-) -> Iterator[Supervisor]:
-    """Serve `plan` while the block lasts, which begins when it is ready; then let the servers finish their requests.
+) -> NoReturn:
+    """Serve `plan` until a stop is requested or something fails; then let the servers finish their requests.
 
-    SIGINT and SIGTERM end the wait for it and `Supervisor.watch`; a second one stops the servers at once. None of their
-    processes is left at the end, however the block ends.
+    Of SIGINT, SIGTERM and SIGHUP a second one stops the servers at once. None of their processes is left at the end,
+    however it comes.
 
     Args:
         plan, run_dir, require, strict, warm_up_s, stall_timeout_s, on_loading, echo, verbose: see `Supervisor`.
+        on_ready: called each time everything is ready.
+        restarts: how often the servers are started again when they end or hang after they were ready.
         ready_timeout_s: how long everything may take to answer.
 
     Raises:
@@ -57,13 +68,34 @@ def serving(
         RequiredNotAppliedError: a required pass did not run.
         ServerFailedError: a server or the router died, or was not ready in time; the message has its last lines.
     """
-    run = Supervisor(
-        plan, run_dir, require=require, strict=strict, warm_up_s=warm_up_s, stall_timeout_s=stall_timeout_s,
-        on_loading=on_loading, echo=echo, verbose=verbose,
-    )  # fmt: skip
-    with collected_stops() as stops, run.started(stops):
-        run.wait_until_ready(ready_timeout_s)
-        yield run
+    served, say = Served(), echo or (lambda _line: None)
+    with collected_stops() as stops, served.summed_up(say):
+        while True:
+            run = Supervisor(
+                plan, run_dir, served=served, require=require, strict=strict, warm_up_s=warm_up_s,
+                stall_timeout_s=stall_timeout_s, on_loading=on_loading, echo=echo, verbose=verbose,
+            )  # fmt: skip
+            try:
+                with run.started(stops):
+                    on_ready(run.wait_until_ready(ready_timeout_s))
+                    run.watch()
+            except ServerFailedError as error:
+                # What never was ready would hardly be so the next time.
+                if served.restarts >= restarts or not served.begun or stops:
+                    raise
+                served.restarts += 1
+                wait_s = min(_LONGEST_BACK_OFF_S, _BACK_OFF_S * 2 ** (served.restarts - 1))
+                reason = str(error).partition("\n")[0]
+                say(f"warning: {reason}; restart {served.restarts} of {restarts} in {wait_s:g} s")
+            _back_off(wait_s, stops)
+
+
+def _back_off(seconds: float, stops: Sequence[int]) -> None:
+    deadline = time.monotonic() + seconds
+    while not stops and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    if stops:
+        raise StopRequestedError
 
 
 @contextlib.contextmanager
@@ -77,7 +109,7 @@ def running(
 ) -> Iterator[ServerInfo]:
     """Serve `plan` while the block lasts, quietly and without a look at signals. For tests and benchmarks.
 
-    Raises: as `serving`.
+    Raises: as `serve`, but for StopRequestedError.
     """
     run = Supervisor(plan, run_dir, require=require, warm_up_s=warm_up_s)
     with run.started():

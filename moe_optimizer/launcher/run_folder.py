@@ -39,13 +39,21 @@ class RunFolder:
         """File of the server's output."""
         return self.path / LOG_FILE
 
-    def prepare(self, plan: Plan) -> None:
-        """Write the plan, and remove the proofs and counts of an earlier server.
+    def prepare(self, plan: Plan, *, restarts: int = 0) -> None:
+        """Write the plan, and remove the proofs and counts of an earlier server, and its logs if it was another run's.
+
+        Args:
+            plan: of this run.
+            restarts: the logs of so many servers of this run are kept: the last one becomes server.log.RESTARTS.
 
         Raises:
             InputError: the folder cannot be written.
         """
         try:
+            if restarts and self.log_path.exists():
+                self.log_path.rename(f"{self.log_path}.{restarts}")
+            for old in () if restarts else self.path.glob(f"{LOG_FILE}.*"):
+                old.unlink()
             write_atomically(self.plan_path, plan.to_json())
             for folder in (PROOF_DIR, PARTS_DIR):
                 for old in (self.path / folder).glob("*.json"):

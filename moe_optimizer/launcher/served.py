@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from moe_optimizer.errors import ExitCode
+from moe_optimizer.errors import ExitCode, MoeOptimizerError
 from moe_optimizer.launcher.heartbeat import Heartbeat
 from moe_optimizer.launcher.http_client import ServerClient
+from moe_optimizer.launcher.stop_signals import StopRequestedError
 
 
 class Served:
-    """From when the servers are ready: what came before, such as the warm-up, is not counted.
+    """From when the servers are ready: what came before, such as the warm-up, is not counted."""
 
-    Args:
-        clients: one for each server.
-        together: each request passes through all of them.
-    """
+    def __init__(self) -> None:
+        self.heartbeats: Sequence[Heartbeat] = ()
+        self.restarts = 0
+        """Times the servers were started again after an unexpected end."""
+        self._together = False
+        self._ready_at: float | None = None
+        self._earlier = self._before = 0
 
-    def __init__(self, clients: Sequence[ServerClient], *, together: bool) -> None:
+    def begin(self, clients: Sequence[ServerClient], *, together: bool) -> None:
+        """Count from now on, for the first time or after a restart.
+
+        Args:
+            clients: one for each server.
+            together: each request passes through all of them.
+        """
+        self._earlier += self._requests() - self._before
         self.heartbeats = [Heartbeat(client) for client in clients]
         self._together = together
-        self._ready_at = time.monotonic()
+        self._ready_at = self._ready_at or time.monotonic()
         self._read()
         self._before = self._requests()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the servers have been ready."""
+        return self._ready_at is not None
 
     def to_finish(self, limit_s: float) -> str:
         """Return what a stop waits for, as the end of a line."""
@@ -34,12 +50,27 @@ class Served:
         )
         if not unfinished:
             return ""
-        return f": finishing {_requests(unfinished)}, up to {limit_s:.0f} s; a second Ctrl-C does not wait for them"
+        return f": finishing {_counted(unfinished, 'request')}, up to {limit_s:.0f} s; a second Ctrl-C does not wait"
 
-    def in_words(self, code: ExitCode) -> str:
-        """Return the last line of a run."""
-        asked = self._requests() - self._before
-        return f"served for {_duration(time.monotonic() - self._ready_at)}, {_requests(asked)}, exit code {int(code)}"
+    @contextlib.contextmanager
+    def summed_up(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Say what was served, once the block has ended; a start that failed has served nothing."""
+        code = ExitCode.OK
+        try:
+            yield
+        except MoeOptimizerError as error:
+            code = error.exit_code
+            raise
+        except Exception as error:
+            code = ExitCode.OK if isinstance(error, StopRequestedError) else ExitCode.BUG
+            raise
+        finally:
+            if self._ready_at is not None:
+                asked = self._earlier + self._requests() - self._before
+                again = f", {_counted(self.restarts, 'restart')}" if self.restarts else ""
+                lasted = _duration(time.monotonic() - self._ready_at)
+                with contextlib.suppress(OSError):
+                    say(f"served for {lasted}, {_counted(asked, 'request')}{again}, exit code {int(code)}")
 
     def _read(self) -> None:
         for heartbeat in self.heartbeats:
@@ -55,8 +86,8 @@ class Served:
         return max(counts, default=0) if self._together else sum(counts)
 
 
-def _requests(count: int) -> str:
-    return f"{count} request{'' if count == 1 else 's'}"
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _duration(seconds: float) -> str:

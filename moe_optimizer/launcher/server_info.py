@@ -43,3 +43,5 @@ class ServerInfo:
     start_up_s: float
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase of the start; those named "vLLM: ..." are parts of "vLLM answers"."""
+    restarts: int = 0
+    """Times it was started again after an unexpected end."""

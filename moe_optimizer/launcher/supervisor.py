@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from moe_optimizer.errors import ExitCode, MoeOptimizerError, ServerFailedError
+from moe_optimizer.errors import ServerFailedError
 from moe_optimizer.launcher.address import who_is_answered
 from moe_optimizer.launcher.deployment import Deployment
 from moe_optimizer.launcher.evidence import Evidence
@@ -42,6 +42,7 @@ class Supervisor:
     Args:
         plan: one server, or a group of servers with a router.
         run_dir: gets plan.json, server.log and proof/, a group's servers in a folder each; of this run alone.
+        served: counts what is served, over restarts.
         require: passes that must run, besides those that the plan requires.
         strict: every pass must run that workers show.
         warm_up_s: how long everything may be driven through the shapes of traffic before it counts as ready; 0: not.
@@ -56,6 +57,7 @@ class Supervisor:
         plan: Plan,
         run_dir: Path,
         *,
+        served: Served | None = None,
         require: frozenset[str] = frozenset(),
         strict: bool = False,
         warm_up_s: float = 0.0,
@@ -69,10 +71,10 @@ class Supervisor:
         self._echo = echo or (lambda _line: None)
         self._verbose = verbose
         self._stall_timeout_s = stall_timeout_s
-        self._served: Served | None = None
-        self._hangs = False
+        self._served = served or Served()
+        self._ready = self._hangs = False
         self._stops: Sequence[int] = ()
-        self._deployment = Deployment(plan, RunFolder(run_dir))
+        self._deployment = Deployment(plan, RunFolder(run_dir), restarts=self._served.restarts)
         self._evidence = Evidence(plan, self._deployment, require, strict=strict)
         self._followers = contextlib.ExitStack()
 
@@ -85,7 +87,7 @@ class Supervisor:
         """
         self._stops = stops
         self._deployment.check()
-        with self._summed_up(), self._deployment.prepared(), self._followers:
+        with self._deployment.prepared(), self._followers:
             self._raise_if_stopped()
             self._started_at = time.monotonic()
             self._ledger = StartUpLedger()
@@ -97,29 +99,10 @@ class Supervisor:
             finally:
                 # Ctrl-C also ends the reader of a pipe: a failed message must not keep the servers alive.
                 try:
-                    if stops and self._served is not None:
+                    if stops and self._ready:
                         self._echo(f"stopping{self._served.to_finish(self._plan.serve_args.drain_timeout_s())}")
                 finally:
-                    self._deployment.stop(
-                        hurry=lambda: len(stops) > 1, drain=self._served is not None and not self._hangs
-                    )
-
-    @contextlib.contextmanager
-    def _summed_up(self) -> Iterator[None]:
-        """Say what was served, once everything has ended; a start that failed has served nothing."""
-        code = ExitCode.OK
-        try:
-            yield
-        except MoeOptimizerError as error:
-            code = error.exit_code
-            raise
-        except Exception as error:
-            code = ExitCode.OK if isinstance(error, StopRequestedError) else ExitCode.BUG
-            raise
-        finally:
-            if self._served is not None:
-                with contextlib.suppress(OSError):
-                    self._echo(self._served.in_words(code))
+                    self._deployment.stop(hurry=lambda: len(stops) > 1, drain=self._ready and not self._hangs)
 
     def _start(self, service: Service) -> None:
         name = "vLLM" if service.title == "server" else f"the {service.title}"
@@ -133,7 +116,7 @@ class Supervisor:
     def wait_until_ready(self, timeout_s: float) -> ServerInfo:
         """Wait until everything answers and the proofs are in; show the table.
 
-        Raises: see `launch.serving`.
+        Raises: see `launch.serve`.
         """
         deadline = self._started_at + timeout_s
         progress = StartUpProgress(self._plan, self._deployment.servers[0].folder.log_path, self._echo)
@@ -167,11 +150,12 @@ class Supervisor:
             for line in (*render_phases(phases), ""):
                 self._echo(line)
         outcome.require(hint=self._deployment.servers[0].log_hint)
-        self._served = Served(
+        self._served.begin(
             [server.client for server in self._deployment.servers],
             together=self._plan.decision("disaggregation").status is Status.ON,
         )
-        self.info = ServerInfo(
+        self._ready = True
+        return ServerInfo(
             base_url=front.client.base_url,
             pid=front.pid,
             model=model,
@@ -182,8 +166,8 @@ class Supervisor:
             proofs=self._evidence.proofs,
             start_up_s=start_up_s,
             phases_s=phases,
+            restarts=self._served.restarts,
         )
-        return self.info
 
     def _warm_up(self) -> None:
         self._on_loading()
@@ -225,7 +209,7 @@ class Supervisor:
             proofs=self._evidence.proofs_of(server),
         )
 
-    def watch(self) -> None:
+    def watch(self) -> NoReturn:
         """Return never: raise when a stop is requested or anything fails."""
         watched = [
             (server, proof)
@@ -233,18 +217,17 @@ class Supervisor:
             for proof in self._evidence.proofs_of(server)
             if proof.role in ("engine", "worker")
         ]
-        assert self._served is not None, "it is not ready"
         while True:
             self._pause(_LIVENESS_INTERVAL_S)
-            self._look_for_stalls(self._served)
+            self._look_for_stalls()
             for server in self._deployment.services:
                 bound(server.folder.log_path)
             for server, proof in watched:
                 if not process_is_alive(proof.pid):
                     self._await_end(server, f"hangs: its {proof.role} process {proof.pid} died")
 
-    def _look_for_stalls(self, served: Served) -> None:
-        for server, heartbeat in zip(self._deployment.servers, served.heartbeats, strict=True):
+    def _look_for_stalls(self) -> None:
+        for server, heartbeat in zip(self._deployment.servers, self._served.heartbeats, strict=True):
             stalled_s = heartbeat.beat()
             hangs = 0 < self._stall_timeout_s <= stalled_s
             if hangs or heartbeat.warning(stalled_s):

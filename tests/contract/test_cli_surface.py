@@ -34,7 +34,7 @@ PLAN = MODEL | {
 SURFACE = {
     "serve": COMMON
     | PLAN
-    | {"--dry-run", "--run-dir", "--ready-timeout", "--stall-timeout", "--calibrate", "--no-warm-up"},
+    | {"--dry-run", "--run-dir", "--ready-timeout", "--stall-timeout", "--restart", "--calibrate", "--no-warm-up"},
     "inspect": COMMON | MODEL,
     "plan": COMMON | PLAN | {"--explain", "--nodes", "--render"},
     "bench": COMMON | PLAN | {

@@ -60,7 +60,7 @@ def main() -> None:
     # At once: an exception from a signal handler can come where Python drops it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in behaviour else lambda *_: os._exit(0))
     child = subprocess.Popen([sys.executable, "-c", CHILD], start_new_session="escape" in behaviour)
-    print(f"fake server, child {child.pid}", flush=True)
+    print(f"fake server, child {child.pid}, restarts {os.environ['MOE_OPTIMIZER_RESTARTS']}", flush=True)
     if "die" in behaviour:
         print("RuntimeError: the model is made of cheese", flush=True)
         sys.exit(3)

@@ -151,6 +151,65 @@ def test_a_server_without_requests_may_rest(fake: Fake, tmp_path: Path) -> None:
     assert "stopping" in said
 
 
+def test_a_server_that_ends_is_started_again_as_often_as_is_wished(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_BACK_OFF_S", 0.1)
+    said: list[str] = []
+    ready: list[int] = []
+
+    def kill(info: ServerInfo) -> None:
+        ready.append(info.restarts)
+        os.kill(info.pid, signal.SIGKILL)
+
+    with pytest.raises(ServerFailedError, match="signal SIGKILL") as caught:
+        serve(fake(), run_dir=tmp_path, echo=said.append, restarts=2, on_ready=kill)
+    assert caught.value.exit_code is ExitCode.SERVER_FAILED
+    assert ready == [0, 1, 2]
+    assert [line.rpartition(";")[2] for line in said if line.startswith("warning: ")] == [
+        " restart 1 of 2 in 0.1 s", " restart 2 of 2 in 0.2 s",
+    ]  # fmt: skip
+    assert re.fullmatch(r"served for \d+ s, 0 requests, 2 restarts, exit code 7", said[-1])
+    logs = [tmp_path / name for name in ("server.log.1", "server.log.2", "server.log")]
+    assert ["restarts 0" in logs[0].read_text(), "restarts 2" in logs[2].read_text()] == [True, True]
+    assert logs[1].exists()
+    assert not processes_of(tmp_path)
+
+
+def test_a_server_that_hangs_is_started_again(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_BACK_OFF_S", 0.1)
+
+    def stop(info: ServerInfo) -> None:
+        os.kill(os.getpid() if info.restarts else info.pid, signal.SIGTERM if info.restarts else signal.SIGSTOP)
+
+    said: list[str] = []
+    with pytest.raises(launch.StopRequestedError):
+        serve(fake(), run_dir=tmp_path, echo=said.append, stall_timeout_s=2.0, restarts=1, on_ready=stop)
+    assert said[-1].endswith(", 1 restart, exit code 0")
+
+
+@pytest.mark.parametrize("behaviour", ["die", "usage", "refuse"])
+def test_what_never_was_ready_is_not_started_again(fake: Fake, tmp_path: Path, behaviour: str) -> None:
+    said: list[str] = []
+    with pytest.raises((ServerFailedError, InputError, RequiredNotAppliedError)):
+        serve(fake(behaviour), run_dir=tmp_path, echo=said.append, restarts=3, require=PASS)
+    assert len([line for line in said if line.startswith("starting vLLM")]) == 1
+
+
+def test_a_stop_before_a_restart_ends_the_run(fake: Fake, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def echo(line: str) -> None:
+        said.append(line)
+        if "restart 1 of 9" in line:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(launch.StopRequestedError):
+        serve(fake(), run_dir=tmp_path, echo=echo, restarts=9, on_ready=lambda info: os.kill(info.pid, signal.SIGKILL))
+    assert len([line for line in said if line.startswith("starting vLLM")]) == 1
+    assert said[-1].endswith("exit code 0")
+
+
 def test_a_stop_says_what_it_waits_for(fake: Fake, tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(launch.StopRequestedError):
@@ -351,8 +410,7 @@ deployment.server_command = lambda plan, arguments: [sys.executable, *sys.argv[3
 def tell(line):
     print(line, file=sys.stderr, flush=True)
 try:
-    with launch.serving(Plan.load(Path(sys.argv[1])), run_dir=Path(sys.argv[2]), echo=tell) as run:
-        run.watch()
+    launch.serve(Plan.load(Path(sys.argv[1])), run_dir=Path(sys.argv[2]), on_ready=lambda info: None, echo=tell)
 except launch.StopRequestedError:
     pass
 """

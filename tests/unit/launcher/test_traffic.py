@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from moe_optimizer.errors import ExitCode
 from moe_optimizer.launcher.heartbeat import Heartbeat
 from moe_optimizer.launcher.served import Served
 from moe_optimizer.launcher.traffic import Traffic, read_traffic
@@ -60,7 +59,22 @@ def test_a_server_that_does_not_answer_makes_no_progress_and_is_warned_of_once()
 
 def test_the_sum_leaves_out_what_came_before_and_counts_a_shared_request_once() -> None:
     for together, asked in ((False, 10), (True, 5)):
-        served = Served([client(PAGE % (10, "0"), PAGE % (15, "0")) for _ in range(2)], together=together)
-        finishing = served.to_finish(30.0)
-        assert re.match(rf":.* {6 if together else 12} requests,.* 30 s", finishing)
-        assert re.search(rf", {asked} requests,.* 0$", served.in_words(ExitCode.OK))
+        said: list[str] = []
+        served = Served()
+        with served.summed_up(said.append):
+            served.begin([client(PAGE % (10, "0"), PAGE % (15, "0")) for _ in range(2)], together=together)
+            finishing = served.to_finish(30.0)
+        assert finishing.startswith(f": finishing {6 if together else 12} requests, up to 30 s")
+        assert said[-1].endswith(f", {asked} requests, exit code 0")
+
+
+def test_the_sum_goes_on_over_a_restart() -> None:
+    said: list[str] = []
+    served = Served()
+    with served.summed_up(said.append):
+        served.begin([client(PAGE % (10, "0"), PAGE % (15, "0"))], together=False)
+        served.to_finish(30.0)
+        served.restarts += 1
+        served.begin([client(PAGE % (0, "0"), PAGE % (2, "0"))], together=False)
+        served.to_finish(30.0)
+    assert said[-1].endswith(", 7 requests, 1 restart, exit code 0")
