@@ -29,8 +29,10 @@ LAUNCHER = "MOE_OPTIMIZER_LAUNCHER"
 """Process with which this one ends, by id and start time; the launcher sets it."""
 RESTARTS = "MOE_OPTIMIZER_RESTARTS"
 """How often the launcher has started this server again after an unexpected end; the launcher sets it."""
+EXPERT_SERIES = "MOE_OPTIMIZER_EXPERT_SERIES"
+"""1: /metrics has the tokens of each expert, thousands of series; without it figures for each layer."""
 
-NAMES = (PROFILE, PLAN, RUN_DIR, DISABLE, HARDWARE, CALIBRATE, LAUNCHER, RESTARTS)
+NAMES = (PROFILE, PLAN, RUN_DIR, DISABLE, HARDWARE, CALIBRATE, LAUNCHER, RESTARTS, EXPERT_SERIES)
 _PREFIX = "MOE_OPTIMIZER_"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
@@ -46,13 +48,14 @@ class Environment:
     disabled: bool
     hardware: str | None
     calibrate_s: float | None
+    expert_series: bool
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Return the package's settings from `environ` (default: this process's).
 
     Raises:
-        InputError: an unknown MOE_OPTIMIZER_* variable, or a value of the wrong type for DISABLE or CALIBRATE.
+        InputError: an unknown MOE_OPTIMIZER_* variable, or a value of the wrong type.
     """
     environ = os.environ if environ is None else environ
     for name in environ:
@@ -68,6 +71,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         disabled=_boolean(DISABLE, environ.get(DISABLE, "")),
         hardware=environ.get(HARDWARE) or None,
         calibrate_s=_seconds(CALIBRATE, environ.get(CALIBRATE, "")),
+        expert_series=_boolean(EXPERT_SERIES, environ.get(EXPERT_SERIES, "")),
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from moe_optimizer.errors import InputError
 
@@ -68,6 +69,19 @@ def read_text(path: Path, *, max_bytes: int, name: str | None = None) -> str:
         return read_bytes(path, max_bytes=max_bytes, name=name).decode("utf-8")
     except UnicodeDecodeError as error:
         raise _refused(path, name, f"byte {error.start} is not UTF-8 text") from None
+
+
+def read_json(path: Path, *, max_bytes: int) -> Any:
+    """Return what a regular file of JSON holds; see `read_bytes`.
+
+    Raises:
+        InputError: see `read_text`, or it is not JSON.
+    """
+    text = read_text(path, max_bytes=max_bytes)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _refused(path, None, f"is not JSON: {error}") from None
 
 
 def _refused(path: Path, name: str | None, problem: str) -> InputError:

@@ -78,7 +78,7 @@ def _demo(model: str, more: Sequence[str]) -> None:
         _show_chat(ready["base_url"], ready["model"])
         without_fp8 = measure(ready, heldout)
         _heading("which experts the requests used")
-        _show_experts(ready["base_url"])
+        _show_experts(ready["run_dir"])
         _heading("stopping")
     _heading("the same server with FP8 weights")
     with _serving([*serve, "--enable-fp8"]) as ready:
@@ -181,11 +181,11 @@ def _show_chat(base_url: str, model: str) -> None:
         raise DemoError(f"/v1/chat/completions: {chunks} chunks, stream {'ended' if ended else 'cut off'}: {text!r}")
 
 
-def _show_experts(base_url: str) -> None:
+def _show_experts(run_dir: str) -> None:
     time.sleep(EXPERT_LOAD_S)
-    experts = [sys.executable, "-m", "moe_optimizer", "experts", base_url]
+    experts = [sys.executable, "-m", "moe_optimizer", "experts", run_dir]
     if subprocess.run(experts, cwd=ROOT, check=False, timeout=300).returncode != 0:
-        raise DemoError("the server does not show which experts it used; the reason is above")
+        raise DemoError("the run folder does not show which experts were used; the reason is above")
 
 
 def _stop(server: subprocess.Popen[bytes]) -> int:

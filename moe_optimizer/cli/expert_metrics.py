@@ -10,6 +10,7 @@ import urllib.parse
 import urllib.request
 from datetime import UTC, datetime
 
+from moe_optimizer.env import EXPERT_SERIES
 from moe_optimizer.errors import InputError, ServerFailedError
 from moe_optimizer.launcher.metrics_page import samples
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
@@ -92,9 +93,10 @@ def parse_metrics(text: str, *, origin: str) -> ExpertLoad:
     except (KeyError, ValueError, OverflowError, OSError) as error:
         raise InputError(f"{origin}: not this package's metrics: {type(error).__name__}: {error}") from None
     if not tokens:
-        raise InputError(
-            f"{origin}: no expert load", hint="start the server with --enable-expert-load, and send requests"
-        )
+        hint = "start the server with --enable-expert-load, and send requests"
+        if steps:
+            hint = f"name its run folder; or start it with {EXPERT_SERIES}=1, for a series for each expert"
+        raise InputError(f"{origin}: no expert load", hint=hint)
     num_experts = 1 + max(max(each) for each in tokens.values())
     if any(sorted(each) != list(range(num_experts)) for each in tokens.values()):
         raise InputError(f"{origin}: the experts of a layer are not 0 to {num_experts - 1}")

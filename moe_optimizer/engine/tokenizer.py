@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.files import open_regular, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+_MAX_BYTES = 1 << 20
+"""Chosen: published generation_config.json files have less than 1 KiB."""
 
 
 def load_tokenizer(folder: Path) -> Any:
     """Return transformers' tokenizer of a folder.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or a file beside it is no regular one.
         UnsupportedError: it is not a fast one.
     """
     from transformers import AutoTokenizer
 
+    # Transformers would wait for a writer if one of them were a pipe.
+    for path in folder.glob("*.json"):
+        with open_regular(path):
+            pass
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -41,6 +48,13 @@ def end_token_ids(config: PreTrainedConfig, folder: Path, tokenizer: Any | None)
 
 
 def generation_defaults(folder: Path) -> dict[str, Any]:
-    """Return what generation_config.json says, {} without one."""
+    """Return what generation_config.json says, {} without one.
+
+    Raises:
+        InputError: it cannot be read.
+    """
     path = folder / "generation_config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    said = read_json(path, max_bytes=_MAX_BYTES) if path.exists() else {}
+    if not isinstance(said, dict):
+        raise InputError(f"{path}: got {type(said).__name__}, expected an object")
+    return said

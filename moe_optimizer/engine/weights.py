@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections import Counter
 from collections.abc import Iterator
@@ -16,10 +15,13 @@ from torch import Tensor
 from moe_optimizer.engine.layers.linear import Layer
 from moe_optimizer.engine.models.decoder import CausalLM
 from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.files import read_json
 
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 """auto and safetensors: safetensors only. pt: torch's .bin files. dummy: random weights, for measurements."""
 
+_MAX_INDEX_BYTES = 64 << 20
+"""Chosen: ten times the index of a model of 100,000 tensors."""
 _DUMMY_RANGE = 1e-2
 """Chosen: small enough that activations of a deep model stay finite."""
 
@@ -79,9 +81,12 @@ def _tensors(folder: Path, load_format: LoadFormat) -> Iterator[tuple[str, Tenso
 def _files(folder: Path, single: str) -> list[Path]:
     """Return the shards that the index names, or the one file."""
     index = folder / f"{single}.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        paths = [folder / Path(name).name for name in names]
+    if index.exists():
+        held = read_json(index, max_bytes=_MAX_INDEX_BYTES)
+        named = held.get("weight_map") if isinstance(held, dict) else None
+        if not isinstance(named, dict):
+            raise InputError(f"{index}: got no weight_map, expected an object that names the file of each tensor")
+        paths = [folder / Path(name).name for name in sorted(set(map(str, named.values())))]
     else:
         paths = [folder / single]
     missing = [path.name for path in paths if not path.is_file()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import psutil
 
@@ -12,35 +13,57 @@ from moe_optimizer.proof.record import Proof
 
 WARN_AFTER_S = 10.0
 """Chosen: a step takes milliseconds on GPUs and a few seconds on a CPU."""
+_ASK_AFTER_S = 3.0
+"""Chosen: a pause is asked for only where there may be one; an engine that stands still lets that wait."""
 
 
 class Heartbeat:
-    """The forward progress of one server, from its counters."""
+    """The forward progress of one server, engine by engine, from its counters."""
 
     def __init__(self, client: ServerClient) -> None:
         self._client = client
-        self._progress_at = time.monotonic()
+        self._progress_at = {"": time.monotonic()}
         self._warned = False
         self._answers = True
-        self.traffic: Traffic | None = None
-        """As last read."""
+        self._engines: Mapping[str, Traffic] = {}
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that ran or waited when the counters were last read."""
+        return sum(traffic.unfinished for traffic in self._engines.values())
+
+    @property
+    def asked(self) -> int:
+        """Requests that had come by then: what is unfinished counts too."""
+        return self.unfinished + sum(traffic.finished for traffic in self._engines.values())
+
+    @property
+    def counts(self) -> bool:
+        """Whether the server publishes the counters."""
+        return bool(self._engines)
 
     def beat(self) -> float:
-        """Read the counters; return for how many seconds the server has had requests and made no progress with them.
+        """Read the counters; return for how many seconds an engine has had requests and made no progress with them.
 
-        A server that does not answer makes none.
+        A server that does not answer makes none. One that was paused or put to sleep has nothing to do.
         """
-        before = self.traffic
+        before = self._engines
         try:
-            now = read_traffic(self._client)
+            self._engines = read_traffic(self._client)
             self._answers = True
         except (OSError, ValueError):
             self._answers = False
         else:
-            self.traffic = now
-            if now is None or not now.unfinished or before is None or now.progress != before.progress:
-                self._progress_at = time.monotonic()
-        return time.monotonic() - self._progress_at
+            now = time.monotonic()
+            gets_on = {name: now for name, traffic in self._engines.items() if _gets_on(before.get(name), traffic)}
+            known = {name: self._progress_at.get(name, now) for name in self._engines or ("",)}
+            self._progress_at = {**known, **(gets_on if self._engines else {"": now})}
+            if self._stalled_s() > _ASK_AFTER_S and self._client.paused():
+                self._progress_at = dict.fromkeys(known, now)
+        return self._stalled_s()
+
+    def _stalled_s(self) -> float:
+        return time.monotonic() - min(self._progress_at.values())
 
     def warning(self, stalled_s: float) -> bool:
         """Return whether a stall is to be warned of: once, until the server gets on."""
@@ -57,13 +80,19 @@ class Heartbeat:
             proofs: of the other processes.
         """
         what = f"has made no progress for {stalled_s:.0f} s"
-        if self._answers and self.traffic is not None:
-            what += f" with {self.traffic.unfinished} unfinished request{'' if self.traffic.unfinished == 1 else 's'}"
+        if self._answers and self.counts:
+            what += f" with {self.unfinished} unfinished request{'' if self.unfinished == 1 else 's'}"
         named = {pid: "API server", **{proof.pid: named_role(proof.role) for proof in proofs}}
         stopped = [f"{name} {each} is stopped" for each, name in named.items() if _is_stopped(each)]
-        engines = [f"{name} {each} does not answer it" for each, name in named.items() if name == "engine core"]
-        asked = engines if self._answers else [f"API server {pid} does not answer"]
-        return f"{what}: {', '.join(stopped or asked)}"
+        slowest = min(self._progress_at, key=lambda name: self._progress_at[name])
+        cores = [proof for proof in proofs if proof.role == "engine"]
+        asked = [proof for proof in cores if len(cores) == 1 or str(proof.rank) == slowest] or cores
+        engines = [f"{named[proof.pid]} {proof.pid} does not answer it" for proof in asked]
+        return f"{what}: {', '.join(stopped or (engines if self._answers else [f'API server {pid} does not answer']))}"
+
+
+def _gets_on(before: Traffic | None, now: Traffic) -> bool:
+    return before is None or now.asleep or not now.unfinished or before.progress != now.progress
 
 
 def named_role(role: str) -> str:

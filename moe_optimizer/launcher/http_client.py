@@ -10,10 +10,12 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from moe_optimizer.proof.record import HEARTBEAT_PATH
+from moe_optimizer.proof.record import HEARTBEAT_QUERY
 
 _HEALTH_TIMEOUT_S = 5.0
 """Chosen: a server that answers later is asked again."""
+_HEARTBEAT_TIMEOUT_S = 2.0
+"""Chosen: it is asked once a second."""
 _TIMEOUT_S = 30.0
 """Chosen: these answers take milliseconds, but seconds on a machine that does much else."""
 
@@ -63,15 +65,21 @@ class ServerClient:
         """
         return int(self._request("/v1/models")["data"][0]["max_model_len"])
 
+    def paused(self) -> bool:
+        """Whether vLLM says that generation was paused on purpose; one that does not say so, or not at once, is not."""
+        try:
+            return bool(self._request("/is_paused?heartbeat", timeout_s=_HEARTBEAT_TIMEOUT_S).get("is_paused"))
+        except (OSError, ValueError):
+            return False
+
     def metrics(self, *names: str, timeout_s: float = _TIMEOUT_S) -> str:
         """Return the page of the server's metrics, or of those alone that are named: the others cost it time.
 
         Raises:
             OSError: it does not answer.
         """
-        path = HEARTBEAT_PATH if names else "/metrics"
         query = "".join(f"&name[]={name}" for name in names)
-        page = self._read(f"{self.base_url}{path}{query}", timeout_s)
+        page = self._read(f"{self.base_url}/metrics{HEARTBEAT_QUERY}{query}", timeout_s)
         return page.decode("utf-8", errors="replace")
 
     def complete(self, prompt: str | list[int], *, max_tokens: int, timeout_s: float) -> str:

@@ -13,6 +13,7 @@ from moe_optimizer.errors import InputError
 from moe_optimizer.files import make_private_folder, write_atomically
 from moe_optimizer.plan.plan import PLAN_FILE, Plan
 from moe_optimizer.proof.record import DRAINING_FILE, PROOF_DIR, WARMING_FILE
+from moe_optimizer.proof.step_count import STEPS_DIR
 from moe_optimizer.specs.expert_load import LOAD_FILE, PARTS_DIR
 
 LOCK_FILE = "launcher.lock"
@@ -55,8 +56,8 @@ class RunFolder:
             for old in () if restarts else self.path.glob(f"{LOG_FILE}.*"):
                 old.unlink()
             write_atomically(self.plan_path, plan.to_json())
-            for folder in (PROOF_DIR, PARTS_DIR):
-                for old in (self.path / folder).glob("*.json"):
+            for kept in (f"{PROOF_DIR}/*.json", f"{PARTS_DIR}/*.json", f"{STEPS_DIR}/*-*"):
+                for old in self.path.glob(kept):
                     old.unlink()
             for name in (LOAD_FILE, WARMING_FILE, DRAINING_FILE):
                 (self.path / name).unlink(missing_ok=True)

@@ -45,9 +45,7 @@ class Served:
     def to_finish(self, limit_s: float) -> str:
         """Return what a stop waits for, as the end of a line."""
         self._read()
-        unfinished = self._over_servers(
-            [0 if beat.traffic is None else beat.traffic.unfinished for beat in self.heartbeats]
-        )
+        unfinished = self._over_servers([beat.unfinished for beat in self.heartbeats])
         if not unfinished:
             return ""
         return f": finishing {_counted(unfinished, 'request')}, up to {limit_s:.0f} s; a second Ctrl-C does not wait"
@@ -79,8 +77,7 @@ class Served:
 
     def _requests(self) -> int:
         """Return how many requests came, as far as known: what is unfinished at a stop counts too."""
-        known = [beat.traffic for beat in self.heartbeats if beat.traffic is not None]
-        return self._over_servers([traffic.finished + traffic.unfinished for traffic in known])
+        return self._over_servers([beat.asked for beat in self.heartbeats])
 
     def _over_servers(self, counts: list[int]) -> int:
         return max(counts, default=0) if self._together else sum(counts)

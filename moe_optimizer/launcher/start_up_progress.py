@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from moe_optimizer.files import write_atomically
+from moe_optimizer.files import read_text, write_atomically
 from moe_optimizer.launcher.server_log import READING
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.resources import cache_dir
 
+_MAX_SECONDS_BYTES = 64
 _FIRST = "importing vLLM"
 _NEXT = (
     (b"Initializing a V1 LLM engine", "starting engine and workers"),
@@ -70,8 +71,9 @@ class StartUpProgress:
 
     def _read_expected(self) -> str:
         try:
-            return f" (the last start took {float(self._last_start.read_text(encoding='ascii')):.0f} s in all)"
-        except (OSError, ValueError):
+            seconds = float(read_text(self._last_start, max_bytes=_MAX_SECONDS_BYTES))
+            return f" (the last start took {seconds:.0f} s in all)"
+        except ValueError:  # also InputError: it cannot be read
             return ""
 
     def ended(self) -> None:

@@ -155,6 +155,9 @@ class Supervisor:
             together=self._plan.decision("disaggregation").status is Status.ON,
         )
         self._ready = True
+        for server, heartbeat in zip(self._deployment.servers, self._served.heartbeats, strict=True):
+            if not heartbeat.counts:
+                self._echo(f"warning: {server.title} publishes no counts of its requests: a stall will not be noticed")
         return ServerInfo(
             base_url=front.client.base_url,
             pid=front.pid,

@@ -1,14 +1,15 @@
-"""Reads how many requests a server has and whether they get on, from its metrics."""
+"""Reads how many requests a server has and whether it gets on with them, from its metrics."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_optimizer.launcher.http_client import ServerClient
 from moe_optimizer.launcher.metrics_page import samples
 
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
-_FINISHED = "vllm:request_success_total"
+_FINISHED, _AWAKE = "vllm:request_success_total", "vllm:engine_sleep_state"
 # The cache fills with every step of a long prompt, whose tokens are counted only at its end.
 _STEPS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:kv_cache_usage_perc")
 _TIMEOUT_S = 2.0
@@ -17,7 +18,7 @@ _TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a server had to do at one moment."""
+    """What a server, or one engine of it, had to do at one moment."""
 
     unfinished: int
     """Requests that run or wait."""
@@ -25,20 +26,31 @@ class Traffic:
     """Since its start, its warm-up included."""
     progress: tuple[float, ...]
     """Differs between two moments if anything was computed between them."""
+    asleep: bool = False
+    """Its requests wait on purpose (vLLM's sleep)."""
 
 
-def read_traffic(client: ServerClient) -> Traffic | None:
-    """Return the traffic of a server; None: it does not count it.
+def read_traffic(client: ServerClient) -> Mapping[str, Traffic]:
+    """Return the traffic of each engine of a server, by its number; {}: the server does not count it.
 
     Raises:
         OSError: it does not answer.
     """
-    page = client.metrics(_RUNNING, _WAITING, _FINISHED, *_STEPS, timeout_s=_TIMEOUT_S)
-    values: dict[str, float] = {}
+    names = (_RUNNING, _WAITING, _FINISHED, _AWAKE, *_STEPS)
+    page = client.metrics(*names, timeout_s=_TIMEOUT_S)
+    if _RUNNING not in page:
+        # With several API servers the page cannot be asked for single metrics.
+        page = client.metrics(timeout_s=_TIMEOUT_S)
+    engines: dict[str, dict[str, float]] = {}
     for sample in samples(page, "vllm:"):
-        values[sample.name] = values.get(sample.name, 0.0) + sample.value
-    if _RUNNING not in values:
-        return None
+        if sample.name in names and sample.labels.get("sleep_state", "awake") == "awake":
+            values = engines.setdefault(sample.labels.get("engine", "0"), {})
+            values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return {number: _traffic(values) for number, values in engines.items() if _RUNNING in values}
+
+
+def _traffic(values: Mapping[str, float]) -> Traffic:
     unfinished = round(values[_RUNNING] + values.get(_WAITING, 0.0))
     finished = round(values.get(_FINISHED, 0.0))
-    return Traffic(unfinished, finished, (unfinished, finished, *(values.get(name, 0.0) for name in _STEPS)))
+    progress = (unfinished, finished, *(values.get(name, 0.0) for name in _STEPS))
+    return Traffic(unfinished, finished, progress, values.get(_AWAKE) == 0.0)

@@ -25,8 +25,8 @@ WARMING_FILE = "warming"
 """Lies beside plan.json while the launcher warms a server up: what runs until then is no user's traffic."""
 DRAINING_FILE = "draining"
 """Lies beside plan.json once the launcher stops a server: it takes no new requests."""
-HEARTBEAT_PATH = "/metrics?heartbeat"
-"""Where the launcher asks a server every second how it gets on; such lines are kept out of the server's log."""
+HEARTBEAT_QUERY = "?heartbeat"
+"""Begins the query with which the launcher asks a server how it gets on; such lines are kept out of its log."""
 _FLUSH_INTERVAL_S = 1.0
 _MAX_PROOF_BYTES = 64 << 20
 """Chosen: a reader sees counts that are at most this old, and no forward pass waits for the disk."""

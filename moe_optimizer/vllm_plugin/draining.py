@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_optimizer import env
-from moe_optimizer.proof.record import DRAINING_FILE, HEARTBEAT_PATH
+from moe_optimizer.proof.record import DRAINING_FILE, HEARTBEAT_QUERY
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -55,4 +55,4 @@ class RefuseWhileDraining:
 
 def _is_not_a_heartbeat(record: logging.LogRecord) -> bool:
     # uvicorn's arguments: client, method, path, HTTP version, status.
-    return HEARTBEAT_PATH not in str(record.args)
+    return HEARTBEAT_QUERY not in str(record.args)

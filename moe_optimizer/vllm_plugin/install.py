@@ -86,9 +86,10 @@ def _install_compilation_count(session: PluginSession) -> None:
         return
     _patch(session, None, WORKER_MODEL_LOADED, WORKER_EXECUTE_MODEL, JIT_EVENTS)
     if session.proof.role == "frontend":
-        from moe_optimizer.vllm_plugin.proof_metrics import show_proofs
+        from moe_optimizer.vllm_plugin.metrics_page import show_on_metrics
+        from moe_optimizer.vllm_plugin.proof_metrics import proof_metrics
 
-        show_proofs(session.run_dir)
+        show_on_metrics(session.run_dir, proof_metrics)
 
 
 def _install_decisions(session: PluginSession) -> None:
@@ -152,9 +153,10 @@ def install_expert_load(session: PluginSession, decision: Decision) -> None:  # 
 def _show_expert_load(session: PluginSession) -> None:
     """Show on /metrics, in the process that answers it, what the workers of this run have counted."""
     if session.proof.role == "frontend":
-        from moe_optimizer.vllm_plugin.expert_load.metrics import show_on_metrics
+        from moe_optimizer.vllm_plugin.expert_load.metrics import expert_load_metrics
+        from moe_optimizer.vllm_plugin.metrics_page import show_on_metrics
 
-        show_on_metrics(session.run_dir)
+        show_on_metrics(session.run_dir, expert_load_metrics)
 
 
 def install_placement(session: PluginSession, decision: Decision) -> None:

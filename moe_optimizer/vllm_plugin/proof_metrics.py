@@ -1,56 +1,58 @@
-"""Shows on the /metrics page of vLLM's API server what the workers' proofs say: versions, passes, compilations.
-
-Series have vLLM's own `model_name`, so that they join with its metrics.
-"""
+"""Metrics of what the workers' proofs say: versions, passes, compilations; and of their steps and restarts."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from prometheus_client import REGISTRY, Metric
+from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
-from moe_optimizer.errors import InputError
-from moe_optimizer.proof.record import PassProof, Proof, read_proofs
-from moe_optimizer.proof.verdict import model_holders
+from moe_optimizer import env
+from moe_optimizer.proof.record import PassProof, Proof
+from moe_optimizer.proof.step_count import read_steps, worker_name
 
 _PREFIX = "moe_optimizer"
 _STATES = ("not_applied", "applied", "ran")
 """In the order in which a pass reaches them."""
-_shown: set[Path] = set()
 
 
-def show_proofs(run_dir: Path) -> None:
-    """Add what the proofs in `run_dir` say to this process's metrics. Harmless when repeated."""
-    # With several API servers vLLM makes the page of files that they share, without collectors.
-    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ and run_dir not in _shown:
-        _shown.add(run_dir)
-        REGISTRY.register(ProofCollector(run_dir))
+def proof_metrics(run_dir: Path, proofs: Sequence[Proof]) -> Iterator[Metric]:
+    """Yield what all workers say together; nothing before one has written its proof."""
+    if proofs:
+        yield _build_info(proofs[0])
+        yield _restarts(proofs[0])
+        yield _pass_states(proofs)
+        yield _compilations(proofs)
+        yield from _progress(run_dir, proofs)
 
 
-class ProofCollector(Collector):
-    """Reads the workers' proofs when the page is asked for."""
+def _restarts(proof: Proof) -> Metric:
+    counter = CounterMetricFamily(
+        f"{_PREFIX}_restarts", "Times the launcher started this server again.", labels=("model_name",)
+    )
+    counter.add_metric((proof.served_model_name,), float(os.environ.get(env.RESTARTS, "0")))
+    return counter
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
 
-    def describe(self) -> list[Metric]:
-        """Return nothing: there are no counts yet when the collector is registered."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield what all workers say together; nothing before one has written its proof."""
-        try:
-            proofs = model_holders(read_proofs(self._run_dir))
-        except InputError:
-            return
-        if proofs:
-            yield _build_info(proofs[0])
-            yield _pass_states(proofs)
-            yield _compilations(proofs)
+def _progress(run_dir: Path, proofs: Sequence[Proof]) -> Iterator[Metric]:
+    labels = ("model_name", "rank")
+    steps = CounterMetricFamily(f"{_PREFIX}_steps", "Steps that a worker has begun: its heartbeat.", labels=labels)
+    age = GaugeMetricFamily(
+        f"{_PREFIX}_last_step_age_seconds",
+        "Seconds since a worker's last step began; while vllm:num_requests_running is not 0, it should stay small.",
+        labels=labels,
+    )
+    now, workers = time.time(), {worker_name(proof): proof for proof in proofs}
+    for each in read_steps(run_dir):
+        if (proof := workers.get(each.worker)) is not None:
+            names = (proof.served_model_name, str(proof.model_rank))
+            steps.add_metric(names, each.count)
+            age.add_metric(names, max(0.0, now - each.last_at))
+    yield steps
+    yield age
 
 
 def _build_info(proof: Proof) -> Metric:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from moe_optimizer.engine.engine_args import EngineArgs, EngineConfig
 from moe_optimizer.engine.model_runner import load_model
+from moe_optimizer.engine.tokenizer import generation_defaults, load_tokenizer
 from moe_optimizer.errors import InputError, UnsupportedError
 from tests.engine.tiny_models import write_model
 
@@ -127,4 +129,20 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(folder: Path, field: 
         config["use_sliding_window"] = True
     path.write_text(json.dumps({**config, field: value}))
     with pytest.raises(UnsupportedError, match=word):
+        parameters(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "generation_config.json", "tokenizer.json"])
+def test_a_pipe_among_the_files_of_a_model_is_refused_at_once(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    reads = {"generation_config.json": generation_defaults, "tokenizer.json": load_tokenizer}
+    with pytest.raises(InputError, match=f"{name}: is not a regular file"):
+        reads.get(name, parameters)(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}'])
+def test_an_index_that_is_none_is_refused(folder: Path, text: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(InputError, match="index.json"):
         parameters(folder)

@@ -12,7 +12,7 @@ from moe_optimizer.errors import InputError
 
 def test_nothing_set_gives_nothing() -> None:
     assert env.read_environment({}) == env.Environment(
-        profile=None, plan=None, run_dir=None, disabled=False, hardware=None, calibrate_s=None
+        profile=None, plan=None, run_dir=None, disabled=False, hardware=None, calibrate_s=None, expert_series=False
     )
 
 
@@ -29,6 +29,7 @@ def test_every_variable_is_read() -> None:
             env.DISABLE: "1",
             env.HARDWARE: "h200",
             env.CALIBRATE: "2.5s",
+            env.EXPERT_SERIES: "1",
         }
     )
     assert settings == env.Environment(
@@ -38,6 +39,7 @@ def test_every_variable_is_read() -> None:
         disabled=True,
         hardware="h200",
         calibrate_s=2.5,
+        expert_series=True,
     )
 
 

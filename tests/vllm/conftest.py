@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from moe_optimizer.env import EXPERT_SERIES
 from moe_optimizer.inspection.hardware_probe import probe_hardware
 from moe_optimizer.inspection.kernel_inventory import read_kernel_inventory
 from moe_optimizer.inspection.model_inspector import ModelInspector
@@ -200,6 +201,8 @@ def _served(plan: Plan, run_dir: Path, environment: dict[str, str], *, count: bo
     executed = shadowing.lay(run_dir.with_name(f"{run_dir.name}-started-here"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(executed.parent)
+        if count:
+            patch.setenv(EXPERT_SERIES, "1")  # what /metrics then shows is compared with the files
         for name, value in environment.items():
             patch.setenv(name, value)
         with running(plan, run_dir=run_dir, ready_timeout_s=READY_TIMEOUT_S) as info:

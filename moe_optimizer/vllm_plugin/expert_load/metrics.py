@@ -1,66 +1,42 @@
-"""Shows the expert load on the /metrics page of vLLM's API server."""
+"""Metrics of the expert load: figures for each layer, and the count of each expert where it is asked for."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from prometheus_client import REGISTRY, Metric
+from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from moe_optimizer.costs.expert_imbalance import LoadReport, load_report
+from moe_optimizer.env import read_environment
 from moe_optimizer.errors import InputError
 from moe_optimizer.inspection.expert_load import read_run_load
-from moe_optimizer.log import get_logger
-from moe_optimizer.proof.record import read_proofs
-from moe_optimizer.proof.verdict import model_holders
+from moe_optimizer.proof.record import Proof
 from moe_optimizer.specs.expert_load import ExpertLoad
 
 TOKENS_METRIC = "moe_optimizer_expert_tokens"
 _LOAD = "moe_optimizer_expert_load"
 
-logger = get_logger(__name__)
-_shown: set[Path] = set()
 
+def expert_load_metrics(run_dir: Path, proofs: Sequence[Proof]) -> Iterator[Metric]:
+    """Yield the figures, and each expert's count if the environment asks for it; nothing before the first served step.
 
-def show_on_metrics(run_dir: Path) -> None:
-    """Add the counts in `run_dir` to this process's metrics. Harmless when repeated."""
-    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-        # With several API servers vLLM makes the page of files that they share, without collectors.
-        logger.warning("expert load is not on /metrics with several API servers; it is in %s", run_dir)
+    61 layers of 256 experts are 15,616 series, which cost the API server 200 ms each time the page is read.
+    """
+    try:
+        load = read_run_load(run_dir)
+    except InputError:
         return
-    if run_dir not in _shown:
-        _shown.add(run_dir)
-        REGISTRY.register(ExpertLoadCollector(run_dir))
-
-
-class ExpertLoadCollector(Collector):
-    """Reads the workers' files when the page is asked for."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-
-    def describe(self) -> list[Metric]:
-        """Return nothing: there are no counts yet when the collector is registered."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the counts and their figures; nothing before the first served step."""
-        try:
-            load = read_run_load(self._run_dir)
-            holders = model_holders(read_proofs(self._run_dir))
-        except InputError:
-            return
-        # As vLLM's metrics call it, so that they join.
-        name = next((proof.served_model_name for proof in holders if proof.served_model_name), load.model)
-        load = dataclasses.replace(load, model=name)
+    # As vLLM's metrics call it, so that they join.
+    name = next((proof.served_model_name for proof in proofs if proof.served_model_name), load.model)
+    load = dataclasses.replace(load, model=name)
+    if read_environment().expert_series:
         yield _tokens(load)
-        yield from _about(load)
-        yield from _figures(load.model, load_report(load))
+    yield from _about(load)
+    yield from _figures(load.model, load_report(load))
 
 
 def _tokens(load: ExpertLoad) -> Metric:

@@ -1,4 +1,4 @@
-"""Patches a worker's step: experts are counted for its real tokens, and the first one proves the captured graphs."""
+"""Patches a worker's step: it is counted, experts for its real tokens, and the first one proves the captured graphs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from moe_optimizer.vllm_plugin.expert_load.capture import current_counting
 from moe_optimizer.vllm_plugin.patch import Patch
 from moe_optimizer.vllm_plugin.worker.captured_graphs import prove_captured
 from moe_optimizer.vllm_plugin.worker.compilations import note_step
+from moe_optimizer.vllm_plugin.worker.progress import count_step
 
 
 def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         prove_captured(self)
+        count_step()
         note_step(scheduler_output)
         counting = current_counting()
         if counting is None:

@@ -12,6 +12,7 @@ from moe_optimizer.vllm_plugin.server_facts import world
 from moe_optimizer.vllm_plugin.session import current_session
 from moe_optimizer.vllm_plugin.worker.compilations import watch_compilations
 from moe_optimizer.vllm_plugin.worker.planned_flags import prove_flags
+from moe_optimizer.vllm_plugin.worker.progress import count_steps
 from moe_optimizer.vllm_plugin.worker.weights_changed import watch_experts
 
 
@@ -26,6 +27,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         cache_specs = original(self)
         session.proof.served_model_name = str(self.vllm_config.model_config.served_model_name)
         session.proof.model_rank, session.proof.world_size = world()
+        count_steps(session)
         prove_flags(session, self, cache_specs)
         watch_experts(session, self)
         return cache_specs

@@ -20,6 +20,7 @@ Usage: fake_server.py PORT BEHAVIOUR...
   compile     compile something for each new shape of a completion
   restless    compile something for every completion
   stall       have a request with which it gets nowhere
+  pause       say that it is paused
   killed      say that a process of its own was killed and end with status 0, when it has named its model
   fragile     end with status 0 when it is asked for a completion
 """
@@ -129,6 +130,9 @@ def serve(port: int, behaviour: set[str], child: int) -> None:
             if self.path.startswith("/metrics"):
                 counts = (int("stall" in behaviour), Handler.received, Handler.asked)
                 self.answer("" if "countless" in behaviour else METRICS % counts)
+                return
+            if self.path.startswith("/is_paused"):
+                self.answer(json.dumps({"is_paused": "pause" in behaviour}))
                 return
             cut_off = 9 if "break" in behaviour else 0
             self.answer(json.dumps({"data": [{"id": "fake", "max_model_len": 64}]}), cut_off)

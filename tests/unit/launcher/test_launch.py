@@ -131,6 +131,24 @@ def test_requests_without_progress_are_warned_of_and_end_the_server(
     assert re.fullmatch(r"served.*, 0 requests,.* 7", said[-1])
 
 
+def test_a_server_that_is_paused_on_purpose_is_left_alone(fake: Fake, tmp_path: Path) -> None:
+    def stop(_: ServerInfo) -> None:
+        threading.Timer(6.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+
+    with pytest.raises(launch.StopRequestedError):
+        serve(fake("stall", "pause"), run_dir=tmp_path, stall_timeout_s=4.0, on_ready=stop)
+
+
+def test_a_server_whose_progress_cannot_be_seen_is_warned_of(fake: Fake, tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(launch.StopRequestedError):
+        serve(
+            fake("countless"), run_dir=tmp_path, echo=said.append,
+            on_ready=lambda _: signal.raise_signal(signal.SIGTERM),
+        )  # fmt: skip
+    assert any("a stall will not be noticed" in line for line in said)
+
+
 def test_a_stopped_server_is_named(fake: Fake, tmp_path: Path) -> None:
     def stop(info: ServerInfo) -> None:
         os.kill(info.pid, signal.SIGSTOP)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from moe_optimizer.launcher.heartbeat import Heartbeat
 from moe_optimizer.launcher.served import Served
 from moe_optimizer.launcher.traffic import Traffic, read_traffic
+from moe_optimizer.proof.record import Proof
 
 PAGE = """\
 vllm:num_requests_running{engine="0"} 2.0
@@ -20,13 +22,28 @@ vllm:kv_cache_usage_perc{engine="0"} %s
 """
 
 
+SEVERAL_API_SERVERS = ""
+TWO_ENGINES = """\
+vllm:num_requests_running{engine="0"} 2.0
+vllm:num_requests_running{engine="1"} 1.0
+vllm:generation_tokens_total{engine="0"} %d.0
+vllm:generation_tokens_total{engine="1"} 5.0
+"""
+
+
 class Client:
     """A server whose pages are given one after the other; None: it does not answer."""
 
     def __init__(self, *pages: str | None) -> None:
         self._pages = list(pages)
+        self.is_paused = False
+
+    def paused(self) -> bool:
+        return self.is_paused
 
     def metrics(self, *names: str, timeout_s: float) -> str:
+        if not names:
+            return SEVERAL_API_SERVERS
         page = self._pages.pop(0)
         if page is None:
             raise ConnectionError
@@ -38,15 +55,48 @@ def client(*pages: str | None) -> Any:
 
 
 def test_running_and_waiting_requests_are_unfinished_and_all_ends_count() -> None:
-    assert read_traffic(client(PAGE % (10, "0.5"))) == Traffic(6, 11, (6, 11, 0.0, 0.0, 0.5))
-    assert read_traffic(client("")) is None
+    assert read_traffic(client(PAGE % (10, "0.5"))) == {"0": Traffic(6, 11, (6, 11, 0.0, 0.0, 0.5))}
+    assert read_traffic(client("")) == {}
 
 
-def test_a_long_prompt_gets_on_while_the_cache_fills(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(range(0, 1000, 10))
-    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
+def test_with_several_api_servers_the_whole_page_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SEVERAL_API_SERVERS", PAGE % (10, "0.5"))
+    assert read_traffic(client(""))["0"].unfinished == 6
+
+
+@pytest.fixture
+def ten_seconds_a_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count(0.0, 5.0)
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+
+
+@pytest.mark.usefixtures("ten_seconds_a_beat")
+def test_one_engine_that_stands_still_is_seen_beside_one_that_gets_on() -> None:
+    beat = Heartbeat(client(*(TWO_ENGINES % tokens for tokens in range(6))))
+    stalled = [beat.beat() for _ in range(6)]
+    assert stalled[-1] > stalled[1] + 20
+    engines = tuple(Proof(role="engine", rank=rank, pid=90 + rank, plan_digest="", versions={}) for rank in range(2))
+    said = beat.in_words(stalled[-1], 4, engines)
+    assert "engine core 91 does not answer" in said
+    assert "90" not in said
+
+
+@pytest.mark.usefixtures("ten_seconds_a_beat")
+@pytest.mark.parametrize("how", ["paused", "asleep", "working"])
+def test_requests_that_wait_on_purpose_do_not_stand_still(how: str) -> None:
+    asleep = f'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {int(how != "asleep")}.0\n'
+    paused = client(*[PAGE % (10, "0.1") + asleep] * 6)
+    paused.is_paused = how == "paused"
+    beat = Heartbeat(paused)
+    stalled = [beat.beat() for _ in range(6)]
+    assert (stalled[-1] > 30) == (how == "working")
+
+
+@pytest.mark.usefixtures("ten_seconds_a_beat")
+def test_a_long_prompt_gets_on_while_the_cache_fills() -> None:
     beat = Heartbeat(client(*(PAGE % (10, usage) for usage in ("0.1", "0.2", "0.2", "0.2", "0.3"))))
-    assert [beat.beat() > 10 for _ in range(5)] == [False, False, True, True, False]
+    stalled = [beat.beat() for _ in range(5)]
+    assert stalled[3] > stalled[2] > stalled[1] == stalled[4]
 
 
 def test_a_server_that_does_not_answer_makes_no_progress_and_is_warned_of_once() -> None:

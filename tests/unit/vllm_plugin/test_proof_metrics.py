@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import prometheus_client
+import pytest
 
-from moe_optimizer.proof.record import PassProof, Proof, ProofWriter
-from moe_optimizer.vllm_plugin.proof_metrics import ProofCollector
+from moe_optimizer.proof.record import PassProof, Proof, ProofWriter, read_proofs
+from moe_optimizer.proof.step_count import StepCount
+from moe_optimizer.vllm_plugin.metrics_page import RunCollector
+from moe_optimizer.vllm_plugin.proof_metrics import proof_metrics
 
 
 def page_of(run_dir: Path, *workers: dict[str, PassProof]) -> str:
@@ -17,8 +21,13 @@ def page_of(run_dir: Path, *workers: dict[str, PassProof]) -> str:
             world_size=len(workers), model_rank=rank, served_model_name="chat", passes=passes,
         )  # fmt: skip
         ProofWriter(run_dir, proof).write()
-    registry = prometheus_client.CollectorRegistry()
-    registry.register(ProofCollector(run_dir))
+    return page_as_it_is(run_dir)
+
+
+def page_as_it_is(run_dir: Path) -> str:
+    registry, page = prometheus_client.CollectorRegistry(), RunCollector(run_dir)
+    page.parts.append(proof_metrics)
+    registry.register(page)
     return prometheus_client.generate_latest(registry).decode()
 
 
@@ -38,3 +47,27 @@ def test_a_pass_is_where_the_last_worker_is(tmp_path: Path) -> None:
 
 def test_without_a_worker_there_is_nothing(tmp_path: Path) -> None:
     assert "moe_optimizer" not in page_of(tmp_path)
+
+
+def test_the_steps_of_each_worker_and_their_age_are_its_heartbeat(tmp_path: Path) -> None:
+    page_of(tmp_path, {}, {})
+    first, second = read_proofs(tmp_path)
+    counts = StepCount(tmp_path, first), StepCount(tmp_path, second)
+    for count in (counts[0], *counts):
+        count.step()
+    page = page_as_it_is(tmp_path)
+    for rank, steps in ((0, 2), (1, 1)):
+        assert f'moe_optimizer_steps_total{{model_name="chat",rank="{rank}"}} {steps}.0' in page.splitlines()
+        assert f'moe_optimizer_last_step_age_seconds{{model_name="chat",rank="{rank}"}} 0.' in page
+
+
+def test_a_worker_that_is_gone_has_no_heartbeat(tmp_path: Path) -> None:
+    page_of(tmp_path, {})
+    (proof,) = read_proofs(tmp_path)
+    StepCount(tmp_path, dataclasses.replace(proof, pid=99)).step()
+    assert "moe_optimizer_steps_total{" not in page_as_it_is(tmp_path)
+
+
+def test_restarts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_OPTIMIZER_RESTARTS", "3")
+    assert 'moe_optimizer_restarts_total{model_name="chat"} 3.0' in page_of(tmp_path, {}).splitlines()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import prometheus_client
 import pytest
 
 from moe_optimizer.cli.expert_metrics import parse_metrics
+from moe_optimizer.errors import InputError
 from moe_optimizer.proof.record import Proof, ProofWriter
 from moe_optimizer.specs.expert_load import ExpertLoad, LayerLoad
-from moe_optimizer.vllm_plugin.expert_load import metrics as expert_load_metrics
-from moe_optimizer.vllm_plugin.expert_load.metrics import ExpertLoadCollector
+from moe_optimizer.vllm_plugin.expert_load.metrics import expert_load_metrics
 from moe_optimizer.vllm_plugin.expert_load.writer import part_path
+from moe_optimizer.vllm_plugin.metrics_page import RunCollector
 
 LOAD = ExpertLoad(
     model='a"b\\c',
@@ -30,12 +29,15 @@ LOAD = ExpertLoad(
 
 
 @pytest.fixture
-def registry() -> prometheus_client.CollectorRegistry:
+def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
+    monkeypatch.setenv("MOE_OPTIMIZER_EXPERT_SERIES", "1")
     return prometheus_client.CollectorRegistry()
 
 
 def page_of(run_dir: Path, registry: prometheus_client.CollectorRegistry) -> str:
-    registry.register(ExpertLoadCollector(run_dir))
+    page = RunCollector(run_dir)
+    page.parts.append(expert_load_metrics)
+    registry.register(page)
     return prometheus_client.generate_latest(registry).decode()
 
 
@@ -65,13 +67,15 @@ def test_before_the_first_step_the_page_shows_nothing_of_ours(
     assert "moe_optimizer" not in page_of(tmp_path, registry)
 
 
-def test_the_collector_is_registered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: list[Any] = []
-    monkeypatch.setattr(expert_load_metrics, "REGISTRY", SimpleNamespace(register=registered.append))
-    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
-    for _ in range(2):
-        expert_load_metrics.show_on_metrics(tmp_path)
-    assert len(registered) == 1
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    expert_load_metrics.show_on_metrics(tmp_path / "other")
-    assert len(registered) == 1
+def test_without_being_asked_for_there_are_figures_and_no_series_of_experts(
+    tmp_path: Path, registry: prometheus_client.CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MOE_OPTIMIZER_EXPERT_SERIES")
+    part_path(tmp_path, 0).parent.mkdir()
+    part_path(tmp_path, 0).write_text(LOAD.to_json())
+    page = page_of(tmp_path, registry)
+    assert "moe_optimizer_expert_load_max_over_mean_ratio{" in page
+    assert "expert=" not in page
+    with pytest.raises(InputError, match="no expert load") as caught:
+        parse_metrics(page, origin="page")
+    assert "MOE_OPTIMIZER_EXPERT_SERIES=1" in str(caught.value.hint)

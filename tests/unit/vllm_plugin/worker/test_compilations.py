@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from moe_optimizer.planner import make_plan
-from moe_optimizer.proof.record import WARMING_FILE, CompilationProof, Proof, ProofWriter
+from moe_optimizer.proof.record import WARMING_FILE, CompilationProof, Proof, ProofWriter, read_proofs
 from moe_optimizer.proof.table import compiled_after_ready
-from moe_optimizer.vllm_plugin.proof_metrics import ProofCollector
+from moe_optimizer.vllm_plugin.proof_metrics import proof_metrics
 from moe_optimizer.vllm_plugin.session import PluginSession
 from moe_optimizer.vllm_plugin.worker import compilations
 from moe_optimizer.vllm_plugin.worker.compilations import JIT_EVENTS, CompilationWatch, cache_folders, cached_kernels
@@ -106,7 +106,8 @@ def worker(rank: int, proof: CompilationProof | None) -> Proof:
 def test_the_metrics_have_the_counts_of_every_worker(tmp_path: Path) -> None:
     for rank in range(2):
         ProofWriter(tmp_path, worker(rank, CompilationProof(before_ready=3, after_ready=rank))).write()
-    (metric,) = [each for each in ProofCollector(tmp_path).collect() if each.name == "moe_optimizer_compilations"]
+    metrics = proof_metrics(tmp_path, read_proofs(tmp_path))
+    (metric,) = [each for each in metrics if each.name == "moe_optimizer_compilations"]
     values = {(sample.labels["rank"], sample.labels["when"]): sample.value for sample in metric.samples}
     assert values == {
         ("0", "before_ready"): 3, ("0", "after_ready"): 0, ("1", "before_ready"): 3, ("1", "after_ready"): 1,

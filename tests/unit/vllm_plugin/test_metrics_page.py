@@ -1,0 +1,43 @@
+"""The one collector on the metrics page, also on the page that several API servers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import prometheus_client
+import pytest
+
+from moe_optimizer.vllm_plugin import metrics_page
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
+    own = prometheus_client.CollectorRegistry()
+    monkeypatch.setattr(metrics_page, "REGISTRY", own)
+    monkeypatch.setattr(metrics_page, "_pages", {})
+    monkeypatch.setattr(metrics_page, "apply_when_imported", lambda patch: None)
+    return own
+
+
+def steps(run_dir: Path, proofs: object) -> Iterator[prometheus_client.Metric]:
+    yield prometheus_client.Metric("steps", str(run_dir), "gauge")
+
+
+def pages(registry: prometheus_client.CollectorRegistry) -> int:
+    return prometheus_client.generate_latest(registry).decode().count("# TYPE steps gauge")
+
+
+def test_a_part_is_shown_once(tmp_path: Path, registry: prometheus_client.CollectorRegistry) -> None:
+    for _ in range(2):
+        metrics_page.show_on_metrics(tmp_path, steps)
+    assert pages(registry) == 1
+
+
+def test_the_page_of_several_api_servers_has_it_too(
+    tmp_path: Path, registry: prometheus_client.CollectorRegistry
+) -> None:
+    metrics_page.show_on_metrics(tmp_path, steps)
+    shared = prometheus_client.CollectorRegistry()
+    assert pages(metrics_page.SHARED_PAGE.replacement(lambda: shared)()) == 1
+    assert pages(metrics_page.SHARED_PAGE.replacement(lambda: registry)()) == 1
