@@ -79,5 +79,4 @@ class StartUpProgress:
     def ended(self) -> None:
         """Keep how long this start took, for the next one."""
         with contextlib.suppress(OSError):
-            self._last_start.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._last_start, f"{time.monotonic() - self._began:.1f}")
