@@ -83,7 +83,7 @@ def _figures(report: LoadReport, mean: LoadFigures) -> str:
         "busiest expert": f"{mean.max_over_mean:.2f} x the mean of its layer",
         "coefficient of variation": f"{mean.variation:.2f}",
         "Gini coefficient": f"{mean.gini:.2f}",
-        "busiest tenth": f"{mean.busiest_share:.0%} of the tokens ({busiest} of {report.num_experts} experts)",
+        f"busiest {busiest} of {report.num_experts}": f"{mean.busiest_share:.0%} of the tokens",
         "experts without a token": f"{mean.unused} of {used * report.num_experts}",
     } | {
         f"EP on {ranks} ranks, in order": f"busiest rank {value:.2f} x the mean"

@@ -18,13 +18,17 @@ if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
 _BLACK, _GREY = (20, 20, 20), (110, 110, 110)
-_MARGIN = 16
-_FONT_SIZE = 14
-_LINE = 20
-_LABELS = 64
+_DENSITY = 2
+"""Pixels for each point: sharp on the screens and in the documents of today."""
+_MARGIN = 16 * _DENSITY
+_FONT_SIZE = 14 * _DENSITY
+_LINE = 20 * _DENSITY
+_LABELS = 64 * _DENSITY
 """Pixels left of the cells for layer numbers."""
-_SCALE = 240
+_SCALE = 240 * _DENSITY
 """Pixels of the colour scale."""
+_SWATCH = 11 * _DENSITY
+_GAP = 4 * _DENSITY
 
 
 def write_heatmap(load: ExpertLoad, path: Path) -> None:
@@ -56,10 +60,10 @@ def write_heatmap(load: ExpertLoad, path: Path) -> None:
     _draw_axes(draw, load, (_MARGIN + _LABELS, top), (cell_width, cell_height))
     bottom = top + len(load.layers) * cell_height + 2 * _LINE
     scale = colours(2.0 ** np.linspace(-OCTAVES, OCTAVES, _SCALE))
-    image.paste(Image.fromarray(np.tile(scale, (11, 1, 1))), (_MARGIN + _LABELS, bottom))
+    image.paste(Image.fromarray(np.tile(scale, (_SWATCH, 1, 1))), (_MARGIN + _LABELS, bottom))
     _label_scale(draw, _MARGIN + _LABELS, bottom)
     written = io.BytesIO()
-    image.save(written, format="PNG")
+    image.save(written, format="PNG", dpi=(72 * _DENSITY, 72 * _DENSITY))
     try:
         write_atomically(path, written.getvalue())
     except OSError as error:
@@ -68,7 +72,8 @@ def write_heatmap(load: ExpertLoad, path: Path) -> None:
 
 def _cell_size(load: ExpertLoad) -> tuple[int, int]:
     """Return width and height of a cell in pixels: large for small models, and a readable picture for large ones."""
-    return min(24, max(4, 1200 // load.num_experts)), min(24, max(8, 800 // len(load.layers)))
+    width, height = min(24, max(4, 1200 // load.num_experts)), min(24, max(8, 800 // len(load.layers)))
+    return width * _DENSITY, height * _DENSITY
 
 
 def _title(load: ExpertLoad) -> str:
@@ -78,9 +83,10 @@ def _title(load: ExpertLoad) -> str:
 def _cells(load: ExpertLoad, width: int, height: int) -> np.ndarray:
     """Return the pixels of all cells, with a white line between cells that are large enough for one."""
     pixels = colours(times_mean(load)).repeat(height, axis=0).repeat(width, axis=1)
-    if min(width, height) >= 8:
-        pixels[height - 1 :: height] = 255
-        pixels[:, width - 1 :: width] = 255
+    if min(width, height) >= 8 * _DENSITY:
+        for offset in range(1, _DENSITY + 1):
+            pixels[height - offset :: height] = 255
+            pixels[:, width - offset :: width] = 255
     return pixels
 
 
@@ -90,12 +96,12 @@ def _draw_axes(draw: ImageDraw, load: ExpertLoad, origin: tuple[int, int], cell:
     every = _step(len(load.layers), cell[1], _LINE)
     for row in range(0, len(load.layers), every):
         middle = y + row * cell[1] + cell[1] // 2
-        draw.text((x - 8, middle), str(load.layers[row].index), fill=_BLACK, anchor="rm")
-    draw.text((_MARGIN, y - 4), "layer", fill=_GREY, anchor="ls")
+        draw.text((x - 2 * _GAP, middle), str(load.layers[row].index), fill=_BLACK, anchor="rm")
+    draw.text((_MARGIN, y - _GAP), "layer", fill=_GREY, anchor="ls")
     every = _step(load.num_experts, cell[0], 2 * _LINE)
     for column in range(0, load.num_experts, every):
-        draw.text((x + column * cell[0] + cell[0] // 2, bottom + 4), str(column), fill=_BLACK, anchor="mt")
-    draw.text((x, y - 4), "expert", fill=_GREY, anchor="ls")
+        draw.text((x + column * cell[0] + cell[0] // 2, bottom + _GAP), str(column), fill=_BLACK, anchor="mt")
+    draw.text((x, y - _GAP), "expert", fill=_GREY, anchor="ls")
 
 
 def _step(count: int, pixels: int, room: int) -> int:
@@ -110,6 +116,7 @@ def _label_scale(draw: ImageDraw, x: int, y: int) -> None:
     for exponent in range(-OCTAVES, OCTAVES + 1):
         position = x + round((exponent + OCTAVES) / (2 * OCTAVES) * (_SCALE - 1))
         label = f"{2**exponent}" if exponent >= 0 else f"1/{2**-exponent}"
-        draw.text((position, y + 14), label, fill=_BLACK, anchor="mt")
-    draw.rectangle((x + _SCALE + 24, y, x + _SCALE + 34, y + 10), fill=UNUSED)
-    draw.text((x + _SCALE + 40, y + 5), "no token", fill=_BLACK, anchor="lm")
+        draw.text((position, y + _SWATCH + _GAP // 2), label, fill=_BLACK, anchor="mt")
+    left = x + _SCALE + 6 * _GAP
+    draw.rectangle((left, y, left + _SWATCH - 1, y + _SWATCH - 1), fill=UNUSED)
+    draw.text((left + _SWATCH + _GAP, y + _SWATCH // 2), "no token", fill=_BLACK, anchor="lm")

@@ -8,10 +8,13 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_optimizer.plan.decision import Applier
 from moe_optimizer.plan.plan import Plan
+
+if TYPE_CHECKING:
+    import yaml
 
 RAY_PORT = 6379
 """Ray's own default."""
@@ -25,6 +28,9 @@ _COMMENT = """\
 """
 _STOP_MARGIN_S = 20
 """Chosen: on top of the time in which a server finishes its requests."""
+_START_S = 1800
+"""As `serve --ready-timeout`."""
+_PROBE = "moe_optimizer.launcher.progress_probe"
 _HEAD = f"$(LWS_LEADER_ADDRESS):{RAY_PORT}"
 # A worker may start long before the leader, which still pulls its image. Would it end then, the whole group would be
 # made anew, the leader with it.
@@ -100,7 +106,7 @@ def render_lws(plan: Plan) -> str:
     documents: list[dict[str, Any]] = []
     if _needs_plan(plan):
         # Pods read the plan's file from it.
-        plan_file = {"plan.json": plan.to_json(indent=None)}
+        plan_file = {"plan.json": _Block(plan.to_json())}
         documents.append(
             {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-plan"}, "data": plan_file}
         )
@@ -123,7 +129,25 @@ def render_lws(plan: Plan) -> str:
     ]
     files = [f"{name} lies in the image at {folder}." for name, folder in _files(plan).items()]
     comment = _COMMENT + "".join(f"{line}\n" for text in files for line in _comment(text))
-    return comment + yaml.safe_dump_all(documents, sort_keys=False, width=110)
+    return comment + yaml.dump_all(documents, Dumper=_dumper(), sort_keys=False, width=110)
+
+
+class _Block(str):
+    """Text that YAML shows as it is, line by line."""
+
+    __slots__ = ()
+
+
+def _dumper() -> type[yaml.SafeDumper]:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Writes blocks as blocks."""
+
+    Dumper.add_representer(
+        _Block, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
+    )
+    return Dumper
 
 
 def _pod(plan: Plan, role: str, ray: str) -> dict[str, Any]:
@@ -144,7 +168,7 @@ def _pod(plan: Plan, role: str, ray: str) -> dict[str, Any]:
     if role == "leader":
         steps.append("exec " + " ".join(_serve_words(plan, model=_MODEL_MOUNT, host="0.0.0.0")))
         container["ports"] = [{"containerPort": port}]
-        container["readinessProbe"] = {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 10}
+        container |= _probes(port)
     container["args"] = ["\n".join(steps)]
     container["env"].append({"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
     volumes: list[dict[str, Any]] = [
@@ -158,6 +182,17 @@ def _pod(plan: Plan, role: str, ray: str) -> dict[str, Any]:
     grace_s = int(plan.serve_args.drain_timeout_s()) + _STOP_MARGIN_S
     spec = {"terminationGracePeriodSeconds": grace_s, "containers": [container], "volumes": volumes}
     return {"metadata": {"labels": {"role": role}}, "spec": spec}
+
+
+def _probes(port: int) -> dict[str, Any]:
+    """Return the probes of a server: up to half an hour to start, then requests must get on for it to live."""
+    health = {"httpGet": {"path": "/health", "port": port}, "periodSeconds": 10}
+    progress = {"exec": {"command": ["python3", "-P", "-m", _PROBE, str(port)]}}
+    return {
+        "startupProbe": {**health, "failureThreshold": _START_S // 10},
+        "readinessProbe": health,
+        "livenessProbe": {**progress, "periodSeconds": 20, "timeoutSeconds": 15, "failureThreshold": 3},
+    }
 
 
 def _environment(plan: Plan, folder: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ from moe_optimizer.proof.record import Proof
 
 STEPS_DIR = "steps"
 """Below the run folder: a file for each worker, named after its rank and process."""
+AGE_METRIC = "moe_optimizer_last_step_age_seconds"
 _FORM = struct.Struct("<Qd")
 
 

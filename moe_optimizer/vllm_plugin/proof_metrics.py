@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from moe_optimizer import env
 from moe_optimizer.proof.record import PassProof, Proof
-from moe_optimizer.proof.step_count import read_steps, worker_name
+from moe_optimizer.proof.step_count import AGE_METRIC, read_steps, worker_name
 
 _PREFIX = "moe_optimizer"
 _STATES = ("not_applied", "applied", "ran")
@@ -41,7 +41,7 @@ def _progress(run_dir: Path, proofs: Sequence[Proof]) -> Iterator[Metric]:
     labels = ("model_name", "rank")
     steps = CounterMetricFamily(f"{_PREFIX}_steps", "Steps that a worker has begun: its heartbeat.", labels=labels)
     age = GaugeMetricFamily(
-        f"{_PREFIX}_last_step_age_seconds",
+        AGE_METRIC,
         "Seconds since a worker's last step began; while vllm:num_requests_running is not 0, it should stay small.",
         labels=labels,
     )

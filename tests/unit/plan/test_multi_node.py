@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import importlib.util
 import shlex
 import subprocess
 from typing import Any
@@ -180,3 +180,26 @@ def test_names_are_such_as_kubernetes_takes(name):
     assert 0 < len(label) <= 50
     assert label.replace("-", "").isalnum()
     assert label[-1] != "-"
+
+
+@pytest.mark.parametrize("kind", ["replicas", "pipeline"])
+def test_the_plan_is_a_block_that_can_be_read(kind):
+    text = render_lws(plan(kind, wishes=resolve_wishes(["expert-load"], [])))
+    assert "  plan.json: |\n" in text or "  plan.json: |-\n" in text
+    assert '      "decisions": [\n' in text
+
+
+@pytest.mark.parametrize("kind", ["replicas", "pipeline"])
+def test_a_server_may_take_long_to_start_and_lives_while_it_gets_on(kind):
+    made = plan(kind)
+    *_, workers = yaml.safe_load_all(render_lws(made))
+    template = workers["spec"]["leaderWorkerTemplate"]
+    leader = template.get("leaderTemplate", template["workerTemplate"])["spec"]["containers"][0]
+    start = leader["startupProbe"]
+    assert start["periodSeconds"] * start["failureThreshold"] == 1800
+    assert leader["readinessProbe"]["httpGet"]["path"] == "/health"
+    *_, module, port = leader["livenessProbe"]["exec"]["command"]
+    assert importlib.util.find_spec(module) is not None
+    assert int(port) == leader["ports"][0]["containerPort"]
+    if kind == "pipeline":
+        assert "livenessProbe" not in template["workerTemplate"]["spec"]["containers"][0]
