@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+import time
+from collections.abc import Iterator
 
 LOGGER_NAME = "moe_optimizer"
 
@@ -11,6 +14,14 @@ LOGGER_NAME = "moe_optimizer"
 def get_logger(name: str) -> logging.Logger:
     """Return the logger of one of this package's modules (pass `__name__`)."""
     return logging.getLogger(name)
+
+
+@contextlib.contextmanager
+def timed(logger: logging.Logger, what: str) -> Iterator[None]:
+    """Say at the end of the block, to whoever wants every message, what was done and how long it took."""
+    begin = time.perf_counter()
+    yield
+    logger.debug("%s: %.0f ms", what, 1e3 * (time.perf_counter() - begin))
 
 
 def configure(*, verbose: bool) -> None:

@@ -98,7 +98,7 @@ class CommonOptions:
     """Options of every command."""
 
     json: bool = _flag("--json", "Print the result as JSON on stdout.")
-    verbose: bool = _flag("--verbose", "Print every message, and the traceback of an internal error.")
+    verbose: bool = _flag("--verbose", "Print every message, our decisions, and the traceback of an internal error.")
 
 
 @dataclass(frozen=True, kw_only=True)

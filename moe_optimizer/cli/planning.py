@@ -15,7 +15,7 @@ from moe_optimizer.cli.options import PlanOptions
 from moe_optimizer.cli.settings import Setting, Settings, resolve
 from moe_optimizer.env import read_environment
 from moe_optimizer.errors import InputError, MoeOptimizerError
-from moe_optimizer.log import get_logger
+from moe_optimizer.log import get_logger, timed
 
 if TYPE_CHECKING:
     from moe_optimizer.plan.plan import Plan
@@ -127,12 +127,18 @@ def read_request(options: PlanOptions) -> tuple[Settings, PlanRequest]:
     if settings.disabled:
         share = min(profile.gpu_memory_utilization, _PLAIN_SHARE)
         profile = profile.model_copy(update={"gpu_memory_utilization": share})
-    dtype, software = settings["dtype"], read_software()
+    dtype = settings["dtype"]
+    with timed(LOGGER, "software is read"):
+        software = read_software()
     if software.vllm is not None and settings["engine"] == "vllm":
         check_knows(software.vllm, options.vllm_args)
+    with timed(LOGGER, "the model is inspected"):
+        model = ModelInspector(trust_remote_code=settings["trust_remote_code"]).inspect(settings["model"])
+    with timed(LOGGER, "the hardware is read"):
+        hardware = read_hardware(settings.values["hardware"], settings["gpus"], options.nodes)
     request = PlanRequest(
-        model=ModelInspector(trust_remote_code=settings["trust_remote_code"]).inspect(settings["model"]),
-        hardware=read_hardware(settings.values["hardware"], settings["gpus"], options.nodes),
+        model=model,
+        hardware=hardware,
         software=software,
         profile=profile,
         num_gpus=settings["gpus"],

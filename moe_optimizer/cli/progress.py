@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
@@ -11,13 +12,15 @@ from moe_optimizer.cli import messages
 from moe_optimizer.cli.termination import clean_termination
 from moe_optimizer.errors import printable
 
+_OVER = "\r\x1b[K"
+"""Goes to the begin of the terminal's line and empties it."""
 OnStep = Callable[[float, str], None]
 
 
 class ProgressLines:
-    """Lines for stderr: at once on a terminal, elsewhere once nothing can refuse or end the start any more.
+    """Lines for stderr: at once on a terminal, elsewhere once nothing of ours can refuse the start any more.
 
-    The first stderr line of a command that fails is its error, for whoever reads it from a pipe or a file; lines
+    The first stderr line of a command that is refused is its error, for whoever reads it from a pipe or a file; lines
     that are still held then are dropped.
 
     Args:
@@ -26,24 +29,30 @@ class ProgressLines:
 
     def __init__(self, *, verbose: bool) -> None:
         self._held: list[str] | None = None if verbose or sys.stderr.isatty() else []
+        self._over = False
 
     def line(self, text: str) -> None:
         """Write one line, or hold it."""
         if self._held is not None:
             self._held.append(text)
             return
+        self._write(f"{printable(text)}\n")
+
+    def live(self, text: str) -> None:
+        """Write a line on a terminal that the next line is written over."""
+        columns = shutil.get_terminal_size().columns
+        self._write(printable(text)[: columns - 1])
+        self._over = True
+
+    def _write(self, text: str) -> None:
+        over, self._over = _OVER if self._over else "", False
         try:
-            sys.stderr.write(f"{printable(text)}\n")
+            sys.stderr.write(f"{over}{text}")
             sys.stderr.flush()
         except OSError as error:
             # The terminal was closed: SIGHUP comes as well, and nobody reads what is said until then.
             if error.errno != errno.EIO:
                 raise
-
-    def last(self, text: str) -> None:
-        """Write the line with which the command ends; what is still held is dropped."""
-        self._held = None
-        self.line(text)
 
     def warn(self, warnings: Iterable[str]) -> None:
         """Write each warning as a line of its own, or hold it."""

@@ -58,12 +58,13 @@ def command(options: ServeOptions) -> messages.Output | int:
         check_can_serve_here(plan, settings)
         launch.check(plan, run_dir=run_dir)
     lines.warn(plan.warnings)
+    # Nothing of ours refuses the start any more. What fails from here on stands after these lines, at the end.
+    lines.release()
     ready = False
 
     def on_ready(info: launch.ServerInfo) -> None:
         nonlocal ready
         ready = True
-        lines.release()
         if options.json:
             messages.write_data(messages.as_json_text(ready_server(plan, info)))
             sys.stdout.flush()
@@ -78,14 +79,14 @@ def command(options: ServeOptions) -> messages.Output | int:
             ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
             warm_up_s=0.0 if options.no_warm_up or settings.disabled else DEFAULT_LIMIT_S,
             stall_timeout_s=DEFAULT_STALL_TIMEOUT_S if options.stall_timeout is None else options.stall_timeout,
-            on_loading=lines.release,
             echo=lines.line,
+            live=lines.live if messages.use_color(sys.stderr) and not options.verbose else None,
             verbose=options.verbose,
         )
     if ready:
         return ExitCode.OK
     # Stopped before it was ready: that is an interrupt, not the end of a run.
-    lines.last("interrupted")
+    lines.line("interrupted")
     return INTERRUPTED
 
 

@@ -47,8 +47,8 @@ def serve(
     ready_timeout_s: float = 600.0,
     warm_up_s: float = 0.0,
     stall_timeout_s: float = 0.0,
-    on_loading: Callable[[], None] | None = None,
     echo: Callable[[str], None] | None = None,
+    live: Callable[[str], None] | None = None,
     verbose: bool = False,
 ) -> NoReturn:
     """Serve `plan` until a stop is requested or something fails; then let the servers finish their requests.
@@ -57,7 +57,7 @@ def serve(
     however it comes.
 
     Args:
-        plan, run_dir, require, strict, warm_up_s, stall_timeout_s, on_loading, echo, verbose: see `Supervisor`.
+        plan, run_dir, require, strict, warm_up_s, stall_timeout_s, echo, live, verbose: see `Supervisor`.
         on_ready: called each time everything is ready.
         restarts: how often the servers are started again when they end or hang after they were ready.
         ready_timeout_s: how long everything may take to answer.
@@ -73,7 +73,7 @@ def serve(
         while True:
             run = Supervisor(
                 plan, run_dir, served=served, require=require, strict=strict, warm_up_s=warm_up_s,
-                stall_timeout_s=stall_timeout_s, on_loading=on_loading, echo=echo, verbose=verbose,
+                stall_timeout_s=stall_timeout_s, echo=echo, live=live, verbose=verbose,
             )  # fmt: skip
             try:
                 with run.started(stops):

@@ -63,14 +63,14 @@ class Service:
         if refused and self.takes_user_arguments and not self.ready:
             return InputError(f"vLLM refuses its arguments: {refused}", hint=self.log_hint)
         when = "while serving" if self.ready else "during start-up"
-        if killed := self._killed():
+        if killed := self.killed():
             return ServerFailedError(f"{self.title} ended {when}: {killed}", hint=self.log_hint)
         # vLLM ends with status 0 when its engine is killed, so the status says little.
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         cause = root_cause(self.folder.log_path)
         return self.failed(f"ended {when} ({how}){f': {cause}' if cause else ''}")
 
-    def _killed(self) -> str:
+    def killed(self) -> str:
         """Return in words which of its processes were killed by a signal, "" when its log says of none."""
         try:
             roles = {str(proof.pid): named_role(proof.role) for proof in read_proofs(self.folder.path)}

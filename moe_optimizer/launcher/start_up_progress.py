@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moe_optimizer.files import read_text, write_atomically
-from moe_optimizer.launcher.server_log import READING
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.resources import cache_dir
 
@@ -32,23 +31,27 @@ class StartUpProgress:
         plan: what is started.
         log_path: of the first server; the others start as it does.
         say: takes a line for each phase.
+        live: takes the state of the start again and again, instead of those lines; None: there is no terminal.
     """
 
-    def __init__(self, plan: Plan, log_path: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, plan: Plan, log_path: Path, say: Callable[[str], None], live: Callable[[str], None] | None = None
+    ) -> None:
         # What makes two starts alike as far as time goes: a changed flag seldom doubles it.
         key = "\n".join([plan.model.path, str(plan.vllm_version), str(plan.num_gpus)])
         name = hashlib.sha256(key.encode()).hexdigest()[:16]
         self._last_start = cache_dir(os.environ) / "start_up" / f"{name}.seconds"
-        self._log_path, self._say = log_path, say
+        self._log_path, self._say, self._live = log_path, say, live
         self._phase, self._left = _FIRST, list(_NEXT)
+        self._done: list[str] = []
         self._read_bytes, self._rest = 0, b""
         self._began = self._phase_began = time.monotonic()
         self._expected = self._read_expected()
-        self.past_arguments = False
-        """Weights are being read: what vLLM says of its arguments it has said."""
+        if live is None:
+            say(f"{_FIRST}{f'; about {self._expected} in all, as the last start' if self._expected else ''}")
 
     def look(self) -> None:
-        """Read what the log has more, and say which phases have ended."""
+        """Read what the log has more, and show which phases have ended."""
         try:
             with self._log_path.open("rb") as log:
                 log.seek(self._read_bytes)
@@ -57,26 +60,34 @@ class StartUpProgress:
             return
         self._read_bytes += len(new)
         text = self._rest + new
-        self.past_arguments = self.past_arguments or any(words.encode() in text for words in READING)
         self._rest = text[-100:]  # a line may be half written
         while self._left and any(sign in text for sign, _ in self._left):
             sign, phase = self._left.pop(0)
             if sign in text:
                 self._reached(phase)
+        if self._live is not None:
+            now = time.monotonic()
+            total = f"{now - self._began:.0f} s{f' of about {self._expected}' if self._expected else ''}"
+            phases = ", ".join([f"{self._phase} {now - self._phase_began:.0f} s", *reversed(self._done)])
+            self._live(f"{total}: {phases}")
 
     def _reached(self, phase: str) -> None:
         now = time.monotonic()
-        self._say(f"{self._phase} {now - self._phase_began:.0f} s; {phase}{self._expected}")
-        self._phase, self._phase_began, self._expected = phase, now, ""
+        self._done.append(f"{self._phase} {now - self._phase_began:.0f} s")
+        if self._live is None:
+            self._say(f"{self._done[-1]}; {phase}")
+        self._phase, self._phase_began = phase, now
 
     def _read_expected(self) -> str:
         try:
-            seconds = float(read_text(self._last_start, max_bytes=_MAX_SECONDS_BYTES))
-            return f" (the last start took {seconds:.0f} s in all)"
+            return f"{float(read_text(self._last_start, max_bytes=_MAX_SECONDS_BYTES)):.0f} s"
         except ValueError:  # also InputError: it cannot be read
             return ""
 
     def ended(self) -> None:
-        """Keep how long this start took, for the next one."""
+        """Keep how long this start took, for the next one; on a terminal say what its phases took."""
+        if self._live is not None:
+            self._reached("")
+            self._say(", ".join(self._done))
         with contextlib.suppress(OSError):
             write_atomically(self._last_start, f"{time.monotonic() - self._began:.1f}")

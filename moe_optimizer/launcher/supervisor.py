@@ -47,8 +47,8 @@ class Supervisor:
         strict: every pass must run that workers show.
         warm_up_s: how long everything may be driven through the shapes of traffic before it counts as ready; 0: not.
         stall_timeout_s: how long requests may make no progress until the server counts as hanging; 0: for ever.
-        on_loading: called once vLLM has taken its arguments and loads weights, and again before the warm-up.
         echo: takes the messages for the user, line by line; None: there are none.
+        live: takes the state of a start again and again, for a line that is written over; None: there is none.
         verbose: copy the logs to stderr as they grow.
     """
 
@@ -62,13 +62,13 @@ class Supervisor:
         strict: bool = False,
         warm_up_s: float = 0.0,
         stall_timeout_s: float = 0.0,
-        on_loading: Callable[[], None] | None = None,
         echo: Callable[[str], None] | None = None,
+        live: Callable[[str], None] | None = None,
         verbose: bool = False,
     ) -> None:
         self._plan = plan
-        self._warm_up_s, self._on_loading = warm_up_s, on_loading or (lambda: None)
-        self._echo = echo or (lambda _line: None)
+        self._warm_up_s = warm_up_s
+        self._echo, self._live = echo or (lambda _line: None), live
         self._verbose = verbose
         self._stall_timeout_s = stall_timeout_s
         self._served = served or Served()
@@ -119,9 +119,9 @@ class Supervisor:
         Raises: see `launch.serve`.
         """
         deadline = self._started_at + timeout_s
-        progress = StartUpProgress(self._plan, self._deployment.servers[0].folder.log_path, self._echo)
+        progress = StartUpProgress(self._plan, self._deployment.servers[0].folder.log_path, self._echo, live=self._live)
         for server in self._deployment.servers:
-            self._wait_for(server, deadline, timeout_s, lambda: self._show(progress))
+            self._wait_for(server, deadline, timeout_s, progress.look)
         if self._deployment.router is not None:
             self._start(self._deployment.router)
             self._wait_for(self._deployment.router, deadline, timeout_s)
@@ -173,18 +173,12 @@ class Supervisor:
         )
 
     def _warm_up(self) -> None:
-        self._on_loading()
         result = warm_up_deployment(
             self._plan, self._deployment, self._model(), limit_s=self._warm_up_s, pause=self._pause, say=self._echo
         )
         for server in self._deployment.servers:
             server.folder.set_warming(warming=False)
         self._echo(result.in_words())
-
-    def _show(self, progress: StartUpProgress) -> None:
-        progress.look()
-        if progress.past_arguments:
-            self._on_loading()
 
     def _wait_for(
         self, service: Service, deadline: float, timeout_s: float, look: Callable[[], None] = lambda: None
@@ -242,8 +236,9 @@ class Supervisor:
 
     def _await_end(self, server: Service, otherwise: str) -> NoReturn:
         """Give vLLM the time to notice that one of its processes died: its own end says more."""
-        self._pause(NOTICE_S)
-        raise server.failed(otherwise)
+        self._pause(_NOTICE_S)
+        killed = server.killed()
+        raise server.failed(f"hangs: {killed}" if killed else otherwise)
 
     def _pause(self, seconds: float) -> None:
         """Sleep in small steps, looking for a stop request and for a service that has ended."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 from moe_optimizer.errors import RequiredNotAppliedError, UnsupportedError
+from moe_optimizer.log import get_logger
 from moe_optimizer.passes.registry import PASS_NAMES, all_passes, check_wishes
 from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
 from moe_optimizer.plan.plan import Plan
@@ -25,6 +27,7 @@ from moe_optimizer.planner.server_arguments import (
     serve_environment,
 )
 
+_LOGGER = get_logger(__name__)
 _WITHOUT = "leave the requirement out to serve without it"
 
 
@@ -44,7 +47,9 @@ def make_plan(request: PlanRequest) -> Plan:
     context = first_context(request, device, num_gpus)
     check_wishes(context.request.wishes, device)
     for optimization in all_passes():
+        begin = time.perf_counter()
         decision = _without_users(optimization.decide(context), request.vllm_args)
+        _log(decision, time.perf_counter() - begin)
         context = context.with_decision(decision)
     if context.request.num_nodes > 1 and context.num_servers > 1:
         raise UnsupportedError("disaggregation: its servers are planned on one machine, expected no --nodes")
@@ -77,6 +82,12 @@ def make_plan(request: PlanRequest) -> Plan:
     if request.strict:
         _require_wishes(plan, request)
     return plan
+
+
+def _log(decision: Decision, seconds: float) -> None:
+    said = f"{decision.pass_name} (asked {decision.wish.value} by {decision.wish_origin}) is {decision.status.value}"
+    value = f" ({decision.value})" if decision.status is Status.ON else ""
+    _LOGGER.debug("%s%s, decided in %.1f ms: %s", said, value, 1e3 * seconds, decision.reason)
 
 
 def _check_load_balancer(context: PlanContext) -> None:

@@ -5,6 +5,13 @@ The server is a stand-in for vLLM, started as vLLM is. With a real one: tests/vl
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +65,20 @@ def test_an_interrupt_while_the_server_starts_leaves_nothing(serve: Any) -> None
     finished = serve("silent escape unproven", interrupt_when=lambda pids: any(map(is_server, pids)))
     assert finished.code == INTERRUPTED, finished
     assert finished.stdout == ""
-    assert finished.stderr == "interrupted\n"
+    assert finished.stderr.startswith("starting vLLM; its log: ")
+    assert finished.stderr.endswith("\ninterrupted\n")
     assert "Traceback" not in finished.stderr
-    assert "error" not in finished.stderr
+    assert "error: " not in finished.stderr
     assert finished.left_running == ()
 
 
 def test_a_server_that_dies_while_starting_is_told_with_its_last_lines(serve: Any) -> None:
     finished = serve("die unproven")
     assert finished.code == ExitCode.SERVER_FAILED, finished
-    assert "during start-up" in finished.first_line
-    assert "cheese" in finished.first_line
+    (error,) = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
+    assert "during start-up" in error
+    assert "cheese" in error
+    assert finished.stderr.index("importing vLLM") < finished.stderr.index(error)
     assert finished.stdout == ""
     assert "fake server, child" in finished.stderr
     assert len(finished.hints) == 1
@@ -76,10 +86,37 @@ def test_a_server_that_dies_while_starting_is_told_with_its_last_lines(serve: An
     assert finished.left_running == ()
 
 
-def test_a_value_that_vllm_refuses_is_bad_input_and_the_first_line_names_it(serve: Any) -> None:
+def test_a_value_that_vllm_refuses_is_bad_input_and_the_error_names_it(serve: Any) -> None:
     finished = serve("usage")
     assert finished.code == ExitCode.BAD_INPUT, finished
-    assert "--dtype" in finished.first_line
+    (error,) = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
+    assert "--dtype" in error
     assert len(finished.hints) == 1
     assert "Traceback" not in finished.stderr
     assert finished.left_running == ()
+
+
+def test_on_a_terminal_a_start_is_one_line_that_is_written_over(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    arguments = ["--model", str(TINY_MOE), "--port", str(free_port()), "--run-dir", str(tmp_path / "run")]
+    command = [sys.executable, "-c", WITH_STAND_IN, "silent unproven", *arguments, "--calibrate", "0"]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(ROOT)}
+    environment.pop("NO_COLOR", None)
+    started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment, cwd=tmp_path)
+    os.close(theirs)
+    shown = b""
+    try:
+        while shown.count(b"importing vLLM") < 3:
+            shown += os.read(ours, 4096)
+    finally:
+        started.send_signal(signal.SIGINT)
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while more := os.read(ours, 4096):
+            shown += more
+    os.close(ours)
+    assert started.wait(60) == INTERRUPTED
+    _, *states = re.split(rb"\r\x1b\[K|\r\n", shown)
+    live = [state for state in states if b"importing vLLM" in state]
+    assert len(live) >= 3
+    assert all(re.match(rb"\d+ s(?: of about \d+ s)?: importing vLLM \d+ s", state) for state in live)
+    assert states[-2:] == [b"interrupted", b""]

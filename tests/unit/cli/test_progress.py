@@ -37,8 +37,14 @@ def test_a_closed_terminal_takes_no_lines_and_ends_nothing(monkeypatch: pytest.M
     ProgressLines(verbose=True).line("stopping")
 
 
-def test_the_last_line_stands_alone_where_lines_were_held(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = ProgressLines(verbose=False)
-    progress.line("starting")
-    progress.last("interrupted")
-    assert capsys.readouterr().err == "interrupted\n"
+def test_a_live_line_is_cut_at_the_terminals_edge_and_written_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    progress = ProgressLines(verbose=True)
+    progress.live("x" * 30)
+    progress.live("loading weights")
+    progress.line("ready")
+    progress.line("served")
+    over = "\r\x1b[K"
+    assert capsys.readouterr().err == f"{'x' * 19}{over}loading weights{over}ready\nserved\n"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import json
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,16 +34,10 @@ SERVER = RunningServer(
 )
 
 
-class Run:
-    """A run that is ready at once, and stopped as soon as it is watched."""
-
-    info = ServerInfo(
-        base_url="http://127.0.0.1:8000", pid=7, model="m", run_dir=Path("run"), log_path=Path("run/server.log"),
-        servers=(SERVER,), rows=(), proofs=(), start_up_s=1.5,
-    )  # fmt: skip
-
-    def watch(self) -> NoReturn:
-        raise StopRequestedError
+READY = ServerInfo(
+    base_url="http://127.0.0.1:8000", pid=7, model="m", run_dir=Path("run"), log_path=Path("run/server.log"),
+    servers=(SERVER,), rows=(), proofs=(), start_up_s=1.5,
+)  # fmt: skip
 
 
 def becomes_ready(values: dict[str, Any]) -> None:
@@ -63,13 +57,14 @@ def launched(
     """
     given: dict[str, Any] = {}
 
-    @contextlib.contextmanager
-    def fake(plan: Any, **values: Any) -> Iterator[Run]:
+    def fake(plan: Any, *, on_ready: Callable[[ServerInfo], None], **values: Any) -> NoReturn:
         given.update(values, plan=plan)
         start(values)
-        yield Run()
+        for restarts in range(values["restarts"] + 1):
+            on_ready(dataclasses.replace(READY, restarts=restarts))
+        raise StopRequestedError
 
-    monkeypatch.setattr(launch, "serving", fake)
+    monkeypatch.setattr(launch, "serve", fake)
     monkeypatch.setattr("moe_optimizer.inspection.vllm_installation.find_vllm", lambda: CPU_VLLM)
     here = load_hardware("cpu")
     monkeypatch.setattr("moe_optimizer.inspection.hardware_probe.probe_hardware", lambda **_: here)
@@ -105,20 +100,42 @@ def test_a_ready_server_is_described_on_stdout(
     shown = json.loads(capsys.readouterr().out)
     assert shown == {
         "base_url": "http://127.0.0.1:8000", "model": "m", "pid": 7, "run_dir": "run", "log": "run/server.log",
-        "plan_digest": given["plan"].digest, "start_up_s": 1.5, "phases_s": {}, "passes": [],
+        "plan_digest": given["plan"].digest, "start_up_s": 1.5, "phases_s": {}, "passes": [], "restarts": 0,
         "servers": [
             {"name": "server", "base_url": "http://127.0.0.1:8000", "pid": 7, "log": "run/server.log"}
         ],
     }  # fmt: skip
 
 
+def test_a_restarted_server_is_described_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched(monkeypatch, becomes_ready, "--json", "--restart", "2")
+    text, restarts = capsys.readouterr().out, []
+    while text.strip():
+        shown, end = json.JSONDecoder().raw_decode(text.lstrip())
+        restarts.append(shown["restarts"])
+        text = text.lstrip()[end:]
+    assert restarts == [0, 1, 2]
+
+
+def test_the_embedded_engine_is_not_restarted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, given = launched(monkeypatch, becomes_ready, "--engine", "embedded", "--restart", "1")
+    assert (code, given) == (ExitCode.UNSUPPORTED, {})
+    assert capsys.readouterr().err.startswith("error: --restart: ")
+
+
 def test_warnings_wait_until_nothing_can_refuse_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(_: dict[str, Any]) -> NoReturn:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
         raise InputError("port taken")
 
-    launched(monkeypatch, refuse, "--gpus", "3")
+    with monkeypatch.context() as checked:
+        checked.setattr(launch, "check", refuse)
+        launched(monkeypatch, becomes_ready, "--gpus", "3")
     assert capsys.readouterr().err == "error: port taken\n"
     launched(monkeypatch, becomes_ready, "--gpus", "3")
     lines = capsys.readouterr().err.splitlines()
@@ -126,7 +143,7 @@ def test_warnings_wait_until_nothing_can_refuse_the_start(
     assert lines[-1] == "starting"
 
 
-def test_a_server_that_dies_before_it_is_ready_is_the_first_line_after_all_that_was_done(
+def test_a_server_that_dies_before_it_is_ready_is_told_after_all_that_was_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(request: Any, *, on_step: Any) -> None:
@@ -141,7 +158,9 @@ def test_a_server_that_dies_before_it_is_ready_is_the_first_line_after_all_that_
     code, _ = launched(monkeypatch, die, "--gpus", "3", "--enable-flash-dmoe")
     assert code == ExitCode.SERVER_FAILED
     said = capsys.readouterr()
-    assert said.err.splitlines() == ["error: server ended", "  last line", "", "hint: its log"]
+    end = "starting vLLM\nerror: server ended during start-up\n  last line\n\nhint: its log\n"
+    assert said.err.startswith("warning: ")
+    assert said.err.endswith(end)
     assert said.out == ""
 
 
@@ -170,7 +189,10 @@ def test_verbose_tells_everything_as_it_comes(
         raise ServerFailedError("server ended")
 
     launched(monkeypatch, die, "--verbose", "--calibrate", "0")
-    assert "vLLM\nerror: server " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "starting vLLM\nerror: server ended\n" in said
+    assert re.search(r"DEBUG: the model is inspected: \d+ ms\n", said)
+    assert re.search(r"DEBUG: flash_dmoe \(asked .*\) is \w+.*, decided in [\d.]+ ms: ", said)
 
 
 def test_strict_is_for_the_launcher_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from tests.builders import cpu_machine, request, tiny_moe
 
 ENGINE = "(EngineCore pid=1) INFO [core.py:133] Initializing a V1 LLM engine (v0.32.0)\n"
 LOADING = "(Worker pid=2) INFO [cpu_model_runner.py:68] Starting to load model\n"
-SHARDS = "(Worker pid=2) Loading safetensors checkpoint shards:   0% Completed | 0/1\n"
 LOADED = "(Worker pid=2) INFO [default_loader.py:501] Loading weights took 0.48 seconds\n"
 
 
@@ -31,38 +30,46 @@ Start = tuple[StartUpProgress, Path, list[str]]
 def test_each_phase_is_said_once_also_from_a_line_that_is_written_in_two_parts(start: Start) -> None:
     progress, log, said = start
     progress.look()
-    assert said == []
+    assert said == ["importing vLLM"]
     for until in (len(ENGINE) - 20, len(ENGINE), len(ENGINE + LOADING)):
         log.write_text((ENGINE + LOADING)[:until])
         progress.look()
-    imported, started = (line.split("; ") for line in said)
-    assert imported[0].startswith("importing ")
-    assert started == [f"{imported[1]} 0 s", "loading weights"]
-
-
-# A worker may still refuse its load format where it begins.
-def test_arguments_count_as_taken_when_weights_are_read(start: Start) -> None:
-    progress, log, _ = start
-    for text, past in ((ENGINE + LOADING, False), (ENGINE + LOADING + SHARDS, True)):
-        log.write_text(text)
-        progress.look()
-        assert progress.past_arguments is past
+    assert said[1:] == [
+        "importing vLLM 0 s; starting engine and workers",
+        "starting engine and workers 0 s; loading weights",
+    ]
 
 
 def test_a_phase_that_the_log_does_not_name_is_passed_over(start: Start) -> None:
     progress, log, said = start
     log.write_text(LOADED)
     progress.look()
-    assert re.fullmatch("importing.* 0 s; compiling.*", "\n".join(said))
+    assert said[1:] == ["importing vLLM 0 s; compiling and sizing the cache"]
 
 
-def test_the_next_start_says_how_long_this_one_took(start: Start, tmp_path: Path) -> None:
+def test_the_next_start_says_at_once_how_long_this_one_took(start: Start) -> None:
     progress, log, _ = start
     progress.ended()
     said: list[str] = []
-    log.write_text(ENGINE)
-    StartUpProgress(make_plan(request(tiny_moe(), cpu_machine())), log, said.append).look()
-    assert said == ["importing vLLM 0 s; starting engine and workers (the last start took 0 s in all)"]
+    StartUpProgress(make_plan(request(tiny_moe(), cpu_machine())), log, said.append)
+    assert said == ["importing vLLM; about 0 s in all, as the last start"]
+
+
+def test_on_a_terminal_one_line_has_it_all_and_the_phases_are_said_at_the_end(start: Start) -> None:
+    start[0].ended()
+    log, said, shown = start[1], list[str](), list[str]()
+    progress = StartUpProgress(make_plan(request(tiny_moe(), cpu_machine())), log, said.append, shown.append)
+    for text in ("", ENGINE, ENGINE + LOADING):
+        log.write_text(text)
+        progress.look()
+    assert said == []
+    assert shown == [
+        "0 s of about 0 s: importing vLLM 0 s",
+        "0 s of about 0 s: starting engine and workers 0 s, importing vLLM 0 s",
+        "0 s of about 0 s: loading weights 0 s, starting engine and workers 0 s, importing vLLM 0 s",
+    ]
+    progress.ended()
+    assert said == ["importing vLLM 0 s, starting engine and workers 0 s, loading weights 0 s"]
 
 
 def test_a_pipe_where_the_last_start_is_kept_is_passed_over(start: Start, tmp_path: Path) -> None:
@@ -72,6 +79,5 @@ def test_a_pipe_where_the_last_start_is_kept_is_passed_over(start: Start, tmp_pa
     kept.unlink()
     os.mkfifo(kept)
     said: list[str] = []
-    log.write_text(ENGINE)
-    StartUpProgress(make_plan(request(tiny_moe(), cpu_machine())), log, said.append).look()
-    assert said == ["importing vLLM 0 s; starting engine and workers"]
+    StartUpProgress(make_plan(request(tiny_moe(), cpu_machine())), log, said.append)
+    assert said == ["importing vLLM"]
