@@ -2,7 +2,7 @@
 
     python benchmarks/soak/kills.py [--count 200] [--write]
 
-In a fixed order: planning into a run folder, calibration into the cache, the files of a run folder, the files of the cache.
+In a fixed order: planning into a run folder, calibration into the cache, the files of a run folder, those of the cache.
 Each runs in a fork of one process that has imported what it needs, in the same folders, and is killed at a random
 moment of what it took unharmed. Then every file that has its final name must be read by its own reader, no file may be
 open to others, and the same work must end well in the same folders.

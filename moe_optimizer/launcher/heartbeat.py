@@ -26,6 +26,8 @@ class Heartbeat:
         self._warned = False
         self._answers = True
         self._engines: Mapping[str, Traffic] = {}
+        self.counts = True
+        """Whether the server publishes the counters."""
 
     @property
     def unfinished(self) -> int:
@@ -37,11 +39,6 @@ class Heartbeat:
         """Requests that had come by then: what is unfinished counts too."""
         return self.unfinished + sum(traffic.finished for traffic in self._engines.values())
 
-    @property
-    def counts(self) -> bool:
-        """Whether the server publishes the counters."""
-        return bool(self._engines)
-
     def beat(self) -> float:
         """Read the counters; return for how many seconds an engine has had requests and made no progress with them.
 
@@ -49,8 +46,8 @@ class Heartbeat:
         """
         before = self._engines
         try:
-            self._engines = read_traffic(self._client)
-            self._answers = True
+            found = read_traffic(self._client)
+            self._engines, self.counts, self._answers = found or {}, found is not None, True
         except (OSError, ValueError):
             self._answers = False
         else:
@@ -80,7 +77,7 @@ class Heartbeat:
             proofs: of the other processes.
         """
         what = f"has made no progress for {stalled_s:.0f} s"
-        if self._answers and self.counts:
+        if self._answers and self._engines:
             what += f" with {self.unfinished} unfinished request{'' if self.unfinished == 1 else 's'}"
         named = {pid: "API server", **{proof.pid: named_role(proof.role) for proof in proofs}}
         stopped = [f"{name} {each} is stopped" for each, name in named.items() if _is_stopped(each)]

@@ -73,7 +73,7 @@ class ServerClient:
             return False
 
     def metrics(self, *names: str, timeout_s: float = _TIMEOUT_S) -> str:
-        """Return the page of the server's metrics, or of those alone that are named: the others cost it time.
+        """Return the page of the server's metrics, or of those that are named where it takes names: others cost time.
 
         Raises:
             OSError: it does not answer.

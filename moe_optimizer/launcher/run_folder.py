@@ -23,6 +23,10 @@ _LEAST_FREE_BYTES = 64 * 2**20
 """Chosen: plan, proofs and the log of a start take under 2 MiB; a log is moved aside at 64."""
 
 
+_FULL_BYTES = 2**20
+"""Chosen: the proof of a worker with 100 layers."""
+
+
 class RunFolder:
     """Files of one server, or of a group of servers with a folder below for each."""
 
@@ -95,6 +99,13 @@ class RunFolder:
                 f"run folder {self.path}: got {free >> 20} MiB free there, expected {_LEAST_FREE_BYTES >> 20} MiB",
                 hint="make room there, or give another folder with --run-dir",
             )
+
+    def is_full(self) -> bool:
+        """Whether its disk takes no more than a proof or two."""
+        try:
+            return shutil.disk_usage(self.path).free < _FULL_BYTES
+        except OSError:
+            return False
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

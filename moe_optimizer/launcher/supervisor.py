@@ -72,7 +72,7 @@ class Supervisor:
         self._verbose = verbose
         self._stall_timeout_s = stall_timeout_s
         self._served = served or Served()
-        self._ready = self._hangs = False
+        self._ready = self._hangs = self._disk_is_full = False
         self._stops: Sequence[int] = ()
         self._deployment = Deployment(plan, RunFolder(run_dir), restarts=self._served.restarts)
         self._evidence = Evidence(plan, self._deployment, require, strict=strict)
@@ -217,6 +217,7 @@ class Supervisor:
         while True:
             self._pause(_LIVENESS_INTERVAL_S)
             self._look_for_stalls()
+            self._look_for_a_full_disk()
             for server in self._deployment.services:
                 bound(server.folder.log_path)
             for server, proof in watched:
@@ -233,6 +234,18 @@ class Supervisor:
                     self._hangs = True
                     raise server.failed(what)
                 self._echo(f"warning: {server.title} {what}")
+
+    def _look_for_a_full_disk(self) -> None:
+        """Say it once when the disk is full, and when it has room again: the server's own log can say nothing then."""
+        folder, was_full = self._deployment.folder, self._disk_is_full
+        self._disk_is_full = folder.is_full()
+        if self._disk_is_full and not was_full:
+            self._echo(
+                f"warning: run folder {folder.path}: its disk is full. The server serves on; until there is room, its "
+                "log, proofs and expert counts are lost"
+            )
+        elif was_full and not self._disk_is_full:
+            self._echo(f"run folder {folder.path}: there is room on its disk again")
 
     def _await_end(self, server: Service, otherwise: str) -> NoReturn:
         """Give vLLM the time to notice that one of its processes died: its own end says more."""

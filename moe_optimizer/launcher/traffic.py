@@ -30,8 +30,10 @@ class Traffic:
     """Its requests wait on purpose (vLLM's sleep)."""
 
 
-def read_traffic(client: ServerClient) -> Mapping[str, Traffic]:
-    """Return the traffic of each engine of a server, by its number; {}: the server does not count it.
+def read_traffic(client: ServerClient) -> Mapping[str, Traffic] | None:
+    """Return the traffic of each engine of a server, by its number; None: the server does not count it.
+
+    With several API servers an engine appears with its first request.
 
     Raises:
         OSError: it does not answer.
@@ -39,8 +41,7 @@ def read_traffic(client: ServerClient) -> Mapping[str, Traffic]:
     names = (_RUNNING, _WAITING, _FINISHED, _AWAKE, *_STEPS)
     page = client.metrics(*names, timeout_s=_TIMEOUT_S)
     if _RUNNING not in page:
-        # With several API servers the page cannot be asked for single metrics.
-        page = client.metrics(timeout_s=_TIMEOUT_S)
+        return None
     engines: dict[str, dict[str, float]] = {}
     for sample in samples(page, "vllm:"):
         if sample.name in names and sample.labels.get("sleep_state", "awake") == "awake":

@@ -13,7 +13,6 @@ from moe_optimizer.vllm_plugin import compat
 from moe_optimizer.vllm_plugin.experts.kernel_choice import FP8_ORACLE, UNQUANTIZED_ORACLE
 from moe_optimizer.vllm_plugin.experts.layerwise_loading import LAYERWISE_LOADING
 from moe_optimizer.vllm_plugin.experts.online_fp8_quantizer import ONLINE_FP8_QUANTIZER
-from moe_optimizer.vllm_plugin.metrics_page import SHARED_PAGE
 from moe_optimizer.vllm_plugin.patch import Patch, probe
 from moe_optimizer.vllm_plugin.placement.expert_placement import ROUTED_EXPERTS
 from moe_optimizer.vllm_plugin.worker.compilations import JIT_EVENTS
@@ -206,7 +205,6 @@ _SEAMS = (
     _patch("a worker's model is loaded", WORKER_MODEL_LOADED),
     _patch("a worker's step", WORKER_EXECUTE_MODEL),
     _patch("monitor of compilations", JIT_EVENTS),
-    _patch("metrics of several API servers", SHARED_PAGE),
     _patch("a layer's expert map", ROUTED_EXPERTS),
     _Known(name="experts interface", look=_abstract_methods, why="the experts classes implement it"),
     _Known(

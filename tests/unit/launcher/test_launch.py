@@ -242,6 +242,60 @@ def test_a_full_disk_is_refused_before_the_start(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
+ON_A_SMALL_DISK = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from moe_optimizer.launcher import deployment, launch
+from moe_optimizer.launcher.http_client import ServerClient
+from moe_optimizer.plan.plan import Plan
+deployment.check_plugin_visible = lambda plan: None
+deployment.server_command = lambda plan, arguments: [sys.executable, *sys.argv[3:]]
+disk = Path(sys.argv[2])
+def fill(info):
+    with (disk / "filler").open("wb", buffering=0) as filler:
+        try:
+            while filler.write(bytes(1 << 16)):
+                pass
+        except OSError as error:
+            print(error.strerror, file=sys.stderr)
+    time.sleep(2)
+    print("answer:", ServerClient(info.base_url).complete("a", max_tokens=1, timeout_s=60), file=sys.stderr)
+    (disk / "filler").unlink()
+    time.sleep(3)
+    os.kill(os.getpid(), signal.SIGTERM)
+def tell(line):
+    print(line, file=sys.stderr, flush=True)
+try:
+    launch.serve(
+        Plan.load(Path(sys.argv[1])), run_dir=disk / "run", echo=tell,
+        on_ready=lambda info: threading.Thread(target=fill, args=[info]).start(),
+    )
+except launch.StopRequestedError:
+    pass
+"""
+
+
+def test_a_server_whose_disk_is_full_serves_on_and_says_what_is_lost(fake: Fake, tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("may not mount a disk of its own here")
+    port, disk, source = free_port(), tmp_path / "disk", tmp_path / "planned.json"
+    source.write_text(fake(port=port).to_json())
+    disk.mkdir()
+    mounted = ["unshare", "-rm", "sh", "-ec", f'mount -t tmpfs -o size=70m none {disk}; exec "$@"', "sh"]
+    arguments = [sys.executable, "-c", ON_A_SMALL_DISK, str(source), str(disk), *FAKE, str(port)]
+    ended = subprocess.run([*mounted, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 0, ended.stderr
+    full, answer, room = (
+        next(number for number, line in enumerate(lines) if sign in line)
+        for sign in ("its disk is full", "answer: hello", "there is room on its disk again")
+    )
+    assert lines[full].startswith(f"warning: run folder {disk}/run: ")
+    assert full < answer < room
+    assert len([line for line in lines if "disk is full" in line]) == 1
+    assert lines[-1].endswith("exit code 0")
+
+
 def test_a_dead_worker_under_a_server_that_hangs_is_noticed(fake: Fake, tmp_path: Path) -> None:
     def kill_worker(info: ServerInfo) -> None:
         # The stand-in does not wait for its child, which stays a zombie: its pid exists, but it is dead.

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import prometheus_client
 import pytest
+from prometheus_client import multiprocess
 
 from moe_optimizer.vllm_plugin import metrics_page
+from moe_optimizer.vllm_plugin.patch import probe
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +18,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegi
     own = prometheus_client.CollectorRegistry()
     monkeypatch.setattr(metrics_page, "REGISTRY", own)
     monkeypatch.setattr(metrics_page, "_pages", {})
-    monkeypatch.setattr(metrics_page, "apply_when_imported", lambda patch: None)
+    monkeypatch.setattr(metrics_page, "apply_when_imported", lambda patch, **_: None)
     return own
 
 
@@ -34,10 +36,26 @@ def test_a_part_is_shown_once(tmp_path: Path, registry: prometheus_client.Collec
     assert pages(registry) == 1
 
 
-def test_the_page_of_several_api_servers_has_it_too(
+def test_the_page_of_several_api_servers_has_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    metrics_page.show_on_metrics(tmp_path, steps)
+    patch, shared = metrics_page.SHARED_PAGE, prometheus_client.CollectorRegistry()
+    assert probe(patch, Path(multiprocess.__file__)) == ""
+    replaced = patch.replacement(multiprocess.MultiProcessCollector.collect)
+    monkeypatch.setattr(multiprocess.MultiProcessCollector, "collect", replaced)
+    multiprocess.MultiProcessCollector(shared)
+    assert pages(shared) == 1
+
+
+def test_the_workers_files_are_not_read_for_every_page(
     tmp_path: Path, registry: prometheus_client.CollectorRegistry
 ) -> None:
-    metrics_page.show_on_metrics(tmp_path, steps)
-    shared = prometheus_client.CollectorRegistry()
-    assert pages(metrics_page.SHARED_PAGE.replacement(lambda: shared)()) == 1
-    assert pages(metrics_page.SHARED_PAGE.replacement(lambda: registry)()) == 1
+    looked: list[Path] = []
+
+    def looking(run_dir: Path, proofs: object) -> Iterator[prometheus_client.Metric]:
+        looked.append(run_dir)
+        yield from steps(run_dir, proofs)
+
+    metrics_page.show_on_metrics(tmp_path, looking)
+    assert [pages(registry) for _ in range(3)] == [1, 1, 1]
+    assert len(looked) == 1
