@@ -4,6 +4,7 @@
 #   scripts/check.sh          all of it
 #   scripts/check.sh lint     without the tests
 #   scripts/check.sh quick    without the tests that start vLLM
+#   scripts/check.sh soak     only what takes hours: mixed load, starts, kills, changed configurations
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH"
@@ -13,9 +14,10 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 unset PYTHONDONTWRITEBYTECODE
 
 what="${1:-all}"
-case "$what" in all | lint | quick) ;; *) echo "check: got '$what', expected lint, quick or nothing" >&2; exit 2 ;; esac
+case "$what" in all | lint | quick | soak) ;; *) echo "check: got '$what', expected lint, quick, soak or nothing" >&2; exit 2 ;; esac
 
 step() { printf '\n== %s\n' "$*"; "$@"; }
+[ "$what" = soak ] && { step pytest -s -n 0 -m soak; exit; }
 # pyright takes one core for about a minute: it runs beside the first tests, whose processes often wait.
 types="$(mktemp)"
 pyright --level error >"$types" 2>&1 &

@@ -49,8 +49,13 @@ def _place(file: Path) -> int:
     return _SERVER_FILES.index(file.name) if file.name in _SERVER_FILES else len(_SERVER_FILES)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests with the longest servers first, and give them an hour: one may start two, on a machine that is busy."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out soaks unless they are asked for.
+
+    Put tests with the longest servers first, and give them an hour: one may start two, on a machine that is busy.
+    """
+    if "soak" not in config.option.markexpr:
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
     served = [item for item in items if item.get_closest_marker("vllm") or item.get_closest_marker("gpu")]
     for item in served:
         item.add_marker(pytest.mark.timeout(3600))

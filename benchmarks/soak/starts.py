@@ -1,0 +1,76 @@
+"""Clean starts of a server, one after the other: the canary passes in each, and each ends with exit code 0.
+
+    python benchmarks/soak/starts.py [--count 50] [--minutes 600] [--write]
+
+Each start serves the bundled model with our kernels required in every worker, answers a request and is stopped. 200
+clean starts of a layer are in `tests/unit/vllm_plugin/experts/test_self_check.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.record import cpu_name, cpu_slug, head, host, parser_of, write_record  # noqa: E402
+from benchmarks.soak.served import served  # noqa: E402
+from moe_optimizer.proof.record import read_proofs  # noqa: E402
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Start, ask, stop; print how each went and with --write store a record.
+
+    Raises:
+        AssertionError: a canary did not pass, or a server did not end well.
+    """
+    parser = parser_of(__doc__, write=True, commit=True)
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=600.0, help="no further start after so long")
+    args = parser.parse_args(arguments)
+    load_before, begin = os.getloadavg()[0], time.monotonic()
+    starts: list[dict[str, Any]] = []
+    while len(starts) < args.count and time.monotonic() - begin < args.minutes * 60:
+        with tempfile.TemporaryDirectory() as folder:
+            starts.append(_start(Path(folder)))
+        print(starts[-1], flush=True)
+    found = {"starts": len(starts), "false_alarms": sum(not start["passed"] for start in starts), "samples": starts}
+    if args.write:
+        record = {**head("clean starts of a server with the canary", args.commit), **host(load_before), **found}
+        write_record(record, cpu_slug(cpu_name()), "soak_starts")
+    assert starts, "no start"
+    assert not found["false_alarms"], starts
+    assert all(start["exit_code"] == 0 for start in starts), starts
+    return found
+
+
+def _start(folder: Path) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with (folder / "stderr").open("w") as said, served(folder / "run", port, said, "--strict") as run:
+        body = json.dumps({"model": run.ready["model"], "prompt": "def", "max_tokens": 4}).encode()
+        url, kind = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url, body, kind), timeout=600) as answer:
+            assert answer.status == 200
+        canaries = [
+            proof.passes["flash_dmoe"].canary for proof in read_proofs(folder / "run") if proof.role == "worker"
+        ]
+    return {
+        "seconds": round(run.ready["start_up_s"], 1),
+        "canary": canaries,
+        "passed": bool(canaries) and all(each.startswith("passed") for each in canaries),
+        "exit_code": run.code,
+    }
+
+
+if __name__ == "__main__":
+    main()
