@@ -1,4 +1,4 @@
-"""What takes minutes to hours: `scripts/check.sh soak`. The scripts state their claims and keep records with --write."""
+"""What takes minutes to hours: `scripts/check.sh soak`. They state their claims and keep records with --write."""
 
 from __future__ import annotations
 
