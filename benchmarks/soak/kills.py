@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import random
@@ -71,7 +72,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             begin = time.monotonic()
             assert _forked(work, None) == 0, f"{name} does not end well unharmed"
             seconds[name] = time.monotonic() - begin
-        for number in range(args.count):
+        for number in itertools.count():
+            if sum(killed.values()) == args.count:
+                break
             name = _ORDER[number % len(_ORDER)]
             if name == "calibration":
                 for table in measured_dir().glob("*.json"):
@@ -81,7 +84,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             assert status in (0, -signal.SIGKILL), f"{name} ended with {status}"
             checked += _all_whole(Path(folder))
             if number % len(_ORDER) == len(_ORDER) - 1:
-                print(f"{number + 1} killed", file=sys.stderr, flush=True)
+                print(f"{sum(killed.values())} killed", file=sys.stderr, flush=True)
                 for each, work in works.items():
                     assert each == "calibration" or _forked(work, None) == 0, f"{each} does not go on after a kill"
         assert _forked(_calibrate, None) == 0, "calibration does not go on after a kill"

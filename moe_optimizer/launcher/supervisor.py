@@ -249,7 +249,7 @@ class Supervisor:
 
     def _await_end(self, server: Service, otherwise: str) -> NoReturn:
         """Give vLLM the time to notice that one of its processes died: its own end says more."""
-        self._pause(_NOTICE_S)
+        self._pause(NOTICE_S)
         killed = server.killed()
         raise server.failed(f"hangs: {killed}" if killed else otherwise)
 

@@ -86,7 +86,8 @@ def _serve(plan: Plan, run_dir: Path) -> Seen:
         with urllib.request.urlopen(f"{info.base_url}/metrics", timeout=300) as response:
             metrics = response.read().decode()
         counted = prompt_tokens(ServerClient(info.base_url))
-        traffic = read_traffic(ServerClient(info.base_url))
+        engines = read_traffic(ServerClient(info.base_url))
+        traffic = None if engines is None else engines["0"]
         RunFolder(run_dir).set_draining()
         visits.append(Seen(plan, info, answers, perplexity, counted, metrics, traffic, _health(info.base_url)))
         (engine,) = [proof.pid for proof in info.proofs if proof.role == "engine"]
