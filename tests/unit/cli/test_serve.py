@@ -158,7 +158,7 @@ def test_a_server_that_dies_before_it_is_ready_is_told_after_all_that_was_said(
     code, _ = launched(monkeypatch, die, "--gpus", "3", "--enable-flash-dmoe")
     assert code == ExitCode.SERVER_FAILED
     said = capsys.readouterr()
-    end = "starting vLLM\nerror: server ended during start-up\n  last line\n\nhint: its log\n"
+    end = "starting vLLM\nerror: server ended\n  last line\n\nhint: its log\n"
     assert said.err.startswith("warning: ")
     assert said.err.endswith(end)
     assert said.out == ""
