@@ -30,7 +30,7 @@ def test_it_counts_and_names_the_record_of_its_cost_on_such_a_device(ctx: PlanCo
     assert decision.vllm_args.words == ()
     (path,) = decision.evidence
     record = json.loads((ROOT / path).read_text(encoding="utf-8"))
-    assert bool(record["environment"].get("gpu")) == (ctx.device == "cuda")
+    assert record["environment"]["device"].startswith("NVIDIA") == (ctx.device == "cuda")
     medians = [result["quantiles"]["50%"]["ratio"] for result in record["results"].values()]
     if ctx.device == "cuda":
         assert max(medians) < record["goal_ratio"]
