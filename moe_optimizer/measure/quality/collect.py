@@ -97,9 +97,8 @@ class Asked:
             if error.code == _SERVER_ERROR and self._client.healthy():
                 return None
             said = error.read(400).decode("utf-8", errors="replace")
-            raise ServerFailedError(
-                f"{self._name}: the server answers {error.code} to a {probe.kind}: {said}"
-            ) from None
+            what = f"{self._name}: the server answers {error.code} to a {probe.kind}: {said}"
+            raise ServerFailedError(what) from None
 
     def _sent(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         try:
@@ -129,7 +128,8 @@ def _rows(choice: Mapping[str, Any] | None, prompt: tuple[int, ...], number: int
         return
     positions = choice and choice["prompt_logprobs"]
     for place in range(1, len(prompt)):
-        found = positions and {int(each): _number(value["logprob"]) for each, value in positions[place].items()}
+        told = positions[place] if positions else {}
+        found = {int(each): _number(value["logprob"]) for each, value in told.items()}
         yield found or {prompt[place]: _NO_NUMBER}, prompt[place], number
 
 

@@ -30,7 +30,7 @@ def text_of(path: Path) -> tuple[str, ...]:
 
 
 def prompts_of(path: Path) -> tuple[str, ...]:
-    """Return the prompts of a file, one a line; empty lines are left out, and \\n in a line is a line's end.
+    """Return the prompts of a file, one a line; empty lines are left out. A backslash with an n is a line's end.
 
     Raises:
         InputError: it cannot be read, or holds none.

@@ -79,7 +79,8 @@ def divergences(reference: Distributions, other: Distributions) -> NDArray[np.fl
     """Return KL(reference || other) of each position in nats, as far as it is known: a lower bound.
 
     The tokens whose probability both servers tell are compared one by one, all others as one bucket. Putting outcomes
-    together never raises a divergence (data processing inequality), and with the whole vocabulary it is exact.
+    together never raises a divergence (data processing inequality), and with the whole vocabulary it is exact. A token
+    that the other server does not tell is at most as likely there as the last one that it does, which is counted too.
     """
     found = np.empty(len(reference))
     for row in range(len(reference)):
@@ -94,14 +95,37 @@ def _divergence(
 ) -> float:
     if np.isnan(logprobs).any() or np.isnan(others).any():
         return np.inf
+    told, other_told = ids != ABSENT, other_ids != ABSENT
+    ids, logprobs, other_ids, others = ids[told], logprobs[told], other_ids[other_told], others[other_told]
     _, mine, theirs = np.intersect1d(ids, other_ids, return_indices=True)
-    known = ids[mine] != ABSENT
-    p_log, q_log = logprobs[mine[known]], others[theirs[known]]
+    p_log, q_log = logprobs[mine], others[theirs]
     p, q = np.exp(p_log), np.exp(q_log)
-    p_rest, q_rest = max(1.0 - p.sum(), _LEAST_MASS), max(1.0 - q.sum(), _LEAST_MASS)
-    total = float(np.sum(p * (p_log - q_log)) + p_rest * np.log(p_rest / q_rest))
+    mine_alone = np.exp(np.delete(logprobs, mine))
+    # The last one told may be the text's own token, told however unlikely it is: the one before bounds the others.
+    most = np.exp(np.partition(others, 1)[1]) if len(others) > 1 else 1.0
+    total = float(np.sum(p * (p_log - q_log))) + _rest(1.0 - p.sum(), 1.0 - q.sum(), mine_alone, most)
     # Sums of float32 that are not quite 1 may leave a few 1e-7 below zero.
     return max(total, 0.0)
+
+
+def _rest(p_rest: float, q_rest: float, p_alone: NDArray[np.float64], most: float) -> float:
+    """Return the least that the tokens that not both servers tell can add to a divergence.
+
+    Args:
+        p_rest: the reference's mass on them.
+        q_rest: the other server's.
+        p_alone: the reference's probabilities of those that it tells.
+        most: the most that the other server can give to one of these.
+    """
+    total = 0.0
+    for p in sorted(p_alone, reverse=True):
+        # Mass in proportion to the reference's costs least; where that is more than there can be, the most costs least.
+        if p * q_rest <= most * p_rest:
+            break
+        total += p * np.log(p / most)
+        p_rest, q_rest = p_rest - p, q_rest - most
+    p_rest, q_rest = max(p_rest, _LEAST_MASS), max(q_rest, _LEAST_MASS)
+    return total + p_rest * float(np.log(p_rest / q_rest))
 
 
 def _same_best(reference: Distributions, other: Distributions) -> NDArray[np.bool_]:

@@ -50,7 +50,7 @@ def named(
     culprits = [failure for _, failures in alone for failure in failures]
     if failed and not culprits and len(on) == 1:
         return [_of(on[0], failure) for failure in failed]
-    return [*culprits, *failed] if not culprits else [*culprits, *(f for f in failed if not _explained(f, culprits))]
+    return [*culprits, *(each for each in failed if not _explained(each, culprits))]
 
 
 def _explained(failure: Failure, culprits: Sequence[Failure]) -> bool:
