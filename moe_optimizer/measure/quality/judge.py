@@ -11,11 +11,24 @@ THE_PLAN = "plan"
 _LEAST = frozenset({"top1_agreement", "greedy_match_tokens"})
 """Metrics of which a plan must have at least so much; of all others at most."""
 _OF_DISTRIBUTIONS = ("kl_mean", "kl_p99", "top1_agreement", "perplexity_ratio", "greedy_match_tokens")
+_TIMES_OWN = 2.0
+"""Chosen: the divergences of two independent roundings add up."""
 _LEAST_POSITIONS = 1000
 """Chosen: below, the share of positions and the 99th percentile hang on a handful of them."""
 _NEED_POSITIONS = frozenset({"kl_p99", "top1_agreement", "perplexity_ratio"})
 
 Thresholds = Mapping[str, float | None]
+
+
+def attainable(thresholds: Thresholds, found: Sequence[BatchResult], reference: str) -> Thresholds:
+    """Return thresholds that two right servers can keep.
+
+    A reference that is this far from itself when it batches differs by rounding alone: no plan can be nearer to it than
+    twice that.
+    """
+    limit = thresholds.get("kl_mean")
+    own = max((each.kl_mean.value or 0.0 for each in found if each.side == reference), default=0.0)
+    return thresholds if limit is None else {**thresholds, "kl_mean": max(limit, _TIMES_OWN * own)}
 
 
 def judge(found: Metrics, where: str, thresholds: Thresholds, *, pass_name: str = THE_PLAN) -> list[Failure]:

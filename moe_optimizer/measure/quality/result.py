@@ -147,6 +147,7 @@ class QualityResult(Metrics):
     """Tokens of each distribution that are compared one by one; all others are compared as one, so that a divergence
     is a lower bound."""
     thresholds: Mapping[str, float | None]
+    """As judged: `kl_mean` is raised to twice that of the reference alone and in a batch, where that is more."""
     failed: tuple[Failure, ...]
     probes: tuple[ProbeResult, ...]
     kernels: tuple[KernelResult, ...]

@@ -10,7 +10,7 @@ from moe_optimizer.measure.bench.side import Side
 from moe_optimizer.measure.quality.distributions import Distributions
 from moe_optimizer.measure.quality.divergence import Differences
 from moe_optimizer.measure.quality.embedded import compute_reference
-from moe_optimizer.measure.quality.judge import judge, judge_batch, named
+from moe_optimizer.measure.quality.judge import attainable, judge, judge_batch, named
 from moe_optimizer.measure.quality.kernels import Kernel, kernel_at, proofs_in
 from moe_optimizer.measure.quality.metrics import batch_result, differences, metrics
 from moe_optimizer.measure.quality.probes import Probe, most_sequences, step_sizes
@@ -71,6 +71,7 @@ class _Run:
         self._most = most_sequences(request.judged_plan)
         self._sides = 2 + (len(request.alone) if request.always_alone else 0)
         self._served = 0
+        self._thresholds = request.thresholds
 
     def result(self) -> QualityResult:
         """Measure and judge."""
@@ -85,8 +86,8 @@ class _Run:
         found = _found(asked, reference, plan)
         probes = self._probe_results(found, plan)
         whole = Metrics(**metrics(found))
-        thresholds = request.thresholds
         batch = [each for side in (reference, plan) if (each := batch_result(side.name, asked, side.answers))]
+        thresholds = self._thresholds = attainable(request.thresholds, batch, reference.name)
         failed = judge(whole, "all", thresholds)
         failed += [failure for each in probes for failure in judge(each, each.probe, thresholds)]
         failed += judge_batch(batch, plan.name, thresholds)
@@ -148,10 +149,10 @@ class _Run:
             found = _found(asked, reference, side)
             result = PassResult(**metrics(found), pass_name=name, with_passes=alone.with_passes, value=alone.value)
             results.append(result)
-            failures = judge(result, "all", self._request.thresholds, pass_name=name)
+            failures = judge(result, "all", self._thresholds, pass_name=name)
             for probe, difference in found:
                 one = Metrics(**metrics([(probe, difference)]))
-                failures += judge(one, str(probe), self._request.thresholds, pass_name=name)
+                failures += judge(one, str(probe), self._thresholds, pass_name=name)
             # A pass that runs only with another fails by that one if the other fails too.
             if not any(other in alone.with_passes for other, earlier in failed if earlier):
                 failed.append((name, failures))
