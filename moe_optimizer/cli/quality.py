@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_optimizer.cli import messages
+from moe_optimizer.cli import judgement, messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, QualityOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
@@ -36,6 +36,7 @@ def command(options: QualityOptions) -> messages.Output:
     through the API. Thresholds are the profile's. Exit code 5 if one is not kept; then each pass is measured alone and
     the one at fault is named. With --run-dir, a stopped run goes on where it was.
     """
+    from moe_optimizer.measure.bench.side import STOCK
     from moe_optimizer.measure.quality.run import run_quality
     from moe_optimizer.measure.quality.table import render
 
@@ -43,8 +44,11 @@ def command(options: QualityOptions) -> messages.Output:
     request = _request(options, lines)
     with progress_bar("quality", lines=lines) as show:
         result = run_quality(request, on_step=show)
+    notes = ()
+    if result.reference == STOCK:
+        notes = (f"plans that serve the same will say so: {judgement.keep(request.judged_plan, result)}",)
     code = ExitCode.QUALITY_FAILED if result.failed else ExitCode.OK
-    return messages.Output(result=result, render=render, code=code)
+    return messages.Output(result=result, render=render, notes=notes, code=code)
 
 
 def _request(options: QualityOptions, lines: ProgressLines) -> QualityRequest:
