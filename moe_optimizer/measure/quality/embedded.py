@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _MODULE = "moe_optimizer.measure.quality.embedded"
 _GRACE_S = 5.0
+_LEAST_LENGTH = 64
+"""Tokens: the prompts by which kinds of layers are suspected are shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,8 @@ class EmbeddedProbe:
 
     title: str
     prompts: tuple[tuple[int, ...], ...]
-    generated: bool
+    generated: int
+    """Tokens that the server generated from each at most; 0: none."""
     answers: str
     """Path of the server's distributions."""
     reference: str
@@ -74,7 +77,7 @@ def compute_reference(
         EmbeddedProbe(
             title=str(probe),
             prompts=probe.prompts,
-            generated=bool(probe.generated),
+            generated=probe.generated,
             answers=str(answers / f"{probe.key}.npz"),
             reference=str(reference / f"{probe.key}.npz"),
         )
@@ -90,10 +93,11 @@ def compute(request: EmbeddedRequest, on_step: OnStep) -> Suspects:
     from moe_optimizer.debug.oracle import logprobs_behind, suspects
     from moe_optimizer.engine import LLM
 
-    longest = max(len(prompt) for probe in request.probes for prompt in probe.prompts)
+    needed = (len(prompt) + max(1, probe.generated) for probe in request.probes for prompt in probe.prompts)
+    longest = max(_LEAST_LENGTH, *needed)
     llm = LLM(
         request.model, dtype="float32", device="cpu", max_num_seqs=1, enable_prefix_caching=False,
-        enable_chunked_prefill=False, max_num_batched_tokens=2 * longest + 1024,
+        enable_chunked_prefill=False, max_model_len=longest, max_num_batched_tokens=longest,
     )  # fmt: skip
     for number, probe in enumerate(request.probes):
         on_step(number / len(request.probes), f"embedded engine: {probe.title}")
@@ -105,9 +109,10 @@ def compute(request: EmbeddedRequest, on_step: OnStep) -> Suspects:
         for sequence, prompt in enumerate(probe.prompts):
             mine = theirs.at(np.flatnonzero(theirs.sequences == sequence))
             chosen = mine.next_ids.tolist() if probe.generated else []
-            logprobs = logprobs_behind(llm, [*prompt, *chosen])
-            rows.append(logprobs[len(prompt) - 1 : -1] if probe.generated else logprobs[:-1])
-        _beside(theirs, rows, request.top_logprobs, generated=probe.generated).write(path)
+            # Behind the last one nobody has said anything.
+            logprobs = logprobs_behind(llm, [*prompt, *chosen][:-1])
+            rows.append(logprobs[len(prompt) - 1 :] if probe.generated else logprobs)
+        _beside(theirs, rows, request.top_logprobs, generated=bool(probe.generated)).write(path)
     return Suspects(layers=suspects(llm))
 
 

@@ -28,7 +28,7 @@ def test_it_stands_beside_the_servers_own_tokens(tmp_path: Path) -> None:
         answers.write(tmp_path / f"{name}.npz")
         probes.append(
             EmbeddedProbe(
-                title=name, prompts=(PROMPT,), generated=name == "generated",
+                title=name, prompts=(PROMPT,), generated=3 * (name == "generated"),
                 answers=str(tmp_path / f"{name}.npz"), reference=str(tmp_path / f"{name}-reference.npz"),
             )
         )  # fmt: skip
