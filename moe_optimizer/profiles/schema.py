@@ -177,7 +177,7 @@ class Passes(Section):
 class Quality(Section):
     """How far the server's answers may be from those of stock vLLM; `moe-optimizer quality` judges. null: any."""
 
-    kl_mean: float | None = Field(default=0.0002, gt=0, le=100)
+    kl_mean: float | None = Field(default=0.0004, gt=0, le=100)
     """Mean KL divergence of the next-token distributions, nats a token; or twice that between stock vLLM alone and in a
     batch, where that is more. Chosen: for kernels that round in another order, and no more."""
     kl_p99: float | None = Field(default=0.005, gt=0, le=100)

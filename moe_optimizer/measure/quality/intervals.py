@@ -30,7 +30,7 @@ def estimate(values: NDArray[np.float64], sequences: NDArray[np.int32], statisti
 
     Args:
         values: [P], one for each position.
-        sequences: [P], its prompt.
+        sequences: [P], its prompt; ascending.
         statistic: of values.
 
     Raises:
@@ -41,7 +41,8 @@ def estimate(values: NDArray[np.float64], sequences: NDArray[np.int32], statisti
     whole = statistic(values)
     if not np.isfinite(values).all():
         return Estimate(_finite(whole), None, None)
-    groups = [values[sequences == each] for each in np.unique(sequences)]
+    _, starts = np.unique(sequences, return_index=True)
+    groups = np.split(values, starts[1:])
     generator = np.random.default_rng(0)
     drawn = [
         statistic(np.concatenate([groups[each] for each in generator.integers(len(groups), size=len(groups))]))

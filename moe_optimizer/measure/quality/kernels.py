@@ -37,7 +37,8 @@ def kernel_at(plan: Plan, proofs: Sequence[Proof], tokens: int) -> Kernel:
     for ranges in params.dispatch.values():
         use = next((each.use for each in ranges if tokens <= each.up_to), STOCK)
         return Kernel(use, dtype, "vllm" if use == STOCK else f"moe_optimizer {params.kernel}")
-    name = next((proof.passes[_PASS].kernel for proof in proofs if _PASS in proof.passes), "") or params.kernel
+    proven = (proof.passes[_PASS].kernel for proof in model_holders(proofs) if _PASS in proof.passes)
+    name = next(filter(None, proven), params.kernel)
     return Kernel(name, dtype, f"moe_optimizer {params.kernel}")
 
 

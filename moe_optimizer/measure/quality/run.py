@@ -85,16 +85,16 @@ class _Run:
             plan, _ = self._serve(request.plan, "plan")
         found = _found(asked, reference, plan)
         probes = self._probe_results(found, plan)
-        whole = Metrics(**metrics(found))
+        fields = metrics(found)
         batch = [each for side in (reference, plan) if (each := batch_result(side.name, asked, side.answers))]
         thresholds = self._thresholds = attainable(request.thresholds, batch, reference.name)
-        failed = judge(whole, "all", thresholds)
+        failed = judge(Metrics(**fields), "all", thresholds)
         failed += [failure for each in probes for failure in judge(each, each.probe, thresholds)]
         failed += judge_batch(batch, plan.name, thresholds)
         blamed = len(request.alone) > 1
         alone, alone_failed = self._alone(asked, reference) if request.always_alone or (failed and blamed) else ([], [])
         return QualityResult(
-            **metrics(found),
+            **fields,
             model=request.model,
             plan=plan.name,
             plan_digest=request.judged_plan.digest,
@@ -158,10 +158,12 @@ class _Run:
                 failed.append((name, failures))
         return results, failed
 
-    def _kernel(self, plan: ServedSide, tokens: int) -> Kernel:
-        return kernel_at(self._request.judged_plan, proofs_in(plan.run_dir), tokens)
+    def _kernels(self, found: Found, plan: ServedSide) -> dict[int, Kernel]:
+        proofs = proofs_in(plan.run_dir)
+        return {probe.tokens: kernel_at(self._request.judged_plan, proofs, probe.tokens) for probe, _ in found}
 
     def _probe_results(self, found: Found, plan: ServedSide) -> list[ProbeResult]:
+        kernels = self._kernels(found, plan)
         return [
             ProbeResult(
                 **metrics([(probe, difference)]),
@@ -169,14 +171,16 @@ class _Run:
                 kind=probe.kind,
                 tokens=probe.tokens,
                 prompts=len(probe.prompts),
-                kernel=self._kernel(plan, probe.tokens).name,
+                kernel=kernels[probe.tokens].name,
             )
             for probe, difference in found
         ]
 
     def _kernel_results(self, found: Found, plan: ServedSide) -> list[KernelResult]:
+        kernels = self._kernels(found, plan)
+
         def kernel(each: tuple[Probe, Differences]) -> Kernel:
-            return self._kernel(plan, each[0].tokens)
+            return kernels[each[0].tokens]
 
         results = []
         for which, group in groupby(sorted(found, key=lambda each: str(kernel(each))), key=kernel):

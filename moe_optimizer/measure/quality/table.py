@@ -10,6 +10,7 @@ from moe_optimizer.measure.quality.intervals import Estimate
 from moe_optimizer.measure.quality.result import (
     BatchResult,
     Failure,
+    FirstDifference,
     Metrics,
     PromptResult,
     QualityResult,
@@ -36,6 +37,8 @@ def render(result: QualityResult) -> str:
     lines += [f"not measured alone: {name}: {why}" for name, why in result.not_alone.items()]
     lines += ["", *_intervals(result), *(_batch(each) for each in result.batch)]
     lines += [_task(each) for each in result.tasks]
+    if result.first_difference is not None and result.first_difference.layers:
+        lines += _first_difference(result.first_difference)
     for number, prompt in enumerate(result.prompts, start=1):
         lines += ["", *_prompt(number, prompt, result)]
     return "\n".join([*lines, "", *_verdict(result)])
@@ -86,6 +89,15 @@ def _batch(found: BatchResult) -> str:
         f"{found.side}, alone and among {found.tokens}: KL {_NO_NUMBER if kl is None else f'{kl:.2g}'}, "
         f"{0.0 if same is None else same:.1f} of {found.generated} tokens the same"
     )
+
+
+def _first_difference(found: FirstDifference) -> Iterable[str]:
+    yield (
+        f"first difference: prompt {found.prompt}, token {found.place}: {found.plan_token} instead of "
+        f"{found.reference_token}; what moves it most:"
+    )
+    for layer in found.layers:
+        yield from _wrapped(f"  {layer}", indent="    ")
 
 
 def _task(found: TaskResult) -> str:
