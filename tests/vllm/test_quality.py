@@ -96,7 +96,7 @@ def test_a_right_plan_keeps_every_threshold(servers: tuple[Servers, QualityResul
     clean = servers[1]
     assert clean.failed == ()
     assert clean.not_numbers == 0
-    assert {each.kind for each in clean.probes} == {"prefill", "long prefill", "decode"}
+    assert {each.kind for each in clean.probes} == {"prefill", "decode"}
     assert {each.tokens for each in clean.probes if each.kind == "decode"} == {1, wrong_kernels.BATCH}
     assert clean.kl_mean.value is not None
     assert 0 < clean.kl_mean.value < 0.001

@@ -116,7 +116,7 @@ def _rows(choice: Mapping[str, Any] | None, prompt: tuple[int, ...], number: int
     in step; of generated ones the first.
     """
     if generated:
-        logprobs = choice and choice["logprobs"]
+        logprobs = choice["logprobs"] if choice else None
         if not logprobs:
             yield {0: _NO_NUMBER}, 0, number
             return
@@ -126,7 +126,7 @@ def _rows(choice: Mapping[str, Any] | None, prompt: tuple[int, ...], number: int
             found = {_token_id(each): _number(value) for each, value in (top or {}).items()}
             yield found | {_token_id(token): _number(logprob)}, _token_id(token), number
         return
-    positions = choice and choice["prompt_logprobs"]
+    positions = choice["prompt_logprobs"] if choice else None
     for place in range(1, len(prompt)):
         told = positions[place] if positions else {}
         found = {int(each): _number(value["logprob"]) for each, value in told.items()}

@@ -86,7 +86,11 @@ class _Run:
         found = _found(asked, reference, plan)
         probes = self._probe_results(found, plan)
         fields = metrics(found)
-        batch = [each for side in (reference, plan) if (each := batch_result(side.name, asked, side.answers))]
+        batch = [
+            each
+            for side in ((plan,) if layers else (reference, plan))
+            if (each := batch_result(side.name, asked, side.answers))
+        ]
         thresholds = self._thresholds = attainable(request.thresholds, batch, reference.name)
         failed = judge(Metrics(**fields), "all", thresholds)
         failed += [failure for each in probes for failure in judge(each, each.probe, thresholds)]

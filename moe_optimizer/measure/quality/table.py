@@ -30,7 +30,7 @@ def render(result: QualityResult) -> str:
     lines += [_row(each.probe, each) for each in result.probes]
     lines += [_row("all", result), ""]
     lines += [_header("kernel")]
-    lines += [_row(f"{each.kernel} {each.dtype}".strip(), each) for each in result.kernels]
+    lines += [_row(f"{each.kernel} {_short(each.dtype)}".strip(), each) for each in result.kernels]
     if result.passes_alone:
         lines += ["", _header("one pass alone")]
         lines += [_row(_with(each.pass_name, each.with_passes), each) for each in result.passes_alone]
@@ -55,6 +55,10 @@ def _row(name: str, found: Metrics) -> str:
         f"{name[:26]:<27}{_nats(found.kl_mean):>10}{_nats(found.kl_p99):>10}{_share(found.top1_agreement):>8}"
         f"{_ratio(found.perplexity_ratio):>12}{same:>13}"
     )
+
+
+def _short(dtype: str) -> str:
+    return dtype.replace("bfloat", "bf").replace("float", "fp")
 
 
 def _with(name: str, others: Sequence[str]) -> str:

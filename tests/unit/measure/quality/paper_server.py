@@ -78,7 +78,7 @@ def paper_server() -> Iterator[PaperServer]:
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class calls it so
             pass
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
