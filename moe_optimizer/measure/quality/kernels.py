@@ -33,7 +33,7 @@ def kernel_at(plan: Plan, proofs: Sequence[Proof], tokens: int) -> Kernel:
     decision = plan.decision(_PASS)
     params = decision.params
     if decision.status is not Status.ON or not isinstance(params, FlashDmoeParams) or params.kernel is None:
-        return Kernel(STOCK, dtype, "vllm")
+        return Kernel(plan.serve_args.values.get("--moe-backend", STOCK), dtype, "vllm")
     for ranges in params.dispatch.values():
         use = next((each.use for each in ranges if tokens <= each.up_to), STOCK)
         return Kernel(use, dtype, "vllm" if use == STOCK else f"moe_optimizer {params.kernel}")
