@@ -142,4 +142,5 @@ def test_what_goes_wrong_only_in_large_steps_shows_only_there(
     servers: tuple[Servers, QualityResult], tmp_path: Path
 ) -> None:
     found = servers[0].judged(tmp_path, "above")
-    assert not {"decode, 1 at once", "decode, 8 at once", "prefill, 64 tokens"} & {each.where for each in found.failed}
+    # Eight prompts together are one step of 512 tokens before they are continued.
+    assert not {"decode, 1 at once", "prefill, 64 tokens"} & {each.where for each in found.failed}

@@ -17,6 +17,8 @@ _TIMEOUT_S = 1800.0
 _TOKEN = "token_id:"
 _NO_NUMBER = float("nan")
 _SERVER_ERROR = 500
+_NO_JSON = "float values are not JSON compliant"
+"""What Python says of NaN, and vLLM 0.32 with status 400."""
 
 
 class Asked:
@@ -49,8 +51,8 @@ class Asked:
     def answer(self, probe: Probe) -> Distributions:
         """Return the distributions that a probe asks for.
 
-        A server whose numbers are none (NaN) cannot put them into JSON and answers with an error 500 or null: then a
-        position without a number is returned for each prompt.
+        A server whose numbers are none (NaN) cannot put them into JSON and answers with an error, or null: then
+        positions without a number are returned for each prompt.
 
         Raises:
             ServerFailedError: it does not answer, or refuses the request.
@@ -94,9 +96,9 @@ class Asked:
         try:
             return self._sent(body)
         except urllib.error.HTTPError as error:
-            if error.code == _SERVER_ERROR and self._client.healthy():
-                return None
             said = error.read(400).decode("utf-8", errors="replace")
+            if (error.code >= _SERVER_ERROR or _NO_JSON in said) and self._client.healthy():
+                return None
             what = f"{self._name}: the server answers {error.code} to a {probe.kind}: {said}"
             raise ServerFailedError(what) from None
 

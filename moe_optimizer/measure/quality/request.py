@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,10 +88,18 @@ class QualityRequest:
 
     def _digest(self) -> str:
         """Return a text that is equal for requests whose answers may be put together."""
-        sides = [(side.name, side.url, side.plan.digest if side.plan else None) for side in (self.plan, self.reference)]
+        sides = [(side.name, side.url, _served(side)) for side in (self.plan, self.reference)]
         extent = (self.extent.positions, self.extent.generated)
         what = json.dumps([sides, self.texts, extent, self.top_logprobs, self.prompts, self.tasks, self.task_limit])
         return hashlib.sha256(what.encode()).hexdigest()[:16]
+
+
+def _served(side: Side) -> Sequence[Sequence[str]]:
+    """Return what a side's plan serves; its reasons may say something new once this run has judged it."""
+    if side.plan is None:
+        return ()
+    decided = [(each.pass_name, each.status.value, each.value) for each in side.plan.decisions]
+    return [side.plan.serve_args.words, *decided]
 
 
 def telling(side: Side, top_logprobs: int) -> Side:

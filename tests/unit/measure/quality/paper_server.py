@@ -69,11 +69,12 @@ def paper_server() -> Iterator[PaperServer]:
                 # As vLLM's: what is no number has no JSON.
                 self._send(server.completions(body))
             except ValueError:
-                self.send_error(500)
+                message = "Out of range float values are not JSON compliant"
+                self._send({"error": {"message": message}}, status=400)
 
-        def _send(self, found: dict[str, Any]) -> None:
+        def _send(self, found: dict[str, Any], status: int = 200) -> None:
             data = json.dumps(found, allow_nan=False).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
