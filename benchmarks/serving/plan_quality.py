@@ -48,12 +48,15 @@ def main() -> int:
     machine = host(load)
     record = {
         **head("next-token distributions of plans and of stock vLLM, through the served API", options.commit),
-        **machine,
-        "packages": packages("torch", "transformers", "numpy"),
+        "environment": {
+            "device": machine.pop("cpu"),
+            **machine,
+            "packages": packages("torch", "transformers", "numpy"),
+        },
         "results": results,
     }
     if options.write:
-        write_record(record, cpu_slug(str(machine["cpu"])).split("-")[0], f"quality_{Path(options.model).name}")
+        write_record(record, cpu_slug(str(machine["device"])).split("-")[0], f"quality_{Path(options.model).name}")
     return 0
 
 
