@@ -49,7 +49,6 @@ def main() -> int:
     record = {
         **head("next-token distributions of plans and of stock vLLM, through the served API", options.commit),
         "environment": {
-            "device": machine.pop("cpu"),
             **machine,
             "packages": packages("torch", "transformers", "numpy"),
         },
