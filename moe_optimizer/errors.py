@@ -12,7 +12,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The published exit codes of every command; 4 and 5 are kept for measurements, and nothing ends with them yet."""
+    """The published exit codes of every command; 4 is kept for a goal that was missed, and nothing ends with it yet."""
 
     OK = 0
     BUG = 1

@@ -20,6 +20,7 @@ from moe_optimizer.cli import (
     measure,
     messages,
     plan,
+    quality,
     report,
     serve,
     top,
@@ -38,8 +39,8 @@ _EXTRA_HINT = "arguments of vllm serve go after --"
 app = typer.Typer(
     name="moe-optimizer",
     help="Plan, apply and prove Mixture-of-Experts optimizations on stock vLLM.",
-    epilog="Exit codes: 0 ok, 1 our bug, 2 bad input, 3 does not fit or unsupported, 6 a required optimization did "
-    "not run, 7 the server died, 130 interrupted.",
+    epilog="Exit codes: 0 ok, 1 our bug, 2 bad input, 3 does not fit or unsupported, "
+    "5 quality not kept, 6 a required optimization did not run, 7 the server died, 130 interrupted.",
     # Rich help costs 60 ms of imports, and it must be off for help text to be the same in a pipe and a terminal.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -68,6 +69,7 @@ app.command("plan", epilog=_SYNONYMS)(plan.command)
 app.command("bench", epilog=_SYNONYMS)(bench.command)
 app.command("compare")(compare.command)
 app.command("report")(report.command)
+app.command("quality", epilog=_SYNONYMS)(quality.command)
 app.command("tune", epilog=_SYNONYMS)(tune.command)
 app.add_typer(measure.app, name="measure")
 app.add_typer(debug.app, name="debug")

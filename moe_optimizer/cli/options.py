@@ -313,6 +313,40 @@ class BenchOptions(PlanOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class QualityOptions(PlanOptions):
+    """Options of `moe-optimizer quality`."""
+
+    plan: str | None = _option("--plan", "FILE", "Judge this plan (plan.json of a run) instead of a profile's.")
+    against: str | None = _option(
+        "--against",
+        "stock|embedded|URL|...",
+        "The reference: stock vLLM, the embedded engine in float32, a running server, a profile or a plan's file.  "
+        "[default: stock]",
+    )
+    per_pass: bool = _flag("--per-pass", "Measure each pass alone too, also where the plan keeps every threshold.")
+    data: str | None = _option("--data", "FILE", "UTF-8 text to compare on.  [default: the shipped corpus]")
+    tokens: int | None = _option(
+        "--tokens", "N", "Tokens of the text to compare at.  [default: 8192]", whole_number(64, 100_000_000)
+    )
+    prompts: str | None = _option("--prompts", "FILE", "Prompts, one a line, whose outputs to show side by side.")
+    tasks: str | None = _option("--tasks", "NAME,...", "Tasks of lm-evaluation-harness, for example mmlu,gsm8k.")
+    task_limit: int | None = _option("--task-limit", "N", "Questions of each task.", whole_number(1, 100_000_000))
+    run_dir: str | None = _option("--run-dir", "DIR", "Folder for answers and logs.  [default: a new one in runs/]")
+    ready_timeout: float | None = _option(
+        "--ready-timeout",
+        "SECONDS",
+        f"Stop if a server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
+        seconds,
+    )
+    calibrate: float | None = _option(
+        "--calibrate",
+        "SECONDS",
+        f"Time limit for measuring the expert kernels before the start.  [default: {DEFAULT_CALIBRATE_S:g}]",
+        seconds_or_none,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TuneOptions(PlanOptions):
     """Options of `moe-optimizer tune`."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from moe_optimizer import env
 from moe_optimizer.cli import embedded
+from moe_optimizer.cli.judgement import with_judgement
 from moe_optimizer.cli.options import PlanOptions
 from moe_optimizer.cli.settings import Setting, Settings, resolve
 from moe_optimizer.env import read_environment
@@ -71,7 +72,7 @@ def decide(settings: Settings, request: PlanRequest) -> Plan:
     Raises:
         InputError, UnsupportedError, DoesNotFitError: see `make_plan`.
     """
-    plan = planned(request)
+    plan = with_judgement(planned(request))
     return plan.replace(serve_args=plan.plain_args) if settings.disabled else plan
 
 

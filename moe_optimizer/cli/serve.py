@@ -16,7 +16,7 @@ from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.env import read_environment
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
 
-TAKES_VLLM_ARGS = ("serve", "plan", "bench", "tune", "measure step")
+TAKES_VLLM_ARGS = ("serve", "plan", "bench", "quality", "tune", "measure step")
 """Commands that accept arguments of `vllm serve` after `--`."""
 
 

@@ -74,7 +74,7 @@ def oracle(url: str, folder: Path, *, max_tokens: int = 32, tolerance: float = 0
         }  # fmt: skip
         logprobs = _asked(f"{url}/v1/completions", body)["choices"][0]["logprobs"]
         token_ids = [_token_id(token) for token in logprobs["tokens"]]
-        ours = _logprobs(llm, prompt_ids + token_ids)[len(prompt_ids) - 1 : -1]
+        ours = logprobs_behind(llm, prompt_ids + token_ids)[len(prompt_ids) - 1 : -1]
         for place, (token_id, theirs, row) in enumerate(zip(token_ids, logprobs["token_logprobs"], ours, strict=True)):
             value = float(row[token_id])
             compared.append(
@@ -93,12 +93,12 @@ def oracle(url: str, folder: Path, *, max_tokens: int = 32, tolerance: float = 0
         mean_difference=sum(differences) / max(1, len(differences)),
         largest_difference=max(differences, default=0.0),
         first_difference=beyond[0] if beyond else None,
-        layers=_suspects(llm) if beyond else (),
+        layers=suspects(llm) if beyond else (),
     )
 
 
-def _logprobs(llm: LLM, token_ids: list[int]) -> torch.Tensor:
-    """Return the log-probabilities behind every token, in one step."""
+def logprobs_behind(llm: LLM, token_ids: list[int]) -> torch.Tensor:
+    """Return the log-probabilities behind every token ([tokens, vocabulary], float32), in one step."""
     engine: Any = llm.llm_engine
     runner = engine.executor
     assert isinstance(runner, ModelRunner), f"got {type(runner).__name__}"
@@ -112,7 +112,7 @@ def _logprobs(llm: LLM, token_ids: list[int]) -> torch.Tensor:
         engine.abort_request("oracle")
 
 
-def _suspects(llm: LLM) -> tuple[str, ...]:
+def suspects(llm: LLM) -> tuple[str, ...]:
     """Return the kinds of layers by how far bfloat16 in them alone moves the logits, the farthest first."""
     from moe_optimizer.engine.layers.attention import Attention
     from moe_optimizer.engine.layers.mlp import MLP
@@ -121,13 +121,13 @@ def _suspects(llm: LLM) -> tuple[str, ...]:
 
     engine: Any = llm.llm_engine
     model, token_ids = engine.executor.model, llm.get_tokenizer().encode(PROMPTS[0])
-    exact, moved = _logprobs(llm, token_ids), []
+    exact, moved = logprobs_behind(llm, token_ids), []
     for kind in (Attention, MoE, MLP, RMSNorm):
         modules = [module for module in model.modules() if isinstance(module, kind)]
         if not modules:
             continue
         hooks = [module.register_forward_hook(_rounded) for module in modules]
-        moved.append((float((_logprobs(llm, token_ids) - exact).abs().max()), kind.__name__))
+        moved.append((float((logprobs_behind(llm, token_ids) - exact).abs().max()), kind.__name__))
         for hook in hooks:
             hook.remove()
     return tuple(

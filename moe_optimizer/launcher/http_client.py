@@ -91,6 +91,24 @@ class ServerClient:
         body = {"model": self.models()[0], "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         return self._request("/v1/completions", body, timeout_s)["choices"][0]["text"]
 
+    def tokenize(self, text: str, *, timeout_s: float) -> list[int]:
+        """Return the tokens of a text, without those that a prompt begins with.
+
+        Raises:
+            OSError: the server does not answer, or knows no such request.
+        """
+        body = {"model": self.models()[0], "prompt": text, "add_special_tokens": False}
+        return self._request("/tokenize", body, timeout_s)["tokens"]
+
+    def completions(self, body: Mapping[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
+        """Return the choices of a completion request, in the order of its prompts.
+
+        Raises:
+            OSError: the server does not answer in time, or refuses.
+        """
+        choices = self._request("/v1/completions", dict(body), timeout_s)["choices"]
+        return sorted(choices, key=lambda choice: choice["index"])
+
     def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> None:
         """Have a completion made, and read it to its end, streamed or not.
 

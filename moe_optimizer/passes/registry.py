@@ -91,6 +91,13 @@ def switches() -> tuple[Switch, ...]:
     return tuple(found)
 
 
+def needed_by(pass_name: str, device: str) -> tuple[str, ...]:
+    """Return the passes that one cannot do without on a device, "cpu" or "cuda"."""
+    needs = _NEEDS | (_NEEDS_ON_THE_CPU if device == "cpu" else {})
+    keys = (each for key, needed in needs.items() if key.partition(".")[0] == pass_name for each in needed)
+    return tuple(dict.fromkeys(each.partition(".")[0] for each in keys))
+
+
 def required_key(text: str) -> str:
     """Return what `--require TEXT` asks for, dashes or underscores: a pass's name for its name or flag, "pass.setting"
     for the flag of a setting ("kv-tiering"). A key stays what it is.

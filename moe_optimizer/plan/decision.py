@@ -12,6 +12,9 @@ from moe_optimizer.plan.pass_params import PARAMS_OF, Fp8Params, PassParams, Spa
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.specs.quantity import Quantity
 
+UNJUDGED = "no quality gate has judged it"
+"""What a reason says of a changed output, until `moe-optimizer quality` has judged the plan."""
+
 _Params = TypeVar("_Params", bound=PassParams)
 
 

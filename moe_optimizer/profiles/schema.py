@@ -174,6 +174,26 @@ class Passes(Section):
     scheduler: SchedulerSection = SchedulerSection()
 
 
+class Quality(Section):
+    """How far the server's answers may be from those of stock vLLM; `moe-optimizer quality` judges. null: any."""
+
+    kl_mean: float | None = Field(default=0.0004, gt=0, le=100)
+    """Mean KL divergence of the next-token distributions, nats a token; or twice that between stock vLLM alone and in a
+    batch, where that is more. Chosen: for kernels that round in another order, and no more."""
+    kl_p99: float | None = Field(default=0.005, gt=0, le=100)
+    """The same at the 99th percentile of positions."""
+    top1_agreement: float | None = Field(default=0.97, gt=0, le=1)
+    """Least share of positions with the same likeliest token."""
+    perplexity_ratio: float | None = Field(default=1.01, ge=1, le=100)
+    """Perplexity over that of stock vLLM on the same text."""
+    greedy_match_tokens: float | None = Field(default=None, ge=0, le=1_000_000)
+    """Least mean number of greedily generated tokens before the first difference."""
+    batch_kl_mean: float | None = Field(default=None, gt=0, le=100)
+    """Mean KL divergence between a prompt alone and in a batch, on the same server."""
+    top_logprobs: int = Field(default=64, ge=1, le=1_000_000)
+    """Tokens of each distribution that are compared one by one; all others are compared as one."""
+
+
 class Profile(Section):
     """A wish: what the server is for and how far optimization may go."""
 
@@ -187,3 +207,4 @@ class Profile(Section):
     performance: Literal["balanced", "interactivity", "throughput"] = "balanced"
     """vLLM's own --performance-mode."""
     passes: Passes = Passes()
+    quality: Quality = Quality()

@@ -43,6 +43,10 @@ SURFACE = {
     },
     "compare": COMMON | {"A", "B", "--allow-different"},
     "report": COMMON | {"SOURCE...", "--html"},
+    "quality": COMMON | PLAN | {
+        "--plan", "--against", "--per-pass", "--data", "--tokens", "--prompts", "--tasks", "--task-limit", "--run-dir",
+        "--ready-timeout", "--calibrate",
+    },
     "tune": COMMON | PLAN | {"--budget", "--tokens", "--folder"},
     "doctor": COMMON | {"MODEL", "--model", "--drift"},
     "experts": COMMON | {"SOURCE", "--png", "--top"},

@@ -22,6 +22,7 @@ from moe_optimizer.measure.bench.trace import Load, write_trace
 from moe_optimizer.measure.bench.vllm_load import LoadRequest, Round
 from moe_optimizer.measure.process import run_measurement
 from moe_optimizer.plan.json_codec import encode
+from moe_optimizer.plan.plan import Plan
 
 _LOADER = "moe_optimizer.measure.bench.vllm_load"
 _GRACE_S = 5.0
@@ -177,15 +178,20 @@ class _Measured:
 
 
 def _environment(request: BenchRequest) -> dict[str, str]:
-    about = {"moe-optimizer": __version__, "python": platform.python_version(), "model": request.tokenizer}
+    plans = [side.plan for side in request.sides if side.plan is not None]
+    return {**environment_of(plans[0] if plans else None), "model": request.tokenizer}
+
+
+def environment_of(plan: Plan | None) -> dict[str, str]:
+    """Return on what a plan is measured: versions, and the device; without a plan only what is ours."""
+    about = {"moe-optimizer": __version__, "python": platform.python_version()}
     with contextlib.suppress(metadata.PackageNotFoundError):
         about["torch"] = metadata.version("torch")
-    plans = [side.plan for side in request.sides if side.plan is not None]
-    if not plans:
+    if plan is None:
         return about
-    hardware = plans[0].hardware
-    device = hardware.gpu.name if hardware.gpu and plans[0].num_gpus else hardware.cpu.name if hardware.cpu else "CPU"
-    about |= {"vllm": str(plans[0].vllm_version), "device": device, "gpus": str(plans[0].num_gpus)}
-    if plans[0].num_gpus:
+    hardware = plan.hardware
+    device = hardware.gpu.name if hardware.gpu and plan.num_gpus else hardware.cpu.name if hardware.cpu else "CPU"
+    about |= {"vllm": str(plan.vllm_version), "device": device, "gpus": str(plan.num_gpus)}
+    if plan.num_gpus:
         return about | {"driver": hardware.driver_version or "unknown"}
     return about | ({"cores": str(hardware.cpu.cores)} if hardware.cpu else {})

@@ -40,7 +40,7 @@ class Side:
     name: str
     plan: Plan | None
     url: str | None = None
-    """Of a server that somebody else started; then there is no plan."""
+    """Of a server that somebody else started; nobody proves that it runs by a plan."""
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -128,10 +128,10 @@ def opened(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[Run
         RequiredNotAppliedError: an optimization of the plan does not run.
         ServerFailedError: the server died, was not ready in time, or does not answer at its URL.
     """
-    if side.plan is None:
-        assert side.url is not None, "a side has a plan or a URL"
+    if side.url is not None:
         yield _asked(side.url)
         return
+    assert side.plan is not None, "a side has a plan or a URL"
     changes: Mapping[str, str] = {env.DISABLE: "1"} if side.name == STOCK else {}
     shown = () if changes else (*side.plan.plugin_decisions, *flag_decisions(side.plan))
     required = frozenset(decision.pass_name for decision in shown)

@@ -19,7 +19,7 @@ from moe_optimizer.passes.fp8.exclusions import (
     stored_bits,
 )
 from moe_optimizer.passes.fp8.scale_rounding import WHY, exact_scales
-from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.decision import UNJUDGED, Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.pass_params import Fp8Params
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
@@ -47,7 +47,7 @@ _CPU_RECORDS = (
 )
 _LEAST_GAIN = 1.1
 """Chosen: what `auto` takes a changed output for."""
-_UNJUDGED = "the output changes, and no quality gate has judged it"
+_CHANGES = f"the output changes, and {UNJUDGED}"
 
 
 class Fp8(OptimizationPass):
@@ -166,7 +166,7 @@ class Fp8(OptimizationPass):
             Status.ON,
             f"{parts} in FP8",
             f"{parts} with {_SCALES[section.granularity]}, converted {by} while loading"
-            f"{_found_while_loading(ctx, layers)}{f'; {WHY}' if env else ''}; {_UNJUDGED}",
+            f"{_found_while_loading(ctx, layers)}{f'; {WHY}' if env else ''}; {_CHANGES}",
             # vLLM converts on GPUs; with another quantiser than its own, the plugin has to put it there.
             Applier.FLAGS if quantizer == "vllm" else Applier.PLUGIN,
             evidence=(*records, *_unconverted_does_not_fit(ctx), f"quantizer: {quantizer}", *measured_on(ctx)),

@@ -9,7 +9,7 @@ from typing import ClassVar
 from moe_optimizer.costs.memory import GIB, sequence_kv_bytes
 from moe_optimizer.passes.base import OptimizationPass
 from moe_optimizer.passes.kv_cache.kv_offload import decide_kv_offload
-from moe_optimizer.plan.decision import Applier, Decision, Gain, Status, Wish
+from moe_optimizer.plan.decision import UNJUDGED, Applier, Decision, Gain, Status, Wish
 from moe_optimizer.plan.pass_params import KvCacheParams
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.plan_context.cache_dtype import FP8_WORDS, cache_bits, cache_dtype, fp8_asked, why_not_fp8
@@ -62,7 +62,7 @@ class KvCache(OptimizationPass):
             return self._sized(ctx, status, pinned, f"--kv-cache-dtype {pinned} is given after --")
         if not fp8_asked(ctx):
             return self.when_off(ctx, f"{ctx.profile_origin} keeps the model's own type")
-        reason = "FP8 elements hold twice the tokens; the output changes slightly, and no quality gate has judged it"
+        reason = f"FP8 elements hold twice the tokens; the output changes slightly, and {UNJUDGED}"
         return self._sized(ctx, Status.ON, cache_dtype(ctx), reason)
 
     def why_setting_off(self, decision: Decision, setting: str) -> str:

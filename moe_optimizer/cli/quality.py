@@ -1,0 +1,151 @@
+"""Runs `moe-optimizer quality`: how far a plan's answers are from stock vLLM's, and whether a profile allows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_optimizer.cli import judgement, messages
+from moe_optimizer.cli.command_signature import takes
+from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, QualityOptions
+from moe_optimizer.cli.progress import ProgressLines, progress_bar
+from moe_optimizer.cli.sides import first_side, named_apart, side_of
+from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
+from moe_optimizer.plan.decision import Applier, Decision, Status, Wish
+from moe_optimizer.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from moe_optimizer.measure.bench.side import Side
+    from moe_optimizer.measure.quality.request import Alone, QualityRequest
+
+_DEFAULT_TOKENS = 8192
+_GENERATED = 32
+_NOT_ALONE = "parallelism"
+"""On both sides: stock vLLM runs on the same devices."""
+
+
+@takes(QualityOptions)
+def command(options: QualityOptions) -> messages.Output:
+    """Judge how far a plan's answers are from those of stock vLLM.
+
+    Serves both one after the other and compares their next-token distributions, alone, in batches and in long prompts,
+    through the API. Thresholds are the profile's. Exit code 5 if one is not kept; then each pass is measured alone and
+    the one at fault is named. With --run-dir, a stopped run goes on where it was.
+    """
+    from moe_optimizer.measure.bench.side import STOCK
+    from moe_optimizer.measure.quality.run import run_quality
+    from moe_optimizer.measure.quality.table import render
+
+    lines = ProgressLines(verbose=options.verbose)
+    request = _request(options, lines)
+    with progress_bar("quality", lines=lines) as show:
+        result = run_quality(request, on_step=show)
+    notes = ()
+    if result.reference == STOCK:
+        notes = (f"plans that serve the same will say so: {judgement.keep(request.judged_plan, result)}",)
+    code = ExitCode.QUALITY_FAILED if result.failed else ExitCode.OK
+    return messages.Output(result=result, render=render, notes=notes, code=code)
+
+
+def _request(options: QualityOptions, lines: ProgressLines) -> QualityRequest:
+    from moe_optimizer.measure.bench.run import environment_of
+    from moe_optimizer.measure.quality.corpus import prompts_of, shipped_texts, text_of
+    from moe_optimizer.measure.quality.probes import Extent
+    from moe_optimizer.measure.quality.request import VLLMS_TOP, QualityRequest
+    from moe_optimizer.measure.quality.tasks import check_harness
+    from moe_optimizer.profiles.schema import Quality
+
+    tasks = tuple(each.strip() for each in (options.tasks or "").split(",") if each.strip())
+    if tasks:
+        check_harness()
+    texts = shipped_texts() if options.data is None else text_of(Path(options.data))
+    prompts = () if options.prompts is None else prompts_of(Path(options.prompts))
+    plan = first_side(options, lines=lines)
+    if plan.plan is None:
+        raise InputError("--plan: got a URL, expected the file of a plan", hint="judge a server with --against URL")
+    reference = _reference(options, lines)
+    plan, reference = named_apart([plan, reference])
+    assert plan.plan is not None, "checked above"
+    settings = Quality.model_validate_json(json.dumps(plan.plan.profile.get("quality", {}))).model_dump()
+    top = settings.pop("top_logprobs")
+    alone, not_alone = _alone(options, plan.plan)
+    return QualityRequest(
+        plan=plan,
+        reference=reference,
+        alone=alone,
+        not_alone=not_alone,
+        always_alone=options.per_pass,
+        texts=texts,
+        extent=Extent(positions=options.tokens or _DEFAULT_TOKENS, generated=_GENERATED),
+        top_logprobs=min(top, VLLMS_TOP) if reference.url else top,
+        thresholds=settings,
+        prompts=prompts,
+        tasks=tasks,
+        task_limit=options.task_limit,
+        model=options.model_name,
+        folder=Path(options.run_dir or f"runs/quality-{time.strftime('%Y%m%d-%H%M%S')}"),
+        ready_timeout_s=options.ready_timeout or DEFAULT_READY_TIMEOUT_S,
+        environment=environment_of(plan.plan),
+    )
+
+
+def _reference(options: QualityOptions, lines: ProgressLines) -> Side:
+    from moe_optimizer.measure.bench.side import STOCK, Side
+    from moe_optimizer.measure.quality.request import EMBEDDED
+
+    if options.against != EMBEDDED:
+        return side_of(options, options.against or STOCK, number=1, lines=lines)
+    from moe_optimizer.cli.engine_checks import missing_packages
+
+    if absent := missing_packages():
+        raise UnsupportedError(f"not installed: {', '.join(absent)}", hint="run: pip install 'moe-optimizer[engine]'")
+    for flag, value in (("--prompts", options.prompts), ("--tasks", options.tasks)):
+        if value is not None:
+            raise InputError(f"{flag}: the embedded engine is a reference for distributions alone", hint="leave it out")
+    return Side(name=EMBEDDED, plan=None)
+
+
+def _alone(options: QualityOptions, plan: Plan) -> tuple[Mapping[str, Alone], Mapping[str, str]]:
+    """Return for each pass that is on a plan with nothing else on, and why there is none."""
+    from moe_optimizer.cli import planning
+    from moe_optimizer.errors import MoeOptimizerError
+    from moe_optimizer.measure.bench.side import Side
+    from moe_optimizer.measure.quality.request import Alone
+    from moe_optimizer.passes.registry import PASS_NAMES, needed_by
+    from moe_optimizer.profiles.schema import Profile
+
+    on = {each.pass_name: each for each in plan.decisions if _changes_something(each)}
+    found: dict[str, Alone] = {}
+    why_not: dict[str, str] = {}
+    settings, request = planning.read_request(dataclasses.replace(options, require=[]))
+    request = planning.after_measuring(request)
+    profile = Profile.model_validate_json(json.dumps(plan.profile))
+    for name, decision in on.items():
+        if decision.applier is Applier.SERVERS:
+            why_not[name] = "it is several servers"
+            continue
+        needed = tuple(each for each in needed_by(name, "cuda" if plan.num_gpus else "cpu") if each in on)
+        off = {each: (Wish.OFF, "quality") for each in PASS_NAMES if each not in (name, *needed, _NOT_ALONE)}
+        wishes = {key: wish for key, wish in request.wishes.items() if key.partition(".")[0] in (name, *needed)}
+        wished = dict.fromkeys((name, *needed), (Wish.ON, "quality"))
+        try:
+            made = planning.decide(
+                settings,
+                dataclasses.replace(request, profile=profile, wishes=wishes | wished | off, required=frozenset()),
+            )
+        except MoeOptimizerError as error:
+            why_not[name] = str(error)
+            continue
+        if made.decision(name).status is not Status.ON:
+            why_not[name] = made.decision(name).reason
+            continue
+        found[name] = Alone(side=Side(name=f"only {name}", plan=made), with_passes=needed, value=decision.value)
+    return found, why_not
+
+
+def _changes_something(decision: Decision) -> bool:
+    return decision.status is Status.ON and decision.applier is not Applier.NONE and decision.pass_name != _NOT_ALONE

@@ -1,0 +1,228 @@
+"""Runs a quality comparison: serves reference and plan one after the other, asks both the same, and judges."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.quality.distributions import Distributions
+from moe_optimizer.measure.quality.divergence import Differences
+from moe_optimizer.measure.quality.embedded import compute_reference
+from moe_optimizer.measure.quality.judge import attainable, judge, judge_batch, named
+from moe_optimizer.measure.quality.kernels import Kernel, kernel_at, proofs_in
+from moe_optimizer.measure.quality.metrics import batch_result, differences, metrics
+from moe_optimizer.measure.quality.probes import Probe, most_sequences, step_sizes
+from moe_optimizer.measure.quality.request import EMBEDDED, QualityRequest
+from moe_optimizer.measure.quality.result import (
+    Failure,
+    FirstDifference,
+    KernelResult,
+    Metrics,
+    PassResult,
+    ProbeResult,
+    PromptResult,
+    QualityResult,
+)
+from moe_optimizer.measure.quality.served import ServedSide, serve_side
+from moe_optimizer.measure.quality.tasks import compare_tasks
+
+OnStep = Callable[[float, str], None]
+Found = list[tuple[Probe, Differences]]
+
+
+def run_quality(request: QualityRequest, *, on_step: OnStep) -> QualityResult:
+    """Compare a plan with its reference. What a stopped run has measured in the same folder is kept.
+
+    Passes are measured alone where that is asked for, or where the plan fails and there is more than one to blame.
+
+    Args:
+        request: what to measure.
+        on_step: takes the share that is done, and what comes next with the time that is left.
+
+    Raises:
+        InputError: the folder has other answers, or a server takes no requests of the needed length.
+        RequiredNotAppliedError: an optimization of a plan did not run.
+        ServerFailedError: a server died, or refused a request.
+    """
+    request.claim_folder()
+    return _Run(request, _with_time_left(on_step)).result()
+
+
+def _with_time_left(on_step: OnStep) -> OnStep:
+    begin = time.monotonic()
+
+    def show(share: float, text: str) -> None:
+        passed = time.monotonic() - begin
+        left = f", about {passed * (1 - share) / share / 60:.0f} min left" if share > 0 and passed > 60 else ""
+        on_step(share, text + left)
+
+    return show
+
+
+class _Run:
+    """One run: the sides are served in turn."""
+
+    def __init__(self, request: QualityRequest, on_step: OnStep) -> None:
+        self._request = request
+        self._on_step = on_step
+        self._sizes = step_sizes(request.judged_plan)
+        self._most = most_sequences(request.judged_plan)
+        self._sides = 2 + (len(request.alone) if request.always_alone else 0)
+        self._served = 0
+        self._thresholds = request.thresholds
+
+    def result(self) -> QualityResult:
+        """Measure and judge."""
+        request = self._request
+        layers: tuple[str, ...] = ()
+        if request.reference.name == EMBEDDED:
+            plan, asked = self._serve(request.plan, "plan")
+            reference, layers = self._embedded(plan, asked)
+        else:
+            reference, asked = self._serve(request.reference, "reference")
+            plan, _ = self._serve(request.plan, "plan")
+        found = _found(asked, reference, plan)
+        probes = self._probe_results(found, plan)
+        fields = metrics(found)
+        batch = [
+            each
+            for side in ((plan,) if layers else (reference, plan))
+            if (each := batch_result(side.name, asked, side.answers))
+        ]
+        thresholds = self._thresholds = attainable(request.thresholds, batch, reference.name)
+        failed = judge(Metrics(**fields), "all", thresholds)
+        failed += [failure for each in probes for failure in judge(each, each.probe, thresholds)]
+        failed += judge_batch(batch, plan.name, thresholds)
+        blamed = len(request.alone) > 1
+        alone, alone_failed = self._alone(asked, reference) if request.always_alone or (failed and blamed) else ([], [])
+        return QualityResult(
+            **fields,
+            model=request.model,
+            plan=plan.name,
+            plan_digest=request.judged_plan.digest,
+            reference=reference.name,
+            passes=request.plan.passes,
+            top_logprobs=request.top_logprobs,
+            thresholds=thresholds,
+            failed=tuple(named(failed, alone_failed, tuple(request.alone))),
+            probes=tuple(probes),
+            kernels=tuple(self._kernel_results(found, plan)),
+            passes_alone=tuple(alone),
+            not_alone=request.not_alone,
+            batch=tuple(batch),
+            first_difference=_first_difference(found, reference, plan, layers),
+            prompts=tuple(_prompt(*each) for each in zip(request.prompts, reference.texts, plan.texts, strict=True))
+            if reference.texts
+            else (),
+            tasks=compare_tasks(reference.tasks, plan.tasks),
+            environment=request.environment,
+        )
+
+    def _serve(self, side: Side, key: str) -> tuple[ServedSide, tuple[Probe, ...]]:
+        def step(share: float, text: str) -> None:
+            self._on_step(min(1.0, (self._served + share) / self._sides), text)
+
+        found = serve_side(self._request, side, key, sizes=self._sizes, max_num_seqs=self._most, on_step=step)
+        self._served += 1
+        return found
+
+    def _embedded(self, plan: ServedSide, asked: tuple[Probe, ...]) -> tuple[ServedSide, tuple[str, ...]]:
+        folder = self._request.folder / "reference"
+        folder.mkdir(exist_ok=True, mode=0o700)
+        layers = compute_reference(
+            self._request.model,
+            asked,
+            top_logprobs=self._request.top_logprobs,
+            answers=plan.run_dir.parent,
+            reference=folder,
+            log=folder / "engine.log",
+            on_step=lambda share, text: self._on_step((1 + share) / self._sides, text),
+        )
+        answers = {probe.key: Distributions.read(folder / f"{probe.key}.npz") for probe in asked}
+        return ServedSide(name=EMBEDDED, answers=answers, texts=(), tasks={}, run_dir=folder), layers
+
+    def _alone(
+        self, asked: Sequence[Probe], reference: ServedSide
+    ) -> tuple[list[PassResult], list[tuple[str, list[Failure]]]]:
+        self._sides = self._served + len(self._request.alone)
+        results, failed = [], []
+        for name, alone in self._request.alone.items():
+            side, _ = self._serve(alone.side, f"alone-{name}")
+            found = _found(asked, reference, side)
+            result = PassResult(**metrics(found), pass_name=name, with_passes=alone.with_passes, value=alone.value)
+            results.append(result)
+            failures = judge(result, "all", self._thresholds, pass_name=name)
+            for probe, difference in found:
+                one = Metrics(**metrics([(probe, difference)]))
+                failures += judge(one, str(probe), self._thresholds, pass_name=name)
+            # A pass that runs only with another fails by that one if the other fails too.
+            if not any(other in alone.with_passes for other, earlier in failed if earlier):
+                failed.append((name, failures))
+        return results, failed
+
+    def _kernels(self, found: Found, plan: ServedSide) -> dict[int, Kernel]:
+        proofs = proofs_in(plan.run_dir)
+        return {probe.tokens: kernel_at(self._request.judged_plan, proofs, probe.tokens) for probe, _ in found}
+
+    def _probe_results(self, found: Found, plan: ServedSide) -> list[ProbeResult]:
+        kernels = self._kernels(found, plan)
+        return [
+            ProbeResult(
+                **metrics([(probe, difference)]),
+                probe=str(probe),
+                kind=probe.kind,
+                tokens=probe.tokens,
+                prompts=len(probe.prompts),
+                kernel=kernels[probe.tokens].name,
+            )
+            for probe, difference in found
+        ]
+
+    def _kernel_results(self, found: Found, plan: ServedSide) -> list[KernelResult]:
+        kernels = self._kernels(found, plan)
+
+        def kernel(each: tuple[Probe, Differences]) -> Kernel:
+            return kernels[each[0].tokens]
+
+        results = []
+        for which, group in groupby(sorted(found, key=lambda each: str(kernel(each))), key=kernel):
+            probed = list(group)
+            tokens = tuple(sorted({probe.tokens for probe, _ in probed}))
+            results.append(
+                KernelResult(
+                    **metrics(probed), kernel=which.name, dtype=which.dtype, backend=which.backend, tokens=tokens
+                )
+            )
+        return results
+
+
+def _found(asked: Sequence[Probe], reference: ServedSide, plan: ServedSide) -> Found:
+    return [(probe, differences(probe, reference.answers[probe.key], plan.answers[probe.key])) for probe in asked]
+
+
+def _first_difference(
+    found: Found, reference: ServedSide, plan: ServedSide, layers: tuple[str, ...]
+) -> FirstDifference | None:
+    """Return where the first of the generated texts leaves the reference, in the smallest batch."""
+    for probe, difference in found:
+        for prompt, same in enumerate(difference.matches):
+            mine = plan.answers[probe.key].at(plan.answers[probe.key].sequences == prompt)
+            theirs = reference.answers[probe.key].at(reference.answers[probe.key].sequences == prompt)
+            if same < min(len(mine), len(theirs)):
+                return FirstDifference(
+                    prompt=prompt,
+                    place=int(same),
+                    reference_token=int(theirs.next_ids[same]),
+                    plan_token=int(mine.next_ids[same]),
+                    layers=layers,
+                )
+    return None
+
+
+def _prompt(prompt: str, reference: str, plan: str) -> PromptResult:
+    differs = [number for number, (one, other) in enumerate(zip(reference, plan, strict=False)) if one != other]
+    shorter = min(len(reference), len(plan))
+    first = differs[0] if differs else None if len(reference) == len(plan) else shorter
+    return PromptResult(prompt=prompt, reference=reference, plan=plan, first_difference=first)

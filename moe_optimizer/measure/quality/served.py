@@ -1,0 +1,153 @@
+"""Serves one side of a quality run and keeps what it answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.files import read_text, write_atomically
+from moe_optimizer.measure.bench.side import Side, opened
+from moe_optimizer.measure.quality.collect import Asked, answered
+from moe_optimizer.measure.quality.distributions import Distributions
+from moe_optimizer.measure.quality.metrics import Answers
+from moe_optimizer.measure.quality.probes import Probe, probes
+from moe_optimizer.measure.quality.request import QualityRequest, telling
+from moe_optimizer.measure.quality.tasks import TaskAnswers, answer_tasks, read_tasks, tasks_path
+
+OnStep = Callable[[float, str], None]
+
+_TOKENS_FILE = "tokens.json"
+_MAX_BYTES = 1 << 30
+_START_SHARE = 0.5
+"""Chosen: of a side's time, for progress alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedSide:
+    """What one side answered."""
+
+    name: str
+    answers: Answers
+    texts: tuple[str, ...]
+    """Continuations of the user's prompts."""
+    tasks: TaskAnswers
+    run_dir: Path
+
+
+def serve_side(
+    request: QualityRequest, side: Side, key: str, *, sizes: tuple[int, ...], max_num_seqs: int, on_step: OnStep
+) -> tuple[ServedSide, tuple[Probe, ...]]:
+    """Start a side's server, unless everything was answered before, and ask it all probes.
+
+    Args:
+        request: of the run.
+        side: whose server.
+        key: names its files.
+        sizes: tokens in one step that matter.
+        max_num_seqs: sequences to decode at once.
+        on_step: takes the share that is done and what comes next.
+
+    Raises:
+        MoeOptimizerError: as `opened` and `Asked`.
+    """
+    folder = request.folder / key
+    folder.mkdir(exist_ok=True, mode=0o700)
+    asked = _probes(request, sizes, max_num_seqs, None)
+    if asked is None or not _is_complete(request, folder, asked):
+        on_step(0.0, f"starting {side.name}")
+        begin = time.monotonic()
+        with opened(
+            telling(side, request.top_logprobs), run_dir=folder / "run", ready_timeout_s=request.ready_timeout_s
+        ) as server:
+            on_step(_START_SHARE, f"{side.name} answers after {time.monotonic() - begin:.0f} s")
+            client = Asked(
+                base_url=server.base_url, model=server.model, top_logprobs=request.top_logprobs, name=side.name
+            )
+            limit = (server.max_model_len, client)
+            asked = asked or _probes(request, sizes, max_num_seqs, limit)
+            assert asked is not None, "a running server gives the tokens"
+            _check_length(asked, server.max_model_len, side.name)
+            for number, probe in enumerate(asked):
+                on_step(_START_SHARE + (1 - _START_SHARE) * number / (len(asked) + 1), f"{side.name}: {probe}")
+                answered(folder / f"{probe.key}.npz", client, probe)
+            _keep_texts(request, folder, client)
+            answer_tasks(
+                request.tasks, request.task_limit, base_url=server.base_url, model=server.model,
+                tokenizer=request.model, path=tasks_path(folder), log=folder / "tasks.log",
+                on_step=lambda share, text: on_step(1 - 0.1 * (1 - share), f"{side.name}: {text}"),
+            )  # fmt: skip
+            server.check_alive(side.name)
+    answers = {probe.key: Distributions.read(folder / f"{probe.key}.npz") for probe in asked}
+    served = ServedSide(
+        name=side.name,
+        answers=answers,
+        texts=_texts(request, folder),
+        tasks=read_tasks(tasks_path(folder)) if request.tasks else {},
+        run_dir=folder / "run",
+    )
+    return served, asked
+
+
+def _probes(
+    request: QualityRequest, sizes: tuple[int, ...], max_num_seqs: int, server: tuple[int, Asked] | None
+) -> tuple[Probe, ...] | None:
+    """Return what to ask; None before any server has given the tokens of the texts."""
+    path = request.folder / _TOKENS_FILE
+    if not path.exists():
+        if server is None:
+            return None
+        length, client = server
+        tokens = [client.tokenize(text) for text in request.texts]
+        if not any(tokens):
+            raise InputError("--data: got a text without tokens, expected some that is like the traffic to come")
+        write_atomically(path, json.dumps({"tokens": tokens, "max_model_len": length}))
+    found = json.loads(read_text(path, max_bytes=_MAX_BYTES))
+    return probes(
+        [token for text in _dealt(found["tokens"]) for token in text],
+        sizes,
+        extent=request.extent,
+        max_num_seqs=max_num_seqs,
+        max_model_len=found["max_model_len"],
+    )
+
+
+def _dealt(texts: list[list[int]]) -> list[list[int]]:
+    """Return pieces of the texts in turns, so that a part of all of them has every kind of text."""
+    size = 256
+    pieces = [[text[start : start + size] for start in range(0, len(text), size)] for text in texts]
+    longest = max(len(each) for each in pieces)
+    return [each[number] for number in range(longest) for each in pieces if number < len(each)]
+
+
+def _check_length(asked: tuple[Probe, ...], max_model_len: int, name: str) -> None:
+    needed = max(len(prompt) + max(1, probe.generated) for probe in asked for prompt in probe.prompts)
+    if needed > max_model_len:
+        raise InputError(
+            f"{name} takes requests of at most {max_model_len} tokens, but the other side has kernels for {needed}",
+            hint="give both the same --max-model-len",
+        )
+
+
+def _is_complete(request: QualityRequest, folder: Path, asked: tuple[Probe, ...]) -> bool:
+    files = [folder / f"{probe.key}.npz" for probe in asked]
+    files += [_texts_path(folder)] if request.prompts else []
+    files += [tasks_path(folder)] if request.tasks else []
+    return all(path.exists() for path in files)
+
+
+def _texts_path(folder: Path) -> Path:
+    return folder / "prompts.json"
+
+
+def _keep_texts(request: QualityRequest, folder: Path, client: Asked) -> None:
+    if request.prompts and not _texts_path(folder).exists():
+        texts = client.texts(request.prompts, max_tokens=request.prompt_tokens)
+        write_atomically(_texts_path(folder), json.dumps(texts))
+
+
+def _texts(request: QualityRequest, folder: Path) -> tuple[str, ...]:
+    return tuple(json.loads(read_text(_texts_path(folder), max_bytes=_MAX_BYTES))) if request.prompts else ()

@@ -1,0 +1,169 @@
+"""Has lm-evaluation-harness ask two servers the same questions, and compares the answers question by question.
+
+    python -m moe_optimizer.measure.quality.tasks REQUEST EVENTS
+
+The harness (extra `eval`) is imported in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.files import read_text, write_atomically
+from moe_optimizer.measure.process import OnStep, answer_request, run_measurement
+from moe_optimizer.measure.quality.intervals import estimate, mean
+from moe_optimizer.measure.quality.result import TaskResult
+
+TaskAnswers = Mapping[str, Mapping[str, float]]
+""""TASK METRIC" -> question -> score, 1 for a right answer."""
+
+_MODULE = "moe_optimizer.measure.quality.tasks"
+_METRICS = ("acc", "exact_match")
+_GRACE_S = 5.0
+_MAX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRequest:
+    """Questions for one server."""
+
+    base_url: str
+    model: str
+    tokenizer: str
+    tasks: tuple[str, ...]
+    limit: int | None
+    path: str
+    """Of the file to write."""
+
+
+def check_harness() -> None:
+    """Refuse tasks without the harness.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UnsupportedError(
+            "--tasks: lm-evaluation-harness is not installed", hint="run: pip install 'moe-optimizer[eval]'"
+        )
+
+
+def tasks_path(folder: Path) -> Path:
+    """Return the file of a side's answers."""
+    return folder / "tasks.json"
+
+
+def read_tasks(path: Path) -> TaskAnswers:
+    """Return a side's answers."""
+    return json.loads(read_text(path, max_bytes=_MAX_BYTES))
+
+
+def answer_tasks(
+    tasks: tuple[str, ...],
+    limit: int | None,
+    *,
+    base_url: str,
+    model: str,
+    tokenizer: str,
+    path: Path,
+    log: Path,
+    on_step: OnStep,
+) -> None:
+    """Ask a server the questions of tasks, unless the file of its answers is there.
+
+    Raises:
+        MeasurementError: the harness failed; its last lines are in the message.
+    """
+    if not tasks or path.exists():
+        return
+    request = TaskRequest(base_url=base_url, model=model, tokenizer=tokenizer, tasks=tasks, limit=limit, path=str(path))
+    key = {"OPENAI_API_KEY": os.environ.get("VLLM_API_KEY") or "none"}
+    run_measurement(_MODULE, request, on_step=on_step, log=log, environment={**os.environ, **key}, grace_s=_GRACE_S)
+
+
+def ask(request: TaskRequest, on_step: OnStep) -> int:
+    """Ask all questions and write the answers; return how many there were."""
+    from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
+
+    on_step(0.0, f"tasks {', '.join(request.tasks)}")
+    found: Any = simple_evaluate(
+        model="local-completions",
+        model_args={
+            "model": request.model,
+            "base_url": f"{request.base_url}/v1/completions",
+            "tokenizer": request.tokenizer,
+            "num_concurrent": 8,
+            "max_retries": 3,
+            "tokenized_requests": True,
+        },
+        tasks=list(request.tasks),
+        limit=request.limit,
+        log_samples=True,
+        bootstrap_iters=0,
+    )
+    answers = scores(found["samples"])
+    write_atomically(Path(request.path), json.dumps(answers))
+    return sum(len(each) for each in answers.values())
+
+
+def scores(samples: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Return the scores of each question from what the harness logs of it."""
+    found: dict[str, dict[str, float]] = {}
+    for task, rows in samples.items():
+        for row in rows:
+            metric = next((each for each in _METRICS if each in row), None)
+            if metric is not None:
+                kept = f" ({row['filter']})" if row.get("filter", "none") != "none" else ""
+                found.setdefault(f"{task} {metric}{kept}", {})[str(row["doc_id"])] = float(row[metric])
+    return found
+
+
+def compare_tasks(reference: TaskAnswers, plan: TaskAnswers) -> tuple[TaskResult, ...]:
+    """Compare two servers on the questions that both were asked."""
+    results = []
+    for name, theirs in reference.items():
+        shared = sorted(theirs.keys() & plan.get(name, {}).keys())
+        if not shared:
+            continue
+        task, _, metric = name.partition(" ")
+        mine = np.array([plan[name][each] for each in shared])
+        other = np.array([theirs[each] for each in shared])
+        only_plan, only_reference = int(np.sum(mine > other)), int(np.sum(mine < other))
+        results.append(
+            TaskResult(
+                task=task,
+                metric=metric,
+                questions=len(shared),
+                reference=float(other.mean()),
+                plan=float(mine.mean()),
+                difference=estimate(mine - other, np.arange(len(shared), dtype=np.int32), mean),
+                only_reference=only_reference,
+                only_plan=only_plan,
+                p_value=mcnemar(only_reference, only_plan),
+            )
+        )
+    return tuple(results)
+
+
+def mcnemar(only_one: int, only_other: int) -> float:
+    """Return the exact two-sided p-value of McNemar's test from the questions on which two disagree."""
+    disagreed, fewer = only_one + only_other, min(only_one, only_other)
+    if disagreed == 0:
+        return 1.0
+    tail = sum(math.comb(disagreed, each) for each in range(fewer + 1)) / 2**disagreed
+    return min(1.0, 2 * tail)
+
+
+if __name__ == "__main__":
+    sys.exit(answer_request(TaskRequest, sys.argv[1:], ask))

@@ -1,0 +1,149 @@
+"""Whole quality runs between servers that are stand-ins."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.quality.probes import Extent
+from moe_optimizer.measure.quality.request import Alone, QualityRequest
+from moe_optimizer.measure.quality.result import QualityResult
+from moe_optimizer.measure.quality.run import run_quality
+from moe_optimizer.measure.quality.table import render
+from moe_optimizer.plan.json_codec import encode
+from moe_optimizer.planner import make_plan
+from tests.builders import cpu_machine, request, tiny_moe
+from tests.unit.measure.quality.paper_server import PaperServer, Row, paper_server, right
+
+LIMITS = {"kl_mean": 0.001, "kl_p99": 0.01, "top1_agreement": 0.97, "perplexity_ratio": 1.01, "batch_kl_mean": None}
+
+
+@dataclasses.dataclass
+class Pair:
+    reference: PaperServer
+    ours: PaperServer
+    request: QualityRequest
+
+    def run(self, **changes: object) -> QualityResult:
+        return run_quality(dataclasses.replace(self.request, **changes), on_step=lambda share, text: None)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    plan = make_plan(request(tiny_moe(), cpu_machine()))
+    with paper_server() as reference, paper_server() as ours:
+        yield Pair(
+            reference,
+            ours,
+            QualityRequest(
+                plan=Side(name="ours", plan=plan, url=ours.base_url),
+                reference=Side(name="stock", plan=None, url=reference.base_url),
+                alone={}, not_alone={}, always_alone=False, texts=("a text of some length " * 40,),
+                extent=Extent(positions=600, generated=8), top_logprobs=10, thresholds=LIMITS, model="paper",
+                folder=tmp_path / "run", ready_timeout_s=1.0,
+            ),
+        )  # fmt: skip
+
+
+def shifted(last: int, batch: int) -> Row:
+    weights = [math.exp(value) * (1 + 0.3 * (token % 2)) for token, value in enumerate(right(last, batch))]
+    return [math.log(each / sum(weights)) for each in weights]
+
+
+def broken_in_batches(last: int, batch: int) -> Row:
+    return shifted(last, batch) if batch > 8 else right(last, batch)
+
+
+def no_number_in_batches(last: int, batch: int) -> Row:
+    return [math.nan] * 10 if batch == 8 else right(last, batch)
+
+
+def test_a_server_against_its_like_shows_nothing(pair: Pair) -> None:
+    found = pair.run()
+    assert found.failed == ()
+    assert found.kl_mean.value == pytest.approx(0, abs=1e-9)
+    assert found.top1_agreement.value == 1
+    assert found.greedy_match_tokens is not None
+    assert found.greedy_match_tokens.value == 8
+
+
+def test_a_divergence_is_what_the_two_distributions_have(pair: Pair) -> None:
+    pair.ours.row = shifted
+    found = pair.run()
+    rows = [(right(last, 1), shifted(last, 1)) for last in range(10)]
+    exact = [sum(math.exp(p) * (p - q) for p, q in zip(*each, strict=True)) for each in rows]
+    assert found.kl_mean.value is not None
+    assert min(exact) - 1e-9 <= found.kl_mean.value <= max(exact) + 1e-9
+    assert "kl_mean" in {each.metric for each in found.failed}
+
+
+def test_what_is_wrong_only_in_large_batches_is_found_there(pair: Pair) -> None:
+    pair.ours.row = broken_in_batches
+    found = pair.run()
+    assert {each.where for each in found.failed if each.metric == "kl_mean"} >= {"decode, 64 at once"}
+    assert not any(each.where in ("decode, 1 at once", "decode, 8 at once") for each in found.failed)
+    ours = next(each for each in found.batch if each.side == "ours")
+    assert ours.kl_mean.value is not None
+    assert ours.kl_mean.value > 0.001
+
+
+def test_the_batch_is_judged_where_it_is_asked_for(pair: Pair) -> None:
+    pair.reference.row = pair.ours.row = broken_in_batches
+    assert pair.run().failed == ()
+    judged = pair.run(thresholds=LIMITS | {"batch_kl_mean": 0.001}, folder=pair.request.folder.with_name("other"))
+    assert [each.where for each in judged.failed] == ["batch"]
+
+
+def test_a_server_without_numbers_fails_and_its_result_has_a_json_form(pair: Pair) -> None:
+    pair.ours.row = no_number_in_batches
+    found = pair.run()
+    assert found.not_numbers > 0
+    assert "decode, 8 at once" in {each.where for each in found.failed}
+    assert "no number" in render(found)
+    assert encode(found)["kl_mean"] == {"value": None, "low": None, "high": None}
+
+
+def test_a_run_goes_on_from_what_was_answered(pair: Pair) -> None:
+    first = pair.run()
+    asked = pair.reference.asked
+    next((pair.request.folder / "plan").glob("decode-8.npz")).unlink()
+    pair.ours.asked = 0
+    assert pair.run() == first
+    assert pair.reference.asked == asked
+    assert pair.ours.asked == 1
+
+
+def test_answers_of_another_run_are_not_taken(pair: Pair) -> None:
+    pair.run()
+    with pytest.raises(InputError, match="--run-dir"):
+        pair.run(texts=("another text",))
+
+
+def test_the_pass_that_fails_alone_is_named_and_the_other_is_not(pair: Pair) -> None:
+    pair.ours.row = shifted
+    assert pair.request.plan.plan is not None
+    with paper_server() as good:
+        alone = {
+            name: Alone(side=Side(name=name, plan=pair.request.plan.plan, url=url), with_passes=(), value="")
+            for name, url in (("scheduler", good.base_url), ("fp8", pair.ours.base_url))
+        }
+        found = pair.run(alone=alone)
+    assert {each.pass_name for each in found.failed} == {"fp8"}
+    assert [each.pass_name for each in found.passes_alone] == ["scheduler", "fp8"]
+    assert max(map(len, render(found).splitlines())) <= 80
+
+
+def test_passes_are_not_measured_alone_where_nothing_fails(pair: Pair) -> None:
+    nobody = Alone(side=Side(name="x", plan=None, url="http://127.0.0.1:9"), with_passes=(), value="")
+    assert pair.run(alone={"x": nobody, "y": nobody}).passes_alone == ()
+
+
+def test_outputs_stand_side_by_side(pair: Pair) -> None:
+    (prompt,) = pair.run(prompts=("so",)).prompts
+    assert (prompt.plan, prompt.first_difference) == ("so and on", None)

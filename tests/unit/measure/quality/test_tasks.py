@@ -1,0 +1,33 @@
+"""Answers of two servers to the same questions."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_optimizer.measure.quality.tasks import compare_tasks, mcnemar, scores
+
+
+@pytest.mark.parametrize(("one", "other", "p"), [(0, 0, 1.0), (5, 5, 1.0), (0, 5, 0.0625), (1, 9, 0.021484375)])
+def test_mcnemars_test_is_the_exact_binomial(one: int, other: int, p: float) -> None:
+    assert mcnemar(one, other) == pytest.approx(p)
+    assert mcnemar(other, one) == pytest.approx(p)
+
+
+def test_answers_are_paired_by_question() -> None:
+    reference = {"gsm8k exact_match": {"0": 1.0, "1": 1.0, "2": 0.0, "3": 1.0}}
+    plan = {"gsm8k exact_match": {"3": 0.0, "2": 1.0, "1": 0.0, "0": 1.0, "9": 1.0}}
+    (found,) = compare_tasks(reference, plan)
+    assert (found.questions, found.only_reference, found.only_plan) == (4, 2, 1)
+    assert (found.reference, found.plan) == (0.75, 0.5)
+    assert found.difference.value == pytest.approx(-0.25)
+
+
+def test_scores_are_read_from_what_the_harness_logs() -> None:
+    samples = {
+        "mmlu_law": [{"doc_id": 0, "acc": 1.0, "filter": "none"}, {"doc_id": 1, "acc": 0.0, "filter": "none"}],
+        "gsm8k": [{"doc_id": 0, "exact_match": 1.0, "filter": "strict-match"}],
+    }
+    assert scores(samples) == {
+        "mmlu_law acc": {"0": 1.0, "1": 0.0},
+        "gsm8k exact_match (strict-match)": {"0": 1.0},
+    }

@@ -1,0 +1,69 @@
+"""Makes our CPU kernel wrong in a running server, as a file says; laid on the server's path as sitecustomize.
+
+The file named by MOE_TEST_FAULT_FILE holds the name of a mistake, or nothing. It is read at every call, so that one
+server shows them all.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_MODULE = "moe_optimizer.ops.fused_experts"
+BATCH = 8
+"""Tokens in a step at which some mistakes are made."""
+MANY = 200
+_FILE = Path(os.environ.get("MOE_TEST_FAULT_FILE", os.devnull))
+_captured: dict[tuple[str, int], Any] = {}
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Replaces the kernel once its module is imported."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        assert spec is not None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def executed(module: Any) -> None:
+            execute(module)
+            module.fused_experts = _wrong(module.fused_experts)
+
+        loader.exec_module = executed
+        return spec
+
+
+def _wrong(kernel: Any) -> Any:
+    def fused_experts(x: Any, w13: Any, w2: Any, topk_weights: Any, topk_ids: Any, **others: Any) -> Any:
+        import torch
+
+        mistake, tokens = _FILE.read_text().strip(), x.shape[0]
+        if not mistake.startswith("frozen"):
+            _captured.clear()
+        if mistake == "scale" or (mistake == "above" and tokens > MANY):
+            topk_weights = topk_weights * (1.02 if mistake == "scale" else 1.1)
+        elif mistake == "stale scale":
+            topk_weights = torch.where(topk_ids == 5, topk_weights * 1.5, topk_weights)
+        elif mistake == "swapped":
+            topk_ids = torch.where(topk_ids == 3, 4, torch.where(topk_ids == 4, 3, topk_ids)).to(topk_ids.dtype)
+        elif mistake == "frozen" and tokens == BATCH:
+            # As a graph whose inputs were those of its capture: what it was given first, at every replay.
+            x = _captured.setdefault((str(w13.data_ptr()), tokens), x.clone())
+        found = kernel(x, w13, w2, topk_weights, topk_ids, **others)
+        if mistake == "no number" and tokens == BATCH:
+            found.fill_(float("nan"))
+        return found
+
+    return fused_experts
+
+
+if "MOE_TEST_FAULT_FILE" in os.environ:
+    sys.meta_path.insert(0, _AfterImport())
