@@ -12,7 +12,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The published exit codes of every command; 4 and 5 are kept for measurements, and nothing ends with them yet."""
+    """The published exit codes of every command; 5 is kept for a quality gate, and nothing ends with it yet."""
 
     OK = 0
     BUG = 1
@@ -57,6 +57,12 @@ class UnsupportedError(MoeOptimizerError):
 
 class DoesNotFitError(UnsupportedError):
     """The model needs more memory than the hardware has; the message carries the nearest miss."""
+
+
+class GoalMissedError(MoeOptimizerError):
+    """Nothing that is possible keeps the user's limits; the message carries the nearest miss."""
+
+    exit_code = ExitCode.GOAL_MISSED
 
 
 class RequiredNotAppliedError(MoeOptimizerError):

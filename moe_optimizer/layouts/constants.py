@@ -16,6 +16,12 @@ TABLES = "configs/kernel_speeds"
 EXPERTS_IN_SERVER = 1.08
 """Time of the experts' kernels in a server over that in the tables of kernel speeds: mean over both sides of the
 ledger at 1, 8, 64 and 128 sequences (0.99 to 1.22)."""
+UNEVEN_PER_DOUBLING = 0.25
+"""Tokens of the busiest of n ranks with whole experts over the mean, less 1, for each doubling of n: assumed for
+traffic whose load nobody measured. Random weights route evenly."""
+LOCK_STEP_PER_DOUBLING = 0.03
+"""Share of a step that data parallel copies wait for the slowest of them, for each doubling of their number: assumed.
+Their requests differ in number and length, and each layer's exchange needs all."""
 QUANTISE_CALL_US = 2.2
 """Quantising the input of a dense product in FP8: the served FP8 record at one client, over its 193 products."""
 MATRIX_CALL_US = 2.9
@@ -30,13 +36,14 @@ CACHE_BANDWIDTH_SHARE = 0.667
 """Bandwidth at which keys and values are read: (3381 - 569) us against (1923 - 15) us at batch 128 and 1."""
 PREFILL_ATTENTION_FLOP_SHARE = 0.45
 """Of the datasheet's rate, for attention over a prompt; assumed."""
-SMALL_KERNELS_LAYER_US = 13.1
-"""Router's top-k, norms, rotary embedding, cache write and copies of one layer at batch 1: 627 us / 48."""
-SMALL_KERNELS_PASSES = 41.0
-"""Passes of those over a token's hidden state: (936 - 627) us / 127 tokens at the datasheet's bandwidth."""
-SAMPLING_US = 45.0
-SAMPLING_PASSES = 5.2
-"""Passes over a sequence's FP32 logits: (166 - 46) us / 127 at the datasheet's bandwidth."""
+SMALL_KERNELS_LAYER_US = 10.3
+"""Router's top-k, norms, rotary embedding and cache write of one layer at batch 1: 494 us / 48."""
+SMALL_KERNELS_PASSES = 14.0
+"""Passes of those over a token's hidden state: (597 - 494) us / 127 tokens at the datasheet's bandwidth."""
+SAMPLING_US = 179.0
+"""Sampling, and copies of tokens and logits, at batch 1: 46 + 133 us."""
+SAMPLING_PASSES = 14.1
+"""Passes of those over a sequence's FP32 logits: (166 + 339 - 179) us / 127 at the datasheet's bandwidth."""
 HOST_US = 400.0
 """Of a step, what no kernel accounts for at batch 1: gaps between kernels, scheduler, copies of tokens."""
 HOST_SEQUENCE_US = 1.8

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_optimizer.costs.expert_imbalance import rank_imbalance
 from moe_optimizer.costs.roofline import expected_experts_hit, peak_flops
 from moe_optimizer.costs.weights import weight_element_bytes
-from moe_optimizer.layouts.constants import OUR_EXPERTS, TABLES, VLLM_EXPERTS
+from moe_optimizer.layouts.constants import OUR_EXPERTS, TABLES, UNEVEN_PER_DOUBLING, VLLM_EXPERTS
 from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.specs.expert_load import ExpertLoad
 from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape
@@ -31,6 +31,9 @@ class ExpertTimes:
     imbalance: float
     """Tokens of the busiest rank over the mean, of the measured load; 1 without one."""
     table: KernelSpeeds | None
+    """Of exactly this shape."""
+    whole_layer: ExpertTimes | None
+    """The undivided layer, if a table has it: the model is scaled to it."""
     ours: bool
 
     def layer_us(self, tokens: float) -> Quantity:
@@ -45,7 +48,12 @@ class ExpertTimes:
                 Source.MEASURED if uneven == 1 else Source.MODELLED,
                 self.table.source,
             )
-        return Quantity(self._modelled_us(tokens * uneven), "us", Source.MODELLED, f"experts fitted to {TABLES}")
+        modelled, ref = self._modelled_us(tokens * uneven), f"experts fitted to {TABLES}"
+        if self.whole_layer is not None:
+            measured = self.whole_layer.layer_us(tokens)
+            modelled *= measured.value / self.whole_layer._modelled_us(tokens)
+            ref = f"{ref}, scaled to the undivided layer in {measured.ref}"
+        return Quantity(modelled, "us", Source.MODELLED, ref)
 
     def _busiest(self, tokens: float) -> float:
         """Return the (token, expert) pairs of the busiest rank: what the load says, and two to three deviations of
@@ -81,6 +89,11 @@ def expert_times(question: LayoutQuestion, layout: Layout) -> ExpertTimes:
     """Return what computes the times of a layout's experts."""
     model, devices = question.model, layout.devices_of_stage
     whole = layout.expert_parallel and devices > 1
+    ours = question.our_kernels and layout.data_parallel_size == 1
+    undivided = None
+    if devices > 1:
+        undivided = expert_times(question, Layout())
+        undivided = None if undivided.table is None else replace(undivided, ours=ours)
     shape = LayerShape(
         hidden_size=model.expert_hidden_size,
         intermediate_size=model.moe_intermediate_size if whole else max(1, model.moe_intermediate_size // devices),
@@ -88,23 +101,35 @@ def expert_times(question: LayoutQuestion, layout: Layout) -> ExpertTimes:
         num_global_experts=model.num_experts,
         top_k=model.top_k,
     )
-    load = question.load if whole else None
     return ExpertTimes(
         question=question,
         shape=shape,
         num_ranks=devices if whole else 1,
-        imbalance=1.0 if load is None else _mean_imbalance(load, devices),
+        imbalance=_imbalance(question, devices) if whole else 1.0,
         table=_table(question, shape),
+        whole_layer=undivided,
         # Our kernels do not run under data parallelism.
-        ours=question.our_kernels and layout.data_parallel_size == 1,
+        ours=ours,
     )
 
 
-def _mean_imbalance(load: ExpertLoad, num_ranks: int) -> float:
+def _imbalance(question: LayoutQuestion, num_ranks: int) -> float:
+    if question.load is not None:
+        return _mean_imbalance(question.load, num_ranks, placed=question.placed)
+    return 1.0 if question.even_routing else 1.0 + UNEVEN_PER_DOUBLING * math.log2(num_ranks)
+
+
+def _mean_imbalance(load: ExpertLoad, num_ranks: int, *, placed: bool) -> float:
+    """Return the tokens of the busiest rank over the mean, over all layers, because they run one after another.
+
+    A placement evens the ranks out, but the busiest expert stays on one.
+    """
     used = [layer for layer in load.layers if layer.total]
     if not used or load.num_experts % num_ranks:
         return 1.0
     total = sum(layer.total for layer in used)
+    if placed:
+        return sum(max(layer.total, max(layer.tokens) * num_ranks) for layer in used) / total
     return sum(layer.total * rank_imbalance(layer.tokens, num_ranks) for layer in used) / total
 
 

@@ -23,6 +23,8 @@ class LayoutQuestion:
     gpu: GpuSpec
     gpus_per_machine: int
     num_machines: int = 1
+    servers_per_machine: int | None = None
+    """Most servers that share a machine; None: as many as there is room for."""
     clients: int
     """Clients of a closed loop, over all servers."""
     input_tokens: int
@@ -38,7 +40,11 @@ class LayoutQuestion:
     our_kernels: bool = False
     """Whether our expert kernels compute where they were measured to be faster."""
     load: ExpertLoad | None = None
-    """Measured load of the experts; None: every expert is as likely."""
+    """Measured load of the experts; None: it is assumed to be uneven, or even with `even_routing`."""
+    even_routing: bool = False
+    """Whether the weights are random (--load-format dummy)."""
+    placed: bool = False
+    """Whether the experts will be placed by that load; else they lie in their order."""
 
     @property
     def model(self) -> ModelSpec:

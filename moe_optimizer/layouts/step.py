@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from moe_optimizer.costs import comm
@@ -13,7 +14,7 @@ from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.quantity import Quantity, Source
 
 EXPERTS, MATRICES, ATTENTION, SMALL = "experts", "matrices", "attention", "small kernels"
-SAMPLING, EXCHANGE, HOST = "sampling", "exchange", "host"
+SAMPLING, EXCHANGE, LOCK_STEP, HOST = "sampling", "exchange", "lock step", "host"
 _BYTES = 2
 """Of an activation."""
 
@@ -65,7 +66,7 @@ class StepModel:
 
     def parts(self, tokens: Tokens) -> dict[str, Quantity]:
         """Return the time of each part of a step, in us, all layers together."""
-        return {
+        parts = {
             EXPERTS: self._experts_us(tokens),
             MATRICES: self._matrices_us(tokens),
             ATTENTION: self._attention_us(tokens),
@@ -74,6 +75,12 @@ class StepModel:
             EXCHANGE: self._exchange_us(tokens),
             HOST: self._host_us(tokens),
         }
+        doublings = math.log2(self.layout.data_parallel_size)
+        if doublings:
+            share = fitted.LOCK_STEP_PER_DOUBLING * doublings
+            waiting = share * sum(part.value for part in parts.values())
+            parts[LOCK_STEP] = Quantity(waiting, "us", Source.ASSUMED, f"{share:.0%} of the other parts")
+        return parts
 
     def _experts_us(self, tokens: Tokens) -> Quantity:
         layers = self.question.model.num_moe_layers

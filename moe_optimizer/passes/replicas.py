@@ -51,11 +51,12 @@ class Replicas(OptimizationPass):
         return why_not
 
     def choose(self, ctx: PlanContext) -> Decision:
-        """Return the servers where they are asked for by name; where they were measured, slices were faster."""
-        if ctx.wish(self.name)[0] is Wish.AUTO:
+        """Return the servers where they are asked for by name, or are of the chosen layout."""
+        chosen = 1 if ctx.layout is None else ctx.layout.replicas
+        if ctx.wish(self.name)[0] is Wish.AUTO and chosen == 1:
             why = "one server over all devices answers a request sooner; --enable-replicas asks for whole servers"
             return self.when_off(ctx, why)
-        count = _asked(ctx) or _most_that_fit(ctx)
+        count = chosen if chosen > 1 else _asked(ctx) or _most_that_fit(ctx)
         if count == 1:
             return self.refused(ctx, f"no part of {ctx.num_gpus} GPUs holds the model by itself")
         each, idle = divmod(ctx.num_gpus if ctx.device == "cuda" else ctx.cpu.cores, count)
