@@ -52,7 +52,6 @@ REQUEST_US = 10_000.0
 """HTTP, tokenizer and scheduling of one request: time to first token at one client less the step of its prompt."""
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertConstants:
     """Time of one layer's experts where no table answers: start + bytes + operations + activations, each at a share

@@ -143,9 +143,7 @@ def _table(question: LayoutQuestion, shape: LayerShape) -> KernelSpeeds | None:
 
 
 def _points(table: KernelSpeeds, *, ours: bool) -> list[tuple[int, float]]:
-    return [
-        (row.tokens, min([row.stock_us, *row.ours_us.values()]) if ours else row.stock_us) for row in table.rows
-    ]
+    return [(row.tokens, min([row.stock_us, *row.ours_us.values()]) if ours else row.stock_us) for row in table.rows]
 
 
 def _interpolated(points: Sequence[tuple[int, float]], tokens: float) -> float:

@@ -102,4 +102,3 @@ def order(prediction: Prediction, goal: Goal) -> tuple[bool, bool, float, int, s
     layout = prediction.layout
     waits = goal == "latency" and prediction.waiting > 0
     return layout.disaggregated, waits, float(f"{score:.3e}"), layout.devices_of_server, layout.name
-

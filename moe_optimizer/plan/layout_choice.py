@@ -1,4 +1,4 @@
-"""Defines which layout a plan takes, what is predicted of it and of the next best, and why the others were not taken."""
+"""Defines which layout a plan takes, what is predicted of it and of the next best, and why not those."""
 
 from __future__ import annotations
 

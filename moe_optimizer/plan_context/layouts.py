@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from moe_optimizer.costs.weights import DTYPE_BYTES
-from moe_optimizer.errors import GoalMissedError, UnsupportedError
+from moe_optimizer.errors import GoalMissedError, InputError, UnsupportedError
 from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
-from moe_optimizer.layouts.search import Limits, Ranking, rank
+from moe_optimizer.layouts.search import Ranking, rank
 from moe_optimizer.layouts.serving import Prediction
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate
@@ -29,7 +29,7 @@ def choose_layout(ctx: PlanContext) -> LayoutChoice | None:
 
     Raises:
         GoalMissedError: layouts fit, and none keeps the limits; the nearest is named.
-        InputError: the pinned layout is none, or contradicts another wish.
+        InputError: the pinned layout is none.
         UnsupportedError: the pinned layout is none of those that the model and the machines allow.
     """
     pinned = ctx.request.layout
@@ -52,6 +52,40 @@ def choose_layout(ctx: PlanContext) -> LayoutChoice | None:
     if not ranking.within and layout is None:
         _refuse(ctx, ranking)
     return _choice(ctx, ranking, pinned="" if layout is None else f"--layout {layout.name}")
+
+
+def with_pinned_layout(ctx: PlanContext) -> PlanContext:
+    """Return the context in which the passes that a pinned layout needs are asked for by it.
+
+    Raises:
+        InputError: the layout is none, or a flag or an argument after -- says the opposite of it.
+    """
+    if ctx.request.layout is None:
+        return ctx
+    layout = parse_layout(ctx.request.layout)
+    origin = f"flag --layout {layout.name}"
+    needed = {
+        "replicas": layout.replicas > ctx.request.num_nodes,
+        "disaggregation": layout.disaggregated,
+        "parallelism.expert_parallel": layout.expert_parallel,
+    }
+    opposite = {True: Wish.OFF, False: Wish.ON}
+    for key, needs in {**needed, "parallelism": layout.devices_of_server > 1}.items():
+        wish, said_by = ctx.request.wishes.get(key, (Wish.AUTO, ""))
+        if (wish is opposite[needs] and key != "parallelism") or (needs and wish is Wish.OFF):
+            raise InputError(
+                f"{origin.removeprefix('flag ')} and {said_by.removeprefix('flag ')} contradict each other",
+                hint="give one of them",
+            )
+    for flag, size in (
+        ("--tensor-parallel-size", layout.tensor_parallel_size),
+        ("--data-parallel-size", layout.data_parallel_size),
+    ):
+        given = ctx.pinned.count(flag)
+        if given not in (None, size):
+            raise InputError(f"--layout {layout.name} and {flag} {given} after -- contradict each other")
+    wishes = {key: (Wish.ON if needs else Wish.OFF, origin) for key, needs in needed.items()}
+    return dataclasses.replace(ctx, request=dataclasses.replace(ctx.request, wishes={**ctx.request.wishes, **wishes}))
 
 
 def layout_question(ctx: PlanContext) -> LayoutQuestion:
@@ -110,6 +144,8 @@ def _ours(ctx: PlanContext) -> bool:
 
 def _most_servers(ctx: PlanContext) -> int | None:
     """Return how many servers may share a machine; None: as many as fit."""
+    if ctx.request.layout is not None:
+        return max(1, parse_layout(ctx.request.layout).replicas // ctx.request.num_nodes)
     if ctx.wish("replicas")[0] is Wish.OFF or ctx.request.num_nodes > 1 or unsafe_flag(ctx, UNSAFE_FLAGS):
         return 1
     return ctx.section("replicas").count
@@ -176,8 +212,7 @@ def _refuse(ctx: PlanContext, ranking: Ranking) -> None:
     raise GoalMissedError(
         f"no layout of {ctx.num_gpus * ctx.request.num_nodes} GPUs is predicted to keep the limits with {ctx.clients} "
         f"clients; the nearest, {nearest.layout.name}: {ctx.limits.why_not(nearest)}",
-        hint="fewer --clients, more GPUs or a higher limit; --layout "
-        f"{nearest.layout.name} serves it all the same",
+        hint=f"fewer --clients, more GPUs or a higher limit; --layout {nearest.layout.name} serves it all the same",
     )
 
 

@@ -14,7 +14,7 @@ from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan.server_group import ServerGroup
 from moe_optimizer.plan.verify import verify_plan
 from moe_optimizer.plan_context.context import PlanContext
-from moe_optimizer.plan_context.layouts import choose_layout
+from moe_optimizer.plan_context.layouts import choose_layout, with_pinned_layout
 from moe_optimizer.plan_context.request import PlanRequest
 from moe_optimizer.planner.devices import planned_device, usable_gpus, used_gpus
 from moe_optimizer.planner.first_context import first_context
@@ -47,6 +47,7 @@ def make_plan(request: PlanRequest) -> Plan:
     num_gpus, gpu_warnings = usable_gpus(request, device)
     context = first_context(request, device, num_gpus)
     check_wishes(context.request.wishes, device)
+    context = with_pinned_layout(context)
     context = dataclasses.replace(context, layout_choice=choose_layout(context))
     for optimization in all_passes():
         begin = time.perf_counter()
