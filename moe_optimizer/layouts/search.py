@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +12,8 @@ from moe_optimizer.layouts.question import LayoutQuestion
 from moe_optimizer.layouts.serving import Prediction, memory_of, predict
 from moe_optimizer.specs.layout import Layout
 
+_EQUAL = 0.01
+"""Chosen: the step model is wrong by more."""
 Goal = Literal["latency", "balanced", "throughput"]
 
 
@@ -63,7 +66,7 @@ def rank(
     Servers over several machines are looked at only where no server in one fits: between machines the network is
     slower than any link within.
 
-    Equal questions give equal rankings: ties go to fewer GPUs in a server, then to the name.
+    Equal questions give equal rankings: ties go to the plainer layout, then to fewer GPUs in a server and the name.
     """
     fitting: list[Prediction] = []
     too_large: list[Layout] = []
@@ -86,12 +89,12 @@ def rank(
     )
 
 
-def order(prediction: Prediction, goal: Goal) -> tuple[bool, bool, float, int, str]:
+def order(prediction: Prediction, goal: Goal) -> tuple[bool, bool, int, bool, bool, int, str]:
     """Return the sort key of a prediction: smaller is better.
 
     latency: the least time per output token, of layouts in which no request waits for room if there are any;
     throughput: the most tokens a second; balanced: the most of tokens a second divided by the time per output token.
-    Differences below a thousandth are none. Prefill and decode apart come last: they need a connector between the
+    Differences of one hundredth are none: then slices go before whole experts, and those before copies. Prefill and decode apart come last: they need a connector between the
     servers, which nothing else does.
     """
     score = {
@@ -101,4 +104,6 @@ def order(prediction: Prediction, goal: Goal) -> tuple[bool, bool, float, int, s
     }[goal]
     layout = prediction.layout
     waits = goal == "latency" and prediction.waiting > 0
-    return layout.disaggregated, waits, float(f"{score:.3e}"), layout.devices_of_server, layout.name
+    steps = round(math.log(score) / _EQUAL)
+    plain = (layout.data_parallel_size > 1, layout.expert_parallel)
+    return layout.disaggregated, waits, steps, *plain, layout.devices_of_server, layout.name

@@ -51,7 +51,7 @@ class _Page:
             ("Model", self._model(plan)),
             ("Hardware", self._hardware(plan)),
             (f"Memory of each {'GPU' if plan.num_gpus else 'CPU process'}", self._memory(plan)),
-            ("Layout", () if plan.layouts is None else layout_lines(plan.layouts)),
+            ("Layout", () if plan.layouts is None else layout_lines(plan.layouts, self.width)),
             ("Decisions", self._decisions(plan)),
             ("Warnings", self._warnings(plan)),
             ("Command" if plan.group is None else "Commands", self._commands(plan)),
