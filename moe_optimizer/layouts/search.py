@@ -94,8 +94,8 @@ def order(prediction: Prediction, goal: Goal) -> tuple[bool, bool, int, bool, bo
 
     latency: the least time per output token, of layouts in which no request waits for room if there are any;
     throughput: the most tokens a second; balanced: the most of tokens a second divided by the time per output token.
-    Differences of one hundredth are none: then slices go before whole experts, and those before copies. Prefill and decode apart come last: they need a connector between the
-    servers, which nothing else does.
+    Differences of one hundredth are none: then slices go before whole experts, and those before copies. Prefill and
+    decode apart come last: they need a connector between the servers, which nothing else does.
     """
     score = {
         "latency": prediction.tpot_ms,

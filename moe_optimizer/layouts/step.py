@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from moe_optimizer.costs import comm
-from moe_optimizer.costs.roofline import DecodeStep, decode_step_bytes, peak_flops
+from moe_optimizer.costs.roofline import DecodeStep, decode_step_bytes, memory_bandwidth, peak_flops
 from moe_optimizer.layouts import constants as fitted
 from moe_optimizer.layouts.experts import ExpertTimes, expert_times
 from moe_optimizer.layouts.question import LayoutQuestion
@@ -53,8 +53,13 @@ class StepModel:
     _linear_params: float = field(init=False)
 
     def __post_init__(self) -> None:
-        """Work out what all steps have in common."""
+        """Work out what all steps have in common.
+
+        Raises:
+            UnsupportedError: the GPU's memory bandwidth is not known.
+        """
         model = self.question.model
+        memory_bandwidth(self.question.gpu)  # without one nothing can be said
         self._experts = expert_times(self.question, self.layout)
         routed = model.expert_params * model.top_k / model.num_experts if model.num_experts else 0
         vocabulary = model.embedding_params + model.lm_head_params

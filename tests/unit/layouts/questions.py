@@ -12,9 +12,8 @@ from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.model import ModelSpec
 from tests.builders import qwen3_30b_a3b
 
-TABLES = SpeedTables(
-    tables=tuple(table for path in sorted(shipped_dir().glob("*.json")) for table in read_tables(path))
-)
+_FILES = sorted(shipped_dir().glob("*.json"))
+TABLES = SpeedTables(tables=tuple(table for path in _FILES for table in read_tables(path)))
 
 
 def question(
