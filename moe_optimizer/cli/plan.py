@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.options import PlanCommandOptions
+from moe_optimizer.cli.other_predictor import with_other_estimate
 from moe_optimizer.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -48,7 +49,10 @@ def command(options: PlanCommandOptions) -> messages.Output:
     from moe_optimizer.cli import planning
 
     if options.render is None:
-        return plan_output(planning.make(options), as_json=options.json, explain=options.explain)
+        plan = planning.make(options)
+        if options.explain:
+            plan = with_other_estimate(plan)
+        return plan_output(plan, as_json=options.json, explain=options.explain)
     if options.json:
         raise InputError("--render and --json contradict each other", hint="give one of them")
     plan = planning.make(options)

@@ -155,8 +155,8 @@ def read_request(options: PlanOptions) -> tuple[Settings, PlanRequest]:
         tpot_ms=settings["tpot"],
         input_tokens=settings["input_tokens"],
         output_tokens=settings["output_tokens"],
-        # Stock vLLM is one server, in the layout that is best without what is switched off.
         layout=None if settings.disabled else settings["layout"],
+        search_layouts=not settings.disabled,
         host=settings["host"],
         port=settings["port"],
         max_model_len=settings["max_model_len"],

@@ -25,7 +25,7 @@ _LEAST_SHOWN = 0.005
 
 def choose_layout(ctx: PlanContext) -> LayoutChoice | None:
     """Return the layout that the goal asks for; None where nothing is predicted: on the CPU, inside a running vLLM,
-    on a GPU of unknown rates, or where no layout fits, which the memory plan then refuses with what is missing.
+    on a GPU of unknown rates, for stock vLLM, or where no layout fits, which the memory plan then refuses with what is missing.
 
     Raises:
         GoalMissedError: layouts fit, and none keeps the limits; the nearest is named.
@@ -37,6 +37,8 @@ def choose_layout(ctx: PlanContext) -> LayoutChoice | None:
     if ctx.device == "cpu" or ctx.request.inside_vllm or ctx.request.engine != "vllm" or not ctx.num_gpus:
         if pinned is not None:
             raise UnsupportedError(f"--layout {pinned}: layouts are planned for vLLM on GPUs")
+        return None
+    if not ctx.request.search_layouts:
         return None
     try:
         question = layout_question(ctx)

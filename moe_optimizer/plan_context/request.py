@@ -54,6 +54,8 @@ class PlanRequest:
     output_tokens: int | None = None
     layout: str | None = None
     """Exactly this layout, whatever the goal; None: the search chooses."""
+    search_layouts: bool = True
+    """False: the largest tensor parallelism, as for stock vLLM."""
     host: str = "127.0.0.1"
     port: int = 8000
     max_model_len: int | None = None
