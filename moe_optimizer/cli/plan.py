@@ -30,12 +30,12 @@ def _check_can_be_rendered(plan: Plan, render: str) -> None:
     """
     if not plan.num_gpus:
         raise UnsupportedError("--render: several machines are planned for GPUs only")
-    if plan.group is not None:
-        raise UnsupportedError("--render: servers behind a router run on one machine, and the launcher starts them",
-                               hint="start them with: moe-optimizer serve")  # fmt: skip
     if render == "ray" and plan.num_nodes == 1:
         raise InputError("--render ray: got one machine, expected --nodes 2 or more",
                          hint="start one machine with: moe-optimizer serve")  # fmt: skip
+    if plan.group is not None:
+        raise UnsupportedError("--render: servers behind a router run on one machine, and the launcher starts them",
+                               hint="start them with: moe-optimizer serve")  # fmt: skip
 
 
 @takes(PlanCommandOptions)

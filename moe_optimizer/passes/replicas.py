@@ -69,7 +69,7 @@ class Replicas(OptimizationPass):
             f"a whole server on {share}, and a router that deals requests to them in turns",
             Applier.SERVERS,
             evidence=(_RECORD,) if ctx.device == "cuda" else (),
-            rejected={"auto": _why_not_by_auto(ctx)},
+            rejected=_rejected(ctx),
             params=ReplicasParams(num_servers=count),
             warnings=(f"replicas leave {idle} of {ctx.num_gpus} GPUs idle",) if idle and ctx.num_gpus else (),
         )
@@ -85,6 +85,13 @@ class Replicas(OptimizationPass):
         servers = local_servers(ctx, serve_args, port, [f"replica-{index}" for index in range(count)])
         own = ServeArguments("--worker-urls", *map(server_url, servers))
         return ServerGroup(servers=tuple(servers), router_args=own + router_args(serve_args, port, count))
+
+
+def _rejected(ctx: PlanContext) -> dict[str, str]:
+    """Return the next best layouts and, where servers were asked for by name, what was measured of them."""
+    choice = ctx.layout_choice
+    others = {} if choice is None else {each.layout: each.why_not for each in choice.estimates[1:]}
+    return others if ctx.wish("replicas")[0] is Wish.AUTO else {**others, "auto": _why_not_by_auto(ctx)}
 
 
 def _why_not_by_auto(ctx: PlanContext) -> str:

@@ -24,8 +24,10 @@ _LEAST_SHOWN = 0.005
 
 
 def choose_layout(ctx: PlanContext) -> LayoutChoice | None:
-    """Return the layout that the goal asks for; None where nothing is predicted: on the CPU, inside a running vLLM,
-    on a GPU of unknown rates, for stock vLLM, or where no layout fits, which the memory plan then refuses with what is missing.
+    """Return the layout that the goal asks for.
+
+    None where nothing is predicted: on the CPU, inside a running vLLM, for stock vLLM, on a GPU of unknown rates, or
+    where no layout fits, which the memory plan then refuses with what is missing.
 
     Raises:
         GoalMissedError: layouts fit, and none keeps the limits; the nearest is named.
