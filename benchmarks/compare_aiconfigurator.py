@@ -157,7 +157,7 @@ def config_folder(model: str) -> Path:
     """Return a folder that holds AIConfigurator's copy of a model's config.json."""
     import aiconfigurator_core  # type: ignore[import-not-found]
 
-    configs = Path(aiconfigurator_core.__file__).parent / "model_configs"
+    configs = Path(str(aiconfigurator_core.__file__)).parent / "model_configs"
     folder = Path(tempfile.mkdtemp())
     text = (configs / f"{model.replace('/', '--')}_config.json").read_text(encoding="utf-8")
     (folder / "config.json").write_text(text, encoding="utf-8")

@@ -78,7 +78,7 @@ def test_the_plan_as_data_has_the_machines(capsys: pytest.CaptureFixture[str]) -
     assert main([*TWO, "--json"]) == ExitCode.OK
     plan = json.loads(capsys.readouterr().out)
     assert (plan["num_gpus"], plan["num_nodes"], plan["hardware"]["num_gpus"]) == (
-        8,
+        16,
         2,
         8,
-    )  # four heads take four GPUs of a machine
+    )  # copies take the GPUs that its four heads leave
