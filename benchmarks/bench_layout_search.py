@@ -5,6 +5,7 @@ python benchmarks/bench_layout_search.py [--write]
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import cpu_name, cpu_slug, head, parser_of, write_record  # noqa: E402
+from benchmarks.record import cpu_name, cpu_slug, head, host, parser_of, write_record  # noqa: E402
 from moe_optimizer.layouts.search import Limits, rank  # noqa: E402
 from tests.builders import deepseek_v3, qwen3_30b_a3b  # noqa: E402
 from tests.unit.layouts.questions import question  # noqa: E402
@@ -39,7 +40,9 @@ def main() -> int:
     if options.write:
         what = "the search over layouts: processor time in s of one call"
         write_record(
-            {**head(what), "cpu": cpu_name(), "rows": rows}, cpu_slug(cpu_name()).split("-")[0], "layout_search"
+            {**head(what), "environment": host(os.getloadavg()[0]), "rows": rows},
+            cpu_slug(cpu_name()).split("-")[0],
+            "layout_search",
         )
     return 0
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from typing import Any, Literal
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import head, parser_of, write_record  # noqa: E402
+from benchmarks.record import head, host, parser_of, write_record  # noqa: E402
 from moe_optimizer.costs.memory import MemoryRequest  # noqa: E402
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry  # noqa: E402
 from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
@@ -76,6 +77,7 @@ def main() -> int:
             "own best; a comparison of two predictions, nothing was measured",
             options.commit,
         ),
+        "environment": host(os.getloadavg()[0]),
         "workload": {"input_tokens": PROMPT, "output_tokens": ANSWER, "step_tokens": STEP_TOKENS},
         "summary": summary(cases, errors),
         "cases": cases,

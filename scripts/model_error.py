@@ -100,7 +100,7 @@ def cases() -> Iterator[Case]:
     for path in sorted(RECORDS.glob("*_h*_*.json")):
         record: Any = json.loads(path.read_text(encoding="utf-8"))
         hardware = "h200" if "_h200_" in path.name else "h100_sxm"
-        if path.stem.endswith("h100_served"):
+        if isinstance(record.get("sides"), list) and "workload" in record and path.stem.endswith("served"):
             workload = record["workload"]
             for side in record["sides"]:
                 for load in side["loads"]:
