@@ -39,11 +39,8 @@ def main() -> int:
             print(f"{model.name}, {gpus} GPUs: {count} layouts in {statistics.median(samples):.3f} s")
     if options.write:
         what = "the search over layouts: processor time in s of one call"
-        write_record(
-            {**head(what), "environment": host(os.getloadavg()[0]), "rows": rows},
-            cpu_slug(cpu_name()).split("-")[0],
-            "layout_search",
-        )
+        record = {**head(what), "environment": host(os.getloadavg()[0]), "rows": rows}
+        write_record(record, cpu_slug(cpu_name()).split("-")[0], "layout_search")
     return 0
 
 
