@@ -25,6 +25,20 @@ HARDWARE = "MOE_OPTIMIZER_HARDWARE"
 """Plan for this entry of configs/hardware instead of this machine."""
 CALIBRATE = "MOE_OPTIMIZER_CALIBRATE"
 """Time limit in seconds for measuring kernels in `serve`, if no table of kernel speeds fits; 0: never."""
+GOAL = "MOE_OPTIMIZER_GOAL"
+"""What the layout over the GPUs is chosen for: latency, balanced or throughput."""
+CLIENTS = "MOE_OPTIMIZER_CLIENTS"
+"""Requests at the same time over all servers."""
+TTFT_MS = "MOE_OPTIMIZER_TTFT_MS"
+"""Limit of the predicted time to first token."""
+TPOT_MS = "MOE_OPTIMIZER_TPOT_MS"
+"""Limit of the predicted time per output token."""
+INPUT_TOKENS = "MOE_OPTIMIZER_INPUT_TOKENS"
+"""Typical prompt length."""
+OUTPUT_TOKENS = "MOE_OPTIMIZER_OUTPUT_TOKENS"
+"""Typical completion length."""
+LAYOUT = "MOE_OPTIMIZER_LAYOUT"
+"""Exactly this layout."""
 LAUNCHER = "MOE_OPTIMIZER_LAUNCHER"
 """Process with which this one ends, by id and start time; the launcher sets it."""
 RESTARTS = "MOE_OPTIMIZER_RESTARTS"
@@ -32,7 +46,10 @@ RESTARTS = "MOE_OPTIMIZER_RESTARTS"
 EXPERT_SERIES = "MOE_OPTIMIZER_EXPERT_SERIES"
 """1: /metrics has the tokens of each expert, thousands of series; without it figures for each layer."""
 
-NAMES = (PROFILE, PLAN, RUN_DIR, DISABLE, HARDWARE, CALIBRATE, LAUNCHER, RESTARTS, EXPERT_SERIES)
+NAMES = (PROFILE, PLAN, RUN_DIR, DISABLE, HARDWARE, CALIBRATE, LAUNCHER, RESTARTS, EXPERT_SERIES,
+         GOAL, CLIENTS, TTFT_MS, TPOT_MS, INPUT_TOKENS, OUTPUT_TOKENS, LAYOUT)  # fmt: skip
+GOALS = ("latency", "balanced", "throughput")
+_MOST = 16_777_216
 _PREFIX = "MOE_OPTIMIZER_"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
@@ -49,6 +66,13 @@ class Environment:
     hardware: str | None
     calibrate_s: float | None
     expert_series: bool
+    goal: str | None = None
+    clients: int | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    layout: str | None = None
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
@@ -72,7 +96,44 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         hardware=environ.get(HARDWARE) or None,
         calibrate_s=_seconds(CALIBRATE, environ.get(CALIBRATE, "")),
         expert_series=_boolean(EXPERT_SERIES, environ.get(EXPERT_SERIES, "")),
+        goal=_one_of(GOAL, environ.get(GOAL, ""), GOALS),
+        clients=_count(CLIENTS, environ.get(CLIENTS, "")),
+        ttft_ms=_milliseconds(TTFT_MS, environ.get(TTFT_MS, "")),
+        tpot_ms=_milliseconds(TPOT_MS, environ.get(TPOT_MS, "")),
+        input_tokens=_count(INPUT_TOKENS, environ.get(INPUT_TOKENS, "")),
+        output_tokens=_count(OUTPUT_TOKENS, environ.get(OUTPUT_TOKENS, "")),
+        layout=environ.get(LAYOUT) or None,
     )
+
+
+def _one_of(name: str, text: str, choices: tuple[str, ...]) -> str | None:
+    if not text.strip():
+        return None
+    if text.strip() not in choices:
+        raise InputError(f"environment: {name}: got {text!r:.80}, expected one of {', '.join(choices)}")
+    return text.strip()
+
+
+def _count(name: str, text: str) -> int | None:
+    if not text.strip():
+        return None
+    if not text.strip().isdecimal() or not 1 <= int(text.strip()[:9]) <= _MOST:
+        raise InputError(f"environment: {name}: got {text!r:.80}, expected a whole number from 1 to {_MOST}")
+    return int(text.strip())
+
+
+def _milliseconds(name: str, text: str) -> float | None:
+    if not text.strip():
+        return None
+    value = milliseconds_in(text)
+    if not value:
+        raise InputError(f"environment: {name}: got {text!r:.80}, expected a positive number of milliseconds")
+    return value
+
+
+def milliseconds_in(text: str) -> float | None:
+    """Parse a finite number of milliseconds, 0 or more, as "20", "2.5" or "20ms"; None if it is none."""
+    return seconds_in(text.strip().removesuffix("ms"))
 
 
 def _seconds(name: str, text: str) -> float | None:

@@ -12,7 +12,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The published exit codes of every command; 4 is kept for a goal that was missed, and nothing ends with it yet."""
+    """The published exit codes of every command."""
 
     OK = 0
     BUG = 1
@@ -57,6 +57,12 @@ class UnsupportedError(MoeOptimizerError):
 
 class DoesNotFitError(UnsupportedError):
     """The model needs more memory than the hardware has; the message carries the nearest miss."""
+
+
+class GoalMissedError(MoeOptimizerError):
+    """Nothing that is possible keeps the user's limits; the message carries the nearest miss."""
+
+    exit_code = ExitCode.GOAL_MISSED
 
 
 class RequiredNotAppliedError(MoeOptimizerError):

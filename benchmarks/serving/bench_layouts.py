@@ -1,17 +1,19 @@
-"""Measures one model on several GPUs of a machine: slices of every layer, whole experts per GPU, or whole servers.
+"""Measures one model in several layouts over the GPUs of a machine, beside what the plan predicts of each.
 
-    python benchmarks/serving/bench_layouts.py --model DIR --out FILE [--gpus N] [--sides slices,experts,replicas]
-        [-- further vllm serve arguments]
+    python benchmarks/serving/bench_layouts.py --model DIR --out FILE [--layouts tp2,tp1x2,tp1dp2ep,tp2ep]
+        [--clients 1,16,128,512] [--profile conservative] [-- further vllm serve arguments]
 
-One server (or group of servers) after the other, each loaded by closed loops (closed_loop.py) of as many clients for
-all GPUs together: whole servers share them.
+Each layout is served and loaded by `moe-optimizer bench`, one after the other; `moe-optimizer plan` predicts it for as
+many clients. The record is written after each layout, so that a run that is cut keeps what it has.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,78 +21,98 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
-from benchmarks.serving.closed_loop import OUTPUT_TOKENS, PROMPT_TOKENS, load_at, table_of  # noqa: E402
-from benchmarks.serving.plans import plan_here, served  # noqa: E402
-from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
-from moe_optimizer.launcher.http_client import ServerClient  # noqa: E402
-from moe_optimizer.launcher.launch import running  # noqa: E402
-from moe_optimizer.plan.decision import Wish  # noqa: E402
-from moe_optimizer.plan.plan import Plan  # noqa: E402
-from moe_optimizer.profiles import load_profile  # noqa: E402
 
-PASSES = ("parallelism", "replicas")
-_BY = "this benchmark"
-SIDES = {
-    "slices": {"parallelism.expert_parallel": (Wish.OFF, _BY)},
-    "experts": {"parallelism.expert_parallel": (Wish.ON, _BY)},
-    "replicas": {"replicas": (Wish.ON, _BY)},
-}
-REQUESTS = {1: 4, 16: 4, 128: 2}
-"""Clients -> requests of each."""
+COMMAND = (sys.executable, "-m", "moe_optimizer")
 
 
 def main() -> int:
-    """Serve, load and stop each side; print a table and write the record."""
+    """Measure each layout and write the record."""
     parser = parser_of(__doc__, commit=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--gpus", type=int, help="GPUs to use (default: all)")
-    parser.add_argument("--sides", default=",".join(SIDES), help=f"default: {','.join(SIDES)}")
+    parser.add_argument("--layouts", default="tp2,tp1x2,tp1dp2ep,tp2ep")
+    parser.add_argument("--clients", default="1,16,128,512")
+    parser.add_argument("--profile", default="conservative", help="conservative: vLLM's own kernels")
+    parser.add_argument("--input-tokens", type=int, default=512)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--timeout-s", type=float, default=900, help="for one layout")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    options, vllm_args = parser.parse_args(sys.argv[1:at]), tuple(sys.argv[at + 1 :])
-    if unknown := set(options.sides.split(",")) - set(SIDES):
-        parser.error(f"--sides: got {sorted(unknown)}, expected some of {', '.join(SIDES)}")
+    options, vllm_args = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     record: dict[str, Any] = {
         **head(
-            "one model on several GPUs in slices, with whole experts, and as whole servers behind a router: closed "
-            "loops of streamed completions, one after the other; weights are random where vLLM was told to "
-            "(--load-format dummy), so routing is nearly even",
+            "one model in several layouts over the GPUs of a machine, each loaded by moe-optimizer bench, beside the "
+            "plan's prediction; weights are random where vLLM was told to (--load-format dummy), so routing is even",
             options.commit,
         ),
         "environment": gpu_environment(),
-        "prompt_tokens": PROMPT_TOKENS,
-        "output_tokens": OUTPUT_TOKENS,
-        "sides": {},
+        "workload": {"input_tokens": options.input_tokens, "output_tokens": options.output_tokens},
+        "layouts": {},
     }
-    for side in options.sides.split(","):
-        record["sides"][side] = measure(make(options.model, options.gpus, vllm_args, side))
+    for layout in options.layouts.split(","):
+        record["layouts"][layout] = measured(layout, options, vllm_args)
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(table_of({side: found["loads"] for side, found in record["sides"].items()}))
+        show(layout, record["layouts"][layout])
     return 0
 
 
-def make(model: str, gpus: int | None, vllm_args: tuple[str, ...], side: str) -> Plan:
-    """Return the plan of one side; apart from the layout they are stock vLLM."""
-    return plan_here(
-        model,
-        *vllm_args,
-        kernel_speeds=read_kernel_speeds(),
-        profile=load_profile("conservative"),
-        num_gpus=gpus,
-        wishes={"flash_dmoe": (Wish.OFF, _BY), **SIDES[side]},
-        batch_size=128,
-        max_model_len=1024,
+def measured(layout: str, options: Any, vllm_args: list[str]) -> dict[str, Any]:
+    """Return what one layout does and what was predicted of it; with `error` where it did not run."""
+    most = max(int(count) for count in options.clients.split(","))
+    common = [options.model, "--profile", options.profile, "--layout", layout, "--batch-size", str(most), "--json"]
+    after = ["--", *vllm_args] if vllm_args else []
+    predicted: dict[str, Any] = {}
+    tokens = ["--input-tokens", str(options.input_tokens), "--output-tokens", str(options.output_tokens)]
+    for clients in options.clients.split(","):
+        plan = call(["plan", *common, *tokens, "--clients", clients, *after], 120)
+        predicted[clients] = plan["layouts"]["estimates"][0] if "layouts" in plan else plan
+    with tempfile.TemporaryDirectory() as folder:
+        workload = Path(folder) / "layouts.yaml"
+        workload.write_text(workload_text(options), encoding="utf-8")
+        load = ["--against", "", "--workload", str(workload), "--repetitions", str(options.repetitions)]
+        started = time.monotonic()
+        result = call(["bench", *common, *load, "--run-dir", f"{folder}/run", *after], options.timeout_s)
+    return {"wall_s": round(time.monotonic() - started, 1), "predicted": predicted, "bench": result}
+
+
+def workload_text(options: Any) -> str:
+    """Return a workload of moe-optimizer bench."""
+    return (
+        "description: requests of one length\nrequests:\n"
+        f"  - {{prompt: {_exactly(options.input_tokens)}, output: {_exactly(options.output_tokens)}}}\n"
+        f"clients: [{options.clients}]\nrequests_per_client: 3\n"
     )
 
 
-def measure(plan: Plan) -> dict[str, Any]:
-    """Serve one plan and load it."""
-    with tempfile.TemporaryDirectory() as folder, running(plan, run_dir=Path(folder), ready_timeout_s=500) as info:
-        model = ServerClient(info.base_url).models()[0]
-        return {
-            **served(plan, info, PASSES),
-            "loads": load_at(info.base_url, model, plan.model.vocab_size, REQUESTS),
-        }
+def _exactly(tokens: int) -> str:
+    return f"{{least: {tokens}, most: {tokens}}}"
+
+
+def call(arguments: list[str], timeout_s: float) -> dict[str, Any]:
+    """Return the JSON that a command prints, or what it printed when it failed."""
+    try:
+        done = subprocess.run(
+            [*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"longer than {timeout_s:g} s"}
+    if done.returncode:
+        return {"error": done.stderr[-2000:], "exit_code": done.returncode}
+    return json.loads(done.stdout)
+
+
+def show(layout: str, found: dict[str, Any]) -> None:
+    """Print predicted and measured side by side."""
+    if "error" in found["bench"]:
+        print(f"{layout}: {found['bench']['error'][-300:]}")
+        return
+    for load in found["bench"]["sides"][0]["loads"]:
+        predicted = found["predicted"].get(str(load["clients"]), {})
+        print(
+            f"{layout:<12}{load['clients']:>5} clients  TPOT {load['tpot_ms']['median']:.2f} ms measured, "
+            f"{predicted.get('tpot_ms')} predicted; {load['output_tokens_per_s']:.0f} tokens/s measured, "
+            f"{predicted.get('tokens_per_s')} predicted"
+        )
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     print(found)
     if args.write:
         record = {
-            **head("changed configurations through inspect and plan", args.commit), **host(load_before),
+            **head("changed configurations through inspect and plan", args.commit), "environment": host(load_before),
             "libraries": packages("hypothesis"), **found,
         }  # fmt: skip
         write_record(record, cpu_slug(cpu_name()), "soak_configurations")

@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     }
     print(json.dumps(found, indent=1))
     if args.write:
-        record = {**head("SIGKILL while files are written", args.commit), **host(load_before), **found}
+        record = {**head("SIGKILL while files are written", args.commit), "environment": host(load_before), **found}
         write_record(record, cpu_slug(cpu_name()), "soak_kills")
     return found
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import typer
 
-from moe_optimizer.env import seconds_in
+from moe_optimizer.env import milliseconds_in, seconds_in
 from moe_optimizer.errors import InputError
 from moe_optimizer.near_match import did_you_mean
 from moe_optimizer.synonyms import SWITCHES
@@ -60,6 +60,24 @@ def seconds(text: str) -> float:
     if not value:
         raise typer.BadParameter(f"got {text!r}, expected a positive number of seconds")
     return value
+
+
+def milliseconds(text: str) -> float:
+    """Parse a positive, finite number of milliseconds: 20 or 20ms."""
+    value = milliseconds_in(text)
+    if not value:
+        raise typer.BadParameter(f"got {text!r}, expected a positive number of milliseconds")
+    return value
+
+
+def layout_name(text: str) -> str:
+    """Check that a text is the name of a layout, and return it."""
+    from moe_optimizer.specs.layout import parse_layout
+
+    try:
+        return parse_layout(text).name
+    except InputError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def seconds_or_none(text: str) -> float:

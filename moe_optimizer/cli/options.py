@@ -8,7 +8,17 @@ from typing import Any
 
 import typer
 
-from moe_optimizer.cli.option_values import completes, one_of, seconds, seconds_or_none, switch_name, whole_number
+from moe_optimizer.cli.option_values import (
+    completes,
+    layout_name,
+    milliseconds,
+    one_of,
+    seconds,
+    seconds_or_none,
+    switch_name,
+    whole_number,
+)
+from moe_optimizer.env import GOALS
 from moe_optimizer.errors import InputError
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 
@@ -154,6 +164,18 @@ class PlanOptions(ModelOptions):
         values=_profiles,
     )
     batch_size: int | None = _option("--batch-size", "B", "Requests decoded at the same time.", whole_number(1, 65_536))
+    input_tokens: int | None = _option(
+        "--input-tokens", "TOKENS", "Typical prompt length.", whole_number(1, 16_777_216)
+    )
+    output_tokens: int | None = _option(
+        "--output-tokens", "TOKENS", "Typical completion length.", whole_number(1, 16_777_216)
+    )
+    layout: str | None = _option(
+        "--layout",
+        "NAME",
+        "Exactly this layout over the GPUs, for example tp4x2: two servers of four GPUs each.",
+        layout_name,
+    )
     max_model_len: int | None = _option(
         "--max-model-len", "TOKENS", "Longest prompt plus completion.", whole_number(1, 16_777_216)
     )
@@ -211,7 +233,28 @@ class PlanOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCommandOptions(PlanOptions):
+class AimOptions(PlanOptions):
+    """Options of a command that plans for a load: what the layout over the GPUs is chosen for."""
+
+    goal: str | None = _choice(
+        "--goal", "|".join(GOALS), "What the layout over the GPUs is chosen for.  [default: balanced]", GOALS
+    )
+    clients: int | None = _option(
+        "--clients",
+        "N",
+        "Requests at the same time over all servers.  [default: the batch size]",
+        whole_number(1, 1_048_576),
+    )
+    ttft: float | None = _option(
+        "--ttft", "MS", "Exit 4 unless a layout is predicted to give the first token by then.", milliseconds
+    )
+    tpot: float | None = _option(
+        "--tpot", "MS", "Exit 4 unless a layout is predicted to take at most this per token.", milliseconds
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommandOptions(AimOptions):
     """Options of `moe-optimizer plan`."""
 
     explain: bool = _flag("--explain", "Add evidence, rejected alternatives and limits of every decision.")
@@ -236,7 +279,7 @@ class PlanCommandOptions(PlanOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(PlanOptions):
+class ServeOptions(AimOptions):
     """Options of `moe-optimizer serve` and `run_optimizer.py`."""
 
     dry_run: bool = _flag("--dry-run", "Print the plan and the exact vLLM command, and stop.")

@@ -9,7 +9,8 @@ from importlib import metadata
 from moe_optimizer.cli.check import Check
 
 REQUIRED = (
-    "typer", "rich", "pydantic", "PyYAML", "nvidia-ml-py", "huggingface_hub", "psutil", "prometheus-client", "numpy", "jinja2",
+    "typer", "rich", "pydantic", "PyYAML", "nvidia-ml-py", "huggingface_hub", "psutil", "prometheus-client", "numpy",
+    "jinja2",
 )  # fmt: skip
 _OF_VLLM = ("torch", "transformers", "safetensors")
 OPTIONAL = {

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.options import PlanCommandOptions
+from moe_optimizer.cli.other_predictor import with_other_estimate
 from moe_optimizer.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -29,12 +30,12 @@ def _check_can_be_rendered(plan: Plan, render: str) -> None:
     """
     if not plan.num_gpus:
         raise UnsupportedError("--render: several machines are planned for GPUs only")
-    if plan.group is not None:
-        raise UnsupportedError("--render: servers behind a router run on one machine, and the launcher starts them",
-                               hint="start them with: moe-optimizer serve")  # fmt: skip
     if render == "ray" and plan.num_nodes == 1:
         raise InputError("--render ray: got one machine, expected --nodes 2 or more",
                          hint="start one machine with: moe-optimizer serve")  # fmt: skip
+    if plan.group is not None:
+        raise UnsupportedError("--render: servers behind a router run on one machine, and the launcher starts them",
+                               hint="start them with: moe-optimizer serve")  # fmt: skip
 
 
 @takes(PlanCommandOptions)
@@ -48,7 +49,10 @@ def command(options: PlanCommandOptions) -> messages.Output:
     from moe_optimizer.cli import planning
 
     if options.render is None:
-        return plan_output(planning.make(options), as_json=options.json, explain=options.explain)
+        plan = planning.make(options)
+        if options.explain:
+            plan = with_other_estimate(plan)
+        return plan_output(plan, as_json=options.json, explain=options.explain)
     if options.json:
         raise InputError("--render and --json contradict each other", hint="give one of them")
     plan = planning.make(options)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_optimizer import env
-from moe_optimizer.cli.options import DEFAULT_CALIBRATE_S, DEFAULT_HOST, DEFAULT_PORT, PlanOptions
+from moe_optimizer.cli.options import DEFAULT_CALIBRATE_S, DEFAULT_HOST, DEFAULT_PORT, AimOptions, PlanOptions
 from moe_optimizer.errors import InputError
 from moe_optimizer.passes.registry import PASS_NAMES, required_key, resolve_wishes
 from moe_optimizer.plan.decision import Wish
@@ -24,6 +24,13 @@ _DEFAULTS: Mapping[str, Any] = {
     "hardware": None,
     "gpus": None,
     "batch_size": None,
+    "goal": None,
+    "clients": None,
+    "ttft": None,
+    "tpot": None,
+    "input_tokens": None,
+    "output_tokens": None,
+    "layout": None,
     "max_model_len": None,
     "dtype": "auto",
     "host": DEFAULT_HOST,
@@ -35,6 +42,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "trust_remote_code": False,
 }
 """Setting, which is the option of that name -> its value where neither flag nor environment gives one."""
+_OF_LOAD = ("clients", "ttft", "tpot")
+"""Settings whose flags mean the load itself where a command runs one."""
 _ALSO_VLLMS = {
     "host": "--host",
     "port": "--port",
@@ -85,10 +94,19 @@ def resolve(options: PlanOptions, environment: Environment) -> Settings:
         "calibrate": (environment.calibrate_s, env.CALIBRATE),
         "profile": (environment.profile, env.PROFILE),
         "hardware": (environment.hardware, env.HARDWARE),
+        "goal": (environment.goal, env.GOAL),
+        "clients": (environment.clients, env.CLIENTS),
+        "ttft": (environment.ttft_ms, env.TTFT_MS),
+        "tpot": (environment.tpot_ms, env.TPOT_MS),
+        "input_tokens": (environment.input_tokens, env.INPUT_TOKENS),
+        "output_tokens": (environment.output_tokens, env.OUTPUT_TOKENS),
+        "layout": (environment.layout, env.LAYOUT),
     }
     values: dict[str, Setting] = {}
     for name, default in _DEFAULTS.items():
         stated = options.model_name if name == "model" else getattr(options, name, None)
+        if name in _OF_LOAD and not isinstance(options, AimOptions):
+            stated = None  # of a load test
         from_variable, variable = variables.get(name, (None, ""))
         if stated is not None and stated is not False:
             values[name] = Setting(stated, f"flag --{name.replace('_', '-')}")

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 _FROM_PROFILE = {
     "batch_size": "workload.batch_size",
+    "goal": "goal",
+    "clients": "workload.clients",
+    "ttft": "workload.ttft_ms",
+    "tpot": "workload.tpot_ms",
+    "input_tokens": "workload.input_tokens",
+    "output_tokens": "workload.output_tokens",
     "max_model_len": "max_model_len",
     "expert_load": "passes.expert_placement.load",
     "expert_load_check": "passes.expert_placement.load_check",

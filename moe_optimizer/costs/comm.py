@@ -1,34 +1,88 @@
-"""Computes the least time of the all-reduce that tensor parallelism adds to each layer."""
+"""Computes the time of the collectives between GPUs by size: a start-up time plus bytes over a bandwidth.
+
+Both constants are facts of the hardware file (`collectives`), measured where a record is named; a GPU without them
+has those assumed here.
+"""
 
 from __future__ import annotations
 
-from moe_optimizer.costs.estimate import derived, divide
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_optimizer.costs.estimate import derived
 from moe_optimizer.specs.hardware import GpuSpec
 from moe_optimizer.specs.quantity import Quantity, Source
+
+Kind = Literal["all_reduce", "gather"]
+"""gather: an all-gather or a reduce-scatter, each half of an all-reduce's bytes."""
 
 # assumed: one small collective inside a CUDA graph, launch and hand-over included. vLLM's custom all-reduce
 # over NVLink is of this order; over PCIe it is not used and NCCL takes longer.
 _LATENCY_US = {"nvlink": 8.0, "pcie": 25.0}
+_GATHER_LATENCY_US = {"nvlink": 15.0, "pcie": 30.0}
+_NETWORK_LATENCY_US = 30.0
+_NETWORK_BYTES_PER_S = 25e9
+"""assumed: one 200 Gbit/s port for each GPU."""
 
 
-def all_reduce_us(num_bytes: float, gpu: GpuSpec, num_gpus: int) -> Quantity:
-    """Return the time of one all-reduce of `num_bytes` on each of `num_gpus`, in us; 0 for one GPU.
+@dataclass(frozen=True, slots=True)
+class Group:
+    """GPUs that exchange tokens."""
 
-    latency + 2 (n - 1) / n * bytes / one-way link bandwidth (reduce-scatter and all-gather).
+    num_gpus: int
+    num_machines: int = 1
+
+
+def all_reduce_us(num_bytes: float, gpu: GpuSpec, group: Group) -> Quantity:
+    """Return the time of one all-reduce of `num_bytes` on each GPU of a group, in us; 0 for one GPU.
+
+    latency + 2 (n - 1) / n * bytes / bandwidth (reduce-scatter and all-gather).
     """
-    if num_gpus < 1:
-        raise ValueError(f"all-reduce: got {num_gpus} GPUs, expected at least 1")
-    if num_gpus == 1:
-        return Quantity(0.0, "us", Source.MODELLED, "all-reduce on one GPU moves nothing")
-    latency = Quantity(
-        _LATENCY_US[gpu.gpu_link],
-        "us",
-        Source.ASSUMED,
-        f"{_LATENCY_US[gpu.gpu_link]:g} us to start over {gpu.gpu_link}",
-    )
-    crossing = 2 * num_bytes * (num_gpus - 1) / num_gpus
-    transfer = divide(
-        crossing * 1e6, gpu.gpu_link_bandwidth, unit="us", ref=f"{crossing:.4g} bytes per GPU / link bandwidth"
-    )
-    ref = f"all-reduce over {num_gpus} GPUs"
-    return derived(latency.value + transfer.value, unit="us", ref=ref, inputs=(latency, transfer))
+    return _collective_us("all_reduce", 2 * num_bytes, gpu, group)
+
+
+def gather_us(num_bytes: float, gpu: GpuSpec, group: Group) -> Quantity:
+    """Return the time of one all-gather to, or reduce-scatter of, `num_bytes` on each GPU, in us; 0 for one GPU.
+
+    latency + (n - 1) / n * bytes / bandwidth.
+    """
+    return _collective_us("gather", num_bytes, gpu, group)
+
+
+def send_us(num_bytes: float, gpu: GpuSpec, *, across_machines: bool) -> Quantity:
+    """Return the time to send `num_bytes` from one GPU to another, in us."""
+    group = Group(2, 2 if across_machines else 1)
+    latency, bandwidth = _latency("gather", gpu, group), _bandwidth("gather", gpu, group)
+    value = latency.value + num_bytes / bandwidth.value * 1e6
+    return derived(value, unit="us", ref=f"send {num_bytes:.3g} bytes", inputs=(latency, bandwidth))
+
+
+def _collective_us(kind: Kind, num_bytes: float, gpu: GpuSpec, group: Group) -> Quantity:
+    n = group.num_gpus
+    if n < 1:
+        raise ValueError(f"{kind}: got {n} GPUs, expected at least 1")
+    name = kind.replace("_", "-")
+    if n == 1:
+        return Quantity(0.0, "us", Source.MODELLED, f"{name} on one GPU moves nothing")
+    latency, bandwidth = _latency(kind, gpu, group), _bandwidth(kind, gpu, group)
+    value = latency.value + num_bytes * (n - 1) / n / bandwidth.value * 1e6
+    return derived(value, unit="us", ref=f"{name} over {n} GPUs", inputs=(latency, bandwidth))
+
+
+def _latency(kind: Kind, gpu: GpuSpec, group: Group) -> Quantity:
+    if group.num_machines > 1:
+        return _fact(gpu, "network_latency", _NETWORK_LATENCY_US, "us")
+    assumed = _LATENCY_US if kind == "all_reduce" else _GATHER_LATENCY_US
+    return _fact(gpu, f"{kind}_latency", assumed[gpu.gpu_link], "us")
+
+
+def _bandwidth(kind: Kind, gpu: GpuSpec, group: Group) -> Quantity:
+    if group.num_machines > 1:
+        return _fact(gpu, "network_bandwidth", _NETWORK_BYTES_PER_S, "bytes/s")
+    return gpu.collectives.get(f"{kind}_bandwidth", gpu.gpu_link_bandwidth)
+
+
+def _fact(gpu: GpuSpec, name: str, assumed: float, unit: str) -> Quantity:
+    if name in gpu.collectives:
+        return gpu.collectives[name]
+    return Quantity(assumed, unit, Source.ASSUMED, f"{assumed:g} {unit}, {name.replace('_', ' ')} over {gpu.gpu_link}")

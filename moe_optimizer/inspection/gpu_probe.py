@@ -184,7 +184,9 @@ def _with_actual_link(nvml: Any, handles: list[Any], gpu: GpuSpec, warnings: lis
     if gpu.gpu_link != "nvlink" or all(_has_active_nvlink(nvml, handle) for handle in handles):
         return gpu
     warnings.append(f"{gpu.name}: no active NVLink between the GPUs; planned with PCIe between them")
-    return replace(gpu, gpu_link="pcie", gpu_link_bandwidth=_pcie_bandwidth(nvml, handles[0]))
+    pcie = _pcie_bandwidth(nvml, handles[0])
+    # The constants of the file are those of NVLink.
+    return replace(gpu, gpu_link="pcie", gpu_link_bandwidth=pcie, collectives={})
 
 
 def _has_active_nvlink(nvml: Any, handle: Any) -> bool:

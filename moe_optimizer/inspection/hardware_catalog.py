@@ -43,6 +43,7 @@ class _Fact(Section, Generic[_Value, _Unit]):
 _Bytes = _Fact[_Number, Literal["bytes"]]
 _BytesRate = _Fact[_Number, Literal["bytes/s"]]
 _FlopRate = _Fact[_Number, Literal["flop/s"]]
+_Time = _Fact[_Number, Literal["us"]]
 
 
 class _Rates(Section):
@@ -65,6 +66,17 @@ class _Measured(_Rates):
     fp8_flops: _FlopRate | None = None
 
 
+class _Collectives(_Rates):
+    """A small collective takes its latency; a large one moves bytes at the bandwidth. Network: between machines."""
+
+    all_reduce_latency: _Time | None = None
+    all_reduce_bandwidth: _BytesRate | None = None
+    gather_latency: _Time | None = None
+    gather_bandwidth: _BytesRate | None = None
+    network_latency: _Time | None = None
+    network_bandwidth: _BytesRate | None = None
+
+
 class _GpuFacts(Section):
     name: _Text
     nvml_names: tuple[_Text, ...]
@@ -79,6 +91,7 @@ class _GpuFacts(Section):
     memory_bandwidth: _BytesRate
     dense_flops: _DenseFlops
     measured: _Measured = _Measured()
+    collectives: _Collectives = _Collectives()
 
 
 CPU_NAME = "cpu"
@@ -151,5 +164,6 @@ def read_hardware_file(path: Path) -> CatalogEntry:
         max_gpus_per_node=facts.max_gpus_per_node.value,
         nominal_memory=facts.nominal_memory.quantity,
         measured=facts.measured.quantities(),
+        collectives=facts.collectives.quantities(),
     )
     return CatalogEntry(gpu=gpu, nvml_names=facts.nvml_names, pci_device_ids=facts.pci_device_ids)

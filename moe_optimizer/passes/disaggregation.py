@@ -70,7 +70,8 @@ class Disaggregation(OptimizationPass):
 
     def choose(self, ctx: PlanContext) -> Decision:
         """Return two servers where they are asked for by name; nothing measured says when they pay."""
-        if ctx.wish(self.name)[0] is Wish.AUTO:
+        chosen = ctx.layout is not None and ctx.layout.disaggregated
+        if ctx.wish(self.name)[0] is Wish.AUTO and not chosen:
             return self.when_off(ctx, "it trades throughput for steadier latency; --enable-disaggregation asks for it")
         each, idle = divmod(ctx.num_gpus, len(_ROLES))
         where = f"{each} GPU{'s' if each > 1 else ''}" if ctx.device == "cuda" else "half of the cores"

@@ -51,11 +51,12 @@ class Replicas(OptimizationPass):
         return why_not
 
     def choose(self, ctx: PlanContext) -> Decision:
-        """Return the servers where they are asked for by name; where they were measured, slices were faster."""
-        if ctx.wish(self.name)[0] is Wish.AUTO:
+        """Return the servers where they are asked for by name, or are of the chosen layout."""
+        chosen = 1 if ctx.layout is None else ctx.layout.replicas
+        if ctx.wish(self.name)[0] is Wish.AUTO and chosen == 1:
             why = "one server over all devices answers a request sooner; --enable-replicas asks for whole servers"
             return self.when_off(ctx, why)
-        count = _asked(ctx) or _most_that_fit(ctx)
+        count = chosen if chosen > 1 else _asked(ctx) or _most_that_fit(ctx)
         if count == 1:
             return self.refused(ctx, f"no part of {ctx.num_gpus} GPUs holds the model by itself")
         each, idle = divmod(ctx.num_gpus if ctx.device == "cuda" else ctx.cpu.cores, count)
@@ -68,7 +69,7 @@ class Replicas(OptimizationPass):
             f"a whole server on {share}, and a router that deals requests to them in turns",
             Applier.SERVERS,
             evidence=(_RECORD,) if ctx.device == "cuda" else (),
-            rejected={"auto": _why_not_by_auto(ctx)},
+            rejected=_rejected(ctx),
             params=ReplicasParams(num_servers=count),
             warnings=(f"replicas leave {idle} of {ctx.num_gpus} GPUs idle",) if idle and ctx.num_gpus else (),
         )
@@ -84,6 +85,13 @@ class Replicas(OptimizationPass):
         servers = local_servers(ctx, serve_args, port, [f"replica-{index}" for index in range(count)])
         own = ServeArguments("--worker-urls", *map(server_url, servers))
         return ServerGroup(servers=tuple(servers), router_args=own + router_args(serve_args, port, count))
+
+
+def _rejected(ctx: PlanContext) -> dict[str, str]:
+    """Return the next best layouts and, where servers were asked for by name, what was measured of them."""
+    choice = ctx.layout_choice
+    others = {} if choice is None else {each.layout: each.why_not for each in choice.estimates[1:]}
+    return others if ctx.wish("replicas")[0] is Wish.AUTO else {**others, "auto": _why_not_by_auto(ctx)}
 
 
 def _why_not_by_auto(ctx: PlanContext) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from moe_optimizer.errors import printable
 from moe_optimizer.plan.decision import Applier, Decision, Gain, Status
+from moe_optimizer.plan.layout_table import layout_lines
 from moe_optimizer.plan.multi_node import render_ray
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
@@ -50,6 +51,7 @@ class _Page:
             ("Model", self._model(plan)),
             ("Hardware", self._hardware(plan)),
             (f"Memory of each {'GPU' if plan.num_gpus else 'CPU process'}", self._memory(plan)),
+            ("Layout", () if plan.layouts is None else layout_lines(plan.layouts, self.width)),
             ("Decisions", self._decisions(plan)),
             ("Warnings", self._warnings(plan)),
             ("Command" if plan.group is None else "Commands", self._commands(plan)),

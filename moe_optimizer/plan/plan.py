@@ -13,6 +13,7 @@ from typing import Any
 from moe_optimizer.files import read_text
 from moe_optimizer.plan.decision import Applier, Decision, Status
 from moe_optimizer.plan.json_codec import decode_text, encode
+from moe_optimizer.plan.layout_choice import LayoutChoice
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.pass_params import ParallelismParams
 from moe_optimizer.plan.serve_args import ServeArguments
@@ -57,6 +58,8 @@ class Plan:
     group: ServerGroup | None
     """The servers that `serve_args` is the common part of; None: one server with exactly those arguments."""
     warnings: tuple[str, ...]
+    layouts: LayoutChoice | None = None
+    """How the layout was chosen, and what is predicted of it; None where nothing is."""
     schema_version: int = SCHEMA_VERSION
 
     def decision(self, pass_name: str) -> Decision:

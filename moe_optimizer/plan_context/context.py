@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from moe_optimizer.costs.memory import MemoryRequest, plan_memory
 from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import InputError
+from moe_optimizer.layouts.search import Goal, Limits
 from moe_optimizer.plan.decision import Decision, Wish
+from moe_optimizer.plan.layout_choice import LayoutChoice
 from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.pass_params import (
     DisaggregationParams,
@@ -29,6 +31,7 @@ from moe_optimizer.plan.serve_args import ServeArguments
 from moe_optimizer.plan_context.request import PlanRequest, WishWithOrigin
 from moe_optimizer.specs.hardware import CpuSpec, GpuSpec, HardwareSpec
 from moe_optimizer.specs.kernel_speeds import STOCK
+from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.model import ModelSpec
 from moe_optimizer.specs.software import SoftwareSpec
 from moe_optimizer.specs.workload import WorkloadSpec
@@ -55,6 +58,29 @@ class PlanContext:
     num_servers: int = 1
     """Servers that share this machine evenly; what is planned is one of them."""
     decided: Mapping[str, Decision] = field(default_factory=dict)
+    layout_choice: LayoutChoice | None = None
+    """The layout that the search chose; None: nothing was predicted, and the passes go by their own rules."""
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout to plan for, if one was chosen."""
+        return None if self.layout_choice is None else self.layout_choice.layout
+
+    @property
+    def goal(self) -> Goal:
+        """What the layout is chosen for."""
+        return self.request.goal or self.profile.goal
+
+    @property
+    def clients(self) -> int:
+        """Clients at the same time, over all servers."""
+        return self.request.clients or self.profile.workload.clients or self.workload.batch_size
+
+    @property
+    def limits(self) -> Limits:
+        """What the layout must keep: a flag or variable, else the profile's."""
+        asked, stated = self.request, self.profile.workload
+        return Limits(ttft_ms=asked.ttft_ms or stated.ttft_ms, tpot_ms=asked.tpot_ms or stated.tpot_ms)
 
     @property
     def model(self) -> ModelSpec:

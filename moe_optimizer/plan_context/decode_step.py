@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_optimizer.costs.comm import all_reduce_us
+from moe_optimizer.costs.comm import Group, all_reduce_us
 from moe_optimizer.costs.roofline import DecodeStep, decode_step_floor_us
 from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.plan_context.context import PlanContext
@@ -54,7 +54,7 @@ def least_step_us(
     step = decode_step_floor_us(decoded, ctx.gpu)
     if size == 1:
         return step
-    exchange = all_reduce_us(requests * model.hidden_size * 2, ctx.gpu, size)
+    exchange = all_reduce_us(requests * model.hidden_size * 2, ctx.gpu, Group(size))
     count = 2 * model.num_layers
     ref = f"{step.ref}; {count} all-reduces of {exchange.value:.0f} us over {ctx.gpu.gpu_link}"
     return Quantity(step.value + count * exchange.value, "us", step.source | exchange.source, ref)

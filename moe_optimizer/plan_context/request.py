@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from moe_optimizer.layouts.search import Goal
 from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan.serve_args import NO_ARGUMENTS, ServeArguments
 from moe_optimizer.specs.activation_norms import ActivationNormsFile
@@ -44,7 +45,17 @@ class PlanRequest:
     """Make no plan that refuses a wish."""
     engine: str = "vllm"
     batch_size: int | None = None
-    """Goes before the profile's."""
+    """Goes before the profile's, as the next six do."""
+    clients: int | None = None
+    goal: Goal | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    layout: str | None = None
+    """Exactly this layout, whatever the goal; None: the search chooses."""
+    search_layouts: bool = True
+    """False: the largest tensor parallelism, as for stock vLLM."""
     host: str = "127.0.0.1"
     port: int = 8000
     max_model_len: int | None = None

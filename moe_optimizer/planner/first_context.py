@@ -36,9 +36,12 @@ def first_context(request: PlanRequest, device: Literal["cuda", "cpu"], num_gpus
     return PlanContext(
         request=dataclasses.replace(request, wishes=wishes, required=required),
         workload=WorkloadSpec(
-            batch_size=given.count("--max-num-seqs") or request.batch_size or profile.workload.batch_size,
-            input_tokens=profile.workload.input_tokens,
-            output_tokens=profile.workload.output_tokens,
+            batch_size=given.count("--max-num-seqs")
+            or request.batch_size
+            or request.clients
+            or profile.workload.batch_size,
+            input_tokens=request.input_tokens or profile.workload.input_tokens,
+            output_tokens=request.output_tokens or profile.workload.output_tokens,
             max_model_len=length or _model_len(request),
         ),
         device=device,

@@ -42,7 +42,10 @@ def serve_arguments(own: ServeArguments, decisions: tuple[Decision, ...], user: 
 def plain_arguments(own: ServeArguments, context: PlanContext, user: ServeArguments) -> ServeArguments:
     """Return what plain vLLM would be given: the same server on the same devices, and nothing tuned."""
     planned = own + context.decided["parallelism"].vllm_args
-    return planned.without("--gpu-memory-utilization", "--enable-expert-parallel").overridden_by(user)
+    tuned = ["--gpu-memory-utilization"]
+    if context.parallelism.data_parallel_size == 1:
+        tuned.append("--enable-expert-parallel")
+    return planned.without(*tuned).overridden_by(user)
 
 
 def serve_environment(context: PlanContext) -> dict[str, str]:

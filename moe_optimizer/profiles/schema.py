@@ -38,6 +38,12 @@ class Workload(Section):
     """Typical prompt length."""
     output_tokens: int = Field(default=512, ge=1, le=16_777_216)
     """Typical completion length."""
+    clients: int | None = Field(default=None, ge=1, le=1_048_576)
+    """Requests at the same time over all servers, those that wait included; null: the batch size."""
+    ttft_ms: float | None = Field(default=None, gt=0)
+    """Limit of the predicted mean time to first token; null: none."""
+    tpot_ms: float | None = Field(default=None, gt=0)
+    """Limit of the predicted time per output token; null: none."""
 
 
 class PassSection(Section):
@@ -204,6 +210,9 @@ class Profile(Section):
     max_model_len: int | None = Field(default=None, ge=1, le=16_777_216)
     """Longest prompt plus completion; null: the model's own, as far as memory allows."""
     workload: Workload = Workload()
+    goal: Literal["latency", "balanced", "throughput"] = "balanced"
+    """What the layout over the GPUs is chosen for: the least time per output token, the most tokens a second, or the
+    best product of both."""
     performance: Literal["balanced", "interactivity", "throughput"] = "balanced"
     """vLLM's own --performance-mode."""
     passes: Passes = Passes()

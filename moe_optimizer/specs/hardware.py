@@ -34,6 +34,9 @@ class GpuSpec:
     measured: Mapping[str, Quantity] = field(default_factory=dict)
     """Rates seen on the hardware beside the datasheet's: "copy_bandwidth" (bytes/s), "bf16_flops" (flop/s).
     Empty when nobody measured."""
+    collectives: Mapping[str, Quantity] = field(default_factory=dict)
+    """Constants of collectives by size: "all_reduce_latency", "gather_latency", "network_latency" (us),
+    "all_reduce_bandwidth", "gather_bandwidth", "network_bandwidth" (bytes/s of one GPU). Empty when not known."""
 
     def supports(self, dtype: str) -> bool:
         """Whether the matrix units take this dtype."""

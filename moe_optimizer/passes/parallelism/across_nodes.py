@@ -36,6 +36,9 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
         wished, origin = "pipeline", "--render ray"
     if nodes == 1:
         return AcrossNodes(split=split)
+    if ctx.layout is not None and ctx.layout_choice is not None and ctx.layout_choice.pinned_by:
+        wished = "pipeline" if ctx.layout.pipeline_parallel_size > 1 else "replicas"
+        origin = ctx.layout_choice.pinned_by
     holds = ctx.memory(
         num_devices=split.tensor_parallel_size,
         data_parallel_size=split.data_parallel_size,

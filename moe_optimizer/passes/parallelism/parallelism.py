@@ -42,14 +42,15 @@ class Parallelism(OptimizationPass):
     Expert parallel (EP): as TP, but each device holds whole experts instead of a slice of every expert.
     Data parallel (DP): copies of the attention part take different requests; the experts are shared.
 
-    The plan takes the largest TP that the model's heads allow, EP only where a slice of an expert cannot be
-    formed or it is asked for, DP only when asked for.
+    On GPUs the sizes are those of the layout that the search chose. Without one (on the CPU, inside a running vLLM,
+    on a GPU of unknown rates) it takes the largest TP that the model's heads allow, EP only where a slice of an expert
+    cannot be formed or it is asked for, DP only when asked for.
     """
 
     name = "parallelism"
     flag = "parallelism"
     title = "split the model over the GPUs (TP, EP, DP)"
-    limits = "pipeline stages only across machines; DP is used only where it is asked for"
+    limits = "pipeline stages only across machines, DP only within one; what the layout brings is predicted"
     setting_flags: ClassVar[Mapping[str, tuple[str, str]]] = {
         "expert-parallel": ("expert_parallel", "whole experts on each GPU instead of slices (EP)")
     }
@@ -92,17 +93,23 @@ class Parallelism(OptimizationPass):
                 user's own --enable-expert-parallel is known to crash.
         """
         asked, copies = ctx.asked_sizes
+        if ctx.layout is not None:
+            asked, copies = ctx.layout.tensor_parallel_size, ctx.layout.data_parallel_size
         data_parallel, limit = copies or 1, _device_limit(ctx)
         _check_asked(ctx, asked or 1, data_parallel, limit)
         size = asked or max(1, limit // data_parallel)
         while size > 1 and not _splits(ctx, size, data_parallel)[0]:
             size -= 1
         expert_parallel, expert_reason, warnings = _expert_parallel(ctx, size, data_parallel)
+        if ctx.layout is not None and ctx.layout.expert_parallel and not expert_parallel:
+            expert_parallel, expert_reason = True, ""
         split = ParallelismParams(
             tensor_parallel_size=size, data_parallel_size=data_parallel, expert_parallel=expert_parallel
         )
         unused = limit - split.num_devices if ctx.device == "cuda" else 0
         rejected = _rejected(ctx, limit // data_parallel, size, data_parallel) if asked is None else {}
+        if ctx.layout_choice is not None:
+            rejected = {each.layout: each.why_not for each in ctx.layout_choice.estimates[1:]}
         if unused:
             why = f", because {'; '.join(rejected.values())}" if rejected else ""
             warnings += (f"{unused} of {limit} GPUs stay unused with {_sizes(split)}{why}",)
@@ -113,7 +120,7 @@ class Parallelism(OptimizationPass):
             warnings += (_ep_warning(split.num_devices),)
         across = across_nodes(ctx, split)
         arguments = _vllm_args(across.split)
-        reasons = (_in_words(ctx, split), expert_reason if expert_parallel else "", across.reason)
+        reasons = (_in_words(ctx, split), expert_reason if expert_parallel else "", across.reason, _by_search(ctx))
         return self.decision(
             ctx,
             Status.ON if arguments else Status.OFF,
@@ -283,6 +290,17 @@ def _in_words(ctx: PlanContext, split: ParallelismParams) -> str:
 def _sizes(split: ParallelismParams) -> str:
     data_parallel = f" DP={split.data_parallel_size}" if split.data_parallel_size > 1 else ""
     return f"TP={split.tensor_parallel_size}{data_parallel}"
+
+
+def _by_search(ctx: PlanContext) -> str:
+    """Return who chose the layout, and what is predicted of it."""
+    choice = ctx.layout_choice
+    if choice is None:
+        return ""
+    figures = f"{choice.estimate.tpot_ms:.3g} ms per output token and {choice.estimate.tokens_per_s:.3g} tokens/s"
+    why = f"as {choice.pinned_by} asks" if choice.pinned_by else f"the best of {choice.num_layouts} for {choice.goal}"
+    clients = f"{choice.clients} client{'s' if choice.clients > 1 else ''}"
+    return f"layout {choice.chosen}, {why}: {figures} predicted with {clients}"
 
 
 def _value(split: ParallelismParams) -> str:

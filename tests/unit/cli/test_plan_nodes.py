@@ -57,7 +57,7 @@ def test_more_gpus_than_a_machine_has_name_the_machines_they_need(capsys: pytest
 def test_the_plan_says_how_to_start_every_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(TWO) == ExitCode.OK
     shown = capsys.readouterr().out
-    assert "8 of 16 x NVIDIA" in " ".join(shown.split())
+    assert "16 of 16 x NVIDIA" in " ".join(shown.split())
     assert " 2 machines" in shown
     assert "--render ray" in shown
     assert "--render lws" in shown
@@ -78,7 +78,7 @@ def test_the_plan_as_data_has_the_machines(capsys: pytest.CaptureFixture[str]) -
     assert main([*TWO, "--json"]) == ExitCode.OK
     plan = json.loads(capsys.readouterr().out)
     assert (plan["num_gpus"], plan["num_nodes"], plan["hardware"]["num_gpus"]) == (
-        8,
+        16,
         2,
         8,
-    )  # four heads take four GPUs of a machine
+    )  # copies take the GPUs that its four heads leave

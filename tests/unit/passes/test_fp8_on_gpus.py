@@ -164,8 +164,8 @@ def test_experts_that_vllm_fills_up_to_blocks_are_counted_and_warned_about():
     assert decision.params_as(Fp8Params).stored_expert_bits == pytest.approx(8 * 128 / 96)
     assert [warning[-5:] for warning in decision.warnings] == ["1.33x"]
     profile = profile_with("aggressive", {"fp8": {"mode": "on"}})
-    filled = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 8), profile)).memory
-    whole = make_plan(request(qwen3_30b_a3b(width=1024), gpus("h100_sxm", 8), profile)).memory
+    filled = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 8), profile, layout="tp8")).memory
+    whole = make_plan(request(qwen3_30b_a3b(width=1024), gpus("h100_sxm", 8), profile, layout="tp8")).memory
     assert filled.weight_bytes == pytest.approx(whole.weight_bytes, rel=0.001)
 
 

@@ -74,7 +74,7 @@ def test_beside_disaggregation_by_profile_it_is_refused():
 
 
 def test_a_model_that_one_gpu_holds_gets_a_server_on_each_and_every_other_pass_plans_for_that():
-    plan = on_gpus(4)
+    plan = on_gpus(4, layout="tp1x4")
     assert plan.group is not None
     assert plan.decision("replicas").applier is Applier.SERVERS
     assert plan.decision("parallelism").value == "TP=1"
@@ -147,5 +147,5 @@ def test_a_tier_in_host_memory_is_shared_between_the_servers():
     machine = dataclasses.replace(gpus("h100_sxm", 4), cpu=cpu_machine(gib=64).cpu)
     wishes = resolve_wishes(["replicas", "kv-tiering"], [])
     # Half of the host's memory is for all of them.
-    plan = make_plan(request(qwen3_30b_a3b(), machine, wishes=wishes))
+    plan = make_plan(request(qwen3_30b_a3b(), machine, wishes=wishes, layout="tp1x4"))
     assert plan.decision("kv_cache").params_as(KvCacheParams).offload_gib == 64 // 2 // 4

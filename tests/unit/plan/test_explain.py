@@ -109,7 +109,7 @@ def test_an_argument_that_is_too_long_has_its_value_below_it(plan):
 def test_explain_adds_who_asked_evidence_rejected_and_limits(plan):
     text = " ".join(render_plan(plan, explain=True).split())
     assert " profile aggressive" in text
-    assert "rejected: EP: " in text
+    assert "rejected: tp" in text
     assert "limits: activation memory" in text
     assert "asked by" not in render_plan(plan)
 

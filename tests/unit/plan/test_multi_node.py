@@ -36,7 +36,7 @@ def plan(kind: str, **changes: Any) -> Plan:
 
 
 def test_a_model_that_one_machine_holds_is_served_whole_on_each():
-    made = plan("replicas")
+    made = plan("replicas", layout="tp8x2")
     decision = made.decision("parallelism")
     assert (made.parallelism.replicas, made.parallelism.pipeline_parallel_size) == (2, 1)
     assert re.fullmatch("TP=8.* 2 machines", decision.value)

@@ -19,7 +19,7 @@ def test_the_server_listens_on_this_machine_only_by_default():
 
 
 def test_plain_arguments_are_the_same_server_with_nothing_tuned():
-    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), "aggressive"))
+    plan = make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", 2), "aggressive", layout="tp2"))
     server = ("--host", "127.0.0.1", "--port", "8000", "--shutdown-timeout", "30")
     assert plan.plain_args.words == (*server, "--tensor-parallel-size", "2")
 

@@ -68,7 +68,9 @@ def test_a_profile_that_takes_no_more_gpus_is_named_instead_of_the_flag():
 
 
 def test_a_size_of_the_users_that_is_too_small_is_named_instead_of_the_flag():
-    asked = request(mixtral_8x7b(), gpus("h100_sxm", 4), vllm_args=("--tensor-parallel-size", "1"))
+    asked = request(
+        mixtral_8x7b(), gpus("h100_sxm", 4), vllm_args=("--tensor-parallel-size", "1", "--data-parallel-size", "1")
+    )
     error = refused(asked, DoesNotFitError)
     assert str(error.hint).endswith("parallel size of 2")
     assert "--gpus" not in str(error.hint)

@@ -7,6 +7,7 @@ What a forked process lacks of a spawned one is asserted of the servers that spa
 The parent's threads at that moment wait for something: those of ZMQ, of numpy, the two of the plugin.
 """
 
-from multiprocessing import context
+import multiprocessing.context
 
-context._concrete_contexts["spawn"] = context._concrete_contexts["fork"]  # type: ignore[attr-defined]
+_made = multiprocessing.context._concrete_contexts
+_made["spawn"] = _made["fork"]  # type: ignore[attr-defined]

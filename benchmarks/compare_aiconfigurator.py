@@ -1,0 +1,241 @@
+"""Compares the layouts that the plan would choose with what AIConfigurator estimates of all of them.
+
+    python benchmarks/compare_aiconfigurator.py --data FILE [--models HUB_ID,...] [--write]
+
+Needs the package `aiconfigurator` (0.12, its data for vLLM) in the environment; --data keeps its estimates, so that a
+second run needs it no more. For each model, GPU, number of GPUs and clients (1024 tokens in, 512 out, steps of 8192
+tokens) the question is what AIConfigurator gives to our choice as a share of its own best: tokens/s for the goal
+throughput, time per output token for latency. Layouts that it has no data for, or that do not fit by its account, are
+left out on both sides; so are cases of which nothing is left.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.record import head, host, parser_of, write_record  # noqa: E402
+from moe_optimizer.costs.memory import MemoryRequest  # noqa: E402
+from moe_optimizer.inspection.hardware_catalog import load_catalog_entry  # noqa: E402
+from moe_optimizer.inspection.kernel_speeds import read_kernel_speeds  # noqa: E402
+from moe_optimizer.inspection.model_inspector import ModelInspector  # noqa: E402
+from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion  # noqa: E402
+from moe_optimizer.layouts.search import Limits, rank  # noqa: E402
+from moe_optimizer.specs.layout import Layout  # noqa: E402
+from moe_optimizer.specs.model import ModelSpec  # noqa: E402
+
+MODELS = (
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-235B-A22B",
+    "mistralai/Mixtral-8x7B-v0.1",
+    "openai/gpt-oss-120b",
+    "deepseek-ai/DeepSeek-V3",
+)
+SYSTEMS = {"h100_sxm": "h100_sxm", "h200_sxm": "h200"}
+"""AIConfigurator's name -> ours."""
+MACHINES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2))
+CLIENTS = (1, 32, 256, 1024)
+PROMPT, ANSWER = 1024, 512
+BATCHES = tuple(2**exponent for exponent in range(11))
+GOALS: dict[Literal["throughput", "latency"], float] = {"throughput": 0.95, "latency": 1.05}
+"""Goal -> the share of the best that still counts as well chosen."""
+_WEIGHTS = {"dtype": "bf16", "fp8": "fp8_block"}
+
+
+def main() -> int:
+    """Collect what is missing, compare, print the summary and write the record."""
+    parser = parser_of(__doc__, write=True, commit=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--models", default=",".join(MODELS))
+    options = parser.parse_args()
+    models = options.models.split(",")
+    data = json.loads(options.data.read_text(encoding="utf-8")) if options.data.exists() else {}
+    if any(f"{model}|h200_sxm|8|1|0|2" not in data for model in models):
+        collect(models, data, options.data)
+    cases, errors = [], []
+    for model in models:
+        spec = inspect(model)
+        for system in SYSTEMS:
+            for machine in MACHINES:
+                for clients in CLIENTS:
+                    found, ratios = compare(data, model, spec, system, machine=machine, clients=clients)
+                    cases += found
+                    errors += ratios
+    record = {
+        **head(
+            "layouts that our search chooses, as AIConfigurator 0.12 (vLLM data) estimates them, as a share of its "
+            "own best; a comparison of two predictions, nothing was measured",
+            options.commit,
+        ),
+        "environment": host(os.getloadavg()[0]),
+        "workload": {"input_tokens": PROMPT, "output_tokens": ANSWER, "step_tokens": STEP_TOKENS},
+        "summary": summary(cases, errors),
+        "cases": cases,
+    }
+    print(json.dumps(record["summary"], indent=1))
+    if options.write:
+        write_record(record, "h100-h200", "layouts_compared")
+    return 0
+
+
+def collect(models: list[str], data: dict[str, Any], path: Path) -> None:
+    """Add AIConfigurator's estimates of every shape of a server and batch size."""
+    from aiconfigurator.cli import api  # type: ignore[import-not-found]
+    from aiconfigurator.sdk import perf_database  # type: ignore[import-not-found]
+    from aiconfigurator.sdk.backends.factory import get_backend  # type: ignore[import-not-found]
+    from aiconfigurator.sdk.config import RuntimeConfig  # type: ignore[import-not-found]
+    from aiconfigurator.sdk.inference_session import InferenceSession  # type: ignore[import-not-found]
+    from aiconfigurator.sdk.models import get_model  # type: ignore[import-not-found]
+
+    for system in SYSTEMS:
+        version = perf_database.get_latest_database_version(system=system, backend="vllm")
+        tables = perf_database.get_database_view(
+            system, "vllm", version, allow_missing_data=False, database_mode="SILICON", transfer_policy=None
+        )
+        for model in models:
+            # As a folder: of some models it looks for a file on the hub although it has one.
+            folder = str(config_folder(model))
+            for layout in shapes():
+                size = layout.devices_of_stage
+                slices = 1 if layout.expert_parallel else size
+                rows: dict[str, Any] = {}
+                try:
+                    config = api._build_model_config(
+                        layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size,
+                        slices, size // slices, *[None] * 5, forward_model=None, enable_encoder_dp=True,
+                        attention_backend=None,
+                    )  # fmt: skip
+                    api._apply_nextn(config, 0)
+                    api.resolve_context_fmha_by_data(config, folder, tables, "vllm", is_context_role=True)
+                    session = InferenceSession(get_model(folder, config, "vllm"), tables, get_backend("vllm"))
+                    for batch in BATCHES:
+                        run = RuntimeConfig(isl=PROMPT, osl=ANSWER, batch_size=batch)
+                        summed = session.run_agg(run, ctx_tokens=STEP_TOKENS)
+                        found = summed.get_result_dict()
+                        if found is not None:
+                            values = [float(found[key]) for key in ("ttft", "tpot", "tokens/s")]
+                            rows[f"{batch}|{STEP_TOKENS}"] = [*values, bool(summed.check_oom())]
+                except Exception as error:  # noqa: BLE001 - whatever it has no data for
+                    rows = {"error": repr(error)[:200]}
+                data[key_of(model, system, layout)] = rows
+            path.write_text(json.dumps(data), encoding="utf-8")
+
+
+def shapes() -> list[Layout]:
+    """Return the servers that are asked for."""
+    found = [Layout(tensor_parallel_size=8, pipeline_parallel_size=2)]
+    for tensor in (1, 2, 4, 8):
+        for data in (1, 2, 4, 8):
+            for expert in (False, True):
+                if tensor * data <= 8 and (tensor * data > 1 or not expert):
+                    shape = Layout(tensor_parallel_size=tensor, data_parallel_size=data, expert_parallel=expert)
+                    found.append(shape)
+    return found
+
+
+def key_of(model: str, system: str, layout: Layout) -> str:
+    """Return where an estimate is kept."""
+    sizes = (layout.tensor_parallel_size, layout.data_parallel_size, int(layout.expert_parallel))
+    return "|".join(map(str, (model, system, *sizes, layout.pipeline_parallel_size)))
+
+
+def inspect(model: str) -> ModelSpec:
+    """Return the model by AIConfigurator's copy of its config.json."""
+    return ModelInspector().inspect(str(config_folder(model)))
+
+
+@cache
+def config_folder(model: str) -> Path:
+    """Return a folder that holds AIConfigurator's copy of a model's config.json."""
+    import aiconfigurator_core  # type: ignore[import-not-found]
+
+    configs = Path(str(aiconfigurator_core.__file__)).parent / "model_configs"
+    folder = Path(tempfile.mkdtemp())
+    text = (configs / f"{model.replace('/', '--')}_config.json").read_text(encoding="utf-8")
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    return folder
+
+
+def estimate(data: dict[str, Any], model: str, system: str, layout: Layout, clients: int) -> list[float] | None:
+    """Return AIConfigurator's time to first token and per token (ms) and tokens/s of all servers; None: none."""
+    row = data.get(key_of(model, system, layout), {})
+    engines = layout.replicas * layout.data_parallel_size
+    batch = 2 ** math.ceil(math.log2(max(1, clients / engines)))
+    found = row.get(f"{batch}|{STEP_TOKENS}")
+    if not isinstance(found, list) or found[0] is None or found[3]:
+        return None
+    active = min(clients, batch * engines) / (batch * layout.data_parallel_size)
+    return [found[0], found[1], found[2] * active]
+
+
+def compare(
+    data: dict[str, Any], model: str, spec: ModelSpec, system: str, *, machine: tuple[int, int], clients: int
+) -> tuple[list[dict[str, Any]], list[tuple[str, float, float]]]:
+    """Return both goals' cases of one question, and our predictions over AIConfigurator's, layout by layout."""
+    gpu = load_catalog_entry(SYSTEMS[system]).gpu
+    bits = spec.weight_bits if spec.quant_method else 16
+    memory = MemoryRequest(
+        model=spec, device_bytes=int(gpu.memory.value), num_devices=1, gpu_memory_utilization=0.9,
+        max_num_batched_tokens=STEP_TOKENS, max_num_seqs=256, max_model_len=PROMPT + ANSWER,
+    )  # fmt: skip
+    question = LayoutQuestion(
+        memory=memory, gpu=gpu, gpus_per_machine=machine[0], num_machines=machine[1], clients=clients,
+        input_tokens=PROMPT, output_tokens=ANSWER, max_running=1024, expert_bits=bits,
+        linear_bits=8 if spec.weights_are_fp8 else 16, weights=_WEIGHTS.get(spec.expert_format, ""),
+        speeds=read_kernel_speeds(Path("/nonexistent")),
+    )  # fmt: skip
+    cases: list[dict[str, Any]] = []
+    ratios: list[tuple[str, float, float]] = []
+    for goal, enough in GOALS.items():
+        within = rank(question, goal, Limits(), allowed=_chosen_by_itself).within
+        known = [(ours, theirs) for ours in within if (theirs := estimate(data, model, system, ours.layout, clients))]
+        if not known:
+            continue
+        at = 2 if goal == "throughput" else 1
+        best = (max if goal == "throughput" else min)(known, key=lambda pair: pair[1][at])
+        ratio = known[0][1][at] / best[1][at]
+        good = ratio >= enough if goal == "throughput" else ratio <= enough
+        cases.append(
+            {"model": model, "gpu": system, "gpus": machine[0] * machine[1], "clients": clients, "goal": goal,
+             "chosen": known[0][0].layout.name, "best": best[0].layout.name, "ratio": round(ratio, 3), "good": good}
+        )  # fmt: skip
+        if goal == "throughput":
+            ratios += [(model, o.tpot_ms / t[1], o.tokens_per_s / t[2]) for o, t in known]
+    return cases, ratios
+
+
+def _chosen_by_itself(layout: Layout) -> bool:
+    copies = layout.data_parallel_size == 1 or layout.expert_parallel
+    return copies and not layout.disaggregated and layout.devices_of_stage <= 8
+
+
+def summary(cases: list[dict[str, Any]], errors: list[tuple[str, float, float]]) -> dict[str, Any]:
+    """Return how many cases are well chosen, and the mean difference of the two predictions, by model."""
+    result: dict[str, Any] = {}
+    for model in dict.fromkeys(case["model"] for case in cases):
+        own = [case for case in cases if case["model"] == model]
+        pairs = [(tpot, rate) for name, tpot, rate in errors if name == model]
+        result[model] = {
+            **{goal: f"{sum(c['good'] for c in own if c['goal'] == goal)} of {sum(c['goal'] == goal for c in own)}"
+               for goal in GOALS},
+            "mean_difference_of_tpot": round(statistics.mean(abs(tpot - 1) for tpot, _ in pairs), 3),
+            "mean_difference_of_tokens_per_s": round(statistics.mean(abs(rate - 1) for _, rate in pairs), 3),
+        }  # fmt: skip
+    for goal in GOALS:
+        own = [case for case in cases if case["goal"] == goal]
+        result[goal] = f"{sum(case['good'] for case in own)} of {len(own)}"
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

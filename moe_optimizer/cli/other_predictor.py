@@ -1,0 +1,85 @@
+"""Asks AIConfigurator, where it is installed (extra `predict`), what it estimates of the planned layout.
+
+It loads its tables for 10 to 30 seconds, so only `plan --explain` asks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import logging
+import math
+import warnings
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from moe_optimizer.plan.layout_choice import OtherEstimate
+
+if TYPE_CHECKING:
+    from moe_optimizer.plan.layout_choice import LayoutChoice
+    from moe_optimizer.plan.plan import Plan
+
+_PACKAGE = "aiconfigurator"
+_SYSTEMS = {"h100_sxm": "h100_sxm", "h200": "h200_sxm", "a100_80gb": "a100_sxm", "b200": "b200_sxm"}
+"""Our GPU -> its system."""
+_STEP_TOKENS = 8192
+_MOST = 0.25
+"""A difference above which the plan says that the two disagree."""
+
+
+def with_other_estimate(plan: Plan) -> Plan:
+    """Return the plan with AIConfigurator's estimate of its layout; the same plan where it is not installed, has no
+    data for model or GPU, or the layout is none of its own (prefill and decode apart).
+    """
+    choice, gpu = plan.layouts, plan.hardware.gpu
+    if choice is None or gpu is None or gpu.key not in _SYSTEMS or choice.layout.disaggregated:
+        return plan
+    if importlib.util.find_spec(_PACKAGE) is None:
+        return plan
+    found = _ask(plan, choice, _SYSTEMS[gpu.key])
+    if found is None:
+        return plan
+    return plan.replace(layouts=dataclasses.replace(choice, other=found))
+
+
+def _ask(plan: Plan, choice: LayoutChoice, system: str) -> OtherEstimate | None:
+    layout, ours = choice.layout, choice.estimate
+    engines = layout.replicas * layout.data_parallel_size
+    batch = max(1, math.ceil(choice.clients / engines) - ours.waiting)
+    size = layout.devices_of_stage
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        was_disabled = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            from aiconfigurator.cli.api import cli_estimate  # type: ignore[import-not-found]
+
+            found = cli_estimate(
+                plan.model.path,
+                system,
+                backend_name="vllm",
+                isl=plan.workload.input_tokens,
+                osl=plan.workload.output_tokens,
+                batch_size=batch,
+                ctx_tokens=_STEP_TOKENS,
+                tp_size=layout.tensor_parallel_size,
+                pp_size=layout.pipeline_parallel_size,
+                attention_dp_size=layout.data_parallel_size,
+                moe_tp_size=1 if layout.expert_parallel else size,
+                moe_ep_size=size if layout.expert_parallel else 1,
+            )
+        except Exception:  # noqa: BLE001 - a package of others, asked for a second opinion only
+            return None
+        finally:
+            logging.disable(was_disabled)
+    active = min(choice.clients, batch * engines) / (batch * layout.data_parallel_size)
+    tpot, rate = float(found.tpot), float(found.tokens_per_second) * active
+    apart = max(abs(ours.tpot_ms / tpot - 1), abs(ours.tokens_per_s / rate - 1))
+    return OtherEstimate(
+        name=f"AIConfigurator {metadata.version(_PACKAGE)}",
+        tpot_ms=float(f"{tpot:.4g}"),
+        tokens_per_s=float(f"{rate:.4g}"),
+        differs=apart > _MOST,
+    )

@@ -1,0 +1,158 @@
+"""Computes the time of one MoE layer's experts on the busiest GPU: from a table of measured kernels, or modelled."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moe_optimizer.costs.expert_imbalance import rank_imbalance
+from moe_optimizer.costs.roofline import expected_experts_hit, peak_flops
+from moe_optimizer.costs.weights import weight_element_bytes
+from moe_optimizer.layouts.constants import OUR_EXPERTS, TABLES, UNEVEN_PER_DOUBLING, VLLM_EXPERTS
+from moe_optimizer.layouts.question import LayoutQuestion
+from moe_optimizer.specs.expert_load import ExpertLoad
+from moe_optimizer.specs.kernel_speeds import KernelSpeeds, LayerShape
+from moe_optimizer.specs.layout import Layout
+from moe_optimizer.specs.quantity import Quantity, Source
+
+_BF16_BITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTimes:
+    """The experts of one layer as one GPU of a layout holds them."""
+
+    question: LayoutQuestion
+    shape: LayerShape
+    num_ranks: int
+    """GPUs that hold whole experts; 1: each holds a slice of every expert."""
+    imbalance: float
+    """Tokens of the busiest rank over the mean, of the measured load; 1 without one."""
+    table: KernelSpeeds | None
+    """Of exactly this shape."""
+    whole_layer: ExpertTimes | None
+    """The undivided layer, if a table has it: the model is scaled to it."""
+    ours: bool
+
+    def layer_us(self, tokens: float) -> Quantity:
+        """Return the time of one layer for `tokens` of all GPUs that share it."""
+        if tokens <= 0:
+            return Quantity(0.0, "us", Source.MODELLED, "no tokens")
+        uneven = self._busiest(tokens) / (tokens * self.shape.top_k / self.num_ranks)
+        if self.table is not None:
+            return Quantity(
+                _interpolated(_points(self.table, ours=self.ours), tokens * uneven),
+                "us",
+                Source.MEASURED if uneven == 1 else Source.MODELLED,
+                self.table.source,
+            )
+        modelled, ref = self._modelled_us(tokens * uneven), f"experts fitted to {TABLES}"
+        if self.whole_layer is not None:
+            measured = self.whole_layer.layer_us(tokens)
+            modelled *= measured.value / self.whole_layer._modelled_us(tokens)
+            ref = f"{ref}, scaled to the undivided layer in {measured.ref}"
+        return Quantity(modelled, "us", Source.MODELLED, ref)
+
+    def _busiest(self, tokens: float) -> float:
+        """Return the (token, expert) pairs of the busiest rank: what the load says, and two to three deviations of
+        what chance adds, of the pairs at most all.
+        """
+        pairs = tokens * self.shape.top_k
+        mean = self.imbalance * pairs / self.num_ranks
+        if self.num_ranks == 1:
+            return mean
+        return min(pairs, mean + math.sqrt(2 * mean * math.log(self.num_ranks)))
+
+    def _modelled_us(self, tokens: float) -> float:
+        shape, gpu = self.shape, self.question.gpu
+        bits = self.question.expert_bits
+        fit = OUR_EXPERTS if self.ours else VLLM_EXPERTS
+        share = shape.num_experts / shape.num_global_experts
+        hit = expected_experts_hit(shape.num_global_experts, shape.top_k, math.ceil(tokens)) * share
+        pairs = tokens * shape.top_k * share
+        weights = self.question.model.expert_matrices * shape.hidden_size * shape.intermediate_size
+        activations = pairs * (4 * shape.hidden_size + 8 * shape.intermediate_size) + 4 * tokens * shape.hidden_size
+        # Kernels for fewer than 8 bits widen the weights and multiply in BF16.
+        fp8 = bits == 8 and gpu.supports("fp8")
+        rate = peak_flops(gpu, bits).value * fit.fp8_flop_share if fp8 else peak_flops(gpu, 16).value * fit.flop_share
+        bandwidth = gpu.memory_bandwidth.value
+        return fit.start_us + 1e6 * (
+            hit * weights * weight_element_bytes(bits) / (bandwidth * fit.bandwidth_share)
+            + 2 * weights * pairs / rate
+            + activations / (bandwidth * fit.activation_share)
+        )
+
+
+def expert_times(question: LayoutQuestion, layout: Layout) -> ExpertTimes:
+    """Return what computes the times of a layout's experts."""
+    model, devices = question.model, layout.devices_of_stage
+    whole = layout.expert_parallel and devices > 1
+    ours = question.our_kernels and layout.data_parallel_size == 1
+    undivided = None
+    if devices > 1:
+        undivided = expert_times(question, Layout())
+        undivided = None if undivided.table is None else replace(undivided, ours=ours)
+    shape = LayerShape(
+        hidden_size=model.expert_hidden_size,
+        intermediate_size=model.moe_intermediate_size if whole else max(1, model.moe_intermediate_size // devices),
+        num_experts=-(-model.num_experts // devices) if whole else model.num_experts,
+        num_global_experts=model.num_experts,
+        top_k=model.top_k,
+    )
+    return ExpertTimes(
+        question=question,
+        shape=shape,
+        num_ranks=devices if whole else 1,
+        imbalance=_imbalance(question, devices) if whole else 1.0,
+        table=_table(question, shape),
+        whole_layer=undivided,
+        # Our kernels do not run under data parallelism.
+        ours=ours,
+    )
+
+
+def _imbalance(question: LayoutQuestion, num_ranks: int) -> float:
+    if question.load is not None:
+        return _mean_imbalance(question.load, num_ranks, placed=question.placed)
+    return 1.0 if question.even_routing else 1.0 + UNEVEN_PER_DOUBLING * math.log2(num_ranks)
+
+
+def _mean_imbalance(load: ExpertLoad, num_ranks: int, *, placed: bool) -> float:
+    """Return the tokens of the busiest rank over the mean, over all layers, because they run one after another.
+
+    A placement evens the ranks out, but the busiest expert stays on one.
+    """
+    used = [layer for layer in load.layers if layer.total]
+    if not used or load.num_experts % num_ranks:
+        return 1.0
+    total = sum(layer.total for layer in used)
+    if placed:
+        return sum(max(layer.total, max(layer.tokens) * num_ranks) for layer in used) / total
+    return sum(layer.total * rank_imbalance(layer.tokens, num_ranks) for layer in used) / total
+
+
+def _table(question: LayoutQuestion, shape: LayerShape) -> KernelSpeeds | None:
+    """Return the last table of this layer, whatever the versions: what was measured on this machine comes last."""
+    found = None
+    for table in question.speeds.tables:
+        if (table.device, table.weights, table.shape) == (question.gpu.name, question.weights, shape):
+            found = table
+    return found
+
+
+def _points(table: KernelSpeeds, *, ours: bool) -> list[tuple[int, float]]:
+    return [(row.tokens, min([row.stock_us, *row.ours_us.values()]) if ours else row.stock_us) for row in table.rows]
+
+
+def _interpolated(points: Sequence[tuple[int, float]], tokens: float) -> float:
+    """Return the time between measured numbers of tokens by a power law; beyond the last in proportion."""
+    first, last = points[0], points[-1]
+    if tokens <= first[0]:
+        return first[1]
+    for (low, fast), (high, slow) in itertools.pairwise(points):
+        if tokens <= high:
+            share = math.log(tokens / low) / math.log(high / low)
+            return fast * (slow / fast) ** share
+    return last[1] * tokens / last[0]

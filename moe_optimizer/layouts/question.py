@@ -1,0 +1,57 @@
+"""Defines what a search over layouts is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moe_optimizer.costs.memory import MemoryRequest
+from moe_optimizer.specs.expert_load import ExpertLoad
+from moe_optimizer.specs.hardware import GpuSpec
+from moe_optimizer.specs.kernel_speeds import SpeedTables
+from moe_optimizer.specs.model import ModelSpec
+
+STEP_TOKENS = 8192
+"""vLLM's own default of tokens in a step of a server on a GPU with much memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutQuestion:
+    """A model, machines and a load. Equal questions have equal answers."""
+
+    memory: MemoryRequest
+    """What one GPU holds when it serves alone; each layout changes its sizes."""
+    gpu: GpuSpec
+    gpus_per_machine: int
+    num_machines: int = 1
+    servers_per_machine: int | None = None
+    """Most servers that share a machine; None: as many as there is room for."""
+    clients: int
+    """Clients of a closed loop, over all servers."""
+    input_tokens: int
+    output_tokens: int
+    max_running: int
+    """Most requests that an engine decodes at once (vLLM's --max-num-seqs)."""
+    step_tokens: int = STEP_TOKENS
+    expert_bits: float
+    linear_bits: float
+    weights: str = ""
+    """How the experts are stored, as the tables of kernel speeds say it; "": no table is asked."""
+    speeds: SpeedTables = field(default_factory=SpeedTables)
+    our_kernels: bool = False
+    """Whether our expert kernels compute where they were measured to be faster."""
+    load: ExpertLoad | None = None
+    """Measured load of the experts; None: it is assumed to be uneven, or even with `even_routing`."""
+    even_routing: bool = False
+    """Whether the weights are random (--load-format dummy)."""
+    placed: bool = False
+    """Whether the experts will be placed by that load; else they lie in their order."""
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model as it is served."""
+        return self.memory.model
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all machines."""
+        return self.gpus_per_machine * self.num_machines

@@ -1,0 +1,169 @@
+"""Computes the time of one step of a server in named parts: some sequences decode, some prompt tokens are read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from moe_optimizer.costs import comm
+from moe_optimizer.costs.roofline import DecodeStep, decode_step_bytes, memory_bandwidth, peak_flops
+from moe_optimizer.layouts import constants as fitted
+from moe_optimizer.layouts.experts import ExpertTimes, expert_times
+from moe_optimizer.layouts.question import LayoutQuestion
+from moe_optimizer.specs.layout import Layout
+from moe_optimizer.specs.quantity import Quantity, Source
+
+EXPERTS, MATRICES, ATTENTION, SMALL = "experts", "matrices", "attention", "small kernels"
+SAMPLING, EXCHANGE, LOCK_STEP, HOST = "sampling", "exchange", "lock step", "host"
+_BYTES = 2
+"""Of an activation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What one data parallel copy computes in a step."""
+
+    sequences: float
+    """That write an answer, one token each."""
+    context: float
+    """Cached tokens of each of them."""
+    prompt: float = 0.0
+    """Tokens of prompts that are read."""
+    prompt_length: float = 1.0
+    """Tokens of a whole prompt."""
+
+    @property
+    def total(self) -> float:
+        """Tokens of the forward pass."""
+        return self.sequences + self.prompt
+
+    @property
+    def sampled(self) -> float:
+        """Sequences that get a token: those that write, and prompts that end."""
+        return self.sequences + self.prompt / self.prompt_length
+
+
+@dataclass(slots=True)
+class StepModel:
+    """The steps of one layout."""
+
+    question: LayoutQuestion
+    layout: Layout
+    _experts: ExpertTimes = field(init=False)
+    _linear_params: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Work out what all steps have in common.
+
+        Raises:
+            UnsupportedError: the GPU's memory bandwidth is not known.
+        """
+        model = self.question.model
+        memory_bandwidth(self.question.gpu)  # without one nothing can be said
+        self._experts = expert_times(self.question, self.layout)
+        routed = model.expert_params * model.top_k / model.num_experts if model.num_experts else 0
+        vocabulary = model.embedding_params + model.lm_head_params
+        self._linear_params = model.active_params - routed - vocabulary
+
+    def step_us(self, tokens: Tokens) -> float:
+        """Return the time of a step that all stages of a pipeline work through."""
+        return sum(part.value for part in self.parts(tokens).values())
+
+    def parts(self, tokens: Tokens) -> dict[str, Quantity]:
+        """Return the time of each part of a step, in us, all layers together."""
+        parts = {
+            EXPERTS: self._experts_us(tokens),
+            MATRICES: self._matrices_us(tokens),
+            ATTENTION: self._attention_us(tokens),
+            SMALL: self._small_kernels_us(tokens),
+            SAMPLING: self._sampling_us(tokens),
+            EXCHANGE: self._exchange_us(tokens),
+            HOST: self._host_us(tokens),
+        }
+        doublings = math.log2(self.layout.data_parallel_size)
+        if doublings:
+            share = fitted.LOCK_STEP_PER_DOUBLING * doublings
+            waiting = share * sum(part.value for part in parts.values())
+            parts[LOCK_STEP] = Quantity(waiting, "us", Source.ASSUMED, f"{share:.0%} of the other parts")
+        return parts
+
+    def _experts_us(self, tokens: Tokens) -> Quantity:
+        layers = self.question.model.num_moe_layers
+        if not layers:
+            return Quantity(0.0, "us", Source.MODELLED, "the model has no experts")
+        one = self._experts.layer_us(tokens.total * self.layout.data_parallel_size)
+        return Quantity(layers * fitted.EXPERTS_IN_SERVER * one.value, "us", one.source | Source.MODELLED, one.ref)
+
+    def _matrices_us(self, tokens: Tokens) -> Quantity:
+        question, model, gpu = self.question, self.question.model, self.question.gpu
+        size = self.layout.tensor_parallel_size
+        read = decode_step_bytes(self._bytes_request(1)).matrices
+        reading = read / (gpu.memory_bandwidth.value * fitted.MATRIX_BANDWIDTH_SHARE)
+        head = model.lm_head_params or model.embedding_params
+        flop = 2 * (self._linear_params * tokens.total + head * tokens.sampled) / size
+        computing = flop / (peak_flops(gpu, question.linear_bits).value * fitted.MATRIX_FLOP_SHARE)
+        each_layer = 4 + 2 * (model.attention.kind == "mla") + 2 * (model.num_shared_experts > 0)
+        call = fitted.MATRIX_CALL_US + (fitted.QUANTISE_CALL_US if question.linear_bits == 8 else 0)
+        value = 1e6 * max(reading, computing) + call * (each_layer * model.num_layers + 1)
+        return Quantity(value, "us", Source.MODELLED, f"bytes or operations, and calls as in {fitted.LEDGER}")
+
+    def _attention_us(self, tokens: Tokens) -> Quantity:
+        model, gpu, attention = self.question.model, self.question.gpu, self.question.model.attention
+        cached = decode_step_bytes(self._bytes_request(tokens.context)).cache * tokens.sequences
+        reading = cached / (gpu.memory_bandwidth.value * fitted.CACHE_BANDWIDTH_SHARE)
+        heads = attention.num_heads / self.layout.tensor_parallel_size
+        flop = 2 * heads * attention.head_dim * tokens.prompt * tokens.prompt_length * attention.num_attention_layers
+        computing = flop / (peak_flops(gpu, 16).value * fitted.PREFILL_ATTENTION_FLOP_SHARE)
+        value = 1e6 * (reading + computing) + fitted.ATTENTION_LAYER_US * model.num_layers
+        return Quantity(value, "us", Source.MODELLED, f"cache bytes, and calls as in {fitted.LEDGER}")
+
+    def _small_kernels_us(self, tokens: Tokens) -> Quantity:
+        model, bandwidth = self.question.model, self.question.gpu.memory_bandwidth.value
+        moved = fitted.SMALL_KERNELS_PASSES * tokens.total * model.hidden_size * _BYTES / bandwidth * 1e6
+        value = model.num_layers * (fitted.SMALL_KERNELS_LAYER_US + moved)
+        return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
+
+    def _sampling_us(self, tokens: Tokens) -> Quantity:
+        moved = fitted.SAMPLING_PASSES * tokens.sampled * self.question.model.vocab_size * 4
+        value = fitted.SAMPLING_US + moved / self.question.gpu.memory_bandwidth.value * 1e6
+        return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
+
+    def _host_us(self, tokens: Tokens) -> Quantity:
+        value = fitted.HOST_US + fitted.HOST_SEQUENCE_US * tokens.sampled
+        return Quantity(value, "us", Source.MODELLED, f"as in {fitted.LEDGER}")
+
+    def _exchange_us(self, tokens: Tokens) -> Quantity:
+        """Return the time of what GPUs send each other: all-reduces of slices, gathers of data parallel copies, and
+        activations between the stages of a pipeline.
+        """
+        model, gpu, layout = self.question.model, self.question.gpu, self.layout
+        hidden = tokens.total * model.hidden_size * _BYTES
+        slices = comm.Group(layout.tensor_parallel_size)
+        terms: list[tuple[int, Quantity]] = [(2 * model.num_layers, comm.all_reduce_us(hidden, gpu, slices))]
+        if layout.data_parallel_size > 1 and model.is_moe:
+            # vLLM's default: the tokens of all copies go to all GPUs, and the sums come back.
+            copies = comm.Group(layout.data_parallel_size, self._machines_of_stage())
+            everyone = hidden * layout.data_parallel_size
+            terms.append((2 * model.num_moe_layers, comm.gather_us(everyone, gpu, copies)))
+        if layout.pipeline_parallel_size > 1:
+            across = layout.devices_of_server > self.question.gpus_per_machine
+            sent = comm.send_us(hidden, gpu, across_machines=across)
+            terms.append((layout.pipeline_parallel_size - 1, sent))
+        value, source = 0.0, Source.MODELLED
+        for count, term in terms:
+            value, source = value + count * term.value, source | term.source
+        return Quantity(value, "us", source, "; ".join(term.ref for _, term in terms if term.value))
+
+    def _machines_of_stage(self) -> int:
+        return -(-self.layout.devices_of_stage // self.question.gpus_per_machine)
+
+    def _bytes_request(self, context: float) -> DecodeStep:
+        return DecodeStep(
+            model=self.question.model,
+            batch=1,
+            context=round(context),
+            num_gpus=self.layout.tensor_parallel_size,
+            expert_bits=self.question.expert_bits,
+            linear_bits=self.question.linear_bits,
+            kv_bits=self.question.memory.kv_bits,
+        )

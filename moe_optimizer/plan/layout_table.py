@@ -1,0 +1,58 @@
+"""Renders the choice of a layout for people: a table of the five best with a bar each, and the parts of a step."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate
+from moe_optimizer.specs.quantity import bytes_in_words
+
+_BAR = 12
+_WITH_BARS = 79
+
+
+def layout_lines(choice: LayoutChoice, width: int) -> Iterator[str]:
+    """Yield the lines of a section: what was asked, the table, the parts of a step. The bars need 79 columns."""
+    bar = _BAR if width >= _WITH_BARS else 0
+    limits = [
+        f"{name} <= {limit:g} ms"
+        for name, limit in (("TTFT", choice.ttft_limit_ms), ("TPOT", choice.tpot_limit_ms))
+        if limit is not None
+    ]
+    clients = f"{choice.clients} client{'s' if choice.clients > 1 else ''}"
+    aim = f"pinned by {choice.pinned_by}" if choice.pinned_by else f"goal {choice.goal}, {choice.num_layouts} compared"
+    yield from _wrapped(f"{', '.join([aim, clients, *limits])}; predicted, not measured", width)
+    yield f"  {'layout':<12}{'GPUs':>5}{'TPOT ms':>9}{'TTFT ms':>9}{'tokens/s':>10}"
+    most = max(each.tokens_per_s for each in choice.estimates)
+    for each in choice.estimates:
+        yield _row(each, most, bar)[:width].rstrip()
+    if choice.other is not None:
+        other = choice.other
+        warning = ", more than 25 % from ours" if other.differs else ""
+        told = f"{other.name}: TPOT {other.tpot_ms:.4g} ms, {other.tokens_per_s:,.0f} tokens/s{warning}"
+        yield from _wrapped(told, width)
+    yield from _parts(choice, width)
+    best = choice.estimate
+    weights = bytes_in_words(best.weight_bytes)
+    yield from _wrapped(f"each GPU: {weights} of weights; the cache of a copy holds {best.kv_tokens:,} tokens", width)
+
+
+def _row(each: LayoutEstimate, most: float, bar_width: int) -> str:
+    filled = max(1, round(bar_width * each.tokens_per_s / most)) if bar_width else 0
+    bar = "#" * filled + "." * (bar_width - filled) + "  " * bool(bar_width)
+    why = each.why_not or "planned"
+    figures = f"{each.num_gpus:>5}{each.tpot_ms:>9.2f}{each.ttft_ms:>9.0f}{each.tokens_per_s:>10,.0f}"
+    return f"  {each.layout:<12}{figures}  {bar}{why}"
+
+
+def _parts(choice: LayoutChoice, width: int) -> Iterator[str]:
+    total = sum(part.value for part in choice.parts_us.values())
+    if not total:
+        return
+    words = [f"{name} {part.value / total:.0%}" for name, part in choice.parts_us.items()]
+    yield from _wrapped(f"a decode step of {total / 1e3:.2f} ms: {', '.join(words)}", width)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")

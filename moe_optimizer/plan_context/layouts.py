@@ -1,0 +1,278 @@
+"""Asks the search over layouts what a request allows, and makes its answer part of the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moe_optimizer.costs.weights import DTYPE_BYTES
+from moe_optimizer.errors import GoalMissedError, InputError, UnsupportedError
+from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
+from moe_optimizer.layouts.search import Ranking, rank
+from moe_optimizer.layouts.serving import Prediction
+from moe_optimizer.plan.decision import Wish
+from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate
+from moe_optimizer.plan_context.cache_dtype import cache_bits, cache_dtype
+from moe_optimizer.plan_context.context import PlanContext
+from moe_optimizer.plan_context.expert_kernel import why_model_does_not_fit, why_not_built
+from moe_optimizer.plan_context.routed_servers import UNSAFE_FLAGS, unsafe_flag
+from moe_optimizer.specs.layout import Layout, parse_layout
+
+_SHOWN = 5
+_DIGITS = 4
+_FP8_BITS = 8
+_LEAST_SHOWN = 0.005
+
+
+def choose_layout(ctx: PlanContext) -> LayoutChoice | None:
+    """Return the layout that the goal asks for.
+
+    None where nothing is predicted: on the CPU, inside a running vLLM, for stock vLLM, on a GPU of unknown rates, or
+    where no layout fits, which the memory plan then refuses with what is missing.
+
+    Raises:
+        GoalMissedError: layouts fit, and none keeps the limits; the nearest is named.
+        InputError: the pinned layout is none.
+        UnsupportedError: the pinned layout is none of those that the model and the machines allow.
+    """
+    pinned = ctx.request.layout
+    layout = None if pinned is None else parse_layout(pinned)
+    if ctx.device == "cpu" or ctx.request.inside_vllm or ctx.request.engine != "vllm" or not ctx.num_gpus:
+        if pinned is not None:
+            raise UnsupportedError(f"--layout {pinned}: layouts are planned for vLLM on GPUs")
+        return None
+    if not ctx.request.search_layouts:
+        return None
+    try:
+        question = layout_question(ctx)
+        ranking = rank(question, ctx.goal, ctx.limits, allowed=lambda each: _allows(ctx, each, layout))
+    except UnsupportedError:
+        if pinned is not None:
+            raise
+        return None
+    if layout is not None:
+        _check_pinned(ctx, layout, ranking)
+    if not ranking.within and not ranking.beyond:
+        return None
+    if not ranking.within and layout is None:
+        _refuse(ctx, ranking)
+    return _choice(ctx, ranking, pinned="" if layout is None else f"--layout {layout.name}")
+
+
+def with_pinned_layout(ctx: PlanContext) -> PlanContext:
+    """Return the context in which the passes that a pinned layout needs are asked for by it.
+
+    Raises:
+        InputError: the layout is none, or a flag or an argument after -- says the opposite of it.
+    """
+    if ctx.request.layout is None:
+        return ctx
+    layout = parse_layout(ctx.request.layout)
+    origin = f"flag --layout {layout.name}"
+    needed = {
+        "replicas": layout.replicas > ctx.request.num_nodes,
+        "disaggregation": layout.disaggregated,
+        "parallelism.expert_parallel": layout.expert_parallel,
+    }
+    opposite = {True: Wish.OFF, False: Wish.ON}
+    for key, needs in {**needed, "parallelism": layout.devices_of_server > 1}.items():
+        wish, said_by = ctx.request.wishes.get(key, (Wish.AUTO, ""))
+        if (wish is opposite[needs] and key != "parallelism") or (needs and wish is Wish.OFF):
+            raise InputError(
+                f"{origin.removeprefix('flag ')} and {said_by.removeprefix('flag ')} contradict each other",
+                hint="give one of them",
+            )
+    for flag, size in (
+        ("--tensor-parallel-size", layout.tensor_parallel_size),
+        ("--data-parallel-size", layout.data_parallel_size),
+    ):
+        given = ctx.pinned.count(flag)
+        if given not in (None, size):
+            raise InputError(f"--layout {layout.name} and {flag} {given} after -- contradict each other")
+    wishes = {key: (Wish.ON if needs else Wish.OFF, origin) for key, needs in needed.items()}
+    return dataclasses.replace(ctx, request=dataclasses.replace(ctx.request, wishes={**ctx.request.wishes, **wishes}))
+
+
+def layout_question(ctx: PlanContext) -> LayoutQuestion:
+    """Return what the search is asked; weights that FP8 will convert count as converted."""
+    model, request = ctx.model, ctx.request
+    stored = model.weight_bits if model.quant_method is not None else DTYPE_BYTES[ctx.dtype] * 8
+    converts = _will_convert(ctx)
+    bits = _FP8_BITS if converts else stored
+    load = request.expert_load
+    return LayoutQuestion(
+        memory=ctx.memory_request(
+            max_num_batched_tokens=STEP_TOKENS,
+            max_num_seqs=min(ctx.workload.batch_size, STEP_TOKENS),
+            max_model_len=ctx.workload.input_tokens + ctx.workload.output_tokens,
+            kv_bits=cache_bits(ctx, cache_dtype(ctx)),
+            **({"expert_bits": _FP8_BITS, "linear_bits": _FP8_BITS} if converts else {}),
+        ),
+        gpu=ctx.gpu,
+        gpus_per_machine=ctx.num_gpus,
+        num_machines=request.num_nodes,
+        servers_per_machine=_most_servers(ctx),
+        clients=ctx.clients,
+        input_tokens=ctx.workload.input_tokens,
+        output_tokens=ctx.workload.output_tokens,
+        max_running=ctx.workload.batch_size,
+        expert_bits=bits,
+        linear_bits=bits,
+        weights=_stored_experts(ctx, converts=converts),
+        speeds=ctx.software.kernel_speeds,
+        our_kernels=_ours(ctx),
+        load=None if load is None else load.placed_by.load,
+        even_routing=ctx.pinned.value("--load-format") == "dummy",
+        placed=ctx.wish("expert_placement")[0] is not Wish.OFF,
+    )
+
+
+def _will_convert(ctx: PlanContext) -> bool:
+    """Return whether the weights are served in FP8 although they are stored in 16 bits."""
+    if ctx.model.quant_method is not None:
+        return False
+    if "fp8" in (ctx.pinned.value("--quantization") or ""):
+        return True
+    return ctx.wish("fp8")[0] is not Wish.OFF and ctx.gpu.supports("fp8") and ctx.wish("sparsity_24")[0] is Wish.OFF
+
+
+def _stored_experts(ctx: PlanContext, *, converts: bool) -> str:
+    """Return how the tables of kernel speeds call the experts' weights; "" where they have none."""
+    if converts or ctx.model.expert_format == "fp8":
+        return "fp8_block" if ctx.model.weight_block is not None or converts else "fp8_channel"
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(ctx.dtype, "") if ctx.model.expert_format == "dtype" else ""
+
+
+def _ours(ctx: PlanContext) -> bool:
+    return ctx.wish("flash_dmoe")[0] is not Wish.OFF and not why_model_does_not_fit(ctx) and not why_not_built(ctx)
+
+
+def _most_servers(ctx: PlanContext) -> int | None:
+    """Return how many servers may share a machine; None: as many as fit."""
+    if ctx.request.layout is not None:
+        return max(1, parse_layout(ctx.request.layout).replicas // ctx.request.num_nodes)
+    if ctx.wish("replicas")[0] is Wish.OFF or ctx.request.num_nodes > 1 or unsafe_flag(ctx, UNSAFE_FLAGS):
+        return 1
+    return ctx.section("replicas").count
+
+
+def _allows(ctx: PlanContext, layout: Layout, pinned: Layout | None) -> bool:
+    """Return whether flags, profile and vLLM arguments allow a layout."""
+    if pinned is not None:
+        return layout == pinned
+    tensor, data = ctx.asked_sizes
+    experts, _ = ctx.wish("parallelism.expert_parallel")
+    if "--enable-expert-parallel" in ctx.pinned:
+        experts = Wish.ON if ctx.pinned.is_on("--enable-expert-parallel") else Wish.OFF
+    needs_experts = experts is Wish.ON or _is_on(ctx, "expert_placement", "dual_batch_overlap")
+    needs_one_copy = _is_on(ctx, "flash_dmoe", "expert_load")
+    several = layout.replicas > ctx.request.num_nodes
+    nodes, across = ctx.request.num_nodes, ctx.section("parallelism").across_nodes
+    piped = layout.pipeline_parallel_size
+    return all(
+        (
+            tensor is None or layout.tensor_parallel_size == tensor,
+            layout.data_parallel_size == (data or layout.data_parallel_size),
+            # Copies without whole experts were seen in vLLM's source only: they are for who asks for them.
+            data is not None or layout.data_parallel_size == 1 or layout.expert_parallel,
+            experts is not Wish.OFF or not layout.expert_parallel,
+            not needs_experts or layout.expert_parallel or layout.devices_of_stage == 1,
+            not needs_one_copy or layout.data_parallel_size == 1,
+            not _is_on(ctx, "dual_batch_overlap") or layout.data_parallel_size > 1,
+            ctx.wish("parallelism")[0] is not Wish.OFF or layout.devices_of_server == 1,
+            ctx.wish("replicas")[0] is not Wish.ON or several,
+            ctx.wish("disaggregation")[0] is not Wish.ON or layout.disaggregated,
+            ctx.wish("disaggregation")[0] is not Wish.OFF or not layout.disaggregated,
+            nodes == 1 or not layout.disaggregated,
+            # The copies of a server stay on one machine.
+            layout.devices_of_stage <= ctx.num_gpus,
+            piped in (1, nodes),
+            across != "replicas" or piped == 1,
+            not (across == "pipeline" or ctx.request.one_server) or piped == nodes,
+        )
+    )
+
+
+def _is_on(ctx: PlanContext, *passes: str) -> bool:
+    return any(ctx.wish(name)[0] is Wish.ON for name in passes)
+
+
+def _check_pinned(ctx: PlanContext, layout: Layout, ranking: Ranking) -> None:
+    if ranking.within or ranking.beyond:
+        return
+    there = ctx.num_gpus * ctx.request.num_nodes
+    if layout.num_devices > there:
+        raise UnsupportedError(f"--layout {layout.name}: needs {layout.num_devices} GPUs, found {there}")
+    if ranking.do_not_fit:
+        return  # the memory plan refuses it, and says what is missing
+    raise UnsupportedError(
+        f"--layout {layout.name}: {ctx.model.name} does not divide so over {ctx.request.num_nodes} x {ctx.num_gpus} "
+        "GPUs",
+        hint="leave it out: the dry run lists the layouts that are possible",
+    )
+
+
+def _refuse(ctx: PlanContext, ranking: Ranking) -> None:
+    nearest = ranking.beyond[0]
+    raise GoalMissedError(
+        f"no layout of {ctx.num_gpus * ctx.request.num_nodes} GPUs is predicted to keep the limits with {ctx.clients} "
+        f"clients; the nearest, {nearest.layout.name}: {ctx.limits.why_not(nearest)}",
+        hint=f"fewer --clients, more GPUs or a higher limit; --layout {nearest.layout.name} serves it all the same",
+    )
+
+
+def _choice(ctx: PlanContext, ranking: Ranking, *, pinned: str) -> LayoutChoice:
+    ordered = [*ranking.within, *ranking.beyond]
+    chosen = ordered[0]
+    return LayoutChoice(
+        goal=ctx.goal,
+        clients=ctx.clients,
+        ttft_limit_ms=ctx.limits.ttft_ms,
+        tpot_limit_ms=ctx.limits.tpot_ms,
+        chosen=chosen.layout.name,
+        pinned_by=pinned,
+        estimates=tuple(
+            _estimate(each, "" if each is chosen else _why_not(ctx, each, chosen)) for each in ordered[:_SHOWN]
+        ),
+        num_layouts=len(ordered) + len(ranking.do_not_fit),
+        parts_us={
+            name: dataclasses.replace(part, value=_rounded(part.value))
+            for name, part in chosen.parts.items()
+            if part.value
+        },
+    )
+
+
+def _estimate(prediction: Prediction, why_not: str) -> LayoutEstimate:
+    return LayoutEstimate(
+        layout=prediction.layout.name,
+        num_gpus=prediction.layout.num_devices,
+        tpot_ms=_rounded(prediction.tpot_ms),
+        ttft_ms=_rounded(prediction.ttft_ms),
+        tokens_per_s=_rounded(prediction.tokens_per_s),
+        weight_bytes=prediction.memory.weight_bytes,
+        kv_tokens=prediction.memory.kv_tokens,
+        running=prediction.running,
+        waiting=prediction.waiting,
+        why_not=why_not,
+    )
+
+
+def _why_not(ctx: PlanContext, each: Prediction, chosen: Prediction) -> str:
+    """Return what a layout does worse than the chosen one."""
+    broken = ctx.limits.why_not(each)
+    if broken:
+        return broken
+    if each.waiting and not chosen.waiting:
+        return f"{each.waiting} of {each.waiting + each.running} requests wait for room in the cache"
+    slower = each.tpot_ms / chosen.tpot_ms - 1
+    fewer = 1 - each.tokens_per_s / chosen.tokens_per_s
+    words = [f"TPOT {slower:+.0%}"] if abs(slower) >= _LEAST_SHOWN else []
+    words += [f"tokens/s {-fewer:+.0%}"] if abs(fewer) >= _LEAST_SHOWN else []
+    if words:
+        return ", ".join(words)
+    return "prefill and decode apart gain nothing here" if each.layout.disaggregated else "the same within 0.5 %"
+
+
+def _rounded(value: float) -> float:
+    """Return the digits that a prediction may claim."""
+    return float(f"{value:.{_DIGITS}g}")

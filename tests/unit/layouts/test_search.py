@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_optimizer.errors import UnsupportedError
+from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
+from moe_optimizer.layouts.question import LayoutQuestion
+from moe_optimizer.layouts.search import Limits, rank
+from moe_optimizer.layouts.serving import memory_of, predict
+from moe_optimizer.specs.kernel_speeds import SpeedTables
+from moe_optimizer.specs.layout import Layout
+from tests.builders import deepseek_v3, expert_load, mixtral_8x7b, qwen3_30b_a3b
+from tests.unit.layouts.questions import question
+
+MODELS = st.sampled_from([qwen3_30b_a3b(), mixtral_8x7b()])
+GPUS, CLIENTS = st.integers(1, 16), st.sampled_from([1, 7, 64, 500])
+
+
+@settings(max_examples=25, deadline=None)
+@given(MODELS, GPUS, CLIENTS)
+def test_more_gpus_never_predict_less_throughput(model, count, clients):
+    found = [rank(question(model, gpus=n, clients=clients), "throughput", Limits()).within for n in (count, count + 1)]
+    if found[0]:
+        # Differences of a hundredth count as none.
+        assert found[1][0].tokens_per_s >= 0.985 * found[0][0].tokens_per_s
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([qwen3_30b_a3b(), deepseek_v3()]), GPUS, CLIENTS, st.sampled_from(["l4", "h100_sxm", "h200"]))
+def test_a_layout_that_does_not_fit_is_never_among_the_answers(model, count, clients, hardware):
+    asked = question(model, gpus=count, clients=clients, hardware=hardware)
+    ranking = rank(asked, "throughput", Limits())
+    assert all(memory_of(asked, each.layout).fits for each in (*ranking.within, *ranking.beyond))
+    assert not any(memory_of(asked, each).fits for each in ranking.do_not_fit)
+    assert all(each.layout.num_devices <= count for each in (*ranking.within, *ranking.beyond))
+
+
+@settings(max_examples=20, deadline=None)
+@given(MODELS, st.sampled_from([1, 2, 4, 8]), CLIENTS, st.floats(1.01, 4))
+def test_a_faster_memory_or_link_never_makes_a_layout_slower(model, count, clients, factor):
+    # Without tables, whose times are of the GPU as it is.
+    asked = question(model, gpus=count, clients=clients, speeds=SpeedTables())
+    gpu = asked.gpu
+    links = {name: _scaled(fact, factor) if fact.unit == "bytes/s" else fact for name, fact in gpu.collectives.items()}
+    for faster in (
+        dataclasses.replace(gpu, memory_bandwidth=_scaled(gpu.memory_bandwidth, factor)),
+        dataclasses.replace(gpu, collectives=links),
+    ):
+        for each in rank(asked, "latency", Limits()).within:
+            again = predict(dataclasses.replace(asked, gpu=faster), each.layout, each.memory)
+            assert again.tpot_ms <= each.tpot_ms * (1 + 1e-9)
+
+
+def _scaled(fact, factor):
+    return dataclasses.replace(fact, value=fact.value * factor)
+
+
+def test_equal_questions_have_equal_answers():
+    first, second = (rank(question(gpus=8, machines=8, clients=300), "balanced", Limits()) for _ in range(2))
+    assert [each.layout for each in first.within] == [each.layout for each in second.within]
+    assert first.within[0] == second.within[0]
+
+
+def test_with_a_limit_the_nearest_layouts_come_first_among_those_that_miss_it():
+    asked = question(gpus=8, clients=256)
+    free = rank(asked, "latency", Limits())
+    least = free.within[0].tpot_ms
+    none = rank(asked, "throughput", Limits(tpot_ms=least / 2))
+    assert not none.within
+    assert none.beyond[0].tpot_ms == min(each.tpot_ms for each in none.beyond)
+    some = rank(asked, "throughput", Limits(tpot_ms=least * 1.05))
+    assert some.within
+    assert all(each.tpot_ms <= least * 1.05 for each in some.within)
+
+
+def test_one_client_gets_slices_and_a_thousand_get_several_servers_or_copies():
+    one = rank(question(gpus=8, clients=1), "latency", Limits()).within[0].layout
+    many = rank(question(gpus=8, clients=1024), "throughput", Limits()).within[0].layout
+    assert one.tensor_parallel_size == 8
+    assert many.replicas * many.data_parallel_size > 1
+
+
+def test_prefill_and_decode_apart_come_after_everything_else():
+    within = rank(question(gpus=8, clients=256), "balanced", Limits()).within
+    apart = [each.layout.disaggregated for each in within]
+    assert True in apart
+    assert apart == sorted(apart)
+
+
+def test_a_model_that_no_machine_holds_is_divided_over_several():
+    asked = question(deepseek_v3(), gpus=8, machines=2, clients=64, expert_bits=8, linear_bits=8)
+    layouts = [each.layout for each in rank(asked, "throughput", Limits()).within]
+    assert layouts
+    assert all(layout.devices_of_server > 8 for layout in layouts)
+
+
+def test_a_model_that_a_machine_holds_is_not_served_over_the_network():
+    within = rank(question(gpus=8, machines=4, clients=64), "throughput", Limits()).within
+    assert all(each.layout.devices_of_server <= 8 for each in within)
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+def test_a_skewed_load_makes_the_step_of_whole_experts_longer(skew):
+    model = deepseek_v3()
+    asked = question(model, gpus=8, machines=64, clients=16384, hardware="h200", expert_bits=8, linear_bits=8)
+    layout = Layout(tensor_parallel_size=1, data_parallel_size=8, expert_parallel=True, replicas=64)
+    loaded = dataclasses.replace(asked, load=expert_load(model, skew=skew))
+    even = dataclasses.replace(asked, even_routing=True)
+    steps = [predict(each, layout, memory_of(each, layout)).tpot_ms for each in (even, loaded)]
+    if skew:
+        assert steps[1] > 1.05 * steps[0]
+    else:
+        assert steps[1] == pytest.approx(steps[0], rel=0.03)
+
+
+def test_clients_beyond_the_cache_wait_and_the_first_token_comes_later():
+    asked = question(gpus=1, clients=1000)
+    crowded = rank(asked, "throughput", Limits()).within[0]
+    roomy = rank(dataclasses.replace(asked, clients=64), "throughput", Limits()).within[0]
+    assert crowded.waiting > 0
+    assert crowded.running + crowded.waiting == 1000
+    assert roomy.waiting == 0
+    assert crowded.ttft_ms > 10 * roomy.ttft_ms
+
+
+def test_the_question_of_a_gpu_without_a_bandwidth_is_refused():
+    gpu = load_catalog_entry("h100_sxm").gpu
+    unknown = dataclasses.replace(gpu, memory_bandwidth=dataclasses.replace(gpu.memory_bandwidth, value=0.0))
+    asked: LayoutQuestion = dataclasses.replace(question(gpus=1), gpu=unknown)
+    with pytest.raises(UnsupportedError, match="bandwidth"):
+        rank(asked, "latency", Limits())

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+
+from moe_optimizer.errors import ExitCode, GoalMissedError, InputError, UnsupportedError
+from moe_optimizer.passes.registry import resolve_wishes
+from moe_optimizer.plan.decision import Status
+from moe_optimizer.plan.layout_choice import LayoutChoice
+from moe_optimizer.plan.plan import Plan
+from moe_optimizer.planner import make_plan
+from tests.builders import cpu_machine, deepseek_v3, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
+
+
+def choice_of(plan: Plan) -> LayoutChoice:
+    assert plan.layouts is not None
+    return plan.layouts
+
+
+def servers_of(plan: Plan) -> int:
+    return 1 if plan.group is None else len(plan.group.servers)
+
+
+def planned(count=8, **changes) -> Plan:
+    return make_plan(request(qwen3_30b_a3b(), gpus("h100_sxm", count), **changes))
+
+
+def test_the_passes_take_the_chosen_layout():
+    plan = planned(clients=1024, goal="throughput")
+    layout = choice_of(plan).layout
+    split = plan.parallelism
+    assert (split.tensor_parallel_size, split.data_parallel_size) == (
+        layout.tensor_parallel_size,
+        layout.data_parallel_size,
+    )
+    assert plan.num_gpus == layout.num_devices
+    assert servers_of(plan) == layout.replicas
+
+
+def test_the_goal_decides():
+    assert choice_of(planned(clients=1, goal="latency")).layout.tensor_parallel_size == 8
+    assert choice_of(planned(clients=1024, goal="throughput")).layout.tensor_parallel_size < 8
+
+
+def test_five_are_kept_the_planned_one_first_with_the_parts_of_its_step():
+    choice = choice_of(planned())
+    assert len(choice.estimates) == 5
+    assert choice.estimates[0].layout == choice.chosen
+    assert not choice.estimates[0].why_not
+    assert all(each.why_not for each in choice.estimates[1:])
+    assert {"experts", "attention", "exchange", "host"} <= choice.parts_us.keys()
+    assert all(part.ref for part in choice.parts_us.values())
+
+
+def test_a_pinned_layout_is_planned_whatever_the_goal_and_the_profile_say():
+    profile = profile_with("conservative")
+    plan = planned(profile=profile, layout="tp2x4", clients=1, goal="latency")
+    assert choice_of(plan).chosen == "tp2x4"
+    assert choice_of(plan).pinned_by
+    assert servers_of(plan) == 4
+    assert plan.parallelism.tensor_parallel_size == 2
+
+
+def test_prefill_and_decode_apart_can_be_pinned():
+    plan = planned(4, layout="tp2pd")
+    assert plan.decision("disaggregation").status is Status.ON
+    assert plan.num_gpus == 4
+
+
+def test_copies_with_whole_experts_can_be_pinned():
+    plan = planned(layout="tp2dp4ep")
+    assert (plan.parallelism.data_parallel_size, plan.parallelism.expert_parallel) == (4, True)
+    assert plan.serve_args.value("--data-parallel-size") == "4"
+
+
+def test_limits_that_no_layout_keeps_end_with_the_nearest():
+    with pytest.raises(GoalMissedError) as caught:
+        planned(tpot_ms=0.5)
+    assert caught.value.exit_code is ExitCode.GOAL_MISSED
+    assert "nearest" in str(caught.value)
+    assert "--layout" in (caught.value.hint or "")
+
+
+def test_limits_that_a_layout_keeps_are_kept():
+    plan = planned(clients=1024, goal="throughput", tpot_ms=25.0)
+    assert choice_of(plan).estimate.tpot_ms <= 25.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"layout": "tp16"}, UnsupportedError),
+        ({"layout": "tp3"}, UnsupportedError),
+        ({"layout": "nonsense"}, InputError),
+        ({"layout": "tp4x2", "wishes": resolve_wishes([], ["replicas"])}, InputError),
+        ({"layout": "tp8", "wishes": resolve_wishes(["replicas"], [])}, InputError),
+        ({"layout": "tp8", "vllm_args": ("--tensor-parallel-size", "4")}, InputError),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(changes, error):
+    with pytest.raises(error):
+        planned(**changes)
+
+
+def test_on_the_cpu_nothing_is_predicted_and_nothing_can_be_pinned():
+    assert make_plan(request(tiny_moe(), cpu_machine())).layouts is None
+    with pytest.raises(UnsupportedError):
+        make_plan(request(tiny_moe(), cpu_machine(), layout="tp1"))
+
+
+def test_two_machines_that_each_hold_the_model_serve_it_whole():
+    plan = planned(num_nodes=2, num_gpus=16)
+    assert choice_of(plan).layout.replicas == 2
+    assert plan.parallelism.pipeline_parallel_size == 1
+    large = make_plan(request(deepseek_v3(), gpus("h100_sxm", 8), num_nodes=2, num_gpus=16))
+    assert choice_of(large).layout.pipeline_parallel_size == 2
+
+
+def test_sizes_after_the_dashes_are_kept():
+    plan = planned(vllm_args=("--tensor-parallel-size", "2"))
+    assert choice_of(plan).layout.tensor_parallel_size == 2
