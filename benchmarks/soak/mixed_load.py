@@ -56,7 +56,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         figures = _soak(Path(folder), args.minutes * 60, args.clients)
     print(json.dumps({key: value for key, value in figures.items() if key != "samples"}, indent=1))
     if args.write:
-        record = {**head("mixed load with aborts and disconnects", args.commit), "environment": host(load_before), **figures}
+        record = {
+            **head("mixed load with aborts and disconnects", args.commit),
+            "environment": host(load_before),
+            **figures,
+        }
         write_record(record, cpu_slug(cpu_name()), "soak_mixed_load")
     assert not figures["failed"], figures["failed"]
     assert figures["left_in_the_server"] == 0, figures["left_in_the_server"]

@@ -44,7 +44,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         print(starts[-1], flush=True)
     found = {"starts": len(starts), "false_alarms": sum(not start["passed"] for start in starts), "samples": starts}
     if args.write:
-        record = {**head("clean starts of a server with the canary", args.commit), "environment": host(load_before), **found}
+        record = {
+            **head("clean starts of a server with the canary", args.commit),
+            "environment": host(load_before),
+            **found,
+        }
         write_record(record, cpu_slug(cpu_name()), "soak_starts")
     assert starts, "no start"
     assert not found["false_alarms"], starts

@@ -28,15 +28,18 @@ SWITCHED = (
 PLAN = MODEL | {
     "--gpus", "--profile", "--batch-size", "--max-model-len", "--dtype", "--host", "--port", "--engine", "--hardware",
     "--expert-load", "--expert-load-check", "--require", "--strict", "--show-config",
+    "--layout", "--input-tokens", "--output-tokens",
     *(f"--enable-{name}" for name in SWITCHED),
     *(f"--disable-{name}" for name in SWITCHED),
 }  # fmt: skip
+AIM = {"--goal", "--clients", "--ttft", "--tpot"}
 SURFACE = {
     "serve": COMMON
     | PLAN
+    | AIM
     | {"--dry-run", "--run-dir", "--ready-timeout", "--stall-timeout", "--restart", "--calibrate", "--no-warm-up"},
     "inspect": COMMON | MODEL,
-    "plan": COMMON | PLAN | {"--explain", "--nodes", "--render"},
+    "plan": COMMON | PLAN | AIM | {"--explain", "--nodes", "--render"},
     "bench": COMMON | PLAN | {
         "--plan", "--against", "--workload", "--clients", "--rates", "--requests-per-client", "--repetitions",
         "--ttft", "--tpot", "--tokenizer", "--run-dir", "--ready-timeout", "--calibrate", "--html",
