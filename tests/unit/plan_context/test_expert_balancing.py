@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_optimizer.plan.decision import Status, Wish
+from moe_optimizer.plan.decision import Wish
 from moe_optimizer.plan_context.expert_balancing import load_balancer_runs
 from tests.builders import (
     context,
@@ -51,9 +51,3 @@ def planned(model=None, hardware=None, *, passes=None, whole=True, **changes):
 )  # fmt: skip
 def test_it_runs_where_nothing_else_places_experts(ctx, runs):
     assert load_balancer_runs(ctx()) is runs
-
-
-def test_our_kernel_is_not_planned_under_it():
-    decision = decided_by(planned(passes=REPLICAS), "flash_dmoe").decided["flash_dmoe"]
-    assert decision.status is Status.OFF
-    assert "EPLB" in decision.reason
