@@ -51,6 +51,7 @@ NAMES = (PROFILE, PLAN, RUN_DIR, DISABLE, HARDWARE, CALIBRATE, LAUNCHER, RESTART
 GOALS = ("latency", "balanced", "throughput")
 _MOST = 16_777_216
 _PREFIX = "MOE_OPTIMIZER_"
+_SECONDS_OF = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 
@@ -146,9 +147,11 @@ def _seconds(name: str, text: str) -> float | None:
 
 
 def seconds_in(text: str) -> float | None:
-    """Parse a finite number of seconds, 0 or more, as "20", "2.5" or "20s"; None if it is none."""
+    """Parse a finite number of seconds, 0 or more, as "20", "2.5", "20s", "10m" or "1h"; None if it is none."""
+    plain = text.strip()
+    unit = next((each for each in _SECONDS_OF if plain.endswith(each)), "")
     try:
-        value = float(text.strip().removesuffix("s"))
+        value = float(plain.removesuffix(unit)) * _SECONDS_OF.get(unit, 1.0)
     except ValueError:
         return None
     return value if 0 <= value < float("inf") else None

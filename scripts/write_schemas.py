@@ -22,6 +22,7 @@ from moe_optimizer.measure.bench.result import BenchResult
 from moe_optimizer.measure.live.activity import LiveActivity
 from moe_optimizer.measure.quality.result import QualityResult
 from moe_optimizer.measure.report.comparison import Comparison
+from moe_optimizer.measure.tune.ledger import TuneResult
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.specs.expert_load import ExpertLoad
 from moe_optimizer.specs.model import ModelSpec
@@ -45,6 +46,7 @@ def schemas() -> dict[str, dict[str, Any]]:
         "bench.schema.json": _schema(BenchResult, "moe-optimizer bench --json"),
         "compare.schema.json": _schema(Comparison, "moe-optimizer compare --json"),
         "quality.schema.json": _schema(QualityResult, "moe-optimizer quality --json"),
+        "tune.schema.json": _schema(TuneResult, "moe-optimizer tune --json"),
         "experts.schema.json": _schema(ExpertsOutput, "moe-optimizer experts --json"),
         "top.schema.json": _schema(LiveActivity, "moe-optimizer top --json"),
         "expert_load.schema.json": _schema(ExpertLoad, "expert_load.json of a run folder"),

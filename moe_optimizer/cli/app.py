@@ -40,7 +40,7 @@ app = typer.Typer(
     name="moe-optimizer",
     help="Plan, apply and prove Mixture-of-Experts optimizations on stock vLLM.",
     epilog="Exit codes: 0 ok, 1 our bug, 2 bad input, 3 does not fit or unsupported, "
-    "5 quality not kept, 6 a required optimization did not run, 7 the server died, 130 interrupted.",
+    "4 goal missed, 5 quality not kept, 6 a required optimization did not run, 7 the server died, 130 interrupted.",
     # Rich help costs 60 ms of imports, and it must be off for help text to be the same in a pipe and a terminal.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

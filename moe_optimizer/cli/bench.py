@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.option_values import positive_numbers, whole_numbers
-from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, BenchOptions
+from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, BenchOptions, TuneOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.cli.sides import first_side, named_apart, side_of
 from moe_optimizer.errors import InputError
 
 if TYPE_CHECKING:
     from moe_optimizer.measure.bench.request import BenchRequest
+    from moe_optimizer.measure.bench.trace import TraceRequest
+    from moe_optimizer.measure.bench.workload import Workload
 
 _DEFAULT_REPETITIONS = 5
 _MOST_CLIENTS = 65_536
@@ -48,6 +50,32 @@ def _request(options: BenchOptions, lines: ProgressLines) -> BenchRequest:
     from moe_optimizer.measure.bench.request import BenchRequest
     from moe_optimizer.measure.bench.result import Limits
     from moe_optimizer.measure.bench.side import STOCK
+
+    workload, trace = traffic_of(options)
+    sides = [first_side(options, lines=lines)]
+    if options.against != "":
+        sides.append(side_of(options, options.against or STOCK, number=1, lines=lines))
+    return BenchRequest(
+        command=("moe-optimizer", *sys.argv[1:]),
+        sides=named_apart(sides),
+        workload_name=options.workload,
+        workload=workload,
+        trace=trace,
+        repetitions=options.repetitions or _DEFAULT_REPETITIONS,
+        limits=Limits(ttft_ms=options.ttft, tpot_ms=options.tpot),
+        folder=Path(options.run_dir or f"runs/bench-{time.strftime('%Y%m%d-%H%M%S')}"),
+        tokenizer=options.tokenizer or options.model_name,
+        trust_remote_code=options.trust_remote_code,
+        ready_timeout_s=options.ready_timeout or DEFAULT_READY_TIMEOUT_S,
+    )
+
+
+def traffic_of(options: BenchOptions | TuneOptions) -> tuple[Workload | None, tuple[TraceRequest, ...]]:
+    """Return the workload of the options, or the requests of their trace.
+
+    Raises:
+        InputError: there is no such workload, or options contradict each other.
+    """
     from moe_optimizer.measure.bench.trace import read_trace
     from moe_optimizer.measure.bench.workload import load_workload
 
@@ -66,19 +94,4 @@ def _request(options: BenchOptions, lines: ProgressLines) -> BenchRequest:
             workload = workload.model_copy(update={"clients": clients, "rates": rates})
         if options.requests_per_client is not None:
             workload = workload.model_copy(update={"requests_per_client": options.requests_per_client})
-    sides = [first_side(options, lines=lines)]
-    if options.against != "":
-        sides.append(side_of(options, options.against or STOCK, number=1, lines=lines))
-    return BenchRequest(
-        command=("moe-optimizer", *sys.argv[1:]),
-        sides=named_apart(sides),
-        workload_name=options.workload,
-        workload=workload,
-        trace=trace,
-        repetitions=options.repetitions or _DEFAULT_REPETITIONS,
-        limits=Limits(ttft_ms=options.ttft, tpot_ms=options.tpot),
-        folder=Path(options.run_dir or f"runs/bench-{time.strftime('%Y%m%d-%H%M%S')}"),
-        tokenizer=options.tokenizer or options.model_name,
-        trust_remote_code=options.trust_remote_code,
-        ready_timeout_s=options.ready_timeout or DEFAULT_READY_TIMEOUT_S,
-    )
+    return workload, trace

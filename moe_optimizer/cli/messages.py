@@ -30,7 +30,7 @@ class Output:
     """Returns the result as text, which is printed without --json."""
     notes: tuple[str, ...] = ()
     """Lines for stderr, after the result."""
-    code: ExitCode = ExitCode.OK
+    code: int = ExitCode.OK
 
 
 def make_streams_safe() -> None:

@@ -46,6 +46,7 @@ DECLARATION = "declaration"
 ENGINES = ("vllm", "embedded", "auto")
 RENDERINGS = ("ray", "lws")
 GRANULARITIES = ("block", "channel")
+ONLY_TRITON = "triton"
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -282,6 +283,7 @@ class PlanCommandOptions(AimOptions):
 class ServeOptions(AimOptions):
     """Options of `moe-optimizer serve` and `run_optimizer.py`."""
 
+    plan: str | None = _option("--plan", "FILE", "Serve this plan, of `tune` or of a run, as it is; plan nothing.")
     dry_run: bool = _flag("--dry-run", "Print the plan and the exact vLLM command, and stop.")
     run_dir: str | None = _option("--run-dir", "DIR", "Folder for plan, proofs, log.  [default: a new one in runs/]")
     ready_timeout: float | None = _option(
@@ -393,11 +395,52 @@ class QualityOptions(PlanOptions):
 class TuneOptions(PlanOptions):
     """Options of `moe-optimizer tune`."""
 
-    budget: float | None = _option("--budget", "SECONDS", "Time to spend.  [default: 600]", seconds)
-    tokens: str | None = _option(
-        "--tokens", "N,N,...", "Numbers of tokens to tune for.  [default: powers of 2 up to 8192]"
+    goal: str | None = _option(
+        "--goal",
+        "GOAL",
+        'throughput, latency, or limits that 99 of 100 requests keep: "ttft<200ms,tpot<30ms".  [default: throughput]',
     )
-    folder: str | None = _option("--folder", "DIR", "Where to write.  [default: the user's cache, where serve looks]")
+    budget: float | None = _option(
+        "--budget", "DURATION", "Time to spend, for example 20m.  [default: 20m; 10m with --only triton]", seconds
+    )
+    only: str | None = _choice(
+        "--only", ONLY_TRITON, "Only this step: launch parameters of vLLM's Triton MoE kernel.", (ONLY_TRITON,)
+    )
+    workload: str = _option(
+        "--workload",
+        "NAME|FILE",
+        "Of configs/workloads, or a YAML file, or a trace (.jsonl).  [default: chat]",
+        values=_workloads,
+        default="chat",
+    )
+    clients: str | None = _option("--clients", "N,N,...", "Clients of the closed loop.  [default: the batch size]")
+    rates: str | None = _option("--rates", "X,X,...", "Requests per second of an open loop, instead of clients.")
+    requests_per_client: int | None = _option(
+        "--requests-per-client", "N", "In each round, instead of the workload's.", whole_number(1, 65_536)
+    )
+    repetitions: int | None = _option(
+        "--repetitions", "N", "Rounds of each candidate; the more, the narrower.  [default: 4]", whole_number(2, 1000)
+    )
+    seed: int = _option(
+        "--seed", "N", "Of the search among settings.  [default: 0]", whole_number(0, 2**31 - 1), default=0
+    )
+    run_dir: str | None = _option("--run-dir", "DIR", "Folder for plan and ledger.  [default: a new one in runs/]")
+    ready_timeout: float | None = _option(
+        "--ready-timeout",
+        "SECONDS",
+        f"Stop if a server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
+        seconds,
+    )
+    calibrate: float | None = _option(
+        "--calibrate",
+        "SECONDS",
+        f"Time limit for measuring the expert kernels before the start.  [default: {DEFAULT_CALIBRATE_S:g}]",
+        seconds_or_none,
+    )
+    tokens: str | None = _option(
+        "--tokens", "N,N,...", "Of --only triton: numbers of tokens to tune for.  [default: powers of 2 up to 8192]"
+    )
+    folder: str | None = _option("--folder", "DIR", "Of --only triton: where to write.  [default: where serve looks]")
 
 
 @dataclass(frozen=True, kw_only=True)

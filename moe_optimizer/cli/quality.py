@@ -41,7 +41,7 @@ def command(options: QualityOptions) -> messages.Output:
     from moe_optimizer.measure.quality.table import render
 
     lines = ProgressLines(verbose=options.verbose)
-    request = _request(options, lines)
+    request = request_of(options, lines)
     with progress_bar("quality", lines=lines) as show:
         result = run_quality(request, on_step=show)
     notes = ()
@@ -51,7 +51,12 @@ def command(options: QualityOptions) -> messages.Output:
     return messages.Output(result=result, render=render, notes=notes, code=code)
 
 
-def _request(options: QualityOptions, lines: ProgressLines) -> QualityRequest:
+def request_of(options: QualityOptions, lines: ProgressLines) -> QualityRequest:
+    """Return what a command line asks to judge.
+
+    Raises:
+        MoeOptimizerError: an option is wrong, or nothing can be planned, or served here, like this.
+    """
     from moe_optimizer.measure.bench.run import environment_of
     from moe_optimizer.measure.quality.corpus import prompts_of, shipped_texts, text_of
     from moe_optimizer.measure.quality.probes import Extent

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_optimizer.cli import INTERRUPTED, embedded, messages
 from moe_optimizer.cli.command_signature import takes
@@ -15,6 +16,9 @@ from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, DEFAULT_STALL_TIM
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.env import read_environment
 from moe_optimizer.errors import ExitCode, InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from moe_optimizer.plan.plan import Plan
 
 TAKES_VLLM_ARGS = ("serve", "plan", "bench", "quality", "tune", "measure step")
 """Commands that accept arguments of `vllm serve` after `--`."""
@@ -30,11 +34,11 @@ def command(options: ServeOptions) -> messages.Output | int:
     from moe_optimizer.cli import planning
     from moe_optimizer.cli.plan import plan_output
     from moe_optimizer.cli.preflight import check_can_serve_here
-    from moe_optimizer.cli.ready_server import ready_server
     from moe_optimizer.cli.speed_questions import measure_if_needed
     from moe_optimizer.launcher import launch
-    from moe_optimizer.launcher.warm_up import DEFAULT_LIMIT_S
 
+    if options.plan is not None:
+        return _serve_file(options)
     if options.dry_run:
         return plan_output(planning.make(options), as_json=options.json)
     lines = ProgressLines(verbose=options.verbose)
@@ -57,6 +61,36 @@ def command(options: ServeOptions) -> messages.Output | int:
         plan = planning.decide(settings, request)
         check_can_serve_here(plan, settings)
         launch.check(plan, run_dir=run_dir)
+    return _serve(options, plan, run_dir, lines, warm=not settings.disabled)
+
+
+def _serve_file(options: ServeOptions) -> messages.Output | int:
+    """Serve the plan of a file as it is.
+
+    Raises:
+        InputError: an option before `--plan` wants something else planned, or the file is no plan.
+        UnsupportedError: it is for another machine or vLLM.
+    """
+    from moe_optimizer.cli.plan import plan_output
+    from moe_optimizer.cli.planned_file import read_plan
+    from moe_optimizer.launcher import launch
+
+    lines = ProgressLines(verbose=options.verbose)
+    with messages.held_messages(verbose=options.verbose, then=lines.warn):
+        plan = read_plan(options)
+        if options.dry_run:
+            return plan_output(plan, as_json=options.json)
+        run_dir = _run_dir(options, plan.model.name)
+        launch.check(plan, run_dir=run_dir)
+    return _serve(options, plan, run_dir, lines, warm=True)
+
+
+def _serve(options: ServeOptions, plan: Plan, run_dir: Path, lines: ProgressLines, *, warm: bool) -> int:
+    """Serve until a signal comes or a server ends; return the exit code."""
+    from moe_optimizer.cli.ready_server import ready_server
+    from moe_optimizer.launcher import launch
+    from moe_optimizer.launcher.warm_up import DEFAULT_LIMIT_S
+
     lines.warn(plan.warnings)
     # Nothing of ours refuses the start any more. What fails from here on stands after these lines, at the end.
     lines.release()
@@ -75,9 +109,9 @@ def command(options: ServeOptions) -> messages.Output | int:
             run_dir=run_dir,
             on_ready=on_ready,
             restarts=options.restart,
-            strict=settings["strict"],
+            strict=options.strict,
             ready_timeout_s=DEFAULT_READY_TIMEOUT_S if options.ready_timeout is None else options.ready_timeout,
-            warm_up_s=0.0 if options.no_warm_up or settings.disabled else DEFAULT_LIMIT_S,
+            warm_up_s=DEFAULT_LIMIT_S if warm and not options.no_warm_up else 0.0,
             stall_timeout_s=DEFAULT_STALL_TIMEOUT_S if options.stall_timeout is None else options.stall_timeout,
             echo=lines.line,
             live=lines.live if messages.use_color(sys.stderr) and not options.verbose else None,

@@ -42,7 +42,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "trust_remote_code": False,
 }
 """Setting, which is the option of that name -> its value where neither flag nor environment gives one."""
-_OF_LOAD = ("clients", "ttft", "tpot")
+_OF_LOAD = ("goal", "clients", "ttft", "tpot")
 """Settings whose flags mean the load itself where a command runs one."""
 _ALSO_VLLMS = {
     "host": "--host",

@@ -1,1 +1,1 @@
-"""Measures kernels, layers and decode steps, without a server; `moe-optimizer measure` and `tune` run it."""
+"""Measures kernels, layers, decode steps and servers; `moe-optimizer measure`, `bench`, `quality` and `tune` run it."""

@@ -83,7 +83,7 @@ def triton_scheme(ctx: PlanContext) -> TritonScheme | None:
     """Return what the experts are computed in; None where no file name is known for it.
 
     Experts in INT8, INT4 and formats of fewer bits have none: most of vLLM's kernels for them read no such file, and
-    those that do were never measured by `moe-optimizer tune`.
+    those that do were never measured by `moe-optimizer tune --only triton`.
     """
     given, model = ctx.pinned.value("--quantization"), ctx.model
     as_loaded = TritonScheme(dtype="float32" if ctx.dtype == "float32" else "")

@@ -94,7 +94,7 @@ class TunedConfigsSection(PassSection):
 
     folder: str | None = Field(default=None, min_length=1)
     """Folder with tuned configurations to use; null: what VLLM_TUNED_CONFIG_FOLDER names, else the user's cache, which
-    `moe-optimizer tune` writes to."""
+    `moe-optimizer tune --only triton` writes to."""
 
 
 class ParallelismSection(PassSection):

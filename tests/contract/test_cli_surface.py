@@ -37,7 +37,10 @@ SURFACE = {
     "serve": COMMON
     | PLAN
     | AIM
-    | {"--dry-run", "--run-dir", "--ready-timeout", "--stall-timeout", "--restart", "--calibrate", "--no-warm-up"},
+    | {
+        "--plan", "--dry-run", "--run-dir", "--ready-timeout", "--stall-timeout", "--restart", "--calibrate",
+        "--no-warm-up",
+    },
     "inspect": COMMON | MODEL,
     "plan": COMMON | PLAN | AIM | {"--explain", "--nodes", "--render"},
     "bench": COMMON | PLAN | {
@@ -50,7 +53,10 @@ SURFACE = {
         "--plan", "--against", "--per-pass", "--data", "--tokens", "--prompts", "--tasks", "--task-limit", "--run-dir",
         "--ready-timeout", "--calibrate",
     },
-    "tune": COMMON | PLAN | {"--budget", "--tokens", "--folder"},
+    "tune": COMMON | PLAN | {
+        "--goal", "--budget", "--only", "--workload", "--clients", "--rates", "--requests-per-client", "--repetitions",
+        "--seed", "--run-dir", "--ready-timeout", "--calibrate", "--tokens", "--folder",
+    },
     "doctor": COMMON | {"MODEL", "--model", "--drift"},
     "experts": COMMON | {"SOURCE", "--png", "--top"},
     "top": COMMON | {"SOURCE", "--interval", "--once"},

@@ -42,12 +42,7 @@ def run_bench(request: BenchRequest, *, on_step: OnStep) -> BenchResult:
         RequiredNotAppliedError: an optimization of a plan did not run.
         ServerFailedError: a server died, or a request failed: there is no result then.
     """
-    request.claim_folder()
-    plan = starts(request.loads, request.repetitions, len(request.sides), side_by_side=request.side_by_side)
-    for number, start in enumerate(plan):
-        if not _is_measured(request, start):
-            _measure(request, start, _part(on_step, number, len(plan)))
-    sides = [_Measured(request, index, plan) for index in range(len(request.sides))]
+    sides = measure_sides(request, on_step=on_step)
     result = BenchResult(
         command=request.command,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -61,6 +56,19 @@ def run_bench(request: BenchRequest, *, on_step: OnStep) -> BenchResult:
     )
     write_atomically(request.folder / RESULT_FILE, json.dumps(encode(result), indent=1) + "\n")
     return result
+
+
+def measure_sides(request: BenchRequest, *, on_step: OnStep) -> list[MeasuredSide]:
+    """Measure all sides under all loads, and return the samples of each.
+
+    Raises: as `run_bench`.
+    """
+    request.claim_folder()
+    plan = starts(request.loads, request.repetitions, len(request.sides), side_by_side=request.side_by_side)
+    for number, start in enumerate(plan):
+        if not _is_measured(request, start):
+            _measure(request, start, _part(on_step, number, len(plan)))
+    return [MeasuredSide(request, index, plan) for index in range(len(request.sides))]
 
 
 def _is_measured(request: BenchRequest, start: Start) -> bool:
@@ -145,7 +153,7 @@ def _round(request: BenchRequest, turn: Turn, server: RunningSide) -> Round:
     )
 
 
-class _Measured:
+class MeasuredSide:
     """What the files of a benchmark say of one side."""
 
     def __init__(self, request: BenchRequest, index: int, plan: Sequence[Start]) -> None:

@@ -1,163 +1,192 @@
-"""The tuning command: what it refuses, what it asks of the tuning process, what it shows."""
+"""`tune` as a whole: real plans, search and files between servers that are a stand-in."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
-import os
-import threading
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_optimizer.cli import tune
+from moe_optimizer.cli import tuning
 from moe_optimizer.cli.main import main
-from moe_optimizer.cli.progress import ProgressLines
-from moe_optimizer.cli.tune import run_tuning
-from moe_optimizer.errors import ExitCode, InputError, MoeOptimizerError, UnsupportedError
-from moe_optimizer.inspection.hardware_probe import load_hardware
-from moe_optimizer.inspection.tuned_configs import SHIPPED
-from moe_optimizer.specs.software import VllmInstallation
-from tests.eventually import eventually, is_running
+from moe_optimizer.errors import ExitCode, ServerFailedError
+from moe_optimizer.measure.bench import run
+from moe_optimizer.measure.bench.result import MemoryUse
+from moe_optimizer.measure.bench.side import RunningSide, Side, StartFacts
+from moe_optimizer.measure.bench.trace import read_trace
+from moe_optimizer.measure.bench.vllm_load import LoadRequest
+from moe_optimizer.measure.quality.request import QualityRequest
+from moe_optimizer.measure.quality.result import QualityResult
+from moe_optimizer.plan.decision import Status
+from moe_optimizer.plan.plan import Plan
+from tests.builders.quality import failure, quality_result
 
 TINY_MOE = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-moe")
-VERDICT = {
-    "tokens": 8, "stock": {}, "row": {}, "stock_us": 30.0, "row_us": 25.0, "ratio": 1.2, "low": 1, "high": 11,
-}  # fmt: skip
+DURATION_S = 2.0
+PINNED = ("--max-num-seqs", "64", "--enable-chunked-prefill")
+"""Settings that are not searched: what is left has five values."""
+Slowness = Callable[[Plan], float]
 
 
-FAKE = "tests.unit.cli.fake_tuning"
+def is_on(plan: Plan, name: str) -> bool:
+    return plan.decision(name).status is Status.ON
 
 
-@pytest.fixture(autouse=True)
-def _no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_TUNED_CONFIG_FOLDER", raising=False)
+class PaperSide(RunningSide):
+    """A server that answers nobody."""
+
+    def check_alive(self, name: str) -> None:
+        pass
+
+    def facts(self) -> StartFacts:
+        return StartFacts(ready_s=1.0, memory=MemoryUse(gpu_bytes=None, process_bytes=None), compilations=None)
 
 
-def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    here = load_hardware("cpu")
-    monkeypatch.setattr("moe_optimizer.inspection.hardware_probe.probe_hardware", lambda: here)
-    for arguments in ([], ["--hardware", "h200"]):
-        assert main(["tune", TINY_MOE, *arguments]) == ExitCode.UNSUPPORTED
-        assert capsys.readouterr().err.startswith("error: tune: needs ")
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Slowness]:
+    """How slow the stand-in is with a plan: the first entry; servers and load generator are replaced."""
+    slowness: list[Slowness] = []
+    up: dict[str, Plan] = {}
 
+    @contextlib.contextmanager
+    def opened(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[RunningSide]:
+        assert side.plan is not None
+        url = f"http://{run_dir}"
+        up[url] = side.plan
+        yield PaperSide(base_url=url, model="paper", max_model_len=8192, ready_s=1.0, info=None)
 
-def test_that_there_is_no_gpu_comes_before_what_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    here = load_hardware("cpu")
-    monkeypatch.setattr("moe_optimizer.inspection.hardware_probe.probe_hardware", lambda: here)
-    config = json.loads((Path(TINY_MOE) / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 900, "num_experts": 900}))
-    assert main(["tune", str(tmp_path)]) == ExitCode.UNSUPPORTED
-    assert capsys.readouterr().err.startswith("error: tune: needs ")
+    def send(module: str, request: LoadRequest, *, on_step: Callable[[float, str], None], **_: Any) -> None:
+        for number, each in enumerate(request.rounds):
+            on_step(number / len(request.rounds), each.title)
+            requests = read_trace(Path(each.trace))
+            noise = random.Random(each.samples).lognormvariate(0, 0.001)
+            seconds = DURATION_S * noise * slowness[0](up[each.base_url])
+            count = len(requests)
+            samples = {
+                "duration_s": seconds, "ttft_s": [seconds / 10] * count, "e2e_s": [seconds] * count, "itl_s": [],
+                "input_tokens": [one.input_length for one in requests],
+                "output_tokens": [one.output_length for one in requests], "errors": [""] * count, "energy_j": None,
+            }  # fmt: skip
+            Path(each.samples).write_text(json.dumps(samples), encoding="utf-8")
 
-
-def on_an_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """This machine as one with an H200 and a vLLM for it; return the folder of vLLM's configurations."""
-    shipped = tmp_path / "vllm" / SHIPPED
-    shipped.mkdir(parents=True)
-    vllm = VllmInstallation(distribution="vllm", version="0.26.0", device="cuda", location=str(tmp_path / "vllm"))
-    here = dataclasses.replace(load_hardware("h200", 1), origin="probed", cpu=load_hardware("cpu").cpu)
-    monkeypatch.setattr("moe_optimizer.inspection.vllm_installation.find_vllm", lambda: vllm)
-    monkeypatch.setattr("moe_optimizer.inspection.hardware_probe.probe_hardware", lambda: here)
+    monkeypatch.setattr(run, "opened", opened)
+    monkeypatch.setattr(run, "run_measurement", send)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return shipped
+    return slowness
 
 
-def test_it_asks_for_the_shape_that_is_planned_and_shows_the_result(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def tune(folder: Path, *arguments: str) -> tuple[int, Any]:
+    common = ["--calibrate", "0", "--clients", "2", "--requests-per-client", "1", "--run-dir", str(folder)]
+    code = main(["tune", TINY_MOE, *common, *arguments, "--", *PINNED])
+    ledger = folder / "ledger.json"
+    return code, json.loads(ledger.read_text(encoding="utf-8")) if ledger.exists() else None
+
+
+def test_a_slow_pass_is_off_in_the_plan_that_is_written_and_serve_takes_it(
+    served: list[Slowness], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shipped = on_an_h200(monkeypatch, tmp_path)
-    asked: dict[str, Any] = {}
-
-    def fake(request: dict[str, Any], _: ProgressLines, *, log: Path) -> list[dict[str, Any]]:
-        asked.update(request, log=log)
-        folder = Path(request["folder"])
-        folder.mkdir(parents=True)
-        (folder / "E=16,N=128,device_name=NVIDIA_H200.json").write_text("{}", encoding="utf-8")
-        return [VERDICT]
-
-    monkeypatch.setattr(tune, "run_tuning", fake)
-    assert main(["tune", TINY_MOE, "--disable-fp8", "--tokens", "8,1,8", "--budget", "90"]) == ExitCode.OK
-    assert asked["tokens"] == [1, 8]
-    assert asked["budget_s"] == 90
-    assert asked["shipped_folder"] == str(shipped)
-    assert asked["folder"] == str(tmp_path / "cache" / "moe-optimizer" / "tuned_configs" / "vllm-0.26.0")
+    served.append(
+        lambda plan: (1.3 if is_on(plan, "expert_load") else 1.0) * (0.6 if is_on(plan, "scheduler") else 1.0)
+    )
+    code, ledger = tune(tmp_path / "run")
+    assert code == ExitCode.OK
     shown = capsys.readouterr().out
-    assert "1.20x  1 to 11" in shown
-    assert f"VLLM_TUNED_CONFIG_FOLDER={asked['folder']}" in shown
     assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= 80
+    verdicts = {each["what"]: each["verdict"] for each in ledger["entries"] if each["step"] == "ablation"}
+    assert verdicts == {"expert_load": "slower", "scheduler": "faster"}
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert not is_on(plan, "expert_load")
+    assert is_on(plan, "scheduler")
+    assert plan.digest == ledger["plan_digest"]
+    assert main(["serve", "--plan", str(tmp_path / "run" / "plan.json"), "--dry-run", "--json"]) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out) == json.loads(plan.to_json())
 
 
-@pytest.mark.parametrize("text", ["", "0", "eight", "1,,8", "-1", "99999999"])
-def test_impossible_sizes_are_refused(
-    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_setting_that_wins_is_in_the_plan(served: list[Slowness], tmp_path: Path) -> None:
+    served.append(lambda plan: 0.5 if plan.serve_args.value("--max-num-batched-tokens") == "4096" else 1.0)
+    code, ledger = tune(tmp_path / "run")
+    assert code == ExitCode.OK
+    assert ledger["arguments"]["--max-num-batched-tokens"] == "4096"
+    assert Plan.load(tmp_path / "run" / "plan.json").serve_args.value("--max-num-batched-tokens") == "4096"
+
+
+def test_a_second_run_in_the_folder_measures_nothing_again(served: list[Slowness], tmp_path: Path) -> None:
+    served.append(lambda plan: 0.8 if is_on(plan, "scheduler") else 1.0)
+    _, first = tune(tmp_path / "run")
+
+    def nobody(plan: Plan) -> float:
+        raise AssertionError("measured again")
+
+    served[0] = nobody
+    assert tune(tmp_path / "run")[1] == first
+
+
+def test_measurements_for_another_goal_are_not_taken(
+    served: list[Slowness], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_an_h200(monkeypatch, tmp_path)
-    assert main(["tune", TINY_MOE, "--disable-fp8", f"--tokens={text}"]) == ExitCode.BAD_INPUT
-    assert capsys.readouterr().err.startswith("error: --tokens: got ")
+    served.append(lambda plan: 1.0)
+    tune(tmp_path / "run")
+    assert tune(tmp_path / "run", "--goal", "latency")[0] == ExitCode.BAD_INPUT
+    assert "--run-dir" in capsys.readouterr().err
 
 
-def test_experts_that_triton_does_not_run_are_refused(
+def test_limits_that_no_plan_keeps_end_with_the_nearest_miss(served: list[Slowness], tmp_path: Path) -> None:
+    served.append(lambda plan: 0.8 if is_on(plan, "scheduler") else 1.0)
+    code, ledger = tune(tmp_path / "run", "--goal", "ttft<100ms")
+    assert code == ExitCode.GOAL_MISSED
+    assert 1.5 < ledger["nearest_miss"]["score"] < 1.7
+
+
+def test_a_server_that_dies_is_a_line_of_the_ledger(served: list[Slowness], tmp_path: Path) -> None:
+    def dies(plan: Plan) -> float:
+        if is_on(plan, "scheduler"):
+            raise ServerFailedError("the server has ended")
+        return 1.0
+
+    served.append(dies)
+    code, ledger = tune(tmp_path / "run")
+    assert code == ExitCode.OK
+    assert ledger["passes"] == []
+    assert ledger["entries"][0]["reason"] == "the server has ended"
+
+
+def test_a_winner_whose_answers_changed_is_judged_and_the_pass_at_fault_is_off(
+    served: list[Slowness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[QualityRequest] = []
+
+    def judge(request: QualityRequest, **_: object) -> QualityResult:
+        judged.append(request)
+        return quality_result(failed=(failure(pass_name="flash_dmoe"),))
+
+    monkeypatch.setattr(tuning, "run_quality", judge)
+    served.append(lambda plan: 0.5 if is_on(plan, "flash_dmoe") else 1.0)
+    code, ledger = tune(tmp_path / "run", "--enable-flash-dmoe")
+    assert code == ExitCode.OK
+    assert [is_on(each.judged_plan, "flash_dmoe") for each in judged] == [True] * len(judged)
+    assert judged
+    assert "flash_dmoe" not in ledger["passes"]
+    assert "at fault: flash_dmoe" in next(each["reason"] for each in ledger["entries"] if each["step"] == "quality")
+
+
+def test_without_optuna_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_an_h200(monkeypatch, tmp_path)
-    arguments = ["tune", TINY_MOE, "--disable-fp8", "--", "--quantization", "int8"]
-    assert main(arguments) == ExitCode.UNSUPPORTED
-    assert "found --quantization int8" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert tune(tmp_path / "run")[0] == ExitCode.UNSUPPORTED
+    assert "moe-optimizer[tune]" in capsys.readouterr().err
 
 
-def test_nothing_that_won_is_said() -> None:
-    assert "no file" in tune.render("E=1.json", None, [{**VERDICT, "low": 8, "high": 7}])
-
-
-def test_the_process_reports_progress_and_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = tmp_path / "new" / "tuning.log"
-    assert run_tuning({"verdicts": [VERDICT]}, ProgressLines(verbose=False), log=log, module=FAKE) == [VERDICT]
-    assert "50%  8 tokens: 12 rows tried" in capsys.readouterr().err
-    assert log.read_text(encoding="utf-8") == "vLLM said something\n"
-
-
-def test_a_refusal_comes_before_the_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    request = {"refused": "too little memory", "exit_code": 3, "progress": 0.0}
-    with pytest.raises(UnsupportedError):
-        run_tuning(request, ProgressLines(verbose=False), log=tmp_path / "log", module=FAKE)
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(("code", "kind"), [(2, InputError), (3, UnsupportedError)])
-def test_a_refusal_of_the_process_is_the_commands(code: int, kind: type[MoeOptimizerError], tmp_path: Path) -> None:
-    with pytest.raises(kind, match="too little memory"):
-        run_tuning(
-            {"refused": "too little memory", "exit_code": code},
-            ProgressLines(verbose=False),
-            log=tmp_path / "log",
-            module=FAKE,
-        )
-
-
-def test_a_process_that_dies_in_the_middle_of_a_word_leaves_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(MoeOptimizerError, match="illegal memory access") as error:
-        run_tuning({"dies": True}, ProgressLines(verbose=False), log=tmp_path / "log", module=FAKE)
-    assert str(tmp_path / "log") in str(error.value.hint)
-
-
-@pytest.mark.usefixtures("heeded_signals")
-@pytest.mark.parametrize(
-    ("number", "raised"), [(2, KeyboardInterrupt), (15, SystemExit), (1, SystemExit)], ids=["INT", "TERM", "HUP"]
-)
-def test_a_signal_leaves_no_process(number: int, raised: type[BaseException], tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-
-    def interrupt() -> None:
-        eventually(pid_file.is_file)
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(raised):
-        run_tuning({"pid_file": str(pid_file)}, ProgressLines(verbose=False), log=tmp_path / "log", module=FAKE)
-    thread.join()
-    assert not is_running(int(pid_file.read_text()))
+def test_a_plan_is_served_as_it_is_or_not_at_all(
+    served: list[Slowness], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.append(lambda plan: 1.0)
+    tune(tmp_path / "run")
+    file = str(tmp_path / "run" / "plan.json")
+    for wish in (["--enable-fp8"], ["--profile", "balanced"], ["--", "--seed", "1"], ["--require", "fp8"]):
+        assert main(["serve", "--plan", file, *wish]) == ExitCode.BAD_INPUT
+        assert "--plan" in capsys.readouterr().err

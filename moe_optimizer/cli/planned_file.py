@@ -1,0 +1,66 @@
+"""Reads the plan of a file to serve it as it is, and refuses one that is not for this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from moe_optimizer.cli.options import AimOptions, ServeOptions
+from moe_optimizer.cli.preflight import check_can_serve_here
+from moe_optimizer.cli.settings import resolve
+from moe_optimizer.env import read_environment
+from moe_optimizer.errors import InputError, UnsupportedError
+from moe_optimizer.inspection.hardware_probe import probe_hardware
+from moe_optimizer.inspection.vllm_installation import find_vllm
+from moe_optimizer.plan.plan import Plan
+
+_NOT_PLANNING = ("model", "model_argument", "verbose", "json", "strict")
+"""Options that stand beside a plan: they ask for nothing that it decides."""
+
+
+def read_plan(options: ServeOptions) -> Plan:
+    """Return the plan of `--plan`.
+
+    Raises:
+        InputError: an option wants something else planned, the file is no plan, or the model is another.
+        UnsupportedError: it is for another machine or vLLM.
+    """
+    assert options.plan is not None, "the caller has looked"
+    _check_nothing_else_planned(options)
+    plan = Plan.load(Path(options.plan))
+    origin = f"--plan {options.plan}"
+    if plan.engine != "vllm":
+        raise InputError(f"{origin}: is for engine {plan.engine}, expected one for vllm", hint="serve with --engine")
+    named = options.named_model
+    if named is not None and named not in (plan.model.name, plan.model.path):
+        raise InputError(f"{origin}: is for model {plan.model.name}, got --model {named}", hint="leave --model out")
+    here, planned = probe_hardware(), plan.hardware
+    if plan.num_gpus and planned.gpu is not None:
+        found = f"{here.num_gpus} x {here.gpu.name}" if here.gpu else "no GPU"
+        if here.gpu is None or here.gpu.key != planned.gpu.key or here.num_gpus * plan.num_nodes < plan.num_gpus:
+            wanted = f"{plan.num_gpus} x {planned.gpu.name}"
+            raise UnsupportedError(f"{origin}: is for {wanted}, but this machine has {found}", hint="plan again here")
+    vllm = find_vllm()
+    if vllm is not None and vllm.version != plan.vllm_version:
+        raise UnsupportedError(
+            f"{origin}: is for vLLM {plan.vllm_version}, but {vllm.version} is installed", hint="plan again here"
+        )
+    settings = resolve(dataclasses.replace(options, model=plan.model.path, model_argument=None), read_environment())
+    if settings.disabled:
+        plan = plan.replace(serve_args=plan.plain_args)
+    if not options.dry_run:
+        check_can_serve_here(plan, settings)
+    return plan
+
+
+def _check_nothing_else_planned(options: ServeOptions) -> None:
+    for field in dataclasses.fields(AimOptions):
+        if field.name in _NOT_PLANNING:
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if getattr(options, field.name) != default:
+            flag = "--" if field.name == "vllm_args" else f"--{field.name.replace('_', '-')}"
+            if field.name == "switches":
+                name, on = next(iter(options.switches.items()))
+                flag = f"--{'enable' if on else 'disable'}-{name}"
+            raise InputError(f"--plan and {flag}: the plan is served as it is", hint=f"leave {flag} out, or plan again")

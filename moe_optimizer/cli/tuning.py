@@ -1,0 +1,194 @@
+"""Carries out a tuning: plans of candidates, what is sent to them, the search, and the files it leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+from moe_optimizer.cli import judgement, messages, quality
+from moe_optimizer.cli.bench import traffic_of
+from moe_optimizer.cli.candidate_plans import CandidatePlans
+from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, PlanOptions, QualityOptions, TuneOptions
+from moe_optimizer.cli.progress import ProgressLines, progress_bar
+from moe_optimizer.cli.tune_triton import tune_triton
+from moe_optimizer.errors import MoeOptimizerError
+from moe_optimizer.files import make_private_folder, read_text, write_atomically
+from moe_optimizer.measure.bench.request import BenchRequest
+from moe_optimizer.measure.bench.run import environment_of
+from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.quality.run import run_quality
+from moe_optimizer.measure.tune.goal import parse_goal
+from moe_optimizer.measure.tune.journal import Journal
+from moe_optimizer.measure.tune.ledger import Entry, TuneResult
+from moe_optimizer.measure.tune.search import Found, PlannedPass, Question, search
+from moe_optimizer.measure.tune.served import ServedMeasure
+from moe_optimizer.measure.tune.settings import settings_of
+from moe_optimizer.measure.tune.trial import STOCK, Candidate
+from moe_optimizer.passes.registry import needed_by
+from moe_optimizer.plan.decision import Applier, Decision, Status
+from moe_optimizer.plan.json_codec import decode, encode
+from moe_optimizer.plan.plan import Plan
+
+_DEFAULT_GOAL = "throughput"
+_DEFAULT_BUDGET_S = 1200.0
+_DEFAULT_REPETITIONS = 4
+_TRITON_SHARE = 0.25
+"""Of the budget, for launch parameters of vLLM's Triton kernel where it runs (chosen)."""
+_TRITON_FILE = "triton.json"
+_PLAN_FILE = "plan.json"
+_LEDGER_FILE = "ledger.json"
+_QUALITY_TOKENS = 2048
+"""Chosen: a quarter of what `quality` compares by default, in a quarter of its time."""
+_MAX_BYTES = 1 << 16
+
+
+class Tuning:
+    """One run of the command: its folder, its plans, and the search."""
+
+    def __init__(self, options: TuneOptions, lines: ProgressLines) -> None:
+        self._options, self._lines = options, lines
+        self._goal = parse_goal(options.goal or _DEFAULT_GOAL)
+        self._folder = Path(options.run_dir or f"runs/tune-{time.strftime('%Y%m%d-%H%M%S')}")
+        self._budget_s = options.budget or _DEFAULT_BUDGET_S
+        self._entries: list[Entry] = []
+
+    def result(self) -> TuneResult:
+        """Search, write plan and ledger, and return the ledger."""
+        with messages.held_messages(verbose=self._options.verbose):
+            plans = CandidatePlans(self._options, self._lines)
+            plan = plans.plan(Candidate())
+        make_private_folder(self._folder)
+        triton_s = 0.0
+        if plan.num_gpus:
+            triton_s = self._tuned_triton()
+            plans = CandidatePlans(self._options, self._lines)
+            plan = plans.plan(Candidate())
+        template, question = self._template(plan), self._question(plan)
+        journal = self._journal(plans, template, question, self._budget_s - triton_s)
+        with progress_bar("tune", lines=self._lines) as show:
+            measure = ServedMeasure(
+                plan_of=plans.plan, template=template, goal=self._goal, judge=self._judge,
+                journal=journal, on_step=show,
+            )  # fmt: skip
+            found = search(question, measure, journal, show)
+        return self._written(found, plans, journal.spent_s + triton_s)
+
+    def _journal(self, plans: CandidatePlans, template: BenchRequest, question: Question, budget_s: float) -> Journal:
+
+        workload = template.workload.model_dump() if template.workload else encode(template.trace)
+        digests = [plans.plan(each).digest for each in (Candidate(), STOCK)]
+        identity = [self._goal.text, digests, workload, template.repetitions, question.seed, dict(question.settings)]
+        folder = self._folder / "measured"
+        return Journal(folder, budget_s=budget_s, identity=json.dumps(identity, sort_keys=True))
+
+    def _tuned_triton(self) -> float:
+        """Tune vLLM's Triton kernel where it runs the experts; return the seconds it took, now or in an earlier run."""
+        path = self._folder / _TRITON_FILE
+        if path.exists():
+            entry = decode(Entry, json.loads(read_text(path, max_bytes=_MAX_BYTES)), origin=str(path))
+        else:
+            begin = time.monotonic()
+            kept, reason = False, ""
+            try:
+                written = tune_triton(self._options, budget_s=_TRITON_SHARE * self._budget_s).result["file"]
+                kept, reason = written is not None, f"written: {written}" if written else "nothing beat vLLM's own"
+            except MoeOptimizerError as error:
+                reason = str(error)
+            what = "launch parameters of vLLM's Triton MoE kernel"
+            took = time.monotonic() - begin
+            entry = Entry(step="triton", what=what, against="", kept=kept, reason=reason, seconds=took)
+            write_atomically(path, json.dumps(encode(entry)))
+        self._entries.append(entry)
+        return entry.seconds
+
+    def _written(self, found: Found, plans: CandidatePlans, spent_s: float) -> TuneResult:
+
+        plan = plans.plan(found.candidate)
+        path = self._folder / _PLAN_FILE
+        write_atomically(path, plan.to_json() + "\n")
+        result = TuneResult(
+            goal=self._goal.text,
+            metric=self._goal.metric,
+            met=found.met,
+            nearest_miss=found.nearest_miss,
+            plan=str(found.candidate),
+            plan_file=str(path),
+            plan_digest=plan.digest,
+            passes=() if found.candidate.stock else Side(name="tuned", plan=plan).passes,
+            arguments=dict(found.candidate.arguments),
+            ended=found.ended,
+            budget_s=self._budget_s,
+            spent_s=spent_s,
+            entries=(*self._entries, *found.entries),
+            environment={**environment_of(plan), "model": self._options.model_name},
+        )
+        write_atomically(self._folder / _LEDGER_FILE, json.dumps(encode(result), indent=2) + "\n")
+        return result
+
+    def _template(self, plan: Plan) -> BenchRequest:
+        """Return what is sent to every candidate: by default one load, of as many clients as the plan is made for."""
+        options = self._options
+        workload, trace = traffic_of(options)
+        if workload is not None and not options.clients and not options.rates:
+            workload = workload.model_copy(update={"clients": (plan.workload.batch_size,), "rates": ()})
+        return BenchRequest(
+            sides=(),
+            workload_name=options.workload,
+            workload=workload,
+            trace=trace,
+            repetitions=options.repetitions or _DEFAULT_REPETITIONS,
+            limits=self._goal.limits,
+            folder=self._folder / "measured",
+            tokenizer=options.model_name,
+            trust_remote_code=options.trust_remote_code,
+            ready_timeout_s=options.ready_timeout or DEFAULT_READY_TIMEOUT_S,
+        )
+
+    def _question(self, plan: Plan) -> Question:
+        return Question(
+            goal=self._goal,
+            passes=planned_passes(plan),
+            settings=settings_of(plan, self._options.vllm_args.values),
+            seed=self._options.seed,
+        )
+
+    def _judge(self, plan: Plan, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Compare a plan's answers with stock vLLM's; return the metrics not kept, and the passes at fault."""
+        make_private_folder(folder)
+        file = folder / "candidate.json"
+        write_atomically(file, plan.to_json() + "\n")
+        options = self._options
+        same = {field.name: getattr(options, field.name) for field in dataclasses.fields(PlanOptions) if field.init}
+        asked = QualityOptions(
+            **same | {"plan": str(file), "run_dir": str(folder / "quality"), "tokens": _QUALITY_TOKENS},
+            ready_timeout=options.ready_timeout,
+            calibrate=options.calibrate,
+        )
+        request = quality.request_of(asked, self._lines)
+        found = run_quality(request, on_step=lambda share, text: self._lines.line(f"{share:4.0%}  quality: {text}"))
+        judgement.keep(request.judged_plan, found)
+        blamed = {each.pass_name for each in found.failed} & {each.pass_name for each in plan.decisions}
+        return tuple(sorted({each.metric for each in found.failed})), tuple(sorted(blamed))
+
+
+def planned_passes(plan: Plan) -> tuple[PlannedPass, ...]:
+    """Return the passes that are on, change something and are not required, with those that cannot run without them."""
+    on = {each.pass_name: each for each in plan.decisions if _changes_something(each)}
+    device = "cuda" if plan.num_gpus else "cpu"
+    return tuple(
+        PlannedPass(
+            name=name,
+            with_passes=tuple(other for other in on if other != name and name in needed_by(other, device)),
+            predicted=decision.gain.ratio.value if decision.gain else None,
+            predicted_metric=decision.gain.metric if decision.gain else None,
+        )
+        for name, decision in on.items()
+        if not decision.required
+    )
+
+
+def _changes_something(decision: Decision) -> bool:
+    """Return whether a decision is carried out; how devices share the model is a setting, not on or off."""
+    return decision.status is Status.ON and decision.applier is not Applier.NONE and decision.pass_name != "parallelism"

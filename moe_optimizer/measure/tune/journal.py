@@ -1,0 +1,104 @@
+"""Keeps every measurement of a tuning in a file, so that a stopped tuning goes on, and counts the time they took.
+
+A search that is run again takes the same steps as before, and is told what was measured then: it goes on where it was
+stopped, with the same ledger as one that never was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.files import read_text, write_atomically
+from moe_optimizer.measure.tune.trial import BudgetSpentError, Outcome
+from moe_optimizer.plan.json_codec import decode, encode
+
+_MAX_BYTES = 1 << 22
+_IDENTITY_FILE = "tune.digest"
+_RELATIVE = {"paired": 1.0, "alone": 0.5, "judged": 1.0}
+"""Times of measurements that were not made yet, relative to one that was: they start two servers, or one."""
+
+
+class Journal:
+    """Measurements that were made, and what is left of the budget.
+
+    Args:
+        folder: gets a file for each measurement; None: nothing is kept.
+        budget_s: for all measurements together, those of earlier runs included.
+        identity: what the measurements are of; the folder of another is refused.
+
+    Raises:
+        InputError: the folder has measurements of something else.
+    """
+
+    def __init__(self, folder: Path | None, *, budget_s: float, identity: str = "") -> None:
+        self._folder = folder
+        self._budget_s = budget_s
+        self._last: dict[str, float] = {}
+        self._found: dict[str, Outcome] = {}
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _claim(folder / _IDENTITY_FILE, identity)
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of all measurements so far."""
+        return sum(each.seconds for each in self._found.values())
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return max(0.0, self._budget_s - self.spent_s)
+
+    def estimate_s(self, kind: str) -> float:
+        """Return how long a measurement of a kind takes: as long as the last one; 0 before there was any."""
+        if kind in self._last:
+            return self._last[kind]
+        known = [seconds / _RELATIVE[other] for other, seconds in self._last.items()]
+        return _RELATIVE[kind] * max(known, default=0.0)
+
+    def has_room(self, *kinds: str) -> bool:
+        """Return whether measurements of these kinds, one after the other, would end in time."""
+        return self.left_s > 0 and sum(map(self.estimate_s, kinds)) <= self.left_s
+
+    def measured(self, kind: str, what: tuple[str, ...], measure: Callable[[], Outcome]) -> Outcome:
+        """Return what was measured before under the same name, or measure it.
+
+        Raises:
+            BudgetSpentError: there is no time left for it.
+            InputError: the file of an earlier measurement cannot be read.
+        """
+        name = f"{kind}-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]}"
+        path = None if self._folder is None else self._folder / f"{name}.json"
+        if name in self._found:
+            return self._found[name]
+        found = self._read(path) if path is not None and path.exists() else None
+        if found is None:
+            if not self.has_room(kind):
+                raise BudgetSpentError
+            found = measure()
+            if path is not None:
+                write_atomically(path, json.dumps(encode(found), indent=1))
+        self._found[name] = found
+        # A measurement that ended early says nothing of how long others take.
+        if not found.pruned and not found.failed:
+            self._last[kind] = found.seconds
+        return found
+
+    @staticmethod
+    def _read(path: Path) -> Outcome:
+        return decode(Outcome, json.loads(read_text(path, max_bytes=_MAX_BYTES)), origin=str(path))
+
+
+def _claim(mark: Path, identity: str) -> None:
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    if not mark.exists():
+        write_atomically(mark, digest + "\n")
+    elif read_text(mark, max_bytes=64).strip() != digest:
+        raise InputError(
+            f"--run-dir: {mark.parent} has measurements of another plan, goal or workload",
+            hint="name another folder, or remove this one",
+        )

@@ -1,0 +1,339 @@
+"""Searches for the best plan: first which passes win, then which settings; nothing that did not win stays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_optimizer.measure.tune.comparison import Comparison, compared, median_score
+from moe_optimizer.measure.tune.goal import Goal
+from moe_optimizer.measure.tune.journal import Journal
+from moe_optimizer.measure.tune.ledger import Ended, Entry, NearestMiss
+from moe_optimizer.measure.tune.setting_search import SettingSearch
+from moe_optimizer.measure.tune.settings import Settings, arguments_of
+from moe_optimizer.measure.tune.trial import STOCK, BudgetSpentError, Candidate, Measure, Outcome, Trial
+
+_MOST_REPEATS = 20
+"""Settings in a row that were tried before: the sampler has nothing new to say."""
+_BEST = Candidate()
+"""The plan as it was made, with everything on that was planned."""
+
+OnStep = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPass:
+    """A pass that is on in the plan, and can be switched off."""
+
+    name: str
+    with_passes: tuple[str, ...] = ()
+    """Passes that cannot run without it: they are off with it."""
+    predicted: float | None = None
+    predicted_metric: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What to search for."""
+
+    goal: Goal
+    passes: Sequence[PlannedPass]
+    settings: Settings = field(default_factory=dict)
+    seed: int = 0
+    most_trials: int = 64
+    """Of settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search ended with."""
+
+    candidate: Candidate
+    met: bool
+    nearest_miss: NearestMiss | None
+    entries: tuple[Entry, ...]
+    ended: Ended
+
+
+def search(question: Question, measure: Measure, journal: Journal, on_step: OnStep) -> Found:
+    """Return the best candidate that was shown to be better than stock vLLM, or else stock vLLM.
+
+    Ends when there is nothing left to try, when the budget is spent, or by Ctrl-C; then with what was found until then.
+    """
+    return _Search(question, measure, journal, on_step).run()
+
+
+class _Search:
+    def __init__(self, question: Question, measure: Measure, journal: Journal, on_step: OnStep) -> None:
+        self._question, self._goal = question, question.goal
+        self._measure, self._journal, self._on_step = measure, journal, on_step
+        self._entries: list[Entry] = []
+        self._trials: dict[str, tuple[Candidate, Trial]] = {}
+        self._safe = STOCK
+        """What the search would answer if it ended now."""
+        self._whole_won = False
+        self._left_out = False
+        """Whether something was not tried for lack of time."""
+
+    def run(self) -> Found:
+        """Take all steps; each can be the last."""
+        ended: Ended = "done"
+        try:
+            self._search()
+            ended = "budget" if self._left_out else "done"
+        except BudgetSpentError:
+            ended = "budget"
+        except (KeyboardInterrupt, SystemExit):
+            ended = "interrupted"
+        answer = self._trials.get(self._identity(self._safe))
+        met = self._goal.is_met(answer[1].scores if answer else ())
+        return Found(
+            candidate=self._safe,
+            met=met,
+            nearest_miss=None if met else self._nearest(),
+            entries=_with_kept_settings(self._entries, self._safe),
+            ended=ended,
+        )
+
+    def _search(self) -> None:
+        if self._identity(_BEST) == self._identity(STOCK):
+            self._note("plan", "the plan", kept=False, reason="changes nothing: it is stock vLLM")
+            chosen = STOCK
+        else:
+            chosen = self._ablated()
+        chosen = self._with_settings(chosen)
+        self._settle(chosen)
+
+    # Passes
+
+    def _ablated(self) -> Candidate:
+        """Return the plan without the passes that do not win."""
+        outcome, whole = self._pair(_BEST, STOCK)
+        self._compare("plan", "the plan", STOCK, outcome, whole, kept=whole.is_win)
+        if whole.word is None:
+            return STOCK
+        self._whole_won = whole.is_win
+        if whole.is_win:
+            self._settle_if_right(_BEST)
+        losers: list[str] = []
+        for each in self._question.passes:
+            if not self._wins(each, whole_won=whole.is_win):
+                losers += [each.name, *each.with_passes]
+        return _BEST.without(losers)
+
+    def _wins(self, planned: PlannedPass, *, whole_won: bool) -> bool:
+        without = _BEST.without([planned.name, *planned.with_passes])
+        facts: dict[str, Any] = {"predicted": planned.predicted, "predicted_metric": planned.predicted_metric}
+        if why := self._measure.why_not(without):
+            self._note("ablation", planned.name, kept=True, reason=f"there is no plan without it: {why}", **facts)
+            return True
+        if self._identity(without) == self._identity(_BEST):
+            self._note("ablation", planned.name, kept=True, reason="changes nothing here", **facts)
+            return True
+        if not self._has_room("paired", "paired"):
+            reason = "no time left to measure it alone; the plan with it "
+            reason += "is faster than stock vLLM" if whole_won else "showed no gain"
+            self._note("ablation", planned.name, kept=whole_won, reason=reason, **facts)
+            return whole_won
+        outcome, found = self._pair(_BEST, without)
+        if found.word is None:
+            self._compare("ablation", planned.name, without, outcome, found, kept=whole_won, **facts)
+            return whole_won
+        self._compare("ablation", planned.name, without, outcome, found, kept=found.is_win, **facts)
+        return found.is_win
+
+    # Settings
+
+    def _with_settings(self, start: Candidate) -> Candidate:
+        """Return the candidate with settings that win against those it has."""
+        if not self._question.settings:
+            return start
+        best = self._tried_settings(start)
+        if best is None or not self._has_room("paired", "paired"):
+            return start
+        outcome, found = self._pair(best, start)
+        self._compare("confirmation", str(best), start, outcome, found, kept=found.is_win)
+        return best if found.is_win else start
+
+    def _tried_settings(self, start: Candidate) -> Candidate | None:
+        """Try settings while there is time to confirm the best of them; return it where it is not the unchanged one."""
+        trials = SettingSearch(
+            self._question.settings, higher_is_better=self._goal.higher_is_better, seed=self._question.seed
+        )
+        seen: set[str] = set()
+        scored: list[tuple[float, Candidate]] = []
+        repeats = 0
+        while len(seen) < self._question.most_trials and repeats < _MOST_REPEATS:
+            if not self._has_room("alone", "paired", "paired"):
+                self._note("setting", "further settings", kept=False, reason="no time left to try and confirm them")
+                break
+            changed = arguments_of(trials.ask())
+            candidate = start.having(changed) if changed else start
+            why = self._measure.why_not(candidate)
+            identity = str(candidate) if why else self._identity(candidate)
+            if identity in seen:
+                repeats += 1
+                trials.tell(None)
+                continue
+            seen.add(identity)
+            repeats = 0
+            if why:
+                self._note("setting", str(candidate), kept=False, reason=why)
+                trials.tell(None)
+                continue
+            score = self._scored(candidate, trials)
+            if score is not None:
+                scored.append((score, candidate))
+        if not scored:
+            return None
+        best = (max if self._goal.higher_is_better else min)(scored, key=lambda each: each[0])[1]
+        return best if best != start else None
+
+    def _scored(self, candidate: Candidate, trials: SettingSearch) -> float | None:
+        self._show(f"trying {candidate}")
+        outcome = self._journal.measured(
+            "alone",
+            (self._identity(candidate), str(candidate)),
+            lambda: self._measure.alone(candidate, trials.is_hopeless),
+        )
+        score = None if outcome.pruned else median_score(outcome.ours)
+        trials.tell(score, outcome.ours.scores)
+        reason = outcome.failed or ("hopeless after the first repetitions" if outcome.pruned else "tried")
+        shown = median_score(outcome.ours)
+        self._note("setting", str(candidate), kept=False, reason=reason, score=shown, seconds=outcome.seconds)
+        if not outcome.failed and not outcome.pruned:
+            self._remember(candidate, outcome.ours)
+        return score
+
+    # The end
+
+    def _settle(self, chosen: Candidate) -> None:
+        """Make the answer of what is faster than stock vLLM and keeps the thresholds, the best first."""
+        open_ends = [chosen, *([_BEST] if self._whole_won or self._goal.kind == "limits" else [])]
+        refused: set[str] = {self._identity(STOCK)}
+        while open_ends:
+            candidate = open_ends.pop(0)
+            identity = self._identity(candidate)
+            if identity in refused or candidate == self._safe:
+                if candidate == self._safe and candidate != STOCK:
+                    return
+                continue
+            refused.add(identity)
+            if not self._is_better(candidate):
+                continue
+            blamed = self._judged(candidate)
+            if blamed is None:
+                self._safe = candidate
+                return
+            if blamed:
+                open_ends.insert(0, candidate.without(blamed))
+
+    def _settle_if_right(self, candidate: Candidate) -> None:
+        """Make a candidate that has won the answer for now, if its answers need no judgement."""
+        if not self._measure.changes_answers(candidate):
+            self._safe = candidate
+
+    def _is_better(self, candidate: Candidate) -> bool:
+        if self._measure.why_not(candidate):
+            return False
+        outcome, found = self._pair(candidate, STOCK)
+        kept, reason = found.is_win, None
+        if not kept and not found.is_loss and self._goal.kind == "limits":
+            kept = self._goal.is_met(outcome.ours.scores) and not self._goal.is_met(outcome.theirs.scores)
+            reason = "keeps the limits, which stock vLLM does not" if kept else None
+        self._compare("result", str(candidate), STOCK, outcome, found, kept=kept, reason=reason)
+        return kept
+
+    def _judged(self, candidate: Candidate) -> tuple[str, ...] | None:
+        """Return None where the answers are as the profile allows, else the passes to blame."""
+        if not self._measure.changes_answers(candidate):
+            return None
+        self._show(f"judging the answers of {candidate}")
+        outcome = self._journal.measured(
+            "judged", (self._identity(candidate),), lambda: self._measure.judged(candidate)
+        )
+        failed = outcome.failed or ", ".join(outcome.failed_metrics)
+        reason = f"did not keep {failed}" if failed else "keeps every threshold of the profile"
+        if outcome.blamed:
+            reason += f"; at fault: {', '.join(outcome.blamed)}"
+        self._note("quality", str(candidate), kept=not failed, reason=reason, seconds=outcome.seconds)
+        return outcome.blamed if failed else None
+
+    # Measuring and telling
+
+    def _identity(self, candidate: Candidate) -> str:
+        return self._measure.identity(candidate)
+
+    def _has_room(self, *kinds: str) -> bool:
+        """Return whether there is time for these, and to judge the answers in the end."""
+        room = self._journal.has_room(*kinds, *(["judged"] if self._measure.changes_answers(_BEST) else []))
+        self._left_out |= not room
+        return room
+
+    def _pair(self, ours: Candidate, theirs: Candidate) -> tuple[Outcome, Comparison]:
+        self._show(f"{ours} against {theirs}")
+        outcome = self._journal.measured(
+            "paired",
+            (self._identity(ours), self._identity(theirs)),
+            lambda: self._measure.paired(ours, theirs),
+        )
+        if not outcome.failed:
+            self._remember(ours, outcome.ours)
+            self._remember(theirs, outcome.theirs)
+        return outcome, compared(outcome, self._goal)
+
+    def _remember(self, candidate: Candidate, trial: Trial) -> None:
+        self._trials[self._identity(candidate)] = (candidate, trial)
+
+    def _nearest(self) -> NearestMiss | None:
+        scored = [(score, *each) for each in self._trials.values() if (score := median_score(each[1])) is not None]
+        if not scored:
+            return None
+        score, candidate, trial = min(scored, key=lambda each: each[0])
+        return NearestMiss(what=str(candidate), score=score, figures=trial.figures)
+
+    def _compare(
+        self,
+        step: Any,
+        what: str,
+        against: Candidate,
+        outcome: Outcome,
+        found: Comparison,
+        *,
+        kept: bool,
+        reason: str | None = None,
+        **facts: Any,
+    ) -> None:
+        if reason is None:
+            reason = found.failed or ("wins" if found.is_win else f"does not win: {found.word}")
+        self._entries.append(
+            Entry(
+                step=step,
+                what=what,
+                against=str(against),
+                kept=kept,
+                reason=reason,
+                score=median_score(outcome.ours),
+                seconds=outcome.seconds,
+                **found.fields,
+                **facts,
+            )
+        )
+
+    def _note(self, step: Any, what: str, *, kept: bool, reason: str, **facts: Any) -> None:
+        self._entries.append(Entry(step=step, what=what, against="", kept=kept, reason=reason, **facts))
+
+    def _show(self, text: str) -> None:
+        self._on_step(min(1.0, self._journal.spent_s / (self._journal.spent_s + self._journal.left_s)), text)
+
+
+def _with_kept_settings(entries: Sequence[Entry], found: Candidate) -> tuple[Entry, ...]:
+    """Return the ledger in which the settings that are in the answer are said to be kept."""
+    return tuple(
+        dataclasses.replace(each, kept=True, reason="the best of those tried")
+        if each.step == "setting" and each.what == str(found)
+        else each
+        for each in entries
+    )

@@ -1,0 +1,205 @@
+"""Measures candidates with real servers: in pairs as `bench` does, alone with an early end, and judged by `quality`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from moe_optimizer.errors import MoeOptimizerError
+from moe_optimizer.measure.bench.request import BenchRequest
+from moe_optimizer.measure.bench.run import MeasuredSide, measure_sides
+from moe_optimizer.measure.bench.samples import RoundSamples, read_samples
+from moe_optimizer.measure.bench.schedule import Turn
+from moe_optimizer.measure.bench.side import STOCK as STOCK_SIDE
+from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.tune.goal import Goal, figures
+from moe_optimizer.measure.tune.journal import Journal
+from moe_optimizer.measure.tune.trial import BudgetSpentError, Candidate, Hopeless, Outcome, Trial
+from moe_optimizer.plan.json_codec import encode
+from moe_optimizer.plan.plan import Plan
+
+_WHERE_ONLY = ("--host", "--port")
+"""Arguments that change neither speed nor answers."""
+_CHANGE_ANSWERS = ("--quantization", "--kv-cache-dtype", "--dtype", "--moe-backend")
+"""Arguments with which vLLM computes otherwise."""
+_ONLY_WATCHES = ("expert_load",)
+"""Passes of the plugin that compute nothing."""
+
+Judge = Callable[[Plan, Path], tuple[tuple[str, ...], tuple[str, ...]]]
+"""Takes a plan and a folder; returns the metrics that were not kept, and the passes at fault."""
+PlanOf = Callable[[Candidate, int], Plan]
+"""Takes a candidate and the number of its side, which has a port of its own; raises where there is no such plan."""
+OnStep = Callable[[float, str], None]
+
+
+class _HopelessError(Exception):
+    """The first repetitions of a trial were hopeless."""
+
+
+class ServedMeasure:
+    """A `Measure` whose servers run here.
+
+    Args:
+        plan_of: makes the plan of a candidate.
+        template: what is sent; its sides, repetitions and folder are set for each measurement.
+        goal: scores the repetitions.
+        judge: compares answers with those of stock vLLM.
+        journal: has the time that is left.
+        on_step: takes the share of the budget that is spent, and what is done.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan_of: PlanOf,
+        template: BenchRequest,
+        goal: Goal,
+        judge: Judge,
+        journal: Journal,
+        on_step: OnStep,
+    ) -> None:
+        self._plan_of, self._template, self._goal = plan_of, template, goal
+        self._judge, self._journal, self._on_step = judge, journal, on_step
+        self._plans: dict[Candidate, Plan | MoeOptimizerError] = {}
+
+    def why_not(self, candidate: Candidate) -> str:
+        """Return why there is no such plan here, "" if there is one."""
+        found = self._planned(candidate)
+        return str(found) if isinstance(found, MoeOptimizerError) else ""
+
+    def identity(self, candidate: Candidate) -> str:
+        """Return a text that is equal for candidates whose servers are alike."""
+        plan = self.plan(candidate)
+        shown = [(each.pass_name, each.value, encode(each.params)) for each in plan.plugin_decisions]
+        group = None if plan.group is None else encode(plan.group)
+        what = [plan.serve_args.without(*_WHERE_ONLY).words, sorted(plan.serve_env.items()), shown, group]
+        return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+    def changes_answers(self, candidate: Candidate) -> bool:
+        """Return whether our kernels compute, or vLLM is told another dtype, cache or kernel than it has by itself."""
+        plan = self.plan(candidate)
+        if any(each.pass_name not in _ONLY_WATCHES for each in plan.plugin_decisions):
+            return True
+        return any(plan.serve_args.value(flag) != plan.plain_args.value(flag) for flag in _CHANGE_ANSWERS)
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """Return the plan of a candidate.
+
+        Raises:
+            MoeOptimizerError: there is none.
+        """
+        found = self._planned(candidate)
+        if isinstance(found, MoeOptimizerError):
+            raise found
+        return found
+
+    def _planned(self, candidate: Candidate) -> Plan | MoeOptimizerError:
+        if candidate not in self._plans:
+            try:
+                self._plans[candidate] = self._plan_of(candidate, 0)
+            except MoeOptimizerError as error:
+                self._plans[candidate] = error
+        return self._plans[candidate]
+
+    def paired(self, ours: Candidate, theirs: Candidate) -> Outcome:
+        """Measure two in turns, as `bench` does."""
+        request = dataclasses.replace(
+            self._template,
+            sides=(self._side(ours, 0), self._side(theirs, 1)),
+            folder=self._template.folder / f"paired-{self.identity(ours)}-{self.identity(theirs)}",
+        )
+
+        def measure() -> Outcome:
+            first, second = (self._trial(each, request) for each in measure_sides(request, on_step=self._progress))
+            return Outcome(seconds=0.0, ours=first, theirs=second)
+
+        return self._timed(measure)
+
+    def alone(self, candidate: Candidate, hopeless: Hopeless) -> Outcome:
+        """Measure one, and end it after a repetition that is hopeless."""
+        folder = self._template.folder / f"alone-{self.identity(candidate)}"
+        request = dataclasses.replace(self._template, sides=(self._side(candidate, 0),), folder=folder)
+
+        def watch(share: float, text: str) -> None:
+            self._progress(share, text)
+            scores = [self._goal.score(each) for each in _repetitions(request)]
+            if scores and len(scores) < request.repetitions and hopeless(scores):
+                raise _HopelessError
+
+        def measure() -> Outcome:
+            # Samples of a server that was stopped in the middle are of another start.
+            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                (side,) = measure_sides(request, on_step=watch)
+            except _HopelessError:
+                scores = tuple(self._goal.score(each) for each in _repetitions(request))
+                return Outcome(seconds=0.0, ours=Trial(scores=scores), pruned=True)
+            return Outcome(seconds=0.0, ours=self._trial(side, request))
+
+        return self._timed(measure)
+
+    def judged(self, candidate: Candidate) -> Outcome:
+        """Compare its answers with those of stock vLLM, as `quality` does."""
+        folder = self._template.folder / f"judged-{self.identity(candidate)}"
+
+        def measure() -> Outcome:
+            failed, blamed = self._judge(self.plan(candidate), folder)
+            return Outcome(seconds=0.0, failed_metrics=failed, blamed=blamed)
+
+        return self._timed(measure)
+
+    def _side(self, candidate: Candidate, number: int) -> Side:
+        plan = self._plan_of(candidate, number)
+        return Side(name=STOCK_SIDE if candidate.stock else f"{candidate}"[:60], plan=plan)
+
+    def _trial(self, side: MeasuredSide, request: BenchRequest) -> Trial:
+        repetitions = [[side.rounds[load][each] for load in request.loads] for each in range(request.repetitions)]
+        return Trial(scores=tuple(map(self._goal.score, repetitions)), figures=figures(repetitions))
+
+    def _progress(self, share: float, text: str) -> None:
+        spent = self._journal.spent_s / max(self._journal.spent_s + self._journal.left_s, 1e-9)
+        self._on_step(min(1.0, spent), f"{text} ({share:.0%})")
+
+    def _timed(self, measure: Callable[[], Outcome]) -> Outcome:
+        """Measure within what is left of the budget; a failure is a result."""
+        begin = time.monotonic()
+        try:
+            with _deadline(self._journal.left_s):
+                outcome = measure()
+        except MoeOptimizerError as error:
+            outcome = Outcome(seconds=0.0, failed=" ".join(str(error).split())[:300])
+        return dataclasses.replace(outcome, seconds=time.monotonic() - begin)
+
+
+def _repetitions(request: BenchRequest) -> list[list[RoundSamples]]:
+    """Return the repetitions of the first side that are complete so far, in order."""
+    found: list[list[RoundSamples]] = []
+    for each in range(request.repetitions):
+        paths = [request.samples_path(Turn(0, load, each)) for load in request.loads]
+        if not all(path.exists() for path in paths):
+            break
+        found.append([read_samples(path) for path in paths])
+    return found
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raise `BudgetSpentError` in the block after so many seconds. Call this in the main thread."""
+
+    def expire(_number: int, _frame: FrameType | None) -> None:
+        raise BudgetSpentError
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,54 @@
+"""Shows the ledger of a tuning as text of 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from moe_optimizer.measure.tune.ledger import Entry, TuneResult
+
+_WIDTH = 80
+_ENDED = {
+    "done": "everything was tried",
+    "budget": "the budget was spent",
+    "interrupted": "interrupted",
+}
+
+
+def render(result: TuneResult) -> str:
+    """Return what was tried, what was kept and why, and where the plan is."""
+    lines = [f"{'step':<13}{'gain (interval)':<24}{'kept':<5}what, and why", *map(_line, result.entries), ""]
+    lines += textwrap.wrap(f"result: {result.plan}", _WIDTH, subsequent_indent="  ")
+    if result.passes:
+        lines += textwrap.wrap(f"on: {', '.join(result.passes)}", _WIDTH, subsequent_indent="  ")
+    lines.append(f"{_ENDED[result.ended]}: {result.spent_s:.0f} of {result.budget_s:.0f} s")
+    lines += _goal(result)
+    if result.plan_file is not None:
+        lines += ["", f"Written: {result.plan_file}", f"  python run_optimizer.py --plan {result.plan_file}"]
+    return "\n".join(lines)
+
+
+def _line(entry: Entry) -> str:
+    gain = "-"
+    if entry.ratio is not None:
+        gain = f"{entry.ratio:.3f}x ({entry.low:.3f}-{entry.high:.3f})"
+    elif entry.score is not None:
+        gain = f"{entry.score:.4g}"
+    against = f" against {entry.against}" if entry.against else ""
+    text = f"{entry.what}{against}: {entry.reason}"
+    if entry.predicted is not None:
+        text += f"; modelled: {entry.predicted:.2f}x {entry.predicted_metric}"
+    head = f"{entry.step:<13}{gain:<24}{'yes' if entry.kept else 'no':<5}"
+    return textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+
+
+def _goal(result: TuneResult) -> Iterator[str]:
+    if result.met:
+        return
+    yield f"goal missed: {result.goal}"
+    miss = result.nearest_miss
+    if miss is not None:
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in miss.figures.items())
+        yield from textwrap.wrap(
+            f"nearest: {miss.what}: {miss.score:.2f} times the limit ({shown})", _WIDTH, subsequent_indent="  "
+        )

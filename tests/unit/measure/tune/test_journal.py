@@ -1,0 +1,39 @@
+"""What is kept of measurements, and what the budget allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.measure.tune.journal import Journal
+from moe_optimizer.measure.tune.trial import BudgetSpentError, Outcome, Trial
+
+FOUND = Outcome(seconds=60, ours=Trial(scores=(1.0, 2.0), figures={"ttft_p99_ms": 3.0}))
+
+
+def nobody() -> Outcome:
+    raise AssertionError("measured")
+
+
+def test_a_measurement_that_would_not_end_in_time_is_not_started() -> None:
+    journal = Journal(None, budget_s=100)
+    journal.measured("paired", ("a", "b"), lambda: FOUND)
+    assert journal.has_room("alone")
+    assert not journal.has_room("alone", "alone")
+    with pytest.raises(BudgetSpentError):
+        journal.measured("paired", ("a", "c"), nobody)
+
+
+def test_what_was_measured_before_counts_once_and_is_not_measured_again(tmp_path: Path) -> None:
+    Journal(tmp_path, budget_s=100).measured("paired", ("a", "b"), lambda: FOUND)
+    again = Journal(tmp_path, budget_s=100)
+    assert [again.measured("paired", ("a", "b"), nobody) for _ in range(2)] == [FOUND, FOUND]
+    assert again.spent_s == 60
+
+
+def test_measurements_of_something_else_are_refused(tmp_path: Path) -> None:
+    Journal(tmp_path, budget_s=1, identity="one")
+    with pytest.raises(InputError, match="--run-dir"):
+        Journal(tmp_path, budget_s=1, identity="other")
