@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -134,6 +135,7 @@ class Tuning:
         if workload is not None and not options.clients and not options.rates:
             workload = workload.model_copy(update={"clients": (plan.workload.batch_size,), "rates": ()})
         return BenchRequest(
+            command=("moe-optimizer", *sys.argv[1:]),
             sides=(),
             workload_name=options.workload,
             workload=workload,
