@@ -11,7 +11,6 @@ from moe_optimizer.engine.attention.context import AttentionContext
 from moe_optimizer.engine.cuda_graphs import DecodeGraphs, capture_sizes
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.kv_cache import KVCache, fit_cache
-from moe_optimizer.engine.layers.compiled import compile_layers
 from moe_optimizer.engine.layers.moe import Experts, MoE
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.models.decoder import CausalLM
@@ -121,6 +120,7 @@ def load_model(config: EngineConfig, ranks: Ranks = ALONE) -> CausalLM:
             module.to_fp8()
         if isinstance(module, MoE):
             module.fused = config.args.fused_moe
-    if config.compile:
-        compile_layers(model)
+        # A chain of small operations in one kernel rounds to the model's dtype once instead of after each.
+        for name in getattr(module, "fused_methods", ()) if config.compile else ():
+            setattr(module, name, torch.compile(getattr(module, name), dynamic=True))
     return model.eval()

@@ -19,7 +19,6 @@ class RMSNorm(Layer):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension."""
         return self.normalized(x)
 
     def normalized(self, x: Tensor) -> Tensor:

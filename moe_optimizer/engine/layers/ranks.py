@@ -31,7 +31,6 @@ class Ranks:
         return count // self.size
 
     def sum(self, x: Tensor) -> Tensor:
-        """Add up the ranks' tensors."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
@@ -40,8 +39,7 @@ class Ranks:
         """Return the smallest of the ranks' numbers."""
         if self.size == 1:
             return number
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        smallest = torch.tensor(number, device=device)
+        smallest = torch.tensor(number, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(smallest, dist.ReduceOp.MIN)
         return int(smallest)
 

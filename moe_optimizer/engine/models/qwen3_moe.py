@@ -16,4 +16,4 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step
         if dense or not config.num_experts:
             return super().mlp(layer)
-        return self.moe(config.moe_intermediate_size, config.num_experts, renormalize=config.norm_topk_prob)
+        return self.moe(config.num_experts, config.moe_intermediate_size, renormalize=config.norm_topk_prob)
