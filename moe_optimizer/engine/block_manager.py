@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from moe_optimizer.engine.block import Block
 from moe_optimizer.engine.block_hash import block_hash
@@ -12,45 +13,34 @@ from moe_optimizer.engine.scheduler_output import Copies
 from moe_optimizer.engine.sequence import Sequence
 
 
+@dataclass(eq=False)
 class BlockManager:
     """Hands out blocks, shares those with equal content, and takes them back.
 
     A block is in one of three places: held (ref_count > 0), cached (not held, its content may be found by a prompt;
     the least recently used is evicted first) or free.
-
-    Args:
-        num_blocks: on the device.
-        num_host_blocks: in host memory, for sequences that are swapped out.
-        block_size: tokens per block.
-        prefix_caching: let prompts find blocks of earlier ones.
     """
 
-    def __init__(
-        self, num_blocks: int, *, num_host_blocks: int = 0, block_size: int = 16, prefix_caching: bool = True
-    ) -> None:
-        self.block_size = block_size
-        self.prefix_caching = prefix_caching
-        self.blocks = [Block(number) for number in range(num_blocks)]
-        self.num_host_blocks = num_host_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+    num_blocks: int
+    """On the device."""
+    num_host_blocks: int = 0
+    """In host memory, for sequences that are swapped out."""
+    block_size: int = 16
+    """Tokens per block."""
+    prefix_caching: bool = True
+    """Let prompts find blocks of earlier ones."""
+
+    def __post_init__(self) -> None:
+        self.blocks = [Block(number) for number in range(self.num_blocks)]
+        self._free = list(range(self.num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._by_content: dict[bytes, int] = {}
-        self._free_host = list(range(num_host_blocks - 1, -1, -1))
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks on the device."""
-        return len(self.blocks)
+        self._free_host = list(range(self.num_host_blocks - 1, -1, -1))
 
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out: the free and the cached ones."""
         return len(self._free) + len(self._cached)
-
-    @property
-    def num_available_host(self) -> int:
-        """Blocks in host memory that can be handed out."""
-        return len(self._free_host)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens`."""
@@ -175,7 +165,8 @@ class BlockManager:
             block_id = self._free.pop()
         else:
             block_id, _ = self._cached.popitem(last=False)
-            self._forget(self.blocks[block_id])
+            self._by_content.pop(self.blocks[block_id].content or b"")
+            self.blocks[block_id].content = None
         self.blocks[block_id].ref_count = 1
         return block_id
 
@@ -188,17 +179,10 @@ class BlockManager:
     def _release(self, block_id: int) -> None:
         block = self.blocks[block_id]
         block.ref_count -= 1
-        if block.ref_count:
-            return
-        if block.content is None:
+        if not block.ref_count and block.content is None:
             self._free.append(block_id)
-        else:
+        elif not block.ref_count:
             self._cached[block_id] = None
-
-    def _forget(self, block: Block) -> None:
-        assert block.content is not None, f"cached block {block.block_id} has no content"
-        del self._by_content[block.content]
-        block.content = None
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert that every block is in exactly one place, and held as often as `sequences` (all there are) hold it."""

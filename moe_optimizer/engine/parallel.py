@@ -17,14 +17,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.layers.ranks import Ranks
 from moe_optimizer.engine.model_runner import ModelRunner
-from moe_optimizer.engine.outputs import SampledToken
 from moe_optimizer.engine.packed_batch import PackedBatch
-from moe_optimizer.engine.protocols import Executor, Sampler
-from moe_optimizer.engine.scheduler_output import SchedulerOutput
+from moe_optimizer.engine.protocols import Sampler
 from moe_optimizer.errors import ServerFailedError
 
 _TIMEOUT = timedelta(minutes=10)
@@ -34,14 +33,7 @@ _MAILBOX_BYTES = 64 << 20
 _SIZE_BYTES = 8
 
 
-def make_executor(config: EngineConfig, sampler: Sampler | None) -> Executor:
-    """Return a `ModelRunner`, or a `ParallelExecutor` for several ranks."""
-    if config.args.tensor_parallel_size == 1:
-        return ModelRunner(config, sampler)
-    return ParallelExecutor(config, sampler)
-
-
-class ParallelExecutor:
+class ParallelExecutor(ModelRunner):
     """Rank 0 here, the other ranks in processes that end with this one.
 
     Raises:
@@ -69,20 +61,15 @@ class ParallelExecutor:
         try:
             for process in self._others:
                 process.start()
-            ranks = _join(config, 0, address)
-            self._runner = ModelRunner(config, sampler, ranks)
+            super().__init__(config, sampler, _join(config, 0, address))
         except BaseException:
             self.shutdown()
             raise
-        self.cache_size = self._runner.cache_size
 
-    def execute(self, step: SchedulerOutput) -> list[SampledToken]:
-        """Compute a step on every rank; return a token for each of `step.sampled`."""
-        batch = PackedBatch.of(step, self._runner.block_size)
+    def compute(self, batch: PackedBatch) -> Tensor:
+        """Compute a step on every rank."""
         self._send(batch)
-        logits_SV = self._runner.compute(batch)
-        with torch.inference_mode():
-            return self._runner.sampler.sample(logits_SV, step.sampled) if step.sampled else []
+        return super().compute(batch)
 
     def shutdown(self) -> None:
         """End the other ranks."""

@@ -4,50 +4,44 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from operator import attrgetter
 
-from moe_optimizer.engine.protocols import BlockManager
+from moe_optimizer.engine.block_manager import BlockManager
 from moe_optimizer.engine.scheduler_output import SchedulerOutput
 from moe_optimizer.engine.sequence import Sequence, Status
 
+_order = attrgetter("order")
 # Chosen: the part of the blocks that stays free when a prompt is admitted, for the sequences that already run: each
 # needs a block soon, and a prompt that takes the last one is preempted for it.
 _RESERVED_SHARE = 0.01
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Fills each step up to a budget of tokens: decodes first, then prompts under way, then new ones.
 
     Sequences are served by priority, and in the order of arrival within one. When blocks run out, the sequence that
     is served last gives up its own; it comes back by computing its tokens again, or from host memory.
-
-    Args:
-        blocks: the block manager.
-        max_num_seqs: sequences in one step.
-        max_num_batched_tokens: tokens in one step.
-        chunked_prefill: compute long prompts in several steps, beside decodes.
-        swap: move a preempted sequence to host memory while there is room, instead of computing it again.
     """
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        chunked_prefill: bool = True,
-        swap: bool = False,
-    ) -> None:
-        self.blocks = blocks
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.chunked_prefill = chunked_prefill
-        self.swap = swap
-        self.running: list[Sequence] = []
-        """In the order they are served."""
-        self.swapped: list[Sequence] = []
-        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
-        self._num_reserved = int(_RESERVED_SHARE * blocks.num_blocks)
-        self.num_preemptions = 0
+    blocks: BlockManager
+    max_num_seqs: int
+    """In one step."""
+    max_num_batched_tokens: int
+    """In one step."""
+    chunked_prefill: bool = True
+    """Compute long prompts in several steps, beside decodes."""
+    swap: bool = False
+    """Move a preempted sequence to host memory while there is room, instead of computing it again."""
+    running: list[Sequence] = field(default_factory=list)
+    """In the order they are served."""
+    swapped: list[Sequence] = field(default_factory=list)
+    num_preemptions: int = 0
+    _waiting: list[tuple[tuple[int, int, int], Sequence]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._num_reserved = int(_RESERVED_SHARE * self.blocks.num_blocks)
 
     # Requests come and go
 
@@ -90,9 +84,8 @@ class Scheduler:
         """Decide what the next step computes, and make room for it."""
         step = SchedulerOutput()
         self._preempt_for_priority(step)
-        budget = self.max_num_batched_tokens
         prefilling = self._schedule_decodes(step)
-        budget -= len(step.decodes)
+        budget = self.max_num_batched_tokens - len(step.decodes)
         for sequence in prefilling:
             budget -= self._schedule_chunk(step, sequence, budget)
         # Who has just been preempted would only take the room that was made.
@@ -118,9 +111,11 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 self._make_room(step, sequence)
         step.decodes = [each for each in self.running if each.num_computed_tokens + 1 == each.num_tokens]
-        if len(step.decodes) == len(self.running):
-            return []
-        return [each for each in self.running if each.num_computed_tokens + 1 < each.num_tokens]
+        return (
+            []
+            if len(step.decodes) == len(self.running)
+            else [each for each in self.running if each.num_computed_tokens + 1 < each.num_tokens]
+        )
 
     def _make_room(self, step: SchedulerOutput, sequence: Sequence) -> None:
         """Make room for one token, at the cost of those served after `sequence`, or of itself."""
@@ -203,7 +198,3 @@ class Scheduler:
         while self._waiting and self._waiting[0][1].finished:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None
-
-
-def _order(sequence: Sequence) -> tuple[int, int, int]:
-    return sequence.order
