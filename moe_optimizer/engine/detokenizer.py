@@ -25,8 +25,7 @@ class Detokenizer:
         """Characters given out so far."""
         self._backend = tokenizer.backend_tokenizer
         self._params = params
-        self._held_back = max((len(text) for text in params.stop), default=1) - 1
-        self._longest_stop = max((len(text) for text in params.stop), default=0)
+        self._longest_stop = max((len(text) for text in params.stop), default=1)
         self._start(prompt_token_ids[-_NUM_BEFORE:])
 
     def append(self, token_id: int) -> str | None:
@@ -42,7 +41,7 @@ class Detokenizer:
 
     def show(self, *, finished: bool) -> str:
         """Return what is new since the last call, without what may turn out to be a stop string."""
-        end = len(self.text) if finished else max(self.num_shown, len(self.text) - self._held_back)
+        end = len(self.text) if finished else max(self.num_shown, len(self.text) - self._longest_stop + 1)
         new, self.num_shown = self.text[self.num_shown : end], end
         return new
 
@@ -67,8 +66,6 @@ class Detokenizer:
 def decode(tokenizer: Any, prompt_token_ids: list[int], token_ids: list[int], *, skip_special_tokens: bool) -> str:
     """Return the text of an output behind its prompt, all at once."""
     before = prompt_token_ids[-_NUM_BEFORE:]
-    head = tokenizer.decode(before, skip_special_tokens=skip_special_tokens)
-    whole = tokenizer.decode(before + token_ids, skip_special_tokens=skip_special_tokens)
-    if whole.startswith(head):
-        return whole[len(head) :]
-    return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    texts = [before, before + token_ids, token_ids]
+    head, whole, alone = tokenizer.batch_decode(texts, skip_special_tokens=skip_special_tokens)
+    return whole[len(head) :] if whole.startswith(head) else alone

@@ -14,7 +14,7 @@ from moe_optimizer.engine.beam_search import BeamSearchOutput, BeamSearchParams,
 from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.llm_engine import LLMEngine, Prompt
 from moe_optimizer.engine.outputs import RequestOutput
-from moe_optimizer.engine.sampling_params import RequestOutputKind, SamplingParams, one_per_prompt
+from moe_optimizer.engine.sampling_params import RequestOutputKind, SamplingParams
 from moe_optimizer.engine.tokenizer import generation_defaults
 from moe_optimizer.errors import InputError
 
@@ -53,13 +53,16 @@ class LLM:
             InputError: a prompt or a parameter is wrong; nothing is computed then.
         """
         several = _several(prompts)
-        params = one_per_prompt(sampling_params, len(several), self.get_default_sampling_params())
-        priorities = [0] * len(several) if priority is None else list(priority)
-        if len(priorities) != len(several):
-            raise InputError(f"priority: got {len(priorities)}, expected as many as prompts ({len(several)})")
+        default = self.get_default_sampling_params()
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or default] * len(several)
+        priorities = [0] * len(several) if priority is None else priority
+        for name, values in (("sampling_params", sampling_params), ("priority", priorities)):
+            if len(values) != len(several):
+                raise InputError(f"{name}: got {len(values)}, expected as many as prompts ({len(several)})")
         request_ids: list[str] = []
         try:
-            for prompt, each, number in zip(several, params, priorities, strict=True):
+            for prompt, each, number in zip(several, sampling_params, priorities, strict=True):
                 request_id = str(next(self._ids))
                 final = each.model_copy(update={"output_kind": RequestOutputKind.FINAL_ONLY})
                 self.llm_engine.add_request(request_id, prompt, final, priority=number)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from heapq import nlargest
+from operator import attrgetter
 from typing import Any
 
 from moe_optimizer.engine.detokenizer import Detokenizer, decode
 from moe_optimizer.engine.outputs import CompletionOutput, Logprob, RequestOutput, SampledToken
-from moe_optimizer.engine.sampling_params import RequestOutputKind
+from moe_optimizer.engine.sampling_params import RequestOutputKind, SamplingParams
 from moe_optimizer.engine.sequence import Sequence, SequenceGroup
 
 
@@ -28,18 +30,18 @@ class OutputProcessor:
 
     def output(self, group: SequenceGroup) -> RequestOutput | None:
         """Return what the request is to be told after a step; None if it is nothing."""
-        kind = group.params.output_kind
-        finished = group.finished
-        selecting = group.params.num_samples > group.params.n
-        if not finished and (kind is RequestOutputKind.FINAL_ONLY or selecting):
+        params, sequences = group.params, group.sequences
+        selecting = params.num_samples > params.n
+        if not group.finished and (params.output_kind is RequestOutputKind.FINAL_ONLY or selecting):
             return None
-        sequences = _best(group.sequences, group.params.n) if selecting else group.sequences
+        if selecting:
+            sequences = nlargest(params.n, sequences, key=attrgetter("mean_logprob"))
         return RequestOutput(
             request_id=group.request_id,
             prompt=group.prompt,
             prompt_token_ids=group.prompt_token_ids,
             outputs=[self._completion(index, sequence) for index, sequence in enumerate(sequences)],
-            finished=finished,
+            finished=group.finished,
             num_cached_tokens=group.num_cached_tokens,
         )
 
@@ -50,8 +52,10 @@ class OutputProcessor:
             sequence.finish_reason = "stop"
             sequence.stop_reason = token_id if token_id in params.stop_token_ids else None
         # The text of a token that ends the output is not part of it.
-        if self._streams_text(group) and (not ends or params.include_stop_str_in_output):
-            stop = self._detokenizer(sequence).append(token_id)
+        if self._streams_text(params) and (not ends or params.include_stop_str_in_output):
+            if sequence.detokenizer is None:
+                sequence.detokenizer = Detokenizer(self.tokenizer, group.prompt_token_ids, params)
+            stop = sequence.detokenizer.append(token_id)
             if stop is not None and sequence.num_output_tokens >= params.min_tokens:
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
         if sequence.finish_reason is None and (
@@ -59,16 +63,10 @@ class OutputProcessor:
         ):
             sequence.finish_reason = "length"
 
-    def _streams_text(self, group: SequenceGroup) -> bool:
+    def _streams_text(self, params: SamplingParams) -> bool:
         """Whether the text is needed before the request has finished."""
-        if self.tokenizer is None or not group.params.detokenize:
-            return False
-        return bool(group.params.stop) or group.params.output_kind is not RequestOutputKind.FINAL_ONLY
-
-    def _detokenizer(self, sequence: Sequence) -> Detokenizer:
-        if sequence.detokenizer is None:
-            sequence.detokenizer = Detokenizer(self.tokenizer, sequence.group.prompt_token_ids, sequence.params)
-        return sequence.detokenizer
+        early = bool(params.stop) or params.output_kind is not RequestOutputKind.FINAL_ONLY
+        return early and self.tokenizer is not None and params.detokenize
 
     def _completion(self, index: int, sequence: Sequence) -> CompletionOutput:
         """Return a sample: everything so far, or with DELTA what is new since the output before."""
@@ -114,12 +112,3 @@ class OutputProcessor:
         if self.tokenizer is None:
             return logprobs
         return {token: each._replace(decoded_token=self.tokenizer.decode([token])) for token, each in logprobs.items()}
-
-
-def _best(sequences: list[Sequence], count: int) -> list[Sequence]:
-    """Return the samples with the highest mean log-probability, best first."""
-
-    def mean(sequence: Sequence) -> float:
-        return sequence.cumulative_logprob / max(1, sequence.num_output_tokens)
-
-    return sorted(sequences, key=mean, reverse=True)[:count]

@@ -33,7 +33,9 @@ def load_weights(model: CausalLM, folder: Path, load_format: LoadFormat, *, seed
         InputError: a tensor is missing, has another shape, or belongs nowhere; or a file cannot be read.
     """
     if load_format == "dummy":
-        _fill_at_random(model, seed)
+        generator = torch.Generator(device=model.model.norm.weight.device).manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
         return
     loaded: Counter[str] = Counter()
     parameters = dict(model.named_parameters())
@@ -53,12 +55,6 @@ def load_weights(model: CausalLM, folder: Path, load_format: LoadFormat, *, seed
     for name, parameter in parameters.items():
         if loaded[name] != parameter.numel():
             raise InputError(f"{folder}: {name}: got {loaded[name]} elements, expected {parameter.numel()}")
-
-
-def _fill_at_random(model: CausalLM, seed: int) -> None:
-    generator = torch.Generator(device=model.model.norm.weight.device).manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.data.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
 
 
 def _tensors(folder: Path, load_format: LoadFormat) -> Iterator[tuple[str, Tensor]]:

@@ -18,7 +18,6 @@ class FlashAttention:
     def attend(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, context: AttentionContext
     ) -> Tensor:
-        """See `AttentionBackend`."""
         store(k_TKd, v_TKd, cache_2BSKd, context.slots_T)
         keys, values = cache_2BSKd
         count, lengths_S = context.num_decodes, context.context_lengths_S.int()
