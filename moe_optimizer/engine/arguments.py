@@ -1,7 +1,5 @@
 """`Arguments`: named values that are checked when they are given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError

@@ -1,7 +1,5 @@
 """`AsyncLLM`: the engine in a thread of its own, driven from asyncio."""
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading
@@ -57,12 +55,7 @@ class OutputStream:
 
 
 class AsyncLLM:
-    """Takes requests from coroutines while the engine computes.
-
-    Args:
-        args: those of the engine.
-        engine: in place of one made from `args`.
-    """
+    """Takes requests from coroutines while the engine computes."""
 
     def __init__(self, args: EngineArgs, *, engine: LLMEngine | None = None) -> None:
         self.engine = engine or LLMEngine(args)

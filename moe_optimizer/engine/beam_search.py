@@ -3,8 +3,6 @@
 A beam finds the blocks of its parent in the prefix cache, so only its last block is computed again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import nlargest

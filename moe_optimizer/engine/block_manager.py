@@ -1,7 +1,5 @@
 """`BlockManager`: which sequence holds which block of the KV cache, and which blocks can be found again."""
 
-from __future__ import annotations
-
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """`Detokenizer`: the text of a sample, token by token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from moe_optimizer.engine.sampling_params import SamplingParams
@@ -11,13 +9,7 @@ _NUM_BEFORE = 5
 
 
 class Detokenizer:
-    """Text that later tokens do not change, and where it ends.
-
-    Args:
-        tokenizer: a fast one of transformers.
-        prompt_token_ids: of the request.
-        params: its stop strings, and whether special tokens are shown.
-    """
+    """Text that later tokens do not change, and where it ends. The tokenizer is a fast one of transformers."""
 
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int], params: SamplingParams) -> None:
         self.text = ""

@@ -1,7 +1,5 @@
 """`KVCache`: the keys and values of all layers, in blocks, on the device and in host memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,11 +54,7 @@ class KVCache:
 def fit_cache(config: EngineConfig, model: CausalLM, peak_bytes: int = 0, ranks: Ranks = ALONE) -> CacheSize:
     """Return the size of the cache that the arguments and the memory allow.
 
-    Args:
-        config: the engine's.
-        model: loaded.
-        peak_bytes: what a step needs beside weights and cache, on a GPU.
-        ranks: that share the model; the one with the least memory decides for all.
+    On a GPU a step needs `peak_bytes` beside weights and cache. Of several ranks the one with the least memory decides.
 
     Raises:
         DoesNotFitError: the longest sequence asked for does not fit.

@@ -1,14 +1,10 @@
 """`LLM`: generate for a list of prompts, and wait."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from typing import Any, cast
-
-from tqdm import tqdm
 
 from moe_optimizer.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from moe_optimizer.engine.engine_args import EngineArgs
@@ -22,12 +18,7 @@ Message = dict[str, Any]
 
 
 class LLM:
-    """An engine for offline use.
-
-    Args:
-        model: folder of the model.
-        arguments: those of `EngineArgs`.
-    """
+    """An engine for offline use, with the arguments of `EngineArgs`."""
 
     def __init__(self, model: str, **arguments: Any) -> None:
         self.llm_engine = LLMEngine(EngineArgs(model=model, **arguments))
@@ -43,11 +34,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the outputs, in the order of the prompts.
 
-        Args:
-            prompts: text or token ids, or several of them.
-            sampling_params: for all prompts, or one for each; None is `get_default_sampling_params`.
-            use_tqdm: show progress and tokens per second.
-            priority: of each prompt; lower is served first.
+        Prompts are text or token ids. `sampling_params` are for all of them, or one for each; None is
+        `get_default_sampling_params`. Of `priority`, lower is served first.
 
         Raises:
             InputError: a prompt or a parameter is wrong; nothing is computed then.
@@ -111,6 +99,8 @@ class LLM:
         return default_sampling_params(self.llm_engine)
 
     def _run(self, total: int, *, use_tqdm: bool) -> dict[str, RequestOutput]:
+        from tqdm import tqdm
+
         outputs: dict[str, RequestOutput] = {}
         num_tokens, started = 0, time.perf_counter()
         with tqdm(total=total, desc="Generating", unit="req", disable=not use_tqdm) as bar:

@@ -1,7 +1,5 @@
 """`LLMEngine`: requests in, one step at a time, outputs out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Sequences
 from itertools import count
 from typing import Any, TypedDict, cast

@@ -1,7 +1,5 @@
 """`ModelRunner`: turns a packed step into tensors, runs the model, and samples."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,11 +23,6 @@ from moe_optimizer.engine.weights import load_weights
 
 class ModelRunner:
     """The model, its KV cache and the sampler, on one device.
-
-    Args:
-        config: the engine's.
-        sampler: in place of a `TorchSampler`.
-        ranks: that share the model, this process one of them.
 
     Raises:
         MoeOptimizerError: the model cannot be loaded, or does not fit.

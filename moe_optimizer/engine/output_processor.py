@@ -1,7 +1,5 @@
 """`OutputProcessor`: takes sampled tokens in, decides when a sample ends, and gives outputs out."""
 
-from __future__ import annotations
-
 from heapq import nlargest
 from operator import attrgetter
 from typing import Any

@@ -3,8 +3,6 @@
 The step goes to the others through shared memory, and everything between layers through torch.distributed.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

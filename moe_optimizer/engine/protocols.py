@@ -2,8 +2,6 @@
 that inherits from `Scheduler` or `BlockManager`.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

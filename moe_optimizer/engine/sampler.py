@@ -3,8 +3,6 @@
 Legend: S sequences, V vocabulary, K candidates.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -19,12 +17,7 @@ class TorchSampler:
     """Greedy rows take the largest logit; the others the largest of logit / temperature + Gumbel noise.
 
     The second is a draw from the softmax, without computing it. The noise of a request with a seed comes from a
-    generator of its own, so its samples do not depend on the batch.
-
-    Args:
-        device: of the logits.
-        seed: of the requests that have none.
-        compiled: join the operations on the logits by torch.compile.
+    generator of its own, so its samples do not depend on the batch; `seed` is that of the others.
     """
 
     def __init__(self, device: torch.device, seed: int, *, compiled: bool = False) -> None:

@@ -1,7 +1,5 @@
 """`Scheduler`: which sequences the next step computes, and how many tokens of each."""
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field

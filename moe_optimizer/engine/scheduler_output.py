@@ -1,7 +1,5 @@
 """`SchedulerOutput`: one step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from moe_optimizer.engine.sequence import Sequence

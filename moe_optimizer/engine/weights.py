@@ -1,7 +1,5 @@
 """Loads a checkpoint into a model: safetensors, or with an explicit flag torch's .bin files."""
 
-from __future__ import annotations
-
 import pickle
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Defines what an attention backend computes."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

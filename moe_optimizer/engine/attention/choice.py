@@ -1,7 +1,5 @@
 """Chooses the attention backend of a device."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Literal
 

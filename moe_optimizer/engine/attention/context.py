@@ -4,8 +4,6 @@ Legend: T tokens, S sequences, D decodes, G decodes of a group, L longest contex
 The decodes come first: tokens [0, D) are one of each decoding sequence, tokens [D, T) the packed prefills.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Attention through the package flash-attn."""
 
-from __future__ import annotations
-
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Attention through torch's `scaled_dot_product_attention`: on every device, in every dtype."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention

@@ -3,8 +3,6 @@
 With several ranks each holds a slice: of the outputs, of the inputs, or of the vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """`MLP`: the dense feed-forward layer (SwiGLU)."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """`MoE`: the sparse feed-forward layer. The router picks experts, and one kernel of `ops` computes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -16,11 +14,7 @@ from moe_optimizer.errors import InputError
 class MoE(nn.Module):
     """The weighted sum of the outputs of the `top_k` experts that the router scores highest.
 
-    Args:
-        sizes: (experts, hidden size, columns of an expert).
-        top_k: experts per token.
-        renormalize: make the weights of a token's experts sum to 1.
-        ranks: that share it.
+    `sizes` are experts, hidden size and columns of an expert. `renormalize` makes a token's weights sum to 1.
     """
 
     fused = True

@@ -1,7 +1,5 @@
 """`Ranks`: the processes that share a model, and what they tell each other in a layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -71,11 +71,7 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module, ABC):
     """A model that predicts the next token. A family says what its layers are and what its weights are called.
 
-    Args:
-        config: as transformers reads it.
-        max_positions: longest sequence.
-        dtype: of the weights; set as torch's default while the model is built.
-        ranks: that share the model.
+    `dtype` is that of the weights, and torch's default while the model is built.
     """
 
     expert_matrices: ClassVar[Mapping[str, str]] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}

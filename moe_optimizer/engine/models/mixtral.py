@@ -1,7 +1,5 @@
 """Mixtral: experts in every layer, w1, w3 and w2 in its checkpoints."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import nn

@@ -1,7 +1,5 @@
 """OLMoE: queries and keys are normalized over all heads of a token together, and may be clipped."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from moe_optimizer.engine.models.decoder import CausalLM

@@ -1,7 +1,5 @@
 """Qwen3, dense: queries and keys are normalized head by head."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from moe_optimizer.engine.layers.mlp import MLP

@@ -1,7 +1,5 @@
 """Qwen3-MoE: Qwen3 with experts in most layers."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from moe_optimizer.engine.models.qwen3 import Qwen3ForCausalLM

@@ -1,7 +1,5 @@
 """The routes. Bad input gets a 4xx with the error's text; a client that goes away has its request aborted."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """`Metrics`: counts and times in Prometheus' text format, named as vLLM names them behind another prefix."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator
 from typing import Any

@@ -1,7 +1,5 @@
 """`Reply`: a reply of the OpenAI API, made from the engine's outputs."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from itertools import accumulate
@@ -11,13 +9,8 @@ from moe_optimizer.engine.outputs import CompletionOutput, Logprob, RequestOutpu
 
 
 class Reply:
-    """One reply, whole or in chunks. The samples of all its prompts are numbered through.
-
-    Args:
-        model: name the client knows the model by.
-        chat: whether it answers a conversation.
-        n: samples per prompt.
-        echo: the prompts, where they are repeated before the samples.
+    """One reply, whole or in chunks. The `n` samples of each of its prompts are numbered through; `echo` are the
+    prompts, where they are repeated before the samples.
     """
 
     def __init__(self, model: str, *, chat: bool, n: int, echo: list[str] | None = None) -> None:

@@ -1,7 +1,5 @@
 """Defines the requests of the OpenAI API; any other field is for `SamplingParams` to know or refuse."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
