@@ -1,7 +1,7 @@
 """`BlockManager`: which sequence holds which block of the KV cache, and which blocks can be found again."""
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -184,24 +184,15 @@ class BlockManager:
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert that every block is in exactly one place, and held as often as `sequences` (all there are) hold it."""
-        held = [0] * self.num_blocks
-        host: list[int] = list(self._free_host)
-        for sequence in sequences:
-            for block_id in sequence.block_table.block_ids:
-                held[block_id] += 1
-            host.extend(sequence.block_table.host_ids)
-        counts = [block.ref_count for block in self.blocks]
+        tables = [sequence.block_table for sequence in sequences]
+        held = Counter(block_id for table in tables for block_id in table.block_ids)
+        counts = {block.block_id: block.ref_count for block in self.blocks if block.ref_count}
         assert counts == held, f"reference counts {counts}, block tables hold {held}"
-        num_used = sum(count > 0 for count in counts)
-        places = (len(self._free), num_used, len(self._cached))
-        assert sum(places) == self.num_blocks, (
-            f"free {places[0]} + used {places[1]} + cached {places[2]} != {self.num_blocks}"
+        places = sorted([*self._free, *counts, *self._cached])
+        assert places == list(range(self.num_blocks)), (
+            f"free {len(self._free)} + used {len(counts)} + cached {len(self._cached)} != {self.num_blocks}"
         )
-        assert all(counts[block_id] == 0 for block_id in (*self._free, *self._cached)), "a free block is held"
-        assert sorted(host) == list(range(self.num_host_blocks)), (
-            f"host blocks {sorted(host)} of {self.num_host_blocks}"
-        )
-        found = {block.block_id: block.content for block in self.blocks if block.content is not None}
-        assert found == {number: content for content, number in self._by_content.items()}, (
-            "contents differ from the index"
-        )
+        host = sorted([*self._free_host, *(block_id for table in tables for block_id in table.host_ids)])
+        assert host == list(range(self.num_host_blocks)), f"host blocks {host} of {self.num_host_blocks}"
+        found = {block.content: block.block_id for block in self.blocks if block.content is not None}
+        assert found == self._by_content, "contents differ from the index"

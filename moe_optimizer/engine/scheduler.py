@@ -34,7 +34,6 @@ class Scheduler:
     """Move a preempted sequence to host memory while there is room, instead of computing it again."""
     running: list[Sequence] = field(default_factory=list)
     """In the order they are served."""
-    swapped: list[Sequence] = field(default_factory=list)
     num_preemptions: int = 0
     _waiting: list[tuple[tuple[int, int, int], Sequence]] = field(default_factory=list)
 
@@ -43,9 +42,9 @@ class Scheduler:
 
     # Requests come and go
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, status: Status = Status.WAITING) -> None:
         """Let a sequence wait for its turn."""
-        sequence.status = Status.WAITING
+        sequence.status = status
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -60,21 +59,19 @@ class Scheduler:
         """Take a sequence out, wherever it is, and its blocks back."""
         if sequence.status is Status.RUNNING:
             self.running.pop(bisect_left(self.running, sequence.order, key=_order))
-        elif sequence.status is Status.SWAPPED:
-            self.swapped.remove(sequence)
         # One that waits stays in the heap and is dropped when its turn comes.
         sequence.status = Status.FINISHED
         self.blocks.free(sequence)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a seat or in host memory."""
-        return sum(not sequence.finished for _, sequence in self._waiting) + len(self.swapped)
+        """Sequences that wait for a seat, here or in host memory."""
+        return sum(not sequence.finished for _, sequence in self._waiting)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether there is anything to compute."""
-        return bool(self.running or self.swapped or self._next_waiting())
+        return bool(self.running or self._next_waiting())
 
     # One step
 
@@ -109,11 +106,9 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 self._make_room(step, sequence)
         step.decodes = [each for each in self.running if each.num_computed_tokens + 1 == each.num_tokens]
-        return (
-            []
-            if len(step.decodes) == len(self.running)
-            else [each for each in self.running if each.num_computed_tokens + 1 < each.num_tokens]
-        )
+        if len(step.decodes) == len(self.running):
+            return []
+        return [each for each in self.running if each.num_computed_tokens + 1 < each.num_tokens]
 
     def _make_room(self, step: SchedulerOutput, sequence: Sequence) -> None:
         """Make room for one token, at the cost of those served after `sequence`, or of itself."""
@@ -132,14 +127,13 @@ class Scheduler:
 
     def _admit(self, step: SchedulerOutput, budget: int) -> None:
         """Let sequences in, in their order, while there are seats, blocks and budget."""
-        while budget > 0 and len(self.running) < self.max_num_seqs:
-            waiting = self._next_waiting()
-            if self.swapped and (waiting is None or self.swapped[0].order < waiting.order):
-                if not self.blocks.swap_in(self.swapped[0], step.swap_in):
+        while budget > 0 and len(self.running) < self.max_num_seqs and (waiting := self._next_waiting()):
+            if waiting.status is Status.SWAPPED:
+                if not self.blocks.swap_in(waiting, step.swap_in):
                     return
-                self._run(self.swapped.pop(0))
+                self._run(heapq.heappop(self._waiting)[1])
                 continue
-            if waiting is None or not self._take_blocks(step, waiting):
+            if not self._take_blocks(step, waiting):
                 return
             count = waiting.num_tokens - waiting.num_computed_tokens
             if count > budget and not self.chunked_prefill:
@@ -182,8 +176,7 @@ class Scheduler:
         step.preempted.append(sequence)
         self.num_preemptions += 1
         if self.swap and self.blocks.swap_out(sequence, step.swap_out):
-            sequence.status = Status.SWAPPED
-            insort(self.swapped, sequence, key=_order)
+            self.add(sequence, Status.SWAPPED)
         else:
             self.blocks.free(sequence)
             self.add(sequence)
