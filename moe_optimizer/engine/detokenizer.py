@@ -53,11 +53,3 @@ class Detokenizer:
             # A token that changes the text before it, in some byte-fallback vocabularies: begin again behind it.
             self._start([])
             return self._stream.step(self._backend, token_id) or ""
-
-
-def decode(tokenizer: Any, prompt_token_ids: list[int], token_ids: list[int], *, skip_special_tokens: bool) -> str:
-    """Return the text of an output behind its prompt, all at once."""
-    before = prompt_token_ids[-_NUM_BEFORE:]
-    texts = [before, before + token_ids, token_ids]
-    head, whole, alone = tokenizer.batch_decode(texts, skip_special_tokens=skip_special_tokens)
-    return whole[len(head) :] if whole.startswith(head) else alone

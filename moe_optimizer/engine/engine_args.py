@@ -159,11 +159,11 @@ def _dtype(name: str, hf_config: PreTrainedConfig, device: torch.device) -> torc
     if name != "auto":
         return getattr(torch, name)
     stored = hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else torch.float32
-    # Whether this CPU multiplies matrices of the type natively.
     short = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(stored)
-    has = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    native = any(has.get(name, False) for name in (f"avx512_{short}", f"amx_{short}", short))
-    if device.type != "cpu" or short is None or native:
+    if device.type != "cpu" or short is None:
+        return stored
+    has = torch.cpu.get_capabilities()
+    if any(has.get(f"{prefix}{short}", False) for prefix in ("avx512_", "amx_", "")):
         return stored
     _log.warning(
         "this CPU has no instructions for %s: the weights are held in float32, twice the memory; dtype='bfloat16' "

@@ -15,6 +15,7 @@ from moe_optimizer.engine.tokenizer import generation_defaults
 from moe_optimizer.errors import InputError
 
 Message = dict[str, Any]
+_FINAL_ONLY = {"output_kind": RequestOutputKind.FINAL_ONLY}
 
 
 class LLM:
@@ -48,19 +49,19 @@ class LLM:
         for name, values in (("sampling_params", sampling_params), ("priority", priorities)):
             if len(values) != len(several):
                 raise InputError(f"{name}: got {len(values)}, expected as many as prompts ({len(several)})")
-        request_ids: list[str] = []
+        groups = [
+            self.llm_engine.make_group(str(next(self._ids)), prompt, each.model_copy(update=_FINAL_ONLY), number)
+            for prompt, each, number in zip(several, sampling_params, priorities, strict=True)
+        ]
         try:
-            for prompt, each, number in zip(several, sampling_params, priorities, strict=True):
-                request_id = str(next(self._ids))
-                final = each.model_copy(update={"output_kind": RequestOutputKind.FINAL_ONLY})
-                self.llm_engine.add_request(request_id, prompt, final, priority=number)
-                request_ids.append(request_id)
-            outputs = self._run(len(request_ids), use_tqdm=use_tqdm)
+            for group in groups:
+                self.llm_engine.add_group(group)
+            outputs = self._run(len(groups), use_tqdm=use_tqdm)
         except BaseException:
-            for request_id in request_ids:
-                self.llm_engine.abort_request(request_id)
+            for group in groups:
+                self.llm_engine.abort_request(group.request_id)
             raise
-        return [outputs[request_id] for request_id in request_ids]
+        return [outputs[group.request_id] for group in groups]
 
     def chat(
         self,

@@ -28,9 +28,9 @@ class MoE(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         experts, compute = self.experts, ops.flash_dmoe if self.fused else _plain
-        options = {"top_k": self.top_k, "renormalize": self.renormalize, "expert_map": experts.expert_map}
-        scales = {"w13_scale": experts.w13_scale, "w2_scale": experts.w2_scale}
-        return self.ranks.sum(compute(x_TH, self.gate(x_TH), experts.w13, experts.w2, **options, **scales))
+        options: dict[str, Any] = {"top_k": self.top_k, "renormalize": self.renormalize}
+        options |= {name: getattr(experts, name) for name in ("expert_map", "w13_scale", "w2_scale")}
+        return self.ranks.sum(compute(x_TH, self.gate(x_TH), experts.w13, experts.w2, **options))
 
 
 def _plain(
