@@ -31,7 +31,7 @@ class EngineArgs(Arguments):
     """Folder of the tokenizer; None is the model's."""
     skip_tokenizer_init: bool = False
     """Token ids in, token ids out."""
-    device: str = "auto"
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """auto, cpu, cuda, cuda:N or mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto is the checkpoint's, and float32 on a CPU that has no instructions for it."""
@@ -138,10 +138,7 @@ def _compiles(device: torch.device) -> bool:
 def _device(name: str, rank: int, size: int) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"device: got {name!r}, expected auto, cpu, cuda, cuda:N or mps") from None
+    device = torch.device(name)
     if device.type == "mps" and size > 1:
         raise InputError(f"tensor_parallel_size: got {size} on mps, expected 1")
     if device.type != "cuda":

@@ -56,20 +56,15 @@ def load_weights(model: CausalLM, folder: Path, load_format: LoadFormat, *, seed
 
 
 def _tensors(folder: Path, load_format: LoadFormat) -> Iterator[tuple[str, Tensor]]:
-    if load_format == "pt":
-        for path in _files(folder, "pytorch_model.bin"):
-            try:
-                yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
-            except (pickle.UnpicklingError, RuntimeError) as error:
-                raise InputError(f"{path}: cannot be read as tensors: {str(error).splitlines()[0]}") from None
-        return
-    for path in _files(folder, "model.safetensors"):
+    for path in _files(folder, "pytorch_model.bin" if load_format == "pt" else "model.safetensors"):
         try:
+            if load_format == "pt":
+                yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
+                continue
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (no mapping)
-                    yield name, file.get_tensor(name)
-        except SafetensorError as error:
-            raise InputError(f"{path}: got a file that cannot be read, expected safetensors: {error}") from None
+                yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118  (no mapping)
+        except (pickle.UnpicklingError, RuntimeError, SafetensorError) as error:
+            raise InputError(f"{path}: cannot be read as tensors: {str(error).splitlines()[0]}") from None
 
 
 def _files(folder: Path, single: str) -> list[Path]:
