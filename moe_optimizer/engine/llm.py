@@ -11,7 +11,7 @@ from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.llm_engine import LLMEngine, Prompt
 from moe_optimizer.engine.outputs import RequestOutput
 from moe_optimizer.engine.sampling_params import RequestOutputKind, SamplingParams
-from moe_optimizer.engine.tokenizer import generation_defaults
+from moe_optimizer.engine.tokenizer import chat_prompt, generation_defaults
 from moe_optimizer.errors import InputError
 
 Message = dict[str, Any]
@@ -73,11 +73,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the answers to one conversation, or to several, through the model's chat template."""
         several = [messages] if messages and isinstance(messages[0], dict) else messages
-        tokenizer = self.get_tokenizer()
-        prompts = [
-            tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False, **template_arguments)
-            for each in several
-        ]
+        prompts = [chat_prompt(self.llm_engine.tokenizer, each, **template_arguments) for each in several]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:

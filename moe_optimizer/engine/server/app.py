@@ -10,7 +10,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from jinja2 import TemplateError
 
 from moe_optimizer.engine.async_llm import AsyncLLM, QueueFullError
 from moe_optimizer.engine.llm import default_sampling_params
@@ -19,6 +18,7 @@ from moe_optimizer.engine.sampling_params import SamplingParams
 from moe_optimizer.engine.server.metrics import Metrics
 from moe_optimizer.engine.server.replies import Reply
 from moe_optimizer.engine.server.schema import ChatRequest, CompletionRequest
+from moe_optimizer.engine.tokenizer import chat_prompt
 from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
 
 Indexed = tuple[int, RequestOutput]
@@ -57,8 +57,10 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        params = body.sampling_params(defaults)
-        return await answer([_templated(llm, body)], params, Reply(model_name, chat=True, n=params.n), body, request)
+        params, messages = body.sampling_params(defaults), [message.plain() for message in body.messages]
+        options = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
+        prompt = chat_prompt(llm.engine.tokenizer, messages, **options)
+        return await answer([prompt], params, Reply(model_name, chat=True, n=params.n), body, request)
 
     async def answer(
         prompts: Any, params: SamplingParams, reply: Reply, body: CompletionRequest | ChatRequest, request: Request
@@ -102,21 +104,6 @@ def _error(status: int, message: str) -> Response:
 def _error_body(status: int, message: str) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
-def _templated(llm: AsyncLLM, body: ChatRequest) -> list[int]:
-    tokenizer = llm.engine.tokenizer
-    if tokenizer is None or tokenizer.chat_template is None:
-        raise InputError("messages: got a conversation, and the model has no chat template", hint="use /v1/completions")
-    try:
-        return tokenizer.apply_chat_template(
-            [message.plain() for message in body.messages],
-            add_generation_prompt=body.add_generation_prompt,
-            return_dict=False,
-            **body.chat_template_kwargs,
-        )
-    except (TemplateError, ValueError, TypeError) as error:
-        raise InputError(f"messages: {error}") from None
 
 
 async def _finished(outputs: AsyncGenerator[Indexed]) -> list[RequestOutput]:
