@@ -6,7 +6,6 @@ The step goes to the others through shared memory, and everything between layers
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import traceback
 from datetime import timedelta
@@ -24,6 +23,7 @@ from moe_optimizer.engine.packed_batch import PackedBatch
 from moe_optimizer.engine.protocols import Sampler
 from moe_optimizer.errors import ServerFailedError
 
+_HOST = "127.0.0.1"
 _TIMEOUT = timedelta(minutes=10)
 """Chosen: loading a large model differs between ranks by minutes."""
 _MAILBOX_BYTES = 64 << 20
@@ -46,11 +46,11 @@ class ParallelExecutor(ModelRunner):
         # Full: a step lies in the mailbox. Taken: the rank has read it.
         self._full = [context.Semaphore(0) for _ in range(size - 1)]
         self._taken = [context.Semaphore(1) for _ in range(size - 1)]
-        address = f"tcp://127.0.0.1:{_free_port()}"
+        store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
         self._others = [
             context.Process(
                 target=_serve_rank,
-                args=(config.args, rank, address, self._mailbox.name, (self._full[rank - 1], self._taken[rank - 1])),
+                args=(config.args, rank, store.port, self._mailbox.name, (self._full[rank - 1], self._taken[rank - 1])),
                 name=f"rank-{rank}",
                 daemon=True,
             )
@@ -59,7 +59,7 @@ class ParallelExecutor(ModelRunner):
         try:
             for process in self._others:
                 process.start()
-            super().__init__(config, sampler, _join(config, 0, address))
+            super().__init__(config, sampler, _join(config, 0, store))
         except BaseException:
             self.shutdown()
             raise
@@ -94,12 +94,13 @@ class ParallelExecutor(ModelRunner):
             full.release()
 
 
-def _serve_rank(args: Any, rank: int, address: str, mailbox_name: str, semaphores: Any) -> None:
+def _serve_rank(args: Any, rank: int, port: int, mailbox_name: str, semaphores: Any) -> None:
     """Load this rank's part of the model and compute what the mailbox holds, until the process is ended."""
     try:
         config = EngineConfig.resolve(args, rank=rank)
         mailbox, (full, taken) = SharedMemory(mailbox_name), semaphores
-        runner = ModelRunner(config, ranks=_join(config, rank, address))
+        store = dist.TCPStore(_HOST, port, is_master=False, timeout=_TIMEOUT)
+        runner = ModelRunner(config, ranks=_join(config, rank, store))
         while True:
             full.acquire()
             buffer = cast(memoryview, mailbox.buf)
@@ -114,16 +115,10 @@ def _serve_rank(args: Any, rank: int, address: str, mailbox_name: str, semaphore
         os._exit(1)
 
 
-def _join(config: EngineConfig, rank: int, address: str) -> Ranks:
+def _join(config: EngineConfig, rank: int, store: dist.Store) -> Ranks:
     size = config.args.tensor_parallel_size
     backend = "nccl" if config.device.type == "cuda" else "gloo"
     if config.device.type == "cuda":
         torch.cuda.set_device(config.device)
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     return Ranks(rank, size, config.args.enable_expert_parallel)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
