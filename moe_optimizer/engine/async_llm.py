@@ -117,7 +117,6 @@ class AsyncLLM:
         self._commands.put(lambda: self._deliver(self.engine.abort_request(request_id)))
 
     def check_health(self) -> None:
-        """Raise ServerFailedError if the engine has stopped."""
         if self._failure is not None:
             raise self._failure
 

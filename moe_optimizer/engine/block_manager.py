@@ -41,7 +41,6 @@ class BlockManager:
         return len(self._free) + len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
     # Prefix caching

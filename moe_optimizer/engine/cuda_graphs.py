@@ -58,7 +58,6 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> list[int]:
-        """The captured sizes, ascending."""
         return sorted(self._graphs)
 
     def hidden(self, batch: PackedBatch) -> Tensor | None:

@@ -92,7 +92,6 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters that generation_config.json recommends."""
         return default_sampling_params(self.llm_engine)
 
     def _run(self, total: int, *, use_tqdm: bool) -> dict[str, RequestOutput]:

@@ -125,12 +125,10 @@ class LLMEngine:
         return self.outputs.output(group)
 
     def shutdown(self) -> None:
-        """End the processes that share the model."""
         if isinstance(self.executor, ParallelExecutor):
             self.executor.shutdown()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether there is anything to compute."""
         return self.scheduler.has_unfinished
 
     def check_integrity(self) -> None:

@@ -65,12 +65,10 @@ class ParallelExecutor(ModelRunner):
             raise
 
     def compute(self, batch: PackedBatch) -> Tensor:
-        """Compute a step on every rank."""
         self._send(batch)
         return super().compute(batch)
 
     def shutdown(self) -> None:
-        """End the other ranks."""
         for process in self._others:
             if process.is_alive():
                 process.terminate()

@@ -25,7 +25,6 @@ class TorchSampler:
         self._generator = torch.Generator(device=device).manual_seed(seed)
 
     def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-        """Return a token for each row."""
         reported = [row for row, sequence in enumerate(sequences) if sequence.params.reports_logprob]
         logprobs_RV = logits_SV[reported].log_softmax(-1) if reported else None
         for logits_V, sequence in zip(logits_SV, sequences, strict=True):

@@ -99,7 +99,6 @@ class SamplingParams(Arguments):
 
     @property
     def greedy(self) -> bool:
-        """Whether every token is the most likely one."""
         return self.temperature == 0 and not self.temperature_schedule
 
     @property
@@ -113,6 +112,5 @@ class SamplingParams(Arguments):
         return self.logprobs is not None or self.num_samples > self.n
 
     def temperature_at(self, num_output_tokens: int) -> float:
-        """Return the temperature of the token after `num_output_tokens`."""
         reached = [value for start, value in self.temperature_schedule if start <= num_output_tokens]
         return reached[-1] if reached else self.temperature

@@ -43,7 +43,6 @@ class Scheduler:
     # Requests come and go
 
     def add(self, sequence: Sequence, status: Status = Status.WAITING) -> None:
-        """Let a sequence wait for its turn."""
         sequence.status = status
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
@@ -70,7 +69,6 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is anything to compute."""
         return bool(self.running or self._next_waiting())
 
     # One step
@@ -92,7 +90,6 @@ class Scheduler:
         return step
 
     def commit(self, step: SchedulerOutput) -> None:
-        """Account for the tokens that the step has computed."""
         for sequence in step.decodes:
             sequence.num_computed_tokens += 1
         for sequence, count in step.prefills:

@@ -31,5 +31,4 @@ class SchedulerOutput:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
         return len(self.decodes) + sum(count for _, count in self.prefills)

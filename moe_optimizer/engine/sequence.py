@@ -51,7 +51,6 @@ class Sequence:
     """Of random numbers, where the request has a seed."""
 
     def append(self, token_id: int) -> None:
-        """Add a sampled token."""
         self.token_ids.append(token_id)
         self.num_tokens += 1
 
@@ -69,7 +68,6 @@ class Sequence:
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens."""
         return self.cumulative_logprob / max(1, self.num_output_tokens)
 
     @property

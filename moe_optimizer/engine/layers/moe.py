@@ -68,7 +68,6 @@ class Experts(Layer):
             self.expert_map = local.where((local >= 0) & (local < held), -1)
 
     def load_weight(self, name: str, tensor: Tensor, shard: Shard) -> int:
-        """Copy one matrix of one expert, if this rank has it."""
         assert isinstance(shard, tuple), f"got shard {shard!r}, expected (gate, up or down, expert)"
         matrix, expert = shard
         if expert >= self.num_experts:

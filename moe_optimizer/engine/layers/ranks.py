@@ -34,7 +34,6 @@ class Ranks:
         return x
 
     def least(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers."""
         if self.size == 1:
             return number
         smallest = torch.tensor(number, device="cuda" if dist.get_backend() == "nccl" else "cpu")

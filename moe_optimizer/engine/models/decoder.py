@@ -97,7 +97,6 @@ class CausalLM(nn.Module, ABC):
         """Return the feed-forward part of a layer: `MLP` or `moe`."""
 
     def moe(self, num_experts: int, intermediate_size: int, *, renormalize: bool) -> MoE:
-        """Return the experts of a layer."""
         sizes = (num_experts, self.config.hidden_size, intermediate_size)
         return MoE(sizes, top_k=self.config.num_experts_per_tok, renormalize=renormalize, ranks=self.ranks)
 
@@ -110,7 +109,6 @@ class CausalLM(nn.Module, ABC):
         return (self.model.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden_TH)
 
     def attention_layers(self) -> Iterator[Attention]:
-        """Yield the layers that have a KV cache."""
         yield from (module for module in self.modules() if isinstance(module, Attention))
 
     def destination(self, name: str) -> tuple[str, Shard] | None:
