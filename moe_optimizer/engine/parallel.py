@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  (documented; not in __all__)
 
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.layers.ranks import Ranks
@@ -46,7 +47,7 @@ class ParallelExecutor(ModelRunner):
         # Full: a step lies in the mailbox. Taken: the rank has read it.
         self._full = [context.Semaphore(0) for _ in range(size - 1)]
         self._taken = [context.Semaphore(1) for _ in range(size - 1)]
-        store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+        store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
         self._others = [
             context.Process(
                 target=_serve_rank,
@@ -97,7 +98,7 @@ def _serve_rank(args: Any, rank: int, port: int, mailbox_name: str, semaphores: 
     try:
         config = EngineConfig.resolve(args, rank=rank)
         mailbox, (full, taken) = SharedMemory(mailbox_name), semaphores
-        store = dist.TCPStore(_HOST, port, is_master=False, timeout=_TIMEOUT)
+        store = TCPStore(_HOST, port, is_master=False, timeout=_TIMEOUT)
         runner = ModelRunner(config, ranks=_join(config, rank, store))
         while True:
             full.acquire()
@@ -113,7 +114,7 @@ def _serve_rank(args: Any, rank: int, port: int, mailbox_name: str, semaphores: 
         os._exit(1)
 
 
-def _join(config: EngineConfig, rank: int, store: dist.Store) -> Ranks:
+def _join(config: EngineConfig, rank: int, store: TCPStore) -> Ranks:
     size = config.args.tensor_parallel_size
     backend = "nccl" if config.device.type == "cuda" else "gloo"
     if config.device.type == "cuda":
