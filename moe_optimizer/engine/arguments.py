@@ -31,4 +31,5 @@ def _input_error(error: ValidationError, known: list[str]) -> InputError:
         return InputError(f"got the unknown argument {name!r}", hint=did_you_mean(name, known))
     if first["type"] == "value_error":
         return InputError(first["msg"].removeprefix("Value error, "))
-    return InputError(f"{name}: got {first['input']!r}, {first['msg'].replace('Input should be', 'expected')}")
+    said = first["msg"].replace("Input should be", "expected").replace("String should", "expected to")
+    return InputError(f"{name}: got {first['input']!r}, {said}")
