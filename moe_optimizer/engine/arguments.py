@@ -1,7 +1,5 @@
 """`Arguments`: named values that are checked when they are given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -33,4 +31,5 @@ def _input_error(error: ValidationError, known: list[str]) -> InputError:
         return InputError(f"got the unknown argument {name!r}", hint=did_you_mean(name, known))
     if first["type"] == "value_error":
         return InputError(first["msg"].removeprefix("Value error, "))
-    return InputError(f"{name}: got {first['input']!r}, {first['msg'].replace('Input should be', 'expected')}")
+    said = first["msg"].replace("Input should be", "expected").replace("String should", "expected to")
+    return InputError(f"{name}: got {first['input']!r}, {said}")

@@ -1,11 +1,10 @@
 """`AsyncLLM`: the engine in a thread of its own, driven from asyncio."""
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -33,11 +32,9 @@ class OutputStream:
         self._output: RequestOutput | Exception | None = None
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Add an output, from any thread."""
-        try:
+        """Add an output, from any thread; nobody is left to read it if the event loop is closed."""
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._put, output)
-        except RuntimeError:
-            _log.debug("an output of %s came after its event loop was closed", self.request_id)
 
     async def next(self) -> RequestOutput:
         """Return what is new, as soon as there is something."""
@@ -58,12 +55,7 @@ class OutputStream:
 
 
 class AsyncLLM:
-    """Takes requests from coroutines while the engine computes.
-
-    Args:
-        args: those of the engine.
-        engine: in place of one made from `args`.
-    """
+    """Takes requests from coroutines while the engine computes."""
 
     def __init__(self, args: EngineArgs, *, engine: LLMEngine | None = None) -> None:
         self.engine = engine or LLMEngine(args)
@@ -77,7 +69,7 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, priority: int = 0
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Yield the outputs of a request as they come. Leaving the loop early aborts it."""
         stream = self.add_request(prompt, params, request_id, priority=priority)
         finished = False
@@ -90,12 +82,10 @@ class AsyncLLM:
             if not finished:
                 self.abort(stream.request_id)
 
-    async def get_output(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, priority: int = 0
-    ) -> RequestOutput:
+    async def get_output(self, prompt: Prompt, params: SamplingParams, **options: Any) -> RequestOutput:
         """Return the output of a request once it has finished."""
         final = params.model_copy(update={"output_kind": RequestOutputKind.FINAL_ONLY})
-        return [output async for output in self.generate(prompt, final, request_id, priority=priority)][-1]
+        return [output async for output in self.generate(prompt, final, **options)][-1]
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, priority: int = 0
@@ -127,7 +117,6 @@ class AsyncLLM:
         self._commands.put(lambda: self._deliver(self.engine.abort_request(request_id)))
 
     def check_health(self) -> None:
-        """Raise ServerFailedError if the engine has stopped."""
         if self._failure is not None:
             raise self._failure
 
@@ -162,10 +151,9 @@ class AsyncLLM:
             command()
 
     def _deliver(self, output: RequestOutput | None) -> None:
-        if output is None:
-            return
-        stream = self._streams.pop(output.request_id) if output.finished else self._streams[output.request_id]
-        stream.put(output)
+        if output is not None:
+            stream = self._streams.pop(output.request_id) if output.finished else self._streams[output.request_id]
+            stream.put(output)
 
 
 def _guidance(error: Exception) -> str:

@@ -3,16 +3,16 @@
 A beam finds the blocks of its parent in the prefix cache, so only its last block is computed again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from heapq import nlargest
+from operator import attrgetter
 
 from pydantic import Field
 
 from moe_optimizer.engine.arguments import Arguments
 from moe_optimizer.engine.llm_engine import LLMEngine, Prompt
-from moe_optimizer.engine.outputs import Logprob, RequestOutput
+from moe_optimizer.engine.outputs import RequestOutput
 from moe_optimizer.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 Generate = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
@@ -36,8 +36,8 @@ class BeamSearchSequence:
     tokens: list[int]
     """Prompt and output."""
     cum_logprob: float = 0.0
+    finish_reason: str = "length"
     text: str | None = None
-    finish_reason: str | None = None
 
 
 @dataclass(slots=True)
@@ -47,62 +47,38 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-@dataclass(slots=True)
-class _Search:
-    num_prompt: int
-    beams: list[BeamSearchSequence]
-    complete: list[BeamSearchSequence] = field(default_factory=list)
-
-
 def beam_search(
     engine: LLMEngine, generate: Generate, prompts: list[Prompt], params: BeamSearchParams
 ) -> list[BeamSearchOutput]:
     """Return the `beam_width` best outputs of each prompt."""
-    one_token = SamplingParams(temperature=0, max_tokens=1, logprobs=2 * params.beam_width, detokenize=False)
+    width = params.beam_width
+    one_token = SamplingParams(temperature=0, max_tokens=1, logprobs=2 * width, detokenize=False)
     groups = [engine.make_group("", prompt, one_token, 0) for prompt in prompts]
-    ends = frozenset() if params.ignore_eos else groups[0].end_token_ids if groups else frozenset()
-    searches = [_Search(len(group.prompt_token_ids), [BeamSearchSequence(group.prompt_token_ids)]) for group in groups]
+    ends = frozenset() if params.ignore_eos or not groups else groups[0].end_token_ids
+    live = [[BeamSearchSequence(group.prompt_token_ids)] for group in groups]
+    complete: list[list[BeamSearchSequence]] = [[] for _ in groups]
     for _ in range(params.max_tokens):
-        beams = [beam for search in searches for beam in search.beams if len(beam.tokens) < engine.max_model_len]
-        if not beams:
-            break
-        outputs = generate([beam.tokens for beam in beams], one_token)
-        found = {id(beam): _logprobs(output) for beam, output in zip(beams, outputs, strict=True)}
-        for search in searches:
-            _advance(search, found, params, ends)
+        for done, beams in zip(complete, live, strict=True):
+            done += [beam for beam in beams if len(beam.tokens) == engine.max_model_len]
+        asked = [
+            (number, beam) for number, beams in enumerate(live) for beam in beams
+            if len(beam.tokens) < engine.max_model_len
+        ]  # fmt: skip
+        live = [[] for _ in groups]
+        outputs = generate([beam.tokens for _, beam in asked], one_token)
+        for (number, beam), output in zip(asked, outputs, strict=True):
+            for token_id, logprob in (output.outputs[0].logprobs or [{}])[0].items():
+                longer = BeamSearchSequence([*beam.tokens, token_id], beam.cum_logprob + logprob.logprob)
+                if token_id in ends:
+                    longer.finish_reason = "stop"
+                (complete if token_id in ends else live)[number].append(longer)
+        live = [nlargest(width, beams, key=attrgetter("cum_logprob")) for beams in live]
     results = []
-    for search in searches:
-        for beam in search.beams:
-            beam.finish_reason = "length"
-
-        def score(beam: BeamSearchSequence, search: _Search = search) -> float:
-            return beam.cum_logprob / max(1, len(beam.tokens) - search.num_prompt) ** params.length_penalty
-
-        best = sorted(search.complete + search.beams, key=score, reverse=True)[: params.beam_width]
+    for group, found in zip(groups, map(list.__add__, complete, live), strict=True):
+        start = len(group.prompt_token_ids)
+        score = {id(beam): beam.cum_logprob / (len(beam.tokens) - start) ** params.length_penalty for beam in found}
+        best = nlargest(width, found, key=lambda beam, score=score: score[id(beam)])
         for beam in best if engine.tokenizer else ():
-            beam.text = engine.tokenizer.decode(beam.tokens[search.num_prompt :], skip_special_tokens=True)
+            beam.text = engine.tokenizer.decode(beam.tokens[start:], skip_special_tokens=True)
         results.append(BeamSearchOutput(best))
     return results
-
-
-def _logprobs(output: RequestOutput) -> dict[int, Logprob]:
-    logprobs = output.outputs[0].logprobs
-    assert logprobs is not None, "log-probabilities were asked for"
-    return logprobs[0]
-
-
-def _advance(
-    search: _Search, found: dict[int, dict[int, Logprob]], params: BeamSearchParams, ends: frozenset[int]
-) -> None:
-    """Replace the beams by the likeliest of their continuations; those that end are complete."""
-    continued = []
-    for beam in search.beams:
-        for token_id, logprob in found.get(id(beam), {}).items():
-            longer = BeamSearchSequence([*beam.tokens, token_id], beam.cum_logprob + logprob.logprob)
-            if token_id in ends:
-                longer.finish_reason = "stop"
-                search.complete.append(longer)
-            else:
-                continued.append(longer)
-    continued.sort(key=lambda beam: beam.cum_logprob, reverse=True)
-    search.beams = continued[: params.beam_width]

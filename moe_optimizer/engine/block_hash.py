@@ -1,7 +1,5 @@
 """The hash that blocks of equal beginnings are found by."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from array import array

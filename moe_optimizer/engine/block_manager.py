@@ -1,10 +1,9 @@
 """`BlockManager`: which sequence holds which block of the KV cache, and which blocks can be found again."""
 
-from __future__ import annotations
-
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from moe_optimizer.engine.block import Block
 from moe_optimizer.engine.block_hash import block_hash
@@ -12,48 +11,36 @@ from moe_optimizer.engine.scheduler_output import Copies
 from moe_optimizer.engine.sequence import Sequence
 
 
+@dataclass(eq=False)
 class BlockManager:
     """Hands out blocks, shares those with equal content, and takes them back.
 
     A block is in one of three places: held (ref_count > 0), cached (not held, its content may be found by a prompt;
     the least recently used is evicted first) or free.
-
-    Args:
-        num_blocks: on the device.
-        num_host_blocks: in host memory, for sequences that are swapped out.
-        block_size: tokens per block.
-        prefix_caching: let prompts find blocks of earlier ones.
     """
 
-    def __init__(
-        self, num_blocks: int, *, num_host_blocks: int = 0, block_size: int = 16, prefix_caching: bool = True
-    ) -> None:
-        self.block_size = block_size
-        self.prefix_caching = prefix_caching
-        self.blocks = [Block(number) for number in range(num_blocks)]
-        self.num_host_blocks = num_host_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+    num_blocks: int
+    """On the device."""
+    num_host_blocks: int = 0
+    """In host memory, for sequences that are swapped out."""
+    block_size: int = 16
+    """Tokens per block."""
+    prefix_caching: bool = True
+    """Let prompts find blocks of earlier ones."""
+
+    def __post_init__(self) -> None:
+        self.blocks = [Block(number) for number in range(self.num_blocks)]
+        self._free = list(range(self.num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._by_content: dict[bytes, int] = {}
-        self._free_host = list(range(num_host_blocks - 1, -1, -1))
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks on the device."""
-        return len(self.blocks)
+        self._free_host = list(range(self.num_host_blocks - 1, -1, -1))
 
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out: the free and the cached ones."""
         return len(self._free) + len(self._cached)
 
-    @property
-    def num_available_host(self) -> int:
-        """Blocks in host memory that can be handed out."""
-        return len(self._free_host)
-
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
     # Prefix caching
@@ -175,7 +162,8 @@ class BlockManager:
             block_id = self._free.pop()
         else:
             block_id, _ = self._cached.popitem(last=False)
-            self._forget(self.blocks[block_id])
+            self._by_content.pop(self.blocks[block_id].content or b"")
+            self.blocks[block_id].content = None
         self.blocks[block_id].ref_count = 1
         return block_id
 
@@ -188,38 +176,22 @@ class BlockManager:
     def _release(self, block_id: int) -> None:
         block = self.blocks[block_id]
         block.ref_count -= 1
-        if block.ref_count:
-            return
-        if block.content is None:
+        if not block.ref_count and block.content is None:
             self._free.append(block_id)
-        else:
+        elif not block.ref_count:
             self._cached[block_id] = None
-
-    def _forget(self, block: Block) -> None:
-        assert block.content is not None, f"cached block {block.block_id} has no content"
-        del self._by_content[block.content]
-        block.content = None
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert that every block is in exactly one place, and held as often as `sequences` (all there are) hold it."""
-        held = [0] * self.num_blocks
-        host: list[int] = list(self._free_host)
-        for sequence in sequences:
-            for block_id in sequence.block_table.block_ids:
-                held[block_id] += 1
-            host.extend(sequence.block_table.host_ids)
-        counts = [block.ref_count for block in self.blocks]
+        tables = [sequence.block_table for sequence in sequences]
+        held = Counter(block_id for table in tables for block_id in table.block_ids)
+        counts = {block.block_id: block.ref_count for block in self.blocks if block.ref_count}
         assert counts == held, f"reference counts {counts}, block tables hold {held}"
-        num_used = sum(count > 0 for count in counts)
-        places = (len(self._free), num_used, len(self._cached))
-        assert sum(places) == self.num_blocks, (
-            f"free {places[0]} + used {places[1]} + cached {places[2]} != {self.num_blocks}"
+        places = sorted([*self._free, *counts, *self._cached])
+        assert places == list(range(self.num_blocks)), (
+            f"free {len(self._free)} + used {len(counts)} + cached {len(self._cached)} != {self.num_blocks}"
         )
-        assert all(counts[block_id] == 0 for block_id in (*self._free, *self._cached)), "a free block is held"
-        assert sorted(host) == list(range(self.num_host_blocks)), (
-            f"host blocks {sorted(host)} of {self.num_host_blocks}"
-        )
-        found = {block.block_id: block.content for block in self.blocks if block.content is not None}
-        assert found == {number: content for content, number in self._by_content.items()}, (
-            "contents differ from the index"
-        )
+        host = sorted([*self._free_host, *(block_id for table in tables for block_id in table.host_ids)])
+        assert host == list(range(self.num_host_blocks)), f"host blocks {host} of {self.num_host_blocks}"
+        found = {block.content: block.block_id for block in self.blocks if block.content is not None}
+        assert found == self._by_content, "contents differ from the index"

@@ -1,7 +1,5 @@
 """`DecodeGraphs`: a decode step as a CUDA graph, one for each of a few batch sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,14 +33,9 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Launches a whole decode step at once, padded to the next captured size.
+    """Launches a whole decode step at once, padded to the next of the captured `sizes`, which ascend.
 
-    Args:
-        compute: what is captured.
-        sizes: batch sizes, ascending; empty captures nothing.
-        max_blocks: most blocks of a sequence.
-        block_size: tokens per block.
-        device: of the model.
+    `max_blocks` are the most of a sequence.
     """
 
     def __init__(
@@ -65,7 +58,6 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> list[int]:
-        """The captured sizes, ascending."""
         return sorted(self._graphs)
 
     def hidden(self, batch: PackedBatch) -> Tensor | None:

@@ -1,7 +1,5 @@
 """`Detokenizer`: the text of a sample, token by token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from moe_optimizer.engine.sampling_params import SamplingParams
@@ -11,13 +9,7 @@ _NUM_BEFORE = 5
 
 
 class Detokenizer:
-    """Text that later tokens do not change, and where it ends.
-
-    Args:
-        tokenizer: a fast one of transformers.
-        prompt_token_ids: of the request.
-        params: its stop strings, and whether special tokens are shown.
-    """
+    """Text that later tokens do not change, and where it ends. The tokenizer is a fast one of transformers."""
 
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int], params: SamplingParams) -> None:
         self.text = ""
@@ -25,8 +17,7 @@ class Detokenizer:
         """Characters given out so far."""
         self._backend = tokenizer.backend_tokenizer
         self._params = params
-        self._held_back = max((len(text) for text in params.stop), default=1) - 1
-        self._longest_stop = max((len(text) for text in params.stop), default=0)
+        self._longest_stop = max((len(text) for text in params.stop), default=1)
         self._start(prompt_token_ids[-_NUM_BEFORE:])
 
     def append(self, token_id: int) -> str | None:
@@ -42,7 +33,7 @@ class Detokenizer:
 
     def show(self, *, finished: bool) -> str:
         """Return what is new since the last call, without what may turn out to be a stop string."""
-        end = len(self.text) if finished else max(self.num_shown, len(self.text) - self._held_back)
+        end = len(self.text) if finished else max(self.num_shown, len(self.text) - self._longest_stop + 1)
         new, self.num_shown = self.text[self.num_shown : end], end
         return new
 
@@ -62,13 +53,3 @@ class Detokenizer:
             # A token that changes the text before it, in some byte-fallback vocabularies: begin again behind it.
             self._start([])
             return self._stream.step(self._backend, token_id) or ""
-
-
-def decode(tokenizer: Any, prompt_token_ids: list[int], token_ids: list[int], *, skip_special_tokens: bool) -> str:
-    """Return the text of an output behind its prompt, all at once."""
-    before = prompt_token_ids[-_NUM_BEFORE:]
-    head = tokenizer.decode(before, skip_special_tokens=skip_special_tokens)
-    whole = tokenizer.decode(before + token_ids, skip_special_tokens=skip_special_tokens)
-    if whole.startswith(head):
-        return whole[len(head) :]
-    return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)

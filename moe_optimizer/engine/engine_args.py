@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class EngineArgs(Arguments):
     """The arguments of `LLM`, `AsyncLLM` and the server, named as vLLM names them where it has them."""
@@ -33,7 +31,7 @@ class EngineArgs(Arguments):
     """Folder of the tokenizer; None is the model's."""
     skip_tokenizer_init: bool = False
     """Token ids in, token ids out."""
-    device: str = "auto"
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """auto, cpu, cuda, cuda:N or mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto is the checkpoint's, and float32 on a CPU that has no instructions for it."""
@@ -83,7 +81,7 @@ class EngineArgs(Arguments):
         return self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What the engine runs with: no "auto" is left but the size of the KV cache, which the loaded model decides."""
 
@@ -116,60 +114,53 @@ class EngineConfig:
         device = _device(args.device, rank, args.tensor_parallel_size)
         max_model_len = args.max_model_len or hf_config.max_position_embeddings
         if max_model_len > hf_config.max_position_embeddings:
-            raise InputError(
-                f"max_model_len: got {max_model_len}, expected at most {hf_config.max_position_embeddings}, "
-                "the model's max_position_embeddings"
-            )
+            limit = f"{hf_config.max_position_embeddings}, the model's max_position_embeddings"
+            raise InputError(f"max_model_len: got {max_model_len}, expected at most {limit}")
         if not args.enable_chunked_prefill and args.max_num_batched_tokens < max_model_len:
             raise InputError(
                 f"max_num_batched_tokens: got {args.max_num_batched_tokens} without chunked prefill, expected at "
                 f"least max_model_len ({max_model_len})"
             )
         tokenizer = None if args.skip_tokenizer_init else Path(args.tokenizer or args.model).expanduser()
-        return cls(
-            args=args,
-            folder=folder,
-            tokenizer_folder=tokenizer,
-            hf_config=hf_config,
-            device=device,
-            dtype=_dtype(args.dtype, hf_config, device),
-            max_model_len=max_model_len,
-            cuda_graphs=device.type == "cuda" and not args.enforce_eager,
-            compile=_compiles(device) if args.compile_layers is None else args.compile_layers,
-        )
+        dtype = _dtype(args.dtype, hf_config, device)
+        graphs = device.type == "cuda" and not args.enforce_eager
+        compiles = _compiles(device) if args.compile_layers is None else args.compile_layers
+        return cls(args, folder, tokenizer, hf_config, device, dtype, max_model_len, graphs, compiles)
 
 
 def _compiles(device: torch.device) -> bool:
-    if device.type != "cuda" or importlib.util.find_spec("triton") is not None:
-        return device.type == "cuda"
-    _log.warning("Triton is not installed: norms, rotations and activations run one operation at a time")
-    return False
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        _log.warning("Triton is not installed: norms, rotations and activations run one operation at a time")
+        return False
+    return device.type == "cuda"
 
 
 def _device(name: str, rank: int, size: int) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"device: got {name!r}, expected auto, cpu, cuda, cuda:N or mps") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device: got {name!r}, and torch finds no CUDA device", hint="device='cpu' runs everywhere")
+    device = torch.device(name)
     if device.type == "mps" and size > 1:
         raise InputError(f"tensor_parallel_size: got {size} on mps, expected 1")
     if device.type != "cuda":
         return device
-    first = device.index or 0
-    if first + size > torch.cuda.device_count():
-        raise InputError(f"tensor_parallel_size: got {size}, and there are {torch.cuda.device_count()} GPUs")
+    first, count = device.index or 0, torch.cuda.device_count()
+    if first + size > count:
+        raise InputError(
+            f"tensor_parallel_size: got {size} on {name!r}, and torch finds {count} GPUs",
+            hint="device='cpu' runs everywhere",
+        )
     return torch.device("cuda", first + rank)
 
 
 def _dtype(name: str, hf_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
     if name != "auto":
-        return _DTYPES[name]
+        return getattr(torch, name)
     stored = hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else torch.float32
-    if device.type != "cpu" or stored is torch.float32 or _multiplies(stored):
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(stored)
+    if device.type != "cpu" or short is None:
+        return stored
+    has = torch.cpu.get_capabilities()
+    if any(has.get(f"{prefix}{short}", False) for prefix in ("avx512_", "amx_", "")):
         return stored
     _log.warning(
         "this CPU has no instructions for %s: the weights are held in float32, twice the memory; dtype='bfloat16' "
@@ -177,10 +168,3 @@ def _dtype(name: str, hf_config: PreTrainedConfig, device: torch.device) -> torc
         str(stored).removeprefix("torch."),
     )
     return torch.float32
-
-
-def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of `dtype` natively."""
-    has = torch.cpu.get_capabilities()
-    names = ("avx512_bf16", "amx_bf16", "bf16") if dtype is torch.bfloat16 else ("avx512_fp16", "amx_fp16", "fp16")
-    return any(has.get(name, False) for name in names)

@@ -1,7 +1,5 @@
 """`KVCache`: the keys and values of all layers, in blocks, on the device and in host memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,14 +35,13 @@ class KVCache:
     """One tensor [2, blocks, block size, KV heads, head dim] per layer, and its like in host memory."""
 
     def __init__(self, config: EngineConfig, model: CausalLM, size: CacheSize) -> None:
-        block_size = config.args.block_size
         self.layers: list[Tensor] = []
         self.host_layers: list[Tensor] = []
         for attention in model.attention_layers():
-            shape = attention.kv_cache_shape(size.num_blocks, block_size)
+            shape = attention.kv_cache_shape(size.num_blocks, config.args.block_size)
             attention.kv_cache = _zeros(shape, config.dtype, config.device)
             self.layers.append(attention.kv_cache)
-            host_shape = attention.kv_cache_shape(size.num_host_blocks, block_size)
+            host_shape = attention.kv_cache_shape(size.num_host_blocks, config.args.block_size)
             self.host_layers.append(_zeros(host_shape, config.dtype, torch.device("cpu")))
 
     def move(self, step: PackedBatch) -> None:
@@ -57,17 +54,14 @@ class KVCache:
 def fit_cache(config: EngineConfig, model: CausalLM, peak_bytes: int = 0, ranks: Ranks = ALONE) -> CacheSize:
     """Return the size of the cache that the arguments and the memory allow.
 
-    Args:
-        config: the engine's.
-        model: loaded.
-        peak_bytes: what a step needs beside weights and cache, on a GPU.
-        ranks: that share the model; the one with the least memory decides for all.
+    On a GPU a step needs `peak_bytes` beside weights and cache. Of several ranks the one with the least memory decides.
 
     Raises:
         DoesNotFitError: the longest sequence asked for does not fit.
     """
     args = config.args
-    block_bytes = bytes_per_block(config, model)
+    per_block = sum(layer.kv_cache_shape(1, args.block_size).numel() for layer in model.attention_layers())
+    block_bytes = per_block * config.dtype.itemsize
     needed = -(-config.max_model_len // args.block_size)
     if args.num_gpu_blocks_override is not None:
         num_blocks = args.num_gpu_blocks_override
@@ -83,15 +77,8 @@ def fit_cache(config: EngineConfig, model: CausalLM, peak_bytes: int = 0, ranks:
             f"{config.max_model_len} (max_model_len), {needed * block_bytes / _GIB:.2f} GiB",
             hint="lower max_model_len, or raise gpu_memory_utilization or kv_cache_memory_bytes",
         )
-    return CacheSize(
-        num_blocks=num_blocks, num_host_blocks=int(args.swap_space * _GIB) // block_bytes, max_model_len=longest
-    )
-
-
-def bytes_per_block(config: EngineConfig, model: CausalLM) -> int:
-    """Return what one block takes in all layers together."""
-    elements = sum(layer.kv_cache_shape(1, config.args.block_size).numel() for layer in model.attention_layers())
-    return elements * config.dtype.itemsize
+    num_host_blocks = int(args.swap_space * _GIB) // block_bytes
+    return CacheSize(num_blocks=num_blocks, num_host_blocks=num_host_blocks, max_model_len=longest)
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

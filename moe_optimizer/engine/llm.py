@@ -1,33 +1,25 @@
 """`LLM`: generate for a list of prompts, and wait."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from typing import Any, cast
 
-from tqdm import tqdm
-
 from moe_optimizer.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.llm_engine import LLMEngine, Prompt
 from moe_optimizer.engine.outputs import RequestOutput
-from moe_optimizer.engine.sampling_params import RequestOutputKind, SamplingParams, one_per_prompt
-from moe_optimizer.engine.tokenizer import generation_defaults
+from moe_optimizer.engine.sampling_params import RequestOutputKind, SamplingParams
+from moe_optimizer.engine.tokenizer import chat_prompt, generation_defaults
 from moe_optimizer.errors import InputError
 
 Message = dict[str, Any]
+_FINAL_ONLY = {"output_kind": RequestOutputKind.FINAL_ONLY}
 
 
 class LLM:
-    """An engine for offline use.
-
-    Args:
-        model: folder of the model.
-        arguments: those of `EngineArgs`.
-    """
+    """An engine for offline use, with the arguments of `EngineArgs`."""
 
     def __init__(self, model: str, **arguments: Any) -> None:
         self.llm_engine = LLMEngine(EngineArgs(model=model, **arguments))
@@ -43,33 +35,33 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the outputs, in the order of the prompts.
 
-        Args:
-            prompts: text or token ids, or several of them.
-            sampling_params: for all prompts, or one for each; None is `get_default_sampling_params`.
-            use_tqdm: show progress and tokens per second.
-            priority: of each prompt; lower is served first.
+        Prompts are text or token ids. `sampling_params` are for all of them, or one for each; None is
+        `get_default_sampling_params`. Of `priority`, lower is served first.
 
         Raises:
             InputError: a prompt or a parameter is wrong; nothing is computed then.
         """
         several = _several(prompts)
-        params = one_per_prompt(sampling_params, len(several), self.get_default_sampling_params())
-        priorities = [0] * len(several) if priority is None else list(priority)
-        if len(priorities) != len(several):
-            raise InputError(f"priority: got {len(priorities)}, expected as many as prompts ({len(several)})")
-        request_ids: list[str] = []
+        default = self.get_default_sampling_params()
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or default] * len(several)
+        priorities = [0] * len(several) if priority is None else priority
+        for name, values in (("sampling_params", sampling_params), ("priority", priorities)):
+            if len(values) != len(several):
+                raise InputError(f"{name}: got {len(values)}, expected as many as prompts ({len(several)})")
+        groups = [
+            self.llm_engine.make_group(str(next(self._ids)), prompt, each.model_copy(update=_FINAL_ONLY), number)
+            for prompt, each, number in zip(several, sampling_params, priorities, strict=True)
+        ]
         try:
-            for prompt, each, number in zip(several, params, priorities, strict=True):
-                request_id = str(next(self._ids))
-                final = each.model_copy(update={"output_kind": RequestOutputKind.FINAL_ONLY})
-                self.llm_engine.add_request(request_id, prompt, final, priority=number)
-                request_ids.append(request_id)
-            outputs = self._run(len(request_ids), use_tqdm=use_tqdm)
+            for group in groups:
+                self.llm_engine.add_group(group)
+            outputs = self._run(len(groups), use_tqdm=use_tqdm)
         except BaseException:
-            for request_id in request_ids:
-                self.llm_engine.abort_request(request_id)
+            for group in groups:
+                self.llm_engine.abort_request(group.request_id)
             raise
-        return [outputs[request_id] for request_id in request_ids]
+        return [outputs[group.request_id] for group in groups]
 
     def chat(
         self,
@@ -81,11 +73,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the answers to one conversation, or to several, through the model's chat template."""
         several = [messages] if messages and isinstance(messages[0], dict) else messages
-        tokenizer = self.get_tokenizer()
-        prompts = [
-            tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False, **template_arguments)
-            for each in several
-        ]
+        prompts = [chat_prompt(self.llm_engine.tokenizer, each, **template_arguments) for each in several]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
@@ -104,10 +92,11 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters that generation_config.json recommends."""
         return default_sampling_params(self.llm_engine)
 
     def _run(self, total: int, *, use_tqdm: bool) -> dict[str, RequestOutput]:
+        from tqdm import tqdm
+
         outputs: dict[str, RequestOutput] = {}
         num_tokens, started = 0, time.perf_counter()
         with tqdm(total=total, desc="Generating", unit="req", disable=not use_tqdm) as bar:

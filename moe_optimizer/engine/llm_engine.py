@@ -1,7 +1,5 @@
 """`LLMEngine`: requests in, one step at a time, outputs out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Sequences
 from itertools import count
 from typing import Any, TypedDict, cast
@@ -9,10 +7,10 @@ from typing import Any, TypedDict, cast
 from moe_optimizer.engine import protocols
 from moe_optimizer.engine.block_manager import BlockManager
 from moe_optimizer.engine.engine_args import EngineArgs, EngineConfig
-from moe_optimizer.engine.kv_cache import CacheSize
+from moe_optimizer.engine.model_runner import ModelRunner
 from moe_optimizer.engine.output_processor import OutputProcessor
 from moe_optimizer.engine.outputs import RequestOutput, SampledToken
-from moe_optimizer.engine.parallel import ParallelExecutor, make_executor
+from moe_optimizer.engine.parallel import ParallelExecutor
 from moe_optimizer.engine.sampling_params import SamplingParams
 from moe_optimizer.engine.scheduler import Scheduler
 from moe_optimizer.engine.sequence import Sequence, SequenceGroup
@@ -34,7 +32,7 @@ class LLMEngine:
 
     Args:
         args: what the user asks for.
-        executor: in place of that of `make_executor`.
+        executor: in place of a `ModelRunner` or a `ParallelExecutor`.
         scheduler: in place of a `Scheduler`, with its block manager.
         sampler: in place of a `TorchSampler`.
 
@@ -47,13 +45,21 @@ class LLMEngine:
         args: EngineArgs,
         *,
         executor: protocols.Executor | None = None,
-        scheduler: protocols.Scheduler | None = None,
+        scheduler: Scheduler | None = None,
         sampler: protocols.Sampler | None = None,
     ) -> None:
         self.config = config = EngineConfig.resolve(args)
+        make_executor = ModelRunner if args.tensor_parallel_size == 1 else ParallelExecutor
         self.executor = executor or make_executor(config, sampler)
-        self.scheduler = scheduler or _make_scheduler(args, self.executor.cache_size)
-        self.max_model_len = self.executor.cache_size.max_model_len
+        size = self.executor.cache_size
+        self.scheduler = scheduler or Scheduler(
+            BlockManager(size.num_blocks, size.num_host_blocks, args.block_size, args.enable_prefix_caching),
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            chunked_prefill=args.enable_chunked_prefill,
+            swap=size.num_host_blocks > 0,
+        )
+        self.max_model_len = size.max_model_len
         self.tokenizer: Any = config.tokenizer_folder and load_tokenizer(config.tokenizer_folder)
         self.outputs = OutputProcessor(self.tokenizer, self.max_model_len)
         self.groups: dict[str, SequenceGroup] = {}
@@ -119,12 +125,10 @@ class LLMEngine:
         return self.outputs.output(group)
 
     def shutdown(self) -> None:
-        """End the processes that share the model."""
         if isinstance(self.executor, ParallelExecutor):
             self.executor.shutdown()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether there is anything to compute."""
         return self.scheduler.has_unfinished
 
     def check_integrity(self) -> None:
@@ -136,7 +140,10 @@ class LLMEngine:
         for sequence, token in zip(sequences, tokens, strict=True):
             group = groups[sequence.group.request_id] = sequence.group
             if not group.forked:
-                self._fork(group)
+                # The prompt is computed now: the samples behind the first start from it.
+                for other in group.sequences[1:]:
+                    self.scheduler.fork(sequence, other)
+                group.forked = True
             self.outputs.accept(sequence, token)
             if sequence.finish_reason is not None:
                 self.scheduler.finish(sequence)
@@ -144,12 +151,6 @@ class LLMEngine:
             if group.finished:
                 del self.groups[request_id]
         return [output for group in groups.values() if (output := self.outputs.output(group)) is not None]
-
-    def _fork(self, group: SequenceGroup) -> None:
-        """Start the samples behind the first, whose prompt is computed now."""
-        for other in group.sequences[1:]:
-            self.scheduler.fork(group.sequences[0], other)
-        group.forked = True
 
     def _checked(self, tokens: Sequences[int]) -> list[int]:
         token_ids, vocab_size = list(tokens), self.config.hf_config.vocab_size
@@ -163,19 +164,3 @@ class LLMEngine:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise InputError(f"prompt: got token {token_id!r}, expected an integer from 0 to {vocab_size - 1}")
         return token_ids
-
-
-def _make_scheduler(args: EngineArgs, size: CacheSize) -> Scheduler:
-    blocks = BlockManager(
-        size.num_blocks,
-        num_host_blocks=size.num_host_blocks,
-        block_size=args.block_size,
-        prefix_caching=args.enable_prefix_caching,
-    )
-    return Scheduler(
-        blocks,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        chunked_prefill=args.enable_chunked_prefill,
-        swap=size.num_host_blocks > 0,
-    )

@@ -1,7 +1,5 @@
 """`ModelRunner`: turns a packed step into tensors, runs the model, and samples."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +9,6 @@ from moe_optimizer.engine.attention.context import AttentionContext
 from moe_optimizer.engine.cuda_graphs import DecodeGraphs, capture_sizes
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.kv_cache import KVCache, fit_cache
-from moe_optimizer.engine.layers.compiled import compile_layers
 from moe_optimizer.engine.layers.moe import Experts, MoE
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
 from moe_optimizer.engine.models.decoder import CausalLM
@@ -26,11 +23,6 @@ from moe_optimizer.engine.weights import load_weights
 
 class ModelRunner:
     """The model, its KV cache and the sampler, on one device.
-
-    Args:
-        config: the engine's.
-        sampler: in place of a `TorchSampler`.
-        ranks: that share the model, this process one of them.
 
     Raises:
         MoeOptimizerError: the model cannot be loaded, or does not fit.
@@ -121,6 +113,7 @@ def load_model(config: EngineConfig, ranks: Ranks = ALONE) -> CausalLM:
             module.to_fp8()
         if isinstance(module, MoE):
             module.fused = config.args.fused_moe
-    if config.compile:
-        compile_layers(model)
+        # A chain of small operations in one kernel rounds to the model's dtype once instead of after each.
+        for name in getattr(module, "fused_methods", ()) if config.compile else ():
+            setattr(module, name, torch.compile(getattr(module, name), dynamic=True))
     return model.eval()

@@ -1,10 +1,10 @@
 """`OutputProcessor`: takes sampled tokens in, decides when a sample ends, and gives outputs out."""
 
-from __future__ import annotations
-
+from heapq import nlargest
+from operator import attrgetter
 from typing import Any
 
-from moe_optimizer.engine.detokenizer import Detokenizer, decode
+from moe_optimizer.engine.detokenizer import Detokenizer
 from moe_optimizer.engine.outputs import CompletionOutput, Logprob, RequestOutput, SampledToken
 from moe_optimizer.engine.sampling_params import RequestOutputKind
 from moe_optimizer.engine.sequence import Sequence, SequenceGroup
@@ -28,18 +28,18 @@ class OutputProcessor:
 
     def output(self, group: SequenceGroup) -> RequestOutput | None:
         """Return what the request is to be told after a step; None if it is nothing."""
-        kind = group.params.output_kind
-        finished = group.finished
-        selecting = group.params.num_samples > group.params.n
-        if not finished and (kind is RequestOutputKind.FINAL_ONLY or selecting):
+        params, sequences = group.params, group.sequences
+        selecting = params.num_samples > params.n
+        if not group.finished and (params.output_kind is RequestOutputKind.FINAL_ONLY or selecting):
             return None
-        sequences = _best(group.sequences, group.params.n) if selecting else group.sequences
+        if selecting:
+            sequences = nlargest(params.n, sequences, key=attrgetter("mean_logprob"))
         return RequestOutput(
             request_id=group.request_id,
             prompt=group.prompt,
             prompt_token_ids=group.prompt_token_ids,
             outputs=[self._completion(index, sequence) for index, sequence in enumerate(sequences)],
-            finished=finished,
+            finished=group.finished,
             num_cached_tokens=group.num_cached_tokens,
         )
 
@@ -49,9 +49,11 @@ class OutputProcessor:
         if ends:
             sequence.finish_reason = "stop"
             sequence.stop_reason = token_id if token_id in params.stop_token_ids else None
+        if sequence.detokenizer is None and self.tokenizer is not None and params.detokenize:
+            sequence.detokenizer = Detokenizer(self.tokenizer, group.prompt_token_ids, params)
         # The text of a token that ends the output is not part of it.
-        if self._streams_text(group) and (not ends or params.include_stop_str_in_output):
-            stop = self._detokenizer(sequence).append(token_id)
+        if sequence.detokenizer is not None and (not ends or params.include_stop_str_in_output):
+            stop = sequence.detokenizer.append(token_id)
             if stop is not None and sequence.num_output_tokens >= params.min_tokens:
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
         if sequence.finish_reason is None and (
@@ -59,26 +61,18 @@ class OutputProcessor:
         ):
             sequence.finish_reason = "length"
 
-    def _streams_text(self, group: SequenceGroup) -> bool:
-        """Whether the text is needed before the request has finished."""
-        if self.tokenizer is None or not group.params.detokenize:
-            return False
-        return bool(group.params.stop) or group.params.output_kind is not RequestOutputKind.FINAL_ONLY
-
-    def _detokenizer(self, sequence: Sequence) -> Detokenizer:
-        if sequence.detokenizer is None:
-            sequence.detokenizer = Detokenizer(self.tokenizer, sequence.group.prompt_token_ids, sequence.params)
-        return sequence.detokenizer
-
     def _completion(self, index: int, sequence: Sequence) -> CompletionOutput:
         """Return a sample: everything so far, or with DELTA what is new since the output before."""
         delta = sequence.params.output_kind is RequestOutputKind.DELTA
         begin = sequence.num_reported if delta else 0
         sequence.num_reported = sequence.num_output_tokens
-        shows_logprobs = sequence.params.logprobs is not None
+        shows_logprobs, text = sequence.params.logprobs is not None, ""
+        if detokenizer := sequence.detokenizer:
+            detokenizer.num_shown = detokenizer.num_shown if delta else 0
+            text = detokenizer.show(finished=sequence.finished)
         return CompletionOutput(
             index=index,
-            text=self._text(sequence, delta=delta),
+            text=text,
             token_ids=sequence.output_token_ids[begin:],
             cumulative_logprob=sequence.cumulative_logprob if shows_logprobs else None,
             logprobs=sequence.logprobs[begin:] if shows_logprobs else None,
@@ -86,40 +80,7 @@ class OutputProcessor:
             stop_reason=sequence.stop_reason,
         )
 
-    def _text(self, sequence: Sequence, *, delta: bool) -> str:
-        if self.tokenizer is None or not sequence.params.detokenize:
-            return ""
-        detokenizer = sequence.detokenizer
-        if detokenizer is None:
-            return self._final_text(sequence)
-        if not delta:
-            detokenizer.num_shown = 0
-        if sequence.finished:
-            final = self._final_text(sequence)
-            if final.startswith(detokenizer.text[: detokenizer.num_shown]):
-                detokenizer.text = final
-        return detokenizer.show(finished=sequence.finished)
-
-    def _final_text(self, sequence: Sequence) -> str:
-        """The text of a finished sample, incomplete characters at its end included."""
-        if isinstance(sequence.stop_reason, str):
-            return sequence.detokenizer.text
-        token_ids, params = sequence.output_token_ids, sequence.params
-        if sequence.finish_reason == "stop" and not params.include_stop_str_in_output:
-            token_ids = token_ids[:-1]
-        prompt = sequence.group.prompt_token_ids
-        return decode(self.tokenizer, prompt, token_ids, skip_special_tokens=params.skip_special_tokens)
-
     def _named(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
         if self.tokenizer is None:
             return logprobs
         return {token: each._replace(decoded_token=self.tokenizer.decode([token])) for token, each in logprobs.items()}
-
-
-def _best(sequences: list[Sequence], count: int) -> list[Sequence]:
-    """Return the samples with the highest mean log-probability, best first."""
-
-    def mean(sequence: Sequence) -> float:
-        return sequence.cumulative_logprob / max(1, sequence.num_output_tokens)
-
-    return sorted(sequences, key=mean, reverse=True)[:count]

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from moe_optimizer.engine.attention.context import Prefill
 from moe_optimizer.engine.scheduler_output import Copies, SchedulerOutput
-from moe_optimizer.engine.sequence import Sequence
 
 Numbers = NDArray[np.int64]
 
@@ -37,41 +36,33 @@ class PackedBatch:
     @classmethod
     def of(cls, step: SchedulerOutput, block_size: int) -> PackedBatch:
         """Pack a step that the scheduler has made room for."""
-        num_decodes = len(step.decodes)
-        spans = [(each, each.num_computed_tokens, each.num_computed_tokens + 1) for each in step.decodes]
-        spans += [(each, each.num_computed_tokens, each.num_computed_tokens + count) for each, count in step.prefills]
+        parts = [(sequence, 1) for sequence in step.decodes] + step.prefills
         token_ids: list[int] = []
         positions: list[int] = []
         prefills: list[Prefill] = []
-        sampled = list(range(num_decodes))
-        for sequence, begin, end in spans:
-            if len(positions) >= num_decodes:
-                prefills.append(Prefill(len(positions), len(positions) + end - begin, begin))
-                if end == sequence.num_tokens:
-                    sampled.append(prefills[-1].end - 1)
-            token_ids += sequence.token_ids[begin:end]
-            positions += range(begin, end)
-        block_tables = _block_tables([sequence for sequence, _, _ in spans])
-        places = np.array(positions, np.int64)
-        rows = np.repeat(np.arange(len(spans)), [end - begin for _, begin, end in spans])
+        sampled: list[int] = []
+        for sequence, count in parts:
+            begin, computed = len(positions), sequence.num_computed_tokens
+            token_ids += sequence.token_ids[computed : computed + count]
+            positions += range(computed, computed + count)
+            prefills.append(Prefill(begin, begin + count, computed))
+            if computed + count == sequence.num_tokens:
+                sampled.append(begin + count - 1)
+        tables = [sequence.block_table.block_ids for sequence, _ in parts]
+        block_tables = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+        for row, table in zip(block_tables, tables, strict=True):
+            row[: len(table)] = table
+        places, rows = np.array(positions, np.int64), np.repeat(np.arange(len(parts)), [count for _, count in parts])
         return cls(
             token_ids=np.array(token_ids, np.int64),
             positions=places,
             slots=block_tables[rows, places // block_size] * np.int64(block_size) + places % block_size,
-            context_lengths=np.array([end for _, _, end in spans], np.int64),
+            context_lengths=np.array([each.length for each in prefills], np.int64),
             block_tables=block_tables,
-            num_decodes=num_decodes,
-            prefills=tuple(prefills),
+            num_decodes=len(step.decodes),
+            prefills=tuple(prefills[len(step.decodes) :]),
             sampled=np.array(sampled, np.int64),
             swap_out=step.swap_out,
             copies=step.copies,
             swap_in=step.swap_in,
         )
-
-
-def _block_tables(sequences: list[Sequence]) -> NDArray[np.int32]:
-    tables = [sequence.block_table.block_ids for sequence in sequences]
-    padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
-    return padded

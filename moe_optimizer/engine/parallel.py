@@ -3,12 +3,9 @@
 The step goes to the others through shared memory, and everything between layers through torch.distributed.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import traceback
 from datetime import timedelta
@@ -17,16 +14,17 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  (documented; not in __all__)
 
 from moe_optimizer.engine.engine_args import EngineConfig
 from moe_optimizer.engine.layers.ranks import Ranks
 from moe_optimizer.engine.model_runner import ModelRunner
-from moe_optimizer.engine.outputs import SampledToken
 from moe_optimizer.engine.packed_batch import PackedBatch
-from moe_optimizer.engine.protocols import Executor, Sampler
-from moe_optimizer.engine.scheduler_output import SchedulerOutput
+from moe_optimizer.engine.protocols import Sampler
 from moe_optimizer.errors import ServerFailedError
 
+_HOST = "127.0.0.1"
 _TIMEOUT = timedelta(minutes=10)
 """Chosen: loading a large model differs between ranks by minutes."""
 _MAILBOX_BYTES = 64 << 20
@@ -34,14 +32,7 @@ _MAILBOX_BYTES = 64 << 20
 _SIZE_BYTES = 8
 
 
-def make_executor(config: EngineConfig, sampler: Sampler | None) -> Executor:
-    """Return a `ModelRunner`, or a `ParallelExecutor` for several ranks."""
-    if config.args.tensor_parallel_size == 1:
-        return ModelRunner(config, sampler)
-    return ParallelExecutor(config, sampler)
-
-
-class ParallelExecutor:
+class ParallelExecutor(ModelRunner):
     """Rank 0 here, the other ranks in processes that end with this one.
 
     Raises:
@@ -56,11 +47,11 @@ class ParallelExecutor:
         # Full: a step lies in the mailbox. Taken: the rank has read it.
         self._full = [context.Semaphore(0) for _ in range(size - 1)]
         self._taken = [context.Semaphore(1) for _ in range(size - 1)]
-        address = f"tcp://127.0.0.1:{_free_port()}"
+        store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
         self._others = [
             context.Process(
                 target=_serve_rank,
-                args=(config.args, rank, address, self._mailbox.name, (self._full[rank - 1], self._taken[rank - 1])),
+                args=(config.args, rank, store.port, self._mailbox.name, (self._full[rank - 1], self._taken[rank - 1])),
                 name=f"rank-{rank}",
                 daemon=True,
             )
@@ -69,23 +60,16 @@ class ParallelExecutor:
         try:
             for process in self._others:
                 process.start()
-            ranks = _join(config, 0, address)
-            self._runner = ModelRunner(config, sampler, ranks)
+            super().__init__(config, sampler, _join(config, 0, store))
         except BaseException:
             self.shutdown()
             raise
-        self.cache_size = self._runner.cache_size
 
-    def execute(self, step: SchedulerOutput) -> list[SampledToken]:
-        """Compute a step on every rank; return a token for each of `step.sampled`."""
-        batch = PackedBatch.of(step, self._runner.block_size)
+    def compute(self, batch: PackedBatch) -> Tensor:
         self._send(batch)
-        logits_SV = self._runner.compute(batch)
-        with torch.inference_mode():
-            return self._runner.sampler.sample(logits_SV, step.sampled) if step.sampled else []
+        return super().compute(batch)
 
     def shutdown(self) -> None:
-        """End the other ranks."""
         for process in self._others:
             if process.is_alive():
                 process.terminate()
@@ -109,12 +93,13 @@ class ParallelExecutor:
             full.release()
 
 
-def _serve_rank(args: Any, rank: int, address: str, mailbox_name: str, semaphores: Any) -> None:
+def _serve_rank(args: Any, rank: int, port: int, mailbox_name: str, semaphores: Any) -> None:
     """Load this rank's part of the model and compute what the mailbox holds, until the process is ended."""
     try:
         config = EngineConfig.resolve(args, rank=rank)
         mailbox, (full, taken) = SharedMemory(mailbox_name), semaphores
-        runner = ModelRunner(config, ranks=_join(config, rank, address))
+        store = TCPStore(_HOST, port, is_master=False, timeout=_TIMEOUT)
+        runner = ModelRunner(config, ranks=_join(config, rank, store))
         while True:
             full.acquire()
             buffer = cast(memoryview, mailbox.buf)
@@ -129,16 +114,10 @@ def _serve_rank(args: Any, rank: int, address: str, mailbox_name: str, semaphore
         os._exit(1)
 
 
-def _join(config: EngineConfig, rank: int, address: str) -> Ranks:
+def _join(config: EngineConfig, rank: int, store: TCPStore) -> Ranks:
     size = config.args.tensor_parallel_size
     backend = "nccl" if config.device.type == "cuda" else "gloo"
     if config.device.type == "cuda":
         torch.cuda.set_device(config.device)
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     return Ranks(rank, size, config.args.enable_expert_parallel)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,15 +1,14 @@
 """`TorchSampler`: chooses the next token of each sequence, all of them at once, on the device of the logits.
 
-Legend: S sequences, V vocabulary.
+Legend: S sequences, V vocabulary, K candidates.
 """
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_optimizer.engine.outputs import Logprob, SampledToken
-from moe_optimizer.engine.sampling_filters import SamplingFilters
 from moe_optimizer.engine.sampling_params import SamplingParams
 from moe_optimizer.engine.sequence import Sequence
 
@@ -18,63 +17,69 @@ class TorchSampler:
     """Greedy rows take the largest logit; the others the largest of logit / temperature + Gumbel noise.
 
     The second is a draw from the softmax, without computing it. The noise of a request with a seed comes from a
-    generator of its own, so its samples do not depend on the batch.
-
-    Args:
-        device: of the logits.
-        seed: of the requests that have none.
-        compiled: join the operations on the logits by torch.compile.
+    generator of its own, so its samples do not depend on the batch; `seed` is that of the others.
     """
 
     def __init__(self, device: torch.device, seed: int, *, compiled: bool = False) -> None:
         self._largest = torch.compile(_largest, dynamic=True) if compiled else _largest
         self._generator = torch.Generator(device=device).manual_seed(seed)
-        self._filters: tuple[list[SamplingParams], SamplingFilters] | None = None
 
     def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-        """Return a token for each row."""
-        params = [sequence.params for sequence in sequences]
-        reported = [row for row, each in enumerate(params) if _reports_logprob(each)]
+        reported = [row for row, sequence in enumerate(sequences) if sequence.params.reports_logprob]
         logprobs_RV = logits_SV[reported].log_softmax(-1) if reported else None
         for logits_V, sequence in zip(logits_SV, sequences, strict=True):
             if sequence.num_output_tokens < sequence.params.min_tokens:
                 logits_V[sorted(sequence.group.end_token_ids)] = float("-inf")
             if sequence.params.penalized:
                 _penalize(logits_V, sequence)
-        token_ids = self._choose(logits_SV, sequences, params).tolist()
+        token_ids = self._choose(logits_SV, sequences).tolist()
         tokens = [SampledToken(token_id, None, None) for token_id in token_ids]
         if logprobs_RV is not None:
-            chosen = _with_logprobs(
-                logprobs_RV, [token_ids[row] for row in reported], [params[row] for row in reported]
-            )
+            params = [sequences[row].params for row in reported]
+            chosen = _with_logprobs(logprobs_RV, [token_ids[row] for row in reported], params)
             for row, token in zip(reported, chosen, strict=True):
                 tokens[row] = token
         return tokens
 
-    def _choose(self, logits_SV: Tensor, sequences: list[Sequence], params: list[SamplingParams]) -> Tensor:
+    def _choose(self, logits_SV: Tensor, sequences: list[Sequence]) -> Tensor:
+        params = [sequence.params for sequence in sequences]
         if all(each.greedy for each in params):
             return logits_SV.argmax(-1)
-        filters = self._filters_of(params, logits_SV.device)
-        temperature_S1 = filters.temperature_S1
-        if filters.scheduled:
-            values = [sequence.params.temperature_at(sequence.num_output_tokens) for sequence in sequences]
-            temperature_S1 = torch.tensor(values, device=logits_SV.device)[:, None]
+        temperatures = [each.params.temperature_at(each.num_output_tokens) for each in sequences]
+        temperature_S1 = _column(temperatures, logits_SV)
         random_S1 = temperature_S1 > 0
-        scores_SV = filters.apply(logits_SV / torch.where(random_S1, temperature_S1, 1.0))
-        return self._largest(scores_SV, self._exponential(scores_SV, sequences), random_S1)
-
-    def _filters_of(self, params: list[SamplingParams], device: torch.device) -> SamplingFilters:
-        """Return the filters as tensors; those of the step before, if the batch is the same."""
-        if self._filters is None or self._filters[0] != params:
-            self._filters = (params, SamplingFilters.of(params, device))
-        return self._filters[1]
-
-    def _exponential(self, like_SV: Tensor, sequences: list[Sequence]) -> Tensor:
-        noise = torch.empty_like(like_SV).exponential_(generator=self._generator)
-        for row, sequence in enumerate(sequences):
+        scores_SV = filtered(logits_SV / torch.where(random_S1, temperature_S1, 1.0), params)
+        noise_SV = torch.empty_like(scores_SV).exponential_(generator=self._generator)
+        for noise_V, sequence in zip(noise_SV, sequences, strict=True):
             if sequence.params.seed is not None:
-                noise[row].exponential_(generator=_generator_of(sequence, like_SV.device))
-        return noise
+                noise_V.exponential_(generator=_generator_of(sequence, scores_SV.device))
+        return self._largest(scores_SV, noise_SV, random_S1)
+
+
+def filtered(scores_SV: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Return the scores with minus infinity for every token that top-k, top-p or min-p leaves out."""
+    size = scores_SV.shape[-1]
+    top_k = [min(each.top_k, size) if each.top_k > 0 else size for each in params]
+    by_top_p = any(each.top_p < 1 for each in params)
+    if any(each.min_p > 0 for each in params):
+        floor_S1 = scores_SV.amax(-1, keepdim=True) + _column([float(each.min_p) for each in params], scores_SV).log()
+        scores_SV = scores_SV.masked_fill(scores_SV < floor_S1, float("-inf"))
+    if not by_top_p and min(top_k) == size:
+        return scores_SV
+    best_SK, ids_SK = scores_SV.topk(max(top_k), dim=-1)
+    out_SK = torch.arange(max(top_k), device=scores_SV.device) >= _column(top_k, scores_SV)
+    if by_top_p:
+        top_p_S1 = _column([float(each.top_p) for each in params], scores_SV)
+        probs_SK = best_SK.masked_fill(out_SK, float("-inf")).softmax(-1)
+        # A token is left out if those before it reach top_p without it; the first never is.
+        reached_SK = (probs_SK.cumsum(-1) - probs_SK >= top_p_S1) & (top_p_S1 < 1)
+        reached_SK[:, 0] = False
+        out_SK |= reached_SK
+    return torch.full_like(scores_SV, float("-inf")).scatter(1, ids_SK, best_SK.masked_fill(out_SK, float("-inf")))
+
+
+def _column(values: list[Any], like: Tensor) -> Tensor:
+    return torch.tensor(values, device=like.device)[:, None]
 
 
 def _largest(scores_SV: Tensor, exponential_SV: Tensor, random_S1: Tensor) -> Tensor:
@@ -87,41 +92,31 @@ def _penalize(logits_V: Tensor, sequence: Sequence) -> None:
     seen = torch.tensor(sequence.token_ids, device=logits_V.device)
     if params.repetition_penalty != 1:
         unique = seen.unique()
-        values = logits_V[unique]
-        logits_V[unique] = torch.where(
-            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
-        )
+        values, penalty = logits_V[unique], params.repetition_penalty
+        logits_V[unique] = torch.where(values > 0, values / penalty, values * penalty)
     generated, counts = seen[len(sequence.group.prompt_token_ids) :].unique(return_counts=True)
     logits_V[generated] -= params.presence_penalty + params.frequency_penalty * counts
 
 
 def _generator_of(sequence: Sequence, device: torch.device) -> torch.Generator:
     if sequence.generator is None:
-        assert sequence.params.seed is not None, "a request without seed has no generator of its own"
-        seed = (sequence.params.seed + sequence.index) % (1 << 63)
+        seed = ((sequence.params.seed or 0) + sequence.index) % (1 << 63)
         sequence.generator = torch.Generator(device=device).manual_seed(seed)
     return sequence.generator
 
 
-def _reports_logprob(params: SamplingParams) -> bool:
-    return params.logprobs is not None or params.num_samples > params.n
-
-
 def _with_logprobs(logprobs_RV: Tensor, token_ids: list[int], params: list[SamplingParams]) -> list[SampledToken]:
     """Return the chosen tokens with their log-probabilities and those of the most likely ones."""
-    chosen_R1 = torch.tensor(token_ids, device=logprobs_RV.device)[:, None]
-    values_R1 = logprobs_RV.gather(1, chosen_R1)
-    ranks = ((logprobs_RV > values_R1).sum(-1) + 1).tolist()
+    values_R1 = logprobs_RV.gather(1, _column(token_ids, logprobs_RV))
+    ranks, values = ((logprobs_RV > values_R1).sum(-1) + 1).tolist(), values_R1[:, 0].tolist()
     most = max(each.logprobs or 0 for each in params)
-    best = logprobs_RV.topk(min(most, logprobs_RV.shape[1]), dim=-1)
-    best_values, best_ids, values = best.values.tolist(), best.indices.tolist(), values_R1[:, 0].tolist()
+    best_values, best_ids = (each.tolist() for each in logprobs_RV.topk(min(most, logprobs_RV.shape[1]), dim=-1))
     tokens = []
     for row, (token_id, each) in enumerate(zip(token_ids, params, strict=True)):
-        if each.logprobs is None:
-            tokens.append(SampledToken(token_id, values[row], None))
-            continue
-        pairs = zip(best_ids[row][: each.logprobs], best_values[row], strict=False)
-        shown = {other: Logprob(value, rank) for rank, (other, value) in enumerate(pairs, 1)}
-        shown.setdefault(token_id, Logprob(values[row], ranks[row]))
+        shown = None
+        if each.logprobs is not None:
+            pairs = zip(best_ids[row][: each.logprobs], best_values[row], strict=False)
+            shown = {other: Logprob(value, rank) for rank, (other, value) in enumerate(pairs, 1)}
+            shown.setdefault(token_id, Logprob(values[row], ranks[row]))
         tokens.append(SampledToken(token_id, values[row], shown))
     return tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
 from typing import Annotated, Any
@@ -10,7 +9,6 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from moe_optimizer.engine.arguments import Arguments
-from moe_optimizer.errors import InputError
 
 MAX_N = 64
 """Chosen: samples of one request. Each takes a seat in the batch."""
@@ -101,7 +99,6 @@ class SamplingParams(Arguments):
 
     @property
     def greedy(self) -> bool:
-        """Whether every token is the most likely one."""
         return self.temperature == 0 and not self.temperature_schedule
 
     @property
@@ -109,22 +106,11 @@ class SamplingParams(Arguments):
         """Whether tokens seen before change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    @property
+    def reports_logprob(self) -> bool:
+        """Whether each token's log-probability is needed, to be shown or to compare samples by."""
+        return self.logprobs is not None or self.num_samples > self.n
+
     def temperature_at(self, num_output_tokens: int) -> float:
-        """Return the temperature of the token after `num_output_tokens`."""
         reached = [value for start, value in self.temperature_schedule if start <= num_output_tokens]
         return reached[-1] if reached else self.temperature
-
-
-def one_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
-) -> list[SamplingParams]:
-    """Return the parameters of each of `count` prompts.
-
-    Raises:
-        InputError: as many as prompts were expected, and another number was given.
-    """
-    if params is None or isinstance(params, SamplingParams):
-        return [params or default] * count
-    if len(params) != count:
-        raise InputError(f"sampling_params: got {len(params)}, expected one, or as many as prompts ({count})")
-    return list(params)

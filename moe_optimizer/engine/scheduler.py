@@ -1,59 +1,49 @@
 """`Scheduler`: which sequences the next step computes, and how many tokens of each."""
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from operator import attrgetter
 
-from moe_optimizer.engine.protocols import BlockManager
+from moe_optimizer.engine.block_manager import BlockManager
 from moe_optimizer.engine.scheduler_output import SchedulerOutput
 from moe_optimizer.engine.sequence import Sequence, Status
 
+_order = attrgetter("order")
 # Chosen: the part of the blocks that stays free when a prompt is admitted, for the sequences that already run: each
 # needs a block soon, and a prompt that takes the last one is preempted for it.
 _RESERVED_SHARE = 0.01
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Fills each step up to a budget of tokens: decodes first, then prompts under way, then new ones.
 
     Sequences are served by priority, and in the order of arrival within one. When blocks run out, the sequence that
     is served last gives up its own; it comes back by computing its tokens again, or from host memory.
-
-    Args:
-        blocks: the block manager.
-        max_num_seqs: sequences in one step.
-        max_num_batched_tokens: tokens in one step.
-        chunked_prefill: compute long prompts in several steps, beside decodes.
-        swap: move a preempted sequence to host memory while there is room, instead of computing it again.
     """
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        chunked_prefill: bool = True,
-        swap: bool = False,
-    ) -> None:
-        self.blocks = blocks
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.chunked_prefill = chunked_prefill
-        self.swap = swap
-        self.running: list[Sequence] = []
-        """In the order they are served."""
-        self.swapped: list[Sequence] = []
-        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
-        self._num_reserved = int(_RESERVED_SHARE * blocks.num_blocks)
-        self.num_preemptions = 0
+    blocks: BlockManager
+    max_num_seqs: int
+    """In one step."""
+    max_num_batched_tokens: int
+    """In one step."""
+    chunked_prefill: bool = True
+    """Compute long prompts in several steps, beside decodes."""
+    swap: bool = False
+    """Move a preempted sequence to host memory while there is room, instead of computing it again."""
+    running: list[Sequence] = field(default_factory=list)
+    """In the order they are served."""
+    num_preemptions: int = 0
+    _waiting: list[tuple[tuple[int, int, int], Sequence]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._num_reserved = int(_RESERVED_SHARE * self.blocks.num_blocks)
 
     # Requests come and go
 
-    def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its turn."""
-        sequence.status = Status.WAITING
+    def add(self, sequence: Sequence, status: Status = Status.WAITING) -> None:
+        sequence.status = status
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -68,21 +58,18 @@ class Scheduler:
         """Take a sequence out, wherever it is, and its blocks back."""
         if sequence.status is Status.RUNNING:
             self.running.pop(bisect_left(self.running, sequence.order, key=_order))
-        elif sequence.status is Status.SWAPPED:
-            self.swapped.remove(sequence)
         # One that waits stays in the heap and is dropped when its turn comes.
         sequence.status = Status.FINISHED
         self.blocks.free(sequence)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a seat or in host memory."""
-        return sum(not sequence.finished for _, sequence in self._waiting) + len(self.swapped)
+        """Sequences that wait for a seat, here or in host memory."""
+        return sum(not sequence.finished for _, sequence in self._waiting)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is anything to compute."""
-        return bool(self.running or self.swapped or self._next_waiting())
+        return bool(self.running or self._next_waiting())
 
     # One step
 
@@ -90,9 +77,8 @@ class Scheduler:
         """Decide what the next step computes, and make room for it."""
         step = SchedulerOutput()
         self._preempt_for_priority(step)
-        budget = self.max_num_batched_tokens
         prefilling = self._schedule_decodes(step)
-        budget -= len(step.decodes)
+        budget = self.max_num_batched_tokens - len(step.decodes)
         for sequence in prefilling:
             budget -= self._schedule_chunk(step, sequence, budget)
         # Who has just been preempted would only take the room that was made.
@@ -104,7 +90,6 @@ class Scheduler:
         return step
 
     def commit(self, step: SchedulerOutput) -> None:
-        """Account for the tokens that the step has computed."""
         for sequence in step.decodes:
             sequence.num_computed_tokens += 1
         for sequence, count in step.prefills:
@@ -139,14 +124,13 @@ class Scheduler:
 
     def _admit(self, step: SchedulerOutput, budget: int) -> None:
         """Let sequences in, in their order, while there are seats, blocks and budget."""
-        while budget > 0 and len(self.running) < self.max_num_seqs:
-            waiting = self._next_waiting()
-            if self.swapped and (waiting is None or self.swapped[0].order < waiting.order):
-                if not self.blocks.swap_in(self.swapped[0], step.swap_in):
+        while budget > 0 and len(self.running) < self.max_num_seqs and (waiting := self._next_waiting()):
+            if waiting.status is Status.SWAPPED:
+                if not self.blocks.swap_in(waiting, step.swap_in):
                     return
-                self._run(self.swapped.pop(0))
+                self._run(heapq.heappop(self._waiting)[1])
                 continue
-            if waiting is None or not self._take_blocks(step, waiting):
+            if not self._take_blocks(step, waiting):
                 return
             count = waiting.num_tokens - waiting.num_computed_tokens
             if count > budget and not self.chunked_prefill:
@@ -189,8 +173,7 @@ class Scheduler:
         step.preempted.append(sequence)
         self.num_preemptions += 1
         if self.swap and self.blocks.swap_out(sequence, step.swap_out):
-            sequence.status = Status.SWAPPED
-            insort(self.swapped, sequence, key=_order)
+            self.add(sequence, Status.SWAPPED)
         else:
             self.blocks.free(sequence)
             self.add(sequence)
@@ -203,7 +186,3 @@ class Scheduler:
         while self._waiting and self._waiting[0][1].finished:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None
-
-
-def _order(sequence: Sequence) -> tuple[int, int, int]:
-    return sequence.order

@@ -1,7 +1,5 @@
 """`SchedulerOutput`: one step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from moe_optimizer.engine.sequence import Sequence
@@ -33,5 +31,4 @@ class SchedulerOutput:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
         return len(self.decodes) + sum(count for _, count in self.prefills)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -52,28 +51,27 @@ class Sequence:
     """Of random numbers, where the request has a seed."""
 
     def append(self, token_id: int) -> None:
-        """Add a sampled token."""
         self.token_ids.append(token_id)
         self.num_tokens += 1
 
     @property
     def params(self) -> SamplingParams:
-        """The request's sampling parameters."""
         return self.group.params
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
         return self.num_tokens - len(self.group.prompt_token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens generated so far."""
         return self.token_ids[len(self.group.prompt_token_ids) :]
 
     @property
+    def mean_logprob(self) -> float:
+        return self.cumulative_logprob / max(1, self.num_output_tokens)
+
+    @property
     def finished(self) -> bool:
-        """Whether nothing more will be generated."""
         return self.status is Status.FINISHED
 
 
@@ -91,7 +89,6 @@ class SequenceGroup:
     """Lower is served first."""
     arrival: int = 0
     """Count of requests before it."""
-    arrival_time: float = field(default_factory=time.monotonic)
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values another request had left behind."""
     sequences: list[Sequence] = field(init=False)
@@ -106,5 +103,4 @@ class SequenceGroup:
 
     @property
     def finished(self) -> bool:
-        """Whether every sample is."""
         return all(sequence.finished for sequence in self.sequences)

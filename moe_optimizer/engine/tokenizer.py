@@ -40,6 +40,24 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def chat_prompt(tokenizer: Any | None, messages: Any, **options: Any) -> list[int]:
+    """Return a conversation as the model's template writes it, by default up to where the answer begins.
+
+    Raises:
+        InputError: there is no template, or it refuses the messages or the options.
+    """
+    from jinja2 import TemplateError
+
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise InputError("messages: got a conversation, and the model has no chat template", hint="use completions")
+    try:
+        return tokenizer.apply_chat_template(
+            messages, **{"add_generation_prompt": True, **options, "return_dict": False}
+        )
+    except (TemplateError, ValueError, TypeError) as error:
+        raise InputError(f"messages: {error}") from None
+
+
 def end_token_ids(config: PreTrainedConfig, folder: Path, tokenizer: Any | None) -> frozenset[int]:
     """Return the tokens that end an output: of the tokenizer, config.json and generation_config.json."""
     found: list[Any] = [getattr(config, "eos_token_id", None), tokenizer and tokenizer.eos_token_id]

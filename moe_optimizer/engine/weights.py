@@ -1,7 +1,5 @@
 """Loads a checkpoint into a model: safetensors, or with an explicit flag torch's .bin files."""
 
-from __future__ import annotations
-
 import pickle
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +31,9 @@ def load_weights(model: CausalLM, folder: Path, load_format: LoadFormat, *, seed
         InputError: a tensor is missing, has another shape, or belongs nowhere; or a file cannot be read.
     """
     if load_format == "dummy":
-        _fill_at_random(model, seed)
+        generator = torch.Generator(device=model.model.norm.weight.device).manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
         return
     loaded: Counter[str] = Counter()
     parameters = dict(model.named_parameters())
@@ -55,27 +55,16 @@ def load_weights(model: CausalLM, folder: Path, load_format: LoadFormat, *, seed
             raise InputError(f"{folder}: {name}: got {loaded[name]} elements, expected {parameter.numel()}")
 
 
-def _fill_at_random(model: CausalLM, seed: int) -> None:
-    generator = torch.Generator(device=model.model.norm.weight.device).manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.data.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
-
-
 def _tensors(folder: Path, load_format: LoadFormat) -> Iterator[tuple[str, Tensor]]:
-    if load_format == "pt":
-        for path in _files(folder, "pytorch_model.bin"):
-            try:
-                yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
-            except (pickle.UnpicklingError, RuntimeError) as error:
-                raise InputError(f"{path}: cannot be read as tensors: {str(error).splitlines()[0]}") from None
-        return
-    for path in _files(folder, "model.safetensors"):
+    for path in _files(folder, "pytorch_model.bin" if load_format == "pt" else "model.safetensors"):
         try:
+            if load_format == "pt":
+                yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
+                continue
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (no mapping)
-                    yield name, file.get_tensor(name)
-        except SafetensorError as error:
-            raise InputError(f"{path}: got a file that cannot be read, expected safetensors: {error}") from None
+                yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118  (no mapping)
+        except (pickle.UnpicklingError, RuntimeError, SafetensorError) as error:
+            raise InputError(f"{path}: cannot be read as tensors: {str(error).splitlines()[0]}") from None
 
 
 def _files(folder: Path, single: str) -> list[Path]:

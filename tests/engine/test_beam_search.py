@@ -66,3 +66,11 @@ def test_a_beam_that_ends_is_complete_and_the_others_go_on(tiny_model: Callable[
 def test_a_width_beyond_the_reported_logprobs_is_refused() -> None:
     with pytest.raises(InputError, match="beam_width"):
         BeamSearchParams(beam_width=51, max_tokens=3)
+
+
+def test_a_prompt_that_reaches_the_context_before_the_others_keeps_its_beams(tiny_model: Callable[..., Path]) -> None:
+    llm = LLM(
+        str(tiny_model("qwen3")), skip_tokenizer_init=True, max_model_len=8, num_gpu_blocks_override=16, max_num_seqs=8
+    )
+    outputs = llm.beam_search([[1, 2, 3, 4, 5, 6], [7]], BeamSearchParams(beam_width=2, max_tokens=5))
+    assert [[len(beam.tokens) for beam in output.sequences] for output in outputs] == [[8, 8], [6, 6]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_optimizer.engine import LLM, SamplingParams
-from moe_optimizer.engine.detokenizer import Detokenizer, decode
+from moe_optimizer.engine.detokenizer import Detokenizer
 
 TEXTS = ["def add(a, b):\n    return a", "naïve café — 漢字 🎉🎉 end", "\n\n\n   \t x", ""]
 
@@ -20,7 +20,6 @@ def test_pieces_are_the_whole(tiny_moe_llm: LLM, text: str) -> None:
         assert detokenizer.append(token_id) is None
         shown += detokenizer.show(finished=False)
     assert shown + detokenizer.show(finished=True) == text
-    assert decode(tokenizer, prompt, token_ids, skip_special_tokens=True) == text
 
 
 def test_the_beginning_of_a_stop_string_is_held_back(tiny_moe_llm: LLM) -> None:

@@ -1,7 +1,5 @@
 """Defines what an attention backend computes."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor
@@ -26,10 +24,3 @@ class AttentionBackend(Protocol):
         cache_2BSKd[0] holds keys, [1] values. Query head h reads key/value head h // (H / K).
         """
         ...
-
-
-def store(k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, slots_T: Tensor) -> None:
-    """Write keys and values into their slots of the cache."""
-    keys, values = cache_2BSKd.flatten(1, 2)
-    keys.index_copy_(0, slots_T, k_TKd)
-    values.index_copy_(0, slots_T, v_TKd)

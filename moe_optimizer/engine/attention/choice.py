@@ -1,7 +1,5 @@
 """Chooses the attention backend of a device."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Literal
 
@@ -35,7 +33,10 @@ def make_backend(name: BackendName, device: torch.device, block_size: int) -> At
         return FlashAttention()
     if importlib.util.find_spec("triton") is not None:
         if name == "auto":
-            logger.info("attention runs through Triton kernels: %s", why_no_flash)
+            logger.warning(
+                "%s: attention runs through our Triton kernels; what FlashAttention would save is not measured",
+                why_no_flash,
+            )
         from moe_optimizer.engine.attention.triton_attention import TritonAttention
 
         return TritonAttention()

@@ -4,8 +4,6 @@ Legend: T tokens, S sequences, D decodes, G decodes of a group, L longest contex
 The decodes come first: tokens [0, D) are one of each decoding sequence, tokens [D, T) the packed prefills.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -64,9 +62,9 @@ class AttentionContext:
         """The decodes by length: padded to the longest of a group, they read a quarter more than they have."""
         order_D = self.context_lengths_S[: self.num_decodes].argsort()
         num_blocks = [-(-length // self.block_size) for length in self.context_lengths_S[order_D].tolist()]
-        begins = [0]
+        begins: list[int] = []
         for place, number in enumerate(num_blocks):
-            if number > _MOST_PADDING * num_blocks[begins[-1]]:
+            if not begins or number > _MOST_PADDING * num_blocks[begins[-1]]:
                 begins.append(place)
         return [
             self._group(order_D[begin:end], num_blocks[end - 1]) for begin, end in pairwise([*begins, len(num_blocks)])

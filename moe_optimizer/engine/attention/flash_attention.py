@@ -1,7 +1,5 @@
 """Attention through the package flash-attn."""
 
-from __future__ import annotations
-
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
@@ -18,7 +16,6 @@ class FlashAttention:
     def attend(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, context: AttentionContext
     ) -> Tensor:
-        """See `AttentionBackend`."""
         store(k_TKd, v_TKd, cache_2BSKd, context.slots_T)
         keys, values = cache_2BSKd
         count, lengths_S = context.num_decodes, context.context_lengths_S.int()

@@ -1,12 +1,9 @@
 """Attention through torch's `scaled_dot_product_attention`: on every device, in every dtype."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from moe_optimizer.engine.attention.base import store
 from moe_optimizer.engine.attention.context import AttentionContext, DecodeGroup
 
 
@@ -21,14 +18,12 @@ class SdpaAttention:
     def attend(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, context: AttentionContext
     ) -> Tensor:
-        """See `AttentionBackend`."""
-        store(k_TKd, v_TKd, cache_2BSKd, context.slots_T)
+        for stored, new in zip(cache_2BSKd.flatten(1, 2), (k_TKd, v_TKd), strict=True):
+            stored.index_copy_(0, context.slots_T, new)
         out_THd = torch.empty_like(q_THd)
-        if context.num_decodes:
-            for group in context.decode_groups:
-                out_THd.index_copy_(
-                    0, group.rows_G, self._decode(q_THd.index_select(0, group.rows_G), cache_2BSKd, group)
-                )
+        for group in context.decode_groups:
+            out_GHd = self._decode(q_THd.index_select(0, group.rows_G), cache_2BSKd, group)
+            out_THd.index_copy_(0, group.rows_G, out_GHd)
         for prefill, block_ids in zip(context.prefills, context.block_tables_SN[context.num_decodes :], strict=True):
             rows = slice(prefill.begin, prefill.end)
             keys, values = k_TKd[rows], v_TKd[rows]

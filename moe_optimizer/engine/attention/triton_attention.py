@@ -36,7 +36,6 @@ class TritonAttention:
     def attend(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cache_2BSKd: Tensor, context: AttentionContext
     ) -> Tensor:
-        """See `AttentionBackend`."""
         store(k_TKd, v_TKd, cache_2BSKd, context.slots_T)
         out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
         decodes, prefills = context.num_decodes, context.prefills

@@ -5,7 +5,7 @@ Legend: T tokens, H query heads, K key/value heads, d head size.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,11 @@ from moe_optimizer.engine.attention.context import AttentionContext
 from moe_optimizer.engine.layers.linear import Linear, MergedLinear
 from moe_optimizer.engine.layers.norm import RMSNorm
 from moe_optimizer.engine.layers.ranks import ALONE, Ranks
-from moe_optimizer.engine.layers.rope import rotate
+from moe_optimizer.engine.layers.rope import head_size, rotate
 from moe_optimizer.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 QKNorm = Literal["none", "head", "whole"]
 """Whether queries and keys are normalized, and over what: each head, or all heads of a token together."""
@@ -33,31 +36,22 @@ class Attention(nn.Module):
     """[2, blocks, block size, K, d]: this layer's keys and values."""
     backend: AttentionBackend
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool = False,
-        qk_norm: QKNorm = "none",
-        eps: float = 1e-6,
-        clip: float | None = None,
-        ranks: Ranks = ALONE,
-    ) -> None:
+    def __init__(self, config: PreTrainedConfig, qk_norm: QKNorm = "none", ranks: Ranks = ALONE) -> None:
         super().__init__()
         if qk_norm == "whole" and ranks.size > 1:
             raise UnsupportedError(f"tensor_parallel_size: got {ranks.size}, expected 1: the norm spans all heads")
-        self.num_kv_heads = 1 if ranks.size % num_kv_heads == 0 else ranks.share(num_kv_heads, "key/value heads")
-        self.head_dim, self.clip, self.qk_norm = head_dim, clip, qk_norm
-        sizes = {"q": ranks.share(num_heads, "heads") * head_dim}
-        sizes |= {"k": self.num_kv_heads * head_dim, "v": self.num_kv_heads * head_dim}
-        self.qkv_proj = MergedLinear(hidden_size, sizes, bias=bias, ranks=ranks)
-        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=bias, split="inputs", ranks=ranks)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.num_kv_heads = 1 if ranks.size % kv_heads == 0 else ranks.share(kv_heads, "key/value heads")
+        self.head_dim, self.qk_norm = head_size(config), qk_norm
+        self.clip: float | None = getattr(config, "clip_qkv", None)
+        sizes = {"q": ranks.share(heads, "heads") * self.head_dim}
+        sizes |= dict.fromkeys("kv", self.num_kv_heads * self.head_dim)
+        bias = getattr(config, "attention_bias", False)
+        self.qkv_proj = MergedLinear(config.hidden_size, sizes, bias=bias, ranks=ranks)
+        self.o_proj = Linear(heads * self.head_dim, config.hidden_size, bias=bias, ranks=ranks)
         if qk_norm != "none":
-            self.q_norm = RMSNorm(head_dim if qk_norm == "head" else sizes["q"], eps)
-            self.k_norm = RMSNorm(head_dim if qk_norm == "head" else sizes["k"], eps)
+            self.q_norm = RMSNorm(self.head_dim if qk_norm == "head" else sizes["q"], config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim if qk_norm == "head" else sizes["k"], config.rms_norm_eps)
 
     def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
         """Let every token attend to itself and those before it in its sequence."""
@@ -78,5 +72,4 @@ class Attention(nn.Module):
         return rotate(q_THd, cos_T1d, sin_T1d), rotate(k_TKd, cos_T1d, sin_T1d)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> torch.Size:
-        """Return the shape of `kv_cache`."""
         return torch.Size((2, num_blocks, block_size, self.num_kv_heads, self.head_dim))

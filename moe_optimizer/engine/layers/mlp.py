@@ -1,7 +1,5 @@
 """`MLP`: the dense feed-forward layer (SwiGLU)."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,12 +16,10 @@ class MLP(nn.Module):
         super().__init__()
         mine = ranks.share(intermediate_size, "columns of an MLP")
         self.gate_up_proj = MergedLinear(hidden_size, {"gate": mine, "up": mine}, ranks=ranks)
-        self.down_proj = Linear(intermediate_size, hidden_size, split="inputs", ranks=ranks)
+        self.down_proj = Linear(intermediate_size, hidden_size, ranks=ranks)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        """Transform every token."""
         return self.down_proj(self.activated(*self.gate_up_proj(x_TH)))
 
     def activated(self, gate_TI: Tensor, up_TI: Tensor) -> Tensor:
-        """Return silu(gate) * up."""
         return F.silu(gate_TI) * up_TI

@@ -1,7 +1,5 @@
 """`RMSNorm`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +17,6 @@ class RMSNorm(Layer):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension."""
         return self.normalized(x)
 
     def normalized(self, x: Tensor) -> Tensor:

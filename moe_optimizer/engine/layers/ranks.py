@@ -1,7 +1,5 @@
 """`Ranks`: the processes that share a model, and what they tell each other in a layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -31,17 +29,14 @@ class Ranks:
         return count // self.size
 
     def sum(self, x: Tensor) -> Tensor:
-        """Add up the ranks' tensors."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
 
     def least(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers."""
         if self.size == 1:
             return number
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        smallest = torch.tensor(number, device=device)
+        smallest = torch.tensor(number, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(smallest, dist.ReduceOp.MIN)
         return int(smallest)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # Those whose frequencies do not depend on the length of the sequence.
-_SCALED = ("linear", "llama3", "yarn")
+_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class RotaryEmbedding(nn.Module):
@@ -27,10 +27,11 @@ class RotaryEmbedding(nn.Module):
     cos_Ld: Tensor
     sin_Ld: Tensor
 
-    def __init__(self, config: PreTrainedConfig, head_dim: int, max_positions: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: PreTrainedConfig, max_positions: int, dtype: torch.dtype) -> None:
         super().__init__()
-        inv_freq, factor = _frequencies(config, head_dim)
-        angles = torch.arange(max_positions, dtype=torch.float32, device="cpu")[:, None] * inv_freq
+        with torch.device("cpu"):
+            inv_freq, factor = _frequencies(config)
+            angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         self.register_buffer("cos_Ld", (angles.cos() * factor).to(dtype), persistent=False)
         self.register_buffer("sin_Ld", (angles.sin() * factor).to(dtype), persistent=False)
@@ -40,23 +41,25 @@ class RotaryEmbedding(nn.Module):
         return F.embedding(positions_T, self.cos_Ld)[:, None], F.embedding(positions_T, self.sin_Ld)[:, None]
 
 
+def head_size(config: PreTrainedConfig) -> int:
+    """Return the elements of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def rotate(x_TNd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
     """Turn the heads of each token: the first half of a head's elements pairs with the second."""
     first, second = x_TNd.chunk(2, dim=-1)
     return x_TNd * cos_T1d + torch.cat((-second, first), dim=-1) * sin_T1d
 
 
-def _frequencies(config: PreTrainedConfig, head_dim: int) -> tuple[Tensor, float]:
+def _frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
     """Return the inverse frequencies, float32 [d / 2], and the factor of the tables."""
-    kind = config.rope_parameters["rope_type"]
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedError("config.json: rope: got a partial_rotary_factor, expected heads that turn as a whole")
-    with torch.device("cpu"):
-        if kind == "default":
-            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-            return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
-        if kind in _SCALED:
-            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    rope = config.rope_parameters
+    if rope["rope_type"] not in _KINDS or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedError(f"config.json: rope_type: got {rope}, expected one of {', '.join(_KINDS)}, whole heads")
+    if rope["rope_type"] == "default":
+        head_dim = head_size(config)
+        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-            return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    raise UnsupportedError(f"config.json: rope_type: got {kind!r}, expected one of default, {', '.join(_SCALED)}")
+    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))

@@ -24,24 +24,21 @@ from moe_optimizer.engine.layers.rope import RotaryEmbedding
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_PACKED: dict[str, tuple[str, str]] = {
-    "q_proj": ("qkv_proj", "q"),
-    "k_proj": ("qkv_proj", "k"),
-    "v_proj": ("qkv_proj", "v"),
-    "gate_proj": ("gate_up_proj", "gate"),
-    "up_proj": ("gate_up_proj", "up"),
+_PACKED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
-"""Module of a checkpoint: the module that holds its rows, and which rows."""
+"""Module of a checkpoint, which names the rows, and the module that holds them."""
 
 
 class DecoderLayer(nn.Module):
     """Attention and a feed-forward layer, each added to its input."""
 
-    def __init__(self, hidden_size: int, eps: float, attention: Attention, mlp: nn.Module) -> None:
+    def __init__(self, config: PreTrainedConfig, attention: Attention, mlp: nn.Module) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(hidden_size, eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
 
     def forward(
@@ -64,7 +61,6 @@ class Decoder(nn.Module):
         self.norm = norm
 
     def forward(self, token_ids_T: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
-        """Return the last hidden state of every token."""
         x_TH = self.embed_tokens(token_ids_T)
         residual_TH = torch.zeros_like(x_TH)
         for layer in self.layers:
@@ -75,65 +71,34 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module, ABC):
     """A model that predicts the next token. A family says what its layers are and what its weights are called.
 
-    Args:
-        config: as transformers reads it.
-        max_positions: longest sequence.
-        dtype: of the weights; set as torch's default while the model is built.
-        ranks: that share the model.
+    `dtype` is that of the weights, and torch's default while the model is built.
     """
 
     expert_matrices: ClassVar[Mapping[str, str]] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
     """What a checkpoint calls the matrices of an expert."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Parts of a checkpoint's names, and what they are called here."""
-    qk_norm: ClassVar[QKNorm] = "none"
+    qk_norm: QKNorm = "none"
 
     def __init__(self, config: PreTrainedConfig, max_positions: int, dtype: torch.dtype, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.config, self.ranks = config, ranks
         layers = [
-            DecoderLayer(config.hidden_size, config.rms_norm_eps, self.attention(), self.mlp(index))
+            DecoderLayer(config, Attention(config, self.qk_norm, ranks), self.mlp(index))
             for index in range(config.num_hidden_layers)
         ]
-        norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         sizes = (config.vocab_size, config.hidden_size)
-        self.model = Decoder(Embedding(*sizes, ranks=ranks), layers, norm)
+        self.model = Decoder(Embedding(*sizes, ranks=ranks), layers, RMSNorm(config.hidden_size, config.rms_norm_eps))
         self.lm_head = None if config.tie_word_embeddings else Embedding(*sizes, ranks=ranks)
-        self.rope = RotaryEmbedding(config, self.head_dim, max_positions, dtype)
+        self.rope = RotaryEmbedding(config, max_positions, dtype)
 
     @abstractmethod
     def mlp(self, layer: int) -> nn.Module:
-        """Return the feed-forward part of a layer: `MLP` or `MoE`."""
+        """Return the feed-forward part of a layer: `MLP` or `moe`."""
 
-    def moe(self, intermediate_size: int, num_experts: int, *, renormalize: bool) -> MoE:
-        """Return the experts of a layer."""
-        return MoE(
-            self.config.hidden_size,
-            intermediate_size,
-            num_experts=num_experts,
-            top_k=self.config.num_experts_per_tok,
-            renormalize=renormalize,
-            ranks=self.ranks,
-        )
-
-    def attention(self) -> Attention:
-        """Return the attention of a layer."""
-        return Attention(
-            self.config.hidden_size,
-            num_heads=self.config.num_attention_heads,
-            num_kv_heads=self.config.num_key_value_heads,
-            head_dim=self.head_dim,
-            bias=getattr(self.config, "attention_bias", False),
-            qk_norm=self.qk_norm,
-            eps=self.config.rms_norm_eps,
-            clip=getattr(self.config, "clip_qkv", None),
-            ranks=self.ranks,
-        )
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of an attention head."""
-        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+    def moe(self, num_experts: int, intermediate_size: int, *, renormalize: bool) -> MoE:
+        sizes = (num_experts, self.config.hidden_size, intermediate_size)
+        return MoE(sizes, top_k=self.config.num_experts_per_tok, renormalize=renormalize, ranks=self.ranks)
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         """Return the last hidden state [T, H] of every token."""
@@ -144,7 +109,6 @@ class CausalLM(nn.Module, ABC):
         return (self.model.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden_TH)
 
     def attention_layers(self) -> Iterator[Attention]:
-        """Yield the layers that have a KV cache."""
         yield from (module for module in self.modules() if isinstance(module, Attention))
 
     def destination(self, name: str) -> tuple[str, Shard] | None:
@@ -157,9 +121,7 @@ class CausalLM(nn.Module, ABC):
             matrix = self.expert_matrices.get(match[3])
             if matrix is not None:
                 return f"{match[1]}.{'w2' if matrix == 'down' else 'w13'}", (matrix, int(match[2]))
-        module, _, parameter = name.rpartition(".")
-        parent, _, last = module.rpartition(".")
+        parent, _, last = name.rpartition(".")[0].rpartition(".")
         if last in _PACKED:
-            target, shard = _PACKED[last]
-            return f"{parent}.{target}.{parameter}", shard
+            return f"{parent}.{_PACKED[last]}.{name.rpartition('.')[2]}", last.removesuffix("_proj")
         return name, None

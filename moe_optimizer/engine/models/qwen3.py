@@ -1,12 +1,7 @@
 """Qwen3, dense: queries and keys are normalized head by head."""
 
-from __future__ import annotations
-
-from typing import ClassVar
-
 from torch import nn
 
-from moe_optimizer.engine.layers.attention import QKNorm
 from moe_optimizer.engine.layers.mlp import MLP
 from moe_optimizer.engine.models.decoder import CausalLM
 
@@ -14,8 +9,7 @@ from moe_optimizer.engine.models.decoder import CausalLM
 class Qwen3ForCausalLM(CausalLM):
     """`model_type` qwen3."""
 
-    qk_norm: ClassVar[QKNorm] = "head"
+    qk_norm = "head"
 
     def mlp(self, layer: int) -> nn.Module:
-        """Return the same for every layer."""
         return MLP(self.config.hidden_size, self.config.intermediate_size, ranks=self.ranks)

@@ -1,7 +1,5 @@
 """Qwen3-MoE: Qwen3 with experts in most layers."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from moe_optimizer.engine.models.qwen3 import Qwen3ForCausalLM
@@ -16,4 +14,4 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step
         if dense or not config.num_experts:
             return super().mlp(layer)
-        return self.moe(config.moe_intermediate_size, config.num_experts, renormalize=config.norm_topk_prob)
+        return self.moe(config.num_experts, config.moe_intermediate_size, renormalize=config.norm_topk_prob)

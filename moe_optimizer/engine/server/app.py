@@ -1,17 +1,15 @@
 """The routes. Bad input gets a 4xx with the error's text; a client that goes away has its request aborted."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from operator import itemgetter
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from jinja2 import TemplateError
 
 from moe_optimizer.engine.async_llm import AsyncLLM, QueueFullError
 from moe_optimizer.engine.llm import default_sampling_params
@@ -20,6 +18,7 @@ from moe_optimizer.engine.sampling_params import SamplingParams
 from moe_optimizer.engine.server.metrics import Metrics
 from moe_optimizer.engine.server.replies import Reply
 from moe_optimizer.engine.server.schema import ChatRequest, CompletionRequest
+from moe_optimizer.engine.tokenizer import chat_prompt
 from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
 
 Indexed = tuple[int, RequestOutput]
@@ -50,20 +49,24 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        _check_model(body.model, model_name)
         params, prompts = body.sampling_params(defaults), body.prompts()
-        reply = Reply(model_name, chat=False, n=params.n, echo=_texts(llm, prompts) if body.echo else None)
+        decode = llm.engine.tokenizer.decode if body.echo else None
+        echo = decode and [each if isinstance(each, str) else decode(each) for each in prompts]
+        reply = Reply(model_name, chat=False, n=params.n, echo=echo)
         return await answer(prompts, params, reply, body, request)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        _check_model(body.model, model_name)
-        params = body.sampling_params(defaults)
-        return await answer([_templated(llm, body)], params, Reply(model_name, chat=True, n=params.n), body, request)
+        params, messages = body.sampling_params(defaults), [message.plain() for message in body.messages]
+        options = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
+        prompt = chat_prompt(llm.engine.tokenizer, messages, **options)
+        return await answer([prompt], params, Reply(model_name, chat=True, n=params.n), body, request)
 
     async def answer(
         prompts: Any, params: SamplingParams, reply: Reply, body: CompletionRequest | ChatRequest, request: Request
     ) -> Response:
+        if body.model not in (None, model_name):
+            raise _UnknownModelError(f"model: got {body.model!r}, expected {model_name!r}")
         streams = [metrics.watch(llm.generate(prompt, params, priority=body.priority)) for prompt in prompts]
         merged = _merge(streams)
         if not body.stream:
@@ -82,7 +85,7 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
 
     @app.exception_handler(MoeOptimizerError)
     async def _(_request: Request, error: MoeOptimizerError) -> Response:
-        metrics.counts["request_failed_total"] += 1
+        metrics.counts["request_failed"].inc()
         status = 404 if isinstance(error, _UnknownModelError) else 400 if isinstance(error, ValueError) else 500
         status = 503 if isinstance(error, (QueueFullError, ServerFailedError)) else status
         return _error(status, f"{error}" + (f"; hint: {error.hint}" if error.hint else ""))
@@ -94,11 +97,6 @@ class _UnknownModelError(InputError):
     """The client asks for a model that is not served."""
 
 
-def _check_model(asked: str | None, served: str) -> None:
-    if asked not in (None, served):
-        raise _UnknownModelError(f"model: got {asked!r}, expected {served!r}")
-
-
 def _error(status: int, message: str) -> Response:
     return JSONResponse(_error_body(status, message), status)
 
@@ -108,29 +106,9 @@ def _error_body(status: int, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def _templated(llm: AsyncLLM, body: ChatRequest) -> list[int]:
-    tokenizer = llm.engine.tokenizer
-    if tokenizer is None or tokenizer.chat_template is None:
-        raise InputError("messages: got a conversation, and the model has no chat template", hint="use /v1/completions")
-    try:
-        return tokenizer.apply_chat_template(
-            [message.plain() for message in body.messages],
-            add_generation_prompt=body.add_generation_prompt,
-            return_dict=False,
-            **body.chat_template_kwargs,
-        )
-    except (TemplateError, ValueError, TypeError) as error:
-        raise InputError(f"messages: {error}") from None
-
-
-def _texts(llm: AsyncLLM, prompts: list[Any]) -> list[str]:
-    return [prompt if isinstance(prompt, str) else llm.engine.tokenizer.decode(prompt) for prompt in prompts]
-
-
-async def _finished(outputs: AsyncIterator[Indexed]) -> list[RequestOutput]:
-    async with aclosing(outputs):  # type: ignore[type-var]
-        found = {position: output async for position, output in outputs}
-    return [found[position] for position in sorted(found)]
+async def _finished(outputs: AsyncGenerator[Indexed]) -> list[RequestOutput]:
+    async with aclosing(outputs):
+        return [output for _, output in sorted([each async for each in outputs], key=itemgetter(0))]
 
 
 async def _unless_client_leaves(request: Request, outputs: asyncio.Future[Any]) -> Any:
@@ -149,31 +127,36 @@ async def _unless_client_leaves(request: Request, outputs: asyncio.Future[Any]) 
         outputs.cancel()
 
 
-async def _merge(streams: list[AsyncIterator[RequestOutput]]) -> AsyncIterator[Indexed]:
+async def _merge(streams: list[AsyncGenerator[RequestOutput]]) -> AsyncGenerator[Indexed]:
     """Yield the outputs of several streams with their position, as they come. All are closed at the end."""
-    pending: dict[asyncio.Future[RequestOutput], int] = {}
+    # Of one place: what a slow client has not read is merged in the streams, and takes no memory here.
+    queue: asyncio.Queue[Indexed | Exception] = asyncio.Queue(1)
+
+    async def pump(position: int, stream: AsyncGenerator[RequestOutput]) -> None:
+        try:
+            async with aclosing(stream):
+                async for output in stream:
+                    await queue.put((position, output))
+        except Exception as error:  # noqa: BLE001  (whatever it is, the reader waits for it)
+            await queue.put(error)
+
+    pumps = [asyncio.ensure_future(pump(position, stream)) for position, stream in enumerate(streams)]
     try:
-        for position, stream in enumerate(streams):
-            pending[asyncio.ensure_future(anext(stream))] = position
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            # A refusal first: with it nothing of the others is sent, and the client gets its 4xx.
-            for future in sorted(done, key=lambda each: each.exception() is None):
-                position = pending.pop(future)
-                output = future.result()
-                if not output.finished:
-                    pending[asyncio.ensure_future(anext(streams[position]))] = position
-                yield position, output
+        unfinished = len(streams)
+        while unfinished:
+            found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
+            unfinished -= found[1].finished
+            yield found
     finally:
-        for future in pending:
-            future.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()  # type: ignore[attr-defined]
+        for each in pumps:
+            each.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _events(outputs: AsyncIterator[Indexed], first: Indexed, reply: Reply, usage: bool) -> AsyncIterator[str]:
-    async with aclosing(outputs):  # type: ignore[type-var]
+async def _events(outputs: AsyncGenerator[Indexed], first: Indexed, reply: Reply, usage: bool) -> AsyncGenerator[str]:
+    async with aclosing(outputs):
         if chunk := reply.chunk(*first):
             yield _event(chunk)
         try:

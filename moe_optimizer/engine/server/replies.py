@@ -1,23 +1,16 @@
 """`Reply`: a reply of the OpenAI API, made from the engine's outputs."""
 
-from __future__ import annotations
-
 import time
 import uuid
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
-from moe_optimizer.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from moe_optimizer.engine.outputs import Logprob, RequestOutput
 
 
 class Reply:
-    """One reply, whole or in chunks. The samples of all its prompts are numbered through.
-
-    Args:
-        model: name the client knows the model by.
-        chat: whether it answers a conversation.
-        n: samples per prompt.
-        echo: the prompts, where they are repeated before the samples.
+    """One reply, whole or in chunks. The `n` samples of each of its prompts are numbered through; `echo` are the
+    prompts, where they are repeated before the samples.
     """
 
     def __init__(self, model: str, *, chat: bool, n: int, echo: list[str] | None = None) -> None:
@@ -28,30 +21,13 @@ class Reply:
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Return the reply that waits for the end."""
-        choices = []
-        for position, output in enumerate(outputs):
-            self._count(output)
-            for sample in output.outputs:
-                text = (self._echo[position] if self._echo else "") + sample.text
-                content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-                choices.append(self._choice(position, sample, content))
+        several = [self._choices(position, output, "message") for position, output in enumerate(outputs)]
         kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+        return {**self._head, "object": kind, "choices": list(chain(*several)), "usage": self._usage()}
 
     def chunk(self, position: int, output: RequestOutput) -> dict[str, Any] | None:
         """Return a chunk of a streamed reply; None if nothing is new."""
-        self._count(output)
-        choices = []
-        for sample in output.outputs:
-            index = position * self._n + sample.index
-            first = index not in self._begun
-            if not (sample.text or sample.finish_reason or (self._chat and first)):
-                continue
-            self._begun.add(index)
-            text = (self._echo[position] if self._echo and first else "") + sample.text
-            role = {"role": "assistant"} if first else {}
-            content = {"delta": {**role, "content": text}} if self._chat else {"text": text}
-            choices.append(self._choice(position, sample, content))
+        choices = self._choices(position, output, "delta")
         return self._chunk(choices) if choices else None
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -70,21 +46,30 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }
 
-    def _count(self, output: RequestOutput) -> None:
+    def _choices(self, position: int, output: RequestOutput, part: str) -> list[dict[str, Any]]:
+        """Count an output, and return its samples: those of a stream only if something is new."""
         self._num_output += sum(len(sample.token_ids) for sample in output.outputs)
         if output.finished:
             self._num_prompt += len(output.prompt_token_ids)
             self._num_cached += output.num_cached_tokens
-
-    def _choice(self, position: int, sample: CompletionOutput, content: dict[str, Any]) -> dict[str, Any]:
-        make = _chat_logprobs if self._chat else _completion_logprobs
-        return {
-            "index": position * self._n + sample.index,
-            **content,
-            "logprobs": None if sample.logprobs is None else make(sample.token_ids, sample.logprobs),
-            "finish_reason": sample.finish_reason,
-            "stop_reason": sample.stop_reason,
-        }
+        choices = []
+        for sample in output.outputs:
+            index = position * self._n + sample.index
+            first = index not in self._begun
+            if part == "delta" and not (sample.text or sample.finish_reason or (self._chat and first)):
+                continue
+            self._begun.add(index)
+            text = (self._echo[position] if self._echo and first else "") + sample.text
+            role = {"role": "assistant"} if first else {}
+            make = _chat_logprobs if self._chat else _completion_logprobs
+            choices.append({
+                "index": index,
+                **({part: {**role, "content": text}} if self._chat else {"text": text}),
+                "logprobs": None if sample.logprobs is None else make(sample.token_ids, sample.logprobs),
+                "finish_reason": sample.finish_reason,
+                "stop_reason": sample.stop_reason,
+            })  # fmt: skip
+        return choices
 
 
 def _chat_logprobs(token_ids: list[int], logprobs: list[dict[int, Logprob]]) -> dict[str, Any]:

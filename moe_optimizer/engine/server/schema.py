@@ -1,7 +1,5 @@
 """Defines the requests of the OpenAI API; any other field is for `SamplingParams` to know or refuse."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -49,7 +47,6 @@ class CompletionRequest(ApiRequest):
     echo: bool = False
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """See `ApiRequest`."""
         return self._sampling_params(defaults, max_tokens=self.max_tokens, logprobs=self.logprobs)
 
     def prompts(self) -> list[Any]:
@@ -89,7 +86,6 @@ class ChatRequest(ApiRequest):
     response_format: dict[Literal["type"], Literal["text"]] | None = None
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """See `ApiRequest`."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._sampling_params(defaults, max_tokens=limit, logprobs=logprobs)

@@ -1,7 +1,5 @@
 """Starts the server."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Sequence
@@ -25,12 +23,7 @@ def serve(
 ) -> None:
     """Load the model and serve it until the process is told to stop. Requests under way may finish.
 
-    Args:
-        args: those of the engine.
-        host: address to listen on.
-        port: likewise.
-        served_model_name: name that clients ask for; None is the model as it was given.
-        on_ready: called once the server listens.
+    Clients ask for `served_model_name`, by default the model as it was given; `on_ready` is called once it listens.
 
     Raises:
         MoeOptimizerError: the model cannot be loaded, or does not fit.
