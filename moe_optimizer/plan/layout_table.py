@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from moe_optimizer.plan.layout_choice import LayoutChoice, LayoutEstimate
 from moe_optimizer.specs.quantity import bytes_in_words
 
-_BAR = 12
+_BAR = 6
 _WITH_BARS = 79
 
 

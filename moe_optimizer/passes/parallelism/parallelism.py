@@ -297,7 +297,7 @@ def _by_search(ctx: PlanContext) -> str:
     choice = ctx.layout_choice
     if choice is None:
         return ""
-    figures = f"{choice.estimate.tpot_ms:.3g} ms per output token and {choice.estimate.tokens_per_s:.3g} tokens/s"
+    figures = f"{choice.estimate.tpot_ms:.3g} ms per output token and {choice.estimate.tokens_per_s:,.0f} tokens/s"
     why = f"as {choice.pinned_by} asks" if choice.pinned_by else f"the best of {choice.num_layouts} for {choice.goal}"
     clients = f"{choice.clients} client{'s' if choice.clients > 1 else ''}"
     return f"layout {choice.chosen}, {why}: {figures} predicted with {clients}"
