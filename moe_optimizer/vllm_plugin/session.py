@@ -216,19 +216,11 @@ class PluginSession:
             describe: passes and proof entry of a layer that `add_layer` was not called for.
             kernel: which of several kernels ran; "" where there is one.
         """
-        if self._counting and address not in self._layers:
-            pass_names, described_layer = describe()
-            self.add_layer(pass_names, address, described_layer)
-        self.called_again(address, tokens, kernel=kernel)
-
-    def knows(self, address: int) -> bool:
-        """Return whether the layer with its weights at this address is in the proof."""
-        return address in self._layers
-
-    def called_again(self, address: int, tokens: int, *, kernel: str = "") -> None:
-        """Note one run of our kernel for a layer that is in the proof."""
         if not self._counting:
             return
+        if address not in self._layers:
+            pass_names, described_layer = describe()
+            self.add_layer(pass_names, address, described_layer)
         known = self._layers[address]
         layer = known.proof
         layer.calls += 1

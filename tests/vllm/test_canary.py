@@ -81,7 +81,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     kernels = stand_in_kernels(monkeypatch)
-    session = activated(tmp_path, monkeypatch, {"fp8_channel": RANGES})
+    session = activated(tmp_path, monkeypatch, {"fp8_tensor": RANGES})
     generator = torch.Generator().manual_seed(3)
     layer: Any = torch.nn.Module()
     tensors = {

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from moe_optimizer.ops import cpu_calls
-from moe_optimizer.ops.expert_inputs import Inputs
 from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
 from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_session
@@ -41,14 +39,6 @@ def _run_experts(  # noqa: PLR0917 - the op's schema
     w2_bias: torch.Tensor | None,
     format_name: str,
 ) -> None:
-    session = current_session()
-    address = w13.data_ptr()
-    if w13_mask is None and (session is None or session.knows(address)):
-        given = Inputs(x, w13, w2, topk_weights, topk_ids, expert_map, w13_scale, w2_scale, w13_bias, w2_bias, "silu")
-        if cpu_calls.again(given, out):
-            if session is not None:
-                session.called_again(address, x.shape[0])
-            return
     weights = KernelWeights(
         format=format_name,
         w13=w13,
@@ -70,8 +60,9 @@ def _run_experts(  # noqa: PLR0917 - the op's schema
     # Its name matters for a layer that was not named while loading, because vLLM has moved its weights since.
     layer = ExpertsLayer(name="", weights=weights, dtype=x.dtype, top_k=topk_ids.shape[1], expert_map=expert_map)
     layer.format.compute(weights, call)
+    session = current_session()
     if session is not None:
-        session.called(address, x.shape[0], lambda: ((EXPERTS_PASS,), layer.proof()))
+        session.called(w13.data_ptr(), x.shape[0], lambda: ((EXPERTS_PASS,), layer.proof()))
 
 
 def _run_experts_fake(*_args: torch.Tensor | str | None) -> None:
