@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_optimizer.errors import InputError
-from moe_optimizer.files import read_text, write_atomically
 from moe_optimizer.measure.bench.result import Limits
 from moe_optimizer.measure.bench.schedule import Turn
 from moe_optimizer.measure.bench.side import Side
 from moe_optimizer.measure.bench.trace import Load, TraceRequest, draw, loads_of, moved
 from moe_optimizer.measure.bench.workload import Workload
+from moe_optimizer.measure.claimed_folder import claim_folder
 from moe_optimizer.plan.json_codec import encode
 
 _WARM_UP_ROUND = 1_000_000
 """Added to a round's number: requests of the warm-up are not those that count."""
-_DIGEST_FILE = "bench.digest"
-_DIGEST_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,19 +82,6 @@ class BenchRequest:
         Raises:
             InputError: another benchmark's samples are there.
         """
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        mark = self.folder / _DIGEST_FILE
-        if not mark.exists():
-            write_atomically(mark, self._digest() + "\n")
-        elif read_text(mark, max_bytes=_DIGEST_BYTES).strip() != self._digest():
-            raise InputError(
-                f"--run-dir: {self.folder} has samples of other plans or another workload",
-                hint="name another folder, or remove this one",
-            )
-
-    def _digest(self) -> str:
-        """Return a text that is equal for requests whose samples may be put together."""
-        sides = [(side.name, side.url, side.plan.digest if side.plan else None) for side in self.sides]
+        sides = [(side.name, side.url, side.served) for side in self.sides]
         workload = self.workload.model_dump() if self.workload is not None else None
-        what = json.dumps([sides, workload, encode(self.trace), self.tokenizer], sort_keys=True)
-        return hashlib.sha256(what.encode()).hexdigest()[:16]
+        claim_folder(self.folder, [sides, workload, encode(self.trace), self.tokenizer], command="bench")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -48,6 +49,14 @@ class Side:
         if self.plan is None or self.name == STOCK:
             return ()
         return tuple(each.pass_name for each in self.plan.decisions if each.status is Status.ON)
+
+    @property
+    def served(self) -> Any:
+        """What its plan has served, as JSON values; not why: a reason may name what was measured meanwhile."""
+        if self.plan is None:
+            return None
+        decided = [(each.pass_name, each.status.value, each.value, encode(each.params)) for each in self.plan.decisions]
+        return [self.plan.serve_args.words, dict(self.plan.serve_env), encode(self.plan.group), decided]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

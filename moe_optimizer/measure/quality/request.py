@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_optimizer.errors import InputError
-from moe_optimizer.files import read_text, write_atomically
 from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.claimed_folder import claim_folder
 from moe_optimizer.measure.quality.probes import Extent
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.plan.serve_args import ServeArguments
 
-_DIGEST_FILE = "quality.digest"
-_DIGEST_BYTES = 64
 _FLAG = "--max-logprobs"
 VLLMS_TOP = 20
 """vLLM's own limit of top log-probabilities, which a server that somebody else started has."""
@@ -76,30 +71,10 @@ class QualityRequest:
         Raises:
             InputError: another run's answers are there.
         """
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        mark = self.folder / _DIGEST_FILE
-        if not mark.exists():
-            write_atomically(mark, self._digest() + "\n")
-        elif read_text(mark, max_bytes=_DIGEST_BYTES).strip() != self._digest():
-            raise InputError(
-                f"--run-dir: {self.folder} has answers of other plans or texts",
-                hint="name another folder, or remove this one",
-            )
-
-    def _digest(self) -> str:
-        """Return a text that is equal for requests whose answers may be put together."""
-        sides = [(side.name, side.url, _served(side)) for side in (self.plan, self.reference)]
+        sides = [(side.name, side.url, side.served) for side in (self.plan, self.reference)]
         extent = (self.extent.positions, self.extent.generated)
-        what = json.dumps([sides, self.texts, extent, self.top_logprobs, self.prompts, self.tasks, self.task_limit])
-        return hashlib.sha256(what.encode()).hexdigest()[:16]
-
-
-def _served(side: Side) -> Sequence[Sequence[str]]:
-    """Return what a side's plan serves; its reasons may say something new once this run has judged it."""
-    if side.plan is None:
-        return ()
-    decided = [(each.pass_name, each.status.value, each.value) for each in side.plan.decisions]
-    return [side.plan.serve_args.words, *decided]
+        question = [sides, self.texts, extent, self.top_logprobs, self.prompts, self.tasks, self.task_limit]
+        claim_folder(self.folder, question, command="quality")
 
 
 def telling(side: Side, top_logprobs: int) -> Side:

@@ -1,0 +1,36 @@
+"""Keeps what was measured of one question in one folder, in which a run that was stopped goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from moe_optimizer.errors import InputError
+from moe_optimizer.files import read_text, write_atomically
+
+_DIGEST_BYTES = 64
+
+
+def claim_folder(folder: Path, question: Any, *, command: str) -> None:
+    """Create the folder, or take one in which the same question was asked.
+
+    Args:
+        folder: of one run.
+        question: JSON values, equal where what was measured may be put together.
+        command: that asks; it names the file in which the question's digest is kept.
+
+    Raises:
+        InputError: what another question measured is there.
+    """
+    digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    mark = folder / f"{command}.digest"
+    if not mark.exists():
+        write_atomically(mark, digest + "\n")
+    elif read_text(mark, max_bytes=_DIGEST_BYTES).strip() != digest:
+        raise InputError(
+            f"--run-dir: {folder} has what {command} measured of other plans or requests",
+            hint="name another folder, or remove this one",
+        )
