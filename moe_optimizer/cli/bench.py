@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from moe_optimizer.cli import messages
 from moe_optimizer.cli.command_signature import takes
 from moe_optimizer.cli.option_values import positive_numbers, whole_numbers
-from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, BenchOptions, TuneOptions
+from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, BenchOptions, TrafficOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.cli.sides import first_side, named_apart, side_of
 from moe_optimizer.errors import InputError
@@ -70,7 +70,7 @@ def _request(options: BenchOptions, lines: ProgressLines) -> BenchRequest:
     )
 
 
-def traffic_of(options: BenchOptions | TuneOptions) -> tuple[Workload | None, tuple[TraceRequest, ...]]:
+def traffic_of(options: TrafficOptions) -> tuple[Workload | None, tuple[TraceRequest, ...]]:
     """Return the workload of the options, or the requests of their trace.
 
     Raises:

@@ -316,32 +316,9 @@ class ServeOptions(AimOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(PlanOptions):
-    """Options of `moe-optimizer bench`."""
+class MeasuredServersOptions(PlanOptions):
+    """Options of a command that starts servers to measure them."""
 
-    plan: str | None = _option("--plan", "FILE", "Serve this plan (plan.json of a run) instead of a profile's.")
-    against: str | None = _option(
-        "--against", "stock|PROFILE|FILE|URL", "What to compare with; '': nothing.  [default: stock]"
-    )
-    workload: str = _option(
-        "--workload",
-        "NAME|FILE",
-        "Of configs/workloads, or a YAML file, or a trace (.jsonl).  [default: chat]",
-        values=_workloads,
-        default="chat",
-    )
-    clients: str | None = _option("--clients", "N,N,...", "Clients of the closed loop, instead of the workload's.")
-    rates: str | None = _option("--rates", "X,X,...", "Requests per second of an open loop, instead of the workload's.")
-    requests_per_client: int | None = _option(
-        "--requests-per-client", "N", "In each round, instead of the workload's.", whole_number(1, 65_536)
-    )
-    repetitions: int | None = _option(
-        "--repetitions", "N", "Rounds of each side; the more, the narrower.  [default: 5]", whole_number(2, 1000)
-    )
-    ttft: float | None = _option("--ttft", "MS", "Count requests within this time to the first token.", seconds)
-    tpot: float | None = _option("--tpot", "MS", "Count requests within this time per output token.", seconds)
-    tokenizer: str | None = _option("--tokenizer", "DIR", "Where prompts come from.  [default: the model]")
-    run_dir: str | None = _option("--run-dir", "DIR", "Folder for samples and logs.  [default: a new one in runs/]")
     ready_timeout: float | None = _option(
         "--ready-timeout",
         "SECONDS",
@@ -354,11 +331,46 @@ class BenchOptions(PlanOptions):
         f"Time limit for measuring the expert kernels before the start.  [default: {DEFAULT_CALIBRATE_S:g}]",
         seconds_or_none,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficOptions(MeasuredServersOptions):
+    """Options of a command that sends a workload to the servers."""
+
+    workload: str = _option(
+        "--workload",
+        "NAME|FILE",
+        "Of configs/workloads, or a YAML file, or a trace (.jsonl).  [default: chat]",
+        values=_workloads,
+        default="chat",
+    )
+    clients: str | None = _option("--clients", "N,N,...", "Clients of the closed loop, instead of the workload's.")
+    rates: str | None = _option("--rates", "X,X,...", "Requests per second of an open loop, instead of the workload's.")
+    requests_per_client: int | None = _option(
+        "--requests-per-client", "N", "In each round, instead of the workload's.", whole_number(1, 65_536)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(TrafficOptions):
+    """Options of `moe-optimizer bench`."""
+
+    plan: str | None = _option("--plan", "FILE", "Serve this plan (plan.json of a run) instead of a profile's.")
+    against: str | None = _option(
+        "--against", "stock|PROFILE|FILE|URL", "What to compare with; '': nothing.  [default: stock]"
+    )
+    repetitions: int | None = _option(
+        "--repetitions", "N", "Rounds of each side; the more, the narrower.  [default: 5]", whole_number(2, 1000)
+    )
+    ttft: float | None = _option("--ttft", "MS", "Count requests within this time to the first token.", seconds)
+    tpot: float | None = _option("--tpot", "MS", "Count requests within this time per output token.", seconds)
+    tokenizer: str | None = _option("--tokenizer", "DIR", "Where prompts come from.  [default: the model]")
+    run_dir: str | None = _option("--run-dir", "DIR", "Folder for samples and logs.  [default: a new one in runs/]")
     html: str | None = _option("--html", "FILE", "Also write a report: one file, which needs no network.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class QualityOptions(PlanOptions):
+class QualityOptions(MeasuredServersOptions):
     """Options of `moe-optimizer quality`."""
 
     plan: str | None = _option("--plan", "FILE", "Judge this plan (plan.json of a run) instead of a profile's.")
@@ -377,22 +389,10 @@ class QualityOptions(PlanOptions):
     tasks: str | None = _option("--tasks", "NAME,...", "Tasks of lm-evaluation-harness, for example mmlu,gsm8k.")
     task_limit: int | None = _option("--task-limit", "N", "Questions of each task.", whole_number(1, 100_000_000))
     run_dir: str | None = _option("--run-dir", "DIR", "Folder for answers and logs.  [default: a new one in runs/]")
-    ready_timeout: float | None = _option(
-        "--ready-timeout",
-        "SECONDS",
-        f"Stop if a server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
-        seconds,
-    )
-    calibrate: float | None = _option(
-        "--calibrate",
-        "SECONDS",
-        f"Time limit for measuring the expert kernels before the start.  [default: {DEFAULT_CALIBRATE_S:g}]",
-        seconds_or_none,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneOptions(PlanOptions):
+class TuneOptions(TrafficOptions):
     """Options of `moe-optimizer tune`."""
 
     goal: str | None = _option(
@@ -406,18 +406,8 @@ class TuneOptions(PlanOptions):
     only: str | None = _choice(
         "--only", ONLY_TRITON, "Only this step: launch parameters of vLLM's Triton MoE kernel.", (ONLY_TRITON,)
     )
-    workload: str = _option(
-        "--workload",
-        "NAME|FILE",
-        "Of configs/workloads, or a YAML file, or a trace (.jsonl).  [default: chat]",
-        values=_workloads,
-        default="chat",
-    )
     clients: str | None = _option("--clients", "N,N,...", "Clients of the closed loop.  [default: the batch size]")
     rates: str | None = _option("--rates", "X,X,...", "Requests per second of an open loop, instead of clients.")
-    requests_per_client: int | None = _option(
-        "--requests-per-client", "N", "In each round, instead of the workload's.", whole_number(1, 65_536)
-    )
     repetitions: int | None = _option(
         "--repetitions", "N", "Rounds of each candidate; the more, the narrower.  [default: 4]", whole_number(2, 1000)
     )
@@ -425,18 +415,6 @@ class TuneOptions(PlanOptions):
         "--seed", "N", "Of the search among settings.  [default: 0]", whole_number(0, 2**31 - 1), default=0
     )
     run_dir: str | None = _option("--run-dir", "DIR", "Folder for plan and ledger.  [default: a new one in runs/]")
-    ready_timeout: float | None = _option(
-        "--ready-timeout",
-        "SECONDS",
-        f"Stop if a server is not ready by then.  [default: {DEFAULT_READY_TIMEOUT_S:g}]",
-        seconds,
-    )
-    calibrate: float | None = _option(
-        "--calibrate",
-        "SECONDS",
-        f"Time limit for measuring the expert kernels before the start.  [default: {DEFAULT_CALIBRATE_S:g}]",
-        seconds_or_none,
-    )
     tokens: str | None = _option(
         "--tokens", "N,N,...", "Of --only triton: numbers of tokens to tune for.  [default: powers of 2 up to 8192]"
     )
