@@ -85,9 +85,9 @@ def read_measured(path: Path) -> Measured:
         values = {_side_name(side["name"]): dict(_values(side)) for side in content["sides"]}
         environment = {str(key): str(value) for key, value in content["environment"].items()}
         workload = content["workload"]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError):
         raise InputError(
-            f"{file}: not a result of bench: {type(error).__name__} {error}",
+            f"{file}: got another kind of JSON, expected what bench prints: sides, environment, workload",
             hint="give what `moe-optimizer bench --json` printed, or the folder of its run",
         ) from None
     described = json.dumps([workload, content.get("description")], sort_keys=True)
