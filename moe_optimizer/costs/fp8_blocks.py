@@ -1,4 +1,4 @@
-"""Finds slices of a model's matrices that are no whole number of FP8 blocks, and what vLLM makes of them."""
+"""Finds slices of a model's experts that are no whole number of FP8 blocks, and what vLLM makes of them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,6 @@ from moe_optimizer.specs.model import ModelSpec
 
 _FINEST = 32
 """vLLM's own limit: rows and columns of the smallest block that its Triton kernel is given."""
-
-
-def ragged_linear(model: ModelSpec, num_devices: int) -> str:
-    """Return which linear layer vLLM cannot multiply with scales per block, or "" when none is known.
-
-    It quantises a layer's input in groups of 128 and stops at an input that is no multiple of that: the model width,
-    or what a device has of the attention heads and of the dense and shared feed-forward parts. The widths of those are
-    derived from their parameter counts, as gated MLPs.
-    """
-    widths = {"the model width": float(model.hidden_size)}
-    if model.attention.kind in ("mha", "gqa"):
-        widths["the attention heads"] = model.attention.num_heads * model.attention.head_dim / num_devices
-    dense_layers = model.num_layers - model.num_moe_layers
-    if dense_layers:
-        widths["the dense MLP"] = _gated_width(model, model.dense_params, dense_layers) / num_devices
-    if model.num_moe_layers:
-        widths["the shared experts"] = (
-            _gated_width(model, model.shared_expert_params, model.num_moe_layers) / num_devices
-        )
-    for name, width in widths.items():
-        if width % FP8_BLOCK:
-            return f"{name} of a device: {width:g} wide, vLLM needs a multiple of {FP8_BLOCK}"
-    return ""
 
 
 def padded_experts(model: ModelSpec, num_devices: int, *, expert_parallel: bool) -> float:
@@ -57,8 +34,3 @@ def block_of_slice(block: tuple[int, int], width: int, hidden_size: int, num_sli
         return block
     finer = math.gcd(rows, columns, width, hidden_size)
     return (finer, finer) if finer >= _FINEST else block
-
-
-def _gated_width(model: ModelSpec, params: int, layers: int) -> int:
-    # Rounded: a gate of one row beside shared experts is in their count.
-    return round(params / layers / (3 * model.hidden_size))

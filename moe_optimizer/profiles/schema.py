@@ -63,7 +63,7 @@ class Fp8Section(PassSection):
     linears: Mode = "auto"
     """The other matrix weights."""
     granularity: Literal["block", "channel"] = "block"
-    """One scale per 128x128 block, or per output channel."""
+    """Of the experts: one scale per 128x128 block, or per output channel. Linears have one per output channel."""
     quantizer: Literal["auto", "builtin", "transformer_engine"] = "auto"
     """auto: vLLM's own where vLLM converts (GPUs), else the built-in one. All have the same scales. transformer_engine
     is for GPUs and blocks; where it cannot be, the built-in one is used, with a warning."""

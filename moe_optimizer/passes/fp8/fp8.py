@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from moe_optimizer.costs.fp8_blocks import padded_experts, ragged_linear
+from moe_optimizer.costs.fp8_blocks import padded_experts
 from moe_optimizer.costs.roofline import experts_read_ratio
 from moe_optimizer.costs.weights import DTYPE_BYTES
 from moe_optimizer.errors import UnsupportedError
@@ -36,6 +36,9 @@ FORMAT = "fp8"
 _QUANTIZATION_FLAGS = ("--quantization", "--quantization-config")
 _SCHEMES = {"block": "fp8_per_block", "channel": "fp8_per_channel"}
 """Granularity -> vLLM's name of the online scheme, from 0.26 on."""
+_LINEARS = "channel"
+"""Granularity of attention and dense linears. vLLM multiplies them with CUTLASS kernels that it ships compiled; in
+blocks it takes DeepGEMM, which compiles one for most token counts: minutes of a first start, and stalls later."""
 _SCALES = {"block": "one scale per 128x128 block", "channel": "one scale per output channel"}
 _GPU_RECORDS = (
     "benchmarks/records/2026-11-21_h200_fused_experts.json",
@@ -139,16 +142,13 @@ class Fp8(OptimizationPass):
 
     def _refused_parts(self, ctx: PlanContext) -> Decision:
         """Return the decision where neither part is converted."""
-        ragged = "" if ctx.device == "cpu" else _ragged_linear(ctx)
-        if ragged and ctx.profile.passes.fp8.linears != "off":
-            return self.refused(ctx, f"linears: {ragged}")
         what = "the experts are" if ctx.device == "cpu" else "experts and linears are both"
         return self.refused(ctx, f"{what} off in {ctx.profile_origin}")
 
     def _converted(self, ctx: PlanContext, layers: tuple[int, ...], *, experts: bool, linears: bool) -> Decision:
         section, on_cpu = ctx.profile.passes.fp8, ctx.device == "cpu"
         parts = " and ".join(word for word, wanted in (("experts", experts), ("linears", linears)) if wanted)
-        quantizer, warnings = _quantizer(ctx)
+        quantizer, warnings = _quantizer(ctx, experts=experts)
         if on_cpu and section.linears == "on":
             warnings = (f"fp8.linears ({ctx.profile_origin}): {_why_part_off(ctx, 'linears')}", *warnings)
         padding = 1.0 if on_cpu or not experts else _expert_padding(ctx)
@@ -160,12 +160,12 @@ class Fp8(OptimizationPass):
         by = "layer by layer" if on_cpu else "by vLLM"
         records = _CPU_RECORDS if on_cpu else _GPU_RECORDS if experts else ()
         expert_bits, linear_bits = _stored_bits(ctx, layers)
-        env = exact_scales(ctx, blocks=section.granularity == "block")
+        env = exact_scales(ctx, blocks=experts and section.granularity == "block")
         return self.decision(
             ctx,
             Status.ON,
             f"{parts} in FP8",
-            f"{parts} with {_SCALES[section.granularity]}, converted {by} while loading"
+            f"{_scales(section, experts=experts, linears=linears)}, converted {by} while loading"
             f"{_found_while_loading(ctx, layers)}{f'; {WHY}' if env else ''}; {_CHANGES}",
             # vLLM converts on GPUs; with another quantiser than its own, the plugin has to put it there.
             Applier.FLAGS if quantizer == "vllm" else Applier.PLUGIN,
@@ -189,11 +189,20 @@ class Fp8(OptimizationPass):
         )
 
 
+def _scales(section: Fp8Section, *, experts: bool, linears: bool) -> str:
+    """Return what is converted, each part with what its weights share a scale by."""
+    parts = {"experts": section.granularity} if experts else {}
+    if linears:
+        parts["linears"] = _LINEARS
+    if len(set(parts.values())) == 1:
+        return f"{' and '.join(parts)} with {_SCALES[next(iter(parts.values()))]}"
+    return " and ".join(f"{part} with {_SCALES[granularity]}" for part, granularity in parts.items())
+
+
 def _vllm_args(section: Fp8Section, layers: tuple[int, ...], *, experts: bool, linears: bool) -> ServeArguments:
-    scheme = _SCHEMES[section.granularity]
-    config: dict[str, Any] = {"linear": scheme} if linears else {}
+    config: dict[str, Any] = {"linear": _SCHEMES[_LINEARS]} if linears else {}
     if experts:
-        config["moe"] = scheme
+        config["moe"] = _SCHEMES[section.granularity]
     config["ignore"] = ignored_modules(section, layers)
     as_json = json.dumps(config, separators=(",", ":"))
     return ServeArguments("--quantization", "online", "--quantization-config", as_json)
@@ -214,7 +223,7 @@ def _pruned_instead(ctx: PlanContext) -> str:
 def _parts(ctx: PlanContext) -> tuple[bool, bool]:
     """Return whether experts and whether linears are converted."""
     section = ctx.profile.passes.fp8
-    linears = section.linears != "off" and ctx.device == "cuda" and not _ragged_linear(ctx)
+    linears = section.linears != "off" and ctx.device == "cuda"
     return section.experts != "off" and ctx.model.is_moe, linears
 
 
@@ -237,12 +246,6 @@ def _found_while_loading(ctx: PlanContext, layers: tuple[int, ...]) -> str:
     )
 
 
-def _ragged_linear(ctx: PlanContext) -> str:
-    if ctx.profile.passes.fp8.granularity == "channel":
-        return ""
-    return ragged_linear(ctx.model, ctx.parallelism.tensor_parallel_size)
-
-
 def _expert_padding(ctx: PlanContext) -> float:
     """Return by what factor vLLM's conversion of the experts enlarges them."""
     if ctx.profile.passes.fp8.granularity == "channel":
@@ -254,9 +257,6 @@ def _expert_padding(ctx: PlanContext) -> float:
 def _why_part_off(ctx: PlanContext, part: str) -> str:
     if ctx.device == "cpu":
         return f"vLLM's CPU build cannot convert them; they stay {ctx.dtype}"
-    ragged = _ragged_linear(ctx) if part == "linears" else ""
-    if ragged and ctx.profile.passes.fp8.linears != "off":
-        return f"{ragged}; they stay {ctx.dtype}, granularity channel converts them"
     return f"fp8.{part} is off in {ctx.profile_origin}; they stay {ctx.dtype}"
 
 
@@ -267,7 +267,7 @@ def _unconverted_does_not_fit(ctx: PlanContext) -> tuple[str, ...]:
     return (f"in {ctx.dtype} the model does not fit these GPUs",)
 
 
-def _quantizer(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:
+def _quantizer(ctx: PlanContext, *, experts: bool) -> tuple[str, tuple[str, ...]]:
     """Return which quantiser is used, and a warning where it is not the one asked for."""
     section = ctx.profile.passes.fp8
     asked = section.quantizer
@@ -276,7 +276,7 @@ def _quantizer(ctx: PlanContext) -> tuple[str, tuple[str, ...]]:
         return "builtin", unused if asked == "transformer_engine" else ()
     if asked == "auto":
         return "vllm", ()
-    if section.granularity == "channel":
+    if section.granularity == "channel" or not experts:
         return "vllm", (f"fp8.quantizer {asked}: per channel vLLM converts with its own",)
     if asked == "transformer_engine" and not ctx.software.transformer_engine:
         return "builtin", ("fp8.quantizer transformer_engine: it is not installed; builtin is used",)
