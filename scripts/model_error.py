@@ -107,20 +107,19 @@ def cases() -> Iterator[Case]:
                     yield _case(path.stem, side["name"], "tp1", hardware, load["clients"],
                                 (workload["prompt_tokens"], workload["output_tokens"]),
                                 (load["tpot_ms"]["median"], load["output_tokens_per_s"]))  # fmt: skip
-        elif path.stem.endswith(("served", "layouts")):
+        elif path.stem.endswith(("served", "layouts")) and "sides" in record:
             lengths = (record["prompt_tokens"], record["output_tokens"])
             for name, side in record["sides"].items():
                 layout = LAYOUTS.get(name, "tp2" if "_x2_" in path.name else "tp1")
                 for clients, load in side["loads"].items():
                     measured = (load["tpot_ms_median"], load["output_tokens_per_s"])
                     yield _case(path.stem, name, layout, hardware, int(clients), lengths, measured)
-        elif path.stem.endswith("layouts_predicted"):
+        elif "layouts" in record:
             lengths = (record["workload"]["input_tokens"], record["workload"]["output_tokens"])
             for layout, found in record["layouts"].items():
-                for side in found["bench"].get("sides", ()):
-                    for load in side["loads"]:
-                        measured = (load["tpot_ms"]["median"], load["output_tokens_per_s"])
-                        yield _case(path.stem, layout, layout, hardware, load["clients"], lengths, measured)
+                for load in found["loads"]:
+                    measured = (load["tpot_ms"]["median"], load["output_tokens_per_s"])
+                    yield _case(path.stem, layout, layout, hardware, load["clients"], lengths, measured)
 
 
 def _case(  # noqa: PLR0917 - the columns of a row

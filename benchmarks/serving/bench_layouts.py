@@ -1,15 +1,21 @@
-"""Measures one model in several layouts over the GPUs of a machine, beside what the plan predicts of each.
+"""Measures one model in several layouts over the GPUs of a machine.
 
     python benchmarks/serving/bench_layouts.py --model DIR --out FILE [--layouts tp2,tp1x2,tp1dp2ep,tp2ep]
-        [--clients 1,16,128,512] [--profile conservative] [-- further vllm serve arguments]
+        [--clients 1,16,128,512] [--total-s 540] [-- further vllm serve arguments]
+    python benchmarks/serving/bench_layouts.py --model DIR --dry-run h100_sxm
 
-Each layout is served and loaded by `moe-optimizer bench`, one after the other; `moe-optimizer plan` predicts it for as
-many clients. The record is written after each layout, so that a run that is cut keeps what it has.
+Each layout is served and loaded by `moe-optimizer bench`, one after the other. The record is written after each: a run
+that is cut keeps what it has, of a layout that failed or took too long the loads that it answered, and the same command
+with the same file goes on behind it. --dry-run starts nothing: it prints what would run, and what the plan predicts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,58 +27,158 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import gpu_environment, head, parser_of  # noqa: E402
+from moe_optimizer.files import write_atomically  # noqa: E402
+from moe_optimizer.measure.bench.result import Limits, load_result  # noqa: E402
+from moe_optimizer.measure.bench.samples import read_samples  # noqa: E402
+from moe_optimizer.measure.bench.schedule import Turn  # noqa: E402
+from moe_optimizer.measure.bench.trace import loads_of  # noqa: E402
+from moe_optimizer.measure.bench.workload import load_workload  # noqa: E402
+from moe_optimizer.plan.json_codec import encode  # noqa: E402
+from moe_optimizer.server_processes import kill_members  # noqa: E402
+from moe_optimizer.specs.layout import parse_layout  # noqa: E402
 
 COMMAND = (sys.executable, "-m", "moe_optimizer")
+PORTS = 10
+"""From one layout's first port to the next one's: its servers, and the router's two."""
+LEAST_S = 90.0
+"""With less time left no layout is started: it would not get to its first request."""
+STOP_S = 60.0
+"""For `moe-optimizer bench` to stop its servers, before everything is killed."""
 
 
 def main() -> int:
     """Measure each layout and write the record."""
     parser = parser_of(__doc__, commit=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--layouts", default="tp2,tp1x2,tp1dp2ep,tp2ep")
     parser.add_argument("--clients", default="1,16,128,512")
-    parser.add_argument("--profile", default="conservative", help="conservative: vLLM's own kernels")
+    parser.add_argument("--profile", default="conservative", help="default: conservative, vLLM's own kernels")
     parser.add_argument("--input-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--requests-per-client", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--timeout-s", type=float, default=900, help="for one layout")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--layout-s", type=float, default=300, help="for one layout, start and stop included")
+    parser.add_argument("--total-s", type=float, default=3600, help="for all; what does not fit is left out")
+    parser.add_argument("--dry-run", metavar="HARDWARE", help="start nothing; predict for this entry of the catalog")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    options, vllm_args = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
+    options, vllm_args = parser.parse_args(sys.argv[1:at]), sys.argv[at:]
+    layouts = options.layouts.split(",")
+    if options.dry_run:
+        for number, layout in enumerate(layouts):
+            foresee(layout, number, options, vllm_args)
+        return 0
+    if options.out is None:
+        parser.error("--out: expected a file for the record")
+    end = time.monotonic() + options.total_s
+    record = begun(options)
+    for number, layout in enumerate(layouts):
+        if "error" in record["layouts"].get(layout, {"error": "not measured yet"}):
+            record["layouts"][layout] = measured(layout, number, options, vllm_args, end=end)
+            write_atomically(options.out, json.dumps(record, indent=1) + "\n")
+            show(layout, record["layouts"][layout])
+    return int(any("error" in found for found in record["layouts"].values()))
+
+
+def begun(options: Any) -> dict[str, Any]:
+    """Return the record to add to: a new one, or the one that an earlier run of the same loads left."""
     record: dict[str, Any] = {
         **head(
-            "one model in several layouts over the GPUs of a machine, each loaded by moe-optimizer bench, beside the "
-            "plan's prediction; weights are random where vLLM was told to (--load-format dummy), so routing is even",
+            "one model in several layouts over the GPUs of a machine, each loaded by moe-optimizer bench; weights are "
+            "random where vLLM was told to (--load-format dummy), so routing is even",
             options.commit,
         ),
         "environment": gpu_environment(),
-        "workload": {"input_tokens": options.input_tokens, "output_tokens": options.output_tokens},
+        "workload": {
+            "input_tokens": options.input_tokens,
+            "output_tokens": options.output_tokens,
+            "requests_per_client": options.requests_per_client,
+            "max_running": most_clients(options),
+        },
         "layouts": {},
     }
-    for layout in options.layouts.split(","):
-        record["layouts"][layout] = measured(layout, options, vllm_args)
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        show(layout, record["layouts"][layout])
-    return 0
+    if not options.out.exists():
+        return record
+    found = json.loads(options.out.read_text(encoding="utf-8"))
+    for key in ("environment", "workload", "commit"):
+        if found[key] != record[key]:
+            raise SystemExit(f"{options.out}: {key}: got {found[key]}, expected {record[key]}\n\nhint: another --out")
+    return found
 
 
-def measured(layout: str, options: Any, vllm_args: list[str]) -> dict[str, Any]:
-    """Return what one layout does and what was predicted of it; with `error` where it did not run."""
-    most = max(int(count) for count in options.clients.split(","))
-    common = [options.model, "--profile", options.profile, "--layout", layout, "--batch-size", str(most), "--json"]
-    after = ["--", *vllm_args] if vllm_args else []
-    predicted: dict[str, Any] = {}
-    tokens = ["--input-tokens", str(options.input_tokens), "--output-tokens", str(options.output_tokens)]
-    for clients in options.clients.split(","):
-        plan = call(["plan", *common, *tokens, "--clients", clients, *after], 120)
-        predicted[clients] = plan["layouts"]["estimates"][0] if "layouts" in plan else plan
-    with tempfile.TemporaryDirectory() as folder:
-        workload = Path(folder) / "layouts.yaml"
-        workload.write_text(workload_text(options), encoding="utf-8")
-        load = ["--against", "", "--workload", str(workload), "--repetitions", str(options.repetitions)]
-        started = time.monotonic()
-        result = call(["bench", *common, *load, "--run-dir", f"{folder}/run", *after], options.timeout_s)
-    return {"wall_s": round(time.monotonic() - started, 1), "predicted": predicted, "bench": result}
+def measured(layout: str, number: int, options: Any, vllm_args: list[str], *, end: float) -> dict[str, Any]:
+    """Return what one layout does; with `error` where it did not do all of it."""
+    limit_s = min(options.layout_s, end - time.monotonic())
+    if limit_s < LEAST_S:
+        return {"error": f"not started: {max(0.0, limit_s):.0f} s were left", "loads": []}
+    folder = Path(tempfile.mkdtemp(prefix=f"layout-{layout}-"))
+    workload = folder / "layouts.yaml"
+    workload.write_text(workload_text(options), encoding="utf-8")
+    started = time.monotonic()
+    error = run_for([*COMMAND, *bench_arguments(layout, number, options, folder), *vllm_args], folder, limit_s)
+    loads = []
+    for load in loads_of(load_workload(str(workload))):
+        paths = [folder / "run" / f"{Turn(0, load, each).key}.json" for each in range(options.repetitions)]
+        rounds = [read_samples(path) for path in paths if path.exists()]
+        if rounds:
+            loads.append(encode(load_result(load, rounds, Limits())))
+    facts = [json.loads(path.read_text(encoding="utf-8")) for path in (folder / "run").glob("*.start.json")]
+    result = {"wall_s": round(time.monotonic() - started, 1), "starts": facts, "loads": loads}
+    if error:
+        return {"error": error, "log": logs(folder), **result}
+    shutil.rmtree(folder)
+    return result
+
+
+def run_for(command: list[str], folder: Path, limit_s: float) -> str:
+    """Run a command for so long at most; return why it did not end well, or "". Nothing of it is left running."""
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, start_new_session=True)
+    why = ""
+    try:
+        process.wait(max(1.0, limit_s - STOP_S))
+    except subprocess.TimeoutExpired:
+        why = f"longer than {limit_s - STOP_S:.0f} s"
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S / 2)
+        for plan in (folder / "run").rglob("plan.json"):
+            kill_members(process.pid, str(plan))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return why or (f"exit code {process.returncode}" if process.returncode else "")
+
+
+def logs(folder: Path) -> dict[str, str]:
+    """Return the ends of what the command and its servers wrote."""
+    paths = [folder / "err", *sorted((folder / "run").rglob("*.log"))]
+    return {str(path.relative_to(folder)): path.read_text(errors="replace")[-3000:] for path in paths}
+
+
+def bench_arguments(layout: str, number: int, options: Any, folder: Path) -> list[str]:
+    """Return the command's words that measure a layout."""
+    return [
+        *("bench", options.model, *common(layout, number, options)),
+        *("--against", "", "--workload", str(folder / "layouts.yaml"), "--repetitions", str(options.repetitions)),
+        *("--run-dir", str(folder / "run"), "--json"),
+    ]
+
+
+def common(layout: str, number: int, options: Any) -> list[str]:
+    """Return the words that say what is planned."""
+    return [
+        *("--profile", options.profile, "--layout", layout, "--gpus", str(parse_layout(layout).num_devices)),
+        *("--batch-size", str(most_clients(options)), "--port", str(options.port + PORTS * number)),
+    ]
+
+
+def most_clients(options: Any) -> int:
+    """Return the most clients that are asked for; each engine takes as many at once."""
+    return max(int(count) for count in options.clients.split(","))
 
 
 def workload_text(options: Any) -> str:
@@ -80,7 +186,7 @@ def workload_text(options: Any) -> str:
     return (
         "description: requests of one length\nrequests:\n"
         f"  - {{prompt: {_exactly(options.input_tokens)}, output: {_exactly(options.output_tokens)}}}\n"
-        f"clients: [{options.clients}]\nrequests_per_client: 3\n"
+        f"clients: [{options.clients}]\nrequests_per_client: {options.requests_per_client}\n"
     )
 
 
@@ -88,31 +194,33 @@ def _exactly(tokens: int) -> str:
     return f"{{least: {tokens}, most: {tokens}}}"
 
 
-def call(arguments: list[str], timeout_s: float) -> dict[str, Any]:
-    """Return the JSON that a command prints, or what it printed when it failed."""
-    try:
-        done = subprocess.run(
-            [*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout_s
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"longer than {timeout_s:g} s"}
-    if done.returncode:
-        return {"error": done.stderr[-2000:], "exit_code": done.returncode}
-    return json.loads(done.stdout)
+def foresee(layout: str, number: int, options: Any, vllm_args: list[str]) -> None:
+    """Print what would run, and what is predicted of it."""
+    print(f"{layout}: moe-optimizer", *bench_arguments(layout, number, options, Path("/FOLDER")), *vllm_args)
+    lengths = ("--input-tokens", str(options.input_tokens), "--output-tokens", str(options.output_tokens))
+    machine = ("--hardware", options.dry_run, "--json")
+    for clients in options.clients.split(","):
+        asked = [options.model, *common(layout, number, options), *lengths, *machine, "--clients", clients, *vllm_args]
+        done = subprocess.run([*COMMAND, "plan", *asked], cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{layout}: {done.stderr}")
+        plan = json.loads(done.stdout)
+        if clients == options.clients.split(",")[0]:
+            servers = plan["group"]["servers"] if plan["group"] else [plan]
+            print(*(f"  vllm serve {' '.join(server['serve_args'])}" for server in servers), sep="\n")
+        found = plan["layouts"]["estimates"][0]
+        print(f"  {clients:>5} clients: TPOT {found['tpot_ms']} ms, {found['tokens_per_s']} tokens/s")
 
 
 def show(layout: str, found: dict[str, Any]) -> None:
-    """Print predicted and measured side by side."""
-    if "error" in found["bench"]:
-        print(f"{layout}: {found['bench']['error'][-300:]}")
-        return
-    for load in found["bench"]["sides"][0]["loads"]:
-        predicted = found["predicted"].get(str(load["clients"]), {})
+    """Print what was measured."""
+    for load in found["loads"]:
         print(
-            f"{layout:<12}{load['clients']:>5} clients  TPOT {load['tpot_ms']['median']:.2f} ms measured, "
-            f"{predicted.get('tpot_ms')} predicted; {load['output_tokens_per_s']:.0f} tokens/s measured, "
-            f"{predicted.get('tokens_per_s')} predicted"
+            f"{layout:<12}{load['clients']:>5} clients  TPOT {load['tpot_ms']['median']:.2f} ms, "
+            f"TTFT {load['ttft_ms']['median']:.0f} ms, {load['output_tokens_per_s']:.0f} tokens/s"
         )
+    if "error" in found:
+        print(f"{layout}: {found['error']}", found.get("log", {}).get("err", "")[-500:], flush=True)
 
 
 if __name__ == "__main__":
