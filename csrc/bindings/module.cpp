@@ -47,6 +47,28 @@ void fused_experts(const py::dict& experts, const std::string& isa_name) {
   run_checked([&](RoutingError* error) { return fused_experts_cpu(args, isa, error); });
 }
 
+// A call of the CPU experts that was described once and runs again on other tokens: reading a description takes as long
+// as the experts of a small layer.
+class FusedExpertsAgain {
+ public:
+  explicit FusedExpertsAgain(const py::dict& experts)
+      : args_(from_python<FusedExpertsArgs>("experts", experts)), isa_(best_isa()) {}
+
+  void run(int64_t num_tokens, uintptr_t x, uintptr_t out, uintptr_t topk_weights, uintptr_t topk_ids) const {
+    FusedExpertsArgs args = args_;
+    args.num_tokens = num_tokens;
+    args.x = reinterpret_cast<const void*>(x);
+    args.out = reinterpret_cast<void*>(out);
+    args.topk_weights = reinterpret_cast<const float*>(topk_weights);
+    args.topk_ids = reinterpret_cast<const void*>(topk_ids);
+    run_checked([&](RoutingError* error) { return fused_experts_cpu(args, isa_, error); });
+  }
+
+ private:
+  const FusedExpertsArgs args_;
+  const Isa isa_;
+};
+
 void sparse_experts(const py::dict& experts, const py::dict& masks, const std::string& isa_name) {
   const auto args = from_python<FusedExpertsArgs>("experts", experts);
   const auto mask = from_python<SparseMasks>("masks", masks);
@@ -86,6 +108,10 @@ PYBIND11_MODULE(_kernels, module) {
   module.doc() = "Compiled kernels of moe_optimizer.ops; call them through that package.";
   module.def("best_isa", [] { return isa_name(best_isa()); }, "Best instruction set of this machine that was built.");
   module.def("fused_experts", &fused_experts, py::arg("experts"), py::arg("isa") = "");
+  py::class_<FusedExpertsAgain>(module, "FusedExpertsAgain", "A described call of fused_experts, for other tokens.")
+      .def(py::init<const py::dict&>(), py::arg("experts"))
+      .def("run", &FusedExpertsAgain::run, py::arg("num_tokens"), py::arg("x"), py::arg("out"), py::arg("topk_weights"),
+           py::arg("topk_ids"));
   module.def("sparse_experts", &sparse_experts, py::arg("experts"), py::arg("masks"), py::arg("isa") = "");
   module.def("topk_router", &topk_router, py::arg("router"), py::arg("call"));
 #if defined(MOEOPT_CUDA)

@@ -18,7 +18,8 @@ from moe_optimizer.ops.kernel_arguments import Fields
 
 _MOST = 4096
 """Chosen: more layers and kinds of calls than a process has; beyond, everything is forgotten once."""
-_known: dict[tuple[Any, ...], Fields] = {}
+_known: dict[tuple[Any, ...], tuple[Any, int, int]] = {}
+"""Key -> what runs the call again, and the bytes between the tokens of x and of out."""
 
 
 def again(inputs: Inputs, out: Tensor) -> bool:
@@ -29,25 +30,20 @@ def again(inputs: Inputs, out: Tensor) -> bool:
     """
     x = inputs.x
     tokens = x.shape[0] if x.dim() == 2 else 0
-    fields = _known.get(_key(inputs, out)) if tokens else None
-    if fields is None:
+    known = _known.get(_key(inputs, out)) if tokens else None
+    if known is None:
         return False
+    call, x_bytes, out_bytes = known
     x_address, out_address = x.data_ptr(), out.data_ptr()
-    if x_address != out_address:
-        # Shifted over each other, which the kernels cannot do in place: as `overlaps_shifted`.
-        element_bytes = x.element_size()
-        x_bytes = element_bytes * tokens * fields["x_stride"]
-        out_bytes = element_bytes * tokens * fields["out_stride"]
-        if x_address < out_address + out_bytes and out_address < x_address + x_bytes:
-            return False
-    changed = {
-        "num_tokens": tokens,
-        "x": x_address,
-        "out": out_address,
-        "topk_weights": inputs.topk_weights.data_ptr(),
-        "topk_ids": inputs.topk_ids.data_ptr(),
-    }
-    enqueue(fields | changed, "")
+    # Shifted over each other, which the kernels cannot do in place: as `overlaps_shifted`.
+    if x_address != out_address and (
+        x_address < out_address + tokens * out_bytes and out_address < x_address + tokens * x_bytes
+    ):
+        return False
+    try:
+        call.run(tokens, x_address, out_address, inputs.topk_weights.data_ptr(), inputs.topk_ids.data_ptr())
+    except ValueError as error:
+        raise _no_expert(error) from None
     return True
 
 
@@ -56,7 +52,8 @@ def remember(inputs: Inputs, out: Tensor, fields: Fields) -> None:
     if len(_known) >= _MOST:
         _known.clear()
     if inputs.x.shape[0]:
-        _known[_key(inputs, out)] = fields
+        x_bytes, out_bytes = (tensor.stride(0) * tensor.element_size() for tensor in (inputs.x, out))
+        _known[_key(inputs, out)] = _load.kernels().FusedExpertsAgain(fields), x_bytes, out_bytes
 
 
 def enqueue(fields: Fields, isa: str) -> None:
@@ -68,7 +65,11 @@ def enqueue(fields: Fields, isa: str) -> None:
     try:
         _load.kernels().fused_experts(fields, isa)
     except ValueError as error:
-        raise TensorContractError(f"fused_experts: {error}") from None
+        raise _no_expert(error) from None
+
+
+def _no_expert(error: ValueError) -> TensorContractError:
+    return TensorContractError(f"fused_experts: {error}")
 
 
 def _key(inputs: Inputs, out: Tensor) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -215,7 +214,7 @@ class MoeOptimizerCudaExperts(MoeOptimizerExperts):
 
 
 def _run_into(layer: CudaLayer, use: str, call: ExpertsCall, out: torch.Tensor) -> None:
-    layer.run(use, dataclasses.replace(call, out=out))
+    layer.run(use, call._replace(out=out))
     layer.note_run(use, call.x)
 
 

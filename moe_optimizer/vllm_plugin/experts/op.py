@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from moe_optimizer.vllm_plugin.experts.layer import ExpertsLayer
-from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights
+from moe_optimizer.vllm_plugin.experts.weight_format import ExpertsCall, KernelWeights, weight_format
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, current_session
 
 _SCHEMA = (
@@ -39,30 +39,19 @@ def _run_experts(  # noqa: PLR0917 - the op's schema
     w2_bias: torch.Tensor | None,
     format_name: str,
 ) -> None:
-    weights = KernelWeights(
-        format=format_name,
-        w13=w13,
-        w2=w2,
-        w13_scale=w13_scale,
-        w2_scale=w2_scale,
-        w13_mask=w13_mask,
-        w2_mask=w2_mask,
-    )
-    call = ExpertsCall(
-        out=out,
-        x=x,
-        topk_weights=topk_weights,
-        topk_ids=topk_ids,
-        expert_map=expert_map,
-        w13_bias=w13_bias,
-        w2_bias=w2_bias,
-    )
-    # Its name matters for a layer that was not named while loading, because vLLM has moved its weights since.
-    layer = ExpertsLayer(name="", weights=weights, dtype=x.dtype, top_k=topk_ids.shape[1], expert_map=expert_map)
-    layer.format.compute(weights, call)
+    weights = KernelWeights(format_name, w13, w2, w13_scale, w2_scale, w13_mask, w2_mask)
+    call = ExpertsCall(out, x, topk_weights, topk_ids, expert_map, w13_bias, w2_bias)
+    weight_format(format_name).compute(weights, call)
     session = current_session()
     if session is not None:
-        session.called(w13.data_ptr(), x.shape[0], lambda: ((EXPERTS_PASS,), layer.proof()))
+        session.called(w13.data_ptr(), x.shape[0], lambda: ((EXPERTS_PASS,), _unnamed(weights, call).proof()))
+
+
+def _unnamed(weights: KernelWeights, call: ExpertsCall) -> ExpertsLayer:
+    """Return a layer that was not named while loading, because vLLM has moved its weights since."""
+    return ExpertsLayer(
+        name="", weights=weights, dtype=call.x.dtype, top_k=call.topk_ids.shape[1], expert_map=call.expert_map
+    )
 
 
 def _run_experts_fake(*_args: torch.Tensor | str | None) -> None:

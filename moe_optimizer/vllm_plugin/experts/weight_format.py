@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_optimizer.vllm_plugin.session import EXPERTS_PASS, PluginSession
 
@@ -38,9 +37,11 @@ _PARAMETERS = {
 """Field of KernelWeights -> name of the parameter on vLLM's layer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelWeights:
-    """The tensors of one layer that a kernel reads. E local experts, H hidden size, I expert width."""
+class KernelWeights(NamedTuple):
+    """The tensors of one layer that a kernel reads. E local experts, H hidden size, I expert width.
+
+    A tuple, as is the call: on the CPU both are made in every forward, and a frozen dataclass takes four times as long.
+    """
 
     format: str
     """Name of these tensors' format; a planned format may leave a layer plain."""
@@ -68,7 +69,7 @@ class KernelWeights:
     def with_parameters(self, held: Mapping[str, torch.Tensor]) -> KernelWeights:
         """Return them with other tensors under the names of `parameters`."""
         fields = {field: held[name] for field, name in _PARAMETERS.items() if name in held}
-        return replace(self, **fields)
+        return self._replace(**fields)
 
     @property
     def nbytes(self) -> int:
@@ -76,8 +77,7 @@ class KernelWeights:
         return sum(tensor.nbytes for tensor in self.parameters.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsCall:
+class ExpertsCall(NamedTuple):
     """One call of a kernel: T tokens, k experts each."""
 
     out: torch.Tensor

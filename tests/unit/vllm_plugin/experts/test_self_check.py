@@ -88,30 +88,30 @@ def test_it_works_under_the_default_dtype_and_device_that_vllm_loads_with() -> N
 
 
 def swapped_experts(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
-    return dataclasses.replace(weights, w13=weights.w13.flip(0)), call
+    return weights._replace(w13=weights.w13.flip(0)), call
 
 
 def up_before_gate(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
-    return dataclasses.replace(weights, w13=weights.w13.roll(WIDTH, dims=1)), call
+    return weights._replace(w13=weights.w13.roll(WIDTH, dims=1)), call
 
 
 def five_percent_too_large(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
-    return dataclasses.replace(weights, w2=weights.w2 * 1.05), call
+    return weights._replace(w2=weights.w2 * 1.05), call
 
 
 def unweighted(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
-    return weights, dataclasses.replace(call, topk_weights=torch.ones_like(call.topk_weights))
+    return weights, call._replace(topk_weights=torch.ones_like(call.topk_weights))
 
 
 def last_slot_forgotten(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
     ids = call.topk_ids.clone()
     ids[:, -1] = -1
-    return weights, dataclasses.replace(call, topk_ids=ids)
+    return weights, call._replace(topk_ids=ids)
 
 
 def last_token_forgotten(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
     rows = {name: getattr(call, name)[:-1] for name in ("out", "x", "topk_weights", "topk_ids")}
-    return weights, dataclasses.replace(call, **rows)
+    return weights, call._replace(**rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,7 +133,7 @@ def test_a_wrong_kernel_is_seen_every_time(dtype: str, mistake: Any) -> None:
 
 def test_a_kernel_that_ignores_the_expert_map_is_seen() -> None:
     def no_map(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
-        return weights, dataclasses.replace(call, expert_map=None, topk_ids=call.topk_ids // 2)
+        return weights, call._replace(expert_map=None, topk_ids=call.topk_ids // 2)
 
     assert "error" in checked(layer(expert_map=every_other_expert()), no_map).reason
 
@@ -141,7 +141,7 @@ def test_a_kernel_that_ignores_the_expert_map_is_seen() -> None:
 @pytest.mark.parametrize("field", ["w13_bias", "w2_bias"])
 def test_a_kernel_that_ignores_a_bias_is_seen(field: str) -> None:
     def without(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
-        return weights, dataclasses.replace(call, **{field: None})
+        return weights, call._replace(**{field: None})
 
     assert "error" in checked(layer(bias=True), without).reason
 
@@ -189,7 +189,7 @@ def rounding(under_check: ExpertsLayer, share: float) -> CheckedKernel:
         x = call.x.float()
         scale = x.abs().amax(dim=1, keepdim=True) / 448
         rounded = ((x / scale).to(torch.float8_e4m3fn).float() * scale).to(call.x.dtype)
-        under_check.format.compute(under_check.weights, dataclasses.replace(call, x=rounded))
+        under_check.format.compute(under_check.weights, call._replace(x=rounded))
         call.out.mul_(share)
 
     return CheckedKernel(run=run, tokens=(16,), rounds_activations=True)
@@ -261,7 +261,7 @@ def test_two_percent_of_one_tried_expert_is_seen_every_time(form: str, factor: f
             tried.append(expert)
             weights = call.topk_weights.clone()
             weights[call.topk_ids == expert] *= factor
-            of.format.compute(of.weights, dataclasses.replace(call, topk_weights=weights))
+            of.format.compute(of.weights, call._replace(topk_weights=weights))
 
         result = check_layer(right, {"kernel": CheckedKernel(run=run, tokens=(64,))})
         assert f" expert {tried[0]} is off" in result.reason or "error" in result.reason
@@ -278,7 +278,7 @@ def test_two_percent_are_seen_where_the_kernel_rounds_activations() -> None:
 def test_padding_that_a_kernel_computes_is_seen() -> None:
     def padding_as_expert_0(weights: KernelWeights, call: ExpertsCall) -> tuple[KernelWeights, ExpertsCall]:
         ids, ones = call.topk_ids.clamp(min=0), torch.where(call.topk_ids < 0, 1.0, call.topk_weights)
-        return weights, dataclasses.replace(call, topk_ids=ids, topk_weights=ones)
+        return weights, call._replace(topk_ids=ids, topk_weights=ones)
 
     assert "error" in checked(layer(), padding_as_expert_0).reason
 
