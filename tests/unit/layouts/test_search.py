@@ -127,6 +127,14 @@ def test_clients_beyond_the_cache_wait_and_the_first_token_comes_later():
     assert crowded.ttft_ms > 10 * roomy.ttft_ms
 
 
+def test_requests_that_lose_their_room_to_the_answers_of_others_are_read_again():
+    asked = question(gpus=1, clients=256)
+    crowded = rank(asked, "throughput", Limits()).within[0]
+    larger = dataclasses.replace(asked.memory, device_bytes=2 * asked.memory.device_bytes)
+    roomy = dataclasses.replace(asked, clients=crowded.running, memory=larger)
+    assert crowded.tpot_ms > 1.02 * rank(roomy, "throughput", Limits()).within[0].tpot_ms
+
+
 def test_the_question_of_a_gpu_without_a_bandwidth_is_refused():
     gpu = load_catalog_entry("h100_sxm").gpu
     unknown = dataclasses.replace(gpu, memory_bandwidth=dataclasses.replace(gpu.memory_bandwidth, value=0.0))
