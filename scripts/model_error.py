@@ -47,7 +47,6 @@ LAYOUTS = {"slices": "tp2", "experts": "tp2ep", "replicas": "tp1x2"}
 FITTED = {
     ("2026-11-22_h100_served", "stock", 1): "REQUEST_US",
     ("2026-11-21_h200_served", "fp8", 1): "QUANTISE_CALL_US",
-    ("2026-11-21_h200_layouts", "slices", 1): "all_reduce_latency",
 }
 """Cases that a constant was read from; the errors of all others are of predictions."""
 SETTLED = 0.05

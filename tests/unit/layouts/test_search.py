@@ -14,7 +14,7 @@ from moe_optimizer.layouts.serving import memory_of, predict
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
 from tests.builders import deepseek_v3, expert_load, mixtral_8x7b, qwen3_30b_a3b
-from tests.unit.layouts.questions import question
+from tests.unit.layouts.questions import by_itself, question
 
 MODELS = st.sampled_from([qwen3_30b_a3b(), mixtral_8x7b()])
 GPUS, CLIENTS = st.integers(1, 16), st.sampled_from([1, 7, 64, 500])
@@ -82,6 +82,23 @@ def test_one_client_gets_slices_and_a_thousand_get_several_servers_or_copies():
     many = rank(question(gpus=8, clients=1024), "throughput", Limits()).within[0].layout
     assert one.tensor_parallel_size == 8
     assert many.replicas * many.data_parallel_size > 1
+
+
+AICONFIGURATOR = {
+    64: {"tp8": 7116, "tp4x2": 7044, "tp2x4": 6870, "tp1x8": 5764},
+    256: {"tp8": 15964, "tp4x2": 18352, "tp2x4": 15850, "tp1x8": 11478},
+    1024: {"tp8": 15763, "tp4x2": 35205, "tp2x4": 38835, "tp1x8": 31287, "tp1dp4epx2": 32962},
+}
+"""Clients -> layout -> tokens/s that AIConfigurator 0.12 estimates for Qwen3-30B-A3B in BF16 on 8 H100."""
+
+
+@pytest.mark.parametrize("clients", AICONFIGURATOR)
+def test_the_choice_has_95_percent_of_the_best_tokens_per_s_by_aiconfigurator(clients):
+    asked = question(gpus=8, clients=clients, input_tokens=1024, output_tokens=512)
+    chosen = rank(asked, "throughput", Limits(), allowed=by_itself).within[0].layout.name
+    known = AICONFIGURATOR[clients]
+    assert chosen in known
+    assert known[chosen] >= 0.95 * max(known.values())
 
 
 def test_prefill_and_decode_apart_come_after_everything_else():
