@@ -53,8 +53,8 @@ def _chosen(model: ModelSpec, goal: Goal, hardware: str, gpus: int, machines: in
     asked = question(
         model, gpus=gpus, machines=machines, hardware=hardware, clients=clients, input_tokens=1024, output_tokens=512,
         expert_bits=model.weight_bits if model.quant_method else 16, linear_bits=8 if model.weights_are_fp8 else 16,
-        weights=WEIGHTS.get(model.expert_format, ""), servers_per_machine=None if machines == 1 else 1,
+        weights=WEIGHTS.get(model.expert_format, ""),
     )  # fmt: skip
-    # A plan for several machines has one server on each, or one over all; the copies of a server stay on one.
+    # A plan keeps the copies of a server on one machine.
     within = rank(asked, goal, Limits(), allowed=lambda each: by_itself(each) and each.devices_of_stage <= gpus).within
     return within[0].layout.name if within else "does not fit"

@@ -109,10 +109,24 @@ def test_on_the_cpu_nothing_is_predicted_and_nothing_can_be_pinned():
 
 def test_two_machines_that_each_hold_the_model_serve_it_whole():
     plan = planned(num_nodes=2, num_gpus=16)
-    assert choice_of(plan).layout.replicas == 2
-    assert plan.parallelism.pipeline_parallel_size == 1
+    layout = choice_of(plan).layout
+    assert layout.devices_of_server <= 8
+    assert (plan.parallelism.replicas, plan.parallelism.pipeline_parallel_size) == (layout.replicas, 1)
+    assert plan.num_gpus == 16
     large = make_plan(request(deepseek_v3(), gpus("h100_sxm", 8), num_nodes=2, num_gpus=16))
     assert choice_of(large).layout.pipeline_parallel_size == 2
+
+
+@pytest.mark.parametrize("clients", [1, 64, 1024])
+def test_two_machines_are_never_predicted_less_than_one(clients):
+    asked = {"clients": clients, "goal": "throughput"}
+    one, two = (choice_of(planned(**asked, **size)) for size in ({}, {"num_nodes": 2, "num_gpus": 16}))
+    assert two.estimate.tokens_per_s >= 0.985 * one.estimate.tokens_per_s
+
+
+def test_without_replicas_each_of_two_machines_has_one_server():
+    plan = planned(num_nodes=2, num_gpus=16, clients=1024, wishes=resolve_wishes([], ["replicas"]))
+    assert plan.parallelism.replicas == 2
 
 
 def test_sizes_after_the_dashes_are_kept():
