@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +11,7 @@ from moe_optimizer.costs.comm import Group, all_reduce_us
 from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
 from moe_optimizer.specs.quantity import Source
 
+RECORDS = Path(__file__).resolve().parents[3] / "benchmarks" / "records"
 H100 = load_catalog_entry("h100_sxm").gpu
 L40S = load_catalog_entry("l40s").gpu
 
@@ -23,11 +27,17 @@ def test_no_gpu_is_an_error():
 
 @pytest.mark.parametrize(
     ("gpus", "num_bytes", "us"),
-    [(2, 2**12, 4.38), (2, 2**20, 12.4), (2, 2**26, 469), (4, 2**16, 5.8), (4, 2**20, 18.6), (4, 2**26, 619),
-     (8, 2**12, 5.1), (8, 2**16, 7.9), (8, 2**18, 12.0), (8, 2**20, 19.4), (8, 2**26, 577)],
+    [(4, 2**17, 5.8), (4, 2**21, 18.6), (4, 2**23, 53.5), (4, 2**27, 619),
+     (8, 2**13, 5.1), (8, 2**17, 7.9), (8, 2**19, 12.0), (8, 2**21, 19.4), (8, 2**23, 50.7)],
 )  # fmt: skip
-def test_an_all_reduce_takes_what_was_published_of_vllm_on_h100(gpus, num_bytes, us):
+def test_an_all_reduce_takes_what_was_published_of_vllm_on_more_than_two_h100(gpus, num_bytes, us):
     assert all_reduce_us(num_bytes, H100, Group(gpus)).value == pytest.approx(us, rel=0.25)
+
+
+def test_an_all_reduce_takes_what_was_measured_on_two_h100():
+    record = json.loads((RECORDS / "2026-11-22_h100_x2_collectives.json").read_text(encoding="utf-8"))
+    for num_bytes, found in record["times"]["vllm_all_reduce"].items():
+        assert all_reduce_us(int(num_bytes), H100, Group(2)).value == pytest.approx(found["us"], rel=0.25)
 
 
 def test_an_assumed_latency_makes_the_estimate_assumed():
