@@ -56,7 +56,6 @@ NOT_MEASURED: dict[str, dict[str, str]] = {
     "docs/passes/fp8.md": {"at least 1.1x": _SETTING},
     "docs/passes/kv_cache.md": {"perplexity within 2 %": _TEST},
     "docs/passes/parallelism.md": {"and 5 % more tokens per second": _THEIRS},
-    "docs/passes/scheduler.md": {"of an assumed 8 us (25 us": "assumptions, named as such"},
     "docs/passes/tuned_configs.md": {
         "at least 3 % faster": _SETTING,
         "600 s) and": _SETTING,

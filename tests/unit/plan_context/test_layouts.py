@@ -8,7 +8,16 @@ from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.layout_choice import LayoutChoice
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.planner import make_plan
-from tests.builders import cpu_machine, deepseek_v3, gpus, profile_with, qwen3_30b_a3b, request, tiny_moe
+from tests.builders import (
+    cpu_machine,
+    deepseek_v3,
+    gpus,
+    placement_load,
+    profile_with,
+    qwen3_30b_a3b,
+    request,
+    tiny_moe,
+)
 
 
 def choice_of(plan: Plan) -> LayoutChoice:
@@ -127,6 +136,14 @@ def test_two_machines_are_never_predicted_less_than_one(clients):
 def test_without_replicas_each_of_two_machines_has_one_server():
     plan = planned(num_nodes=2, num_gpus=16, clients=1024, wishes=resolve_wishes([], ["replicas"]))
     assert plan.parallelism.replicas == 2
+
+
+def test_a_measured_load_of_the_experts_changes_the_predicted_step():
+    steps = [
+        choice_of(planned(layout="tp1dp8ep", expert_load=load)).estimate.tpot_ms
+        for load in (placement_load(qwen3_30b_a3b(), skew=0.0), placement_load(qwen3_30b_a3b(), skew=2.0))
+    ]
+    assert steps[1] > 1.02 * steps[0]
 
 
 def test_sizes_after_the_dashes_are_kept():
