@@ -32,13 +32,20 @@ class Group:
     num_gpus: int
     num_machines: int = 1
 
+    def __post_init__(self) -> None:
+        """Refuse a group of none."""
+        if self.num_gpus < 1:
+            raise ValueError(f"a group of GPUs: got {self.num_gpus} GPUs, expected at least 1")
+
 
 def all_reduce_us(num_bytes: float, gpu: GpuSpec, group: Group) -> Quantity:
     """Return the time of one all-reduce of `num_bytes` on each GPU of a group, in us; 0 for one GPU.
 
-    latency + 2 (n - 1) / n * bytes / bandwidth (reduce-scatter and all-gather).
+    The shorter of one exchange, in which each GPU reads what all others have, and two, a reduce-scatter and an
+    all-gather: latency + (n - 1) * bytes / bandwidth, or 2 latency + 2 (n - 1) / n * bytes / bandwidth.
     """
-    return _collective_us("all_reduce", 2 * num_bytes, gpu, group)
+    n = group.num_gpus
+    return _collective_us("all_reduce", gpu, group, ways=((1, (n - 1) * num_bytes), (2, 2 * (n - 1) / n * num_bytes)))
 
 
 def gather_us(num_bytes: float, gpu: GpuSpec, group: Group) -> Quantity:
@@ -46,7 +53,8 @@ def gather_us(num_bytes: float, gpu: GpuSpec, group: Group) -> Quantity:
 
     latency + (n - 1) / n * bytes / bandwidth.
     """
-    return _collective_us("gather", num_bytes, gpu, group)
+    n = group.num_gpus
+    return _collective_us("gather", gpu, group, ways=((1, (n - 1) / n * num_bytes),))
 
 
 def send_us(num_bytes: float, gpu: GpuSpec, *, across_machines: bool) -> Quantity:
@@ -57,15 +65,13 @@ def send_us(num_bytes: float, gpu: GpuSpec, *, across_machines: bool) -> Quantit
     return derived(value, unit="us", ref=f"send {num_bytes:.3g} bytes", inputs=(latency, bandwidth))
 
 
-def _collective_us(kind: Kind, num_bytes: float, gpu: GpuSpec, group: Group) -> Quantity:
-    n = group.num_gpus
-    if n < 1:
-        raise ValueError(f"{kind}: got {n} GPUs, expected at least 1")
-    name = kind.replace("_", "-")
+def _collective_us(kind: Kind, gpu: GpuSpec, group: Group, *, ways: tuple[tuple[int, float], ...]) -> Quantity:
+    """Return the time of the shortest of several ways, each a number of exchanges and the bytes a GPU receives."""
+    n, name = group.num_gpus, kind.replace("_", "-")
     if n == 1:
         return Quantity(0.0, "us", Source.MODELLED, f"{name} on one GPU moves nothing")
     latency, bandwidth = _latency(kind, gpu, group), _bandwidth(kind, gpu, group)
-    value = latency.value + num_bytes * (n - 1) / n / bandwidth.value * 1e6
+    value = min(exchanges * latency.value + moved / bandwidth.value * 1e6 for exchanges, moved in ways)
     return derived(value, unit="us", ref=f"{name} over {n} GPUs", inputs=(latency, bandwidth))
 
 

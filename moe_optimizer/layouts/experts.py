@@ -73,7 +73,9 @@ class ExpertTimes:
         hit = expected_experts_hit(shape.num_global_experts, shape.top_k, math.ceil(tokens)) * share
         pairs = tokens * shape.top_k * share
         weights = self.question.model.expert_matrices * shape.hidden_size * shape.intermediate_size
-        activations = pairs * (4 * shape.hidden_size + 8 * shape.intermediate_size) + 4 * tokens * shape.hidden_size
+        # vLLM's kernels take a row for every pair of the step through activation and sum, also of experts elsewhere.
+        rows = pairs if self.ours else tokens * shape.top_k
+        activations = rows * (4 * shape.hidden_size + 8 * shape.intermediate_size) + 4 * tokens * shape.hidden_size
         # Kernels for fewer than 8 bits widen the weights and multiply in BF16.
         fp8 = bits == 8 and gpu.supports("fp8")
         rate = peak_flops(gpu, bits).value * fit.fp8_flop_share if fp8 else peak_flops(gpu, 16).value * fit.flop_share

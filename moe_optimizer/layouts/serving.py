@@ -1,7 +1,8 @@
 """Predicts a closed loop of clients on a layout: time per output token, time to first token, tokens a second.
 
 As many requests run as the cache holds; the other clients wait. Those that run are read and answered in waves: their
-prompts are read in steps of at most `step_tokens`, while requests whose prompts are read already go on, slower.
+prompts are read in steps of at most `step_tokens`, while requests whose prompts are read already go on, slower. vLLM
+takes in whatever prompt has room; what the answers then leave no room for it drops, and reads again.
 """
 
 from __future__ import annotations
@@ -57,10 +58,12 @@ def predict(question: LayoutQuestion, layout: Layout, memory: MemoryPlan) -> Pre
     writers = 1 if layout.disaggregated else layout.replicas
     engines = writers * layout.data_parallel_size
     clients = math.ceil(question.clients / engines)
-    # vLLM takes a request in once its prompt has room, and the answers are at different lengths.
-    held = max(1, memory.kv_tokens // (question.input_tokens + question.output_tokens // 2))
-    running = min(clients, held, question.max_running)
-    loop = _Loop(question, StepModel(question, layout), running)
+    prompt, answer = question.input_tokens, question.output_tokens
+    begun, half, ended = (max(1, memory.kv_tokens // (prompt + written)) for written in (0, answer // 2, answer))
+    most = min(clients, question.max_running)
+    running = min(most, half)
+    dropped = 0 if layout.disaggregated else max(0, min(most, begun) - ended)
+    loop = _Loop(question, StepModel(question, layout), running, dropped)
     loop_us = loop.request_us
     waiting = clients - running
     active = min(question.clients, running * engines)
@@ -77,9 +80,9 @@ def predict(question: LayoutQuestion, layout: Layout, memory: MemoryPlan) -> Pre
 
 
 class _Loop:
-    """`running` requests of one engine, again and again."""
+    """`running` requests of one engine, again and again; `dropped` of them are read twice."""
 
-    def __init__(self, question: LayoutQuestion, model: StepModel, running: int) -> None:
+    def __init__(self, question: LayoutQuestion, model: StepModel, running: int, dropped: int) -> None:
         self.model = model
         layout, stages = model.layout, model.layout.pipeline_parallel_size
         prompt, answer = question.input_tokens, question.output_tokens
@@ -107,8 +110,9 @@ class _Loop:
             first_us += send_us(sent, question.gpu, across_machines=question.num_machines > 1).value
             delay_us = 0.0
         else:
-            # While the later half of the prompts is read, the earlier requests write slower.
-            delay_us = min(others / 2, more_tokens) * max(0.0, others_us / max(1, others) - write_us)
+            # While the later half of the prompts is read, the earlier requests write slower; all while some are again.
+            again = dropped * (prompt + answer / 2) / room
+            delay_us = min(others / 2 + again, more_tokens) * max(0.0, others_us / max(1, others) - write_us)
         self.ttft_us = REQUEST_US + first_us
         self.tpot_us = write_us + delay_us / more_tokens
         # No engine answers more than it can read.

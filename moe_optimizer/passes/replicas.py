@@ -40,10 +40,10 @@ class Replicas(OptimizationPass):
     def why_not(self, ctx: PlanContext) -> str:
         """Needs devices for two servers on one machine, and arguments that servers behind a router can have."""
         why_not = unsafe_flag(ctx, UNSAFE_FLAGS)
-        if ctx.num_servers > 1:
-            why_not = "disaggregation already divides the devices between two servers"
-        elif ctx.request.num_nodes > 1:
+        if ctx.request.num_nodes > 1:
             why_not = "it divides one machine; over several, parallelism.across_nodes says what each serves"
+        elif ctx.num_servers > 1:
+            why_not = "disaggregation already divides the devices between two servers"
         elif ctx.device == "cpu":
             why_not = why_not or undividable_cpu(ctx, _asked(ctx) or _CPU_SERVERS)
         elif ctx.num_gpus < max(2, _asked(ctx) or 0):

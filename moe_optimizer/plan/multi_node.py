@@ -28,6 +28,8 @@ _COMMENT = """\
 """
 _STOP_MARGIN_S = 20
 """Chosen: on top of the time in which a server finishes its requests."""
+_PORT = 8000
+"""vLLM's own default."""
 _START_S = 1800
 """As `serve --ready-timeout`."""
 _PROBE = "moe_optimizer.launcher.progress_probe"
@@ -53,14 +55,16 @@ def render_ray(plan: Plan) -> str:
         lines += _comment(f"{name} lies at {folder} on every machine.")
     environment = [f"export {name}={shlex.quote(value)}" for name, value in _environment(plan, "RUN_DIR").items()]
     if each == 1:
+        servers = plan.parallelism.replicas // nodes
+        what = "a whole server by itself" if servers == 1 else f"{servers} whole servers by themselves"
         lines += [
             "",
             *_comment(
-                f"On each of the {nodes} machines: a whole server by itself, so no Ray; ADDRESS is the machine's own. "
+                f"On each of the {nodes} machines: {what}, so no Ray; ADDRESS is the machine's own. "
                 "Any HTTP load balancer before them spreads the requests, for example vllm-router."
             ),
             *environment,
-            *_command(plan, host="ADDRESS"),
+            *_servers_of_a_machine(plan, servers),
         ]
         return "\n".join(lines) + "\n"
     others = "the other machine" if nodes == 2 else f"each of the other {nodes - 1} machines"
@@ -84,6 +88,23 @@ def render_ray(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _servers_of_a_machine(plan: Plan, count: int) -> list[str]:
+    """Return the commands of a machine's servers; several have GPUs and a port each, and run beside each other."""
+    if count == 1:
+        return _command(plan, host="ADDRESS")
+    gpus, port, lines = plan.num_gpus // plan.parallelism.replicas, _port(plan), list[str]()
+    for number in range(count):
+        own = ",".join(map(str, range(number * gpus, (number + 1) * gpus)))
+        first, *rest = _command(plan, host="ADDRESS", port=port + number)
+        lines += [f"CUDA_VISIBLE_DEVICES={own} {first}", *rest]
+        lines[-1] += " &"
+    return [*lines, "wait"]
+
+
+def _port(plan: Plan) -> int:
+    return plan.serve_args.count("--port") or _PORT
+
+
 def _comment(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
@@ -102,7 +123,7 @@ def render_lws(plan: Plan) -> str:
         template["workerTemplate"] = _pod(plan, "worker", _JOIN)
     else:
         template["workerTemplate"] = _pod(plan, "leader", "")
-    port = plan.serve_args.count("--port") or 8000
+    port = _port(plan)
     documents: list[dict[str, Any]] = []
     if _needs_plan(plan):
         # Pods read the plan's file from it.
@@ -124,7 +145,7 @@ def render_lws(plan: Plan) -> str:
             "apiVersion": "leaderworkerset.x-k8s.io/v1",
             "kind": "LeaderWorkerSet",
             "metadata": {"name": name},
-            "spec": {"replicas": plan.num_nodes // each, "leaderWorkerTemplate": template},
+            "spec": {"replicas": plan.parallelism.replicas, "leaderWorkerTemplate": template},
         },
     ]
     files = [f"{name} lies in the image at {folder}." for name, folder in _files(plan).items()]
@@ -151,15 +172,16 @@ def _dumper() -> type[yaml.SafeDumper]:
 
 
 def _pod(plan: Plan, role: str, ray: str) -> dict[str, Any]:
-    port = plan.serve_args.count("--port") or 8000
+    port = _port(plan)
     steps = [f"mkdir -p {_RUN_DIR} && cp {_PLAN_MOUNT}/plan.json {_RUN_DIR}/"] if _needs_plan(plan) else []
     steps += [ray] if ray else []
+    pods = plan.parallelism.replicas * plan.parallelism.pipeline_parallel_size
     container: dict[str, Any] = {
         "name": f"vllm-{role}",
         "image": f"registry.example/vllm-moe-optimizer:{plan.vllm_version or 'latest'}",
         "command": ["sh", "-ec"],
         "env": [{"name": key, "value": value} for key, value in _environment(plan, _RUN_DIR).items()],
-        "resources": {"limits": {"nvidia.com/gpu": plan.num_gpus // plan.num_nodes}},
+        "resources": {"limits": {"nvidia.com/gpu": plan.num_gpus // pods}},
         "volumeMounts": [
             {"name": "model", "mountPath": _MODEL_MOUNT, "readOnly": True},
             {"name": "shm", "mountPath": "/dev/shm"},
@@ -215,19 +237,19 @@ def _needs_plan(plan: Plan) -> bool:
     return any(decision.applier is Applier.PLUGIN for decision in plan.decisions)
 
 
-def _serve_words(plan: Plan, *, model: str, host: str | None = None) -> list[str]:
+def _serve_words(plan: Plan, *, model: str, host: str | None = None, port: int | None = None) -> list[str]:
     """Return the words of the command, quoted; flag and value together."""
     words = [f"vllm serve {shlex.quote(model)}"]
     for argument in plan.serve_args.arguments:
-        own = ("--host", host) if host is not None and argument.flag == "--host" else argument.words
-        words.append(shlex.join(own))
+        own = {"--host": host, "--port": port}.get(argument.flag)
+        words.append(shlex.join(argument.words if own is None else (argument.flag, str(own))))
     if model != plan.model.path and "--served-model-name" not in plan.serve_args:
         words.append(f"--served-model-name {shlex.quote(plan.model.name)}")
     return words
 
 
-def _command(plan: Plan, host: str | None = None) -> list[str]:
-    first, *rest = _serve_words(plan, model=plan.model.path, host=host)
+def _command(plan: Plan, host: str | None = None, port: int | None = None) -> list[str]:
+    first, *rest = _serve_words(plan, model=plan.model.path, host=host, port=port)
     lines = [first, *(f"  {word}" for word in rest)]
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 

@@ -39,7 +39,7 @@ class ParallelismParams:
     pipeline_parallel_size: int = 1
     """Machines that hold successive layers."""
     replicas: int = 1
-    """Servers on other machines that know nothing of each other."""
+    """Servers over several machines that know nothing of each other; the machines have equally many."""
 
     @property
     def num_devices(self) -> int:

@@ -107,6 +107,14 @@ class PlanContext:
         """The user's own arguments of `vllm serve`. They go before every decision."""
         return self.request.vllm_args
 
+    def with_layout(self, choice: LayoutChoice | None) -> PlanContext:
+        """Return the context for the chosen layout; over several machines each may be divided between servers."""
+        nodes = self.request.num_nodes
+        servers = 1 if choice is None or nodes == 1 else max(1, choice.layout.replicas // nodes)
+        return dataclasses.replace(
+            self, layout_choice=choice, num_gpus=self.num_gpus // servers, num_servers=self.num_servers * servers
+        )
+
     def with_decision(self, decision: Decision) -> PlanContext:
         """Return the context for the passes after `decision`."""
         params = decision.params

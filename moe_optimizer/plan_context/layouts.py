@@ -69,7 +69,8 @@ def with_pinned_layout(ctx: PlanContext) -> PlanContext:
     layout = parse_layout(ctx.request.layout)
     origin = f"flag --layout {layout.name}"
     needed = {
-        "replicas": layout.replicas > ctx.request.num_nodes,
+        # Over several machines no router is planned: servers of parts of them know nothing of each other.
+        "replicas": layout.replicas > 1 and ctx.request.num_nodes == 1,
         "disaggregation": layout.disaggregated,
         "parallelism.expert_parallel": layout.expert_parallel,
     }
@@ -150,7 +151,8 @@ def _most_servers(ctx: PlanContext) -> int | None:
     """Return how many servers may share a machine; None: as many as fit."""
     if ctx.request.layout is not None:
         return max(1, parse_layout(ctx.request.layout).replicas // ctx.request.num_nodes)
-    if ctx.wish("replicas")[0] is Wish.OFF or ctx.request.num_nodes > 1 or unsafe_flag(ctx, UNSAFE_FLAGS):
+    behind_router = ctx.request.num_nodes == 1
+    if ctx.wish("replicas")[0] is Wish.OFF or (behind_router and unsafe_flag(ctx, UNSAFE_FLAGS)):
         return 1
     return ctx.section("replicas").count
 

@@ -48,13 +48,13 @@ def make_plan(request: PlanRequest) -> Plan:
     context = first_context(request, device, num_gpus)
     check_wishes(context.request.wishes, device)
     context = with_pinned_layout(context)
-    context = dataclasses.replace(context, layout_choice=choose_layout(context))
+    context = context.with_layout(choose_layout(context))
     for optimization in all_passes():
         begin = time.perf_counter()
         decision = _without_users(optimization.decide(context), request.vllm_args)
         _log(decision, time.perf_counter() - begin)
         context = context.with_decision(decision)
-    if context.request.num_nodes > 1 and context.num_servers > 1:
+    if context.request.num_nodes > 1 and context.decided["disaggregation"].applier is Applier.SERVERS:
         raise UnsupportedError("disaggregation: its servers are planned on one machine, expected no --nodes")
     _check_load_balancer(context)
     decisions = tuple(context.decided.values())

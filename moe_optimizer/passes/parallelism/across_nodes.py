@@ -48,8 +48,12 @@ def across_nodes(ctx: PlanContext, split: ParallelismParams) -> AcrossNodes:
         why = f"one machine holds the model, so each of {nodes} serves by itself and nothing travels between them"
         if not holds:
             why = f"each of {nodes} machines serves by itself, as {origin} asks"
+        if ctx.num_servers > 1:
+            why = f"{ctx.num_servers} servers on each of {nodes} machines: each holds the model, and nothing travels"
         rejected = {"one server over all machines": "every token would wait for the network between them"}
-        return AcrossNodes(split=dataclasses.replace(split, replicas=nodes), reason=why, rejected=rejected)
+        return AcrossNodes(
+            split=dataclasses.replace(split, replicas=nodes * ctx.num_servers), reason=why, rejected=rejected
+        )
     copies = split.data_parallel_size
     if copies > 1:
         raise UnsupportedError(

@@ -124,7 +124,7 @@ class Parallelism(OptimizationPass):
         return self.decision(
             ctx,
             Status.ON if arguments else Status.OFF,
-            _value(across.split),
+            _value(ctx, across.split),
             "; ".join(filter(None, reasons)),
             Applier.FLAGS if arguments else Applier.NONE,
             evidence=(_RECORD,) if few_gpus_ep else (),
@@ -303,13 +303,14 @@ def _by_search(ctx: PlanContext) -> str:
     return f"layout {choice.chosen}, {why}: {figures} predicted with {clients}"
 
 
-def _value(split: ParallelismParams) -> str:
+def _value(ctx: PlanContext, split: ParallelismParams) -> str:
     parts = [_sizes(split)]
     if split.expert_parallel:
         parts.append(f"EP={split.num_devices}")
     if split.pipeline_parallel_size > 1:
         parts.append(f"PP={split.pipeline_parallel_size}")
-    return " ".join(parts) + (f" on each of {split.replicas} machines" if split.replicas > 1 else "")
+    each = f"{ctx.num_servers} servers " if ctx.num_servers > 1 else ""
+    return " ".join(parts) + (f", {each}on each of {ctx.request.num_nodes} machines" if split.replicas > 1 else "")
 
 
 def _vllm_args(split: ParallelismParams) -> ServeArguments:

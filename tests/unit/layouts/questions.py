@@ -9,11 +9,17 @@ from moe_optimizer.inspection.hardware_catalog import load_catalog_entry
 from moe_optimizer.inspection.kernel_speeds import read_tables, shipped_dir
 from moe_optimizer.layouts.question import STEP_TOKENS, LayoutQuestion
 from moe_optimizer.specs.kernel_speeds import SpeedTables
+from moe_optimizer.specs.layout import Layout
 from moe_optimizer.specs.model import ModelSpec
 from tests.builders import qwen3_30b_a3b
 
 _FILES = sorted(shipped_dir().glob("*.json"))
 TABLES = SpeedTables(tables=tuple(table for path in _FILES for table in read_tables(path)))
+
+
+def by_itself(layout: Layout) -> bool:
+    """Return whether a plan takes a layout that nobody asked for."""
+    return not layout.disaggregated and (layout.data_parallel_size == 1 or layout.expert_parallel)
 
 
 def question(

@@ -14,7 +14,7 @@ from moe_optimizer.layouts.serving import memory_of, predict
 from moe_optimizer.specs.kernel_speeds import SpeedTables
 from moe_optimizer.specs.layout import Layout
 from tests.builders import deepseek_v3, expert_load, mixtral_8x7b, qwen3_30b_a3b
-from tests.unit.layouts.questions import question
+from tests.unit.layouts.questions import by_itself, question
 
 MODELS = st.sampled_from([qwen3_30b_a3b(), mixtral_8x7b()])
 GPUS, CLIENTS = st.integers(1, 16), st.sampled_from([1, 7, 64, 500])
@@ -84,6 +84,23 @@ def test_one_client_gets_slices_and_a_thousand_get_several_servers_or_copies():
     assert many.replicas * many.data_parallel_size > 1
 
 
+AICONFIGURATOR = {
+    64: {"tp8": 7116, "tp4x2": 7044, "tp2x4": 6870, "tp1x8": 5764},
+    256: {"tp8": 15964, "tp4x2": 18352, "tp2x4": 15850, "tp1x8": 11478},
+    1024: {"tp8": 15763, "tp4x2": 35205, "tp2x4": 38835, "tp1x8": 31287, "tp1dp4epx2": 32962},
+}
+"""Clients -> layout -> tokens/s that AIConfigurator 0.12 estimates for Qwen3-30B-A3B in BF16 on 8 H100."""
+
+
+@pytest.mark.parametrize("clients", AICONFIGURATOR)
+def test_the_choice_has_95_percent_of_the_best_tokens_per_s_by_aiconfigurator(clients):
+    asked = question(gpus=8, clients=clients, input_tokens=1024, output_tokens=512)
+    chosen = rank(asked, "throughput", Limits(), allowed=by_itself).within[0].layout.name
+    known = AICONFIGURATOR[clients]
+    assert chosen in known
+    assert known[chosen] >= 0.95 * max(known.values())
+
+
 def test_prefill_and_decode_apart_come_after_everything_else():
     within = rank(question(gpus=8, clients=256), "balanced", Limits()).within
     apart = [each.layout.disaggregated for each in within]
@@ -125,6 +142,14 @@ def test_clients_beyond_the_cache_wait_and_the_first_token_comes_later():
     assert crowded.running + crowded.waiting == 1000
     assert roomy.waiting == 0
     assert crowded.ttft_ms > 10 * roomy.ttft_ms
+
+
+def test_requests_that_lose_their_room_to_the_answers_of_others_are_read_again():
+    asked = question(gpus=1, clients=256)
+    crowded = rank(asked, "throughput", Limits()).within[0]
+    larger = dataclasses.replace(asked.memory, device_bytes=2 * asked.memory.device_bytes)
+    roomy = dataclasses.replace(asked, clients=crowded.running, memory=larger)
+    assert crowded.tpot_ms > 1.02 * rank(roomy, "throughput", Limits()).within[0].tpot_ms
 
 
 def test_the_question_of_a_gpu_without_a_bandwidth_is_refused():

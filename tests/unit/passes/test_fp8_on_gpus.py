@@ -106,10 +106,10 @@ def test_the_gain_is_the_least_time_of_a_step_and_modelled():
     assert 1.0 < gain.ratio.value < 2.0
 
 
-def test_the_gain_over_several_gpus_counts_their_all_reduces_which_are_assumed():
+def test_the_gain_over_several_gpus_counts_their_all_reduces():
     gain = on_gpu().gain
     assert gain is not None
-    assert gain.ratio.source is Source.ASSUMED
+    assert gain.ratio.source is Source.MODELLED
     assert "96 all-reduces" in gain.ratio.ref
 
 

@@ -125,7 +125,6 @@ def test_the_floor_of_a_decode_step_is_evidence_with_its_source():
     # 64 tokens hit 125.9 of 128 experts: 57 GB of experts, 3 GB of the rest, 9.7 GB of cache at 3.35 TB/s.
     assert re.search(r" 64 .* 1536 .* 20\.\d ms.*\(modelled: ", evidence)
     (on_eight,) = decide(hardware=gpus("h100_sxm", 8), batch=64).evidence
-    assert "(assumed: " in on_eight
     assert "96 all-reduces" in on_eight
 
 

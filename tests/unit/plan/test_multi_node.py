@@ -32,11 +32,13 @@ def bf16_deepseek() -> ModelSpec:
 
 def plan(kind: str, **changes: Any) -> Plan:
     model, machine = (qwen3_30b_a3b(), "h100_sxm") if kind == "replicas" else (bf16_deepseek(), "h200")
-    return make_plan(request(model, gpus(machine, 8), "balanced", num_nodes=2, num_gpus=16, **changes))
+    pinned = {"layout": "tp8x2"} if kind == "replicas" and not changes.get("one_server") else {}
+    fields = {"num_nodes": 2, "num_gpus": 16, **pinned, **changes}
+    return make_plan(request(model, gpus(machine, 8), "balanced", **fields))
 
 
 def test_a_model_that_one_machine_holds_is_served_whole_on_each():
-    made = plan("replicas", layout="tp8x2")
+    made = plan("replicas")
     decision = made.decision("parallelism")
     assert (made.parallelism.replicas, made.parallelism.pipeline_parallel_size) == (2, 1)
     assert re.fullmatch("TP=8.* 2 machines", decision.value)
@@ -107,6 +109,19 @@ def test_the_plan_travels_to_every_machine_whose_servers_read_it(kind):
 def test_without_a_part_in_the_plugin_no_plan_travels():
     made = plan("replicas", wishes=resolve_wishes([], ["expert-load"]))
     assert "MOE_OPTIMIZER_PLAN" not in render_ray(made) + render_lws(made)
+
+
+def test_servers_that_share_a_machine_have_gpus_and_a_port_each():
+    made = plan("replicas", layout="tp4x4")
+    assert (made.parallelism.replicas, made.num_nodes, made.num_gpus) == (4, 2, 16)
+    text = render_ray(made).replace("\\\n", " ")
+    commands = [shlex.split(line) for line in text.splitlines() if "vllm serve" in line]
+    assert [command[0] for command in commands] == ["CUDA_VISIBLE_DEVICES=0,1,2,3", "CUDA_VISIBLE_DEVICES=4,5,6,7"]
+    assert [command[command.index("--port") + 1] for command in commands] == ["8000", "8001"]
+    *_, workers = yaml.safe_load_all(render_lws(made))
+    assert workers["spec"]["replicas"] == 4
+    (container,) = workers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
 
 
 def test_replicas_need_no_ray():
