@@ -147,10 +147,11 @@ class LLMEngine:
             self.outputs.accept(sequence, token)
             if sequence.finish_reason is not None:
                 self.scheduler.finish(sequence)
-        for request_id, group in groups.items():
-            if group.finished:
-                del self.groups[request_id]
-        return [output for group in groups.values() if (output := self.outputs.output(group)) is not None]
+        outputs = [output for group in groups.values() if (output := self.outputs.output(group)) is not None]
+        for output in outputs:
+            if output.finished:
+                del self.groups[output.request_id]
+        return outputs
 
     def _checked(self, tokens: Sequences[int]) -> list[int]:
         token_ids, vocab_size = list(tokens), self.config.hf_config.vocab_size
