@@ -141,7 +141,7 @@ class AsyncLLM:
                     self._deliver(output)
         except Exception as error:  # noqa: BLE001  (whatever it is, every request is told)
             _log.error("the engine has stopped", exc_info=True)
-            failure = _guidance(error)
+            failure = f"{type(error).__name__}: {error}; {getattr(error, 'hint', None) or 'its log is above'}"
         self._failure = ServerFailedError(f"the engine has stopped: {failure}")
         for request_id, stream in list(self._streams.items()):
             stream.put(request_id, self._failure)
@@ -161,9 +161,3 @@ class AsyncLLM:
         if output is not None:
             stream = self._streams.pop(output.request_id) if output.finished else self._streams[output.request_id]
             stream.put(output.request_id, output)
-
-
-def _guidance(error: Exception) -> str:
-    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
-        return f"out of memory: lower max_num_seqs, max_num_batched_tokens or gpu_memory_utilization ({error})"
-    return f"{type(error).__name__}: {error}"
