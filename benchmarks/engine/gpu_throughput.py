@@ -1,20 +1,23 @@
 """The engine on a GPU beside vLLM, if that is installed: nano-vLLM's workload, and decode steps of one and 64 requests.
 
-    python benchmarks/engine/gpu_throughput.py --write [--only nano|decode] [--commit HASH] [--quick]
+    python benchmarks/engine/gpu_throughput.py --out FILE [--only nano|decode] [--sides engine,vllm,vllm-plugin]
 
 nano: 256 requests of 100 to 1024 prompt tokens and 100 to 1024 output tokens, the shape of Qwen3-0.6B. decode: the
 shape of Qwen3-30B-A3B, time per output token of 1 and 64 requests with 512 tokens before. Weights are random, so
-routing is near uniform. Each side runs in a process of its own, and some of its requests before they are timed. Prints
-JSON; --write stores it.
+routing is near uniform. vllm-plugin is vLLM with our profile "balanced". Each side runs in a process of its own, and
+some of its requests before they are timed. The record is written after each side, so what was found stays when a later
+one fails; a FILE that is there is continued.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.engine.own_process import in_own_process  # noqa: E402
 from benchmarks.engine.workload import Request, model_folder, peak_bytes, random_requests  # noqa: E402
-from benchmarks.record import gpu_environment, head, packages, parser_of, write_record  # noqa: E402
+from benchmarks.record import gpu_environment, head, packages, parser_of  # noqa: E402
 
 TURNS = 3
 DECODE_TOKENS = 128
@@ -31,51 +34,48 @@ CONTEXT = 512
 
 
 def main() -> None:
-    """Measure every side of every workload, print, and with --write store a record."""
-    parser = parser_of(__doc__, write=True, commit=True)
+    """Measure every side of every workload, and write the record after each."""
+    parser = parser_of(__doc__, commit=True)
+    parser.add_argument("--out", type=Path, required=True, help="the record")
     parser.add_argument("--only", choices=("nano", "decode"))
     parser.add_argument("--sides", default="engine,vllm")
+    parser.add_argument("--limit-s", type=float, default=175, help="of one side of one workload, its start included")
     parser.add_argument("--quick", action="store_true", help="a tenth of the requests, one turn: to see that it runs")
     args = parser.parse_args()
-    import torch
-
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = json.loads(args.out.read_text())["results"] if args.out.exists() else {}
     for workload in ("nano", "decode") if args.only is None else (args.only,):
-        results[workload] = {}
         for side in args.sides.split(","):
             try:
-                results[workload][side] = in_own_process(_measure, side, workload, quick=args.quick)
+                found = in_own_process(_measure, side, workload, limit_s=args.limit_s, quick=args.quick)
             except RuntimeError as error:
-                # What the other sides found is kept.
-                results[workload][side] = {"error": str(error)}
-    installed = [name for name in ("torch", "triton", "vllm", "transformers") if _version(name)]
+                found = {"error": str(error)}
+            print(json.dumps({workload: {side: found}}), flush=True)
+            results.setdefault(workload, {})[side] = found
+            _write(args, results)
+
+
+def _write(args: Any, results: dict[str, Any]) -> None:
+    installed = {each.metadata["Name"] for each in metadata.distributions()}
+    versions = packages(*sorted(installed & {"torch", "triton", "vllm", "transformers"}))
     record = {
         **head("the embedded engine and vLLM on one GPU, the same random weights' shapes and requests", args.commit),
-        "environment": {**gpu_environment(), "packages": packages(*installed)},
+        "environment": {**gpu_environment(), "packages": versions},
         "quick": args.quick,
         "results": results,
     }
-    print(json.dumps(record, indent=1))
-    if args.write:
-        write_record(record, torch.cuda.get_device_name().split()[1].lower(), "engine_throughput")
+    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def _version(name: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(name) is not None
-
-
-def _measure(side: str, workload: str, *, quick: bool) -> dict[str, Any] | None:
-    """Return what one side needed; None if it is not installed."""
-    if side == "vllm" and not _version("vllm"):
-        return None
+def _measure(side: str, workload: str, *, quick: bool) -> dict[str, Any]:
+    """Return what one side needed."""
+    if side == "vllm-plugin":
+        os.environ["MOE_OPTIMIZER_PROFILE"] = "balanced"
     shape = {"nano": "qwen3-0.6b", "decode": "qwen3-30b-a3b"}[workload]
     with tempfile.TemporaryDirectory() as folder:
         name, load_format = model_folder(shape, Path(folder))
         started = time.perf_counter()
         values = {"max_model_len": 4096, "max_num_batched_tokens": 16384, "load_format": load_format}
-        if side == "vllm":
+        if side.startswith("vllm"):
             from vllm import LLM, SamplingParams
         else:
             from moe_optimizer.engine import LLM, SamplingParams

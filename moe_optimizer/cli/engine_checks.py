@@ -45,7 +45,7 @@ def _flash_attention() -> Check:
     if importlib.util.find_spec("flash_attn") is not None:
         return Check("flash-attn", "ok", package_version("flash-attn") or "installed, version unknown")
     name, version = platform.libc_ver()
-    detail = "not installed: the embedded engine's prompts run through torch's own attention"
+    detail = "not installed: the embedded engine's attention runs through our Triton kernels"
     if name == "glibc" and tuple(map(int, version.split(".")[:2])) < _FLASH_ATTENTION_GLIBC:
         wanted = ".".join(map(str, _FLASH_ATTENTION_GLIBC))
         return Check("flash-attn", "note", f"{detail}; its wheels need glibc {wanted}, found {version}")

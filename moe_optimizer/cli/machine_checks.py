@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _MIN_PYTHON = (3, 11)
 _MIN_GLIBC = (2, 28)
 """vLLM's wheels are tagged manylinux_2_28 (CPU build) and newer."""
+_MIN_CUDA = (12, 1)
+"""What the driver has to support for the oldest torch for CUDA that the embedded engine takes."""
 _COMPILERS = ("g++", "c++", "clang++")
 """In the order in which build.sh looks for one."""
 _BUILD_TOOLS = ("cmake", "ninja", "nvcc")
@@ -64,7 +66,12 @@ def _cuda(hardware: HardwareSpec) -> Check:
     if hardware.gpu is None:
         reason = "; ".join(hardware.warnings) or "no NVIDIA GPU found"
         return Check("cuda", "note", reason, "models are served on the CPU; for GPUs install the NVIDIA driver")
-    return Check("cuda", "ok", f"{hardware.cuda_version or 'unknown'}, driver {hardware.driver_version or 'unknown'}")
+    version, driver = hardware.cuda_version or "unknown", hardware.driver_version or "unknown"
+    if hardware.cuda_version and tuple(map(int, version.split(".")[:2])) < _MIN_CUDA:
+        wanted = ".".join(map(str, _MIN_CUDA))
+        detail = f"got {version} of driver {driver}, expected {wanted} or newer"
+        return Check("cuda", "missing", detail, "install a newer NVIDIA driver")
+    return Check("cuda", "ok", f"{version}, driver {driver}")
 
 
 def _gpus(hardware: HardwareSpec) -> Iterator[Check]:

@@ -4,7 +4,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from itertools import count
 from typing import Any
 
@@ -12,10 +12,12 @@ from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.llm_engine import LLMEngine, Prompt
 from moe_optimizer.engine.outputs import RequestOutput
 from moe_optimizer.engine.sampling_params import RequestOutputKind, SamplingParams
-from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
+from moe_optimizer.errors import MoeOptimizerError, ServerFailedError
 from moe_optimizer.log import get_logger
 
 _log = get_logger(__name__)
+Indexed = tuple[int, RequestOutput]
+"""An output, and the position of its prompt."""
 
 
 class QueueFullError(MoeOptimizerError):
@@ -23,34 +25,34 @@ class QueueFullError(MoeOptimizerError):
 
 
 class OutputStream:
-    """The outputs of one request. Those that a slow reader has not taken are merged, so they take no memory."""
+    """The outputs of one reader's requests. Those that it has not taken are merged, so they take no memory."""
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
-        self._output: RequestOutput | Exception | None = None
+        self._outputs: dict[str, RequestOutput | Exception] = {}
 
-    def put(self, output: RequestOutput | Exception) -> None:
+    def put(self, request_id: str, output: RequestOutput | Exception) -> None:
         """Add an output, from any thread; nobody is left to read it if the event loop is closed."""
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._put, output)
+            self._loop.call_soon_threadsafe(self._put, request_id, output)
 
     async def next(self) -> RequestOutput:
-        """Return what is new, as soon as there is something."""
-        await self._ready.wait()
-        output, self._output = self._output, None
-        self._ready.clear()
+        """Return what is new of a request, as soon as there is something."""
+        while not self._outputs:
+            self._ready.clear()
+            await self._ready.wait()
+        output = self._outputs.pop(next(iter(self._outputs)))
         if isinstance(output, Exception):
             raise output
-        assert output is not None, "an output stream was woken for nothing"
         return output
 
-    def _put(self, output: RequestOutput | Exception) -> None:
-        if isinstance(self._output, RequestOutput) and isinstance(output, RequestOutput):
-            self._output.add(output)
+    def _put(self, request_id: str, output: RequestOutput | Exception) -> None:
+        before = self._outputs.get(request_id)
+        if isinstance(before, RequestOutput) and isinstance(output, RequestOutput):
+            before.add(output)
         else:
-            self._output = output
+            self._outputs[request_id] = output
         self._ready.set()
 
 
@@ -68,29 +70,36 @@ class AsyncLLM:
         self._thread.start()
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, priority: int = 0
+        self, prompt: Prompt, params: SamplingParams, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the outputs of a request as they come. Leaving the loop early aborts it."""
-        stream = self.add_request(prompt, params, request_id, priority=priority)
-        finished = False
-        try:
-            while not finished:
-                output = await stream.next()
-                finished = output.finished
+        async with aclosing(self.generate_all([prompt], params, priority=priority)) as outputs:
+            async for _, output in outputs:
                 yield output
+
+    async def generate_all(
+        self, prompts: list[Any], params: SamplingParams, *, priority: int = 0
+    ) -> AsyncGenerator[Indexed]:
+        """Yield the outputs of several as they come. A prompt that is refused ends the others too."""
+        stream, positions = OutputStream(), dict[str, int]()
+        try:
+            for position, prompt in enumerate(prompts):
+                positions[self.add_request(prompt, params, priority=priority, stream=stream)] = position
+            while positions:
+                output = await stream.next()
+                position = positions.pop(output.request_id) if output.finished else positions[output.request_id]
+                yield position, output
         finally:
-            if not finished:
-                self.abort(stream.request_id)
+            for request_id in positions:
+                self.abort(request_id)
 
     async def get_output(self, prompt: Prompt, params: SamplingParams, **options: Any) -> RequestOutput:
         """Return the output of a request once it has finished."""
         final = params.model_copy(update={"output_kind": RequestOutputKind.FINAL_ONLY})
         return [output async for output in self.generate(prompt, final, **options)][-1]
 
-    def add_request(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, priority: int = 0
-    ) -> OutputStream:
-        """Hand a request to the engine, and return its outputs; called in an event loop.
+    def add_request(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, stream: OutputStream) -> str:
+        """Hand a request to the engine, its outputs to `stream`; return its id.
 
         Raises:
             InputError: as `LLMEngine.add_request`.
@@ -102,15 +111,13 @@ class AsyncLLM:
                 f"got {len(self._streams)} requests under way, expected fewer than {self._max_requests}",
                 hint="try again later, or raise max_waiting_requests",
             )
-        request_id = request_id or f"request-{next(self._ids)}"
-        if request_id in self._streams:
-            raise InputError(f"request_id: got {request_id!r}, which is in use, expected a new one")
+        request_id = f"request-{next(self._ids)}"
         group = self.engine.make_group(request_id, prompt, params, priority)
-        stream = self._streams[request_id] = OutputStream(request_id)
+        self._streams[request_id] = stream
         self._commands.put(lambda: self.engine.add_group(group))
         # Behind the two lines above: an engine that stops either finds the stream, or is found stopped here.
         self.check_health()
-        return stream
+        return request_id
 
     def abort(self, request_id: str) -> None:
         """End a request and free what it holds; its stream gets its last output. Unknown ones are ignored."""
@@ -134,10 +141,10 @@ class AsyncLLM:
                     self._deliver(output)
         except Exception as error:  # noqa: BLE001  (whatever it is, every request is told)
             _log.error("the engine has stopped", exc_info=True)
-            failure = _guidance(error)
+            failure = f"{type(error).__name__}: {error}; {getattr(error, 'hint', None) or 'its log is above'}"
         self._failure = ServerFailedError(f"the engine has stopped: {failure}")
-        for stream in list(self._streams.values()):
-            stream.put(self._failure)
+        for request_id, stream in list(self._streams.items()):
+            stream.put(request_id, self._failure)
 
     def _obey(self) -> bool:
         """Carry out what was asked for, and wait while there is nothing to compute; return False to stop."""
@@ -153,10 +160,4 @@ class AsyncLLM:
     def _deliver(self, output: RequestOutput | None) -> None:
         if output is not None:
             stream = self._streams.pop(output.request_id) if output.finished else self._streams[output.request_id]
-            stream.put(output)
-
-
-def _guidance(error: Exception) -> str:
-    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
-        return f"out of memory: lower max_num_seqs, max_num_batched_tokens or gpu_memory_utilization ({error})"
-    return f"{type(error).__name__}: {error}"
+            stream.put(output.request_id, output)

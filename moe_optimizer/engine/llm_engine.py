@@ -8,6 +8,7 @@ from moe_optimizer.engine import protocols
 from moe_optimizer.engine.block_manager import BlockManager
 from moe_optimizer.engine.engine_args import EngineArgs, EngineConfig
 from moe_optimizer.engine.model_runner import ModelRunner
+from moe_optimizer.engine.out_of_memory import out_of_memory_explained
 from moe_optimizer.engine.output_processor import OutputProcessor
 from moe_optimizer.engine.outputs import RequestOutput, SampledToken
 from moe_optimizer.engine.parallel import ParallelExecutor
@@ -50,7 +51,8 @@ class LLMEngine:
     ) -> None:
         self.config = config = EngineConfig.resolve(args)
         make_executor = ModelRunner if args.tensor_parallel_size == 1 else ParallelExecutor
-        self.executor = executor or make_executor(config, sampler)
+        with out_of_memory_explained():
+            self.executor = executor or make_executor(config, sampler)
         size = self.executor.cache_size
         self.scheduler = scheduler or Scheduler(
             BlockManager(size.num_blocks, size.num_host_blocks, args.block_size, args.enable_prefix_caching),
@@ -69,7 +71,8 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Compute one batch of tokens; return what became of the requests in it."""
         step = self.scheduler.schedule()
-        tokens = self.executor.execute(step)
+        with out_of_memory_explained():
+            tokens = self.executor.execute(step)
         self.scheduler.commit(step)
         return self._accept(step.sampled, tokens)
 
@@ -147,10 +150,11 @@ class LLMEngine:
             self.outputs.accept(sequence, token)
             if sequence.finish_reason is not None:
                 self.scheduler.finish(sequence)
-        for request_id, group in groups.items():
-            if group.finished:
-                del self.groups[request_id]
-        return [output for group in groups.values() if (output := self.outputs.output(group)) is not None]
+        outputs = [output for group in groups.values() if (output := self.outputs.output(group)) is not None]
+        for output in outputs:
+            if output.finished:
+                del self.groups[output.request_id]
+        return outputs
 
     def _checked(self, tokens: Sequences[int]) -> list[int]:
         token_ids, vocab_size = list(tokens), self.config.hf_config.vocab_size

@@ -1,5 +1,7 @@
 """`ModelRunner`: turns a packed step into tensors, runs the model, and samples."""
 
+import time
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,6 +21,11 @@ from moe_optimizer.engine.protocols import Sampler
 from moe_optimizer.engine.sampler import TorchSampler
 from moe_optimizer.engine.scheduler_output import SchedulerOutput
 from moe_optimizer.engine.weights import load_weights
+from moe_optimizer.log import get_logger
+
+_log = get_logger(__name__)
+_SLOW_START_S = 20.0
+"""Chosen: what a user asks about."""
 
 
 class ModelRunner:
@@ -78,13 +85,20 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture(self) -> DecodeGraphs:
-        return DecodeGraphs(
+        begun = time.monotonic()
+        graphs = DecodeGraphs(
             self.model,
             capture_sizes(self.config.args.max_num_seqs),
             max_blocks=-(-self.cache_size.max_model_len // self.block_size),
             block_size=self.block_size,
             device=self.config.device,
         )
+        if (spent := time.monotonic() - begun) > _SLOW_START_S:
+            _log.warning(
+                "%.0f s went into kernels and CUDA graphs: fewer sequences (max_num_seqs) need fewer graphs, and "
+                "enforce_eager=True and compile_layers=False leave them out, for slower decodes", spent,
+            )  # fmt: skip
+        return graphs
 
     def _peak_bytes(self) -> int:
         """Return what the largest step needs beside weights and cache; 0 where that is host memory."""

@@ -28,9 +28,9 @@ class OutputProcessor:
 
     def output(self, group: SequenceGroup) -> RequestOutput | None:
         """Return what the request is to be told after a step; None if it is nothing."""
-        params, sequences = group.params, group.sequences
+        params, sequences, finished = group.params, group.sequences, group.finished
         selecting = params.num_samples > params.n
-        if not group.finished and (params.output_kind is RequestOutputKind.FINAL_ONLY or selecting):
+        if not finished and (params.output_kind is RequestOutputKind.FINAL_ONLY or selecting):
             return None
         if selecting:
             sequences = nlargest(params.n, sequences, key=attrgetter("mean_logprob"))
@@ -39,13 +39,13 @@ class OutputProcessor:
             prompt=group.prompt,
             prompt_token_ids=group.prompt_token_ids,
             outputs=[self._completion(index, sequence) for index, sequence in enumerate(sequences)],
-            finished=group.finished,
+            finished=finished,
             num_cached_tokens=group.num_cached_tokens,
         )
 
     def _check_end(self, sequence: Sequence, token_id: int) -> None:
-        params, group = sequence.params, sequence.group
-        ends = token_id in group.end_token_ids and sequence.num_output_tokens >= params.min_tokens
+        params, group, num_output_tokens = sequence.params, sequence.group, sequence.num_output_tokens
+        ends = token_id in group.end_token_ids and num_output_tokens >= params.min_tokens
         if ends:
             sequence.finish_reason = "stop"
             sequence.stop_reason = token_id if token_id in params.stop_token_ids else None
@@ -54,10 +54,10 @@ class OutputProcessor:
         # The text of a token that ends the output is not part of it.
         if sequence.detokenizer is not None and (not ends or params.include_stop_str_in_output):
             stop = sequence.detokenizer.append(token_id)
-            if stop is not None and sequence.num_output_tokens >= params.min_tokens:
+            if stop is not None and num_output_tokens >= params.min_tokens:
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
         if sequence.finish_reason is None and (
-            sequence.num_output_tokens == params.max_tokens or sequence.num_tokens == self.max_model_len
+            num_output_tokens == params.max_tokens or sequence.num_tokens == self.max_model_len
         ):
             sequence.finish_reason = "length"
 

@@ -36,31 +36,33 @@ class PackedBatch:
     @classmethod
     def of(cls, step: SchedulerOutput, block_size: int) -> PackedBatch:
         """Pack a step that the scheduler has made room for."""
-        parts = [(sequence, 1) for sequence in step.decodes] + step.prefills
-        token_ids: list[int] = []
-        positions: list[int] = []
+        token_ids = [sequence.token_ids[-1] for sequence in step.decodes]
+        positions = [sequence.num_computed_tokens for sequence in step.decodes]
+        lengths, sampled = [position + 1 for position in positions], list(range(len(positions)))
         prefills: list[Prefill] = []
-        sampled: list[int] = []
-        for sequence, count in parts:
+        for sequence, count in step.prefills:
             begin, computed = len(positions), sequence.num_computed_tokens
             token_ids += sequence.token_ids[computed : computed + count]
             positions += range(computed, computed + count)
             prefills.append(Prefill(begin, begin + count, computed))
+            lengths.append(computed + count)
             if computed + count == sequence.num_tokens:
                 sampled.append(begin + count - 1)
-        tables = [sequence.block_table.block_ids for sequence, _ in parts]
+        sequences = step.decodes + [sequence for sequence, _ in step.prefills]
+        tables = [sequence.block_table.block_ids for sequence in sequences]
         block_tables = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
         for row, table in zip(block_tables, tables, strict=True):
             row[: len(table)] = table
-        places, rows = np.array(positions, np.int64), np.repeat(np.arange(len(parts)), [count for _, count in parts])
+        counts = [1] * len(step.decodes) + [count for _, count in step.prefills]
+        places, rows = np.array(positions, np.int64), np.repeat(np.arange(len(tables)), counts)
         return cls(
             token_ids=np.array(token_ids, np.int64),
             positions=places,
             slots=block_tables[rows, places // block_size] * np.int64(block_size) + places % block_size,
-            context_lengths=np.array([each.length for each in prefills], np.int64),
+            context_lengths=np.array(lengths, np.int64),
             block_tables=block_tables,
             num_decodes=len(step.decodes),
-            prefills=tuple(prefills[len(step.decodes) :]),
+            prefills=tuple(prefills),
             sampled=np.array(sampled, np.int64),
             swap_out=step.swap_out,
             copies=step.copies,

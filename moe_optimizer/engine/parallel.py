@@ -75,6 +75,9 @@ class ParallelExecutor(ModelRunner):
                 process.terminate()
                 process.join()
         if dist.is_initialized():
+            if dist.get_backend() == "nccl":
+                # Leaving is collective there, and the others are gone.
+                cast(Any, dist.group.WORLD).abort()
             dist.destroy_process_group()
         self._mailbox.close()
         self._mailbox.unlink()

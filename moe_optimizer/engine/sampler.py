@@ -27,11 +27,12 @@ class TorchSampler:
     def sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         reported = [row for row, sequence in enumerate(sequences) if sequence.params.reports_logprob]
         logprobs_RV = logits_SV[reported].log_softmax(-1) if reported else None
-        for logits_V, sequence in zip(logits_SV, sequences, strict=True):
-            if sequence.num_output_tokens < sequence.params.min_tokens:
-                logits_V[sorted(sequence.group.end_token_ids)] = float("-inf")
-            if sequence.params.penalized:
-                _penalize(logits_V, sequence)
+        for row, sequence in enumerate(sequences):
+            params = sequence.params
+            if params.min_tokens and sequence.num_output_tokens < params.min_tokens:
+                logits_SV[row, sorted(sequence.group.end_token_ids)] = float("-inf")
+            if params.penalized:
+                _penalize(logits_SV[row], sequence)
         token_ids = self._choose(logits_SV, sequences).tolist()
         tokens = [SampledToken(token_id, None, None) for token_id in token_ids]
         if logprobs_RV is not None:
@@ -50,9 +51,9 @@ class TorchSampler:
         random_S1 = temperature_S1 > 0
         scores_SV = filtered(logits_SV / torch.where(random_S1, temperature_S1, 1.0), params)
         noise_SV = torch.empty_like(scores_SV).exponential_(generator=self._generator)
-        for noise_V, sequence in zip(noise_SV, sequences, strict=True):
+        for row, sequence in enumerate(sequences):
             if sequence.params.seed is not None:
-                noise_V.exponential_(generator=_generator_of(sequence, scores_SV.device))
+                noise_SV[row].exponential_(generator=_generator_of(sequence, scores_SV.device))
         return self._largest(scores_SV, noise_SV, random_S1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -92,25 +93,27 @@ class SamplingParams(Arguments):
             raise ValueError(f"temperature_schedule: got {self.temperature_schedule}, expected ascending counts")
         return self
 
-    @property
+    @cached_property
     def num_samples(self) -> int:
         """Sequences that the request is computed with."""
         return self.n if self.best_of is None else self.best_of
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         return self.temperature == 0 and not self.temperature_schedule
 
-    @property
+    @cached_property
     def penalized(self) -> bool:
         """Whether tokens seen before change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    @property
+    @cached_property
     def reports_logprob(self) -> bool:
         """Whether each token's log-probability is needed, to be shown or to compare samples by."""
         return self.logprobs is not None or self.num_samples > self.n
 
     def temperature_at(self, num_output_tokens: int) -> float:
-        reached = [value for start, value in self.temperature_schedule if start <= num_output_tokens]
-        return reached[-1] if reached else self.temperature
+        for start, temperature in reversed(self.temperature_schedule):
+            if start <= num_output_tokens:
+                return temperature
+        return self.temperature

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from moe_optimizer.engine import AsyncLLM, LLMEngine, RequestOutput
 from moe_optimizer.engine.async_llm import QueueFullError
 from moe_optimizer.engine.engine_args import EngineArgs
 from moe_optimizer.engine.sampling_params import RequestOutputKind
-from moe_optimizer.errors import InputError, ServerFailedError
+from moe_optimizer.errors import DoesNotFitError, InputError, ServerFailedError
 from tests.engine.paper_engine import assert_as_expected, paper_engine, params
 from tests.engine.paper_executor import expected_output
 from tests.engine.tiny_models import TINY_MOE
@@ -110,6 +111,21 @@ def test_a_failing_engine_ends_every_request() -> None:
         asyncio.run(llm.get_output([1], params(5)))
     with pytest.raises(ServerFailedError):
         llm.check_health()
+
+
+def test_out_of_memory_names_what_to_lower() -> None:
+    def fail(step: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    engine = paper_engine()
+    engine.executor.execute = fail  # type: ignore[method-assign]
+    engine.add_request("0", [1], params(5))
+    with pytest.raises(DoesNotFitError) as error:
+        engine.step()
+    assert "max_num_seqs" in (error.value.hint or "")
+    llm = start(engine)
+    with pytest.raises(ServerFailedError, match="max_num_seqs"):
+        asyncio.run(llm.get_output([1], params(5)))
 
 
 def test_a_thousand_streams_with_random_departures_lose_nothing() -> None:

@@ -22,14 +22,14 @@ PROMPTS = [list(range(1, 30)), [5, 3], [7] * 12]
 
 @pytest.fixture(autouse=True, scope="module")
 def _imported_once() -> Iterator[None]:
-    """Ranks are forked from a process that has imported the engine; each import takes 5 s of processor time.
+    """Ranks are forked from a process that has imported the engine, and what transformers imports with the first
+    configuration (for its docstring); each import takes 5 s and 3 s of processor time.
 
     That process computes nothing and has no threads, so a fork is safe: OPENBLAS_NUM_THREADS=1 keeps numpy's away.
     """
     forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(
-        [f"moe_optimizer.engine.{name}" for name in ("parallel", "models.mixtral", "models.qwen3_moe")]
-    )
+    engine = [f"moe_optimizer.engine.{name}" for name in ("parallel", "models.mixtral", "models.qwen3_moe")]
+    forks.set_forkserver_preload([*engine, "transformers.models.auto.modeling_auto"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPENBLAS_NUM_THREADS", "1")
         forkserver.ensure_running()

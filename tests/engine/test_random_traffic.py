@@ -101,6 +101,7 @@ TrafficMachine.TestCase.settings = settings(max_examples=40, stateful_step_count
 TestTraffic = TrafficMachine.TestCase
 
 
+@pytest.mark.timeout(0)
 def test_a_hundred_thousand_steps_leak_nothing(request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("--soak", default=False):
         pytest.skip("takes minutes: run `pytest tests/engine --soak`")

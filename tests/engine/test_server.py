@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -170,6 +172,48 @@ def test_a_client_that_goes_away_frees_its_blocks(url: str, llm: AsyncLLM, strea
     asyncio.run(leave())
     eventually(lambda: not llm.engine.groups)
     eventually(lambda: llm.engine.scheduler.blocks.num_available == llm.engine.scheduler.blocks.num_blocks)
+
+
+@pytest.mark.timeout(0)
+def test_a_thousand_streams_over_http_with_random_departures_lose_nothing(
+    url: str, llm: AsyncLLM, tiny_moe_llm: LLM, request: pytest.FixtureRequest
+) -> None:
+    if not request.config.getoption("--soak", default=False):
+        pytest.skip("takes minutes: run `pytest tests/engine --soak`")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    rng = random.Random(0)
+    prompts = [f"def f{number}(a, b):\n" for number in range(50)]
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    wanted = [each.outputs[0].text for each in tiny_moe_llm.generate(prompts, greedy, use_tqdm=False)]
+    body = {"temperature": 0, "max_tokens": 16, "ignore_eos": True, "stream": True}
+
+    async def client(http: httpx.AsyncClient, number: int, leaves_after: int | None) -> bool:
+        text, want = "", wanted[number % len(prompts)]
+        asked = {**body, "prompt": prompts[number % len(prompts)]}
+        async with http.stream("POST", f"{url}/v1/completions", json=asked) as reply:
+            assert reply.status_code == 200
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                    leaves_after = leaves_after and leaves_after - 1
+                if leaves_after == 0:
+                    return want.startswith(text)
+        return text == want
+
+    async def everybody() -> list[bool]:
+        async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None)) as http:
+            leaving = [rng.randint(1, 12) if rng.random() < 0.4 else None for _ in range(1000)]
+            return await asyncio.gather(*(client(http, number, after) for number, after in enumerate(leaving)))
+
+    try:
+        results = asyncio.run(everybody())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(results)
+    eventually(lambda: not llm.engine.groups)
+    eventually(lambda: llm.engine.scheduler.blocks.num_available == llm.engine.scheduler.blocks.num_blocks)
+    llm.engine.check_integrity()
 
 
 def test_the_official_client_is_served(url: str) -> None:

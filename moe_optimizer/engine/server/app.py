@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from moe_optimizer.engine.async_llm import AsyncLLM, QueueFullError
+from moe_optimizer.engine.async_llm import AsyncLLM, Indexed, QueueFullError
 from moe_optimizer.engine.llm import default_sampling_params
 from moe_optimizer.engine.outputs import RequestOutput
 from moe_optimizer.engine.sampling_params import SamplingParams
@@ -21,8 +21,6 @@ from moe_optimizer.engine.server.schema import ChatRequest, CompletionRequest
 from moe_optimizer.engine.tokenizer import chat_prompt
 from moe_optimizer.errors import InputError, MoeOptimizerError, ServerFailedError
 
-Indexed = tuple[int, RequestOutput]
-"""An output, and the position of its prompt."""
 _CLIENT_GONE = 499
 """Nobody reads it: nginx's code for a client that closed the connection, for the access log."""
 
@@ -67,14 +65,13 @@ def create_app(llm: AsyncLLM, model_name: str) -> FastAPI:
     ) -> Response:
         if body.model not in (None, model_name):
             raise _UnknownModelError(f"model: got {body.model!r}, expected {model_name!r}")
-        streams = [metrics.watch(llm.generate(prompt, params, priority=body.priority)) for prompt in prompts]
-        merged = _merge(streams)
+        outputs = metrics.watch(llm.generate_all(prompts, params, priority=body.priority), len(prompts))
         if not body.stream:
-            outputs = await _unless_client_leaves(request, asyncio.ensure_future(_finished(merged)))
-            return Response(status_code=_CLIENT_GONE) if outputs is None else JSONResponse(reply.whole(outputs))
+            finished = await _unless_client_leaves(request, asyncio.ensure_future(_finished(outputs)))
+            return Response(status_code=_CLIENT_GONE) if finished is None else JSONResponse(reply.whole(finished))
         # The first output before the first byte: what is wrong with the request is still a 4xx.
-        first = await anext(merged)
-        events = _events(merged, first, reply, body.stream_options.include_usage)
+        first = await anext(outputs)
+        events = _events(outputs, first, reply, body.stream_options.include_usage)
         return StreamingResponse(events, media_type="text/event-stream")
 
     @app.exception_handler(RequestValidationError)
@@ -125,34 +122,6 @@ async def _unless_client_leaves(request: Request, outputs: asyncio.Future[Any]) 
     finally:
         leaving.cancel()
         outputs.cancel()
-
-
-async def _merge(streams: list[AsyncGenerator[RequestOutput]]) -> AsyncGenerator[Indexed]:
-    """Yield the outputs of several streams with their position, as they come. All are closed at the end."""
-    # Of one place: what a slow client has not read is merged in the streams, and takes no memory here.
-    queue: asyncio.Queue[Indexed | Exception] = asyncio.Queue(1)
-
-    async def pump(position: int, stream: AsyncGenerator[RequestOutput]) -> None:
-        try:
-            async with aclosing(stream):
-                async for output in stream:
-                    await queue.put((position, output))
-        except Exception as error:  # noqa: BLE001  (whatever it is, the reader waits for it)
-            await queue.put(error)
-
-    pumps = [asyncio.ensure_future(pump(position, stream)) for position, stream in enumerate(streams)]
-    try:
-        unfinished = len(streams)
-        while unfinished:
-            found = await queue.get()
-            if isinstance(found, Exception):
-                raise found
-            unfinished -= found[1].finished
-            yield found
-    finally:
-        for each in pumps:
-            each.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
 
 
 async def _events(outputs: AsyncGenerator[Indexed], first: Indexed, reply: Reply, usage: bool) -> AsyncGenerator[str]:

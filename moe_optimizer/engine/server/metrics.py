@@ -6,8 +6,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from moe_optimizer.engine.async_llm import Indexed
 from moe_optimizer.engine.llm_engine import LLMEngine
-from moe_optimizer.engine.outputs import RequestOutput
 
 _COUNTED = (
     "prompt_tokens", "prompt_tokens_cached", "generation_tokens", "request_success", "request_aborted",
@@ -17,7 +17,7 @@ _TIMED = ("time_to_first_token_seconds", "e2e_request_latency_seconds")
 
 
 class Metrics:
-    """Watches the streams of an engine."""
+    """Watches the outputs of an engine."""
 
     def __init__(self, engine: LLMEngine) -> None:
         scheduler, self._registry = engine.scheduler, CollectorRegistry()
@@ -32,24 +32,25 @@ class Metrics:
         self.counts: dict[str, Counter] = {name: self._made(Counter, name) for name in _COUNTED}
         self._times: dict[str, Histogram] = {name: self._made(Histogram, name) for name in _TIMED}
 
-    async def watch(self, stream: AsyncGenerator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
-        """Yield what the stream yields, and count it."""
-        counts, started, first, outcome = self.counts, time.monotonic(), True, "request_aborted"
+    async def watch(self, outputs: AsyncGenerator[Indexed], count: int) -> AsyncGenerator[Indexed]:
+        """Yield the outputs of `count` requests that begin now, and count them."""
+        counts, started, begun, unfinished = self.counts, time.monotonic(), set[int](), count
         try:
-            async for output in stream:
-                if first:
+            async for position, output in outputs:
+                if position not in begun:
                     self._times["time_to_first_token_seconds"].observe(time.monotonic() - started)
-                first = False
+                begun.add(position)
                 counts["generation_tokens"].inc(sum(len(sample.token_ids) for sample in output.outputs))
                 if output.finished:
-                    outcome = "request_success"
+                    unfinished -= 1
                     counts["prompt_tokens"].inc(len(output.prompt_token_ids))
                     counts["prompt_tokens_cached"].inc(output.num_cached_tokens)
                     self._times["e2e_request_latency_seconds"].observe(time.monotonic() - started)
-                yield output
+                yield position, output
         finally:
-            counts[outcome].inc()
-            await stream.aclose()
+            counts["request_success"].inc(count - unfinished)
+            counts["request_aborted"].inc(unfinished)
+            await outputs.aclose()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -131,6 +131,13 @@ def test_kernels_that_are_not_built_are_a_note_with_the_reason(monkeypatch: pyte
     assert (check.status, NOT_BUILT.reason in check.detail) == ("note", True)
 
 
+@pytest.mark.parametrize(("version", "status"), [("12.0", "missing"), ("12.1", "ok"), ("13.0", "ok"), (None, "ok")])
+def test_a_cuda_older_than_torch_needs_is_missing(version: str | None, status: str) -> None:
+    hardware = dataclasses.replace(load_hardware("h100_sxm", 1), cuda_version=version)
+    checks = {check.name: check for check in machine_checks.machine_checks(hardware)}
+    assert checks["cuda"].status == status
+
+
 def test_why_there_are_no_cuda_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = dataclasses.replace(BUILT, cuda_why_not="no nvcc found")
     check = software(monkeypatch, kernels=kernels)["kernels"]
