@@ -15,7 +15,6 @@ import http.client
 import json
 import os
 import random
-import socket
 import statistics
 import sys
 import tempfile
@@ -34,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.record import cpu_name, cpu_slug, head, host, parser_of, write_record  # noqa: E402
 from benchmarks.soak.served import ServedRun, served  # noqa: E402
+from tests.free_ports import free_port  # noqa: E402
 
 _SAMPLE_S = 10.0
 _MEMORY_GROWTH = 0.05
@@ -70,9 +70,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def _soak(folder: Path, seconds: float, clients: int) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with (folder / "stderr").open("w") as said, served(folder / "run", port, said) as run:
         titles = {str(process.pid): _title(process) for process in run.processes()}
         stop, counts = threading.Event(), Counter[str]()
@@ -83,6 +81,9 @@ def _soak(folder: Path, seconds: float, clients: int) -> dict[str, Any]:
         samples = []
         while time.monotonic() - begin < seconds:
             time.sleep(_SAMPLE_S)
+            if run.launcher.poll() is not None:
+                stop.set()
+                raise RuntimeError(f"it ended: {(folder / 'stderr').read_text(encoding='utf-8')[-2000:]}")
             samples.append({"at_s": round(time.monotonic() - begin), **_sample(run)})
         stop.set()
         for thread in threads:

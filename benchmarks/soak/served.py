@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +21,9 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "tiny-moe"
 _STOP_TIMEOUT_S = 180.0
+_CACHE = Path(tempfile.gettempdir()) / f"moe-optimizer-soak-{os.getpid()}"
+"""Of all servers of this process, removed at its end."""
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 
 
 @dataclass(slots=True)
@@ -35,6 +42,17 @@ class ServedRun:
         return [launcher, *launcher.children(recursive=True)]
 
 
+def launched(run_dir: Path, port: int, said: TextIO, *arguments: str) -> subprocess.Popen[str]:
+    """Start the command that serves the bundled model; the arguments are those of `served`."""
+    command = [sys.executable, str(ROOT / "run_optimizer.py"), "--model", str(MODEL), "--port", str(port)]
+    command += ["--run-dir", str(run_dir), "--enable-flash-dmoe", "--calibrate", "0", "--json", *arguments]
+    # What others measure and compile on this machine meanwhile is not looked at.
+    environment = {**os.environ, "XDG_CACHE_HOME": str(_CACHE)}
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
+    )
+
+
 @contextlib.contextmanager
 def served(run_dir: Path, port: int, said: TextIO, *arguments: str) -> Iterator[ServedRun]:
     """Serve the bundled model; stop it at the end of the block as Ctrl-C does.
@@ -48,9 +66,7 @@ def served(run_dir: Path, port: int, said: TextIO, *arguments: str) -> Iterator[
     Raises:
         RuntimeError: it ended before it was ready.
     """
-    command = [sys.executable, str(ROOT / "run_optimizer.py"), "--model", str(MODEL), "--port", str(port)]
-    command += ["--run-dir", str(run_dir), "--enable-flash-dmoe", "--calibrate", "0", "--json", *arguments]
-    launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, text=True)
+    launcher = launched(run_dir, port, said, *arguments)
     try:
         run = ServedRun(launcher, _ready(launcher))
         yield run
