@@ -33,6 +33,9 @@ class LoadResult:
     rate: float | None
     """Requests per second; None with `clients`: a closed loop, and without: a trace's own times."""
     rounds: int
+    """Those that count."""
+    discarded: int = 0
+    """Rounds that were thrown away and sent again, because a kernel was compiled meanwhile on one of the sides."""
     completed: int
     failed: int
     """Always 0: a failed request ends a benchmark."""
@@ -116,7 +119,7 @@ class BenchResult:
     environment: Mapping[str, str]
 
 
-def load_result(load: Load, rounds: Sequence[RoundSamples], limits: Limits) -> LoadResult:
+def load_result(load: Load, rounds: Sequence[RoundSamples], limits: Limits, *, discarded: int = 0) -> LoadResult:
     """Return what the counted rounds of one load say."""
     tpot = [each for samples in rounds for each in samples.tpot_s]
     itl = [each for samples in rounds for each in samples.itl_s]
@@ -127,6 +130,7 @@ def load_result(load: Load, rounds: Sequence[RoundSamples], limits: Limits) -> L
         clients=load.clients,
         rate=load.rate,
         rounds=len(rounds),
+        discarded=discarded,
         completed=sum(len(samples.errors) for samples in rounds),
         failed=0,
         tpot_ms=spread([_MS * each for each in tpot]) if tpot else None,

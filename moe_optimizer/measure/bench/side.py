@@ -110,10 +110,14 @@ class RunningSide:
         if not ServerClient(self.base_url, api_key()).healthy():
             raise ServerFailedError(f"{name}: {self.base_url}/health does not answer 200")
 
+    @property
+    def run_dirs(self) -> tuple[Path, ...]:
+        """Folders of its servers; their workers write proofs there, if they have our plugin."""
+        return tuple(server.log_path.parent for server in self.info.servers) if self.info else ()
+
     def facts(self) -> StartFacts:
         """Return what this start was like, and what the server uses now."""
-        folders = [server.log_path.parent for server in self.info.servers] if self.info else []
-        counts = [proof.compilations for folder in folders for proof in model_holders(read_proofs(folder))]
+        counts = [proof.compilations for folder in self.run_dirs for proof in model_holders(read_proofs(folder))]
         after_ready = [count.after_ready for count in counts if count is not None]
         return StartFacts(
             ready_s=self.ready_s, memory=self._memory(), compilations=sum(after_ready) if after_ready else None

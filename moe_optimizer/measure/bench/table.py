@@ -48,6 +48,8 @@ def _further(load: LoadResult) -> str:
         parts.append(f"{load.goodput_per_s:.2f} of {load.requests_per_s:.2f} requests/s within the limits")
     if load.joules_per_token is not None:
         parts.append(f"{load.joules_per_token:.3f} J per output token")
+    if load.discarded:
+        parts.append(f"{load.discarded} rounds thrown away: kernels were compiled meanwhile")
     return f"\n{'':<15}{'; '.join(parts)}" if parts else ""
 
 
