@@ -19,6 +19,7 @@ from moe_optimizer.files import make_private_folder, read_text, write_atomically
 from moe_optimizer.measure.bench.request import BenchRequest
 from moe_optimizer.measure.bench.run import environment_of
 from moe_optimizer.measure.bench.side import Side
+from moe_optimizer.measure.expected_gains import expected_gain
 from moe_optimizer.measure.quality.run import run_quality
 from moe_optimizer.measure.tune.goal import parse_goal
 from moe_optimizer.measure.tune.journal import Journal
@@ -70,7 +71,7 @@ class Tuning:
         journal = self._journal(plans, template, question, self._budget_s - triton_s)
         with progress_bar("tune", lines=self._lines) as show:
             measure = ServedMeasure(
-                plan_of=plans.plan, template=template, goal=self._goal, judge=self._judge,
+                side_of=plans.side, template=template, goal=self._goal, judge=self._judge,
                 journal=journal, on_step=show,
             )  # fmt: skip
             found = search(question, measure, journal, show)
@@ -183,8 +184,7 @@ def planned_passes(plan: Plan) -> tuple[PlannedPass, ...]:
         PlannedPass(
             name=name,
             with_passes=tuple(other for other in on if other != name and name in needed_by(other, device)),
-            predicted=decision.gain.ratio.value if decision.gain else None,
-            predicted_metric=decision.gain.metric if decision.gain else None,
+            expected=expected_gain(decision),
         )
         for name, decision in on.items()
         if not decision.required

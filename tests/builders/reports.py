@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from moe_optimizer.measure.report.inputs import Inputs, Run, read_inputs
+from moe_optimizer.measure.tune.ledger import Entry, TuneResult
 from moe_optimizer.planner import make_plan
 from moe_optimizer.proof.record import CompilationProof, LayerProof, PassProof, Proof
 from tests.builders import plans
@@ -51,4 +52,24 @@ def full_inputs() -> Inputs:
         ledgers=read_inputs([STEP_RECORD]).ledgers,
         quality=json.loads(json.dumps(QUALITY)),
         load=plans.expert_load(model),
+        tuning=_tuning(),
     )
+
+
+def _tuning() -> TuneResult:
+    entries = (
+        Entry(
+            step="ablation", what="flash_dmoe", against="without flash_dmoe", kept=True, reason="wins",
+            verdict="faster", ratio=1.08, low=1.05, high=1.11, predicted=1.12,
+            predicted_metric="expert kernels of one layer at 8 tokens",
+        ),
+        Entry(
+            step="ablation", what="scheduler", against="without scheduler", kept=False, reason="does not win",
+            verdict="no difference shown", ratio=1.0, low=0.99, high=1.01, no_prediction="the model is of one step",
+        ),
+    )  # fmt: skip
+    return TuneResult(
+        goal="throughput", metric="output tokens/s", met=True, nearest_miss=None, plan="without scheduler",
+        plan_file="plan.json", plan_digest="0" * 16, passes=("flash_dmoe",), arguments={}, ended="done",
+        budget_s=1200.0, spent_s=1100.0, entries=entries, environment={"model": "some/a-model"},
+    )  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from moe_optimizer.measure.bench.samples import RoundSamples
 from moe_optimizer.measure.bench.statistics import Spread, Word, gain, spread
 from moe_optimizer.measure.bench.trace import Load
+from moe_optimizer.measure.expected_gains import ExpectedGain
 
 RESULT_FILE = "bench.json"
 """The result of a benchmark, in its folder."""
@@ -81,6 +82,8 @@ class SideResult:
     """None for a server that was only named by its URL."""
     passes: tuple[str, ...]
     """Those that are on by the plan, and proven to run."""
+    expected: tuple[ExpectedGain, ...] = ()
+    """What the plan expects of each of them; the verdicts say what all bring together."""
     ready_s: tuple[float, ...]
     """Seconds from start to ready, one for each start."""
     warm: WarmUp

@@ -204,6 +204,7 @@ class MeasuredSide:
             name=self._side.name,
             plan_digest=self._side.plan.digest if self._side.plan is not None else None,
             passes=self._side.passes,
+            expected=self._side.expected,
             ready_s=tuple(each.ready_s for each in self._starts if each.ready_s is not None),
             warm=warm_up(self._warm_up, sum(compilations) if compilations else None),
             memory=self._starts[-1].memory,

@@ -21,6 +21,7 @@ from moe_optimizer.launcher.server_info import ServerInfo
 from moe_optimizer.launcher.warm_up import DEFAULT_LIMIT_S
 from moe_optimizer.measure.bench.gpu_counters import memory_bytes
 from moe_optimizer.measure.bench.result import MemoryUse
+from moe_optimizer.measure.expected_gains import ExpectedGain, expected_gains
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.json_codec import decode, encode
 from moe_optimizer.plan.plan import Plan
@@ -49,6 +50,11 @@ class Side:
         if self.plan is None or self.name == STOCK:
             return ()
         return tuple(each.pass_name for each in self.plan.decisions if each.status is Status.ON)
+
+    @property
+    def expected(self) -> tuple[ExpectedGain, ...]:
+        """What the plan expects of the passes that are on."""
+        return expected_gains(self.plan) if self.plan is not None and self.passes else ()
 
     @property
     def served(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 
 from moe_optimizer.measure.bench.result import BenchResult, LoadResult, SideResult, Verdict
@@ -10,6 +11,7 @@ from moe_optimizer.measure.bench.trace import Load
 
 _METRICS = {"tpot_ms": "time per output token", "ttft_ms": "time to first token", "output_tokens_per_s": "tokens/s"}
 _GIB = 2**30
+_WIDTH = 80
 
 
 def render(result: BenchResult) -> str:
@@ -28,6 +30,7 @@ def render(result: BenchResult) -> str:
     lines += [line for side in result.sides for line in _about(side)]
     if result.verdicts:
         lines += ["", *_verdicts(result)]
+    lines += [line for side in result.sides for line in _expected(side)]
     return "\n".join(lines)
 
 
@@ -66,7 +69,7 @@ def _about(side: SideResult) -> Iterable[str]:
         facts.append(f"processes {side.memory.process_bytes / _GIB:.1f} GiB")
     yield f"{side.name}: {'; '.join(facts)}"
     if side.passes:
-        yield f"  on: {', '.join(side.passes)}"
+        yield from textwrap.wrap(f"on: {', '.join(side.passes)}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _verdicts(result: BenchResult) -> Iterable[str]:
@@ -74,6 +77,14 @@ def _verdicts(result: BenchResult) -> Iterable[str]:
     yield f"{ours} against {theirs} (intervals hold together with 95 % confidence)"
     for each in result.verdicts:
         yield f"  {each.load:<15}{_METRICS[each.metric]:<23}{_sentence(each)}"
+
+
+def _expected(side: SideResult) -> Iterable[str]:
+    if side.expected:
+        yield f"what the plan expects of each pass of {side.name}; the verdicts are of all together"
+    for each in side.expected:
+        head = f"  {each.pass_name:<19}"
+        yield from textwrap.wrap(str(each), _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
 
 
 def _sentence(verdict: Verdict) -> str:

@@ -14,6 +14,7 @@ from moe_optimizer.files import read_text
 from moe_optimizer.inspection.expert_load import read_run_load
 from moe_optimizer.measure.bench.result import RESULT_FILE, BenchResult
 from moe_optimizer.measure.decode_step.ledger import Ledger
+from moe_optimizer.measure.tune.ledger import TuneResult
 from moe_optimizer.plan.json_codec import decode
 from moe_optimizer.plan.plan import PLAN_FILE, Plan
 from moe_optimizer.proof.record import PROOF_DIR, Proof, read_proofs
@@ -23,8 +24,8 @@ _MAX_BYTES = 64 << 20
 _DEEPEST = 3
 """Folders below a benchmark's: the start of a side, and a server of a group."""
 _HINT = (
-    "a report is made of a run folder, or of what bench, quality, measure step, plan or experts print with --json "
-    "(or wrote to a folder)"
+    "a report is made of a run folder, or of what bench, quality, tune, measure step, plan or experts print with "
+    "--json (or wrote to a folder)"
 )
 
 
@@ -47,6 +48,7 @@ class Inputs:
     ledgers: tuple[tuple[Ledger, Ledger], ...] = ()
     """Of each batch: stock vLLM's, and the plan's."""
     quality: Mapping[str, Any] | None = None
+    tuning: TuneResult | None = None
     load: ExpertLoad | None = None
 
     @property
@@ -158,6 +160,10 @@ def _read_quality(content: dict[str, Any], origin: str, found: _Found) -> None:
     found.rest["quality"] = content
 
 
+def _read_tuning(content: dict[str, Any], origin: str, found: _Found) -> None:
+    found.rest["tuning"] = decode(TuneResult, content, origin=origin)
+
+
 def _read_load(content: dict[str, Any], origin: str, found: _Found) -> None:
     found.rest["load"] = decode(ExpertLoad, content.get("load", content), origin=origin)
 
@@ -166,6 +172,7 @@ _KINDS: tuple[tuple[set[str], Callable[[dict[str, Any], str, _Found], None]], ..
     ({"decisions", "memory", "profile_name"}, _read_plan),
     ({"sides", "verdicts", "environment"}, _read_bench),
     ({"kl_mean", "top1_agreement"}, _read_quality),
+    ({"goal", "entries", "budget_s"}, _read_tuning),
     ({"stock", "ours", "plan_digest"}, _read_steps),
     ({"sides", "plan_digest", "commit"}, _read_steps),
     ({"layers", "num_experts", "steps", "since"}, _read_load),

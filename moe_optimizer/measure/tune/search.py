@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moe_optimizer.measure.expected_gains import ExpectedGain
 from moe_optimizer.measure.tune.comparison import Comparison, compared, median_score
 from moe_optimizer.measure.tune.goal import Goal
 from moe_optimizer.measure.tune.journal import Journal
@@ -30,8 +31,7 @@ class PlannedPass:
     name: str
     with_passes: tuple[str, ...] = ()
     """Passes that cannot run without it: they are off with it."""
-    predicted: float | None = None
-    predicted_metric: str | None = None
+    expected: ExpectedGain | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,13 @@ class _Search:
 
     def _wins(self, planned: PlannedPass, *, whole_won: bool) -> bool:
         without = _BEST.without([planned.name, *planned.with_passes])
-        facts: dict[str, Any] = {"predicted": planned.predicted, "predicted_metric": planned.predicted_metric}
+        facts: dict[str, Any] = {}
+        if (expected := planned.expected) is not None:
+            facts = {
+                "predicted": expected.ratio,
+                "predicted_metric": expected.metric or None,
+                "no_prediction": expected.why_none,
+            }
         if why := self._measure.why_not(without):
             self._note("ablation", planned.name, kept=True, reason=f"there is no plan without it: {why}", **facts)
             return True
