@@ -10,6 +10,7 @@ import importlib.abc
 import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ _MODULE = "moe_optimizer.ops.fused_experts"
 BATCH = 8
 """Tokens in a step at which some mistakes are made."""
 MANY = 200
+SLOW_S = 0.03
+"""Longer by each call; a layer takes less than a millisecond."""
 _FILE = Path(os.environ.get("MOE_TEST_FAULT_FILE", os.devnull))
 _captured: dict[tuple[str, int], Any] = {}
 
@@ -48,6 +51,10 @@ def _wrong(kernel: Any) -> Any:
         mistake, tokens = _FILE.read_text().strip(), x.shape[0]
         if not mistake.startswith("frozen"):
             _captured.clear()
+        if mistake == "slow":
+            time.sleep(SLOW_S)
+        elif mistake == "dead":
+            os._exit(1)
         if mistake == "scale" or (mistake == "above" and tokens > MANY):
             topk_weights = topk_weights * (1.02 if mistake == "scale" else 1.1)
         elif mistake == "stale scale":
