@@ -56,12 +56,12 @@ class BenchRequest:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether all servers have room beside each other. On a GPU vLLM takes what there is."""
+        """Whether all servers have room beside each other. On a GPU vLLM takes what there is, on a CPU what it needs."""
         plans = [side.plan for side in self.sides if side.plan is not None]
         if len(self.sides) > 1 and any(plan.num_gpus for plan in plans):
             return False
-        needed = sum(plan.memory.budget_bytes for plan in plans)
-        return len(self.sides) == 1 or all(needed <= plan.memory.total_bytes for plan in plans)
+        needed = sum((plan.memory.budget_bytes - plan.memory.unused_bytes) * plan.memory.num_devices for plan in plans)
+        return len(self.sides) == 1 or all(needed <= plan.memory.budget_bytes for plan in plans)
 
     def requests(self, turn: Turn) -> tuple[TraceRequest, ...]:
         """Return the requests of one turn: alike for both sides, and other prompts in every repetition and attempt."""
