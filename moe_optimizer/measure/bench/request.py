@@ -56,7 +56,7 @@ class BenchRequest:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether all servers have room beside each other. On a GPU vLLM takes what there is, on a CPU what it needs."""
+        """Whether all servers fit beside each other: on a GPU vLLM takes what there is, on a CPU what it needs."""
         plans = [side.plan for side in self.sides if side.plan is not None]
         if len(self.sides) > 1 and any(plan.num_gpus for plan in plans):
             return False

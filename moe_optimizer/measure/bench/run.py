@@ -172,6 +172,7 @@ def _round(request: BenchRequest, turn: Turn, server: RunningSide) -> Round:
         requests=len(requests),
         clients=turn.load.clients,
         run_dirs=tuple(map(str, server.run_dirs)),
+        caches=server.caches,
         samples=str(request.samples_path(turn)),
         title=f"{request.sides[turn.side].name}: {turn.load}" + ("" if turn.counted else ", warm-up"),
     )

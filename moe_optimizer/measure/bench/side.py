@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import psutil
 from moe_optimizer import env
 from moe_optimizer.errors import InputError, ServerFailedError
 from moe_optimizer.files import read_text
+from moe_optimizer.launcher.compile_caches import compile_caches
 from moe_optimizer.launcher.http_client import ServerClient, api_key
 from moe_optimizer.launcher.launch import running
 from moe_optimizer.launcher.server_info import ServerInfo
@@ -103,6 +105,8 @@ class RunningSide:
     max_model_len: int
     ready_s: float | None
     info: ServerInfo | None
+    caches: Mapping[str, str] = field(default_factory=dict)
+    """Variables with which it was started that name folders of compiled kernels."""
 
     def check_alive(self, name: str) -> None:
         """Refuse to go on with a server that has ended or does not answer.
@@ -171,6 +175,7 @@ def opened(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[Run
             max_model_len=ServerClient(info.base_url, api_key()).max_model_len(),
             ready_s=time.monotonic() - begin,
             info=info,
+            caches=compile_caches(side.plan, os.environ),
         )
 
 

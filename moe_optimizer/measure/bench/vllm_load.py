@@ -9,7 +9,9 @@ sends all rounds. The result is a file of samples for each round; what they mean
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ class Round:
     """Path of the file to write; a round whose file is there is not sent again."""
     run_dirs: tuple[str, ...]
     """Folders of the servers whose workers say what they compile."""
+    caches: Mapping[str, str]
+    """Variables of the server's environment that name folders of compiled kernels, where it has others than we."""
     title: str
     """For progress."""
 
@@ -64,13 +68,13 @@ def send(request: LoadRequest, on_step: OnStep) -> int:
     missing = [each for each in request.rounds if not Path(each.samples).exists()]
     for number, each in enumerate(missing):
         on_step(number / len(missing), each.title)
-        folders = [Path(folder) for folder in each.run_dirs]
-        compiled, before = compilations(folders), energy_joules()
+        folders, environ = [Path(folder) for folder in each.run_dirs], {**os.environ, **each.caches}
+        compiled, before = compilations(folders, environ), energy_joules()
         arguments: Any = parser.parse_args(_arguments(request, each))
         found = main(arguments)
         after = energy_joules()
         used = None if before is None or after is None else after - before
-        samples = _samples(found, used, compilations(folders) - compiled)
+        samples = _samples(found, used, compilations(folders, environ) - compiled)
         write_atomically(Path(each.samples), json.dumps(encode(samples)))
     return len(missing)
 
