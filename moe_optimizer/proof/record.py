@@ -61,6 +61,8 @@ class LayerProof:
     """Why the weights are not on huge pages, which the CPU kernels read faster; "" where they are, or on a GPU."""
     output_error: float | None = None
     """Relative change of the layer's output by the planned format, on random tokens; None: not measured."""
+    saturated: float | None = None
+    """Share of FP8 weights whose magnitude is the largest that FP8 has; None: not in FP8, or not looked at."""
     why_plain: str = ""
     """Why the layer stays plain although the plan names another format; "" where it does not."""
     self_check_error: float | None = None
