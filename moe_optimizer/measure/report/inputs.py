@@ -21,6 +21,8 @@ from moe_optimizer.proof.record import PROOF_DIR, Proof, read_proofs
 from moe_optimizer.specs.expert_load import ExpertLoad
 
 _MAX_BYTES = 64 << 20
+_OF_A_RECORD = frozenset({"what", "commit", "dirty", "note"})
+"""Fields of a record that a result does not have."""
 _DEEPEST = 3
 """Folders below a benchmark's: the start of a side, and a server of a group."""
 _HINT = (
@@ -141,7 +143,12 @@ def _read_plan(content: dict[str, Any], origin: str, found: _Found) -> None:
 
 
 def _read_bench(content: dict[str, Any], origin: str, found: _Found) -> None:
-    found.rest["bench"] = decode(BenchResult, content, origin=origin)
+    found.rest["bench"] = decode(BenchResult, _without_head(content), origin=origin)
+
+
+def _without_head(content: dict[str, Any]) -> dict[str, Any]:
+    """Return what a record holds beside the fields that every record has (benchmarks/record.schema.json)."""
+    return {key: value for key, value in content.items() if key not in _OF_A_RECORD}
 
 
 def _read_steps(content: dict[str, Any], origin: str, found: _Found) -> None:
@@ -161,7 +168,10 @@ def _read_quality(content: dict[str, Any], origin: str, found: _Found) -> None:
 
 
 def _read_tuning(content: dict[str, Any], origin: str, found: _Found) -> None:
-    found.rest["tuning"] = decode(TuneResult, content, origin=origin)
+    head = {"date", "command"} | _OF_A_RECORD
+    found.rest["tuning"] = decode(
+        TuneResult, {key: value for key, value in content.items() if key not in head}, origin=origin
+    )
 
 
 def _read_load(content: dict[str, Any], origin: str, found: _Found) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from moe_optimizer.plan.pass_params import FlashDmoeParams
 from moe_optimizer.planner import make_plan
@@ -34,11 +35,11 @@ def samples_of(run_dir: Path, name: str, *workers: dict[str, PassProof]) -> set[
     return {(tuple(each.labels.values()), each.value) for each in found}
 
 
-def experts(*layers: LayerProof, **fields: str) -> PassProof:
-    return PassProof(requested="x", applied=True, kernel="fused_experts (cpu)", layers=layers, **fields)
+def experts(*layers: LayerProof, why_not: str = "") -> PassProof:
+    return PassProof(requested="x", applied=True, kernel="fused_experts (cpu)", layers=layers, why_not=why_not)
 
 
-def named(names: Sequence[str], **changes: object) -> list[LayerProof]:
+def named(names: Sequence[str], **changes: Any) -> list[LayerProof]:
     return [dataclasses.replace(LAYER, name=name, **changes) for name in names]
 
 
