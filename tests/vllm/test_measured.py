@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -73,6 +73,18 @@ class Servers:
             return run_quality(dataclasses.replace(self.base, folder=folder), on_step=quietly)
 
 
+def request_of(plan: Side, reference: Side, folder: Path, **fields: Any) -> QualityRequest:
+    """Return what is asked of two sides of the bundled model, by the thresholds of the balanced profile."""
+    thresholds = load_profile("balanced").quality.model_dump()
+    thresholds.pop("top_logprobs")
+    common: dict[str, Any] = {
+        "alone": {}, "not_alone": {}, "always_alone": False, "texts": text_of(TINY_MOE / "heldout.txt"),
+        "extent": Extent(positions=3000, generated=8), "top_logprobs": TOP, "thresholds": thresholds, "prompts": (),
+        "model": str(TINY_MOE), "ready_timeout_s": READY_TIMEOUT_S,
+    }  # fmt: skip
+    return QualityRequest(plan=plan, reference=reference, folder=folder, **(common | fields))
+
+
 def quietly(share: float, text: str) -> None:
     """Show no progress."""
 
@@ -103,24 +115,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Servers,
         ):  # fmt: skip
             side = Side(name="ours", plan=ours, url=info.base_url)
             stock = dataclasses.replace(stock, url=theirs.base_url)
-            thresholds = load_profile("balanced").quality.model_dump()
-            thresholds.pop("top_logprobs")
-            request = QualityRequest(
-                plan=side,
-                reference=stock,
+            request = request_of(
+                side, stock, tmp_path_factory.mktemp("clean"),
                 alone={"flash_dmoe": Alone(side=side, with_passes=(), value="")},
-                not_alone={},
-                always_alone=False,
-                texts=text_of(TINY_MOE / "heldout.txt"),
-                extent=Extent(positions=3000, generated=8),
-                top_logprobs=TOP,
-                thresholds=thresholds,
-                prompts=("def add(a, b):\n    ", "import os\nimport "),
-                prompt_tokens=8,
-                model=str(TINY_MOE),
-                folder=tmp_path_factory.mktemp("clean"),
-                ready_timeout_s=READY_TIMEOUT_S,
-            )
+                prompts=("def add(a, b):\n    ", "import os\nimport "), prompt_tokens=8,
+            )  # fmt: skip
             yield Servers(request, switch, stock), run_quality(request, on_step=quietly)
 
 
