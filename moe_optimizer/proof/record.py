@@ -137,6 +137,16 @@ class CompilationProof:
 
 
 @dataclass(slots=True, kw_only=True)
+class MemoryProof:
+    """Bytes that the parts of one worker take, to stand beside those of the memory plan."""
+
+    weight_bytes: int
+    kv_cache_bytes: int
+    activation_bytes: int | None
+    """As vLLM measured them, with an estimate for its graphs; None where it does not (CPU)."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Proof:
     """The proof of one process."""
 
@@ -158,6 +168,8 @@ class Proof:
     """The label `model_name` of vLLM's metrics; "" in a process that holds no part of the model."""
     compilations: CompilationProof | None = None
     """None in a process that compiles nothing, or where nobody looks."""
+    memory: MemoryProof | None = None
+    """None in a process without a part of the model, and before its first step."""
     schema_version: int = SCHEMA_VERSION
 
 

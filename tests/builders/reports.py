@@ -8,7 +8,7 @@ from pathlib import Path
 from moe_optimizer.measure.report.inputs import Inputs, Run, read_inputs
 from moe_optimizer.measure.tune.ledger import Entry, TuneResult
 from moe_optimizer.planner import make_plan
-from moe_optimizer.proof.record import CompilationProof, LayerProof, PassProof, Proof
+from moe_optimizer.proof.record import CompilationProof, LayerProof, MemoryProof, PassProof, Proof
 from tests.builders import plans
 from tests.builders.machines import gpus
 from tests.builders.models import qwen3_30b_a3b
@@ -45,6 +45,7 @@ def full_inputs() -> Inputs:
             for decision in on
         },
         compilations=CompilationProof(before_ready=9, after_ready=0),
+        memory=MemoryProof(weight_bytes=57 << 30, kv_cache_bytes=9 << 30, activation_bytes=None),
     )  # fmt: skip
     return Inputs(
         runs=(Run(title="balanced", plan=plan, proofs=(proof,)),),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from moe_optimizer.measure.bench.samples import RoundSamples
 from moe_optimizer.measure.bench.statistics import Spread, Word, gain, spread
@@ -66,11 +67,22 @@ class WarmUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPart:
+    """One part of the memory plan of the fullest device, and what was found there."""
+
+    part: Literal["weights", "cache", "activations"]
+    planned_bytes: int
+    found_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
     """Bytes in use at the end, of the GPUs together and of the server's processes."""
 
     gpu_bytes: int | None
     process_bytes: int | None
+    parts: tuple[MemoryPart, ...] = ()
+    """Where workers tell them: those of our servers do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

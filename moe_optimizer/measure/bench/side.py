@@ -22,10 +22,12 @@ from moe_optimizer.launcher.launch import running
 from moe_optimizer.launcher.server_info import ServerInfo
 from moe_optimizer.launcher.warm_up import DEFAULT_LIMIT_S
 from moe_optimizer.measure.bench.gpu_counters import memory_bytes
+from moe_optimizer.measure.bench.memory_parts import memory_parts
 from moe_optimizer.measure.bench.result import MemoryUse
 from moe_optimizer.measure.expected_gains import ExpectedGain, expected_gains
 from moe_optimizer.plan.decision import Status
 from moe_optimizer.plan.json_codec import decode, encode
+from moe_optimizer.plan.memory_plan import MemoryPlan
 from moe_optimizer.plan.plan import Plan
 from moe_optimizer.process_environment import changed_environment
 from moe_optimizer.proof.record import read_proofs
@@ -105,6 +107,7 @@ class RunningSide:
     max_model_len: int
     ready_s: float | None
     info: ServerInfo | None
+    planned: MemoryPlan | None = None
     caches: Mapping[str, str] = field(default_factory=dict)
     """Variables with which it was started that name folders of compiled kernels."""
 
@@ -138,7 +141,12 @@ class RunningSide:
         tree = [each for pid in pids for each in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
         resident = sum(each.memory_info().rss for each in tree)
         used = memory_bytes({each.pid for each in tree})
-        return MemoryUse(gpu_bytes=None if used is None else int(used), process_bytes=resident or None)
+        proofs = [proof for folder in self.run_dirs for proof in model_holders(read_proofs(folder))]
+        return MemoryUse(
+            gpu_bytes=None if used is None else int(used),
+            process_bytes=resident or None,
+            parts=memory_parts(self.planned, proofs) if self.planned is not None else (),
+        )
 
 
 @contextlib.contextmanager
@@ -175,6 +183,7 @@ def opened(side: Side, *, run_dir: Path, ready_timeout_s: float) -> Iterator[Run
             max_model_len=ServerClient(info.base_url, api_key()).max_model_len(),
             ready_s=time.monotonic() - begin,
             info=info,
+            planned=side.plan.memory,
             caches=compile_caches(side.plan, os.environ),
         )
 

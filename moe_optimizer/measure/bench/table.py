@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from moe_optimizer.measure.bench.result import BenchResult, LoadResult, SideResult, Verdict
 from moe_optimizer.measure.bench.statistics import Spread
 from moe_optimizer.measure.bench.trace import Load
+from moe_optimizer.specs.quantity import bytes_in_words
 
 _METRICS = {"tpot_ms": "time per output token", "ttft_ms": "time to first token", "output_tokens_per_s": "tokens/s"}
 _GIB = 2**30
@@ -68,6 +69,13 @@ def _about(side: SideResult) -> Iterable[str]:
     if side.memory.process_bytes is not None:
         facts.append(f"processes {side.memory.process_bytes / _GIB:.1f} GiB")
     yield f"{side.name}: {'; '.join(facts)}"
+    if side.memory.parts:
+        parts = [
+            f"{each.part} {bytes_in_words(each.planned_bytes)} / {bytes_in_words(each.found_bytes)}"
+            for each in side.memory.parts
+        ]
+        words = f"memory of a worker, planned / found: {', '.join(parts)}"
+        yield from textwrap.wrap(words, _WIDTH, initial_indent="  ", subsequent_indent="    ")
     if side.passes:
         yield from textwrap.wrap(f"on: {', '.join(side.passes)}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
 

@@ -84,6 +84,11 @@ def test_the_measured_gain_of_a_pass_stands_beside_the_expected_one(page: str):
     assert any("scheduler" in row and "none modelled: the model is of one step" in row for row in rows)
 
 
+def test_the_memory_that_was_found_stands_beside_the_planned_one(page: str):
+    assert "weights 61.1 GB / 61.2 GB" in section(page, "plan")
+    assert "/ 9.66 GB" in section(page, "plan")
+
+
 @pytest.mark.parametrize("name", HOW_TO)
 def test_an_empty_section_names_the_command_that_fills_it(name: str):
     assert HOW_TO[name] in section(render_page(Inputs(quality=QUALITY)), name)
