@@ -6,7 +6,7 @@ import dataclasses
 
 from moe_optimizer import env
 from moe_optimizer.cli import planning
-from moe_optimizer.cli.options import TuneOptions
+from moe_optimizer.cli.measuring_options import TuneOptions
 from moe_optimizer.cli.preflight import check_can_serve_here
 from moe_optimizer.cli.progress import ProgressLines
 from moe_optimizer.cli.speed_questions import measure_if_needed

@@ -11,7 +11,8 @@ from pathlib import Path
 from moe_optimizer.cli import judgement, messages, quality
 from moe_optimizer.cli.bench import traffic_of
 from moe_optimizer.cli.candidate_plans import CandidatePlans
-from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, PlanOptions, QualityOptions, TuneOptions
+from moe_optimizer.cli.measuring_options import QualityOptions, TuneOptions
+from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, PlanOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.cli.tune_triton import tune_triton
 from moe_optimizer.errors import MoeOptimizerError
