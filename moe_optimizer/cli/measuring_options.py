@@ -19,6 +19,7 @@ from moe_optimizer.cli.options import (
 )
 
 ONLY_TRITON = "triton"
+DEFAULT_WORKLOAD = "chat"
 
 
 def _workloads() -> Iterable[str]:
@@ -52,9 +53,9 @@ class TrafficOptions(MeasuredServersOptions):
     workload: str = option(
         "--workload",
         "NAME|FILE",
-        "Of configs/workloads, or a YAML file, or a trace (.jsonl).  [default: chat]",
+        f"Of configs/workloads, or a YAML file, or a trace (.jsonl).  [default: {DEFAULT_WORKLOAD}]",
         values=_workloads,
-        default="chat",
+        default=DEFAULT_WORKLOAD,
     )
     clients: str | None = option("--clients", "N,N,...", "Clients of the closed loop, instead of the workload's.")
     rates: str | None = option("--rates", "X,X,...", "Requests per second of an open loop, instead of the workload's.")

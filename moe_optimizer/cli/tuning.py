@@ -11,7 +11,7 @@ from pathlib import Path
 from moe_optimizer.cli import judgement, messages, quality
 from moe_optimizer.cli.bench import traffic_of
 from moe_optimizer.cli.candidate_plans import CandidatePlans
-from moe_optimizer.cli.measuring_options import QualityOptions, TuneOptions
+from moe_optimizer.cli.measuring_options import DEFAULT_WORKLOAD, QualityOptions, TuneOptions
 from moe_optimizer.cli.options import DEFAULT_READY_TIMEOUT_S, PlanOptions
 from moe_optimizer.cli.progress import ProgressLines, progress_bar
 from moe_optimizer.cli.tune_triton import tune_triton
@@ -134,7 +134,8 @@ class Tuning:
         """Return what is sent to every candidate: by default one load, of as many clients as the plan is made for."""
         options = self._options
         workload, trace = traffic_of(options)
-        if workload is not None and not options.clients and not options.rates:
+        is_default = options.workload == DEFAULT_WORKLOAD and not options.clients and not options.rates
+        if workload is not None and is_default:
             workload = workload.model_copy(update={"clients": (plan.workload.batch_size,), "rates": ()})
         return BenchRequest(
             command=("moe-optimizer", *sys.argv[1:]),

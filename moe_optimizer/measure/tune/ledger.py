@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Step = Literal["plan", "ablation", "setting", "confirmation", "result", "quality", "triton"]
+Step = Literal["plan", "ablation", "setting", "confirmation", "result", "quality", "triton", "unfinished"]
 Ended = Literal["done", "budget", "interrupted"]
 
 
