@@ -47,7 +47,12 @@ FITTED = {
 }
 """Cases that a constant was read from; the errors of all others are of predictions."""
 PAIRS = {
-    "stock": {"flash_dmoe": "flash_dmoe", "fp8": "fp8", "balanced": "flash_dmoe"},
+    "stock": {
+        "flash_dmoe": "flash_dmoe",
+        "fp8": "fp8",
+        "balanced": "flash_dmoe",
+        "fp8+flash_dmoe": "fp8 and flash_dmoe",
+    },
     "flash_dmoe": {"fp8+flash_dmoe": "fp8"},
     "fp8": {"fp8+flash_dmoe": "flash_dmoe"},
     "slices": {"experts": "parallelism: experts instead of slices", "replicas": "replicas instead of slices"},
@@ -143,7 +148,7 @@ def by_pass(found: list[Case]) -> dict[str, list[PassCase]]:
     sides = {(case.record, case.side, case.clients): case for case in found}
     groups: dict[str, list[PassCase]] = {}
     for (record, side, clients), base in sides.items():
-        for other, name in PAIRS.get(side, {}).items():
+        for other, name in PAIRS.get(side.removesuffix(" vLLM"), {}).items():
             case = sides.get((record, other, clients))
             if case is not None:
                 predicted = base.prediction.tpot_ms / case.prediction.tpot_ms
